@@ -1,0 +1,1 @@
+"""The aggregator: rounds, registry, ledger, report and the operator's command line."""

@@ -1,0 +1,242 @@
+"""A private broker as a child process: mosquitto where it is installed, else the embedded amqtt, on loopback only.
+
+The child is started through a shell that watches a pipe: when this process dies, by whatever cause, the pipe ends and
+the broker is told to end too. It has a session of its own, so that Ctrl-C reaches it last.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import ipaddress
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from fleet_core.errors import ConfigError, LinkError
+from fleet_core.storage import write_atomic
+
+START_S = 20.0
+STOP_S = 5.0
+PORT_ATTEMPTS = 5
+SERVER_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin", "/opt/local/sbin")
+INSTALLERS = {
+    "apt-get": "sudo apt install mosquitto",
+    "dnf": "sudo dnf install mosquitto",
+    "pacman": "sudo pacman -S mosquitto",
+    "brew": "brew install mosquitto",
+}
+
+# The watcher reads the pipe in the background and the shell becomes the broker: an end of file without a line before
+# it means that the parent died.
+WATCHED = 'exec 3<&0; { read -r _ <&3 || kill -TERM $$; } & exec 3<&-; exec "$@" </dev/null'
+
+# What is retained is saved at an orderly stop and after every 100 changes: each save rewrites the whole store, so that
+# saving after every change writes 2.6 GB for 400 chunks of 60 KiB, and 100 writes 46 MB. What a kill loses, its publisher
+# publishes again once it is connected again. The queue has a number because 0, no limit, has dropped messages.
+MOSQUITTO_CONFIG = """\
+listener {port} {host}
+allow_anonymous true
+persistence true
+persistence_location {folder}/
+autosave_on_changes true
+autosave_interval 100
+max_queued_messages 4000
+set_tcp_nodelay true
+sys_interval 0
+log_dest stderr
+log_type error
+log_type warning
+log_type notice
+"""
+
+
+@dataclass(frozen=True)
+class Broker:
+    """A running broker. ``hint`` is the command that would install mosquitto, where the embedded one stands in."""
+
+    url: str
+    kind: Literal["mosquitto", "amqtt"]
+    hint: str | None
+    process: subprocess.Popen[bytes]
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """End the broker and wait for it; mosquitto saves its retained messages first."""
+        if self.alive():
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        _dismiss_watcher(self.process)
+
+
+def start_broker(folder: Path, *, port: int = 0, host: str = "127.0.0.1", embedded: bool | None = None) -> Broker:
+    """Start a broker that keeps its files in ``folder`` and return when it accepts connections.
+
+    Args:
+        port: 0 takes a free one.
+        host: a loopback address; the broker admits anyone who reaches it.
+        embedded: True takes amqtt in any case; None does so when METAFLEET_BROKER is ``embedded``.
+
+    Raises ConfigError for a host that is not loopback, LinkError when the port is in use or no broker can be started.
+    """
+    _check_loopback(host)
+    if embedded is None:
+        embedded = os.environ.get("METAFLEET_BROKER") == "embedded"
+    folder.mkdir(parents=True, exist_ok=True)
+    mosquitto = None if embedded else find_mosquitto()
+    if mosquitto is None and importlib.util.find_spec("amqtt") is None:
+        raise LinkError("neither mosquitto nor the embedded broker is installed", hint=install_command())
+    if port:
+        _check_free(host, port)
+        return _start(folder, host, port, mosquitto)
+    for _ in range(PORT_ATTEMPTS - 1):
+        try:
+            return _start(folder, host, _free_port(host), mosquitto)
+        except _PortTaken:
+            continue
+    return _start(folder, host, _free_port(host), mosquitto)
+
+
+def find_mosquitto() -> str | None:
+    """The path of the mosquitto server, also where PATH does not name its folder."""
+    return shutil.which("mosquitto", path=os.pathsep.join((os.environ.get("PATH", ""), *SERVER_FOLDERS)))
+
+
+def install_command() -> str:
+    """The command that installs mosquitto on this system."""
+    for program, command in INSTALLERS.items():
+        if shutil.which(program):
+            return command
+    return "install mosquitto (https://mosquitto.org/download)"
+
+
+class _PortTaken(LinkError):
+    pass
+
+
+def _start(folder: Path, host: str, port: int, mosquitto: str | None) -> Broker:
+    if mosquitto is None:
+        command = [sys.executable, "-m", "cloud_server.amqtt_main", host, str(port)]
+    else:
+        command = [mosquitto, "-c", str(_write_config(folder, host, port))]
+    log = folder / "broker.log"
+    with log.open("ab") as output:
+        log_from = output.tell()
+        process = _launch(command, output)
+    url = f"mqtt://[{host}]:{port}" if ":" in host else f"mqtt://{host}:{port}"
+    hint = install_command() if find_mosquitto() is None else None
+    broker = Broker(url, "amqtt" if mosquitto is None else "mosquitto", hint, process)
+    try:
+        if not _accepts(broker, host, port):
+            raise _failure(log, log_from)
+    except BaseException:
+        broker.stop()
+        raise
+    return broker
+
+
+def _write_config(folder: Path, host: str, port: int) -> Path:
+    text = MOSQUITTO_CONFIG.format(port=port, host=host, folder=folder.resolve())
+    if os.geteuid() == 0:
+        text += "user root\n"
+    path = folder.resolve() / "mosquitto.conf"
+    write_atomic(path, text.encode())
+    return path
+
+
+def _launch(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    home = str(Path(__file__).resolve().parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))}
+    return subprocess.Popen(
+        ["sh", "-c", WATCHED, "sh", *command],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def _dismiss_watcher(process: subprocess.Popen[bytes]) -> None:
+    """Tell the watcher that the end was meant, so that it signals nobody."""
+    if process.stdin is not None and not process.stdin.closed:
+        try:
+            process.stdin.write(b"\n")
+            process.stdin.close()
+        except BrokenPipeError:
+            pass
+
+
+def _accepts(broker: Broker, host: str, port: int) -> bool:
+    """Wait until the broker takes connections; False when it ended instead."""
+    until_s = time.monotonic() + START_S
+    while time.monotonic() < until_s:
+        try:
+            broker.process.wait(timeout=0.02)
+            return False
+        except subprocess.TimeoutExpired:
+            pass
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            return True
+        except OSError:
+            continue
+    raise LinkError(f"the broker did not accept connections within {START_S:g} s", where=broker.url)
+
+
+def _failure(log: Path, log_from: int) -> LinkError:
+    """Why a broker ended at its start, in its own last words."""
+    said = log.read_bytes()[log_from:].decode(errors="replace").strip().splitlines() or ["it said nothing"]
+    kind = _PortTaken if any("already in use" in line.lower() for line in said) else LinkError
+    return kind(f"the broker ended at its start: {said[-1]}", where=str(log))
+
+
+def _check_loopback(host: str) -> None:
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(
+            "the private broker admits anyone and therefore stays on this machine",
+            where=host,
+            expected="a loopback address such as 127.0.0.1",
+            hint="name a broker that checks its clients with --broker mqtts://HOST",
+        )
+
+
+def _check_free(host: str, port: int) -> None:
+    try:
+        _bind(host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise LinkError(f"cannot be listened on: {error.strerror}", where=f"{host}:{port}") from error
+        raise LinkError(
+            "the port is in use",
+            where=f"{host}:{port}",
+            hint="choose another port, end the program that holds it, or name its broker with --broker",
+        ) from error
+
+
+def _free_port(host: str) -> int:
+    return _bind(host, 0)
+
+
+def _bind(host: str, port: int) -> int:
+    """The port that a bind to ``port`` gave, released again."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])

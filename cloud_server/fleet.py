@@ -1,0 +1,151 @@
+"""The fleet's folder on the operator's machine, and its file ``fleet.toml``.
+
+    fleet.toml            what a person decides: method, rounds, model, link
+    fleet.key, fleet.pub  the signing key (mode 0600) and the public key that agents are given
+    graph.safetensors     graphs, layout and golden outputs, made once by ``metafleet init``
+    weights.safetensors   the first weights
+    ledger.sqlite         rounds, devices, updates, bytes, joules, accuracy
+    state/, spool/        checkpoints of closed rounds, verified updates of the open one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fleet_core import bundle, config, schema, storage
+from fleet_core.algorithms.methods import METHODS
+from fleet_core.algorithms.seam import Method
+from fleet_core.algorithms.trees import Params
+from fleet_core.bundle import Graph
+from fleet_core.codecs import CODECS
+from fleet_core.errors import ConfigError, StateError
+from fleet_core.layout import InputSpec
+from fleet_core.signing import Signer
+
+NAME = r"[A-Za-z0-9_-]{1,64}"
+
+
+@dataclass(frozen=True)
+class FleetSection:
+    """name: in topics. cohort: devices asked per round, 0 for all. min_devices: that must be on before a round opens.
+    quorum: share of the cohort that closes a round at its deadline. serve_every: rounds between judged models.
+    enrolment: ``open`` enrols every device that announces itself, ``listed`` only those named by ``devices enroll``.
+    seed: of cohorts, first weights and draws."""
+
+    name: str = field(metadata={"pattern": NAME})
+    method: str = field(default="pfldyn-proto", metadata={"choices": tuple(METHODS)})
+    rounds: int = field(default=30, metadata={"min": 1, "max": 1_000_000})
+    cohort: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
+    min_devices: int = field(default=1, metadata={"min": 1, "max": 1_000_000})
+    quorum: float = field(default=0.5, metadata={"above": 0, "max": 1})
+    deadline_s: float = field(default=120.0, metadata={"above": 0, "max": 1e6})
+    serve_every: int = field(default=10, metadata={"min": 1, "max": 1_000_000})
+    enrolment: str = field(default="open", metadata={"choices": ("open", "listed")})
+    seed: int = field(default=0, metadata={"min": 0, "max": 2**53})
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """name: a named model or ``package.module:build``. classes: names in the order of the labels, fixed for good."""
+
+    name: str = field(metadata={"max_length": 200})
+    input: InputSpec
+    classes: tuple[str, ...] = field(metadata={"max_length": 10_000})
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LinkSection:
+    """broker: mqtt(s)://host:port, or none for a private one. up, down: codecs. chunk_bytes: of one publish.
+    max_update_norm: a larger update is refused."""
+
+    broker: str | None = None
+    up: str = field(default="int8", metadata={"choices": tuple(CODECS)})
+    down: str = field(default="int8", metadata={"choices": tuple(CODECS)})
+    chunk_bytes: int = field(default=61440, metadata={"min": 1024, "max": 1 << 24})
+    max_update_norm: float = field(default=1e4, metadata={"above": 0})
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """fleet.toml. hyper: the method's hyper-parameters by the names of its page; others are refused."""
+
+    fleet: FleetSection
+    model: ModelSection
+    link: LinkSection = field(default_factory=LinkSection)
+    hyper: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A fleet's folder, read and checked."""
+
+    folder: Path
+    config: FleetConfig
+    method: Method
+    hyper: Any
+
+    @staticmethod
+    def load(folder: Path) -> Fleet:
+        """Raises ConfigError with every mistake in fleet.toml."""
+        path = folder / "fleet.toml"
+        if not path.exists():
+            raise ConfigError("there is no fleet here", where=str(folder), hint=f"metafleet init {folder}")
+        settings = config.load(FleetConfig, path)
+        return Fleet(folder, settings, *method_of(settings, path))
+
+    @property
+    def ledger_path(self) -> Path:
+        return self.folder / "ledger.sqlite"
+
+    def signer(self) -> Signer:
+        return Signer.load(self.folder / "fleet.key")
+
+    def public_key(self) -> str:
+        return storage.read_bytes(self.folder / "fleet.pub", limit=1024).decode().strip()
+
+    def graph_bytes(self) -> bytes:
+        """The published graph bundle as it lies on disk. Raises StateError with what to run when it is missing."""
+        path = self.folder / "graph.safetensors"
+        if not path.exists():
+            raise StateError("the graph is missing", where=str(path), hint=f"metafleet init {self.folder}")
+        return storage.read_bytes(path, limit=bundle.MAX_BYTES)
+
+    def weights(self, graph: Graph) -> Params:
+        """The first weights, float32, of the groups that the method shares."""
+        path = self.folder / "weights.safetensors"
+        if not path.exists():
+            raise StateError("the first weights are missing", where=str(path), hint=f"metafleet init {self.folder}")
+        groups = tuple(dict.fromkeys(t.group for t in graph.layout.tensors))
+        params = bundle.weights_from_bytes(storage.read_bytes(path, limit=1 << 33), graph.layout, groups)
+        return self.method.params(params)
+
+    @contextlib.contextmanager
+    def lock(self) -> Any:
+        """One aggregator per folder. Raises StateError when another one runs."""
+        import fcntl
+
+        handle = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError as error:
+            raise StateError("another aggregator is running here", where=str(self.folder), hint="stop it") from error
+        finally:
+            os.close(handle)
+
+
+def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:
+    """The method and its hyper-parameters. Raises ConfigError that names the keys at fault."""
+    method = METHODS[settings.fleet.method]
+    hyper, problems = schema.read(method.hyper, settings.hyper)
+    if hyper is None:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        named = [schema.Problem(f"hyper.{p.key}", p.what, p.hint) for p in problems]
+        raise ConfigError("\n".join(config.located(problem, text, str(path)) for problem in named))
+    return method, hyper

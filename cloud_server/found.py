@@ -1,0 +1,52 @@
+"""Makes a fleet's folder: fleet.toml, keys, graph, first weights and an empty ledger; again where it is incomplete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cloud_server.fleet import Fleet, FleetConfig, method_of
+from cloud_server.ledger import Ledger
+from fleet_core import config, storage
+from fleet_core.errors import ConfigError
+from fleet_core.signing import Signer
+
+Make = Callable[[FleetConfig, bool], tuple[bytes, bytes]]
+
+
+def found(folder: Path, text: str | None, make: Make) -> Fleet:
+    """The fleet in ``folder``.
+
+    text: of fleet.toml, or None to take the one that lies there. make(config, head): graph bundle and weights as bytes.
+    Nothing that exists is replaced: a folder whose fleet.toml says something else is refused. Raises ConfigError.
+    """
+    path = folder / "fleet.toml"
+    settings = _settings(path, text)
+    method, _ = method_of(settings, path)
+    graph_path, weights_path = folder / "graph.safetensors", folder / "weights.safetensors"
+    if not (graph_path.exists() and weights_path.exists()):
+        graph, weights = make(settings, "head" in method.shared)
+        storage.write_atomic(graph_path, graph)
+        storage.write_atomic(weights_path, weights)
+    if not (folder / "fleet.pub").exists():
+        signer = Signer.create(folder / "fleet.key")
+        storage.write_atomic(folder / "fleet.pub", signer.public.encode() + b"\n")
+    with Ledger(folder / "ledger.sqlite") as ledger:
+        facts = {"name": settings.fleet.name, "method": method.name, "seed": str(settings.fleet.seed)}
+        ledger.set_facts(**facts)
+    if text is not None and not path.exists():
+        storage.write_atomic(path, text.encode())  # last: with it the folder is a fleet
+    return Fleet.load(folder)
+
+
+def _settings(path: Path, text: str | None) -> FleetConfig:
+    if path.exists():
+        settings = config.load(FleetConfig, path)
+        if text is not None and config.parse(FleetConfig, text, "options") != settings:
+            raise ConfigError(
+                "another fleet is here already", where=str(path), hint="give no options to complete it, or another folder"
+            )
+        return settings
+    if text is None:
+        raise ConfigError("is absent", where=str(path), hint="give --data, or write the file")
+    return config.parse(FleetConfig, text, str(path))

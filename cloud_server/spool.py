@@ -1,0 +1,77 @@
+"""Verified updates of the open round on disk, read back in closing order; a killed aggregator loses none of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleet_core import codecs, messages, storage
+from fleet_core.algorithms import closing, trees
+from fleet_core.algorithms.seam import Payload, Update
+from fleet_core.errors import StateError
+from fleet_core.layout import Layout
+from fleet_core.messages import UploadManifest
+
+MAX_MANIFEST_BYTES = 1 << 26
+
+
+class Spool:
+    """``{folder}/{round}/{device}.update`` (the payload as it came) beside ``{device}.json`` (its manifest)."""
+
+    def __init__(self, folder: Path, layout: Layout, groups: tuple[str, ...]):
+        self._folder, self._layout, self._groups = folder, layout, groups
+
+    def put(self, round_number: int, device: str, manifest: UploadManifest, data: bytes) -> None:
+        """The manifest is written last: with it the update is there, without it it is not."""
+        folder = self._folder / str(round_number)
+        storage.write_atomic(folder / f"{device}.update", data)
+        storage.write_atomic(folder / f"{device}.json", messages.encode(manifest))
+
+    def manifests(self, round_number: int) -> dict[str, UploadManifest]:
+        """Device -> manifest, in closing order."""
+        found = {path.stem: path for path in (self._folder / str(round_number)).glob("*.json")}
+        return {
+            name: messages.decode(
+                UploadManifest, storage.read_bytes(found[name], limit=MAX_MANIFEST_BYTES), limit=MAX_MANIFEST_BYTES
+            )
+            for name in closing.order(found)
+        }
+
+    def updates(self, round_number: int) -> Updates:
+        """Can be iterated any number of times; one update in memory at a time."""
+        return Updates(self, round_number)
+
+    def read(self, round_number: int, device: str, manifest: UploadManifest) -> Update:
+        """The update with float64 arrays. Raises StateError when the file is not what its manifest says."""
+        path = self._folder / str(round_number) / f"{device}.update"
+        data = storage.read_bytes(path, limit=manifest.blob.size)
+        if messages.Blob.of(data, manifest.blob.chunk).sha256 != manifest.blob.sha256:
+            raise StateError("does not match its sha256", where=str(path))
+        params = codecs.decode(manifest.codec, data, self._layout, self._groups)
+        return Update(device, Payload(widened(params), manifest.scalars), manifest.samples)
+
+    def clear(self, keep: int) -> None:
+        """Forgets every round but ``keep``."""
+        for folder in self._folder.glob("*"):
+            if folder.name != str(keep):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class Updates:
+    """The updates of one round in closing order, read anew at every iteration."""
+
+    def __init__(self, spool: Spool, round_number: int):
+        self._spool, self._round = spool, round_number
+
+    def __iter__(self) -> Iterator[Update]:
+        for device, manifest in self._spool.manifests(self._round).items():
+            yield self._spool.read(self._round, device, manifest)
+
+
+def widened(params: trees.Params) -> dict[str, dict[str, Any]]:
+    """Arrays as float64: what the server rules compute in."""
+    return trees.apply(lambda a: np.asarray(a, dtype=np.float64), params)

@@ -1,0 +1,58 @@
+"""What the agent's work costs: payload bytes by kind, floating-point operations, joules by phase, since its start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from fleet_core import messages
+from fleet_core.link import counters
+from fleet_core.messages import Cost, Energy
+from fleet_core.power.book import EnergyBook, Work
+from fleet_core.power.meter import Meter
+
+
+class Accounts:
+    """The books of one life of the agent. Without a meter energy is absent, never 0."""
+
+    def __init__(self, meter: Meter | None = None):
+        self._book = EnergyBook(meter)
+        self._open: dict[str, tuple[ExitStack, Work]] = {}
+        self._payload: dict[str, int] = {}
+        self.flops: float | None = None
+
+    def payload(self, kind: str, count: int) -> None:
+        """``count`` bytes of a payload (``model_down``, ``update_up``, …) went over the radio."""
+        self._payload[kind] = self._payload.get(kind, 0) + count
+        with self._book.phase("radio") as work:
+            work.payload_bytes = count
+
+    def begin(self, phase: str) -> None:
+        """``train``, ``adapt`` or ``serve`` begins; it may last over many steps of the loop."""
+        stack = ExitStack()
+        self._open[phase] = (stack, stack.enter_context(self._book.phase(phase)))
+
+    def end(self, phase: str, flops: float | None = None) -> None:
+        stack, work = self._open.pop(phase)
+        if flops is not None:
+            work.flops = flops
+            self.flops = (self.flops or 0.0) + flops
+        stack.close()
+
+    def energy(self) -> tuple[Energy, ...]:
+        self._book.settle()
+        return tuple(
+            Energy(phase, figure.joules, figure.source[:200], figure.measured)
+            for phase, figure in self._book.figures().items()
+        )
+
+    def traffic(self, link: counters.Traffic) -> messages.Traffic:
+        return messages.Traffic(
+            link.mqtt_sent, link.mqtt_received, link.wire_sent, link.wire_received, dict(self._payload)
+        )
+
+    def cost(self, payload_bytes: int, job: Mapping[str, Any]) -> Cost:
+        """Of one update: its bytes, and what the trainer said of the job."""
+        flops = job.get("flops")
+        return Cost(payload_bytes, float(job.get("cpu_s", 0.0)), None if flops is None else float(flops))

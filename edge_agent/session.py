@@ -1,0 +1,95 @@
+"""Graph + weights -> an ONNX Runtime session, in memory alone; torch is not needed.
+
+Every parameter of a graph is an external initializer that ``add_external_initializers`` fills, so nothing is read from
+disk (onnxruntime 1.23.2 and 1.31.1) and the runtime optimizes the graph with the weights in it. An OrtValue aliases the
+numpy array that it was made of: a session therefore owns copies of its weights and keeps them as long as it lives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from fleet_core import storage
+from fleet_core.algorithms import trees
+from fleet_core.algorithms.trees import Params
+from fleet_core.bundle import GRAPH_GROUPS, Graph
+from fleet_core.errors import BundleError, DataError
+
+Array = np.ndarray[Any, Any]
+
+BATCH = 64
+"""Samples per call, so that memory does not grow with the number of samples asked for."""
+
+_DTYPES = {"tensor(float)": "float32", "tensor(uint8)": "uint8", "tensor(int64)": "int64"}
+
+
+class Session:
+    """One graph with one set of weights. Made by ``open_session``."""
+
+    def __init__(self, inner: Any, weights: list[Array]) -> None:
+        self._inner, self._weights = inner, weights
+        self._input = inner.get_inputs()[0]
+
+    def run(self, x: Array) -> Array:
+        """Raw samples [n, *shape] in the layout's dtype -> float32 [n, width]. Raises DataError for other input."""
+        self._check(x)
+        batches = (np.ascontiguousarray(x[i : i + BATCH]) for i in range(0, len(x), BATCH))
+        return np.concatenate([self._inner.run(None, {"x": batch})[0] for batch in batches])
+
+    def _check(self, x: Array) -> None:
+        shape, dtype = list(self._input.shape[1:]), _DTYPES[self._input.type]
+        if list(x.shape[1:]) != shape or str(x.dtype) != dtype or not len(x):
+            raise DataError(f"the input is {x.dtype} {list(x.shape)}", expected=f"one or more samples {dtype} {shape}")
+        if x.dtype.kind == "f" and not np.isfinite(x).all():
+            raise DataError("the input holds a value that is not finite")
+
+
+def open_session(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Session:
+    """A session of a bundle's ONNX file under the numpy weights ``params``, exactly the groups that the graph takes.
+
+    Raises BundleError when the file is no graph that this onnxruntime runs, or takes other parameters.
+    """
+    flat = storage.flatten(params)
+    weights = [np.array(array, dtype=np.float32, order="C") for array in flat.values()]
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 4
+    options.add_external_initializers(list(flat), [onnxruntime.OrtValue.ortvalue_from_numpy(w) for w in weights])
+    try:
+        inner = onnxruntime.InferenceSession(graph_bytes, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime raises errors of many classes, none of them documented
+        raise BundleError(
+            f"the graph cannot be opened with these weights: {str(error)[:300]}",
+            hint="fetch the graph and the weights again; both must belong to one layout",
+        ) from error
+    return Session(inner, weights)
+
+
+def open_kind(graph: Graph, kind: str, params: Params, *, threads: int = 1) -> Session:
+    """The session of a bundle's graph ``kind``; ``params`` may hold more groups than it takes. Raises BundleError or,
+    for weights of another layout, CodecError."""
+    if kind not in graph.graphs:
+        raise BundleError(f"the bundle has no graph '{kind}'", expected=", ".join(sorted(graph.graphs)))
+    taken = trees.only(params, GRAPH_GROUPS[kind])
+    graph.layout.check(taken, GRAPH_GROUPS[kind])
+    return open_session(graph.graphs[kind], taken, threads=threads)
+
+
+def check_golden(graph: Graph) -> None:
+    """Run every graph of a bundle on its golden input. Raises BundleError unless the outputs are the golden ones."""
+    seeded = graph.layout.seeded(graph.info.seed)
+    for kind in graph.graphs:
+        try:
+            got = open_kind(graph, kind, seeded).run(graph.golden["x"])
+        except DataError as error:
+            raise BundleError(f"the graph '{kind}' does not take the layout's samples: {error}") from error
+        wanted = graph.golden[kind]
+        if got.shape != wanted.shape or not np.allclose(got, wanted, atol=graph.info.atol, rtol=graph.info.rtol):
+            raise BundleError(
+                f"the graph '{kind}' does not give its golden outputs under onnxruntime {onnxruntime.__version__}",
+                expected=f"onnxruntime {graph.info.min_onnxruntime} or newer, and the graph as it was published",
+                hint="fetch the graph again, then update onnxruntime",
+            )

@@ -1,0 +1,54 @@
+"""A device's file, ``device.toml``: who it is, where its broker is, where its samples are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+NAME = r"[A-Za-z0-9_-]{1,64}"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """name: of the device. fleet: that it belongs to. broker: mqtt://host:port. key: the fleet's public key, in hex."""
+
+    name: str = field(metadata={"pattern": NAME})
+    fleet: str = field(metadata={"pattern": NAME})
+    key: str = field(metadata={"pattern": r"[0-9a-f]{64}"})
+    broker: str = "mqtt://127.0.0.1:1883"
+
+
+@dataclass(frozen=True)
+class Data:
+    """samples: file or folder, relative to the device's home. train_fraction: share of its time to learn from.
+    support_seconds: instead of a share, the first seconds of the recording."""
+
+    samples: str = "samples.npz"
+    train_fraction: float = field(default=0.6, metadata={"above": 0, "max": 0.99})
+    support_seconds: float | None = field(default=None, metadata={"above": 0})
+
+
+@dataclass(frozen=True)
+class Training:
+    """enabled: take part in rounds (needs torch). threads: of the trainer."""
+
+    enabled: bool = True
+    threads: int = field(default=1, metadata={"min": 1, "max": 256})
+
+
+@dataclass(frozen=True)
+class Power:
+    """profile: a board's file. idle_w, busy_w: a meter's readings for this machine, in watts."""
+
+    profile: str | None = None
+    idle_w: float | None = field(default=None, metadata={"min": 0})
+    busy_w: float | None = field(default=None, metadata={"min": 0})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The whole file."""
+
+    device: Identity
+    data: Data = field(default_factory=Data)
+    train: Training = field(default_factory=Training)
+    power: Power = field(default_factory=Power)

@@ -1,0 +1,169 @@
+"""The trainer as the agent sees it: jobs in, results out, over the pipes of a child process that alone loads torch.
+
+A frame is 4 bytes length + JSON header, then 8 bytes length + safetensors. Nothing is pickled. The child is started at
+the first job, kept warm while a run goes on, and ended by ``stop``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Protocol
+
+from fleet_core import storage
+from fleet_core.errors import MessageError, RoundError
+
+MAX_HEADER_BYTES = 1 << 22
+MAX_ARRAYS_BYTES = 1 << 33
+
+
+@dataclass(frozen=True)
+class Job:
+    """kind: ``train`` or ``adapt``. header: plain values. arrays: flat names."""
+
+    kind: str
+    header: Mapping[str, Any]
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of a job. error: why nothing did, or empty."""
+
+    kind: str
+    header: Mapping[str, Any]
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+class Trainer(Protocol):
+    """Where torch runs: a child process on a device, the same process in tests."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def submit(self, job: Job) -> None: ...
+
+    def poll(self) -> Done | None: ...
+
+    def descriptors(self) -> tuple[int, ...]: ...
+
+    def stop(self) -> None: ...
+
+
+def write_frame(stream: BinaryIO, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    head, body = json.dumps(header).encode(), storage.pack(arrays)
+    stream.write(struct.pack("<I", len(head)) + head + struct.pack("<Q", len(body)) + body)
+    stream.flush()
+
+
+def parse_frame(buffer: bytearray) -> tuple[dict[str, Any], dict[str, Any], int] | None:
+    """(header, arrays, bytes used) of the frame at the buffer's start, or None while it is incomplete."""
+    if len(buffer) < 4:
+        return None
+    (head_size,) = struct.unpack_from("<I", buffer)
+    if head_size > MAX_HEADER_BYTES:
+        raise MessageError(f"a frame header of {head_size} bytes", expected=f"at most {MAX_HEADER_BYTES}")
+    if len(buffer) < 12 + head_size:
+        return None
+    (body_size,) = struct.unpack_from("<Q", buffer, 4 + head_size)
+    if body_size > MAX_ARRAYS_BYTES:
+        raise MessageError(f"a frame of {body_size} bytes", expected=f"at most {MAX_ARRAYS_BYTES}")
+    end = 12 + head_size + body_size
+    if len(buffer) < end:
+        return None
+    header = json.loads(bytes(buffer[4 : 4 + head_size]))
+    arrays, _ = storage.unpack(bytes(buffer[12 + head_size : end]), where="trainer frame")
+    return header, arrays, end
+
+
+class TrainerProcess:
+    """``python -m edge_agent.trainer`` as a child of the agent. Ends with the agent: its standard input closes."""
+
+    def __init__(self, threads: int = 1):
+        self._threads = threads
+        self._child: subprocess.Popen[bytes] | None = None
+        self._buffer = bytearray()
+        self._job: Job | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._job is not None
+
+    def submit(self, job: Job) -> None:
+        """Raises RoundError when a job is still running."""
+        if self._job is not None:
+            raise RoundError("the trainer is busy")
+        self._job = job
+        child = self._start()
+        try:
+            write_frame(_stream(child.stdin), {"kind": job.kind, **job.header}, job.arrays)
+        except (BrokenPipeError, OSError):
+            return  # poll reports the child's end
+
+    def poll(self) -> Done | None:
+        """The finished job's result, or None. A child that died gives a result with an error."""
+        if self._job is None or self._child is None:
+            return None
+        open_still = self._drain(_stream(self._child.stdout).fileno())
+        frame = parse_frame(self._buffer)
+        if frame is not None:
+            header, arrays, used = frame
+            del self._buffer[:used]
+            kind, self._job = self._job.kind, None
+            return Done(kind, header, arrays, str(header.get("error", "")))
+        if open_still:
+            return None
+        code = self._child.wait()
+        kind, self._job, self._child = self._job.kind, None, None
+        self._buffer.clear()
+        return Done(kind, {}, error=f"the trainer process ended with exit code {code}")
+
+    def descriptors(self) -> tuple[int, ...]:
+        return () if self._child is None else (_stream(self._child.stdout).fileno(),)
+
+    def stop(self) -> None:
+        if self._child is not None:
+            _stream(self._child.stdin).close()
+            try:
+                self._child.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                self._child.wait()
+            _stream(self._child.stdout).close()
+        self._child, self._job = None, None
+        self._buffer.clear()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._child is None or self._child.poll() is not None:
+            self._buffer.clear()
+            environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads), "MKL_NUM_THREADS": str(self._threads)}
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "edge_agent.trainer", "--threads", str(self._threads)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
+                start_new_session=True,  # Ctrl-C goes to the agent, which ends its trainer in order
+            )
+            os.set_blocking(_stream(self._child.stdout).fileno(), False)
+        return self._child
+
+    def _drain(self, descriptor: int) -> bool:
+        """Reads what is there; False at the end of the stream."""
+        while True:
+            try:
+                data = os.read(descriptor, 1 << 20)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._buffer += data
+
+
+def _stream(stream: Any) -> Any:
+    if stream is None:
+        raise RoundError("the trainer has no pipe")
+    return stream

@@ -1,0 +1,126 @@
+"""A layout's model as a graph bundle: ONNX files (opset 18, IR 10) whose parameters are all external initializers.
+
+The parameter ``weight`` of group ``body`` is the initializer ``body/weight``, the key that weights have as safetensors.
+The stock exporter runs with its optimizer off and from weights that are all different: on, it folds parameters of equal
+values (GroupNorm's ones and zeros), and new weights would then reach only a part of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from torch import Tensor, nn
+
+from export import gate
+from fleet_core.bundle import FORMAT, GRAPH_GROUPS, Graph, GraphInfo
+from fleet_core.errors import BundleError
+from fleet_core.layout import InputSpec, Layout
+from fleet_core.learning.models import Network, build, outputs, to_torch
+
+OPSET = 18
+IR_VERSION = 10
+MIN_ONNXRUNTIME = "1.23.2"
+GOLDEN_SAMPLES = 4
+TRACED_SAMPLES = 5
+
+
+class Output(nn.Module):
+    """One output of a network, as a module of its own."""
+
+    def __init__(self, network: Network, kind: str) -> None:
+        super().__init__()
+        self.network, self.kind = network, kind
+
+    def forward(self, x: Tensor) -> Any:
+        return self.network(x, self.kind)
+
+
+def export_graph(layout: Layout, *, kinds: tuple[str, ...] = ("embed",), seed: int = 0) -> Graph:
+    """The bundle of ``layout``'s model, gated. seed: of the golden weights and samples. Raises BundleError."""
+    network = build(layout).eval()
+    info = GraphInfo(FORMAT, seed, 1e-4, 1e-3, IR_VERSION, OPSET, MIN_ONNXRUNTIME)
+    graphs = {kind: _onnx(network, layout, kind, seed) for kind in kinds}
+    graph = Graph(layout, graphs, _golden(network, layout, kinds, seed), info)
+    gate.check(graph, network)
+    return graph
+
+
+def samples(spec: InputSpec, number: int, seed: int) -> np.ndarray[Any, Any]:
+    """Random raw samples [number, *shape] in the range that the preprocessing expects."""
+    rng = np.random.default_rng(seed)
+    if spec.dtype == "uint8":
+        return rng.integers(0, 256, (number, *spec.shape), dtype=np.uint8)
+    if spec.dtype == "int64":
+        return rng.integers(0, 2, (number, *spec.shape), dtype=np.int64)
+    ones = (1,) * (len(spec.shape) - 1)
+    std, mean = (np.reshape(v or (d,), (-1, *ones)) for v, d in ((spec.std, 1.0), (spec.mean, 0.0)))
+    x = (rng.standard_normal((number, *spec.shape)) * std + mean) / (spec.scale or 1.0)
+    return np.asarray(x, dtype=np.float32)
+
+
+def _golden(network: Network, layout: Layout, kinds: tuple[str, ...], seed: int) -> dict[str, np.ndarray[Any, Any]]:
+    x, weights = samples(layout.input, GOLDEN_SAMPLES, seed), to_torch(layout.seeded(seed))
+    with torch.no_grad():
+        return {"x": x, **{kind: outputs(network, weights, torch.tensor(x), kind).numpy() for kind in kinds}}
+
+
+def _onnx(network: Network, layout: Layout, kind: str, seed: int) -> bytes:
+    _jitter(network, layout, seed + 1)
+    x = torch.tensor(samples(layout.input, TRACED_SAMPLES, seed + 1))
+    dynamic = ({0: torch.export.Dim("batch", min=1)},)
+    try:
+        with _quiet():
+            program = torch.onnx.export(
+                Output(network, kind).eval(), (x,), dynamo=True, opset_version=OPSET, optimize=False, verbose=False,
+                input_names=["x"], output_names=[kind], dynamic_shapes=dynamic,
+            )  # fmt: skip
+    except Exception as error:  # torch.export raises whatever the model's code makes it raise
+        raise BundleError(f"the model '{layout.model}' cannot be exported ({kind}): {error}") from error
+    if program is None:
+        raise BundleError(f"the model '{layout.model}' cannot be exported ({kind})")
+    _make_external(program.model, layout, kind)
+    return bytes(ir.to_proto(program.model).SerializeToString(deterministic=True))
+
+
+def _jitter(network: Network, layout: Layout, seed: int) -> None:
+    own = dict(network.core.named_parameters())
+    with torch.no_grad():
+        for named in to_torch(layout.seeded(seed)).values():
+            for name, array in named.items():
+                own[name].copy_(array)
+
+
+def _make_external(model: ir.Model, layout: Layout, kind: str) -> None:
+    """Parameters become external initializers ``group/name``; what else the file holds becomes ``constant/name``."""
+    ClearMetadataAndDocStringPass()(model)
+    model.ir_version = min(model.ir_version, IR_VERSION)
+    wanted = {f"network.core.{t.name}": f"{t.group}/{t.name}" for t in layout.tensors if t.group in GRAPH_GROUPS[kind]}
+    for old, value in list(model.graph.initializers.items()):
+        value.name = wanted.get(old, f"constant/{old}")
+        tensor = value.const_value
+        if old in wanted and tensor is not None:
+            shape = ir.Shape(tensor.shape.numpy())
+            value.const_value = ir.ExternalTensor(
+                "weights", 0, tensor.nbytes, tensor.dtype, shape=shape, name=value.name
+            )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter's notes on what else could be installed are not for the operator."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)

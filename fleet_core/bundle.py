@@ -1,0 +1,141 @@
+"""The graph bundle: everything of a model but its weights, in one safetensors container; and weights as bytes.
+
+A bundle holds the ONNX graphs (``embed``: raw samples -> z; ``predict``: raw samples -> logits, for methods with a
+head), the layout, and golden inputs and outputs. Every parameter of a graph is an external initializer named
+``group/name``, so that one graph serves the weights of every round. The golden outputs belong to the weights
+``layout.seeded(seed)``: a graph can be checked before any weights arrive.
+
+Container: tensors ``graph/<kind>`` uint8 [bytes], ``golden/x`` ``golden/<kind>``; metadata ``bundle``, a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fleet_core import schema, storage
+from fleet_core.algorithms.trees import Params
+from fleet_core.errors import BundleError, CodecError, StateError
+from fleet_core.layout import Layout
+
+GRAPH_GROUPS: Mapping[str, tuple[str, ...]] = {"embed": ("body",), "predict": ("body", "head")}
+"""The graphs that a bundle may hold, and the groups of arrays that each takes."""
+
+FORMAT = 1
+MAX_BYTES = 64 << 20
+MAX_GOLDEN = 64
+
+
+@dataclass(frozen=True)
+class GraphInfo:
+    """The small facts of a bundle.
+
+    seed: of the golden weights. atol, rtol: how far a golden output may be off (|got − wanted| ≤ atol + rtol·|wanted|).
+    ir_version, opset: of the ONNX files. min_onnxruntime: the oldest release that is known to run them.
+    """
+
+    format: int = field(metadata={"min": FORMAT, "max": FORMAT})
+    seed: int = field(metadata={"min": 0, "max": 2**63})
+    atol: float = field(metadata={"min": 0.0, "max": 1.0})
+    rtol: float = field(metadata={"min": 0.0, "max": 1.0})
+    ir_version: int = field(metadata={"min": 1, "max": 1000})
+    opset: int = field(metadata={"min": 1, "max": 1000})
+    min_onnxruntime: str = field(metadata={"pattern": r"\d+\.\d+\.\d+"})
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A bundle in memory.
+
+    graphs: ONNX files by kind. golden: ``x`` (raw samples) and, for every kind, the outputs float32 that
+    ``layout.seeded(info.seed)`` gives.
+    """
+
+    layout: Layout
+    graphs: Mapping[str, bytes]
+    golden: Mapping[str, np.ndarray[Any, Any]]
+    info: GraphInfo
+
+
+def pack(graph: Graph) -> bytes:
+    """The bundle as bytes, the same for equal bundles."""
+    arrays: dict[str, Any] = {f"graph/{kind}": np.frombuffer(data, np.uint8) for kind, data in graph.graphs.items()}
+    arrays |= {f"golden/{name}": array for name, array in graph.golden.items()}
+    head = {"info": schema.plain(graph.info), "layout": schema.plain(graph.layout)}
+    text = json.dumps(head, sort_keys=True, separators=(",", ":"))
+    return storage.pack({name: arrays[name] for name in sorted(arrays)}, {"bundle": text})
+
+
+def unpack(data: bytes) -> Graph:
+    """The bundle in ``data``. Raises BundleError for bytes that are none; the graphs themselves are not looked into."""
+    if len(data) > MAX_BYTES:
+        raise BundleError(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
+    try:
+        arrays, metadata = storage.unpack(data, where="graph bundle")
+    except StateError as error:
+        raise BundleError(error.what, where=error.where) from error
+    info, layout = _head(metadata)
+    kinds = [kind for kind in GRAPH_GROUPS if f"graph/{kind}" in arrays]
+    known = {"golden/x"} | {f"{part}/{kind}" for kind in kinds for part in ("graph", "golden")}
+    if not kinds or set(arrays) != known:
+        raise BundleError(
+            f"the bundle holds {', '.join(sorted(arrays))[:200] or 'nothing'}",
+            expected=", ".join(sorted(known | {"graph/embed", "golden/embed"})),
+        )
+    graphs = {kind: _graph_bytes(arrays[f"graph/{kind}"]) for kind in kinds}
+    golden = {name: arrays[f"golden/{name}"] for name in ("x", *kinds)}
+    _check_golden(golden, layout)
+    return Graph(layout, graphs, golden, info)
+
+
+def weights_bytes(params: Params) -> bytes:
+    """Weights (numpy) as safetensors bytes under the names ``group/name``."""
+    return storage.pack(storage.flatten(params))
+
+
+def weights_from_bytes(data: bytes, layout: Layout, groups: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Weights float32 in the layout's order. Raises CodecError unless they are exactly the arrays of ``groups``."""
+    try:
+        arrays, _ = storage.unpack(data, where="weights")
+        params = storage.unflatten(arrays)
+    except StateError as error:
+        raise CodecError(error.what, where=error.where) from error
+    for name, array in arrays.items():
+        if array.dtype != np.float32:
+            raise CodecError(f"array {name[:200]} is {array.dtype}", where="weights", expected="float32")
+    layout.check(params, groups)
+    return layout.ordered(params)
+
+
+def _head(metadata: Mapping[str, str]) -> tuple[GraphInfo, Layout]:
+    try:
+        head = json.loads(metadata["bundle"])
+        info, problems = schema.read(GraphInfo, head["info"], unknown="ignore")
+        layout = Layout.from_json(json.dumps(head["layout"]))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise BundleError("the bundle's metadata is malformed", hint="fetch the graph again") from error
+    if info is None:
+        raise BundleError("the bundle's metadata is malformed: " + "; ".join(map(str, problems[:5])))
+    return info, layout
+
+
+def _graph_bytes(array: np.ndarray[Any, Any]) -> bytes:
+    if array.dtype != np.uint8 or array.ndim != 1 or not len(array):
+        raise BundleError("a graph is no row of bytes")
+    return array.tobytes()
+
+
+def _check_golden(golden: Mapping[str, np.ndarray[Any, Any]], layout: Layout) -> None:
+    number = len(golden["x"]) if golden["x"].ndim else 0
+    widths = {"embed": layout.embedding, "predict": len(layout.classes)}
+    wanted = {"x": ((number, *layout.input.shape), layout.input.dtype)}
+    wanted |= {kind: ((number, width), "float32") for kind, width in widths.items() if kind in golden}
+    for name, array in golden.items():
+        if not 0 < number <= MAX_GOLDEN or (array.shape, str(array.dtype)) != wanted[name]:
+            raise BundleError(f"golden {name} is {array.dtype} {list(array.shape)}", expected=f"{wanted[name]}")
+        if not np.isfinite(array).all():
+            raise BundleError(f"golden {name} holds a value that is not finite")

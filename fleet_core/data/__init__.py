@@ -1,0 +1,1 @@
+"""Labelled samples of a device: readers, splits, episodes and the heartbeat data set. numpy only."""

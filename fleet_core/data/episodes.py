@@ -1,0 +1,97 @@
+"""Draws of support and query samples for meta-learning, and of plain batches.
+
+Acar et al., "Debiasing Model Updates for Improving Personalized Federated Training" (ICML 2021): a query whose classes
+the support lacks is drawn again. Deviations from the authors' program: support and query are disjoint random draws of
+each step, not two batches of one shuffled pass; after 20 draws a stratified one ends the search.
+
+No draw depends on the number that a label has: a device whose labels are permuted draws the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fleet_core.errors import DataError
+
+Indices = NDArray[np.int64]
+MAX_DRAWS = 21  # the first and at most 20 more
+
+
+class Episodes:
+    """An endless iterator of (support indices, query indices): disjoint, and every query class is in the support.
+
+    Args:
+        y: int [N], the labels.
+        support_batch, query_batch: samples to draw. A device with fewer than both together draws its samples in the
+            same proportion, at least one of each and one support sample of each class.
+        rng: the only source of randomness.
+
+    Attributes:
+        left_out: {label: samples} of the classes with a single sample, which no episode can hold on both sides.
+        support_batch, query_batch: as drawn, after scaling.
+        redraws, stratified: draws that were repeated, and episodes that a stratified draw ended.
+
+    Raises DataError when no class has two samples.
+    """
+
+    def __init__(self, y: ArrayLike, support_batch: int, query_batch: int, rng: np.random.Generator):
+        if support_batch < 1 or query_batch < 1:
+            raise DataError(f"an episode of {support_batch} + {query_batch} samples", expected="at least 1 + 1")
+        labels = np.asarray(y)
+        names, self._class, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        self.left_out = {int(names[k]): int(counts[k]) for k in np.flatnonzero(counts < 2)}
+        self._pool: Indices = np.flatnonzero(counts[self._class] >= 2)
+        if not self._pool.size:
+            raise DataError(
+                f"no class has two samples among {labels.size}", hint="a class needs one to learn from, one to ask"
+            )
+        self.support_batch, self.query_batch = _scaled(
+            support_batch, query_batch, self._pool.size, int((counts >= 2).sum())
+        )
+        self._rng = rng
+        self.redraws = self.stratified = 0
+
+    def __iter__(self) -> Iterator[tuple[Indices, Indices]]:
+        return self
+
+    def __next__(self) -> tuple[Indices, Indices]:
+        for draw in range(MAX_DRAWS):
+            self.redraws += draw > 0
+            order = self._rng.permutation(self._pool)
+            support, query = np.split(order[: self.support_batch + self.query_batch], [self.support_batch])
+            if np.isin(self._class[query], self._class[support]).all():
+                return support, query
+        self.stratified += 1
+        return self._stratified()
+
+    def _stratified(self) -> tuple[Indices, Indices]:
+        """One support sample of each class, of as many as fit; the rest of both batches from those at random."""
+        order = self._rng.permutation(self._pool)
+        _, first = np.unique(self._class[order], return_index=True)
+        lead = np.sort(first)[: self.support_batch]  # in the order of the permutation, not of the labels
+        rest = np.delete(order, lead)
+        rest = rest[np.isin(self._class[rest], self._class[order[lead]])]
+        more = min(self.support_batch - lead.size, rest.size - 1)
+        return np.concatenate([order[lead], rest[:more]]), rest[more : more + self.query_batch]
+
+
+def batches(n: int, batch: int, rng: np.random.Generator) -> Iterator[Indices]:
+    """Endless batches of indices below ``n``, in shuffled passes; the last batch of a pass may be smaller."""
+    if n < 1 or batch < 1:
+        raise DataError(f"batches of {batch} out of {n} samples", expected="at least one of each")
+    while True:
+        order = rng.permutation(n)
+        for start in range(0, n, batch):
+            yield order[start : start + batch]
+
+
+def _scaled(support: int, query: int, available: int, classes: int) -> tuple[int, int]:
+    """Both as wanted, or in proportion to what there is (available ≥ 2 · classes)."""
+    if support + query <= available:
+        return support, query
+    part = round(available * support / (support + query))
+    part = min(max(part, classes), available - 1)
+    return part, available - part

@@ -1,0 +1,257 @@
+"""Labelled samples, checked: what a device has learned from and is judged on.
+
+N: samples. C: classes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet_core import schema
+from fleet_core.data.readers import Raw, read_csv, read_images, read_npz
+from fleet_core.errors import DataError
+from fleet_core.storage import write_atomic
+
+LIMIT_BYTES = 4 << 30
+MAX_LABEL = 1_000_000
+MAX_CLASSES = 10_000
+FORMS = ".npz with x and y, .csv with a label column, or a folder of images with one subfolder per class"
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """x [N, ...] float32, uint8 or int64; y int64 [N]; client str [N] or None; time float64 [N] in seconds or None.
+
+    classes: the names of labels 0..C-1, or None where the file names none.
+    """
+
+    x: NDArray[Any]
+    y: NDArray[np.int64]
+    client: NDArray[np.str_] | None = None
+    time: NDArray[np.float64] | None = None
+    classes: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, column in (("y", self.y), ("client", self.client), ("time", self.time)):
+            if column is not None and column.shape != (len(self.x),):
+                raise DataError(
+                    f"{name} has shape {column.shape}", expected=f"one value for each of {len(self.x)} rows"
+                )
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Names of the clients, sorted; empty where the samples name none."""
+        return () if self.client is None else tuple(str(name) for name in np.unique(self.client))
+
+    def take(self, indices: NDArray[np.integer[Any]] | NDArray[np.bool_] | Sequence[int]) -> Samples:
+        """The rows at ``indices`` (positions or a mask of N), in that order."""
+        rows = np.asarray(indices)
+        rows = rows if rows.size else rows.astype(np.int64)
+        return Samples(
+            self.x[rows],
+            self.y[rows],
+            None if self.client is None else self.client[rows],
+            None if self.time is None else self.time[rows],
+            self.classes,
+        )
+
+    def of_client(self, name: str) -> Samples:
+        """The rows of one client, in order. Raises DataError when there are none."""
+        if name not in self.clients:
+            near = schema.suggest(name, self.clients)
+            known = ", ".join(self.clients[:20]) or "none"
+            raise DataError(
+                f"holds no client '{name}'" + (f" (did you mean '{near}'?)" if near else ""), expected=f"one of {known}"
+            )
+        assert self.client is not None
+        return self.take(self.client == name)
+
+
+def load(path: Path, *, classes: Sequence[str] | None = None, limit_bytes: int = LIMIT_BYTES) -> Samples:
+    """The samples of a .npz file, a .csv file or a folder of images.
+
+    classes: the fleet's names of the labels. Labels that are text are mapped through them; so are whole numbers where
+        the file names its own classes; a label outside them is refused. Without it, the file's own classes hold, or
+        the sorted names that occur.
+    limit_bytes: of the file's arrays, unpacked.
+
+    Raises DataError that says file, array and row.
+    """
+    if path.is_dir():
+        return checked(read_images(path, limit_bytes), str(path), classes)
+    if not path.exists():
+        raise DataError("does not exist", where=str(path), expected=FORMS)
+    readers = {".npz": read_npz, ".csv": read_csv}
+    if path.suffix.lower() not in readers:
+        raise DataError(f"has an unknown form '{path.suffix}'", where=str(path), expected=FORMS)
+    return checked(readers[path.suffix.lower()](path, limit_bytes), str(path), classes)
+
+
+def save(path: Path, samples: Samples) -> None:
+    """Writes a .npz that ``load`` reads, whole or not at all. Raises StateError."""
+    arrays: dict[str, NDArray[Any]] = {"x": samples.x, "y": samples.y}
+    if samples.client is not None:
+        arrays["client"] = samples.client
+    if samples.time is not None:
+        arrays["time"] = samples.time
+    if samples.classes is not None:
+        arrays["classes"] = np.array(samples.classes, dtype=np.str_)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, allow_pickle=False, **arrays)
+    write_atomic(path, buffer.getvalue())
+
+
+def append(path: Path, samples: Samples) -> Samples:
+    """Adds rows to a .npz (made when absent) and returns all of them. Raises DataError, with the file as it was."""
+    if path.suffix.lower() != ".npz":
+        raise DataError("cannot take new samples", where=str(path), expected="a .npz file")
+    whole = _joined(load(path), samples, str(path)) if path.exists() else samples
+    save(path, whole)
+    return whole
+
+
+def _joined(old: Samples, new: Samples, where: str) -> Samples:
+    if old.x.shape[1:] != new.x.shape[1:] or old.x.dtype != new.x.dtype:
+        raise DataError(
+            f"a new sample is {new.x.dtype} {new.x.shape[1:]}", where=where, expected=f"{old.x.dtype} {old.x.shape[1:]}"
+        )
+    if old.classes != new.classes:
+        raise DataError(f"new samples have the classes {new.classes}", where=where, expected=f"{old.classes}")
+    for name, first, second in (("client", old.client, new.client), ("time", old.time, new.time)):
+        if (first is None) != (second is None):
+            one = "have" if first is not None else "have no"
+            raise DataError(f"the samples in the file {one} '{name}', unlike the new ones", where=where)
+    return Samples(
+        np.concatenate([old.x, new.x]),
+        np.concatenate([old.y, new.y]),
+        None if old.client is None or new.client is None else np.concatenate([old.client, new.client]),
+        None if old.time is None or new.time is None else np.concatenate([old.time, new.time]),
+        old.classes,
+    )
+
+
+# checks -------------------------------------------------------------------------------------------------------------
+
+
+def checked(raw: Raw, where: str, classes: Sequence[str] | None = None) -> Samples:
+    """Raw arrays as Samples. Raises DataError that names file, array and row."""
+    x = _features(raw, where)
+    for name, column in (("y", raw.y), ("client", raw.client), ("time", raw.time)):
+        if column is not None and column.shape != (len(x),):
+            raise DataError(
+                f"has shape {column.shape}", where=f"{where}: {name}", expected=f"({len(x)},), as x has rows"
+            )
+    y, names = _labels(raw, where, None if classes is None else tuple(classes))
+    return Samples(x, y, _clients(raw, where), _times(raw, where), names)
+
+
+def _features(raw: Raw, where: str) -> NDArray[Any]:
+    x = raw.x
+    if x.ndim < 1 or len(x) == 0:
+        raise DataError("holds no samples", where=where)
+    if x.dtype.kind not in "biuf":
+        raise DataError(f"has values of type {x.dtype}", where=f"{where}: x", expected="numbers")
+    if x.ndim < 2 or x.size == 0:
+        raise DataError(
+            f"has shape {x.shape}", where=f"{where}: x", expected="[N, ...] with at least one feature a row"
+        )
+    if x.dtype.kind != "f":
+        return x.astype(np.uint8 if x.dtype.kind == "b" or x.dtype == np.uint8 else np.int64, copy=False)
+    with np.errstate(over="ignore"):
+        single = x.astype(np.float32, copy=False)
+    bad = np.flatnonzero(~np.isfinite(single).reshape(len(x), -1).all(axis=1))
+    if bad.size:
+        worst = single[bad[0]].ravel()
+        value = worst[~np.isfinite(worst)][0]
+        raise DataError(f"holds {value}", where=f"{where}: x, {raw.row(int(bad[0]))}", expected="finite float32 values")
+    return single
+
+
+def _labels(raw: Raw, where: str, wanted: tuple[str, ...] | None) -> tuple[NDArray[np.int64], tuple[str, ...] | None]:
+    own = _class_names(raw.classes, where)
+    names, y = wanted or own, raw.y
+    if y.dtype.kind == "U":
+        occurring = {str(label) for label in np.unique(y)}
+        numbers = all(re.fullmatch(r"[+-]?[0-9]{1,9}", label) for label in occurring)
+        if not numbers or (names is not None and occurring <= set(names)):
+            names = names or tuple(sorted(occurring))
+            return _named(y, names, raw, where), names
+        y = y.astype(np.int64)
+    if y.dtype.kind not in "iu":
+        raise DataError(f"has values of type {y.dtype}", where=f"{where}: y", expected="whole numbers or class names")
+    _in_range(y, own or wanted, raw, where)
+    y = y.astype(np.int64)
+    if wanted is not None and own is not None and wanted != own:
+        return _named(np.array(own, dtype=np.str_)[y], wanted, raw, where), wanted
+    return y, names
+
+
+def _class_names(classes: NDArray[Any] | None, where: str) -> tuple[str, ...] | None:
+    if classes is None:
+        return None
+    if classes.dtype.kind != "U" or classes.ndim != 1 or classes.size > MAX_CLASSES:
+        raise DataError(f"is {classes.dtype} {classes.shape}", where=f"{where}: classes", expected="a list of names")
+    names = tuple(str(name) for name in classes)
+    if not all(names) or len(set(names)) != len(names):
+        raise DataError("names a class twice, or one with no name", where=f"{where}: classes")
+    return names
+
+
+def _named(y: NDArray[np.str_], names: tuple[str, ...], raw: Raw, where: str) -> NDArray[np.int64]:
+    """Class names as labels."""
+    occurring, index = np.unique(y, return_inverse=True)
+    number = {name: i for i, name in enumerate(names)}
+    for i, label in enumerate(occurring):
+        if str(label) not in number:
+            near = schema.suggest(str(label), names)
+            raise DataError(
+                f"label '{label}' is not among the classes" + (f" (did you mean '{near}'?)" if near else ""),
+                where=f"{where}: y, {raw.row(int(np.flatnonzero(index == i)[0]))}",
+                expected=f"one of {', '.join(names[:20])}",
+            )
+    return np.array([number[str(label)] for label in occurring], dtype=np.int64)[index]
+
+
+def _in_range(y: NDArray[Any], names: tuple[str, ...] | None, raw: Raw, where: str) -> None:
+    most = MAX_LABEL if names is None else len(names) - 1
+    bad = np.flatnonzero((y < 0) | (y > most))
+    if bad.size:
+        expected = f"0 to {most}" + (f", the labels of {', '.join(names[:20])}" if names else "")
+        raise DataError(
+            f"label {y[bad[0]]} is out of range", where=f"{where}: y, {raw.row(int(bad[0]))}", expected=expected
+        )
+
+
+def _clients(raw: Raw, where: str) -> NDArray[np.str_] | None:
+    if raw.client is None:
+        return None
+    if raw.client.dtype.kind not in "Uiu":
+        raise DataError(f"has values of type {raw.client.dtype}", where=f"{where}: client", expected="text")
+    names = raw.client.astype(np.str_)
+    empty = np.flatnonzero(names == "")
+    if empty.size:
+        raise DataError("is empty", where=f"{where}: client, {raw.row(int(empty[0]))}", expected="a client's name")
+    return names
+
+
+def _times(raw: Raw, where: str) -> NDArray[np.float64] | None:
+    if raw.time is None:
+        return None
+    if raw.time.dtype.kind not in "iuf":
+        raise DataError(f"has values of type {raw.time.dtype}", where=f"{where}: time", expected="seconds")
+    seconds = raw.time.astype(np.float64)
+    bad = np.flatnonzero(~np.isfinite(seconds))
+    if bad.size:
+        raise DataError(f"holds {seconds[bad[0]]}", where=f"{where}: time, {raw.row(int(bad[0]))}", expected="seconds")
+    return seconds

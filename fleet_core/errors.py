@@ -1,0 +1,78 @@
+"""The errors of Metafleet.
+
+    FleetError
+    ├── ConfigError    what the user wrote: an option, a fleet.toml, a device file      (exit 2)
+    ├── DataError      a file of samples                                                 (exit 2)
+    ├── LinkError      the broker or the connection to it                                (exit 1)
+    ├── MessageError   bytes from outside that are no message of the protocol            (exit 1)
+    ├── CodecError     a payload that does not decode to the layout                      (exit 1)
+    ├── BundleError    a graph, layout or golden file that fails its check               (exit 1)
+    ├── StateError     a state file, ledger or checkpoint on disk                        (exit 1)
+    ├── RoundError     a round that cannot be opened or closed                           (exit 1)
+    └── PowerError     a power meter that does not read                                  (exit 1)
+
+Only the command line catches them; it prints the message on stderr and leaves with ``exit_code``.
+"""
+
+from __future__ import annotations
+
+
+class FleetError(Exception):
+    """What is wrong, where, what was expected and what to do about it.
+
+    Args:
+        what: the problem in one sentence.
+        where: file, topic, key or device concerned.
+        expected: what would have been right.
+        hint: what the reader can do.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str | None = None, expected: str | None = None, hint: str | None = None):
+        self.what, self.where, self.expected, self.hint = what, where, expected, hint
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        if self.expected:
+            text += f"; expected {self.expected}"
+        if self.hint:
+            text += f"\nhint: {self.hint}"
+        return text
+
+
+class ConfigError(FleetError):
+    exit_code = 2
+
+
+class DataError(FleetError):
+    exit_code = 2
+
+
+class LinkError(FleetError):
+    pass
+
+
+class MessageError(FleetError):
+    pass
+
+
+class CodecError(FleetError):
+    pass
+
+
+class BundleError(FleetError):
+    pass
+
+
+class StateError(FleetError):
+    pass
+
+
+class RoundError(FleetError):
+    pass
+
+
+class PowerError(FleetError):
+    pass

@@ -1,0 +1,88 @@
+"""Bytes of a link, counted and never estimated: MQTT at the socket's mouth, and the wire as the kernel saw it.
+
+The wire figures are Linux's ``TCP_INFO`` (kernel ≥ 4.19), which also holds under TLS: TCP payload, retransmissions
+included, plus one IP and TCP header per segment. Elsewhere they are None: *MQTT bytes only*.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+
+_TCP_INFO_BYTES = 256
+_BYTES_RECEIVED_AT = 128  # u64; segs_out and segs_in are the u32 at 136 and 140
+_BYTES_SENT_AT = 200  # u64
+_NEEDED_BYTES = 208
+_SYN_OPTIONS_BYTES = 8  # what a SYN carries beyond the options of later segments
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes since the link was made. ``wire_*`` is None where the system does not count them."""
+
+    mqtt_sent: int
+    mqtt_received: int
+    wire_sent: int | None
+    wire_received: int | None
+
+    def __sub__(self, before: Traffic) -> Traffic:
+        """What passed since ``before``."""
+        return Traffic(
+            self.mqtt_sent - before.mqtt_sent,
+            self.mqtt_received - before.mqtt_received,
+            _difference(self.wire_sent, before.wire_sent),
+            _difference(self.wire_received, before.wire_received),
+        )
+
+
+class ByteCounters:
+    """Counts for one link over all its connections; whoever moves bytes adds to ``mqtt_sent`` and ``mqtt_received``."""
+
+    def __init__(self, *, wire: bool = True):
+        self.mqtt_sent = 0
+        self.mqtt_received = 0
+        self._socket: socket.socket | None = None
+        self._wire: tuple[int, int] | None = (0, 0) if wire and sys.platform == "linux" else None
+
+    def opened(self, sock: socket.socket) -> None:
+        """A connection began on ``sock``."""
+        self._socket = sock
+
+    def closed(self, sock: socket.socket) -> None:
+        """``sock``, still open for a moment, ends the connection that ``opened`` began."""
+        if self._socket is not None:
+            self._wire = _sum(self._wire, wire_bytes(sock))
+            self._socket = None
+
+    def snapshot(self) -> Traffic:
+        """The counts now, the live connection included."""
+        wire = self._wire if self._socket is None else _sum(self._wire, wire_bytes(self._socket))
+        sent, received = wire or (None, None)
+        return Traffic(self.mqtt_sent, self.mqtt_received, sent, received)
+
+
+def wire_bytes(sock: socket.socket) -> tuple[int, int] | None:
+    """(sent, received) bytes of a TCP connection with its IP headers, or None where the kernel does not say."""
+    if sys.platform != "linux":
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:
+        return None
+    if len(info) < _NEEDED_BYTES:
+        return None
+    received, segments_out, segments_in = struct.unpack_from("=QII", info, _BYTES_RECEIVED_AT)
+    (sent,) = struct.unpack_from("=Q", info, _BYTES_SENT_AT)
+    timestamps = info[5] & 1
+    header = (40 if sock.family == socket.AF_INET6 else 20) + 20 + 12 * timestamps
+    return sent + segments_out * header + _SYN_OPTIONS_BYTES, received + segments_in * header + _SYN_OPTIONS_BYTES
+
+
+def _sum(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int, int] | None:
+    return None if a is None or b is None else (a[0] + b[0], a[1] + b[1])
+
+
+def _difference(now: int | None, before: int | None) -> int | None:
+    return None if now is None or before is None else now - before

@@ -1,0 +1,171 @@
+"""A broker inside the process, so that a whole fleet runs and fails in one test, in one thread, in no time.
+
+It behaves as real brokers do where that matters: an acknowledged message can still be dropped when its reader's queue
+is full, a will is published on death and not on an orderly close, and retained messages come with a subscription.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from fleet_core.errors import LinkError
+from fleet_core.link.base import (
+    Connected,
+    Disconnected,
+    Event,
+    Message,
+    Will,
+    check_filter,
+    check_topic,
+    matches,
+)
+from fleet_core.link.counters import ByteCounters
+
+Faults = Callable[[str, Message], list[Message]]
+
+
+class LoopbackBroker:
+    """Routes between the links of one process.
+
+    Args:
+        faults: (receiving client id, message) → what it receives instead; called for every delivery. A function that
+            keeps messages for later delays or reorders, one that returns two duplicates, one that returns none drops.
+        max_queued_messages: per client; what comes on top is dropped and counted, as brokers do.
+
+    ``retained`` is topic → payload, ``dropped`` the number of messages that found a full queue.
+    """
+
+    def __init__(self, *, faults: Faults | None = None, max_queued_messages: int = 1000):
+        self.faults = faults
+        self.retained: dict[str, bytes] = {}
+        self.dropped = 0
+        self.running = True
+        self._max_queued = max_queued_messages
+        self._links: dict[str, LoopbackLink] = {}
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
+        """Route a message, as if some client had sent it."""
+        if retain and payload:
+            self.retained[topic] = payload
+        elif retain:
+            self.retained.pop(topic, None)
+        for link in list(self._links.values()):
+            if any(matches(pattern, topic) for pattern in link.filters):
+                self._deliver(link, Message(topic, payload, retain=False))
+
+    def kill(self, client_id: str) -> None:
+        """The client's process dies: its will is published, and it comes back only when it is opened again."""
+        self._links[client_id].opened = False
+        self.drop(client_id)
+
+    def drop(self, client_id: str, reason: str = "the connection was lost") -> None:
+        """The client's connection dies: its will is published, and its next poll but one connects again."""
+        link = self._links.pop(client_id)
+        link.lost(reason)
+        if link.will is not None:
+            self.publish(link.will.topic, link.will.payload, retain=link.will.retain)
+
+    def stop(self, *, forget_retained: bool = False) -> None:
+        """The broker dies: every link is disconnected, no will is published."""
+        self.running = False
+        for link in self._links.values():
+            link.lost("the broker closed the connection")
+        self._links.clear()
+        if forget_retained:
+            self.retained.clear()
+
+    def start(self) -> None:
+        """The broker comes back; links connect with their next poll."""
+        self.running = True
+
+    def join(self, link: LoopbackLink) -> None:
+        """A link connects; a session of the same client id is taken over, as MQTT demands."""
+        if link.client_id in self._links:
+            self.drop(link.client_id, "Session taken over")
+        self._links[link.client_id] = link
+
+    def leave(self, link: LoopbackLink) -> None:
+        """A link disconnects in order: no will."""
+        if self._links.get(link.client_id) is link:
+            del self._links[link.client_id]
+
+    def replay(self, link: LoopbackLink, filters: Sequence[str]) -> None:
+        """Send what is retained under ``filters``."""
+        for topic, payload in list(self.retained.items()):
+            if any(matches(pattern, topic) for pattern in filters):
+                self._deliver(link, Message(topic, payload, retain=True))
+
+    def _deliver(self, link: LoopbackLink, message: Message) -> None:
+        for delivered in self.faults(link.client_id, message) if self.faults else [message]:
+            if len(link.inbox) >= self._max_queued:
+                self.dropped += 1
+            else:
+                link.inbox.append(delivered)
+                link.counters.mqtt_received += len(delivered.topic.encode()) + len(delivered.payload)
+
+
+class LoopbackLink:
+    """A Link to a LoopbackBroker. ``poll`` never waits; its bytes are topic plus payload, and it has no wire."""
+
+    def __init__(self, broker: LoopbackBroker, client_id: str, will: Will | None = None, *, max_queued: int = 2000):
+        self.client_id = client_id
+        self.will = will
+        self.counters = ByteCounters(wire=False)
+        self.filters: dict[str, None] = {}
+        self.inbox: deque[Event] = deque()
+        self.opened = False
+        self.connected = False
+        self.unacknowledged = 0
+        self._broker = broker
+        self._max_queued = max_queued
+
+    def open(self) -> None:
+        self.opened = True
+        if not self._broker.running:
+            self.inbox.append(Disconnected("the broker does not answer"))
+
+    def poll(self, timeout_s: float, also: Sequence[int] = ()) -> list[Event]:
+        self.unacknowledged = 0
+        if self.opened and not self.connected and not self.inbox and self._broker.running:
+            self._connect()
+        events = list(self.inbox)
+        self.inbox.clear()
+        return events
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1) -> None:
+        check_topic(topic)
+        if not self.connected:
+            raise LinkError("is not connected", where=self.client_id, hint="wait for Connected")
+        if self.unacknowledged >= self._max_queued:
+            raise LinkError(f"{self._max_queued} publishes wait already", where=self.client_id, hint="poll first")
+        self.unacknowledged += 1 if qos else 0
+        self.counters.mqtt_sent += len(topic.encode()) + len(payload)
+        self._broker.publish(topic, payload, retain=retain)
+
+    def subscribe(self, *filters: str) -> None:
+        for pattern in filters:
+            check_filter(pattern)
+        self.filters.update(dict.fromkeys(filters))
+        if self.connected:
+            self._broker.replay(self, filters)
+
+    def unsubscribe(self, *filters: str) -> None:
+        for pattern in filters:
+            self.filters.pop(pattern, None)
+
+    def close(self) -> None:
+        self._broker.leave(self)
+        self.opened = self.connected = False
+        self.inbox.clear()
+
+    def lost(self, reason: str) -> None:
+        """The broker ends the session."""
+        self.connected = False
+        self.inbox.append(Disconnected(reason))
+
+    def _connect(self) -> None:
+        self._broker.join(self)
+        self.connected = True
+        self.inbox.append(Connected(mqtt_version=5, max_packet_bytes=None, receive_max=None))
+        self._broker.replay(self, list(self.filters))

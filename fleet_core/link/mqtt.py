@@ -1,0 +1,253 @@
+"""A link to an MQTT broker: connects, reconnects with jitter, renews subscriptions, and does so only inside ``poll``.
+
+MQTT 5 is tried first; a broker that refuses it, or hangs up on it, is asked again at once in 3.1.1. An exception inside
+a session ends the connection with its text as the reason, and is logged with its traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import selectors
+import ssl
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from fleet_core.errors import ConfigError, LinkError
+from fleet_core.link.base import Disconnected, Event, Will, check_filter, check_topic
+from fleet_core.link.counters import ByteCounters
+from fleet_core.link.session import Address, Session, Settings, describe
+
+BACKOFF_FIRST_S = 0.2
+BACKOFF_LAST_S = 30.0
+STABLE_S = 10.0  # a connection that lived this long starts the back-off anew
+IDLE_S = 1.0  # the longest wait between two looks at the keepalive
+MAX_INCOMING_BYTES = 8 << 20
+PACKET_OVERHEAD_BYTES = 16  # fixed header, lengths, identifier and empty properties of a PUBLISH, rounded up
+PORTS = {"mqtt": 1883, "mqtts": 8883}
+
+log = logging.getLogger(__name__)
+
+
+class MqttLink:
+    """A Link to the broker at ``url``.
+
+    Args:
+        url: ``mqtt://host[:port]`` or ``mqtts://host[:port]``.
+        will: published by the broker when this link dies without closing.
+        keepalive_s: silence after which the broker is asked whether it is there; poll at least that often.
+        protocol: 5, 3 (that is 3.1.1), or None: 5 where the broker takes it.
+        ca, cert, key: PEM files, for mqtts only; ``cert`` and ``key`` together.
+        max_queued: publishes that may wait for their acknowledgement.
+        max_incoming_bytes: of one packet; a broker that sends more is left.
+        connect_timeout_s: for the TCP connection, the TLS handshake and the broker's CONNACK, each.
+
+    Raises ConfigError for a URL or TLS files that cannot be used; never for a network that fails.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        client_id: str,
+        will: Will | None = None,
+        keepalive_s: int = 60,
+        protocol: Literal[3, 5] | None = None,
+        username: str | None = None,
+        password: str | None = None,
+        ca: Path | None = None,
+        cert: Path | None = None,
+        key: Path | None = None,
+        max_queued: int = 2000,
+        max_incoming_bytes: int = MAX_INCOMING_BYTES,
+        connect_timeout_s: float = 5.0,
+    ):
+        address = parse_url(url)
+        tls = _tls_context(address, ca, cert, key)
+        self.counters = ByteCounters()
+        self._url = url
+        self._settings = Settings(
+            address, client_id, will, keepalive_s, username, password, tls, max_incoming_bytes, connect_timeout_s
+        )
+        self._protocol = protocol
+        self._version = protocol or 5
+        self._max_queued = max_queued
+        self._events: deque[Event] = deque()
+        self._filters: dict[str, None] = {}
+        self._session: Session | None = None
+        self._renewed = False
+        self._opened = False
+        self._attempt_at_s = 0.0
+        self._failures = 0
+        self._random = random.Random()
+
+    @property
+    def connected(self) -> bool:
+        return self._session is not None and self._session.accepted and not self._session.ended
+
+    @property
+    def unacknowledged(self) -> int:
+        return 0 if self._session is None else self._session.waiting
+
+    def open(self) -> None:
+        self._opened = True
+        self._attempt_at_s = 0.0
+
+    def poll(self, timeout_s: float, also: Sequence[int] = ()) -> list[Event]:
+        until_s = time.monotonic() + timeout_s
+        while True:
+            self._work()
+            left_s = until_s - time.monotonic()
+            if self._events or left_s <= 0 or self._wait(left_s, also):
+                events = list(self._events)
+                self._events.clear()
+                return events
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1) -> None:
+        check_topic(topic)
+        session = self._session
+        if session is None or not self.connected:
+            raise LinkError("is not connected", where=self._url, hint="wait for Connected")
+        size_bytes = len(topic.encode()) + len(payload) + PACKET_OVERHEAD_BYTES
+        if size_bytes > session.max_packet_bytes:
+            raise LinkError(
+                f"a message of {size_bytes} bytes is over the broker's limit",
+                where=topic,
+                expected=f"at most {session.max_packet_bytes} bytes",
+                hint="use a smaller chunk",
+            )
+        if session.waiting >= self._max_queued:
+            raise LinkError(f"{self._max_queued} publishes wait already", where=self._url, hint="poll first")
+        session.publish(topic, payload, retain, qos)
+
+    def subscribe(self, *filters: str) -> None:
+        for pattern in filters:
+            check_filter(pattern)
+        self._filters.update(dict.fromkeys(filters))
+        if self._session is not None and self._renewed:
+            self._session.subscribe(filters)
+
+    def unsubscribe(self, *filters: str) -> None:
+        known = [pattern for pattern in filters if self._filters.pop(pattern, self) is None]
+        if known and self._session is not None and self._renewed:
+            self._session.unsubscribe(known)
+
+    def close(self, *, flush_s: float = 5.0) -> None:
+        until_s = time.monotonic() + flush_s
+        while self.connected and self.unacknowledged and (left_s := until_s - time.monotonic()) > 0:
+            self._wait(left_s, ())
+            self._work()
+        if self._session is not None and self.connected:
+            self._session.part()
+        self.abort()
+
+    def abort(self) -> None:
+        """Leave as a crash would: nothing is flushed, no DISCONNECT is sent, and the broker publishes the will."""
+        if self._session is not None:
+            self._session.drop()
+        self._session, self._opened = None, False
+        self._events.clear()
+
+    def _work(self) -> None:
+        session = self._session
+        if session is None:
+            if self._opened and time.monotonic() >= self._attempt_at_s:
+                self._connect()
+            return
+        try:
+            session.turn()
+            if self.connected and not self._renewed:
+                self._renewed = True
+                session.subscribe(self._filters)
+        except Exception as error:
+            log.exception("the connection to %s ends because of an error in it", self._url)
+            session.drop()
+            self._lost(session, f"{type(error).__name__}: {error}")
+        else:
+            if session.ended:
+                self._lost(session, session.reason)
+
+    def _wait(self, timeout_s: float, also: Sequence[int]) -> bool:
+        """Wait for the socket or for work that is due. True when one of ``also`` is readable."""
+        sock = None if self._session is None else self._session.socket()
+        with selectors.DefaultSelector() as selector:
+            for descriptor in set(also):
+                selector.register(descriptor, selectors.EVENT_READ)
+            if self._session is not None and sock is not None:
+                writing = selectors.EVENT_WRITE if self._session.wants_write else 0
+                selector.register(sock, selectors.EVENT_READ | writing)
+            ready = selector.select(min(timeout_s, self._due_in_s()))
+        return any(key.fileobj in also for key, _ in ready)
+
+    def _due_in_s(self) -> float:
+        """Seconds until there is something to do that no socket announces."""
+        if self._session is None:
+            return max(0.0, self._attempt_at_s - time.monotonic()) if self._opened else IDLE_S
+        if self._session.ended or not self._session.drained:
+            return 0.0
+        if not self._session.accepted:
+            return max(0.01, min(IDLE_S, self._settings.connect_timeout_s - self._session.age_s))
+        return IDLE_S
+
+    def _connect(self) -> None:
+        self._renewed = False
+        try:
+            self._session = Session(self._settings, self._version, self.counters, self._events)
+        except (OSError, ValueError) as error:
+            self._schedule(describe(error))
+
+    def _lost(self, session: Session, reason: str) -> None:
+        self._session = None
+        if self._protocol is None and self._version == 5 and session.version_refused:
+            self._version, self._attempt_at_s = 3, 0.0
+            return
+        if session.accepted and session.age_s >= STABLE_S:
+            self._failures = 0
+        self._schedule(reason)
+
+    def _schedule(self, reason: str) -> None:
+        """Say why, and try again after full-jitter exponential back-off, the preferred version first."""
+        ceiling_s = min(BACKOFF_LAST_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 16))
+        self._failures += 1
+        self._version = self._protocol or 5
+        self._attempt_at_s = time.monotonic() + self._random.uniform(0, ceiling_s)
+        self._events.append(Disconnected(reason))
+
+
+def parse_url(url: str) -> Address:
+    """``mqtt://host[:port]`` (1883) or ``mqtts://host[:port]`` (8883). Raises ConfigError for anything else."""
+    try:
+        parts = urlsplit(url)
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
+        plain = not (parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc)
+    except ValueError:
+        scheme, host, port, plain = "", None, None, False
+    if scheme not in PORTS or not host or port == 0 or not plain:
+        raise ConfigError(
+            "is no address of a broker",
+            where=repr(url),
+            expected="mqtt://host[:port] or mqtts://host[:port]",
+            hint="for example mqtt://127.0.0.1:1883; a user name and password are options of their own",
+        )
+    return Address(host, port or PORTS[scheme], scheme == "mqtts")
+
+
+def _tls_context(address: Address, ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    if not address.tls:
+        if ca or cert or key:
+            raise ConfigError("certificates are given for a plain connection", hint="use mqtts://")
+        return None
+    if (cert is None) != (key is None):
+        raise ConfigError("a client certificate needs its key, and a key its certificate", where=str(cert or key))
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except OSError as error:
+        where = ", ".join(str(path) for path in (ca, cert, key) if path)
+        raise ConfigError(f"cannot be read as PEM: {error.strerror or error}", where=where) from error
+    return context

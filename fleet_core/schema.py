@@ -1,0 +1,168 @@
+"""Untrusted mappings (JSON messages, TOML tables) into frozen dataclasses, every mistake reported at once.
+
+A field's annotation is its type: bool, int, float, str, tuple[T, ...], Mapping[str, T], a dataclass, or ``T | None``.
+Limits come from ``field(metadata={"min": …, "max": …, "pattern": …, "choices": …, "max_length": …})``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MAX_ITEMS = 100_000
+MAX_TEXT = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One mistake: the dotted key, what is wrong with it, and a suggestion or None."""
+
+    key: str
+    what: str
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.what}" + (f" (did you mean '{self.hint}'?)" if self.hint else "")
+
+
+def suggest(word: str, known: Collection[str]) -> str | None:
+    """The known word that is nearest to ``word``, or None when none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return near[0] if near else None
+
+
+def read(cls: type[T], data: Any, *, unknown: str = "error") -> tuple[T | None, list[Problem]]:
+    """``data`` as a ``cls``. Returns (object, []) or (None, problems).
+
+    unknown: ``"error"`` for files that people write, ``"ignore"`` for messages of a newer minor version.
+    """
+    problems: list[Problem] = []
+    value = _dataclass(cls, data, "", unknown, problems)
+    return (None, problems) if problems else (value, [])
+
+
+def plain(value: Any) -> Any:
+    """A dataclass as plain mappings, lists and scalars, ready for JSON."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value
+
+
+_KNOWN: dict[type[Any], dict[str, tuple[dataclasses.Field[Any], Any]]] = {}
+
+
+def _fields(cls: type[Any]) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    if cls not in _KNOWN:
+        hints = typing.get_type_hints(cls)
+        _KNOWN[cls] = {f.name: (f, hints[f.name]) for f in dataclasses.fields(cls)}
+    return _KNOWN[cls]
+
+
+def _dataclass(cls: type[Any], data: Any, at: str, unknown: str, problems: list[Problem]) -> Any:
+    if not isinstance(data, Mapping):
+        problems.append(Problem(at or "(top)", f"expected a table, found {_kind(data)}"))
+        return None
+    fields, before = _fields(cls), len(problems)
+    values: dict[str, Any] = {}
+    if unknown == "error":
+        for key in data:
+            if key not in fields:
+                problems.append(Problem(_join(at, str(key)), "unknown key", suggest(str(key), fields)))
+    for name, (declared, annotation) in fields.items():
+        if name in data:
+            values[name] = _value(annotation, data[name], _join(at, name), declared.metadata, unknown, problems)
+        elif declared.default is dataclasses.MISSING and declared.default_factory is dataclasses.MISSING:
+            problems.append(Problem(_join(at, name), f"missing, expected {_name(annotation)}"))
+    return None if len(problems) > before else cls(**values)
+
+
+def _value(kind: Any, data: Any, at: str, limits: Mapping[str, Any], unknown: str, problems: list[Problem]) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if data is None and type(None) in arguments:
+            return None
+        return _value(next(a for a in arguments if a is not type(None)), data, at, limits, unknown, problems)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(typing.cast("type[Any]", kind), data, at, unknown, problems)
+    if origin is tuple:
+        return _items(arguments[0], data, at, limits, unknown, problems)
+    if origin in (Mapping, dict):
+        if not isinstance(data, Mapping) or len(data) > MAX_ITEMS or not all(isinstance(k, str) for k in data):
+            problems.append(Problem(at, f"expected a table, found {_kind(data)}"))
+            return None
+        return {k: _value(arguments[1], v, _join(at, k), limits, unknown, problems) for k, v in data.items()}
+    if kind is Any:
+        return data
+    wrong = _scalar_problem(kind, data, limits)
+    if wrong:
+        problems.append(Problem(at, wrong, _choice_hint(data, limits)))
+        return None
+    return float(data) if kind is float else data
+
+
+
+def _items(kind: Any, data: Any, at: str, limits: Mapping[str, Any], unknown: str, problems: list[Problem]) -> Any:
+    if not isinstance(data, (list, tuple)):
+        problems.append(Problem(at, f"expected a list, found {_kind(data)}"))
+        return None
+    if len(data) > limits.get("max_length", MAX_ITEMS):
+        problems.append(Problem(at, f"{len(data)} items are over the limit of {limits.get('max_length', MAX_ITEMS)}"))
+        return None
+    return tuple(_value(kind, item, f"{at}[{i}]", limits, unknown, problems) for i, item in enumerate(data))
+
+
+def _scalar_problem(kind: Any, data: Any, limits: Mapping[str, Any]) -> str | None:
+    if kind is bool:
+        return None if isinstance(data, bool) else f"expected true or false, found {_kind(data)}"
+    if kind in (int, float):
+        accepted = (int,) if kind is int else (int, float)
+        if isinstance(data, bool) or not isinstance(data, accepted):
+            return f"expected {_name(kind)}, found {_kind(data)}"
+        if not (isinstance(data, int) or math.isfinite(data)) or abs(data) > 1e300:
+            return f"expected a finite number, found {data}"
+        if "min" in limits and data < limits["min"]:
+            return f"{data} is below the least allowed, {limits['min']}"
+        if "above" in limits and data <= limits["above"]:
+            return f"{data} must be above {limits['above']}"
+        if "max" in limits and data > limits["max"]:
+            return f"{data} is over the limit of {limits['max']}"
+        return None
+    if not isinstance(data, str):
+        return f"expected {_name(kind)}, found {_kind(data)}"
+    if len(data) > limits.get("max_length", MAX_TEXT):
+        return f"{len(data)} characters are over the limit of {limits.get('max_length', MAX_TEXT)}"
+    if "pattern" in limits and not re.fullmatch(limits["pattern"], data):
+        return f"'{data[:80]}' does not match {limits['pattern']}"
+    if "choices" in limits and data not in limits["choices"]:
+        return f"unknown value '{data[:80]}', expected one of {', '.join(sorted(limits['choices']))}"
+    return None
+
+
+def _choice_hint(data: Any, limits: Mapping[str, Any]) -> str | None:
+    return suggest(data, limits["choices"]) if isinstance(data, str) and "choices" in limits else None
+
+
+def _join(at: str, key: str) -> str:
+    return f"{at}.{key}" if at else key
+
+
+def _kind(data: Any) -> str:
+    names = {bool: "true/false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a table"}
+    return "nothing" if data is None else names.get(type(data), type(data).__name__)
+
+
+def _name(kind: Any) -> str:
+    named = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return named.get(kind, "a list" if typing.get_origin(kind) is tuple else "a table")

@@ -1,0 +1,58 @@
+"""What all tests share: the shared data folder, the programs that a test needs, and no silent skip in CI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+SHARED_VARIABLE = "METAFLEET_SHARED"
+IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
+SYSTEM_FOLDERS = os.pathsep.join(["/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin", "/opt/local/sbin"])
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of data sets that are not in the repository, read-only. A test that asks for it is skipped without."""
+    folder = Path(os.environ[SHARED_VARIABLE])
+    if not folder.is_dir():
+        raise pytest.UsageError(f"{SHARED_VARIABLE}={folder} is no folder; unset it to skip its tests")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips, with the reason, what this machine cannot run."""
+    for item in items:
+        if not os.environ.get(SHARED_VARIABLE) and "shared" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.skip(reason=f"reads data that is not in the repository: set {SHARED_VARIABLE}"))
+            item.add_marker(pytest.mark.allowed_skip)
+        for program in (name for mark in item.iter_markers("needs") for name in mark.args):
+            if not (shutil.which(program) or shutil.which(program, path=SYSTEM_FOLDERS)):
+                item.add_marker(pytest.mark.skip(reason=f"needs {program}, which is not on this machine"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In CI a test that is skipped counts as failed, unless it is marked allowed_skip."""
+    report = yield
+    if not hasattr(report, "wasxfail") and item.get_closest_marker("allowed_skip") is None:
+        fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """In CI a test file that skips itself as a whole counts as failed."""
+    report = yield
+    fail_if_skipped(report)
+    return report
+
+
+def fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if IN_CI and report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{reason}\n(a skip is a failure in CI: mend the machine, or mark the test allowed_skip)"

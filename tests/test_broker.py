@@ -1,0 +1,162 @@
+"""A private broker starts, stays on loopback, says why it cannot, and never outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cloud_server.broker as broker_module
+from cloud_server.broker import Broker, start_broker
+from fleet_core.errors import ConfigError, LinkError
+from fleet_core.link import Connected, Message, Will
+from fleet_core.link.mqtt import MqttLink, parse_url
+from tests.brokers import Watched, until
+
+pytest_plugins = ("tests.brokers",)
+
+NEEDS_MOSQUITTO = pytest.mark.needs("mosquitto")
+
+
+def connected(broker: Broker, client_id: str, *filters: str, will: Will | None = None) -> Watched:
+    watched = Watched(MqttLink(broker.url, client_id=client_id, will=will))
+    watched.link.subscribe(*filters)
+    watched.link.open()
+    until(lambda: watched.of(Connected), watched)
+    return watched
+
+
+@NEEDS_MOSQUITTO
+def test_mosquitto_listens_on_loopback_alone_and_stops(mosquitto: Broker) -> None:
+    port = parse_url(mosquitto.url).port
+    assert mosquitto.alive()
+    assert mosquitto.hint is None
+    with pytest.raises(OSError, match=r"refused|assign|reach"):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    mosquitto.stop()
+    mosquitto.stop()
+    assert not mosquitto.alive()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+@NEEDS_MOSQUITTO
+def test_what_is_retained_survives_an_orderly_restart_on_the_same_port(tmp_path: Path) -> None:
+    first = start_broker(tmp_path / "with space", embedded=False)
+    writer = connected(first, "writer")
+    writer.link.publish("r/cur", b"kept", retain=True)
+    writer.link.close()
+    first.stop()
+    second = start_broker(tmp_path / "with space", port=parse_url(first.url).port, embedded=False)
+    try:
+        assert second.url == first.url
+        reader = connected(second, "reader", "r/#")
+        until(lambda: reader.of(Message), reader)
+        assert reader.of(Message) == [Message("r/cur", b"kept", retain=True)]
+    finally:
+        second.stop()
+
+
+@NEEDS_MOSQUITTO
+def test_a_port_in_use_is_an_error_with_a_hint(mosquitto: Broker, tmp_path: Path) -> None:
+    port = parse_url(mosquitto.url).port
+    with pytest.raises(LinkError, match=rf"127\.0\.0\.1:{port}: the port is in use\nhint: choose another port"):
+        start_broker(tmp_path / "other", port=port)
+
+
+@NEEDS_MOSQUITTO
+def test_a_free_port_that_is_taken_in_between_is_replaced(
+    mosquitto: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_port, taken = broker_module._free_port, [parse_url(mosquitto.url).port]
+    monkeypatch.setattr(broker_module, "_free_port", lambda host: taken.pop() if taken else free_port(host))
+    monkeypatch.setattr(broker_module, "_accepts", lambda broker, host, port: broker.process.wait(5) and False or True)
+    with pytest.raises(subprocess.TimeoutExpired):  # the second one lives
+        start_broker(tmp_path / "other", embedded=False)
+    assert not taken
+
+
+def test_an_address_that_others_can_reach_is_refused(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "192.168.1.2", "broker.example"):
+        with pytest.raises(ConfigError, match="loopback"):
+            start_broker(tmp_path, host=host)
+
+
+@NEEDS_MOSQUITTO
+def test_a_broker_that_ends_at_its_start_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_module, "MOSQUITTO_CONFIG", "listener {port} {host}\nnonsense true\n# {folder}\n")
+    with pytest.raises(LinkError, match=r"broker\.log: the broker ended at its start: .*mosquitto\.conf"):
+        start_broker(tmp_path, embedded=False)
+
+
+def test_the_embedded_broker_carries_a_small_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAFLEET_BROKER", "embedded")
+    broker = start_broker(tmp_path)
+    try:
+        assert broker.kind == "amqtt"
+        writer = connected(broker, "writer", will=Will("x/st", b"gone"))
+        assert writer.of(Connected) == [Connected(mqtt_version=3, max_packet_bytes=None, receive_max=None)]
+        writer.link.publish("x/cur", bytes(60_000), retain=True)
+        until(lambda: not writer.link.unacknowledged, writer)
+        reader = connected(broker, "reader", "x/#")
+        until(lambda: len(reader.of(Message)) == 1, reader)
+        assert reader.of(Message) == [Message("x/cur", bytes(60_000), retain=True)]
+        assert isinstance(writer.link, MqttLink)
+        writer.link.abort()
+        until(lambda: reader.topics() == ["x/cur", "x/st"], reader)
+        reader.link.close()
+    finally:
+        broker.stop()
+    assert not broker.alive()
+
+
+def test_without_mosquitto_the_embedded_broker_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_module, "find_mosquitto", lambda: None)
+    monkeypatch.setattr(broker_module.shutil, "which", lambda name: "/usr/bin/brew" if name == "brew" else None)
+    broker = start_broker(tmp_path)
+    broker.stop()
+    assert (broker.kind, broker.hint) == ("amqtt", "brew install mosquitto")
+
+
+def test_without_any_broker_the_install_command_is_the_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_module, "find_mosquitto", lambda: None)
+    monkeypatch.setattr(broker_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LinkError, match=r"neither mosquitto nor (.|\n)*hint: .*mosquitto"):
+        start_broker(tmp_path)
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from cloud_server.broker import start_broker
+broker = start_broker(Path(sys.argv[1]), embedded=sys.argv[2] == "amqtt")
+print(broker.url, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("kind", [pytest.param("mosquitto", marks=NEEDS_MOSQUITTO), "amqtt"])
+def test_the_broker_dies_with_its_parent(tmp_path: Path, kind: str) -> None:
+    root = Path(__file__).resolve().parent.parent
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path), kind],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        text=True,
+    )
+    assert parent.stdout is not None
+    port = parse_url(parent.stdout.readline().strip()).port
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+        parent.send_signal(signal.SIGKILL)
+        parent.communicate()
+        assert sock.recv(1) == b""
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", port), timeout=10)
