@@ -9,11 +9,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from typing import Any
 
 from amqtt.broker import Broker
+from amqtt.mqtt.connect import ConnectPacket, ConnectPayload
+
+HEADER_BYTES = 10  # of a CONNECT, before its payload
+MQTT_3_1_1 = 4
+
+
+class PatientPayload(ConnectPayload):  # type: ignore[misc]
+    """amqtt 0.12.1 reads MQTT 5's CONNECT field by field as if it were 3.1.1, and waits for bytes that never come.
+
+    Here such a packet is read whole, so that amqtt goes on to answer *unacceptable protocol version*.
+    """
+
+    @classmethod
+    async def from_stream(cls, reader: Any, fixed_header: Any, variable_header: Any) -> Any:
+        if variable_header.proto_level == MQTT_3_1_1:
+            return await ConnectPayload.from_stream(reader, fixed_header, variable_header)
+        await reader.read(fixed_header.remaining_length - HEADER_BYTES)
+        return ConnectPayload(client_id="refused", will_topic="refused", will_message=b"")
 
 
 async def serve(host: str, port: int) -> None:
+    ConnectPacket.PAYLOAD = PatientPayload
     broker = Broker(
         {
             "listeners": {"default": {"type": "tcp", "bind": f"{host}:{port}"}},

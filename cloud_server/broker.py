@@ -24,7 +24,6 @@ from fleet_core.storage import write_atomic
 
 START_S = 20.0
 STOP_S = 5.0
-PORT_ATTEMPTS = 5
 SERVER_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin", "/opt/local/sbin")
 INSTALLERS = {
     "apt-get": "sudo apt install mosquitto",
@@ -37,9 +36,9 @@ INSTALLERS = {
 # it means that the parent died.
 WATCHED = 'exec 3<&0; { read -r _ <&3 || kill -TERM $$; } & exec 3<&-; exec "$@" </dev/null'
 
-# What is retained is saved at an orderly stop and after every 100 changes: each save rewrites the whole store, so that
-# saving after every change writes 2.6 GB for 400 chunks of 60 KiB, and 100 writes 46 MB. What a kill loses, its publisher
-# publishes again once it is connected again. The queue has a number because 0, no limit, has dropped messages.
+# What is retained is saved at an orderly stop and after every 100 changes. Each save rewrites the whole store: for 400
+# chunks of 60 KiB, saving after every change wrote 2.6 GB, after every 100 it wrote 46 MB. What a kill loses, its
+# publisher publishes again when it is connected again. The queue has a number because 0, no limit, dropped messages.
 MOSQUITTO_CONFIG = """\
 listener {port} {host}
 allow_anonymous true
@@ -98,15 +97,7 @@ def start_broker(folder: Path, *, port: int = 0, host: str = "127.0.0.1", embedd
     mosquitto = None if embedded else find_mosquitto()
     if mosquitto is None and importlib.util.find_spec("amqtt") is None:
         raise LinkError("neither mosquitto nor the embedded broker is installed", hint=install_command())
-    if port:
-        _check_free(host, port)
-        return _start(folder, host, port, mosquitto)
-    for _ in range(PORT_ATTEMPTS - 1):
-        try:
-            return _start(folder, host, _free_port(host), mosquitto)
-        except _PortTaken:
-            continue
-    return _start(folder, host, _free_port(host), mosquitto)
+    return _start(folder, host, _reserve(host, port), mosquitto)
 
 
 def find_mosquitto() -> str | None:
@@ -120,10 +111,6 @@ def install_command() -> str:
         if shutil.which(program):
             return command
     return "install mosquitto (https://mosquitto.org/download)"
-
-
-class _PortTaken(LinkError):
-    pass
 
 
 def _start(folder: Path, host: str, port: int, mosquitto: str | None) -> Broker:
@@ -199,8 +186,7 @@ def _accepts(broker: Broker, host: str, port: int) -> bool:
 def _failure(log: Path, log_from: int) -> LinkError:
     """Why a broker ended at its start, in its own last words."""
     said = log.read_bytes()[log_from:].decode(errors="replace").strip().splitlines() or ["it said nothing"]
-    kind = _PortTaken if any("already in use" in line.lower() for line in said) else LinkError
-    return kind(f"the broker ended at its start: {said[-1]}", where=str(log))
+    return LinkError(f"the broker ended at its start: {said[-1]}", where=str(log))
 
 
 def _check_loopback(host: str) -> None:
@@ -217,9 +203,13 @@ def _check_loopback(host: str) -> None:
         )
 
 
-def _check_free(host: str, port: int) -> None:
+def _reserve(host: str, port: int) -> int:
+    """``port``, or a free one for 0. Raises LinkError when it cannot be listened on."""
     try:
-        _bind(host, port)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise LinkError(f"cannot be listened on: {error.strerror}", where=f"{host}:{port}") from error
@@ -228,15 +218,3 @@ def _check_free(host: str, port: int) -> None:
             where=f"{host}:{port}",
             hint="choose another port, end the program that holds it, or name its broker with --broker",
         ) from error
-
-
-def _free_port(host: str) -> int:
-    return _bind(host, 0)
-
-
-def _bind(host: str, port: int) -> int:
-    """The port that a bind to ``port`` gave, released again."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        return int(probe.getsockname()[1])

@@ -44,7 +44,7 @@ def _settings(path: Path, text: str | None) -> FleetConfig:
         settings = config.load(FleetConfig, path)
         if text is not None and config.parse(FleetConfig, text, "options") != settings:
             raise ConfigError(
-                "another fleet is here already", where=str(path), hint="give no options to complete it, or another folder"
+                "another fleet is here already", where=str(path), hint="give no options, or another folder"
             )
         return settings
     if text is None:

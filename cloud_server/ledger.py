@@ -23,12 +23,12 @@ from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 from fleet_core.errors import StateError
+from fleet_core.power.meter import WORKING
 
 VERSION = 1
 APPLICATION = 0x4D464C47  # "MFLG" in the file's header: this SQLite file is a ledger
 BUSY_TIMEOUT_S = 10.0
 STAGES = ("before", "fine_tuned", "after")
-WORK = ("train", "adapt", "serve", "radio")  # the phases of energy that make its sum; idle is the device's own
 
 SCHEMA = """
 CREATE TABLE fleet (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -159,7 +159,7 @@ class Traffic(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Energy(Row):
-    """phase: train | adapt | serve | radio | other | idle. source: the meter or the model's constants; measured: which."""
+    """phase: train | adapt | serve | radio | other | idle. source: the meter, or where a model's constants are from."""
 
     table = "energy"
     key = ("round", "device", "phase")
@@ -360,13 +360,13 @@ class Ledger:
         ))
         return {
             k: Joules(
-                value=sum(by_phase.get(phase, 0.0) for phase in WORK),
+                value=sum(by_phase.get(phase, 0.0) for phase in WORKING),
                 source="; ".join(sources[k]),
                 phases=by_phase,
                 missing=missing.get(k),
             )
             for k, by_phase in phases.items()
-            if by_phase.keys() & set(WORK)
+            if by_phase.keys() & set(WORKING)
         }
 
     def flops(self) -> dict[int, float]:

@@ -29,8 +29,9 @@ from cloud_server.figures import (
     stage_text,
     traffic_text,
 )
-from cloud_server.ledger import WORK, Bytes, Joules, Judgement, Ledger
+from cloud_server.ledger import Bytes, Joules, Judgement, Ledger
 from cloud_server.result import Result, RoundFigures, Score, round_figures
+from fleet_core.power.meter import WORKING
 
 SHOWN_DEVICES = 20
 RECENT_ROUNDS = 5  # the remaining time is told from the pace of these
@@ -243,5 +244,5 @@ def _cost_block(result: Result) -> str:
 
 
 def _energy_details(energy: Joules) -> str:
-    phases = ", ".join(f"{phase} {phase_text(j)}" for phase in WORK if (j := energy.phases.get(phase)) is not None)
+    phases = ", ".join(f"{phase} {phase_text(j)}" for phase in WORKING if (j := energy.phases.get(phase)) is not None)
     return f" ({phases})  {energy.source}{missing_text(energy.missing)}"

@@ -21,8 +21,9 @@ from cloud_server.figures import (
     share_text,
     stage_text,
 )
-from cloud_server.ledger import WORK, Bytes, Joules
+from cloud_server.ledger import Bytes, Joules
 from cloud_server.result import Personalization, Pooled, Result, RoundFigures, Score
+from fleet_core.power.meter import WORKING
 
 COUNTERS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wire_bytes"))
 COUNTERS_NOTE = (
@@ -45,7 +46,7 @@ h1{font-size:30px;line-height:1.2;letter-spacing:-.015em;margin:0 0 6px;overflow
 h2{font-size:19px;letter-spacing:-.005em;margin:44px 0 12px}
 p{margin:0 0 12px;max-width:72ch}
 .soft,.note,.legend,summary{color:var(--soft)}
-.note{font-size:14px;margin-top:10px}h2+.note{margin-top:0}
+.note{font-size:14px;margin-top:10px;max-width:92ch}h2+.note{margin-top:0}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(230px,1fr));gap:16px;margin:28px 0 0}
 .card,figure,.table{background:var(--card);border:1px solid var(--rule);border-radius:12px}
 .card{padding:18px 20px}
@@ -297,7 +298,7 @@ def _energy(run: Result) -> str:
     work = f'<p class="note">Arithmetic, all devices: {escape(flops_text(flops))}</p>' if flops else ""
     if energy is None:
         return f"<h2>Energy</h2><p class='soft'>{joules_text(None)}</p>{work}"
-    phases = [(phase, phase_text(energy.phases[phase])) for phase in WORK if phase in energy.phases]
+    phases = [(phase, phase_text(energy.phases[phase])) for phase in WORKING if phase in energy.phases]
     rows = [*phases, ("sum", phase_text(energy.value))]
     if "idle" in energy.phases:
         rows.append(("idle, not in the sum", phase_text(energy.phases["idle"])))

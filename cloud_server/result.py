@@ -221,7 +221,7 @@ def build(
                             **{stage: _score(j) for stage, j in stages.items()})
             for name, stages in sorted(latest.items())
         ),
-        judged=_pooled(latest), totals=_sums(ledger),
+        judged=_pooled(latest), totals=sums(ledger),
         new_devices=_pooled({name: s for name, s in latest.items() if any(j.new for j in s.values())}),
     )  # fmt: skip
 
@@ -241,6 +241,12 @@ def environment() -> dict[str, Any]:
         "packages": packages,
         "cpu_count": os.cpu_count() or 1,
     }
+
+
+def plain_sums(ledger: Ledger) -> dict[str, Any]:
+    """``sums`` ready for ``json.dumps``."""
+    plain: dict[str, Any] = _without_nothing(schema.plain(sums(ledger)))
+    return plain
 
 
 def to_json(result: Result) -> dict[str, Any]:
@@ -314,7 +320,8 @@ def _spread(accuracies: Sequence[float]) -> Spread | None:
     return Spread(mean=sum(accuracies) / len(accuracies), worst=min(accuracies), best=max(accuracies))
 
 
-def _sums(ledger: Ledger) -> Sums:
+def sums(ledger: Ledger) -> Sums:
+    """Everything that the fleet has cost so far."""
     totals = ledger.totals()
     volume = totals.volume
     return Sums(

@@ -1,1 +1,1 @@
-"""The agent on a device: takes part in rounds, personalizes the model and answers, with the data staying where it is."""
+"""The agent on a device: takes part in rounds, personalizes the model and answers; the data stays where it is."""

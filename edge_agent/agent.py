@@ -301,6 +301,7 @@ class Agent:
         """Whether this device trains in the open round and has not yet begun."""
         return (
             manifest.open
+            and self.settings.train.enabled
             and self.trainer is not None
             and not self.trainer.busy
             and self._pending is None
@@ -527,7 +528,7 @@ class Agent:
             codecs=tuple(codecs.CODECS),
             layouts=() if graph is None else (graph.layout.hash,),
             ram=_ram_mib(),
-            train=self.trainer is not None,
+            train=self.settings.train.enabled and self.trainer is not None,
             base="" if self._model is None else self._model.model,
             trained=max(self.home.trained(), self._pending.round if self._pending else 0),
         )

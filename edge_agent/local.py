@@ -1,12 +1,21 @@
-"""The device's own samples: what it trains and personalizes on, and the later part on which it is judged."""
+"""The device's own samples: what it trains and personalizes on, and the later part on which it is judged.
+
+The recording is divided in time. Samples that were labelled by hand later (``edge-agent samples add``) lie in a file of
+their own beside it and always belong to the part that is learned from.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from fleet_core.data import samples, split
 from fleet_core.data.samples import Samples
+from fleet_core.errors import DataError
+
+ADDED = "added.npz"
 
 
 @dataclass(frozen=True)
@@ -22,13 +31,33 @@ class LocalData:
     train_fraction: float = 0.6
     support_seconds: float | None = None
 
-    def own(self) -> Samples:
-        """Samples to train and personalize on."""
-        return self._parts()[0]
+    @property
+    def added_path(self) -> Path:
+        return self.path.with_name(ADDED)
 
-    def judge(self) -> Samples:
-        """Samples that nothing on this device learns from."""
-        return self._parts()[1]
+    def own(self) -> Samples:
+        """Samples to train and personalize on. Raises DataError when there are none."""
+        recorded = self._parts()[0] if self.path.exists() else None
+        added = samples.load(self.added_path, classes=self.classes) if self.added_path.exists() else None
+        found = [part for part in (recorded, added) if part is not None]
+        if not found:
+            raise DataError("there are no samples yet", where=str(self.path), hint="edge-agent samples add")
+        x = np.concatenate([part.x.astype(found[0].x.dtype) for part in found])
+        return Samples(x, np.concatenate([part.y for part in found]), classes=self.classes)
+
+    def judge(self) -> Samples | None:
+        """Samples that nothing on this device learns from, or None without a recording."""
+        return self._parts()[1] if self.path.exists() else None
+
+    def add(self, x: np.ndarray[tuple[int, ...], np.dtype[np.generic]], label: str) -> int:
+        """Samples [n, *shape] of one class, written beside the recording; how many were added in all by now."""
+        y = np.full(len(x), self.classes.index(label), np.int64)
+        return len(samples.append(self.added_path, Samples(x, y, classes=self.classes)))
+
+    def stamp(self) -> str:
+        """Changes whenever the files do."""
+        times = [p.stat().st_mtime_ns for p in (self.path, self.added_path) if p.exists()]
+        return f"{self}{times}"
 
     def _parts(self) -> tuple[Samples, Samples]:
         everything = samples.load(self.path, classes=self.classes)

@@ -24,6 +24,8 @@ from fleet_core.errors import DataError, StateError
 Array = np.ndarray[Any, Any]
 
 MAX_BYTES = 64 << 20
+FARTHEST = np.finfo(np.float32).max
+"""The distance of a class that has samples is finite, however far; that of one without is not."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ class Prototypes:
         return np.concatenate(parts) if parts else np.zeros((0, len(self.counts)), np.float32)
 
     def _scores(self, z_nD: Array) -> Array:
-        distance_nN = np.square(z_nD[:, None] - self.prototypes).sum(2)
-        return np.where(self.counts > 0, -distance_nN, np.float32(-np.inf))
+        with np.errstate(over="ignore"):
+            distance_nN = np.square(z_nD[:, None] - self.prototypes).sum(2)
+        return np.where(self.counts > 0, -np.minimum(distance_nN, FARTHEST), np.float32(-np.inf))
 
     def save(self, path: Path) -> None:
         """Written whole, readable by the owner only: prototypes tell about the device's data. Raises StateError."""

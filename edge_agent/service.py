@@ -57,6 +57,18 @@ class Service:
         self.graph, self.graph_id = graph, graph_id
         self.model, self._plain, self._own = None, None, None
 
+    def known_classes(self) -> tuple[str, ...]:
+        """The fleet's classes, from the graph on disk. Raises StateError before one came."""
+        path = self._home.latest_graph()
+        if self.graph is None and path is None:
+            raise StateError(
+                "the fleet's classes are not known here yet", where=str(self._home.folder),
+                hint="run 'edge-agent run' once while the aggregator is up",
+            )
+        if self.graph is None and path is not None:
+            self.install(path.stem.partition("-")[2], bundle.unpack(path.read_bytes()))
+        return self.layout.classes
+
     def local(self) -> LocalData:
         path = self._home.folder / self._data["samples"]
         split = {key: self._data[key] for key in ("train_fraction", "support_seconds")}
@@ -163,7 +175,7 @@ class Service:
     def judge(self) -> list[Judgement]:
         """Confusion counts on the later samples, which nothing here has learned from; empty when there are none."""
         samples = self.local().judge()
-        if not len(samples) or self._method is None:
+        if samples is None or not len(samples) or self._method is None:
             return []
         judgements = []
         if self._plain is not None:

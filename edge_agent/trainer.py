@@ -70,9 +70,10 @@ class Workshop:
         if layout.hash not in self._models:
             self._models = {layout.hash: models.build(layout)}
         data = header["data"]
-        stamp = f"{data}{os.stat(data['path']).st_mtime_ns}"
+        local = LocalData(Path(data["path"]), layout.classes, **data["split"])
+        stamp = local.stamp()
         if stamp not in self._data:
-            self._data = {stamp: LocalData(Path(data["path"]), layout.classes, **data["split"]).own()}
+            self._data = {stamp: local.own()}
         return method, hyper, layout, self._models[layout.hash], self._data[stamp]
 
 

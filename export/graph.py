@@ -8,9 +8,11 @@ values (GroupNorm's ones and zeros), and new weights would then reach only a par
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -83,7 +85,10 @@ def _onnx(network: Network, layout: Layout, kind: str, seed: int) -> bytes:
                 input_names=["x"], output_names=[kind], dynamic_shapes=dynamic,
             )  # fmt: skip
     except Exception as error:  # torch.export raises whatever the model's code makes it raise
-        raise BundleError(f"the model '{layout.model}' cannot be exported ({kind}): {error}") from error
+        raise BundleError(
+            f"the model '{layout.model}' cannot be exported ({kind}): {_cause(error)}",
+            hint="embed(x) must be free of branches on the values of x",
+        ) from error
     if program is None:
         raise BundleError(f"the model '{layout.model}' cannot be exported ({kind})")
     _make_external(program.model, layout, kind)
@@ -113,13 +118,21 @@ def _make_external(model: ir.Model, layout: Layout, kind: str) -> None:
             )
 
 
+def _cause(error: BaseException) -> str:
+    """The first line of what lies at the bottom of an exporter's error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter's notes on what else could be installed are not for the operator."""
+    """The exporter's notes and dumps are not for the operator."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

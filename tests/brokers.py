@@ -6,6 +6,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,13 +22,18 @@ ACCEPTED_V5 = bytes([CONNACK, 3, 0, 0, 0])
 ACCEPTED_V3 = bytes([CONNACK, 2, 0, 0])
 
 
-@pytest.fixture
-def mosquitto(tmp_path: Path) -> Iterator[Broker]:
-    """A private mosquitto on a free loopback port; mark the test ``needs("mosquitto")``."""
-    broker = start_broker(tmp_path / "broker", embedded=False)
+NEEDS_MOSQUITTO = pytest.mark.needs("mosquitto")
+
+
+@contextmanager
+def private_mosquitto(folder: Path) -> Iterator[Broker]:
+    """A mosquitto on a free loopback port; whoever uses it is marked NEEDS_MOSQUITTO."""
+    broker = start_broker(folder, embedded=False)
     assert broker.kind == "mosquitto"
-    yield broker
-    broker.stop()
+    try:
+        yield broker
+    finally:
+        broker.stop()
 
 
 class Watched:
@@ -61,11 +67,19 @@ class ScriptedBroker:
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.listener.settimeout(5)
         self.url = f"mqtt://127.0.0.1:{self.listener.getsockname()[1]}"
 
-    def accept(self) -> Peer:
-        return Peer(self.listener.accept()[0])
+    def meet(self, watched: Watched) -> Peer:
+        """The link's next connection, its CONNECT not yet read; what happens until then is in ``watched.events``."""
+        until_s = time.monotonic() + 10
+        self.listener.setblocking(False)
+        while time.monotonic() < until_s:
+            watched.events += watched.link.poll(10, also=[self.listener.fileno()])
+            try:
+                return Peer(self.listener.accept()[0])
+            except BlockingIOError:
+                continue
+        raise AssertionError(f"the link did not connect: {watched.events}")
 
 
 class Peer:

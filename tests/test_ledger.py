@@ -181,13 +181,14 @@ def test_joules_leave_idle_out_of_the_sum_and_tell_what_they_lack(ledger: Ledger
         *counted,
         Energy(round=1, device="a", phase="train", joules=2.0, source="RAPL", measured=True),
         Energy(round=1, device="a", phase="radio", joules=0.5, source="J/byte of a paper", measured=False),
+        Energy(round=1, device="a", phase="other", joules=0.25, source="RAPL", measured=True),
         Energy(round=1, device="a", phase="idle", joules=9.0, source="RAPL", measured=True),
         Energy(round=2, device="b", phase="idle", joules=9.0, source="RAPL", measured=True),
     )
     joules = ledger.joules("round")
     assert joules.keys() == {1}
-    assert joules[1].value == 2.5
-    assert joules[1].phases == {"train": 2.0, "radio": 0.5, "idle": 9.0}
+    assert joules[1].value == 2.75
+    assert joules[1].phases == {"train": 2.0, "radio": 0.5, "other": 0.25, "idle": 9.0}
     assert joules[1].missing == 1
     assert set(joules[1].source.split("; ")) == {"measured: RAPL", "modelled: J/byte of a paper"}
     assert ledger.joules("device").keys() == {"a"}

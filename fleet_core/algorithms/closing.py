@@ -53,5 +53,5 @@ def merge(sums: Iterable[tuple[int, Params, int]]) -> tuple[Params, int]:
 
 
 def total(updates: Iterable[Update], value: Callable[[Update], Params]) -> tuple[Params, int]:
-    """Sum of ``value(update)`` over updates in closing order, and their number. Raises ValueError when there are none."""
+    """Sum of ``value(update)`` in closing order, and the number of updates. Raises ValueError when there are none."""
     return merge(bucket_sums(updates, value))

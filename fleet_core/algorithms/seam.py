@@ -18,7 +18,7 @@ GradFn = Callable[[Params], Params]
 """Gradient of one step's loss at the given parameters, on that step's own samples; same groups and names back."""
 
 ClientState = Mapping[str, Params]
-"""What a device remembers between rounds, by role (``dual``, ``control``, ``personal``); empty for stateless methods."""
+"""What a device remembers between rounds, by role (``dual``, ``control``, ``personal``); empty where nothing is."""
 
 
 @dataclass(frozen=True)

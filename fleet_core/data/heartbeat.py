@@ -9,6 +9,7 @@ N: beats. Time is in seconds from the start of a patient's recording of 30 minut
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def load_heartbeat() -> Samples:
     try:
         with np.load(FILE, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ("beats", "y", "patient", "rr", "pos")}
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise DataError(f"cannot be read: {error}", where=str(FILE), hint="install the package again") from error
     return expand(unpack_beats(arrays.pop("beats")), **arrays)
 

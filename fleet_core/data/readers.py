@@ -68,7 +68,7 @@ def read_npz(path: Path, limit_bytes: int) -> Raw:
             _bound(sum(info.file_size for info in wanted.values()), limit_bytes, path)
             _known_compression(wanted, path)
             arrays = {name: _read_member(archive, info, f"{path}: {name}") for name, info in wanted.items()}
-    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, struct.error) as error:
+    except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, struct.error) as error:
         raise DataError(f"cannot be read: {error}", where=str(path), expected="a .npz file of numpy.savez") from error
     return Raw(arrays["x"], arrays["y"], arrays.get("client"), arrays.get("time"), arrays.get("classes"), row_number)
 
@@ -251,7 +251,7 @@ def _pixels(files: list[tuple[str, Path]], limit_bytes: int) -> Iterator[NDArray
                     )
                 _bound(3 * first[0] * first[1] * len(files), limit_bytes, file.parent.parent)
                 yield _channels_first(image, file)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        except (OSError, EOFError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError) as error:
             raise DataError(f"is no image that can be read: {error}", where=str(file)) from error
 
 

@@ -282,26 +282,28 @@ def _blank(spec: InputSpec, number: int) -> Tensor:
 def _dry_run(network: Network, layout: Layout) -> int:
     """The embedding's width. Raises ConfigError where it does not take its input or keeps running statistics."""
     before = {name: buffer.clone() for name, buffer in network.core.named_buffers()}
-    blank, has_head = _blank(layout.input, 2), hasattr(network.core, "head")
-    try:
-        with torch.no_grad():
-            z_ND = network(blank, "embed")
-            logits_NK = network(blank) if has_head else None
-    except Exception as error:  # the module may be anyone's code
+    z_ND = _try(network, layout, "embed")
+    if z_ND.ndim != 2 or len(z_ND) != 2:
+        found = list(z_ND.shape)
+        raise ConfigError(f"embed(x) of the model '{layout.model}' returns {found} for two samples", expected="[2, D]")
+    wanted = [2, len(layout.classes)]
+    if hasattr(network.core, "head") and (found := list(_try(network, layout, "predict").shape)) != wanted:
         raise ConfigError(
-            f"the model '{layout.model}' does not take samples of shape {list(layout.input.shape)}: {error}"
-        ) from error
+            f"the head of the model '{layout.model}' returns {found} for two samples", expected=f"{wanted}"
+        )
     if any(not torch.equal(before[name], buffer) for name, buffer in network.core.named_buffers()):
         raise ConfigError(
             f"the model '{layout.model}' keeps running statistics, which devices do not share",
             hint="use GroupNorm in place of BatchNorm, or track_running_stats=False",
         )
-    if z_ND.ndim != 2 or len(z_ND) != 2:
-        found = list(z_ND.shape)
-        raise ConfigError(f"embed(x) of the model '{layout.model}' returns {found} for two samples", expected="[2, D]")
-    if logits_NK is not None and logits_NK.shape != (2, len(layout.classes)):
-        raise ConfigError(
-            f"the head of the model '{layout.model}' returns {list(logits_NK.shape)} for two samples",
-            expected=f"[2, {len(layout.classes)}]",
-        )
     return int(z_ND.shape[1])
+
+
+def _try(network: Network, layout: Layout, output: str) -> Tensor:
+    try:
+        with torch.no_grad():
+            return cast(Tensor, network(_blank(layout.input, 2), output))
+    except Exception as error:  # the module may be anyone's code
+        raise ConfigError(
+            f"the model '{layout.model}' does not take samples of shape {list(layout.input.shape)}: {error}"
+        ) from error

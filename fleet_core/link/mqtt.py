@@ -1,7 +1,7 @@
 """A link to an MQTT broker: connects, reconnects with jitter, renews subscriptions, and does so only inside ``poll``.
 
-MQTT 5 is tried first; a broker that refuses it, or hangs up on it, is asked again at once in 3.1.1. An exception inside
-a session ends the connection with its text as the reason, and is logged with its traceback.
+MQTT 5 is tried first; a broker that refuses it, hangs up on it or does not answer it is asked again at once in 3.1.1.
+An exception inside a session ends the connection with its text as the reason, and is logged with its traceback.
 """
 
 from __future__ import annotations

@@ -128,6 +128,7 @@ class Session:
         self._subscribing: dict[int, Sequence[str]] = {}
         self._refusal: ReasonCode | None = None
         self._reason: str | None = None
+        self._unanswered = False
         self._client = self._make_client()
         self._connect()
 
@@ -151,10 +152,10 @@ class Session:
 
     @property
     def version_refused(self) -> bool:
-        """Whether the broker may be one that does not speak this version: it said so, or hung up without a word."""
+        """Whether the broker may be one that does not speak this version: it said so, hung up, or did not answer."""
         if self._refusal is not None:
             return bool(self._refusal.value == UNSUPPORTED_VERSION)
-        return self._client.hung_up and not self.accepted
+        return not self.accepted and (self._client.hung_up or self._unanswered)
 
     @property
     def reason(self) -> str:
@@ -189,6 +190,7 @@ class Session:
         elif self.accepted:
             self._send_queued()
         elif self.age_s > self._settings.connect_timeout_s:
+            self._unanswered = True
             self._reason = f"no answer to CONNECT within {self._settings.connect_timeout_s:g} s"
             self.drop()
 

@@ -1,0 +1,89 @@
+"""What the demo compares with: FedAvg's head model on the same devices, rounds and seed, in one process.
+
+``python -m cloud_server.baseline RUN`` reads the run's folder and writes RUN/baseline.json: per device the confusion
+counts of the model as it is (``before``) and fine-tuned on the device's own samples (``fine_tuned``).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cloud_server import simulation
+from cloud_server.enroll import device_folder
+from cloud_server.fleet import Fleet, FleetConfig
+from cloud_server.found import found
+from cloud_server.ledger import Judgement, Ledger
+from edge_agent.settings import Settings
+from fleet_core import config, schema, storage, terminal
+from fleet_core.algorithms.methods import METHODS
+
+METHOD = "fedavg"
+
+
+def baseline_toml(live: FleetConfig) -> str:
+    """fleet.toml of the same fleet under FedAvg: same model, rounds, cohort, seed and local SGD; fp32 updates."""
+    hyper = METHODS[METHOD].hyper
+    known = {name: value for name, value in live.hyper.items() if name in hyper.__dataclass_fields__}
+    batch = int(live.hyper.get("support_batch", 0)) + int(live.hyper.get("query_batch", 0))
+    if batch:
+        known["batch"] = batch
+    plain = schema.plain(live)
+    fleet = {**plain["fleet"], "method": METHOD, "serve_every": live.fleet.rounds}
+    return config.toml({
+        "fleet": fleet, "model": plain["model"], "link": {"up": "fp32", "down": "fp32"},
+        "hyper": {**schema.plain(hyper(**known))},
+    })
+
+
+def run(folder: Path) -> None:
+    """The baseline of the run in ``folder``; goes on where it was stopped."""
+    live = Fleet.load(folder / "fleet")
+    place = folder / "baseline"
+    fleet = found(place / "fleet", baseline_toml(live.config), _export)
+    devices: dict[str, tuple[Path, Settings]] = {}
+    for home in sorted((folder / "devices").iterdir()):
+        own = config.load(Settings, home / "device.toml")
+        samples = str((home / own.data.samples).resolve())
+        own_data = {**schema.plain(own.data), "samples": samples}
+        path = device_folder(
+            fleet, own.device.name, place / "devices" / home.name, "mqtt://127.0.0.1:1883",
+            data=own_data, train=schema.plain(own.train),
+        )
+        devices[own.device.name] = (path.parent, config.load(Settings, path))
+    total = fleet.config.fleet.rounds
+    with terminal.until_signal() as stopped:
+        simulation.run(
+            fleet, devices, stopped=stopped, log=terminal.say,
+            progress=lambda number: terminal.say(f"{METHOD} round {number}/{total}"),
+        )
+        if stopped():
+            raise KeyboardInterrupt
+    with Ledger(fleet.ledger_path, create=False) as ledger:
+        storage.write_json(folder / "baseline.json", confusions(ledger, total))
+
+
+def confusions(ledger: Ledger, round_number: int) -> dict[str, dict[str, Any]]:
+    """device -> stage -> confusion counts."""
+    found_rows: dict[str, dict[str, Any]] = {}
+    for row in ledger.rows(Judgement, round=round_number):
+        found_rows.setdefault(row.device, {})[row.stage] = [list(line) for line in row.confusion]
+    return found_rows
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """What ``run`` wrote."""
+    data: dict[str, dict[str, Any]] = json.loads(storage.read_bytes(path, limit=1 << 26))
+    return data
+
+
+def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
+    from export.first import first
+
+    model = settings.model
+    return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed)
+
+
+if __name__ == "__main__":
+    terminal.main(lambda args: run(Path(args[0])))

@@ -1,0 +1,288 @@
+"""``metafleet``: the operator's command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cloud_server import demo as demonstration
+from cloud_server import enroll, predict, result, serve
+from cloud_server.fleet import Fleet, FleetConfig
+from cloud_server.found import found
+from cloud_server.ledger import Ledger
+from cloud_server.live import snapshot
+from cloud_server.report import render
+from cloud_server.starting import fleet_toml, samples_of
+from fleet_core import schema, storage, terminal
+from fleet_core.algorithms.methods import METHODS
+from fleet_core.errors import ConfigError, StateError
+
+app = terminal.application("Personalized federated learning on real edge devices.")
+server_app = typer.Typer(help="The aggregator.", no_args_is_help=True)
+devices_app = typer.Typer(help="The fleet's devices.", no_args_is_help=True)
+app.add_typer(server_app, name="server")
+app.add_typer(devices_app, name="devices")
+
+FLEET = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet's folder.")]
+JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+BROKER = Annotated[str | None, typer.Option(envvar="METAFLEET_BROKER", help="mqtt://host:port; none: a private one.")]
+
+
+@app.command()
+def demo(
+    devices: Annotated[int, typer.Option(min=1, help="Devices that train.")] = 8,
+    new_devices: Annotated[int, typer.Option(min=0, help="Devices that join at the end, with little data.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of training.")] = 30,
+    method: Annotated[str, typer.Option(help="See 'metafleet methods'.")] = "pfldyn-proto",
+    data: Annotated[str, typer.Option(help="heartbeat, or a file of samples with a 'client' column.")] = "heartbeat",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    broker: BROKER = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; an unfinished run there goes on.")] = None,
+    baseline: Annotated[bool, typer.Option("--baseline/--no-baseline", help="FedAvg in the same run.")] = True,
+    support_s: Annotated[float, typer.Option("--support-seconds", help="What a new device may learn from.")] = 300.0,
+    meter_watts: Annotated[tuple[float, float] | None, typer.Option(metavar="IDLE BUSY")] = None,
+    as_json: JSON = False,
+) -> None:
+    """Broker, aggregator and real agent processes on this machine, from nothing to personalized answers."""
+    options = demonstration.Options(
+        devices=devices, new_devices=new_devices, rounds=rounds, method=method, data=data, seed=seed,
+        baseline=baseline, support_s=support_s, meter_watts=meter_watts,
+    )
+    outcome = demonstration.run(options, out, broker)
+    if as_json:
+        terminal.show(outcome)
+
+
+@app.command()
+def init(
+    fleet: FLEET,
+    data: Annotated[str | None, typer.Option(help="heartbeat, or samples to take shape and classes from.")] = None,
+    name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's.")] = None,
+    method: Annotated[str, typer.Option(help="See 'metafleet methods'.")] = "pfldyn-proto",
+    model: Annotated[str | None, typer.Option(help="cnn1d, mlp, lenet or package.module:build; default by shape.")]
+    = None,
+    rounds: Annotated[int, typer.Option(min=1)] = 30,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that holds a fleet.toml."""
+    text = None
+    if data is not None:
+        text = fleet_toml(samples_of(data), name or fleet.resolve().name, method, model, rounds=rounds, seed=seed)
+    made = found(fleet, text, _export)
+    print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
+          f"classes {', '.join(made.config.model.classes)}")
+    terminal.say(f"next: metafleet server start {fleet}, and for each device: metafleet devices enroll {fleet} NAME "
+                 "--to HOME, then edge-agent run --home HOME")
+
+
+def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
+    try:
+        from export.first import first  # torch and onnx: only here, once per fleet
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[export]"') from error
+    terminal.say(f"exporting {settings.model.name} …")
+    model = settings.model
+    return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed)
+
+
+@server_app.command("start")
+def start(
+    fleet: FLEET,
+    broker: BROKER = None,
+    port: Annotated[int, typer.Option(help="Of the private broker.")] = serve.DEFAULT_PORT,
+    until_done: Annotated[bool, typer.Option("--until-done", help="Leave after the last round.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
+) -> None:
+    """Run the aggregator; a run that was stopped goes on."""
+    made = Fleet.load(fleet)
+    made.graph_bytes()  # says what to run when it is missing, before a broker is started
+    with (
+        terminal.until_signal() as stopped,
+        serve.broker_at(broker or made.config.link.broker, fleet / "broker", port=port, log=terminal.say) as url,
+    ):
+        serve.serve(made, url, stopped=stopped, log=terminal.say, until_done=until_done, quiet=quiet)
+
+
+@server_app.command("status")
+def status(fleet: FLEET, as_json: JSON = False) -> None:
+    """How far the fleet is, who is on, what it has cost."""
+    made = Fleet.load(fleet)
+    with Ledger(made.ledger_path, create=False) as ledger:
+        now, totals, devices = snapshot(ledger), ledger.totals(), ledger.devices()
+        on = [d.name for d in devices if d.state == "on" and d.status == "enrolled"]
+        silent = [d.name for d in devices if d.state == "off" and d.status == "enrolled" and d.took_part]
+        facts = {"fleet": made.config.fleet.name, "method": made.method.name, "rounds_closed": totals.rounds,
+                 "rounds": made.config.fleet.rounds, "open_round": now.open_round, "on": on, "off": silent,
+                 "totals": result.plain_sums(ledger)}
+    if as_json:
+        return terminal.show(facts)
+    print(f"fleet {facts['fleet']}, {facts['method']}: {totals.rounds} of {facts['rounds']} rounds closed, "
+          f"{len(on)} devices on")
+    if silent:
+        print(f"off since they took part: {', '.join(silent)}; one that never comes back biases the model: "
+              f"metafleet devices revoke {fleet} NAME")
+    if totals.volume is not None:
+        print(f"payload up {totals.volume.payload.up} bytes, down {totals.volume.payload.down} bytes")
+
+
+@server_app.command("rounds")
+def rounds(fleet: FLEET, as_json: JSON = False) -> None:
+    """Every round: who was asked, who was counted, how long it took."""
+    made = Fleet.load(fleet)
+    with Ledger(made.ledger_path, create=False) as ledger:
+        listed = ledger.rounds()
+    if as_json:
+        return terminal.show([schema.plain(r) for r in listed])
+    rows = [
+        (str(r.round), r.status, str(len(r.cohort)), "" if r.loss is None else f"{r.loss:.4f}",
+         "" if r.seconds is None else f"{r.seconds:.1f}", r.note)
+        for r in listed
+    ]
+    terminal.table(rows, ("round", "status", "cohort", "loss", "seconds", "note"))
+
+
+@server_app.command("pause")
+def pause(fleet: FLEET) -> None:
+    """Open no further round; the one in flight is closed."""
+    _ask(fleet, "paused", "yes")
+
+
+@server_app.command("resume")
+def resume(fleet: FLEET) -> None:
+    """Open rounds again."""
+    _ask(fleet, "paused", "no")
+
+
+def _ask(fleet: Path, key: str, value: str) -> None:
+    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
+        ledger.ask(key, value)
+
+
+@devices_app.command("list")
+def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
+    """Every device that was ever seen."""
+    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
+        listed = ledger.devices()
+    if as_json:
+        return terminal.show([schema.plain(d) for d in listed])
+    rows = [(d.name, d.status, d.state, d.phase, d.version, "yes" if d.took_part else "no", d.cannot or "")
+            for d in listed]
+    terminal.table(rows, ("device", "status", "state", "phase", "version", "took part", "cannot"))
+
+
+@devices_app.command("show")
+def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
+    """One device: state, capabilities, costs."""
+    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
+        known = ledger.device(name)
+        if known is None:
+            near = schema.suggest(name, [d.name for d in ledger.devices()])
+            raise ConfigError(f"no device '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
+                              hint=f"metafleet devices list {fleet}")
+        facts = {**schema.plain(known), "volume": schema.plain(ledger.volume("device").get(name)),
+                 "energy": schema.plain(ledger.joules("device").get(name))}
+    if as_json:
+        return terminal.show(facts)
+    terminal.table([(key, value if isinstance(value, str) else json.dumps(value)) for key, value in facts.items()],
+                   ("what", "value"))
+
+
+@devices_app.command("enroll")
+def devices_enroll(
+    fleet: FLEET,
+    name: str,
+    to: Annotated[Path, typer.Option("--to", help="Folder that the agent will run in.")],
+    broker: Annotated[str, typer.Option(envvar="METAFLEET_BROKER")] = f"mqtt://127.0.0.1:{serve.DEFAULT_PORT}",
+) -> None:
+    """Let a device into the fleet, and write the folder that its agent starts from."""
+    made = Fleet.load(fleet)
+    path = enroll.device_folder(made, name, to, made.config.link.broker or broker)
+    _ask(fleet, f"enroll/{name}", "yes")
+    print(f"{path} written; put the device's samples beside it as samples.npz, then: edge-agent run --home {to}")
+
+
+@devices_app.command("revoke")
+def devices_revoke(fleet: FLEET, name: str) -> None:
+    """Take a device out; methods with duals start them again from zero."""
+    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
+        if ledger.device(name) is None:
+            raise ConfigError(f"no device '{name}'", hint=f"metafleet devices list {fleet}")
+        ledger.ask(f"revoke/{name}", "yes")
+    print(f"{name} leaves before the next round")
+
+
+@app.command()
+def methods(as_json: JSON = False) -> None:
+    """What there is: source, what is sent, what stays, hyper-parameters."""
+    listed = [
+        {"name": m.name, "title": m.title, "source": m.source, "adaptation": m.adaptation,
+         "personalizer": m.personalizer, "shared": list(m.shared), "models_down": m.models_down,
+         "models_up": m.models_up, "version": m.version,
+         "hyper": {f.name: f.default for f in fields(m.hyper) if f.default is not MISSING}}
+        for m in METHODS.values()
+    ]
+    if as_json:
+        return terminal.show(listed)
+    rows = [(m.name, f"{m.models_down}/{m.models_up}", "+".join(m.shared), m.title, m.source)
+            for m in METHODS.values()]
+    terminal.table(rows, ("method", "down/up", "shared", "what", "source"))
+
+
+@app.command("predict")
+def predict_command(
+    fleet: FLEET,
+    device: str,
+    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array or a file of samples.")],
+    broker: Annotated[str, typer.Option(envvar="METAFLEET_BROKER")] = f"mqtt://127.0.0.1:{serve.DEFAULT_PORT}",
+    as_json: JSON = False,
+) -> None:
+    """An answer from a device, over MQTT."""
+    from edge_agent.cli import read_inputs
+
+    made = Fleet.load(fleet)
+    x = read_inputs(inputs, made.config.model.input.shape).astype(made.config.model.input.dtype)
+    answer = predict.ask(made.config.fleet.name, device, x, made.config.link.broker or broker)
+    if as_json:
+        return terminal.show(schema.plain(answer))
+    rows = [(str(n), label, " ".join(f"{p:.3f}" for p in row))
+            for n, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))]
+    terminal.table(rows, ("sample", "answer", " ".join(made.config.model.classes)))
+    terminal.say(f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}")
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="FLEET|DIR", help="A fleet, or the folder of a run.")],
+    out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """One self-contained page: table, curves, bytes, joules."""
+    outcome = _result(folder)
+    storage.write_atomic(out, render(outcome, title=f"Metafleet: {outcome['method']}").encode())
+    print(out)
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    path = folder / "result.json"
+    if path.exists():
+        try:
+            outcome: dict[str, Any] = json.loads(storage.read_bytes(path, limit=1 << 28))
+        except ValueError as error:
+            raise StateError("is no JSON", where=str(path)) from error
+        return outcome
+    made = Fleet.load(folder)
+    with Ledger(made.ledger_path, create=False) as ledger:
+        return result.to_json(result.build(
+            ledger, method=made.method.name, seed=made.config.fleet.seed, config=schema.plain(made.config)
+        ))
+
+
+def main() -> None:
+    terminal.main(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""``metafleet demo``: a broker, the aggregator and real agent processes on this machine, from nothing to a report.
+
+Every process is started by the commands that a person would give. A run that was interrupted goes on when the same
+command is given again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cloud_server import baseline, result, serve
+from cloud_server.enroll import device_folder
+from cloud_server.fleet import Fleet
+from cloud_server.ledger import Judgement, Ledger
+from cloud_server.live import LiveView, closing_table, snapshot
+from cloud_server.report import render
+from cloud_server.starting import fleet_toml, samples_of
+from fleet_core import schema, storage, terminal, topics
+from fleet_core.data import heartbeat, samples
+from fleet_core.data.samples import Samples
+from fleet_core.errors import ConfigError, DataError, RoundError
+
+DEFAULT_OUT = "demo-run"
+JUDGE_S = 120.0
+STOP_S = 10.0
+VIEW_S = 0.5
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a person may choose; written to demo.json, so that an unfinished run goes on with the same."""
+
+    devices: int = 8
+    new_devices: int = 2
+    rounds: int = 30
+    method: str = "pfldyn-proto"
+    data: str = "heartbeat"
+    seed: int = 0
+    baseline: bool = True
+    support_s: float = 300.0
+    meter_watts: tuple[float, ...] | None = None
+
+
+def run(options: Options, out: Path | None, broker: str | None) -> dict[str, Any]:
+    """The whole demo; returns what result.json holds. Raises FleetError, with everything in order for another try."""
+    folder = _folder(options, out)
+    with terminal.until_signal() as stopped:
+        try:
+            return _run(options, folder, broker, stopped)
+        except _Stopped:
+            terminal.say(f"stopped; nothing is lost: metafleet demo --out {folder} goes on")
+            raise KeyboardInterrupt from None
+
+
+class _Stopped(Exception):
+    """The person asked for an end."""
+
+
+def _run(options: Options, folder: Path, broker: str | None, stopped: Callable[[], bool]) -> dict[str, Any]:
+    found = _found(options, folder)
+    training, joining = _write_devices(options, folder, found)
+    with (
+        serve.broker_at(broker, folder / "broker", port=0, log=terminal.say) as url,
+        _Children(folder / "logs", url) as children,
+        Ledger(found.ledger_path) as ledger,
+    ):
+        after = max([r.round for r in ledger.rounds("closed")], default=-1)
+        terminal.say(f"{len(training)} agents and the aggregator are starting, each a process of its own")
+        server = children.start("server", "cloud_server.cli", "server", "start", str(found.folder), "--quiet")
+        for home in training:
+            children.start(home.name, "edge_agent.cli", "run", "--home", str(home))
+        with LiveView(options.rounds, len(training), after_round=after) as view:
+            _watch(ledger, view, children, server, stopped, lambda: len(ledger.rounds("closed")) >= options.rounds)
+            if joining:
+                view.say(f"{len(joining)} new devices join: {', '.join(home.name for home in joining)}")
+            for home in joining:
+                children.start(home.name, "edge_agent.cli", "run", "--home", str(home))
+            names = {home.name for home in (*training, *joining)}
+            until = time.monotonic() + JUDGE_S
+            _watch(ledger, view, children, server, stopped, lambda: _judged(ledger, options.rounds) >= names, until)
+        missing = sorted(names - _judged(ledger, options.rounds))
+        if missing:
+            terminal.say(f"not judged: {', '.join(missing)}; see {folder / 'logs'}")
+    before = _baseline(folder, stopped) if options.baseline else None
+    return _close(options, folder, found, before)
+
+
+def _folder(options: Options, out: Path | None) -> Path:
+    """The run's folder: a new one, or that of an unfinished run with the same options. Raises ConfigError."""
+    folder = out or _free_folder()
+    note = folder / "demo.json"
+    if note.exists():
+        known, problems = schema.read(Options, json.loads(storage.read_bytes(note, limit=1 << 16)))
+        if known is None:
+            raise ConfigError("; ".join(map(str, problems)), where=str(note))
+        if known != options:
+            raise ConfigError("holds a run with other options", where=str(folder), hint="give another --out")
+        terminal.say(f"the run in {folder} goes on")
+        return folder
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError("is not empty and holds no run", where=str(folder), hint="give another --out")
+    storage.write_json(note, schema.plain(options))
+    return folder
+
+
+def _free_folder() -> Path:
+    """``demo-run``, unless a finished run lies there; then the next number."""
+    number, folder = 1, Path(DEFAULT_OUT)
+    while (folder / "result.json").exists():
+        number += 1
+        folder = Path(f"{DEFAULT_OUT}-{number}")
+    return folder
+
+
+def _found(options: Options, folder: Path) -> Fleet:
+    """The fleet's folder, made as ``metafleet init`` makes it: torch ends with that process."""
+    place = folder / "fleet"
+    if not (place / "fleet.toml").exists():
+        everything = samples_of(options.data)
+        text = fleet_toml(
+            everything, "demo", options.method, None, rounds=options.rounds, seed=options.seed,
+            min_devices=options.devices, serve_every=max(1, min(10, options.rounds)),
+        )
+        _names(options, everything)  # who trains and who joins must be possible before anything is written
+        storage.write_atomic(place / "fleet.toml", text.encode())
+    _call([sys.executable, "-m", "cloud_server.cli", "init", str(place)])
+    return Fleet.load(place)
+
+
+def _call(command: list[str]) -> None:
+    finished = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    if finished.returncode:
+        raise RoundError(f"'{' '.join(command[1:4])}' ended with exit code {finished.returncode}")
+
+
+def _names(options: Options, everything: Samples) -> tuple[list[str], list[str]]:
+    """(devices that train, devices that join at the end). Raises DataError when there are too few clients."""
+    if options.data == "heartbeat" and options.devices <= len(heartbeat.DEVICES):
+        pool, late = list(heartbeat.DEVICES), list(heartbeat.NEW_DEVICES)
+    else:
+        pool = list(everything.clients)
+        late = pool[options.devices:]
+    if len(pool) < options.devices or len(late) < options.new_devices:
+        raise DataError(
+            f"holds {len(set(pool + late))} clients", where=options.data,
+            expected=f"{options.devices} that train and {options.new_devices} that join",
+            hint="give --devices and --new-devices that fit; a file needs an array 'client'",
+        )
+    return pool[: options.devices], late[: options.new_devices]
+
+
+def _write_devices(options: Options, folder: Path, fleet: Fleet) -> tuple[list[Path], list[Path]]:
+    """A home for every device with its own recording and nothing else: (training, joining)."""
+    everything = samples_of(options.data)
+    training, joining = _names(options, everything)
+    watts = options.meter_watts
+    power = {} if watts is None else {"power": {"idle_w": watts[0], "busy_w": watts[1]}}
+    homes: dict[str, Path] = {}
+    for name in (*training, *joining):
+        topics.check_name(name, "device")
+        home = homes[name] = folder / "devices" / name
+        late = name in joining
+        own = everything.of_client(name)
+        data = {"support_seconds": options.support_s} if late and own.time is not None else {}
+        device_folder(fleet, name, home, "mqtt://127.0.0.1:1883", data=data, train={"enabled": not late}, **power)
+        if not (home / "samples.npz").exists():
+            samples.save(home / "samples.npz", own)
+    return [homes[name] for name in training], [homes[name] for name in joining]
+
+
+class _Children:
+    """The processes that the demo started, and nobody else's; all are ended when it leaves."""
+
+    def __init__(self, logs: Path, url: str):
+        self._logs, self._url = logs, url
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> _Children:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._running.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + STOP_S
+        for process in self._running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, until - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def start(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """``python -m module …`` with its own log file; it ends with this process."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, terminal.WITH_PARENT: "1", "METAFLEET_BROKER": self._url}
+        with open(self._logs / f"{name}.log", "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=environment, start_new_session=True,
+            )
+        self._running[name] = process
+        return process
+
+    def ended(self) -> Iterator[tuple[str, int, str]]:
+        """(name, exit code, end of its log) of every process that left by itself."""
+        for name, process in self._running.items():
+            if process.poll() is not None:
+                lines = (self._logs / f"{name}.log").read_text(errors="replace").strip().splitlines()
+                yield name, process.returncode, "\n".join(lines[-5:])
+
+
+def _watch(
+    ledger: Ledger, view: LiveView, children: _Children, server: subprocess.Popen[bytes],
+    stopped: Callable[[], bool], done: Callable[[], bool], until: float | None = None,
+) -> None:
+    """Follows the ledger until ``done``. Raises RoundError when the aggregator ends by itself."""
+    told: set[str] = set()
+    while not done():
+        if stopped():
+            raise _Stopped
+        if until is not None and time.monotonic() > until:
+            return
+        for name, code, text in children.ended():
+            if server.poll() is not None:
+                raise RoundError(f"the aggregator ended with exit code {server.returncode}: {text}")
+            if name not in told:
+                told.add(name)
+                view.say(f"agent {name} ended with exit code {code}: {text}")
+        view.update(snapshot(ledger))
+        time.sleep(VIEW_S)
+    view.update(snapshot(ledger))
+
+
+def _judged(ledger: Ledger, round_number: int) -> set[str]:
+    return {row.device for row in ledger.rows(Judgement, round=round_number)}
+
+
+def _baseline(folder: Path, stopped: Callable[[], bool]) -> dict[str, dict[str, Any]] | None:
+    """FedAvg on the same devices, rounds and seed, in a process of its own."""
+    path = folder / "baseline.json"
+    if not path.exists():
+        terminal.say("the baseline: FedAvg on the same devices, rounds and seed, in one process")
+        with subprocess.Popen(
+            [sys.executable, "-m", "cloud_server.baseline", str(folder)], stdout=subprocess.DEVNULL,
+            stderr=None, env={**os.environ, terminal.WITH_PARENT: "1"}, start_new_session=True,
+        ) as process:
+            while process.poll() is None:
+                if stopped():
+                    process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(VIEW_S)
+        if stopped():
+            raise _Stopped
+        if process.returncode:
+            hint = "or leave it out: --no-baseline"
+            raise RoundError(f"the baseline ended with exit code {process.returncode}", hint=hint)
+    return baseline.read(path)
+
+
+def _close(
+    options: Options, folder: Path, found: Fleet, before: dict[str, dict[str, Any]] | None
+) -> dict[str, Any]:
+    """result.json, report.html and the closing table."""
+    with Ledger(found.ledger_path, create=False) as ledger:
+        plain = {key: value for key, value in schema.plain(options).items() if value is not None}
+        if options.data != "heartbeat":
+            plain["data"] = Path(options.data).name
+        outcome = result.build(
+            ledger, method=options.method, seed=options.seed, baseline=before,
+            config={"demo": plain, "fleet": schema.plain(found.config)},
+        )
+    data = result.to_json(outcome)
+    storage.write_json(folder / "result.json", data)
+    storage.write_atomic(folder / "report.html", render(data, title="Metafleet demo").encode())
+    terminal.say(closing_table(outcome, report=str(folder / "report.html"), result_file=str(folder / "result.json")))
+    return data
+
+

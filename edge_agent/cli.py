@@ -1,0 +1,143 @@
+"""``edge-agent``: the device's command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from edge_agent import run as running
+from edge_agent.home import Home
+from fleet_core import schema, terminal
+from fleet_core.data import samples as files
+from fleet_core.errors import ConfigError, DataError
+
+app = terminal.application("The agent on a device: trains, personalizes and answers; the data stays here.")
+samples_app = typer.Typer(help="The device's own labelled samples.", no_args_is_help=True)
+app.add_typer(samples_app, name="samples")
+
+HOME = Annotated[
+    Path, typer.Option("--home", envvar="METAFLEET_HOME", help="Folder with device.toml, samples and state.")
+]
+JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+HERE = Path(".")
+
+
+@app.command()
+def run(
+    home: HOME = HERE,
+    broker: Annotated[str | None, typer.Option(envvar="METAFLEET_BROKER", help="mqtt://host:port")] = None,
+    connect_s: Annotated[float, typer.Option(help="Leave when no broker answered for so long at the start.")] = 60.0,
+) -> None:
+    """Take part in rounds and answer, until stopped."""
+    settings = running.settings_of(home, broker)
+    with terminal.until_signal() as stopped:
+        running.run(home, settings, stopped=stopped, log=terminal.say, connect_s=connect_s)
+
+
+@app.command()
+def status(home: HOME = HERE, as_json: JSON = False) -> None:
+    """What this device holds: weights, personalization, training state."""
+    settings = running.settings_of(home)
+    place = Home(home)
+    facts: dict[str, Any] = {"device": settings.device.name, "fleet": settings.device.fleet,
+                             "broker": settings.device.broker, "trained_round": place.trained()}
+    pending = place.pending()
+    if pending is not None:
+        facts["pending_round"] = pending.round
+    for name in ("model", "serve"):
+        weights = place.weights(name)
+        if weights is not None:
+            facts[name] = {"round": weights.round, "id": weights.model}
+    facts["personalized"] = (home / "personal.safetensors").exists()
+    if as_json:
+        return terminal.show(facts)
+    terminal.table([(key, _text(value)) for key, value in facts.items()], ("what", "value"))
+
+
+@app.command()
+def personalize(home: HOME = HERE, as_json: JSON = False) -> None:
+    """Personalize the served model on this device's samples; no aggregator and no torch needed."""
+    settings = running.settings_of(home)
+    service = running.service_of(home, settings)
+    service.restore()
+    support, how = service.personalize()
+    counts = np.bincount(support.y, minlength=len(service.layout.classes))
+    facts = {"round": service.round, "model": service.model, "personalization": how, "samples": len(support),
+             "per_class": dict(zip(service.layout.classes, map(int, counts), strict=True))}
+    if as_json:
+        return terminal.show(facts)
+    classes = ", ".join(f"{name} {n}" for name, n in zip(service.layout.classes, counts, strict=True))
+    print(f"personalized by {how} on {len(support)} samples ({classes}), meta-model of round {service.round}")
+
+
+@app.command()
+def predict(
+    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array, or a file of samples (.npz, .csv).")],
+    home: HOME = HERE,
+    as_json: JSON = False,
+) -> None:
+    """Answers for raw samples, from the served model as this device personalized it."""
+    service = running.service_of(home, running.settings_of(home))
+    service.restore()
+    answer = service.answers(read_inputs(inputs, service.layout.input.shape))
+    if as_json:
+        return terminal.show(schema.plain(answer))
+    rows = [
+        (str(n), label, " ".join(f"{name} {p:.3f}" for name, p in zip(service.layout.classes, row, strict=True)))
+        for n, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))
+    ]
+    terminal.table(rows, ("sample", "answer", "probabilities"))
+    terminal.say(f"meta-model of round {answer.round}, personalization: {answer.personalization}")
+
+
+@samples_app.command("add")
+def add(
+    file: Annotated[Path, typer.Argument(help=".npy array of one or more samples, or a file of samples.")],
+    label: Annotated[str, typer.Option("--label", help="Their class.")],
+    home: HOME = HERE,
+) -> None:
+    """Add labelled samples to the device's own; the next personalization counts them."""
+    settings = running.settings_of(home)
+    service = running.service_of(home, settings)
+    classes = service.known_classes()
+    if label not in classes:
+        near = schema.suggest(label, classes)
+        raise ConfigError(
+            f"unknown class '{label}'" + (f" (did you mean '{near}'?)" if near else ""),
+            expected="one of " + ", ".join(classes),
+        )
+    layout = service.layout
+    x = read_inputs(file, layout.input.shape).astype(layout.input.dtype)
+    total = service.local().add(x, label)
+    print(f"{len(x)} samples of class {label} added, {total} added by now")
+
+
+def read_inputs(path: Path, shape: tuple[int, ...] | None) -> np.ndarray[Any, Any]:
+    """Raw samples [n, *shape] of a .npy array (one sample or several) or a file of samples. Raises DataError."""
+    if path.suffix.lower() != ".npy":
+        return files.load(path).x
+    try:
+        x = np.load(path, allow_pickle=False, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot be read: {error}", where=str(path), expected="a .npy array of numbers") from error
+    if shape is not None and x.shape == tuple(shape):
+        x = x[None]
+    if shape is not None and x.shape[1:] != tuple(shape):
+        raise DataError(f"has shape {list(x.shape)}", where=str(path), expected=f"[n, {', '.join(map(str, shape))}]")
+    return np.array(x)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def main() -> None:
+    terminal.main(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Starts an agent as a process: settings, link, meter, trainer, then the loop until it is told to stop."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from edge_agent.accounts import Accounts
+from edge_agent.agent import Agent, will
+from edge_agent.home import Home
+from edge_agent.service import Service
+from edge_agent.settings import Settings
+from edge_agent.worker import Trainer, TrainerProcess
+from fleet_core import config, schema
+from fleet_core.errors import ConfigError, LinkError
+from fleet_core.link.base import Will
+from fleet_core.link.mqtt import MqttLink
+from fleet_core.power.choose import choose_meter
+from fleet_core.power.meter import Meter
+
+TICK_S = 0.5
+
+
+def settings_of(home: Path, broker: str | None = None) -> Settings:
+    """``device.toml`` in ``home``; ``broker`` in place of the file's. Raises ConfigError."""
+    path = home / "device.toml"
+    if not path.exists():
+        hint = "metafleet devices enroll FLEET NAME --to HOME"
+        raise ConfigError("there is no device here", where=str(path), hint=hint)
+    settings = config.load(Settings, path)
+    return settings if broker is None else replace(settings, device=replace(settings.device, broker=broker))
+
+
+def service_of(home: Path, settings: Settings) -> Service:
+    return Service(Home(home), schema.plain(settings.data))
+
+
+def run(
+    home: Path, settings: Settings, *, stopped: Callable[[], bool], log: Callable[[str], None], connect_s: float
+) -> None:
+    """Runs until ``stopped``. Raises LinkError when no broker answered within ``connect_s`` seconds of the start."""
+    place = Home(home)
+    place.lock()
+    boot = secrets.token_hex(8)
+    topic, payload = will(settings, boot)
+    identity = settings.device
+    link = MqttLink(identity.broker, client_id=f"{identity.fleet}-{identity.name}", will=Will(topic, payload))
+    agent = Agent(
+        settings, place, link, service_of(home, settings), Accounts(_meter(home, settings)), _trainer(settings, log),
+        boot=boot, log=log,
+    )
+    link.open()
+    try:
+        _connect(agent, link, identity.broker, stopped, connect_s)
+        log(f"{identity.name} is on, fleet {identity.fleet} at {identity.broker}")
+        while not stopped():
+            agent.step(TICK_S)
+    finally:
+        agent.close()
+
+
+def _connect(agent: Agent, link: MqttLink, url: str, stopped: Callable[[], bool], connect_s: float) -> None:
+    until = time.monotonic() + connect_s
+    while not link.connected and not stopped():
+        agent.step(TICK_S)
+        if not link.connected and time.monotonic() > until:
+            raise LinkError(
+                f"no broker answered in {connect_s:g} s", where=url, hint="start the broker, or check --broker"
+            )
+
+
+def _trainer(settings: Settings, log: Callable[[str], None]) -> Trainer | None:
+    if importlib.util.find_spec("torch") is None:
+        if settings.train.enabled:
+            log('torch is not installed: this device serves and does not train (pip install "metafleet[train]")')
+        return None
+    return TrainerProcess(settings.train.threads)
+
+
+def _meter(home: Path, settings: Settings) -> Meter | None:
+    power = settings.power
+    profile = None if power.profile is None else home / power.profile
+    if (power.idle_w is None) != (power.busy_w is None):
+        raise ConfigError("power needs both idle_w and busy_w, or neither", where=str(home / "device.toml"))
+    watts = None if power.idle_w is None or power.busy_w is None else (power.idle_w, power.busy_w)
+    return choose_meter(profile, watts)
