@@ -108,7 +108,7 @@ def another_activation(model: onnx.ModelProto) -> None:
 
 def exchanged(model: onnx.ModelProto) -> None:
     """Two parameters of equal shape change places."""
-    names = {"body/norms.1.weight": "body/norms.2.weight", "body/norms.2.weight": "body/norms.1.weight"}
+    names = {"body/norms.1.weight": "body/norms.1.bias", "body/norms.1.bias": "body/norms.1.weight"}
     for node in model.graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
 
@@ -149,8 +149,9 @@ class Odd(nn.Module):
 
     def embed(self, x: Tensor) -> Tensor:
         if self.fault == "branch" and x.sum() > 0:
-            return -self.layer(x)  # type: ignore[no-any-return]
-        return self.layer(x)  # type: ignore[no-any-return]
+            x = -x
+        z: Tensor = self.layer(x)
+        return z
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def malformations(graph: bundle.Graph) -> dict[str, bytes]:
         "golden not finite": repacked(graph, golden__embed=golden["embed"] * np.nan),
         "golden in float64": repacked(graph, golden__embed=golden["embed"].astype(np.float64)),
         "golden input of another shape": repacked(graph, golden__x=golden["x"][:, :2]),
-        "golden without samples": repacked(graph, **{f"golden__{n}": a[:0] for n, a in golden.items()}),
+        "golden without samples": repacked(graph, None, **{f"golden__{n}": a[:0] for n, a in golden.items()}),
     }
 
 

@@ -1,4 +1,4 @@
-"""Models, losses, gradient estimators and the client's loop. Numbers are compared in float64 where the algebra is meant."""
+"""Models, losses, gradient estimators and the client's loop. The algebra is compared in float64."""
 
 from __future__ import annotations
 

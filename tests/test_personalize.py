@@ -47,6 +47,10 @@ def weights(layout: Layout) -> Any:
     return trees.scale(models.initial(layout, 1), 2.0)  # as far from uncertain as a trained model
 
 
+def float32(values: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(values, np.float32)
+
+
 # Sessions
 
 
@@ -140,12 +144,12 @@ def test_the_running_mean_is_the_mean() -> None:
 
 
 def test_a_class_without_samples_is_never_answered() -> None:
-    found = Prototypes.empty(3, 2).add(np.float32([[5, 5], [9, 9]]), np.array([0, 2]))
-    p = found.probabilities(np.float32([[0, 0], [1e4, -1e4]]))  # the origin is where class 1 would be
+    found = Prototypes.empty(3, 2).add(float32([[5, 5], [9, 9]]), np.array([0, 2]))
+    p = found.probabilities(float32([[0, 0], [1e4, -1e4]]))  # the origin is where class 1 would be
     assert (p[:, 1] == 0).all()
     np.testing.assert_allclose(p.sum(1), 1)
-    more = found.add(np.float32([[0, 0]]), np.array([1]))
-    assert more.probabilities(np.float32([[0, 0]])).argmax(1) == [1]
+    more = found.add(float32([[0, 0]]), np.array([1]))
+    assert more.probabilities(float32([[0, 0]])).argmax(1) == [1]
 
 
 def test_without_any_sample_there_is_no_answer() -> None:
@@ -162,21 +166,21 @@ def test_a_label_without_a_class_is_refused(label: int) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(-(2.0**126), 2.0**126, width=32), min_size=4, max_size=4))
 def test_probabilities_are_probabilities_at_any_distance(values: list[float]) -> None:
-    z = np.float32(values).reshape(2, 2)
-    found = Prototypes.empty(2, 2).add(np.float32([[0, 1], [1, 0]]), np.array([0, 1]))
+    z = float32(values).reshape(2, 2)
+    found = Prototypes.empty(2, 2).add(float32([[0, 1], [1, 0]]), np.array([0, 1]))
     p = found.probabilities(z)
     assert ((p >= 0) & (p <= 1)).all()
     np.testing.assert_allclose(p.sum(1), 1, rtol=1e-5)
 
 
 def test_softmax_does_not_overflow() -> None:
-    p = softmax(np.float32([[1e5, 1e5, -np.inf], [-1e5, -1e5 + 1, -1e5]]))
+    p = softmax(float32([[1e5, 1e5, -np.inf], [-1e5, -1e5 + 1, -1e5]]))
     np.testing.assert_allclose(p, [[0.5, 0.5, 0], np.exp([0, 1, 0]) / np.exp([0, 1, 0]).sum()], rtol=1e-5)
 
 
 def test_prototypes_survive_the_disk_and_only_their_owner_reads_them(tmp_path: Path) -> None:
     path = tmp_path / "state" / "prototypes.safetensors"
-    kept = Prototypes.empty(3, 2, weights="round 30").add(np.float32([[5, 5], [9, 8]]), np.array([0, 2]))
+    kept = Prototypes.empty(3, 2, weights="round 30").add(float32([[5, 5], [9, 8]]), np.array([0, 2]))
     kept.save(path)
     again = Prototypes.load(path)
     np.testing.assert_array_equal(again.prototypes, kept.prototypes)
