@@ -6,7 +6,6 @@ counts of the model as it is (``before``) and fine-tuned on the device's own sam
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +53,16 @@ def run(folder: Path) -> None:
         devices[own.device.name] = (path.parent, config.load(Settings, path))
     total = fleet.config.fleet.rounds
     with terminal.until_signal() as stopped:
-        simulation.run(
-            fleet, devices, stopped=stopped, log=terminal.say,
-            progress=lambda number: terminal.say(f"{METHOD} round {number}/{total}"),
-        )
+        simulation.run(fleet, devices, stopped=stopped, progress=lambda number: _progress(number, total))
         if stopped():
             raise KeyboardInterrupt
     with Ledger(fleet.ledger_path, create=False) as ledger:
         storage.write_json(folder / "baseline.json", confusions(ledger, total))
+
+
+def _progress(number: int, total: int) -> None:
+    if number == total or number % max(1, total // 5) == 0:
+        terminal.say(f"{METHOD} round {number}/{total}")
 
 
 def confusions(ledger: Ledger, round_number: int) -> dict[str, dict[str, Any]]:
@@ -70,12 +71,6 @@ def confusions(ledger: Ledger, round_number: int) -> dict[str, dict[str, Any]]:
     for row in ledger.rows(Judgement, round=round_number):
         found_rows.setdefault(row.device, {})[row.stage] = [list(line) for line in row.confusion]
     return found_rows
-
-
-def read(path: Path) -> dict[str, dict[str, Any]]:
-    """What ``run`` wrote."""
-    data: dict[str, dict[str, Any]] = json.loads(storage.read_bytes(path, limit=1 << 26))
-    return data
 
 
 def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:

@@ -19,36 +19,46 @@ KINDS = {
 }
 
 
+LIVES = 2
+
+
 class Books:
-    """Devices report counters that run since their start; a round is booked with what was added during it."""
+    """Devices report counters that run since their start; a round is booked with what was added during it.
+
+    What the counters stood at is kept for a device's last two lives, so that a report that comes again, late or out of
+    order adds nothing twice.
+    """
 
     def __init__(self, ledger: Ledger, now: Callable[[], float]):
         self._ledger, self._now = ledger, now
+        facts = ledger.facts()
+        self._seq = int(facts.get("seq", "0"))
+        self._lives: dict[str, dict[str, dict[str, float]]] = {
+            key.partition("/")[2]: json.loads(text) for key, text in facts.items() if key.startswith("counters/")
+        }
 
     def next_seq(self) -> int:
         """max(last + 1, Unix ms), kept on disk, so that it rises even when a backup is restored."""
-        seq = max(int(self._ledger.facts().get("seq", "0")) + 1, int(self._now() * 1000))
-        self._ledger.set_facts(seq=str(seq))
-        return seq
+        self._seq = max(self._seq + 1, int(self._now() * 1000))
+        self._ledger.set_facts(seq=str(self._seq))
+        return self._seq
 
     def report(self, device: str, report: Report) -> None:
         """One report, all or nothing."""
         counters = _counters(report)
+        lives = dict(self._lives.get(device, {}))
+        old = lives.pop(report.boot, {})
+        added = {name: max(0.0, value - old.get(name, 0.0)) for name, value in counters.items()}
+        lives[report.boot] = {**old, **{name: max(value, old.get(name, 0.0)) for name, value in counters.items()}}
+        lives = dict(list(lives.items())[-LIVES:])
         with self._ledger.transaction():
-            added = self._added(device, report.boot, counters)
+            self._ledger.set_facts(**{f"counters/{device}": json.dumps(lives)})
             self._book_traffic(device, report, added)
             self._book_energy(device, report, added)
             if report.judged_round is not None:
                 for judgement in report.judgements:
                     self._book_judgement(device, report.judged_round, judgement, report.new)
-
-    def _added(self, device: str, boot: str, counters: Mapping[str, float]) -> dict[str, float]:
-        """What the counters rose by since the last report of the same life of the agent."""
-        key = f"counters/{device}"
-        before = json.loads(self._ledger.facts().get(key, "{}"))
-        old = before["values"] if before.get("boot") == boot else {}
-        self._ledger.set_facts(**{key: json.dumps({"boot": boot, "values": counters})})
-        return {name: max(0.0, value - old.get(name, 0.0)) for name, value in counters.items()}
+        self._lives[device] = lives
 
     def _book_traffic(self, device: str, report: Report, added: Mapping[str, float]) -> None:
         sums: dict[tuple[str, str], int] = {}
@@ -105,7 +115,7 @@ def _counters(report: Report) -> dict[str, float]:
         counters |= {"mqtt.up": traffic.mqtt_up, "mqtt.down": traffic.mqtt_down}
         if traffic.wire_up is not None and traffic.wire_down is not None:
             counters |= {"wire.up": traffic.wire_up, "wire.down": traffic.wire_down}
-        counters |= {f"payload.{name}": float(count) for name, count in traffic.payload.items()}
+        counters |= {f"payload.{name}": float(traffic.payload[name]) for name in KINDS if name in traffic.payload}
     return counters
 
 

@@ -31,7 +31,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """``{folder}/round-{n}.safetensors``; the last three are kept."""
+    """``{folder}/round-{n}.safetensors``, the last three; ``{folder}/served.safetensors``, the last served model."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -51,6 +51,22 @@ class Checkpoints:
         storage.write_atomic(self.path(checkpoint.round), storage.pack(storage.flatten_roles(roles), metadata))
         for old in sorted(self._folder.glob("round-*.safetensors"))[:-KEPT]:
             old.unlink(missing_ok=True)
+
+    def exists(self, round_number: int) -> bool:
+        return self.path(round_number).exists()
+
+    def save_served(self, round_number: int, params: Params) -> None:
+        """The judged model that was published after ``round_number``."""
+        data = storage.pack(storage.flatten(params), {"round": str(round_number)})
+        storage.write_atomic(self._folder / "served.safetensors", data)
+
+    def served(self) -> tuple[int, Params] | None:
+        """(round, float32 params) of the last served model, or None."""
+        path = self._folder / "served.safetensors"
+        if not path.exists():
+            return None
+        arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_BYTES), where=str(path))
+        return int(metadata.get("round", "0")), storage.unflatten(arrays)
 
     def load(self, round_number: int, order: Params) -> Checkpoint:
         """The checkpoint after ``round_number``, arrays in the order of ``order``. Raises StateError."""

@@ -17,9 +17,10 @@ from cloud_server.ledger import Ledger
 from cloud_server.live import snapshot
 from cloud_server.report import render
 from cloud_server.starting import fleet_toml, samples_of
-from fleet_core import schema, storage, terminal
+from fleet_core import schema, storage, terminal, topics
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.errors import ConfigError, StateError
+from fleet_core.link.mqtt import parse_url
 
 app = terminal.application("Personalized federated learning on real edge devices.")
 server_app = typer.Typer(help="The aggregator.", no_args_is_help=True)
@@ -28,16 +29,34 @@ app.add_typer(server_app, name="server")
 app.add_typer(devices_app, name="devices")
 
 FLEET = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet's folder.")]
+DEFAULT_METHOD, DEFAULT_ROUNDS = "pfldyn-proto", 30
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-BROKER = Annotated[str | None, typer.Option(envvar="METAFLEET_BROKER", help="mqtt://host:port; none: a private one.")]
+
+
+def _address(url: str | None) -> str | None:
+    if url is not None and url != serve.EMBEDDED:
+        parse_url(url)
+    return url
+
+
+BROKER = Annotated[
+    str | None,
+    typer.Option(envvar="METAFLEET_BROKER", callback=_address,
+                 help="mqtt://host:port; none: a private mosquitto; 'embedded': a private amqtt."),
+]
+BROKER_OF = Annotated[
+    str | None,
+    typer.Option(envvar="METAFLEET_BROKER", callback=_address,
+                 help="mqtt://host:port; else fleet.toml's, else the private one on this machine."),
+]
 
 
 @app.command()
 def demo(
     devices: Annotated[int, typer.Option(min=1, help="Devices that train.")] = 8,
     new_devices: Annotated[int, typer.Option(min=0, help="Devices that join at the end, with little data.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of training.")] = 30,
-    method: Annotated[str, typer.Option(help="See 'metafleet methods'.")] = "pfldyn-proto",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of training.")] = DEFAULT_ROUNDS,
+    method: Annotated[str, typer.Option(help="See 'metafleet methods'.")] = DEFAULT_METHOD,
     data: Annotated[str, typer.Option(help="heartbeat, or a file of samples with a 'client' column.")] = "heartbeat",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     broker: BROKER = None,
@@ -52,7 +71,7 @@ def demo(
         devices=devices, new_devices=new_devices, rounds=rounds, method=method, data=data, seed=seed,
         baseline=baseline, support_s=support_s, meter_watts=meter_watts,
     )
-    outcome = demonstration.run(options, out, broker)
+    outcome = demonstration.run(options, out, broker, show=terminal.say if as_json else print)
     if as_json:
         terminal.show(outcome)
 
@@ -62,16 +81,21 @@ def init(
     fleet: FLEET,
     data: Annotated[str | None, typer.Option(help="heartbeat, or samples to take shape and classes from.")] = None,
     name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's.")] = None,
-    method: Annotated[str, typer.Option(help="See 'metafleet methods'.")] = "pfldyn-proto",
+    method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto.")] = None,
     model: Annotated[str | None, typer.Option(help="cnn1d, mlp, lenet or package.module:build; default by shape.")]
     = None,
-    rounds: Annotated[int, typer.Option(min=1)] = 30,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Default 30.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Default 0.")] = None,
 ) -> None:
     """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that holds a fleet.toml."""
     text = None
+    given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed}
+    unused = [option for option, value in given.items() if value is not None]
+    if data is None and unused:
+        raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     if data is not None:
-        text = fleet_toml(samples_of(data), name or fleet.resolve().name, method, model, rounds=rounds, seed=seed)
+        text = fleet_toml(samples_of(data), name or fleet.resolve().name, method or DEFAULT_METHOD, model,
+                          rounds=rounds or DEFAULT_ROUNDS, seed=seed or 0)
     made = found(fleet, text, _export)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")
@@ -94,6 +118,7 @@ def start(
     fleet: FLEET,
     broker: BROKER = None,
     port: Annotated[int, typer.Option(help="Of the private broker.")] = serve.DEFAULT_PORT,
+    connect_s: Annotated[float, typer.Option(help="Leave when no broker answered for so long at the start.")] = 30.0,
     until_done: Annotated[bool, typer.Option("--until-done", help="Leave after the last round.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
 ) -> None:
@@ -104,7 +129,8 @@ def start(
         terminal.until_signal() as stopped,
         serve.broker_at(broker or made.config.link.broker, fleet / "broker", port=port, log=terminal.say) as url,
     ):
-        serve.serve(made, url, stopped=stopped, log=terminal.say, until_done=until_done, quiet=quiet)
+        serve.serve(made, url, stopped=stopped, log=terminal.say, until_done=until_done, quiet=quiet,
+                    connect_s=connect_s)
 
 
 @server_app.command("status")
@@ -115,13 +141,15 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
         now, totals, devices = snapshot(ledger), ledger.totals(), ledger.devices()
         on = [d.name for d in devices if d.state == "on" and d.status == "enrolled"]
         silent = [d.name for d in devices if d.state == "off" and d.status == "enrolled" and d.took_part]
-        facts = {"fleet": made.config.fleet.name, "method": made.method.name, "rounds_closed": totals.rounds,
+        running = made.running()
+        facts = {"fleet": made.config.fleet.name, "method": made.method.name, "running": running,
+                 "rounds_closed": totals.rounds,
                  "rounds": made.config.fleet.rounds, "open_round": now.open_round, "on": on, "off": silent,
                  "totals": result.plain_sums(ledger)}
     if as_json:
         return terminal.show(facts)
     print(f"fleet {facts['fleet']}, {facts['method']}: {totals.rounds} of {facts['rounds']} rounds closed, "
-          f"{len(on)} devices on")
+          + (f"{len(on)} devices on" if running else "the aggregator is not running"))
     if silent:
         print(f"off since they took part: {', '.join(silent)}; one that never comes back biases the model: "
               f"metafleet devices revoke {fleet} NAME")
@@ -196,13 +224,19 @@ def devices_enroll(
     fleet: FLEET,
     name: str,
     to: Annotated[Path, typer.Option("--to", help="Folder that the agent will run in.")],
-    broker: Annotated[str, typer.Option(envvar="METAFLEET_BROKER")] = f"mqtt://127.0.0.1:{serve.DEFAULT_PORT}",
+    broker: BROKER_OF = None,
 ) -> None:
     """Let a device into the fleet, and write the folder that its agent starts from."""
     made = Fleet.load(fleet)
-    path = enroll.device_folder(made, name, to, made.config.link.broker or broker)
+    path = enroll.device_folder(made, name, to, _url(broker, made))
     _ask(fleet, f"enroll/{name}", "yes")
     print(f"{path} written; put the device's samples beside it as samples.npz, then: edge-agent run --home {to}")
+
+
+def _url(broker: str | None, fleet: Fleet) -> str:
+    """Where devices find the broker: flag or environment, else the file, else the private one on this machine."""
+    named = broker or fleet.config.link.broker
+    return serve.DEFAULT_URL if named in (None, serve.EMBEDDED) else named
 
 
 @devices_app.command("revoke")
@@ -237,15 +271,17 @@ def predict_command(
     fleet: FLEET,
     device: str,
     inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array or a file of samples.")],
-    broker: Annotated[str, typer.Option(envvar="METAFLEET_BROKER")] = f"mqtt://127.0.0.1:{serve.DEFAULT_PORT}",
+    broker: BROKER_OF = None,
+    timeout_s: Annotated[float, typer.Option(help="How long to wait for the answer.")] = 20.0,
     as_json: JSON = False,
 ) -> None:
     """An answer from a device, over MQTT."""
     from edge_agent.cli import read_inputs
 
     made = Fleet.load(fleet)
-    x = read_inputs(inputs, made.config.model.input.shape).astype(made.config.model.input.dtype)
-    answer = predict.ask(made.config.fleet.name, device, x, made.config.link.broker or broker)
+    topics.check_name(device, "device")
+    x = read_inputs(inputs, made.config.model.input)
+    answer = predict.ask(made.config.fleet.name, device, x, _url(broker, made), timeout_s=timeout_s)
     if as_json:
         return terminal.show(schema.plain(answer))
     rows = [(str(n), label, " ".join(f"{p:.3f}" for p in row))
@@ -272,6 +308,9 @@ def _result(folder: Path) -> dict[str, Any]:
             outcome: dict[str, Any] = json.loads(storage.read_bytes(path, limit=1 << 28))
         except ValueError as error:
             raise StateError("is no JSON", where=str(path)) from error
+        problems = result.validate(outcome)
+        if problems:
+            raise StateError(f"is no result: {'; '.join(problems[:5])}", where=str(path))
         return outcome
     made = Fleet.load(folder)
     with Ledger(made.ledger_path, create=False) as ledger:

@@ -16,15 +16,16 @@ from cloud_server.books import Books
 from cloud_server.checkpoint import Checkpoint, Checkpoints
 from cloud_server.fleet import Fleet
 from cloud_server.intake import Intake
-from cloud_server.ledger import Device, Ledger, Round, Update
+from cloud_server.ledger import Ledger, Round, Update
 from cloud_server.publisher import Publisher
+from cloud_server.roster import Roster
 from cloud_server.spool import Spool, widened
 from fleet_core import __version__, bundle, codecs, cohort, messages, schema, topics
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.seam import ServerState
 from fleet_core.algorithms.trees import Params
-from fleet_core.errors import FleetError, MessageError, RoundError
-from fleet_core.link.base import Connected, Disconnected, Link, Message
+from fleet_core.errors import FleetError, LinkError, MessageError, RoundError
+from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
 from fleet_core.messages import (
     Blob,
     Counted,
@@ -40,11 +41,12 @@ from fleet_core.messages import (
     UploadRules,
 )
 
-SILENT_S = 5.0
-WORKING = ("train", "upload")
 EXPIRY_MS = 30 * 24 * 3600 * 1000
 COUNTED_ROUNDS = 4
 LISTED_IDS = 200
+REQUESTS_S = 0.25
+GRACE_S = 3.0
+REFUSALS_NOTED = 8
 
 
 @dataclass
@@ -86,18 +88,20 @@ class Coordinator:
         self.layout = self.graph.layout
         self._checkpoints = Checkpoints(fleet.folder / "state")
         self._spool = Spool(fleet.folder / "spool", self.layout, self.method.shared)
-        self._publisher = Publisher(self.name, link)
+        self._publisher = Publisher(self.name, link, fleet.folder / "state" / "published.json")
         self._intake = Intake(self._tell, clock, self._upload_limit())
         self._books = Books(ledger, now)
-        self._heard: dict[str, float] = {}
-        self._phase: dict[str, str] = {}
-        self._presences: dict[str, Presence] = {}
-        self._serve: ModelRef | None = None
-        self._lost_state: set[str] = set()
+        self._roster = Roster(
+            ledger, everyone=fleet.config.fleet.enrolment == "open", cannot=self._cannot, clock=clock, now=now, log=log
+        )
+        self._connected_at = clock()
+        self._asked_at = -math.inf
+        self._idle: int | None = None
         self.open: OpenRound | None = None
-        self.paused = False
+        self.paused = ledger.facts().get("paused") == "yes"
         self.checkpoint = self._resume()
         self._publishing = self.checkpoint
+        self._serve = self._served()
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
@@ -112,14 +116,23 @@ class Coordinator:
                     self._log(f"broker: {reason}")
                 case Message(topic, payload):
                     self._guarded(topic, payload)
+                case Denied(topic, reason):
+                    self._log(f"broker: {topic} denied: {reason}")
         self._requests()
         self._intake.tick()
+        if self.link.connected:
+            self._go_on()
+        self._publisher.tick()
+        return bool(events)
+
+    def _go_on(self) -> None:
+        """Closes and opens what is due. Offline nothing is: no update can come."""
         if self.open is not None:
             self._close_if_due(self.open)
         if self.open is None and not self.paused and not self.finished:
             self._open_if_possible()
-        self._publisher.tick()
-        return bool(events)
+        if self.open is None and (self.paused or self.finished) and self._idle != self.checkpoint.round:
+            self._publish_idle()
 
     @property
     def finished(self) -> bool:
@@ -133,8 +146,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Leaves in order; the open round stays open in the ledger and goes on at the next start."""
-        if self.link.connected:
-            self._announce("off")
+        self._announce("off")
         self.link.close()
 
     def _guarded(self, topic: str, payload: bytes) -> None:
@@ -148,109 +160,77 @@ class Coordinator:
     def _resume(self) -> Checkpoint:
         first = self.layout.ordered(self.fleet.weights(self.graph))
         closed = self.ledger.rounds("closed")
-        if not closed:
-            state = self.method.server.init(widened(first), self.hyper)
-            return Checkpoint(0, state, facts={"members": "0", "epoch_start": "1"})
-        return self._checkpoints.load(closed[-1].round, first)
+        number = closed[-1].round if closed else 0
+        if closed or self._checkpoints.exists(0):
+            return self._checkpoints.load(number, first)
+        state = self.method.server.init(widened(first), self.hyper)
+        return Checkpoint(0, state, facts={"members": "0", "leaves": "0", "epoch_start": "1"})
+
+    def _served(self) -> ModelRef | None:
+        """The judged model that an earlier life of this aggregator had published, or was about to."""
+        closed, kept = self.checkpoint.round, self._checkpoints.served()
+        if closed and self._serves_after(closed) and (kept is None or kept[0] < closed):
+            return self._judged_model(closed)
+        return None if kept is None or kept[0] > closed else self._serve_reference(*kept)
 
     def _on_connected(self) -> None:
+        self._connected_at = self._clock()
         self.link.subscribe(*topics.from_devices(self.name))
         self._announce("on")
         self._publisher.reconnected()
-        if self.open is None and (self.finished or self.paused):
-            self._publish_idle()
 
     def _announce(self, state: str) -> None:
         presence = ServerPresence(st=state, boot=self.boot, ver=__version__)
-        self.link.publish(topics.server(self.name), messages.encode(presence), retain=True)
+        self._send(topics.server(self.name), messages.encode(presence), retain=True)
 
     def _requests(self) -> None:
-        """What the command line asked for through the ledger; who leaves is handled between rounds."""
+        """What the command line asked for through the ledger."""
+        if self._clock() - self._asked_at < REQUESTS_S:
+            return
+        self._asked_at = self._clock()
         for key, value in self.ledger.asked().items():
+            what, _, name = key.partition("/")
             if key == "paused":
-                self.paused = value == "yes"
-            elif key.startswith("enroll/"):
-                self._enroll(key.partition("/")[2])
-            elif key.startswith("revoke/") and self.open is None:
-                self._revoke(key.partition("/")[2])
+                self.paused, self._idle = value == "yes", None
+                self.ledger.set_facts(paused=value)
+            elif what == "enroll":
+                self._roster.enroll(name, *self._history())
+            elif what == "revoke":
+                self._revoke(name)
             else:
                 continue
             self.ledger.settle(key, value)
+
+    def _revoke(self, name: str) -> None:
+        """At once, so that a round does not wait for it; its dual is made up for before the next round."""
+        self._roster.revoke(name)
+        self._intake.drop(name)
+
+    def _history(self) -> tuple[int, int]:
+        """(last closed round, first round of the present duals)."""
+        return self.checkpoint.round, int(self.checkpoint.facts["epoch_start"])
 
     # Devices ----------------------------------------------------------------------------------------------------------
 
     def _on_message(self, topic: str, payload: bytes) -> None:
         address = topics.parse(self.name, topic)
-        if address is None or not address.device:
+        if address is None or not address.device or not payload:
             return
-        device = self.ledger.device(address.device) if address.kind == "st" else None
+        name = address.device
         if address.kind == "st":
-            if payload:
-                self._on_presence(address.device, device, messages.decode(Presence, payload))
-            return
-        if not self._enrolled(address.device):
-            raise MessageError("is not enrolled", where=address.device, hint="see 'metafleet devices enroll'")
-        self._heard[address.device] = self._clock()
+            presence = messages.decode(Presence, payload)
+            self._roster.on_presence(name, presence, *self._history())
+            return self._intake.drop(name) if presence.st == "off" else None
+        if not self._roster.enrolled(name):
+            raise MessageError("is not enrolled", where=name, hint="see 'metafleet devices enroll'")
+        self._roster.heard(name)
         round_number = topics.number(address.key) or 0
         if address.kind == "rep":
-            self._on_report(address.device, messages.decode(Report, payload))
+            self._on_report(name, messages.decode(Report, payload))
         elif address.kind == "up" and address.part == "m":
-            self._on_offer(address.device, round_number, messages.decode(UploadManifest, payload, limit=1 << 26))
+            self._on_offer(name, round_number, messages.decode(UploadManifest, payload, limit=1 << 26))
         elif address.kind == "up":
-            self._on_chunk(address.device, round_number, topics.number(address.part), payload)
-
-    def _enrolled(self, name: str) -> bool:
-        return name in self._presences
-
-    def _on_presence(self, name: str, known: Device | None, presence: Presence) -> None:
-        self._heard[name] = self._clock()
-        self._phase[name] = presence.ph
-        if presence.beat:
-            return
-        if known is None and self.config.fleet.enrolment == "open":
-            known = self._enroll(name, trains=presence.train)
-        if known is None or known.status == "revoked":
-            self._log(f"{name} is not enrolled: ignored (metafleet devices enroll {name})")
-            return
-        if known.capabilities.get("boot") not in (None, presence.boot) and presence.st == "on":
-            self._check_state(name, presence)
-        if presence.st == "off" and presence.boot != known.capabilities.get("boot", presence.boot):
-            return  # the will of an earlier life
-        self._presences[name] = presence
-        known = replace(known, state=presence.st, phase=presence.ph, last_seen=self._now())
-        if presence.st == "on":
-            known = replace(
-                known, version=presence.ver, cannot=self._cannot(presence), capabilities=schema.plain(presence),
-                new=not presence.train,
-            )
-        self.ledger.put(known)
-
-    def _check_state(self, name: str, presence: Presence) -> None:
-        """A device that came back with less training state than was counted of it has lost its dual."""
-        counted = [u.round for u in self.ledger.rows(Update, device=name, status="counted")]
-        last = max(counted, default=0)
-        if last >= int(self.checkpoint.facts["epoch_start"]) and presence.trained < last:
-            self._log(f"{name} lost its training state: every device's dual starts again")
-            self._lost_state.add(name)
-
-    def _enroll(self, name: str, trains: bool = True) -> Device:
-        known = self.ledger.device(name)
-        if known is not None and known.status == "enrolled":
-            return known
-        now = self._now()
-        number = self.checkpoint.round + 1
-        device = Device(name=name, enrolled_round=number, first_seen=now, last_seen=now, new=not trains)
-        self.ledger.put(device)
-        self._log(f"{name} enrolled")
-        return device
-
-    def _revoke(self, name: str) -> None:
-        known = self.ledger.device(name)
-        if known is not None and known.status == "enrolled":
-            self.ledger.put(replace(known, status="revoked"))
-            self._presences.pop(name, None)
-            self._lost_state.add(name)
-            self._log(f"{name} revoked")
+            self._on_chunk(name, round_number, topics.number(address.part), payload)
 
     def _cannot(self, presence: Presence) -> str | None:
         """Why a device cannot take part in this fleet's rounds, or None."""
@@ -264,61 +244,70 @@ class Coordinator:
             return f"lacks codec {self.config.link.up} or {self.config.link.down}"
         return None
 
-    def _members(self) -> list[str]:
-        """m: enrolled devices that train."""
-        return [d.name for d in self.ledger.devices() if d.status == "enrolled" and not d.new]
-
-    def _ready(self) -> list[str]:
-        on = [name for name, p in self._presences.items() if p.st == "on" and self._cannot(p) is None]
-        return sorted(set(on) & set(self._members()))
-
     # Open a round -----------------------------------------------------------------------------------------------------
 
     def _open_if_possible(self) -> None:
-        if not self.link.connected:
-            return
         number = self.checkpoint.round + 1
-        before = self.ledger.rows(Round, round=number, status="open")
-        if not before and len(self._ready()) < self.config.fleet.min_devices:
+        before = next(iter(self.ledger.rows(Round, round=number, status="open")), None)
+        if before is None and not self._enough_there():
             return
-        state = self._reconciled(leaving=True)
-        chosen = before[0].cohort if before else tuple(
-            cohort.select(self.config.fleet.seed, number, self._ready(), self.config.fleet.cohort)
-        )
+        state = self._reconciled(leaving=before is None)
         reference, published, lost = self._publish_model(state, number)
         self._publishing = replace(self.checkpoint, published=published, lost=lost)
-        started = before[0].opened_at if before else self._now()
+        chosen = before.cohort if before else tuple(
+            cohort.select(self.config.fleet.seed, number, self._roster.ready(), self.config.fleet.cohort)
+        )
+        started = before.opened_at if before else self._now()
         begun = self._clock()
         self.open = OpenRound(number, chosen, started, begun, begun + self.config.fleet.deadline_s, reference)
         if not before:
-            self.ledger.put(Round(
-                round=number, opened_at=started, cohort=chosen, members=len(self._members()), model_id=reference.model
-            ))
-        self._take_back(self.open)
-        self._publish_manifest(number, cohort.announce(self.config.fleet.seed, number, list(chosen)), reference, True)
+            members = len(self._roster.members())
+            self.ledger.put(
+                Round(round=number, opened_at=started, cohort=chosen, members=members, model_id=reference.model)
+            )
+        self._idle = None
         self._intake.clear()
+        self._take_back(self.open)
+        self._announce_round(self.open)
+
+    def _enough_there(self) -> bool:
+        """Enough devices to begin, and those that were on before this aggregator started have had time to be heard."""
+        late = self._clock() - self._connected_at > GRACE_S
+        return len(self._roster.ready()) >= self.config.fleet.min_devices and (late or not self._roster.awaited())
 
     def _take_back(self, opened: OpenRound) -> None:
-        """Updates that an earlier life of this aggregator had received."""
+        """Updates that an earlier life of this aggregator had received; what is not as it was is asked for again."""
         self._spool.clear(keep=opened.number)
         for device, manifest in self._spool.manifests(opened.number).items():
-            if device in opened.cohort and manifest.base == opened.model.model:
+            try:
+                reason = self._refusal(device, opened.number, manifest)
+                if not reason:
+                    self._spool.read(opened.number, device, manifest)
+            except FleetError as error:
+                reason = str(error)
+            if reason:
+                self._log(f"round {opened.number}: the kept update of {device} is dropped: {reason}")
+                self._spool.drop(opened.number, device)
+            else:
                 opened.received[device] = manifest
 
     def _reconciled(self, *, leaving: bool) -> ServerState:
-        """The checkpoint's state after the joins (and, between rounds, leaves) since it was made."""
-        state, rule = self.checkpoint.state, self.method.server
-        members, before = len(self._members()), int(self.checkpoint.facts["members"])
-        if leaving and self._lost_state:
+        """The checkpoint's state after the joins (and, when a round is opened, the leaves) since it was made.
+
+        A leave during a round waits for the next one, also when the round is opened again after a restart, so that an
+        interrupted run computes what an undisturbed one does.
+        """
+        state, rule, facts = self.checkpoint.state, self.method.server, self.checkpoint.facts
+        members, before = len(self._roster.members()), int(facts["members"])
+        if leaving and self._roster.leaves > int(facts["leaves"]):
             state = rule.left(state, members)
-            facts = {**self.checkpoint.facts, "members": str(members)}
+            facts = {**facts, "members": str(members), "leaves": str(self._roster.leaves)}
             if state.dual_epoch != self.checkpoint.state.dual_epoch:
                 facts["epoch_start"] = str(self.checkpoint.round + 1)
-            self._lost_state.clear()
             self.checkpoint = replace(self.checkpoint, state=state, facts=facts)
             self._checkpoints.save(self.checkpoint)
             return state
-        for count in range(max(before, 1) + 1 if before else members + 1, members + 1):
+        for count in range((before or members) + 1, members + 1):
             state = rule.joined(state, count)
         return state
 
@@ -342,13 +331,17 @@ class Coordinator:
         """Whether a device that may be asked is not known to hold ``model``."""
         previous = self.ledger.rows(Round, round=self.checkpoint.round)
         had = set(previous[0].cohort) if previous else set()
-        return any(name not in had and self._presences[name].base != model for name in self._ready())
+        return any(name not in had and not self._roster.holds(name, model) for name in self._roster.ready())
 
     def _full_blob(self, decoded: Params) -> Blob:
         return self._blob(codecs.encode("fp32", decoded))
 
     def _blob(self, data: bytes) -> Blob:
         return self._publisher.blob(Blob.of(data, self.config.link.chunk_bytes), data)
+
+    def _announce_round(self, opened: OpenRound) -> None:
+        chosen = cohort.announce(self.config.fleet.seed, opened.number, list(opened.cohort))
+        self._publish_manifest(opened.number, chosen, opened.model, True)
 
     def _publish_manifest(self, number: int, chosen: messages.Cohort, model: ModelRef, is_open: bool) -> None:
         state = self.checkpoint.state
@@ -372,18 +365,19 @@ class Coordinator:
             up=UploadRules(self._upload_limit(), self.config.link.chunk_bytes, (self.config.link.up,)),
             open=is_open,
         )
-        keep = {blob.id for blob in _blobs(manifest)}
+        keep = {blob.id for blob in manifest.blobs()}
         self._publisher.manifest(self._signer.sign(messages.encode(manifest)), keep)
 
     def _counted(self) -> tuple[Counted, ...]:
         """Which updates the last closed rounds counted; older ones are answered when a device asks."""
         records = []
-        for entry in self.ledger.rounds("closed")[-COUNTED_ROUNDS:]:
-            ids = tuple(u.update_id for u in self.ledger.rows(Update, round=entry.round, status="counted"))
+        closed = self.checkpoint.round
+        for number in range(max(1, closed - COUNTED_ROUNDS + 1), closed + 1):
+            ids = tuple(u.update_id for u in self.ledger.rows(Update, round=number, status="counted"))
             if len(ids) <= LISTED_IDS:
-                records.append(Counted(entry.round, ids=ids))
+                records.append(Counted(number, ids=ids))
             else:
-                records.append(Counted(entry.round, blob=self._blob("\n".join(ids).encode())))
+                records.append(Counted(number, blob=self._blob("\n".join(ids).encode())))
         return tuple(records)
 
     # Collect ----------------------------------------------------------------------------------------------------------
@@ -391,8 +385,11 @@ class Coordinator:
     def _on_offer(self, device: str, number: int, manifest: UploadManifest) -> None:
         opened = self.open
         if opened is not None and number == opened.number and device in opened.received:
-            done = opened.received[device].id == manifest.id
-            return self._tell(device, Down("done" if done else "reject", number, manifest.id, reason="another update"))
+            same = opened.received[device].id == manifest.id
+            return self._tell(device, Down("done" if same else "reject", number, manifest.id, ok=same,
+                                           reason="" if same else "another update of this round is here already"))
+        if self._was_counted(device, number, manifest.id):
+            return self._tell(device, Down("done", number, manifest.id))  # the first one was lost
         reason = self._refusal(device, number, manifest)
         if not reason:
             try:
@@ -400,6 +397,11 @@ class Coordinator:
             except MessageError as error:
                 reason = str(error)
         self._refuse(device, number, manifest, reason)
+
+    def _was_counted(self, device: str, number: int, update_id: str) -> bool:
+        return number <= self.checkpoint.round and bool(
+            self.ledger.rows(Update, round=number, device=device, update_id=update_id, status="counted")
+        )
 
     def _refusal(self, device: str, number: int, manifest: UploadManifest) -> str:
         """Why an offer is not taken, or an empty text."""
@@ -421,10 +423,11 @@ class Coordinator:
     def _refuse(self, device: str, number: int, manifest: UploadManifest, reason: str) -> None:
         opened = self.open
         late = opened is None or number != opened.number
-        known = self.ledger.rows(Round, round=number)
-        if known and not self.ledger.rows(Update, round=number, device=device, update_id=manifest.id):
+        noted = self.ledger.rows(Update, round=number, device=device)
+        new = all(row.update_id != manifest.id for row in noted)
+        if new and len(noted) < REFUSALS_NOTED and self.ledger.rows(Round, round=number):
             self.ledger.put(self._row(number, device, manifest, "late" if late else "refused", reason))
-        if opened is not None and not late:
+        if opened is not None and not late and device in opened.cohort:
             opened.failed[device] = reason
         self._log(f"round {number}: {device}: update refused: {reason}")
         self._tell(device, Down("reject", number, manifest.id, ok=False, reason=reason[:500]))
@@ -441,8 +444,9 @@ class Coordinator:
         opened = self.open
         if whole is None or opened is None:
             return
-        manifest, data = whole
+        manifest, inbox = whole
         try:
+            data = inbox.take()
             self._verify(manifest, data)
         except FleetError as error:
             return self._refuse(device, number, manifest, str(error))
@@ -459,123 +463,136 @@ class Coordinator:
             raise MessageError(f"an update of norm {length:.3g}", expected=f"at most {bound:g}")
 
     def _on_report(self, device: str, report: Report) -> None:
-        self._books.report(device, report)
-        if report.failed and self.open is not None and report.round == self.open.number:
-            self.open.failed[device] = report.failed
+        opened, closed = self.open, self.checkpoint.round
+        if report.round > closed + 1 or (report.judged_round or 0) > closed:
+            raise MessageError(f"a report of round {report.round}, judged {report.judged_round}", where=device)
+        size = len(self.layout.classes)
+        if any(len(rows) != size for j in report.judgements for rows in (j.confusion, *j.confusion)):
+            raise MessageError("a confusion of another shape", where=device, expected=f"[{size}, {size}]")
+        if report.failed:
             self._log(f"round {report.round}: {device}: {report.failed}")
-        if report.want:
-            self._publish_whole(report.want)
+        training = report.failed and report.judged_round is None
+        if training and opened is not None and report.round == opened.number and device in opened.cohort:
+            opened.failed[device] = report.failed
+        if report.want == "full":
+            self._publish_whole()
         if report.pending is not None:
             self._tell_fate(device, report.pending)
+        self._books.report(device, report)
 
     def _tell_fate(self, device: str, pending: PendingRef) -> None:
-        """A signed record of whether an update of an older round was counted."""
-        if self.open is not None and pending.round == self.open.number:
-            return  # not decided yet
-        counted = self.ledger.rows(Update, round=pending.round, device=device, update_id=pending.id, status="counted")
-        fate = Down("counted", pending.round, pending.id, ok=bool(counted), device=device)
-        self.link.publish(topics.down(self.name, device), self._signer.sign(messages.encode(fate)))
+        """A signed record of whether an update of a closed round was counted; an open one is not decided yet."""
+        if pending.round <= self.checkpoint.round:
+            counted = self._was_counted(device, pending.round, pending.id)
+            fate = Down("counted", pending.round, pending.id, ok=counted, device=device)
+            self._send(topics.down(self.name, device), self._signer.sign(messages.encode(fate)))
 
-    def _publish_whole(self, want: str) -> None:
+    def _publish_whole(self) -> None:
         """A device lacks the base of the round's delta: the same model whole, and the manifest that names it."""
         opened = self.open
-        if want == "full" and opened is not None and opened.model.base is not None and opened.model.full is None:
-            whole = self._full_blob(self._publishing.published or {})
-            opened.model = replace(opened.model, full=whole)
-            chosen = cohort.announce(self.config.fleet.seed, opened.number, list(opened.cohort))
-            self._publish_manifest(opened.number, chosen, opened.model, True)
+        if opened is not None and opened.model.base is not None and opened.model.full is None:
+            opened.model = replace(opened.model, full=self._full_blob(self._publishing.published or {}))
+            self._announce_round(opened)
 
     def _upload_limit(self) -> int:
         """Bytes of the largest update that can be one: every value at four bytes, and room for names."""
         return 2 * 4 * self.layout.parameters(self.method.shared) + (1 << 16)
 
     def _tell(self, device: str, message: Down) -> None:
+        self._send(topics.down(self.name, device), messages.encode(message))
+
+    def _send(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
+        """What is lost when the link is down or full: the protocol asks again."""
         if self.link.connected:
-            self.link.publish(topics.down(self.name, device), messages.encode(message))
+            try:
+                self.link.publish(topic, payload, retain=retain)
+            except LinkError as error:
+                self._log(f"not sent: {error}")
 
     # Close a round ----------------------------------------------------------------------------------------------------
 
     def _close_if_due(self, opened: OpenRound) -> None:
-        wanted = max(1, math.ceil(self.config.fleet.quorum * len(opened.cohort)))
-        awaited = [
-            name for name in opened.cohort
-            if name not in opened.received and name not in opened.failed and self._alive(name)
-        ]
-        enough = len(opened.received) >= wanted
-        if enough and (not awaited or self._clock() > opened.deadline):
+        asked = [name for name in opened.cohort if self._roster.enrolled(name)]
+        open_ones = [name for name in asked if name not in opened.received and name not in opened.failed]
+        wanted = max(1, math.ceil(self.config.fleet.quorum * len(asked)))
+        due = self._clock() > opened.deadline
+        if len(opened.received) >= wanted and (due or not any(map(self._roster.alive, open_ones))):
             return self._close(opened)
-        if self._clock() > opened.deadline:
-            if opened.failed and not opened.received and not awaited:
-                reasons = "; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items()))
-                raise RoundError(f"round {opened.number}: no device delivered ({reasons})")
+        if not asked:
+            return self._abandon(opened)
+        if not open_ones:
+            reasons = "; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())[:10])
+            raise RoundError(
+                f"round {opened.number}: {len(opened.received)} of {wanted} devices delivered ({reasons})",
+                hint="mend the devices, then start again",
+            )
+        if due:
             self._log(f"round {opened.number}: {len(opened.received)} of {wanted} updates at the deadline, waiting on")
             opened.deadline = self._clock() + self.config.fleet.deadline_s
 
-    def _alive(self, name: str) -> bool:
-        """On, and heard lately if it is at work; a device that never came up counts as not there."""
-        presence = self._presences.get(name)
-        if presence is None or presence.st != "on":
-            return False
-        return self._phase.get(name) not in WORKING or self._clock() - self._heard.get(name, 0.0) < SILENT_S
+    def _abandon(self, opened: OpenRound) -> None:
+        """Everybody who was asked has been revoked: the round is opened again for others."""
+        row = self.ledger.rows(Round, round=opened.number)[0]
+        self.ledger.put(replace(row, status="abandoned", note="every device of the cohort was revoked"))
+        self._spool.clear(keep=0)
+        self.open = None
 
     def _close(self, opened: OpenRound) -> None:
         state = replace(self._reconciled(leaving=False), model=widened(self._publishing.published or {}))
-        members = len(self._members())
-        updates = self._spool.updates(opened.number)
+        members = max(len(self._roster.members()), len(opened.received))
+        updates = self._spool.updates(opened.number, opened.received)
         state = self.method.server.apply(state, updates, members, self.hyper)
         facts = {**self.checkpoint.facts, "members": str(members)}
         checkpoint = Checkpoint(opened.number, state, self._publishing.published, self._publishing.lost, facts)
         self._checkpoints.save(checkpoint)  # before the ledger says so: a crash between leaves the round open
+        with self.ledger.transaction():
+            self._book_round(opened, members)
+        self.checkpoint, self.open = checkpoint, None
+        for device, number, manifest in self._intake.clear():
+            self._refuse(device, number, manifest, "the round is closed")
+        self._serve_if_due(opened.number)
+
+    def _book_round(self, opened: OpenRound, members: int) -> None:
+        for device, manifest in opened.received.items():
+            self.ledger.put(self._row(opened.number, device, manifest, "counted"))
+        self._roster.took_part(opened.received)
         losses = [m.metrics["loss"] for m in opened.received.values() if "loss" in m.metrics]
         row = self.ledger.rows(Round, round=opened.number)[0]
-        counted = len(opened.received)
-        with self.ledger.transaction():
-            for device, manifest in opened.received.items():
-                self.ledger.put(self._row(opened.number, device, manifest, "counted"))
-                known = self.ledger.device(device)
-                if known is not None and not known.took_part:
-                    self.ledger.put(replace(known, took_part=True))
-            self.ledger.put(replace(
-                row, status="closed", closed_at=self._now(), members=members, seconds=self._now() - row.opened_at,
-                loss=sum(losses) / len(losses) if losses else None,
-                models_transmitted=float(counted * (self.method.models_down + self.method.models_up)),
-                note="; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())),
-            ))
-        self.checkpoint, self.open = checkpoint, None
-        self._serve_if_due(opened.number)
-        if self.finished:
-            self._publish_idle()
+        self.ledger.put(replace(
+            row, status="closed", closed_at=self._now(), members=members, seconds=self._now() - row.opened_at,
+            loss=sum(losses) / len(losses) if losses else None,
+            models_transmitted=float(len(opened.received) * (self.method.models_down + self.method.models_up)),
+            note="; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())),
+        ))
+
+    def _serves_after(self, number: int) -> bool:
+        return number % self.config.fleet.serve_every == 0 or number >= self.config.fleet.rounds
 
     def _serve_if_due(self, number: int) -> None:
-        if number % self.config.fleet.serve_every and not self.finished:
-            return
-        self._serve = self._judged_model(number)
-        row = self.ledger.rows(Round, round=number)[0]
-        self.ledger.put(replace(row, judged_id=self._serve.model))
+        if self._serves_after(number):
+            self._serve = self._judged_model(number)
 
     def _judged_model(self, number: int) -> ModelRef:
-        """The judged model, whole and in full precision: it is what answers."""
-        data = codecs.encode("fp32", self.checkpoint.state.judged)
-        decoded = codecs.decode("fp32", data, self.layout, self.method.shared)
-        return ModelRef(codecs.identity(decoded), self._blob(data), "fp32", round=number)
+        """The judged model of the last closed round, from now on the served one; kept for a restart."""
+        decoded = trees.apply(lambda a: a.astype("float32"), self.checkpoint.state.judged)
+        self._checkpoints.save_served(number, decoded)
+        reference = self._serve_reference(number, decoded)
+        row = self.ledger.rows(Round, round=number)[0]
+        self.ledger.put(replace(row, judged_id=reference.model))
+        return reference
+
+    def _serve_reference(self, number: int, params: Params) -> ModelRef:
+        """Whole and in full precision: it is what answers."""
+        ordered = self.layout.ordered(params)
+        return ModelRef(codecs.identity(ordered), self._blob(codecs.encode("fp32", ordered)), "fp32", round=number)
 
     def _publish_idle(self) -> None:
-        """Between rounds that nobody collects: what was counted, and the judged model."""
+        """While nobody is asked to train: what was counted, and the judged model."""
         number = self.checkpoint.round
-        if number == 0:
-            return
-        if self._serve is None:
-            self._serve = self._judged_model(number)
-        self._publish_manifest(number, messages.Cohort(devices=()), self._serve, False)
-
-
-def _blobs(manifest: Manifest) -> list[Blob]:
-    """Every blob that a manifest names."""
-    named: list[Blob | None] = [manifest.graph, manifest.model.blob, manifest.model.full]
-    named += [record.blob for record in manifest.counted]
-    if manifest.serve is not None:
-        named += [manifest.serve.blob, manifest.serve.full]
-    return [blob for blob in named if blob is not None]
+        self._idle = number
+        if number:
+            self._serve = self._serve or self._judged_model(number)
+            self._publish_manifest(number, messages.Cohort(devices=()), self._serve, False)
 
 
 def will(fleet: str, boot: str) -> tuple[str, bytes]:

@@ -7,6 +7,7 @@ command is given again.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cloud_server import baseline, result, serve
+from cloud_server import result, serve
 from cloud_server.enroll import device_folder
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Judgement, Ledger
@@ -33,6 +34,7 @@ from fleet_core.errors import ConfigError, DataError, RoundError
 DEFAULT_OUT = "demo-run"
 JUDGE_S = 120.0
 STOP_S = 10.0
+LIVES = 3  # how often an agent is started again, as systemd would
 VIEW_S = 0.5
 
 
@@ -51,23 +53,34 @@ class Options:
     meter_watts: tuple[float, ...] | None = None
 
 
-def run(options: Options, out: Path | None, broker: str | None) -> dict[str, Any]:
-    """The whole demo; returns what result.json holds. Raises FleetError, with everything in order for another try."""
-    folder = _folder(options, out)
+def run(
+    options: Options, out: Path | None, broker: str | None, show: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """The whole demo; returns what result.json holds. show: takes the closing table.
+
+    Raises FleetError, with everything in order for another try.
+    """
+    if broker is not None and broker != serve.EMBEDDED:
+        serve.check_broker(broker)
     with terminal.until_signal() as stopped:
+        folder = _folder(options, out)
         try:
-            return _run(options, folder, broker, stopped)
+            outcome, table = _run(options, folder, broker, stopped)
         except _Stopped:
-            terminal.say(f"stopped; nothing is lost: metafleet demo --out {folder} goes on")
+            terminal.say(f"stopped; nothing is lost: the same command with --out {folder} goes on")
             raise KeyboardInterrupt from None
+    show(table)
+    return outcome
 
 
 class _Stopped(Exception):
     """The person asked for an end."""
 
 
-def _run(options: Options, folder: Path, broker: str | None, stopped: Callable[[], bool]) -> dict[str, Any]:
-    found = _found(options, folder)
+def _run(
+    options: Options, folder: Path, broker: str | None, stopped: Callable[[], bool]
+) -> tuple[dict[str, Any], str]:
+    found = _found(options, folder, stopped)
     training, joining = _write_devices(options, folder, found)
     with (
         serve.broker_at(broker, folder / "broker", port=0, log=terminal.say) as url,
@@ -97,50 +110,66 @@ def _run(options: Options, folder: Path, broker: str | None, stopped: Callable[[
 
 def _folder(options: Options, out: Path | None) -> Path:
     """The run's folder: a new one, or that of an unfinished run with the same options. Raises ConfigError."""
-    folder = out or _free_folder()
+    folder = out or _free_folder(options)
     note = folder / "demo.json"
     if note.exists():
-        known, problems = schema.read(Options, json.loads(storage.read_bytes(note, limit=1 << 16)))
-        if known is None:
-            raise ConfigError("; ".join(map(str, problems)), where=str(note))
-        if known != options:
+        if _noted(note) != options:
             raise ConfigError("holds a run with other options", where=str(folder), hint="give another --out")
         terminal.say(f"the run in {folder} goes on")
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError("is not empty and holds no run", where=str(folder), hint="give another --out")
+    _fleet_toml(options)  # every mistake in the options is told before anything is written
     storage.write_json(note, schema.plain(options))
     return folder
 
 
-def _free_folder() -> Path:
-    """``demo-run``, unless a finished run lies there; then the next number."""
+def _noted(note: Path) -> Options:
+    """The options of the run that lies there. Raises ConfigError."""
+    try:
+        known, problems = schema.read(Options, json.loads(storage.read_bytes(note, limit=1 << 16)))
+    except ValueError as error:
+        raise ConfigError(f"is no JSON: {error}", where=str(note), hint="give another --out") from error
+    if known is None:
+        raise ConfigError("; ".join(map(str, problems)), where=str(note), hint="give another --out")
+    return known
+
+
+def _free_folder(options: Options) -> Path:
+    """``demo-run``; the next number where a finished run or one with other options lies there."""
     number, folder = 1, Path(DEFAULT_OUT)
-    while (folder / "result.json").exists():
+    while (folder / "result.json").exists() or (
+        (folder / "demo.json").exists() and _noted(folder / "demo.json") != options
+    ):
         number += 1
         folder = Path(f"{DEFAULT_OUT}-{number}")
     return folder
 
 
-def _found(options: Options, folder: Path) -> Fleet:
+def _fleet_toml(options: Options) -> str:
+    """The run's fleet.toml. Raises DataError or ConfigError when these options cannot be run."""
+    everything = samples_of(options.data)
+    for name in itertools.chain(*_names(options, everything)):
+        topics.check_name(name, "device")
+    return fleet_toml(
+        everything, "demo", options.method, None, rounds=options.rounds, seed=options.seed,
+        min_devices=options.devices, serve_every=max(1, min(10, options.rounds)),
+    )
+
+
+def _found(options: Options, folder: Path, stopped: Callable[[], bool]) -> Fleet:
     """The fleet's folder, made as ``metafleet init`` makes it: torch ends with that process."""
     place = folder / "fleet"
     if not (place / "fleet.toml").exists():
-        everything = samples_of(options.data)
-        text = fleet_toml(
-            everything, "demo", options.method, None, rounds=options.rounds, seed=options.seed,
-            min_devices=options.devices, serve_every=max(1, min(10, options.rounds)),
-        )
-        _names(options, everything)  # who trains and who joins must be possible before anything is written
-        storage.write_atomic(place / "fleet.toml", text.encode())
-    _call([sys.executable, "-m", "cloud_server.cli", "init", str(place)])
-    return Fleet.load(place)
-
-
-def _call(command: list[str]) -> None:
-    finished = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        storage.write_atomic(place / "fleet.toml", _fleet_toml(options).encode())
+    command = [sys.executable, "-m", "cloud_server.cli", "init", str(place)]
+    finished = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
+    if stopped():
+        raise _Stopped
     if finished.returncode:
-        raise RoundError(f"'{' '.join(command[1:4])}' ended with exit code {finished.returncode}")
+        why = finished.stderr.decode(errors="replace").strip()
+        raise RoundError(f"'metafleet init {place}' ended with exit code {finished.returncode}: {why}")
+    return Fleet.load(place)
 
 
 def _names(options: Options, everything: Samples) -> tuple[list[str], list[str]]:
@@ -167,7 +196,6 @@ def _write_devices(options: Options, folder: Path, fleet: Fleet) -> tuple[list[P
     power = {} if watts is None else {"power": {"idle_w": watts[0], "busy_w": watts[1]}}
     homes: dict[str, Path] = {}
     for name in (*training, *joining):
-        topics.check_name(name, "device")
         home = homes[name] = folder / "devices" / name
         late = name in joining
         own = everything.of_client(name)
@@ -184,6 +212,8 @@ class _Children:
     def __init__(self, logs: Path, url: str):
         self._logs, self._url = logs, url
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._commands: dict[str, tuple[str, ...]] = {}
+        self._lives: dict[str, int] = {}
 
     def __enter__(self) -> _Children:
         return self
@@ -203,18 +233,26 @@ class _Children:
     def start(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
         """``python -m module …`` with its own log file; it ends with this process."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, terminal.WITH_PARENT: "1", "METAFLEET_BROKER": self._url}
+        environment = {**os.environ, terminal.WITH_PARENT: str(os.getpid()), "METAFLEET_BROKER": self._url}
         with open(self._logs / f"{name}.log", "ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=environment, start_new_session=True,
             )
-        self._running[name] = process
+        self._running[name], self._commands[name] = process, (module, *arguments)
         return process
+
+    def again(self, name: str) -> bool:
+        """Starts a process that ended once more; False when it has had its lives."""
+        self._lives[name] = self._lives.get(name, 0) + 1
+        if self._lives[name] < LIVES:
+            module, *arguments = self._commands[name]
+            self.start(name, module, *arguments)
+        return self._lives[name] < LIVES
 
     def ended(self) -> Iterator[tuple[str, int, str]]:
         """(name, exit code, end of its log) of every process that left by itself."""
-        for name, process in self._running.items():
+        for name, process in list(self._running.items()):
             if process.poll() is not None:
                 lines = (self._logs / f"{name}.log").read_text(errors="replace").strip().splitlines()
                 yield name, process.returncode, "\n".join(lines[-5:])
@@ -224,8 +262,8 @@ def _watch(
     ledger: Ledger, view: LiveView, children: _Children, server: subprocess.Popen[bytes],
     stopped: Callable[[], bool], done: Callable[[], bool], until: float | None = None,
 ) -> None:
-    """Follows the ledger until ``done``. Raises RoundError when the aggregator ends by itself."""
-    told: set[str] = set()
+    """Follows the ledger until ``done``. Raises RoundError when the aggregator ends by itself, or an agent again and
+    again."""
     while not done():
         if stopped():
             raise _Stopped
@@ -234,9 +272,9 @@ def _watch(
         for name, code, text in children.ended():
             if server.poll() is not None:
                 raise RoundError(f"the aggregator ended with exit code {server.returncode}: {text}")
-            if name not in told:
-                told.add(name)
-                view.say(f"agent {name} ended with exit code {code}: {text}")
+            if not children.again(name):
+                raise RoundError(f"agent {name} ended {LIVES} times, the last one with exit code {code}: {text}")
+            view.say(f"agent {name} ended with exit code {code} and is started again")
         view.update(snapshot(ledger))
         time.sleep(VIEW_S)
     view.update(snapshot(ledger))
@@ -253,7 +291,7 @@ def _baseline(folder: Path, stopped: Callable[[], bool]) -> dict[str, dict[str, 
         terminal.say("the baseline: FedAvg on the same devices, rounds and seed, in one process")
         with subprocess.Popen(
             [sys.executable, "-m", "cloud_server.baseline", str(folder)], stdout=subprocess.DEVNULL,
-            stderr=None, env={**os.environ, terminal.WITH_PARENT: "1"}, start_new_session=True,
+            stderr=None, env={**os.environ, terminal.WITH_PARENT: str(os.getpid())}, start_new_session=True,
         ) as process:
             while process.poll() is None:
                 if stopped():
@@ -265,13 +303,14 @@ def _baseline(folder: Path, stopped: Callable[[], bool]) -> dict[str, dict[str, 
         if process.returncode:
             hint = "or leave it out: --no-baseline"
             raise RoundError(f"the baseline ended with exit code {process.returncode}", hint=hint)
-    return baseline.read(path)
+    confusions: dict[str, dict[str, Any]] = json.loads(storage.read_bytes(path, limit=1 << 26))
+    return confusions
 
 
 def _close(
     options: Options, folder: Path, found: Fleet, before: dict[str, dict[str, Any]] | None
-) -> dict[str, Any]:
-    """result.json, report.html and the closing table."""
+) -> tuple[dict[str, Any], str]:
+    """Writes result.json and report.html; what result.json holds, and the closing table."""
     with Ledger(found.ledger_path, create=False) as ledger:
         plain = {key: value for key, value in schema.plain(options).items() if value is not None}
         if options.data != "heartbeat":
@@ -283,7 +322,6 @@ def _close(
     data = result.to_json(outcome)
     storage.write_json(folder / "result.json", data)
     storage.write_atomic(folder / "report.html", render(data, title="Metafleet demo").encode())
-    terminal.say(closing_table(outcome, report=str(folder / "report.html"), result_file=str(folder / "result.json")))
-    return data
+    return data, closing_table(outcome, report=str(folder / "report.html"), result_file=str(folder / "result.json"))
 
 

@@ -23,7 +23,7 @@ from fleet_core.algorithms.seam import Method
 from fleet_core.algorithms.trees import Params
 from fleet_core.bundle import Graph
 from fleet_core.codecs import CODECS
-from fleet_core.errors import ConfigError, StateError
+from fleet_core.errors import CodecError, ConfigError, StateError
 from fleet_core.layout import InputSpec
 from fleet_core.signing import Signer
 
@@ -110,11 +110,29 @@ class Fleet:
         return storage.read_bytes(self.folder / "fleet.pub", limit=1024).decode().strip()
 
     def graph_bytes(self) -> bytes:
-        """The published graph bundle as it lies on disk. Raises StateError with what to run when it is missing."""
+        """The published graph bundle as it lies on disk. Raises StateError with what to run when it is missing, or
+        when it is of another model than fleet.toml describes."""
         path = self.folder / "graph.safetensors"
         if not path.exists():
             raise StateError("the graph is missing", where=str(path), hint=f"metafleet init {self.folder}")
-        return storage.read_bytes(path, limit=bundle.MAX_BYTES)
+        data = storage.read_bytes(path, limit=bundle.MAX_BYTES)
+        self._check_graph(bundle.unpack(data), path)
+        return data
+
+    def _check_graph(self, graph: Graph, path: Path) -> None:
+        model, layout, method = self.config.model, graph.layout, self.method
+        pairs = {
+            "name": (layout.model, model.name), "input": (layout.input, model.input),
+            "classes": (layout.classes, model.classes),
+            "options": (schema.plain(layout.options), schema.plain(model.options)),
+            "graphs": (set(graph.graphs) >= ({"predict"} if "head" in method.shared else {"embed"}), True),
+        }
+        wrong = [name for name, (found, wanted) in pairs.items() if found != wanted]
+        if wrong:
+            raise StateError(
+                f"is the graph of another model: {', '.join(wrong)} differ from fleet.toml", where=str(path),
+                hint="make the fleet anew in an empty folder: a fleet keeps its model",
+            )
 
     def weights(self, graph: Graph) -> Params:
         """The first weights, float32, of the groups that the method shares."""
@@ -122,8 +140,29 @@ class Fleet:
         if not path.exists():
             raise StateError("the first weights are missing", where=str(path), hint=f"metafleet init {self.folder}")
         groups = tuple(dict.fromkeys(t.group for t in graph.layout.tensors))
-        params = bundle.weights_from_bytes(storage.read_bytes(path, limit=1 << 33), graph.layout, groups)
+        data = storage.read_bytes(path, limit=1 << 33)
+        try:
+            params = bundle.weights_from_bytes(data, graph.layout, groups)
+        except CodecError as error:
+            raise StateError(
+                f"are not this model's first weights: {error.what}", where=str(path), expected=error.expected,
+                hint=f"delete them, then: metafleet init {self.folder}",
+            ) from error
         return self.method.params(params)
+
+    def running(self) -> bool:
+        """Whether an aggregator works on this folder now."""
+        import fcntl
+
+        path = self.folder / ".lock"
+        if not path.exists():
+            return False
+        with open(path, "rb") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
 
     @contextlib.contextmanager
     def lock(self) -> Any:

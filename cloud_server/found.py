@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cloud_server.fleet import Fleet, FleetConfig, method_of
 from cloud_server.ledger import Ledger
-from fleet_core import config, storage
+from fleet_core import bundle, config, storage
 from fleet_core.errors import ConfigError
 from fleet_core.signing import Signer
 
@@ -18,25 +18,31 @@ def found(folder: Path, text: str | None, make: Make) -> Fleet:
     """The fleet in ``folder``.
 
     text: of fleet.toml, or None to take the one that lies there. make(config, head): graph bundle and weights as bytes.
-    Nothing that exists is replaced: a folder whose fleet.toml says something else is refused. Raises ConfigError.
+    Nothing of a fleet is replaced: a folder whose fleet.toml says something else is refused, and so is one with rounds
+    of a fleet whose fleet.toml is gone. Raises ConfigError.
     """
     path = folder / "fleet.toml"
+    if not path.exists() and (folder / "state").exists():
+        raise ConfigError("is absent, and rounds of its fleet are here", where=str(path),
+                          hint="put it back, or take an empty folder")
     settings = _settings(path, text)
-    method, _ = method_of(settings, path)
+    made = Fleet(folder, settings, *method_of(settings, path))
     graph_path, weights_path = folder / "graph.safetensors", folder / "weights.safetensors"
-    if not (graph_path.exists() and weights_path.exists()):
-        graph, weights = make(settings, "head" in method.shared)
+    if not (path.exists() and graph_path.exists() and weights_path.exists()):
+        graph, weights = make(settings, "head" in made.method.shared)
         storage.write_atomic(graph_path, graph)
         storage.write_atomic(weights_path, weights)
+    made.weights(bundle.unpack(made.graph_bytes()))  # they are this model's
     if not (folder / "fleet.pub").exists():
         signer = Signer.create(folder / "fleet.key")
         storage.write_atomic(folder / "fleet.pub", signer.public.encode() + b"\n")
     with Ledger(folder / "ledger.sqlite") as ledger:
-        facts = {"name": settings.fleet.name, "method": method.name, "seed": str(settings.fleet.seed)}
-        ledger.set_facts(**facts)
+        facts = {"name": settings.fleet.name, "method": made.method.name, "seed": str(settings.fleet.seed)}
+        if ledger.facts() != facts:
+            ledger.set_facts(**facts)
     if text is not None and not path.exists():
         storage.write_atomic(path, text.encode())  # last: with it the folder is a fleet
-    return Fleet.load(folder)
+    return made
 
 
 def _settings(path: Path, text: str | None) -> FleetConfig:

@@ -1,7 +1,8 @@
 """Uploads under way: what was offered, what may be sent, what has come.
 
 Credit is the receiver's: at most 8 chunks of one device and 500 in all are under way, so that no broker's queue
-overflows; memory for uploads is bounded, further offers wait. Chunks are asked for again when the *device* is silent.
+overflows; memory for uploads is bounded, further offers wait. Chunks are asked for again when the *device* is silent;
+one that stays silent gives its credit and memory back, and offers again when it returns.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fleet_core import messages
-from fleet_core.errors import MessageError
 from fleet_core.messages import Down, UploadManifest
 from fleet_core.transfer import Inbox
 
@@ -18,15 +18,20 @@ PER_DEVICE = 8
 IN_ALL = 500
 RESERVED_BYTES = 48 << 20
 SILENCE_S = 4.0
+TICK_S = 0.25
+PATIENCE = 5
 
 
 @dataclass
 class _Upload:
+    """granted: chunks that may come now. asked: how often they were asked for since one came."""
+
     round: int
     manifest: UploadManifest
     inbox: Inbox | None = None
     granted: set[int] = field(default_factory=set)
     heard: float = 0.0
+    asked: int = 0
 
 
 class Intake:
@@ -35,6 +40,11 @@ class Intake:
     def __init__(self, grant: Callable[[str, Down], None], clock: Callable[[], float], limit: int):
         self._grant, self._clock, self._limit = grant, clock, limit
         self._uploads: dict[str, _Upload] = {}
+        self._waiting: dict[str, None] = {}  # for credit, in order
+        self._outside: dict[str, None] = {}  # for memory, in order
+        self._credit = IN_ALL
+        self._held_bytes = 0
+        self._ticked = clock()
 
     def offer(self, device: str, round_number: int, manifest: UploadManifest) -> None:
         """A device's offer; the same one again repeats what is still wanted. Raises MessageError, before memory is
@@ -42,59 +52,92 @@ class Intake:
         manifest.blob.check(self._limit)
         known = self._uploads.get(device)
         if known is not None and known.round == round_number and known.manifest.id == manifest.id:
-            known.granted.clear()  # the device forgot, or our grant was lost
+            self._take_credit_back(known)  # the device forgot, or our grant was lost
         else:
+            self._forget(device)
             self._uploads[device] = _Upload(round_number, manifest)
-        self._serve(device)
+        self._queue(device)
+        self._serve()
 
-    def chunk(self, device: str, round_number: int, k: int, data: bytes) -> tuple[UploadManifest, bytes] | None:
-        """A chunk that came; (manifest, bytes) when it was the last. A chunk nobody asked for is ignored."""
+    def chunk(self, device: str, round_number: int, k: int, data: bytes) -> tuple[UploadManifest, Inbox] | None:
+        """A chunk that came; (manifest, the whole) when it was the last. A chunk that nobody asked for is ignored.
+        Raises MessageError for bytes that are not the announced chunk's."""
         upload = self._uploads.get(device)
         if upload is None or upload.round != round_number or upload.inbox is None:
             return None
-        upload.heard = self._clock()
+        upload.heard, upload.asked = self._clock(), 0
         upload.inbox.put(k, data)
-        upload.granted.discard(k)
+        if k in upload.granted:
+            upload.granted.remove(k)
+            self._credit += 1
         if upload.inbox.complete:
             self.drop(device)
-            return upload.manifest, upload.inbox.take()
+            return upload.manifest, upload.inbox
         if not upload.granted:
-            self._serve(device)
+            self._queue(device)
+        self._serve()
         return None
 
     def drop(self, device: str) -> None:
         """Forgets a device's upload and lets those that wait go on."""
-        if self._uploads.pop(device, None) is not None:
-            for name in [name for name, upload in self._uploads.items() if not upload.granted]:
-                self._serve(name)
+        self._forget(device)
+        self._serve()
 
-    def clear(self) -> None:
-        self._uploads.clear()
+    def clear(self) -> list[tuple[str, int, UploadManifest]]:
+        """Forgets every upload; (device, round, manifest) of each."""
+        dropped = [(device, upload.round, upload.manifest) for device, upload in self._uploads.items()]
+        for device, _, _ in dropped:
+            self._forget(device)
+        return dropped
 
     def tick(self) -> None:
-        """Asks silent devices again, and serves those that wait for credit."""
-        for name, upload in list(self._uploads.items()):
-            if upload.granted and self._clock() - upload.heard > SILENCE_S:
-                upload.granted.clear()
-            if not upload.granted:
-                self._serve(name)
-
-    def _serve(self, device: str) -> None:
-        """Grants a device its next chunks, as far as credit and memory allow."""
-        upload = self._uploads[device]
-        credit = min(PER_DEVICE, IN_ALL - sum(len(u.granted) for u in self._uploads.values()))
-        if credit <= 0 or not self._reserve(upload):
+        """Asks silent devices again."""
+        if self._clock() - self._ticked < TICK_S:
             return
+        self._ticked = self._clock()
+        for device, upload in list(self._uploads.items()):
+            if upload.granted and self._clock() - upload.heard > SILENCE_S:
+                self._take_credit_back(upload)
+                if upload.asked > PATIENCE:
+                    self._forget(device)
+                else:
+                    self._queue(device)
+        self._serve()
+
+    def _queue(self, device: str) -> None:
+        (self._outside if self._uploads[device].inbox is None else self._waiting)[device] = None
+
+    def _serve(self) -> None:
+        """Grants the next chunks, first come first served, as far as credit and memory allow."""
+        while self._credit and (device := next(iter(self._waiting), None)) is not None:
+            del self._waiting[device]
+            self._give(device, self._uploads[device])
+        while self._credit and (device := next(iter(self._outside), None)) is not None:
+            upload = self._uploads[device]
+            size = upload.manifest.blob.size
+            if self._held_bytes and self._held_bytes + size > RESERVED_BYTES:
+                return
+            del self._outside[device]
+            upload.inbox = Inbox(upload.manifest.blob, self._limit)
+            self._held_bytes += size
+            self._give(device, upload)
+
+    def _give(self, device: str, upload: _Upload) -> None:
         if upload.inbox is None:
-            raise MessageError("an upload without memory")
-        wanted = upload.inbox.missing(credit)
-        upload.granted, upload.heard = set(wanted), self._clock()
+            return
+        wanted = upload.inbox.missing(min(PER_DEVICE, self._credit))
+        self._credit -= len(wanted)
+        upload.granted, upload.heard, upload.asked = set(wanted), self._clock(), upload.asked + 1
         self._grant(device, Down(t="need", r=upload.round, id=upload.manifest.id, miss=messages.ranges(wanted)))
 
-    def _reserve(self, upload: _Upload) -> bool:
-        if upload.inbox is None:
-            held = sum(u.inbox.blob.size for u in self._uploads.values() if u.inbox is not None)
-            if held and held + upload.manifest.blob.size > RESERVED_BYTES:
-                return False
-            upload.inbox = Inbox(upload.manifest.blob, self._limit)
-        return True
+    def _take_credit_back(self, upload: _Upload) -> None:
+        self._credit += len(upload.granted)
+        upload.granted.clear()
+
+    def _forget(self, device: str) -> None:
+        upload = self._uploads.pop(device, None)
+        self._waiting.pop(device, None)
+        self._outside.pop(device, None)
+        if upload is not None:
+            self._take_credit_back(upload)
+            self._held_bytes -= upload.manifest.blob.size if upload.inbox is not None else 0

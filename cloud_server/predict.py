@@ -22,7 +22,7 @@ def ask(fleet: str, device: str, x: np.ndarray[Any, Any], url: str, *, timeout_s
     question_id = secrets.token_hex(8)
     little = np.ascontiguousarray(x, dtype=x.dtype.newbyteorder("<"))
     question = Question(x.shape, str(x.dtype), base64.b64encode(little.tobytes()).decode())
-    until, reason = time.monotonic() + timeout_s, "no broker answered"
+    until, reason, hint = time.monotonic() + timeout_s, "no broker answered", "start the broker, or check --broker"
     link.open()
     try:
         while time.monotonic() < until:
@@ -32,13 +32,14 @@ def ask(fleet: str, device: str, x: np.ndarray[Any, Any], url: str, *, timeout_s
                         link.subscribe(topics.answer(fleet, device, question_id))
                         link.publish(topics.question(fleet, device, question_id), messages.encode(question))
                         reason = f"device {device} did not answer"
+                        hint = f"is {device} on? see 'metafleet devices list'"
                     case Disconnected(text):
-                        reason = text
+                        reason, hint = f"no broker answered ({text})", "start the broker, or check --broker"
                     case Message(_, payload):
                         return _answer(messages.decode(Answer, payload), device)
     finally:
         link.close()
-    raise LinkError(f"{reason} in {timeout_s:g} s", where=url, hint=f"is {device} on? see 'metafleet devices list'")
+    raise LinkError(f"{reason} in {timeout_s:g} s", where=url, hint=hint)
 
 
 def _answer(answer: Answer, device: str) -> Answer:

@@ -20,20 +20,45 @@ from fleet_core.link.mqtt import MqttLink
 TICK_S = 0.2
 VIEW_S = 1.0
 DEFAULT_PORT = 1883
+DEFAULT_URL = f"mqtt://127.0.0.1:{DEFAULT_PORT}"
+EMBEDDED = "embedded"
 
 
 @contextlib.contextmanager
 def broker_at(url: str | None, folder: Path, *, port: int, log: Callable[[str], None]) -> Iterator[str]:
-    """The URL of a broker: the one named, or a private one that lives as long as this context."""
-    if url is not None:
+    """The URL of a broker: the one named, or a private one that lives as long as this context.
+
+    url: mqtt(s)://host[:port]; None for a private one; ``embedded`` for a private one that is amqtt in any case.
+    """
+    if url not in (None, EMBEDDED):
         yield url
         return
-    broker = start_broker(folder, port=port)
+    broker = start_broker(folder, port=port, embedded=url == EMBEDDED)
     tell_broker(broker, log)
     try:
         yield broker.url
     finally:
         broker.stop()
+
+
+def check_broker(url: str, *, timeout_s: float = 5.0) -> None:
+    """Raises LinkError when no broker answers at ``url``."""
+    link = MqttLink(url, client_id=f"metafleet-check-{secrets.token_hex(4)}")
+    until = time.monotonic() + timeout_s
+    link.open()
+    try:
+        while not link.connected:
+            link.poll(TICK_S)
+            if not link.connected and time.monotonic() > until:
+                raise no_broker(url, timeout_s)
+    finally:
+        link.close()
+
+
+def no_broker(url: str, timeout_s: float) -> LinkError:
+    return LinkError(
+        f"no broker answered in {timeout_s:g} s", where=url, hint="start the broker, or check --broker"
+    )
 
 
 def tell_broker(broker: Broker, log: Callable[[str], None]) -> None:
@@ -51,7 +76,7 @@ def serve(
     log: Callable[[str], None],
     until_done: bool = False,
     quiet: bool = False,
-    connect_s: float = 30.0,
+    connect_s: float,
 ) -> None:
     """Drives the fleet until ``stopped``, or until all rounds are closed. Raises LinkError when no broker answers."""
     with fleet.lock(), Ledger(fleet.ledger_path) as ledger:
@@ -78,9 +103,7 @@ def _connect(coordinator: Coordinator, link: MqttLink, url: str, stopped: Callab
     while not link.connected and not stopped():
         coordinator.step(TICK_S)
         if not link.connected and time.monotonic() > until:
-            raise LinkError(
-                f"no broker answered in {connect_s:g} s", where=url, hint="start the broker, or check --broker"
-            )
+            raise no_broker(url, connect_s)
 
 
 def _drive(

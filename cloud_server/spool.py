@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,14 @@ class Spool:
 
     def put(self, round_number: int, device: str, manifest: UploadManifest, data: bytes) -> None:
         """The manifest is written last: with it the update is there, without it it is not."""
+        self.drop(round_number, device)
         folder = self._folder / str(round_number)
         storage.write_atomic(folder / f"{device}.update", data)
         storage.write_atomic(folder / f"{device}.json", messages.encode(manifest))
+
+    def drop(self, round_number: int, device: str) -> None:
+        """Forgets a device's update."""
+        (self._folder / str(round_number) / f"{device}.json").unlink(missing_ok=True)
 
     def manifests(self, round_number: int) -> dict[str, UploadManifest]:
         """Device -> manifest, in closing order."""
@@ -41,9 +46,9 @@ class Spool:
             for name in closing.order(found)
         }
 
-    def updates(self, round_number: int) -> Updates:
-        """Can be iterated any number of times; one update in memory at a time."""
-        return Updates(self, round_number)
+    def updates(self, round_number: int, counted: Mapping[str, UploadManifest]) -> Updates:
+        """The ``counted`` ones (device -> manifest); can be iterated any number of times, one in memory at a time."""
+        return Updates(self, round_number, counted)
 
     def read(self, round_number: int, device: str, manifest: UploadManifest) -> Update:
         """The update with float64 arrays. Raises StateError when the file is not what its manifest says."""
@@ -62,14 +67,14 @@ class Spool:
 
 
 class Updates:
-    """The updates of one round in closing order, read anew at every iteration."""
+    """Updates of one round in closing order, read anew at every iteration."""
 
-    def __init__(self, spool: Spool, round_number: int):
-        self._spool, self._round = spool, round_number
+    def __init__(self, spool: Spool, round_number: int, counted: Mapping[str, UploadManifest]):
+        self._spool, self._round, self._counted = spool, round_number, counted
 
     def __iter__(self) -> Iterator[Update]:
-        for device, manifest in self._spool.manifests(self._round).items():
-            yield self._spool.read(self._round, device, manifest)
+        for device in closing.order(self._counted):
+            yield self._spool.read(self._round, device, self._counted[device])
 
 
 def widened(params: trees.Params) -> dict[str, dict[str, Any]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from fleet_core import messages
 from fleet_core.link import counters
 from fleet_core.messages import Cost, Energy
 from fleet_core.power.book import EnergyBook, Work
-from fleet_core.power.meter import Meter
+from fleet_core.power.meter import Figure, Meter
 
 
 class Accounts:
@@ -20,6 +21,8 @@ class Accounts:
         self._book = EnergyBook(meter)
         self._open: dict[str, tuple[ExitStack, Work]] = {}
         self._payload: dict[str, int] = {}
+        self._before: dict[str, float] = {}
+        self._last: dict[str, Figure] = {}
         self.flops: float | None = None
 
     def payload(self, kind: str, count: int) -> None:
@@ -31,6 +34,9 @@ class Accounts:
     def begin(self, phase: str) -> None:
         """``train``, ``adapt`` or ``serve`` begins; it may last over many steps of the loop."""
         stack = ExitStack()
+        self._book.settle()
+        known = self._book.figures().get(phase)
+        self._before[phase] = 0.0 if known is None else known.joules
         self._open[phase] = (stack, stack.enter_context(self._book.phase(phase)))
 
     def end(self, phase: str, flops: float | None = None) -> None:
@@ -39,6 +45,9 @@ class Accounts:
             work.flops = flops
             self.flops = (self.flops or 0.0) + flops
         stack.close()
+        figure = self._book.figures().get(phase)
+        if figure is not None:
+            self._last[phase] = replace(figure, joules=figure.joules - self._before[phase])
 
     def energy(self) -> tuple[Energy, ...]:
         self._book.settle()
@@ -53,6 +62,9 @@ class Accounts:
         )
 
     def cost(self, payload_bytes: int, job: Mapping[str, Any]) -> Cost:
-        """Of one update: its bytes, and what the trainer said of the job."""
-        flops = job.get("flops")
-        return Cost(payload_bytes, float(job.get("cpu_s", 0.0)), None if flops is None else float(flops))
+        """Of one update: its bytes, what the trainer said of the job, and the joules of the training before it."""
+        flops, joules = job.get("flops"), self._last.get("train")
+        return Cost(
+            payload_bytes, float(job.get("cpu_s", 0.0)), None if flops is None else float(flops),
+            None if joules is None else joules.plain(),
+        )

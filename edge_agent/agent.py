@@ -25,24 +25,27 @@ from fleet_core import __version__, bundle, codecs, cohort, messages, schema, st
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
-from fleet_core.errors import BundleError, CodecError, FleetError, MessageError
-from fleet_core.link.base import Connected, Disconnected, Link, Message
+from fleet_core.errors import BundleError, CodecError, FleetError, LinkError, MessageError, RoundError
+from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
 from fleet_core.messages import (
     Answer,
     Blob,
-    Counted,
     Down,
+    Judgement,
     Manifest,
     ModelRef,
     PendingRef,
     Presence,
     Question,
     Report,
+    ServerPresence,
     UploadManifest,
 )
 from fleet_core.signing import Verifier
 
 HEARTBEAT_S = 2.0
+LOOK_S = 5.0
+WORKING = ("train", "upload")
 MAX_MODEL_BYTES = 1 << 30
 MAX_COUNTED_BYTES = 1 << 26
 
@@ -71,14 +74,21 @@ class Agent:
         self._clock, self._now_ms, self._log = clock, now_ms, log
         self._verifier = Verifier(settings.device.key)
         self._seq, self._signed_ms = home.clock()
-        self._fetcher = Fetcher(self.fleet, link, clock)
-        self._uploader = Uploader(self.fleet, self.name, link, clock)
+        self._fetcher = Fetcher(self.fleet, link, clock, lambda kind, size: accounts.payload(f"{kind}_down", size))
+        self._uploader = Uploader(self.fleet, self.name, link, clock, lambda size: accounts.payload("update_up", size))
         self._pending = home.pending()
         self._model: Weights | None = home.weights("model")
-        self._round_seen = 0
-        self._asked_full: set[str] = set()
-        self._asked_fate = -1
-        self._last_heartbeat = 0.0
+        self._to_serve: Weights | None = home.weights("serve")
+        self._training: Manifest | None = None  # what the trainer works on
+        self._adapting = ""  # the model that the trainer personalizes
+        self._seen: tuple[int, str, str] | None = None
+        self._offered_seq = -1
+        self._gave_up: dict[str, int] = {}
+        self._bad_graph = ""
+        self._asked: dict[str, tuple[str, float]] = {}
+        self._server_boot = ""
+        self._judgements: tuple[Judgement, ...] = ()
+        self._looked = self._last_heartbeat = clock()
         self.manifest: Manifest | None = None
         self.phase = "idle"
 
@@ -94,6 +104,8 @@ class Agent:
                     self._on_connected()
                 case Disconnected(reason):
                     self._log(f"broker: {reason}")
+                case Denied(topic, reason):
+                    self._log(f"broker: {topic} denied: {reason}")
                 case Message(topic, payload):
                     self._guarded(topic, payload)
         done = self.trainer.poll() if self.trainer else None
@@ -106,9 +118,8 @@ class Agent:
         """Leaves in order: no trainer, presence off, disconnect."""
         if self.trainer is not None:
             self.trainer.stop()
-        if self.link.connected:
-            off = messages.encode(Presence(st="off", boot=self.boot, ver=__version__))
-            self.link.publish(topics.presence(self.fleet, self.name), off, retain=True)
+        off = messages.encode(Presence(st="off", boot=self.boot, ver=__version__))
+        self._send(topics.presence(self.fleet, self.name), off, retain=True)
         self.link.close()
 
     def _guarded(self, topic: str, payload: bytes) -> None:
@@ -121,19 +132,31 @@ class Agent:
     def _tick(self) -> None:
         self._fetcher.tick()
         self._uploader.tick()
-        training = self.trainer is not None and self.trainer.busy
-        if training and self.link.connected and self._clock() - self._last_heartbeat > HEARTBEAT_S:
+        if self.phase in WORKING and self._clock() - self._last_heartbeat > HEARTBEAT_S:
             self._beat()
+        if self._clock() - self._looked > LOOK_S:
+            self._advance()  # what was asked for and never answered is asked for again
+
+    def _send(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
+        """What is lost when the link is down or full: the protocol says it again."""
+        if self.link.connected:
+            try:
+                self.link.publish(topic, payload, retain=retain)
+            except LinkError as error:
+                self._log(f"not sent: {error}")
 
     # What arrives -----------------------------------------------------------------------------------------------------
 
     def _on_connected(self) -> None:
         self.link.subscribe(
             topics.current(self.fleet),
+            topics.server(self.fleet),
             topics.down(self.fleet, self.name),
             topics.question(self.fleet, self.name, "+"),
         )
         self._announce()
+        self._gave_up.clear()
+        self._asked.clear()
         self._advance()
 
     def _on_message(self, topic: str, payload: bytes) -> None:
@@ -142,6 +165,8 @@ class Agent:
             return
         if address.kind == "cur":
             self._on_manifest(payload)
+        elif address.kind == "srv":
+            self._on_server(messages.decode(ServerPresence, payload))
         elif address.kind == "b":
             self._on_chunk(address.key, topics.number(address.part), payload)
         elif address.kind == "dn" and address.device == self.name:
@@ -164,138 +189,189 @@ class Agent:
         self._seq, self._signed_ms = manifest.seq, max(self._signed_ms, manifest.seq)
         self.home.set_clock(self._seq, self._signed_ms)
         self.manifest = manifest
+        self._fetcher.keep({blob.id for blob in manifest.blobs()})
         self._advance()
+
+    def _on_server(self, presence: ServerPresence) -> None:
+        """An aggregator that began anew may have died with what this device said last in its hands."""
+        if presence.st != "on" or presence.boot == self._server_boot:
+            return
+        first, self._server_boot = not self._server_boot, presence.boot
+        if not first and self._judgements:
+            self._tell_judgements()
+        elif not first:
+            self.report()
 
     def _on_chunk(self, blob_id: str, k: int | None, payload: bytes) -> None:
         data = None if k is None else self._fetcher.put(blob_id, k, payload)
-        if data is None or self.manifest is None:
-            return
         manifest = self.manifest
-        kind = self._kind_of(blob_id, manifest)
-        self.accounts.payload(f"{kind}_down", len(data))
-        if kind == "graph":
-            self._install_graph(blob_id, data)
-        elif kind == "counted":
-            self._settle(data.decode("ascii", "replace").split())
-        elif kind == "model":
-            self._take_model(manifest.model, blob_id, data)
-        elif kind == "serve" and manifest.serve is not None:
-            self._take_serve(manifest.serve, blob_id, data)
-        self._advance()
-
-    @staticmethod
-    def _kind_of(blob_id: str, manifest: Manifest) -> str:
+        if data is None or manifest is None:
+            return
+        counted = next((r for r in manifest.counted if r.blob is not None and r.blob.id == blob_id), None)
         if manifest.graph is not None and blob_id == manifest.graph.id:
-            return "graph"
-        if any(record.blob is not None and record.blob.id == blob_id for record in manifest.counted):
-            return "counted"
-        serves = manifest.serve is not None and blob_id in _blob_ids(manifest.serve)
-        trains = manifest.open and blob_id in _blob_ids(manifest.model)
-        return "serve" if serves and not trains else "model"
+            self._attempt("graph", lambda: self._install_graph(blob_id, data, new=True))
+        elif counted is not None:
+            self._settle(counted.round, data.decode("ascii", "replace").split())
+        elif manifest.open and blob_id in _blob_ids(manifest.model):
+            self._attempt("model", lambda: self._take_model(manifest.model, blob_id, data))
+        elif manifest.serve is not None and blob_id in _blob_ids(manifest.serve):
+            ref = manifest.serve
+            self._attempt("serve", lambda: self._take_serve(ref, blob_id, data))
+        self._advance()
 
     def _on_down(self, payload: bytes) -> None:
         if payload.startswith(b"ed25519:"):
             return self._on_fate(messages.decode(Down, self._verifier.verify(payload)))
-        down = messages.decode(Down, payload)
+        down, pending = messages.decode(Down, payload), self._pending
         if down.t == "need":
             return self._uploader.on_need(down)
-        pending = self._pending
-        if pending is None or (down.r, down.id) != (pending.round, pending.upload.id):
+        if pending is None or not self._uploader.active or (down.r, down.id) != (pending.round, pending.upload.id):
             return
-        self._uploader.stop()
-        if down.t == "done":
-            self.accounts.payload("update_up", pending.upload.blob.size)
-            self._set_phase("idle")
-        else:
+        self._uploader.stop()  # the signed record decides what becomes of it, not this
+        if down.t == "reject":
             self._log(f"round {down.r}: the update was refused: {down.reason}")
-            self._forget(pending)
-            self._set_phase("refused")
+        self._set_phase("idle" if down.t == "done" else "refused")
         self.report()
 
     def _on_fate(self, down: Down) -> None:
         """A signed record of what became of an old update."""
         pending = self._pending
-        if pending is not None and down.t == "counted" and down.device == self.name and down.r == pending.round:
-            self._settle([down.id] if down.ok else [])
-            self._advance()
+        if pending is None or down.t != "counted" or down.device != self.name or down.id != pending.upload.id:
+            return
+        self._settle(down.r, [down.id] if down.ok else [])
+        self._advance()
 
     def _on_question(self, question_id: str, payload: bytes) -> None:
         try:
             answer = self.service.answer(messages.decode(Question, payload))
         except FleetError as error:
-            answer = Answer(error=str(error))
-        self.link.publish(topics.answer(self.fleet, self.name, question_id), messages.encode(answer))
+            answer = Answer(error=str(error)[:1000])
+        self._send(topics.answer(self.fleet, self.name, question_id), messages.encode(answer))
 
     # What the current round asks for ----------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """The next thing that the current manifest asks for and that can be done now; called whenever one is done."""
+        self._looked = self._clock()
         manifest = self.manifest
         if manifest is None or not self.link.connected:
             return
-        if manifest.graph is not None and self.service.graph_id != manifest.graph.id:
-            return self._want_graph(manifest.graph)
-        if self._pending is not None and not self._settled(manifest, self._pending):
+        if not self._knows(manifest) or not self._has_graph(manifest):
             return
-        if self._takes_part(manifest):
-            self._take_part(manifest)
-        if manifest.serve is not None and self._fetcher.target is None:
-            self._want_serve(manifest.serve)
+        self._attempt("state", lambda: self._resolve(manifest))
+        if self._pending is None and self._takes_part(manifest):
+            self._attempt("train", lambda: self._take_part(manifest))
+        if manifest.serve is not None:
+            ref = manifest.serve
+            self._attempt("serve", lambda: self._want_serve(ref))
+        self._rest(manifest)
 
-    def _want_graph(self, blob: Blob) -> None:
-        path = self.home.graph_path(blob.id)
-        if path.exists():
-            self._install_graph(blob.id, path.read_bytes())
-            return self._advance()
-        self._fetcher.start(blob, bundle.MAX_BYTES)
+    def _attempt(self, what: str, action: Callable[[], object]) -> None:
+        """Does it, or says why not, here and to the aggregator; what failed waits for a newer manifest."""
+        manifest = self.manifest
+        if manifest is None or self._gave_up.get(what) == manifest.seq:
+            return
+        try:
+            action()
+        except LinkError as error:
+            self._log(f"{what}: {error}")
+        except FleetError as error:
+            self._give_up(what, manifest, error)
 
-    def _install_graph(self, blob_id: str, data: bytes) -> None:
+    def _give_up(self, what: str, manifest: Manifest, error: FleetError) -> None:
+        self._gave_up[what] = manifest.seq
+        self._log(f"{what}: {error}")
+        if what in ("train", "model"):
+            self._seen = None
+            self._set_phase("failed")
+        about = {"judged_round": manifest.serve.round} if what == "serve" and manifest.serve is not None else {}
+        self.report(failed=f"{what}: {error}"[:500], **about)
+
+    def _knows(self, manifest: Manifest) -> bool:
+        """Whether this agent has the round's method."""
+        known = METHODS.get(manifest.method.name)
+        if known is None or known.version != manifest.method.version:
+            self._attempt("method", self._method)
+            return False
+        return True
+
+    def _has_graph(self, manifest: Manifest) -> bool:
+        blob = manifest.graph
+        if blob is None or self.service.graph_id == blob.id:
+            return self.service.graph is not None
+        if blob.id == self._bad_graph:
+            self._attempt("graph", self._refuse_graph)
+            return False
+        data = self.home.graph(blob)
+        if data is None:
+            self._attempt("graph", lambda: self._fetcher.start(blob, bundle.MAX_BYTES, "graph"))
+        else:
+            self._attempt("graph", lambda: self._install_graph(blob.id, data, new=False))
+        return self.service.graph_id == blob.id
+
+    def _refuse_graph(self) -> None:
+        raise BundleError("the fleet's graph failed its check here", hint="see this device's log")
+
+    def _install_graph(self, blob_id: str, data: bytes, *, new: bool) -> None:
+        self._bad_graph = blob_id  # until it is in use
         graph = bundle.unpack(data)
         manifest = self.manifest
         if manifest is not None and manifest.layout and graph.layout.hash != manifest.layout:
             raise BundleError(f"the graph has layout {graph.layout.hash}", expected=manifest.layout)
         self.service.install(blob_id, graph)
-        self.home.save_graph(blob_id, data)
+        self._bad_graph = ""
+        if new:
+            self.home.save_graph(blob_id, data)
         self._announce()
 
-    def _settled(self, manifest: Manifest, pending: Pending) -> bool:
-        """Whether nothing is pending any more; asks where the manifest does not say."""
-        if pending.round >= manifest.round and manifest.open:
-            if pending.round == manifest.round and pending.key == state_key(manifest) and not self._uploader.active:
-                self._offer(pending)  # the aggregator started this round anew: it may not have the update
-            return False if pending.key == state_key(manifest) else self._forget(pending)
-        record = next((r for r in manifest.counted if r.round == pending.round), None)
-        if record is not None:
-            return self._settle_by(record)
-        if self._asked_fate != manifest.seq:
-            self._asked_fate = manifest.seq
-            self.report(pending=PendingRef(pending.round, pending.upload.id))
-        return False
-
-    def _settle_by(self, record: Counted) -> bool:
-        if record.ids is not None:
-            return self._settle(list(record.ids))
-        if record.blob is not None:
-            self._fetcher.start(record.blob, MAX_COUNTED_BYTES)
-        return False
-
-    def _settle(self, counted_ids: list[str]) -> bool:
-        """Commits the pending state when its update is among the counted ones, discards it otherwise."""
+    def _resolve(self, manifest: Manifest) -> None:
+        """What is pending is committed or discarded where the manifest says which; else its fate is asked for."""
         pending = self._pending
-        if pending is not None and f"{pending.upload.id}" in counted_ids:
-            self.home.commit(pending)
-        elif pending is not None:
-            self._log(f"round {pending.round}: the update was not counted, its state is discarded")
-            self.home.discard(pending)
+        if pending is None:
+            return
+        if pending.round >= manifest.round and manifest.open:
+            return self._go_on_offering(manifest, pending)
+        if pending.round > manifest.round:
+            return  # that round is not closed, and not open now
+        record = next((r for r in manifest.counted if r.round == pending.round), None)
+        if record is None:
+            self._ask("fate", pending.upload.id, pending=PendingRef(pending.round, pending.upload.id))
+        elif record.ids is not None:
+            self._settle(record.round, list(record.ids))
+        elif record.blob is not None:
+            self._fetcher.start(record.blob, MAX_COUNTED_BYTES, "counted")
+
+    def _go_on_offering(self, manifest: Manifest, pending: Pending) -> None:
+        """Offers the update once per manifest: the aggregator may have begun the round anew, without it."""
+        mine = (pending.round, pending.key, pending.upload.base)
+        if mine != (manifest.round, state_key(manifest), manifest.model.model):
+            self._discard(pending)  # the round is another by now: this can never be counted
+        elif self._offered_seq != manifest.seq:
+            self._offer(manifest, pending)
+
+    def _settle(self, round_number: int, counted_ids: list[str]) -> None:
+        """Commits the pending state when its update is among the counted ones of its round, discards it otherwise."""
+        pending = self._pending
+        if pending is None or pending.round != round_number:
+            return
+        if pending.upload.id not in counted_ids:
+            return self._discard(pending)
+        self.home.commit(pending)
         self._uploader.stop()
         self._pending = None
-        return True
 
-    def _forget(self, pending: Pending) -> bool:
+    def _discard(self, pending: Pending) -> None:
+        self._log(f"round {pending.round}: the update was not counted, its state is discarded")
         self.home.discard(pending)
         self._uploader.stop()
         self._pending = None
-        return True
+
+    def _ask(self, what: str, about: str, **more: Any) -> None:
+        """A report that waits for an answer; repeated while none comes."""
+        asked, when = self._asked.get(what, ("", 0.0))
+        if asked != about or self._clock() - when >= LOOK_S:
+            self._asked[what] = (about, self._clock())
+            self.report(**more)
 
     def _takes_part(self, manifest: Manifest) -> bool:
         """Whether this device trains in the open round and has not yet begun."""
@@ -304,10 +380,9 @@ class Agent:
             and self.settings.train.enabled
             and self.trainer is not None
             and not self.trainer.busy
-            and self._pending is None
-            and self._round_seen < manifest.round
+            and self._seen != _identity(manifest)
+            and self._gave_up.get("model") != manifest.seq
             and cohort.includes(manifest.cohort, manifest.round, self.name)
-            and METHODS.get(manifest.method.name) is not None
         )
 
     def _take_part(self, manifest: Manifest) -> None:
@@ -315,10 +390,15 @@ class Agent:
             return self._train(manifest, self._model)
         blob = self._blob_for(manifest.model, self._model)
         if blob is not None:
-            self._fetcher.start(blob, MAX_MODEL_BYTES)
-        elif manifest.model.model not in self._asked_full:
-            self._asked_full.add(manifest.model.model)
-            self.report(want="full")
+            self._fetcher.start(blob, MAX_MODEL_BYTES, "model")
+        else:
+            self._ask("full", manifest.model.model, want="full")
+
+    def _rest(self, manifest: Manifest) -> None:
+        """Between rounds that nobody collects the trainer's memory is free for others."""
+        served = manifest.serve is None or self.service.model == manifest.serve.model
+        if self.trainer is not None and not manifest.open and served and not self.trainer.busy:
+            self.trainer.stop()
 
     @staticmethod
     def _blob_for(ref: ModelRef, held: Weights | None) -> Blob | None:
@@ -328,7 +408,14 @@ class Agent:
         return ref.full
 
     def _take_model(self, ref: ModelRef, blob_id: str, data: bytes) -> None:
-        params = self._decode(ref, blob_id, data, self._model)
+        try:
+            params = self._decode(ref, blob_id, data, self._model)
+        except CodecError:
+            if ref.base is None or blob_id != ref.blob.id:
+                raise
+            self._log("the delta does not fit what is held here: the whole model is needed")
+            self._model = None
+            return
         self._model = Weights(ref.model, ref.round, params)
         self.home.save_weights("model", self._model)
 
@@ -356,7 +443,7 @@ class Agent:
     def _train(self, manifest: Manifest, model: Weights) -> None:
         if self.trainer is None:
             return
-        self._round_seen = manifest.round
+        self._seen, self._training = _identity(manifest), manifest
         self._set_phase("train")
         state = dict(self.home.state(state_key(manifest)) or {})
         state.pop("residual", None)
@@ -379,25 +466,24 @@ class Agent:
         }
 
     def _on_trained(self, done: Done) -> None:
-        manifest = self.manifest
-        if done.error:
-            self.accounts.end("train")
-            self._log(f"training failed: {done.error}")
-            self._set_phase("failed")
-            return self.report(failed=done.error[:500])
         self.accounts.end("train", done.header.get("flops"))
-        if manifest is None or manifest.round != self._round_seen or not manifest.open:
+        manifest, begun = self.manifest, self._training
+        self._training = None
+        if manifest is None or begun is None or not manifest.open or _identity(manifest) != _identity(begun):
             self._set_phase("idle")  # the round closed without this device
             return self._advance()
-        try:
-            self._pending = self._encode(manifest, done)
-        except CodecError as error:
-            self._log(f"the update is refused: {error}")
-            self._set_phase("failed")
-            return self.report(failed=str(error)[:500])
-        self.home.save_pending(self._pending)
-        self._offer(self._pending)
+        if done.error:
+            self._give_up("train", manifest, RoundError(done.error))
+        else:
+            self._attempt("train", lambda: self._keep(manifest, done))
         self._advance()
+
+    def _keep(self, manifest: Manifest, done: Done) -> None:
+        """The update and the state that follows from it are on disk before the update is offered."""
+        pending = self._encode(manifest, done)
+        self.home.save_pending(pending)
+        self._pending = pending
+        self._offer(manifest, pending)
 
     def _encode(self, manifest: Manifest, done: Done) -> Pending:
         method, layout = self._method(), self.service.layout
@@ -426,66 +512,72 @@ class Agent:
         )
         return Pending(state_key(manifest), manifest.round, upload, sent.data, state)
 
-    def _offer(self, pending: Pending) -> None:
+    def _offer(self, manifest: Manifest, pending: Pending) -> None:
+        self._offered_seq = manifest.seq
         self._set_phase("upload")
         self._uploader.offer(pending)
 
     # Serving ----------------------------------------------------------------------------------------------------------
 
     def _want_serve(self, ref: ModelRef) -> None:
+        """The judged model, from here or from the broker; what the trainer must do for it waits until it is free."""
         if self.service.model == ref.model:
             return
-        held = self.home.weights("serve")
-        if held is not None and held.model == ref.model:
-            return self._personalize(ref, held)
-        if self._model is not None and self._model.model == ref.model:
-            return self._personalize(ref, Weights(ref.model, ref.round, self._model.params))
+        for held in (self._to_serve, self._model):
+            if held is not None and held.model == ref.model:
+                return self._personalize(Weights(ref.model, ref.round, held.params))
+        self._to_serve = None
         blob = self._blob_for(ref, self._model)
-        if blob is not None:
-            self._fetcher.start(blob, MAX_MODEL_BYTES)
-        elif ref.model not in self._asked_full:
-            self._asked_full.add(ref.model)
-            self.report(want="serve-full")
+        if blob is not None and self._fetcher.target is None:
+            self._fetcher.start(blob, MAX_MODEL_BYTES, "serve")
 
     def _take_serve(self, ref: ModelRef, blob_id: str, data: bytes) -> None:
-        weights = Weights(ref.model, ref.round, self._decode(ref, blob_id, data, self._model))
-        self.home.save_weights("serve", weights)
-        self._personalize(ref, weights)
+        self._to_serve = Weights(ref.model, ref.round, self._decode(ref, blob_id, data, self._model))
 
-    def _personalize(self, ref: ModelRef, weights: Weights) -> None:
+    def _personalize(self, weights: Weights) -> None:
         """Proto and models without adaptation at once; gradient steps in the trainer, when it is free."""
-        manifest, method = self.manifest, self._method()
-        if manifest is None or (self.trainer is not None and self.trainer.busy):
-            return  # asked for again once the trainer is free
+        manifest, method, trainer = self.manifest, self._method(), self.trainer
+        if manifest is None or (method.personalizer == "sgd" and trainer is not None and trainer.busy):
+            return
         by_gradient = self.service.load(method, manifest.method.hyper, weights)
-        if by_gradient and self.trainer is not None:
+        self._to_serve = None
+        if by_gradient and trainer is not None:
             self.accounts.begin("adapt")
-            return self.trainer.submit(Job("adapt", self._job_header(manifest), storage.flatten(weights.params)))
+            self._adapting = weights.model
+            return trainer.submit(Job("adapt", self._job_header(manifest), storage.flatten(weights.params)))
         if by_gradient:
             self._log(f"{method.name} adapts by gradient steps: answering without them (no trainer here)")
         self._judged()
 
     def _on_adapted(self, done: Done) -> None:
         self.accounts.end("adapt")
+        if self._adapting == self.service.model:
+            self._attempt("serve", lambda: self._use_adapted(done))
+        self._advance()
+
+    def _use_adapted(self, done: Done) -> None:
         if done.error:
-            self._log(f"personalization failed: {done.error}")
-        else:
-            self.service.adapted(done.arrays)
+            raise RoundError(f"personalization failed: {done.error}")
+        self.service.adapted(done.arrays)
         self._judged()
 
     def _judged(self) -> None:
         """The new predictor answers from now on; how it does on this device's later samples is reported."""
         self.accounts.begin("serve")
-        judgements = self.service.judge()
-        self.accounts.end("serve")
-        self.report(judged_round=self.service.round, judgements=tuple(judgements))
-        self._advance()
+        try:
+            self._judgements = tuple(self.service.judge())
+        finally:
+            self.accounts.end("serve")
+        self._tell_judgements()
+
+    def _tell_judgements(self) -> None:
+        self.report(judged_round=self.service.round, judgements=self._judgements)
 
     # What is told -----------------------------------------------------------------------------------------------------
 
     def report(self, **more: Any) -> None:
         """Costs since the start, and what else there is to say."""
-        if not self.link.connected or self.manifest is None:
+        if self.manifest is None:
             return
         report = Report(
             round=self.manifest.round,
@@ -496,7 +588,7 @@ class Agent:
             new=not self.settings.train.enabled,
             **more,
         )
-        self.link.publish(topics.report(self.fleet, self.name), messages.encode(report))
+        self._send(topics.report(self.fleet, self.name), messages.encode(report))
 
     def _set_phase(self, phase: str) -> None:
         if phase != self.phase:
@@ -506,16 +598,13 @@ class Agent:
     def _beat(self) -> None:
         """Still here, and at what; not retained."""
         self._last_heartbeat = self._clock()
-        if self.link.connected:
-            beat = Presence(st="on", boot=self.boot, ph=self.phase, ver=__version__, beat=True)
-            self.link.publish(topics.presence(self.fleet, self.name), messages.encode(beat))
+        beat = Presence(st="on", boot=self.boot, ph=self.phase, ver=__version__, beat=True)
+        self._send(topics.presence(self.fleet, self.name), messages.encode(beat))
 
     def _announce(self) -> None:
         """The whole presence, retained."""
         self._last_heartbeat = self._clock()
-        if self.link.connected:
-            topic = topics.presence(self.fleet, self.name)
-            self.link.publish(topic, messages.encode(self.presence()), retain=True)
+        self._send(topics.presence(self.fleet, self.name), messages.encode(self.presence()), retain=True)
 
     def presence(self) -> Presence:
         graph = self.service.graph
@@ -538,6 +627,11 @@ def will(settings: Settings, boot: str) -> tuple[str, bytes]:
     """Topic and payload of the device's last will."""
     topic = topics.presence(settings.device.fleet, settings.device.name)
     return topic, messages.encode(Presence(st="off", boot=boot))
+
+
+def _identity(manifest: Manifest) -> tuple[int, str, str]:
+    """What makes a round the same one: number, key of the training state, weights to train from."""
+    return manifest.round, state_key(manifest), manifest.model.model
 
 
 def _blob_ids(ref: ModelRef) -> tuple[str, ...]:

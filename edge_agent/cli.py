@@ -11,9 +11,11 @@ import typer
 
 from edge_agent import run as running
 from edge_agent.home import Home
+from edge_agent.service import Service
 from fleet_core import schema, terminal
 from fleet_core.data import samples as files
-from fleet_core.errors import ConfigError, DataError
+from fleet_core.errors import CodecError, ConfigError, DataError, StateError
+from fleet_core.layout import InputSpec
 
 app = terminal.application("The agent on a device: trains, personalizes and answers; the data stays here.")
 samples_app = typer.Typer(help="The device's own labelled samples.", no_args_is_help=True)
@@ -61,9 +63,7 @@ def status(home: HOME = HERE, as_json: JSON = False) -> None:
 @app.command()
 def personalize(home: HOME = HERE, as_json: JSON = False) -> None:
     """Personalize the served model on this device's samples; no aggregator and no torch needed."""
-    settings = running.settings_of(home)
-    service = running.service_of(home, settings)
-    service.restore()
+    service = _answering(home)
     support, how = service.personalize()
     counts = np.bincount(support.y, minlength=len(service.layout.classes))
     facts = {"round": service.round, "model": service.model, "personalization": how, "samples": len(support),
@@ -81,9 +81,8 @@ def predict(
     as_json: JSON = False,
 ) -> None:
     """Answers for raw samples, from the served model as this device personalized it."""
-    service = running.service_of(home, running.settings_of(home))
-    service.restore()
-    answer = service.answers(read_inputs(inputs, service.layout.input.shape))
+    service = _answering(home)
+    answer = service.answers(read_inputs(inputs, service.layout.input))
     if as_json:
         return terminal.show(schema.plain(answer))
     rows = [
@@ -92,6 +91,19 @@ def predict(
     ]
     terminal.table(rows, ("sample", "answer", "probabilities"))
     terminal.say(f"meta-model of round {answer.round}, personalization: {answer.personalization}")
+
+
+def _answering(home: Path) -> Service:
+    """What the device last answered with, from its disk."""
+    service = running.service_of(home, running.settings_of(home))
+    try:
+        service.restore()
+    except CodecError as error:
+        raise StateError(
+            f"graph and weights here are of different models: {error}", where=str(home),
+            hint="delete graph-*.safetensors and served.json: 'edge-agent run' fetches what the fleet has",
+        ) from error
+    return service
 
 
 @samples_app.command("add")
@@ -110,25 +122,37 @@ def add(
             f"unknown class '{label}'" + (f" (did you mean '{near}'?)" if near else ""),
             expected="one of " + ", ".join(classes),
         )
-    layout = service.layout
-    x = read_inputs(file, layout.input.shape).astype(layout.input.dtype)
+    x = read_inputs(file, service.layout.input)
     total = service.local().add(x, label)
     print(f"{len(x)} samples of class {label} added, {total} added by now")
 
 
-def read_inputs(path: Path, shape: tuple[int, ...] | None) -> np.ndarray[Any, Any]:
-    """Raw samples [n, *shape] of a .npy array (one sample or several) or a file of samples. Raises DataError."""
-    if path.suffix.lower() != ".npy":
-        return files.load(path).x
-    try:
-        x = np.load(path, allow_pickle=False, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot be read: {error}", where=str(path), expected="a .npy array of numbers") from error
-    if shape is not None and x.shape == tuple(shape):
+def read_inputs(path: Path, spec: InputSpec) -> np.ndarray[Any, Any]:
+    """Raw samples [n, *spec.shape] of spec.dtype, from a .npy array (one sample or several) or a file of samples.
+
+    Raises DataError for anything that is not that.
+    """
+    x = _array(path) if path.suffix.lower() == ".npy" else files.load(path).x
+    if x.shape == tuple(spec.shape):
         x = x[None]
-    if shape is not None and x.shape[1:] != tuple(shape):
-        raise DataError(f"has shape {list(x.shape)}", where=str(path), expected=f"[n, {', '.join(map(str, shape))}]")
-    return np.array(x)
+    if x.shape[1:] != tuple(spec.shape) or not len(x):
+        expected = f"[n, {', '.join(map(str, spec.shape))}]"
+        raise DataError(f"has shape {list(x.shape)}", where=str(path), expected=expected)
+    if x.dtype.kind not in "biuf" or not np.isfinite(x).all():
+        raise DataError("holds what is no finite number", where=str(path), expected=f"{spec.dtype} values")
+    with np.errstate(all="ignore"):
+        wanted = x.astype(spec.dtype)
+    if not np.isfinite(wanted).all() or (wanted.dtype.kind in "iu" and not np.array_equal(wanted, x)):
+        raise DataError(f"holds {x.dtype} values that are no {spec.dtype}", where=str(path))
+    return wanted
+
+
+def _array(path: Path) -> np.ndarray[Any, Any]:
+    try:
+        return np.array(np.load(path, allow_pickle=False, mmap_mode="r"))
+    except (OSError, ValueError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot be read: {reason}", where=str(path), expected="a .npy array of numbers") from error
 
 
 def _text(value: Any) -> str:

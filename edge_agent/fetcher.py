@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from fleet_core import topics
 from fleet_core.errors import MessageError
@@ -11,44 +11,60 @@ from fleet_core.messages import Blob
 from fleet_core.transfer import Inbox
 
 SILENCE_S = 3.0
+MOST_SILENCE_S = 60.0
 
 
 class Fetcher:
-    """What is being fetched now. Segments are asked for again when nothing arrived for three seconds."""
+    """What is being fetched now.
 
-    def __init__(self, fleet: str, link: Link, clock: Callable[[], float]):
-        self._fleet, self._link, self._clock = fleet, link, clock
+    A segment is asked for again when nothing arrived for three seconds, then six, and so on: on a slow link the first
+    answer may still be under way. ``book(kind, bytes)`` is told what came when a fetch ends, whole or not.
+    """
+
+    def __init__(self, fleet: str, link: Link, clock: Callable[[], float], book: Callable[[str, int], None]):
+        self._fleet, self._link, self._clock, self._book = fleet, link, clock, book
         self._inbox: Inbox | None = None
+        self._kind = ""
+        self._came_bytes = 0
         self._segment: int | None = None
         self._heard = 0.0
-        self.received_bytes = 0
+        self._patience_s = SILENCE_S
 
     @property
     def target(self) -> str | None:
         """Id of the blob being fetched."""
         return None if self._inbox is None else self._inbox.blob.id
 
-    def start(self, blob: Blob, limit: int) -> None:
+    def start(self, blob: Blob, limit: int, kind: str) -> None:
         """Begins, unless this blob is already under way. Raises MessageError for a blob over ``limit`` bytes."""
         if self.target == blob.id:
             return
         self.cancel()
-        self._inbox = Inbox(blob, limit)
+        self._inbox, self._kind = Inbox(blob, limit), kind
+        self._patience_s = SILENCE_S
         self._ask()
+
+    def keep(self, named: Collection[str]) -> None:
+        """Lets go of a blob that is not among the ``named`` ones: its chunks are no longer at the broker."""
+        if self.target is not None and self.target not in named:
+            self.cancel()
 
     def cancel(self) -> None:
         if self._inbox is not None and self._segment is not None:
             self._link.unsubscribe(topics.segment(self._fleet, self._inbox.blob.id, self._segment))
-        self._inbox, self._segment = None, None
+        if self._came_bytes:
+            self._book(self._kind, self._came_bytes)
+        self._inbox, self._segment, self._came_bytes = None, None, 0
 
     def put(self, blob_id: str, k: int, data: bytes) -> bytes | None:
-        """A chunk that arrived; the whole blob when it was the last one. Chunks of other blobs are ignored."""
+        """A chunk that arrived; the whole blob when it was the last one. Chunks of other blobs, and chunks that were
+        cleared, are ignored. Raises MessageError for bytes that are not the blob's."""
         inbox = self._inbox
-        if inbox is None or inbox.blob.id != blob_id:
+        if inbox is None or inbox.blob.id != blob_id or not data:
             return None
         self._heard = self._clock()
-        if inbox.put(k, data):
-            self.received_bytes += len(data)
+        self._came_bytes += len(data)
+        inbox.put(k, data)
         if inbox.complete:
             self.cancel()
             return inbox.take()
@@ -58,7 +74,8 @@ class Fetcher:
 
     def tick(self) -> None:
         """Asks again after silence: a retained chunk is replayed when its filter is subscribed anew."""
-        if self._inbox is not None and self._link.connected and self._clock() - self._heard > SILENCE_S:
+        if self._inbox is not None and self._link.connected and self._clock() - self._heard > self._patience_s:
+            self._patience_s = min(2 * self._patience_s, MOST_SILENCE_S)
             self._ask()
 
     def _ask(self) -> None:

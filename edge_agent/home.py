@@ -7,11 +7,13 @@
     methods/{key}/pending.safetensors    the state that follows if the update is counted, and the update itself
     clock.json                           the highest sequence number and signed time seen
 
-Training state is keyed by method, version, layout and dual epoch; another key is set aside, never mixed.
+Training state is keyed by method, version, layout and dual epoch; another key is set aside, never mixed. A file that is
+damaged is set aside too (``*.damaged``): the device goes on without it, and the aggregator learns that state was lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -22,8 +24,8 @@ import numpy as np
 
 from fleet_core import messages, schema, storage
 from fleet_core.algorithms.seam import ClientState
-from fleet_core.errors import StateError
-from fleet_core.messages import Manifest, UploadManifest
+from fleet_core.errors import FleetError, StateError
+from fleet_core.messages import Blob, Manifest, UploadManifest
 
 MAX_STATE_BYTES = 1 << 33
 UPLOAD = "upload"
@@ -60,17 +62,20 @@ class Home:
     def __init__(self, folder: Path):
         self.folder = folder
         self._lock: int | None = None
+        self._trained: int | None = None
 
     def lock(self) -> None:
         """Raises StateError when another agent uses this folder."""
         import fcntl
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise StateError("another agent is running here", where=str(self.folder), hint="stop it first") from error
+        for torn in self.folder.rglob(".*.safetensors.*"):
+            torn.unlink(missing_ok=True)  # a write that a power cut ended
 
     # Signed time ------------------------------------------------------------------------------------------------------
 
@@ -93,6 +98,14 @@ class Home:
     def graph_path(self, blob_id: str) -> Path:
         return self.folder / f"graph-{blob_id}.safetensors"
 
+    def graph(self, blob: Blob) -> bytes | None:
+        """The published graph, whole and as announced, or None."""
+        try:
+            data = storage.read_bytes(self.graph_path(blob.id), limit=blob.size)
+        except StateError:
+            return None
+        return data if data and Blob.of(data, blob.chunk) == blob else None
+
     def save_graph(self, blob_id: str, data: bytes) -> None:
         storage.write_atomic(self.graph_path(blob_id), data)
         for old in self.folder.glob("graph-*.safetensors"):
@@ -113,8 +126,12 @@ class Home:
         path = self.folder / f"{name}.safetensors"
         if not path.exists():
             return None
-        arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
-        return Weights(metadata.get("model", ""), int(metadata.get("round", "0")), storage.unflatten(arrays))
+        try:
+            arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
+            return Weights(metadata["model"], int(metadata["round"]), storage.unflatten(arrays))
+        except (StateError, ValueError, KeyError):
+            _set_aside(path)
+            return None
 
     # Training state ---------------------------------------------------------------------------------------------------
 
@@ -128,19 +145,18 @@ class Home:
 
     def trained(self) -> int:
         """The latest round whose training is committed here, under any key; 0 for none."""
-        rounds = [0]
-        for path in self.folder.glob("methods/*/state.safetensors"):
-            _, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
-            rounds.append(int(metadata.get("round", "0")))
-        return max(rounds)
+        if self._trained is None:
+            rounds = [_round_of(path) for path in sorted(self.folder.glob("methods/*/state.safetensors"))]
+            self._trained = max(rounds, default=0)
+        return self._trained
 
     def pending(self) -> Pending | None:
         """What is pending, under any key; at most one."""
         for path in sorted(self.folder.glob("methods/*/pending.safetensors")):
-            arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
-            upload = messages.decode(UploadManifest, metadata["upload"].encode(), limit=1 << 26)
-            data = arrays.pop(UPLOAD).tobytes()
-            return Pending(path.parent.name, int(metadata["round"]), upload, data, storage.unflatten_roles(arrays))
+            try:
+                return _read_pending(path)
+            except (FleetError, ValueError, KeyError):
+                _set_aside(path)
         return None
 
     def save_pending(self, pending: Pending) -> None:
@@ -157,6 +173,7 @@ class Home:
         metadata = {"round": str(pending.round), "update": pending.upload.id}
         path = self._method(pending.key) / "state.safetensors"
         storage.write_atomic(path, storage.pack(arrays, metadata), mode=0o600)
+        self._trained = max(self.trained(), pending.round)
         self.discard(pending)
 
     def discard(self, pending: Pending) -> None:
@@ -166,3 +183,26 @@ class Home:
     def _method(self, key: str) -> Path:
         return self.folder / "methods" / key
 
+
+def _read_pending(path: Path) -> Pending:
+    arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
+    upload = messages.decode(UploadManifest, metadata["upload"].encode(), limit=1 << 26)
+    data = arrays.pop(UPLOAD).tobytes()
+    if Blob.of(data, upload.blob.chunk) != upload.blob:
+        raise StateError("holds another update than it says", where=str(path))
+    return Pending(path.parent.name, int(metadata["round"]), upload, data, storage.unflatten_roles(arrays))
+
+
+def _round_of(path: Path) -> int:
+    """The round of a committed state; 0 for a damaged one, which is set aside."""
+    try:
+        _, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
+        return int(metadata["round"])
+    except (StateError, ValueError, KeyError):
+        _set_aside(path)
+        return 0
+
+
+def _set_aside(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.replace(path.with_suffix(".damaged"))

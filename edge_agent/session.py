@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnxruntime
 
 from fleet_core import storage
 from fleet_core.algorithms import trees
@@ -52,6 +51,8 @@ def open_session(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Ses
 
     Raises BundleError when the file is no graph that this onnxruntime runs, or takes other parameters.
     """
+    import onnxruntime  # here, so that an agent without a graph does without its 15 MB
+
     flat = storage.flatten(params)
     weights = [np.array(array, dtype=np.float32, order="C") for array in flat.values()]
     options = onnxruntime.SessionOptions()
@@ -80,6 +81,8 @@ def open_kind(graph: Graph, kind: str, params: Params, *, threads: int = 1) -> S
 
 def check_golden(graph: Graph) -> None:
     """Run every graph of a bundle on its golden input. Raises BundleError unless the outputs are the golden ones."""
+    import onnxruntime
+
     seeded = graph.layout.seeded(graph.info.seed)
     for kind in graph.graphs:
         try:

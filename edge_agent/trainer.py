@@ -36,6 +36,15 @@ class Workshop:
         self._data: dict[str, Samples] = {}
 
     def handle(self, job: Job) -> Done:
+        """The job's result; whatever goes wrong with it is in ``error``, and the next job can come."""
+        try:
+            return self._handled(job)
+        except FleetError as error:
+            return Done(job.kind, {}, error=str(error))
+        except Exception as error:
+            return Done(job.kind, {}, error=f"{type(error).__name__}: {error}")
+
+    def _handled(self, job: Job) -> Done:
         started_cpu = time.process_time()
         header, arrays = {"train": self._train, "adapt": self._adapt}[job.kind](job.header, job.arrays)
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -78,9 +87,10 @@ class Workshop:
 
 
 class InlineTrainer:
-    """The trainer in the caller's own process: for a whole fleet in one process."""
+    """The trainer in the caller's own process, which it sets to ``threads``: for a whole fleet in one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 1) -> None:
+        torch.set_num_threads(threads)
         self._workshop = Workshop()
         self._done: Done | None = None
 
@@ -89,10 +99,7 @@ class InlineTrainer:
         return self._done is not None
 
     def submit(self, job: Job) -> None:
-        try:
-            self._done = self._workshop.handle(job)
-        except FleetError as error:
-            self._done = Done(job.kind, {}, error=str(error))
+        self._done = self._workshop.handle(job)
 
     def poll(self) -> Done | None:
         done, self._done = self._done, None
@@ -116,12 +123,7 @@ def main(arguments: list[str]) -> int:
         while (frame := parse_frame(buffer)) is not None:
             header, arrays, used = frame
             del buffer[:used]
-            try:
-                done = workshop.handle(Job(header["kind"], header, arrays))
-            except FleetError as error:
-                done = Done(header["kind"], {}, error=str(error))
-            except Exception as error:  # the agent must learn of it; the child goes on
-                done = Done(header["kind"], {}, error=f"{type(error).__name__}: {error}")
+            done = workshop.handle(Job(header["kind"], header, arrays))
             with contextlib.suppress(BrokenPipeError):
                 write_frame(sink, {**done.header, "error": done.error}, done.arrays)
     return 0

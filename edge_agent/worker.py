@@ -6,6 +6,7 @@ the first job, kept warm while a run goes on, and ended by ``stop``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
 from fleet_core import storage
-from fleet_core.errors import MessageError, RoundError
+from fleet_core.errors import FleetError, MessageError, RoundError
 
 MAX_HEADER_BYTES = 1 << 22
 MAX_ARRAYS_BYTES = 1 << 33
@@ -90,58 +91,75 @@ class TrainerProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._buffer = bytearray()
         self._job: Job | None = None
+        self._failure = ""
 
     @property
     def busy(self) -> bool:
         return self._job is not None
 
     def submit(self, job: Job) -> None:
-        """Raises RoundError when a job is still running."""
+        """Raises RoundError when a job is still running. A child that cannot be started or fed ends the job."""
         if self._job is not None:
             raise RoundError("the trainer is busy")
         self._job = job
-        child = self._start()
         try:
-            write_frame(_stream(child.stdin), {"kind": job.kind, **job.header}, job.arrays)
-        except (BrokenPipeError, OSError):
-            return  # poll reports the child's end
+            write_frame(_stream(self._start().stdin), {"kind": job.kind, **job.header}, job.arrays)
+        except OSError as error:
+            self._end_child()
+            self._failure = f"the trainer process does not take the job: {error.strerror or error}"
 
     def poll(self) -> Done | None:
-        """The finished job's result, or None. A child that died gives a result with an error."""
-        if self._job is None or self._child is None:
+        """The finished job's result, or None. A child that died, or answers nonsense, gives a result with an error."""
+        if self._job is None:
             return None
+        if self._child is None:
+            return self._done({}, error=self._failure)
         open_still = self._drain(_stream(self._child.stdout).fileno())
-        frame = parse_frame(self._buffer)
+        try:
+            frame = parse_frame(self._buffer)
+        except (FleetError, ValueError) as error:
+            self._end_child()
+            return self._done({}, error=f"the trainer process answered nonsense: {error}")
         if frame is not None:
             header, arrays, used = frame
             del self._buffer[:used]
-            kind, self._job = self._job.kind, None
-            return Done(kind, header, arrays, str(header.get("error", "")))
+            return self._done(header, arrays, str(header.get("error", "")))
         if open_still:
             return None
-        code = self._child.wait()
-        kind, self._job, self._child = self._job.kind, None, None
-        self._buffer.clear()
-        return Done(kind, {}, error=f"the trainer process ended with exit code {code}")
+        code = self._end_child()
+        return self._done({}, error=f"the trainer process ended with exit code {code}")
+
+    def _done(self, header: Mapping[str, Any], arrays: Mapping[str, Any] | None = None, error: str = "") -> Done:
+        kind = "" if self._job is None else self._job.kind
+        self._job = None
+        return Done(kind, header, arrays or {}, error)
 
     def descriptors(self) -> tuple[int, ...]:
         return () if self._child is None else (_stream(self._child.stdout).fileno(),)
 
     def stop(self) -> None:
-        if self._child is not None:
-            _stream(self._child.stdin).close()
-            try:
-                self._child.wait(timeout=2)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                self._child.wait()
-            _stream(self._child.stdout).close()
-        self._child, self._job = None, None
+        self._end_child()
+        self._job = None
+
+    def _end_child(self) -> int:
+        """Closes the child's input, which ends it, and waits two seconds before it is killed; its exit code."""
+        child, self._child = self._child, None
         self._buffer.clear()
+        if child is None:
+            return 0
+        with contextlib.suppress(OSError):
+            _stream(child.stdin).close()
+        try:
+            child.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        _stream(child.stdout).close()
+        return child.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        if self._child is None or self._child.poll() is not None:
-            self._buffer.clear()
+        if self._child is not None and self._child.poll() is not None:
+            self._end_child()
+        if self._child is None:
             environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads), "MKL_NUM_THREADS": str(self._threads)}
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "edge_agent.trainer", "--threads", str(self._threads)],

@@ -52,7 +52,8 @@ def encode(name: str, params: Params) -> bytes:
     """Params (any float dtype) as bytes. Raises CodecError when a value is not finite."""
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for key, array in storage.flatten(params).items():
-        values = np.asarray(array, dtype=np.float32)
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is refused
+            values = np.asarray(array, dtype=np.float32)
         if not np.isfinite(values).all():
             raise CodecError(f"array {key} holds a value that is not finite")
         if codec(name).bits == 8:
@@ -78,6 +79,9 @@ def decode(name: str, data: bytes, layout: Layout, groups: tuple[str, ...]) -> d
     except StateError as error:
         raise CodecError(error.what) from error
     values = {k: v for k, v in tensors.items() if not k.endswith(SCALE)}
+    for key in sorted(tensors.keys() - values.keys()):
+        if form.bits == 32 or key.removesuffix(SCALE) not in values:
+            raise CodecError(f"array {key[:80]} is the scale of no array")
     try:
         tree = storage.unflatten({k: _restore(form, k, v, tensors) for k, v in values.items()})
     except StateError as error:
@@ -94,7 +98,8 @@ def _restore(form: Codec, key: str, values: np.ndarray[Any, Any], tensors: Mappi
     scale = tensors.get(key + SCALE)
     if values.dtype != np.int8 or scale is None or scale.dtype != np.float32 or scale.shape != (1,):
         raise CodecError(f"array {key[:80]} is {values.dtype} without a float32 scale", expected="int8 and its scale")
-    return values.astype(np.float32) * scale
+    with np.errstate(over="ignore", invalid="ignore"):  # a scale that is too large is found by the layout's check
+        return np.asarray(values.astype(np.float32) * scale[0])
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def identity(params: Params) -> str:
     """First 32 hex digits of the sha256 over names, shapes and float32 bytes: the id of decoded weights."""
     digest = hashlib.sha256()
     for key, array in sorted(storage.flatten(params).items()):
-        values = np.ascontiguousarray(array, dtype="<f4")
+        values = np.asarray(array, dtype="<f4", order="C")
         digest.update(f"{key}{values.shape}".encode())
         digest.update(values.tobytes())
     return digest.hexdigest()[:32]

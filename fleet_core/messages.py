@@ -138,6 +138,13 @@ class Manifest:
     up: UploadRules = field(default_factory=UploadRules)
     open: bool = True
 
+    def blobs(self) -> list[Blob]:
+        """Every blob that it names."""
+        named: list[Blob | None] = [self.graph, *(record.blob for record in self.counted)]
+        for model in (self.model, self.serve):
+            named += [] if model is None else [model.blob, model.full]
+        return [blob for blob in named if blob is not None]
+
 
 @dataclass(frozen=True)
 class Presence:
@@ -214,11 +221,11 @@ class Energy:
 class Traffic:
     """Bytes since the agent's boot. mqtt: of the socket before TLS; wire: with TCP and IP headers, or None."""
 
-    mqtt_up: int = 0
-    mqtt_down: int = 0
-    wire_up: int | None = None
-    wire_down: int | None = None
-    payload: Mapping[str, int] = field(default_factory=dict)
+    mqtt_up: int = field(default=0, metadata=_whole(1 << 60))
+    mqtt_down: int = field(default=0, metadata=_whole(1 << 60))
+    wire_up: int | None = field(default=None, metadata=_whole(1 << 60))
+    wire_down: int | None = field(default=None, metadata=_whole(1 << 60))
+    payload: Mapping[str, int] = field(default_factory=dict, metadata=_whole(1 << 60))
 
 
 @dataclass(frozen=True)
@@ -237,7 +244,7 @@ class Report:
 
     round: int = field(metadata=_whole(1_000_000_000))
     boot: str = field(default="", metadata={"max_length": 64})
-    judged_round: int | None = None
+    judged_round: int | None = field(default=None, metadata=_whole(1_000_000_000))
     judgements: tuple[Judgement, ...] = ()
     energy: tuple[Energy, ...] = ()
     traffic: Traffic | None = None

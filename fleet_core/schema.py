@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 MAX_ITEMS = 100_000
 MAX_TEXT = 1_000_000
+MAX_DEPTH = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +100,13 @@ def _value(kind: Any, data: Any, at: str, limits: Mapping[str, Any], unknown: st
     if origin is tuple:
         return _items(arguments[0], data, at, limits, unknown, problems)
     if origin in (Mapping, dict):
-        if not isinstance(data, Mapping) or len(data) > MAX_ITEMS or not all(isinstance(k, str) for k in data):
+        if not isinstance(data, Mapping) or len(data) > MAX_ITEMS or not all(map(_is_text, data)):
             problems.append(Problem(at, f"expected a table, found {_kind(data)}"))
             return None
         return {k: _value(arguments[1], v, _join(at, k), limits, unknown, problems) for k, v in data.items()}
     if kind is Any:
+        if not _is_plain(data, MAX_DEPTH):
+            problems.append(Problem(at, "expected plain text, numbers, lists and tables"))
         return data
     wrong = _scalar_problem(kind, data, limits)
     if wrong:
@@ -111,6 +114,21 @@ def _value(kind: Any, data: Any, at: str, limits: Mapping[str, Any], unknown: st
         return None
     return float(data) if kind is float else data
 
+
+def _is_text(data: Any) -> bool:
+    """Text that can be written as UTF-8: JSON can spell halves of characters, which no file or database takes."""
+    return isinstance(data, str) and (data.isascii() or not any("\ud800" <= c <= "\udfff" for c in data))
+
+
+def _is_plain(data: Any, depth: int) -> bool:
+    """Whether ``data`` can be written as JSON again."""
+    if isinstance(data, float):
+        return math.isfinite(data)
+    if isinstance(data, Mapping):
+        return depth > 0 and all(_is_text(key) and _is_plain(item, depth - 1) for key, item in data.items())
+    if isinstance(data, (list, tuple)):
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in data)
+    return data is None or isinstance(data, int) or _is_text(data)
 
 
 def _items(kind: Any, data: Any, at: str, limits: Mapping[str, Any], unknown: str, problems: list[Problem]) -> Any:
@@ -141,6 +159,8 @@ def _scalar_problem(kind: Any, data: Any, limits: Mapping[str, Any]) -> str | No
         return None
     if not isinstance(data, str):
         return f"expected {_name(kind)}, found {_kind(data)}"
+    if not _is_text(data):
+        return "expected text, found halves of characters"
     if len(data) > limits.get("max_length", MAX_TEXT):
         return f"{len(data)} characters are over the limit of {limits.get('max_length', MAX_TEXT)}"
     if "pattern" in limits and not re.fullmatch(limits["pattern"], data):

@@ -88,7 +88,7 @@ def unflatten_roles(flat: Mapping[str, Any]) -> dict[str, dict[str, dict[str, An
 
 def pack(arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
     """Named numpy arrays as safetensors bytes."""
-    return save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata=dict(metadata or {}) or None)
+    return save({k: np.asarray(v, order="C") for k, v in arrays.items()}, metadata=dict(metadata or {}) or None)
 
 
 def unpack(data: bytes, *, where: str = "safetensors") -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:

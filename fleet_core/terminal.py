@@ -18,7 +18,7 @@ from fleet_core import __version__
 from fleet_core.errors import FleetError
 
 INTERRUPTED = 130
-WITH_PARENT = "METAFLEET_WITH_PARENT"
+WITH_PARENT = "METAFLEET_WITH_PARENT"  # the process that this one must not outlive
 
 
 def application(description: str) -> typer.Typer:
@@ -47,6 +47,9 @@ def _version(wanted: bool) -> None:
 
 def main(app: Callable[..., Any]) -> None:
     """Runs ``app``; a FleetError becomes its message on stderr and its exit code, everything else a traceback."""
+    if sys.platform == "win32":
+        print("error: Metafleet runs on Linux and macOS; on Windows, inside WSL2", file=sys.stderr)
+        sys.exit(2)
     verbose = "--verbose" in sys.argv[1:]
     arguments = [a for a in sys.argv[1:] if a != "--verbose"]
     try:
@@ -85,10 +88,10 @@ def table(rows: Sequence[tuple[str, ...]], heads: tuple[str, ...]) -> None:
 def until_signal() -> Iterator[Callable[[], bool]]:
     """Gives a function that is true once SIGINT or SIGTERM came; the second one ends the process at once.
 
-    With METAFLEET_WITH_PARENT set it is true as well once the process that started this one is gone.
+    With METAFLEET_WITH_PARENT set to the id of the process that started this one it is true as well once that is gone.
     """
     came: list[int] = []
-    parent = os.getppid() if os.environ.get(WITH_PARENT) else None
+    parent = os.environ.get(WITH_PARENT)
 
     def note(number: int, frame: FrameType | None) -> None:
         if came:
@@ -97,7 +100,7 @@ def until_signal() -> Iterator[Callable[[], bool]]:
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(came) or (parent is not None and os.getppid() != parent)
+        yield lambda: bool(came) or (parent is not None and str(os.getppid()) != parent)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

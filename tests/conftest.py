@@ -23,6 +23,14 @@ def shared() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``fleet`` after two rounds and the homes of its devices; tests that change it copy it."""
+    from tests.desk import finished_fleet
+
+    return finished_fleet(tmp_path_factory.mktemp("finished"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips, with the reason, what this machine cannot run."""
     for item in items:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +20,12 @@ from cloud_server.ledger import Ledger
 from edge_agent.accounts import Accounts
 from edge_agent.agent import Agent, will
 from edge_agent.home import Home
-from edge_agent.service import Service
+from edge_agent.run import service_of
 from edge_agent.settings import Data, Identity, Settings, Training
 from edge_agent.trainer import InlineTrainer
 from export.first import first
 from fleet_core.data.samples import Samples, save
+from fleet_core.layout import InputSpec
 from fleet_core.link.base import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 
@@ -53,47 +57,55 @@ class Clock:
         return int(self.wall() * 1000)
 
 
+class Killed(BaseException):
+    """The process died here."""
+
+
 @dataclass
 class World:
-    """A founded fleet with its broker; agents and aggregators come and go."""
+    """A founded fleet with its broker; agents and aggregators come and go. server: a Coordinator, or None."""
 
     folder: Path
     fleet: Fleet
     broker: LoopbackBroker
     clock: Clock = field(default_factory=Clock)
-    agents: dict[str, Agent] = field(default_factory=dict)
-    server: Coordinator | None = None
+    agents: dict[str, Any] = field(default_factory=dict)
+    server: Any = None
     lines: list[str] = field(default_factory=list)
     lives: int = 0
+    acting: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.fleet.config.fleet.name
 
     def start_server(self) -> Coordinator:
+        """Also after a death: the same folder, another life."""
         self.lives += 1
-        topic, payload = server_will(self.fleet.config.fleet.name, f"s{self.lives}")
-        link = LoopbackLink(self.broker, f"server{self.lives}", Will(topic, payload))
+        boot = f"server{self.lives}"
+        topic, payload = server_will(self.name, boot)
+        link = LoopbackLink(self.broker, boot, Will(topic, payload))
         self.server = Coordinator(
-            Fleet.load(self.fleet.folder), link, Ledger(self.fleet.ledger_path), boot=f"s{self.lives}",
+            Fleet.load(self.fleet.folder), link, Ledger(self.fleet.ledger_path), boot=boot,
             clock=self.clock, now=self.clock.wall, log=self.lines.append,
         )
         link.open()
         return self.server
 
     def start_agent(self, name: str, samples: Samples | None = None, **data: Any) -> Agent:
+        """``train=False``: a device that only personalizes and answers. Other keywords are of ``[data]``."""
         self.lives += 1
         home = Home(self.folder / "devices" / name)
         if samples is not None:
             home.folder.mkdir(parents=True, exist_ok=True)
             save(home.folder / "samples.npz", samples)
         train = data.pop("train", True)
-        settings = Settings(
-            Identity(name, self.fleet.config.fleet.name, self.fleet.public_key()), Data(**data), Training(train)
-        )
+        settings = Settings(Identity(name, self.name, self.fleet.public_key()), Data(**data), Training(train))
         boot = f"{name}{self.lives}"
         topic, payload = will(settings, boot)
         link = LoopbackLink(self.broker, boot, Will(topic, payload))
-        split = {"samples": "samples.npz", "train_fraction": settings.data.train_fraction,
-                 "support_seconds": settings.data.support_seconds}
         agent = Agent(
-            settings, home, link, Service(home, split), Accounts(), InlineTrainer() if train else None, boot=boot,
+            settings, home, link, service_of(home.folder, settings), Accounts(), InlineTrainer(), boot=boot,
             clock=self.clock, now_ms=self.clock.ms, log=lambda line: self.lines.append(f"{name}: {line}"),
         )
         self.agents[name] = agent
@@ -101,29 +113,56 @@ class World:
         return agent
 
     def kill_agent(self, name: str) -> None:
-        agent = self.agents.pop(name)
-        self.broker.kill(agent.boot)
+        self._kill(self.agents.pop(name).link)
 
     def kill_server(self) -> None:
-        assert self.server is not None
-        self.broker.kill(f"server{self.lives}" if self.server.boot == f"s{self.lives}" else f"server{self.server.boot[1:]}")
-        self.server.ledger.close()
-        self.server = None
+        server, self.server = self.server, None
+        self._kill(server.link)
+        server.ledger.close()
 
-    def pump(self, until: Callable[[], bool], *, steps: int = 3000, tick_s: float = 0.02) -> bool:
+    def _kill(self, link: Any) -> None:
+        if link.connected:
+            self.broker.kill(link.client_id)
+        link.opened = False
+
+    def lose_disk(self, name: str) -> None:
+        """The device's training state is gone; its samples are not."""
+        shutil.rmtree(self.folder / "devices" / name / "methods", ignore_errors=True)
+
+    def step(self, tick_s: float = 0.02) -> None:
+        """One step of everybody; ``acting`` says whose it is: a device's name, or ``server``."""
+        self.acting = "server"
+        if self.server is not None:
+            self.server.step(0)
+        for name, agent in list(self.agents.items()):
+            self.acting = name
+            agent.step(0)
+        self.acting = ""
+        self.clock.seconds += tick_s
+
+    def pump(self, until: Callable[[], bool], *, steps: int = 2000, tick_s: float = 0.02) -> bool:
         """Steps everybody until ``until`` holds; False when ``steps`` did not suffice."""
         for _ in range(steps):
             if until():
                 return True
-            if self.server is not None:
-                self.server.step(0)
-            for agent in list(self.agents.values()):
-                agent.step(0)
-            self.clock.seconds += tick_s
+            self.step(tick_s)
         return until()
 
+    def close(self) -> None:
+        """Ends everything in order."""
+        for agent in self.agents.values():
+            agent.close()
+        if self.server is not None:
+            self.server.close()
+            self.server.ledger.close()
+
     def closed(self) -> int:
+        """The last closed round."""
         return 0 if self.server is None else self.server.checkpoint.round
+
+    def told(self, text: str) -> bool:
+        """Whether somebody logged a line with ``text`` in it."""
+        return any(text in line for line in self.lines)
 
 
 def config_text(method: str = "pfldyn-proto", *, rounds: int = 3, devices: int = 3, hyper: str = "", link: str = "",
@@ -151,10 +190,17 @@ local_steps = 3
 """
 
 
+@functools.lru_cache
+def _first(model: str, spec: InputSpec, classes: tuple[str, ...], options: str, head: bool) -> tuple[bytes, bytes]:
+    return first(model, spec, classes, json.loads(options), head=head, seed=0)
+
+
 def world(folder: Path, text: str, broker: LoopbackBroker | None = None) -> World:
+    """A fleet of ``text`` (fleet.toml) in ``folder``; graphs and first weights are made once per test run."""
+
     def make(settings: Any, head: bool) -> tuple[bytes, bytes]:
         model = settings.model
-        return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed)
+        return _first(model.name, model.input, model.classes, json.dumps(dict(model.options)), head)
 
     fleet = found(folder / "fleet", text, make)
     return World(folder, fleet, broker or LoopbackBroker())

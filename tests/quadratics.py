@@ -7,7 +7,7 @@ does not hear of it, one that enrols or leaves, a lossy codec up and down. Gradi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,7 @@ class Cohort:
     """A fleet. ``send`` encodes updates; ``publish`` gives what devices decode of the server's state.
 
     commits_anyway: a device commits whether its update was counted or not (wrong).
+    role: the device's and the server's state whose mean the identities speak of.
     dual: which delta the dual follows; ``agent`` is the product's rule: the decoded one where there is no feedback.
     """
 
@@ -121,6 +122,7 @@ class Cohort:
     publish: Callable[[ServerState], Params] = whole
     commits_anyway: bool = False
     dual: str = "agent"
+    role: str = "dual"
 
     def __post_init__(self) -> None:
         self.devices = {name: Device(loss) for name, loss in self.losses.items()}
@@ -136,14 +138,14 @@ class Cohort:
         ``unheard`` devices do not hear this round's record: they stay pending, and train again once they have heard.
         """
         self.number += 1
-        anchor = self.publish(self.state)
-        broadcast = Payload(anchor, {"round": float(self.number)})
+        before = replace(self.state, model=self.publish(self.state))
+        sent = self.server.broadcast(before)
+        broadcast = Payload(sent.groups, {**sent.scalars, "round": float(self.number)})
         names = closing.order(n for n in active or self.devices if self.devices[n].pending is None)
         updates = {name: self._train(self.devices[name], name, broadcast) for name in names}
         counted = [update for name, update in updates.items() if name not in lost]
         self.counted[self.number] = {update.device for update in counted}
         if counted:
-            before = ServerState(anchor, self.state.judged, self.state.memory, self.state.dual_epoch)
             self.state = self.server.apply(before, counted, len(self.devices), self.hyper)
         for name, device in self.devices.items():
             if name not in unheard:
@@ -160,8 +162,8 @@ class Cohort:
         if error is not None and self.dual != "own":
             state = self.client.settle(state, error, self.hyper)
         device.pending = Pending(self.number, self.state.dual_epoch, state, sent.residual)
-        device.latest = trees.add(broadcast.groups, payload.groups)
-        return Update(name, Payload(sent.decoded))
+        device.latest = trees.add(payload.groups, broadcast.groups)
+        return Update(name, Payload(sent.decoded, payload.scalars))
 
     def _settle(self, name: str, device: Device) -> None:
         pending, device.pending = device.pending, None
@@ -191,7 +193,7 @@ class Cohort:
 
     @property
     def server_dual(self) -> Vector:
-        return vector(self.state.memory["dual"])
+        return vector(self.state.memory[self.role])
 
     @property
     def optimum(self) -> Vector:
@@ -204,24 +206,26 @@ class Cohort:
 
     def mean_dual(self) -> Vector:
         """Mean of every device's g_i, with what is counted though the device has not heard of it."""
-        return np.mean([self._dual(name, device) for name, device in self.devices.items()], axis=0)
+        return self._mean(lambda state, residual: state.get(self.role))
 
     def mean_residual(self) -> Vector:
-        """Mean of every device's e_i."""
-        held = [np.zeros(SIZE) if d.residual is None else vector(d.residual) for d in self.devices.values()]
-        return np.mean(held, axis=0)
+        """Mean of every device's e_i, likewise."""
+        return self._mean(lambda state, residual: residual)
 
     def mean_latest(self) -> Vector:
         """1/m Σ w_i over the latest model of every device, w⁰ = 0 for one that never took part."""
         latest = [np.zeros(SIZE) if d.latest is None else vector(d.latest) for d in self.devices.values()]
         return np.mean(latest, axis=0)
 
-    def _dual(self, name: str, device: Device) -> Vector:
-        pending = device.pending
-        state, epoch = device.state, device.epoch
-        if pending is not None and self._was_counted(name, pending):
-            state, epoch = pending.state, pending.epoch
-        return vector(state["dual"]) if state and epoch == self.state.dual_epoch else np.zeros(SIZE)
+    def _mean(self, part: Callable[[ClientState, Params | None], Params | None]) -> Vector:
+        parts = [part(*self._counted_state(name, device)) for name, device in self.devices.items()]
+        return np.mean([np.zeros(SIZE) if found is None else vector(found) for found in parts], axis=0)
+
+    def _counted_state(self, name: str, device: Device) -> tuple[ClientState, Params | None]:
+        held: Device | Pending = device
+        if device.pending is not None and self._was_counted(name, device.pending):
+            held = device.pending
+        return (held.state, held.residual) if held.epoch == self.state.dual_epoch else ({}, None)
 
 
 def draws(names: Iterable[str], count: int, rounds: int, seed: int) -> list[list[str]]:

@@ -484,7 +484,7 @@ def test_layers_of_unknown_cost_are_not_guessed(package: types.ModuleType) -> No
     [
         ("pfldyn-maml", {"inner_lr": 0.2, "inner_steps": 3}, 0.2, 3),
         ("fedavg", {"finetune_lr": 0.1, "finetune_steps": 2}, 0.1, 2),
-        ("fedavg", {}, 0.1, 0),
+        ("fedavg", {"finetune_steps": 0}, 0.1, 0),
         ("p-avg-proto", {}, 0.1, 0),
     ],
 )

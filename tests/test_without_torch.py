@@ -1,7 +1,9 @@
-"""The base install, without any extra, from the wheel that is published: no torch, and both commands start."""
+"""The base install, without any extra, from the wheel that is published: it has no torch, and it runs the aggregator
+and an agent that personalizes and answers."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +11,12 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from cloud_server.ledger import Device, Judgement, Ledger
+from tests.brokers import NEEDS_MOSQUITTO, private_mosquitto
+from tests.desk import CLASSES, Program, closed_rounds, desk_in, device, edge_agent, found_fleet, write_samples
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.timeout(300)  # the first of these tests builds and installs
@@ -94,3 +101,53 @@ def test_both_commands_start_without_torch(torchless: Torchless, program: str) -
     done = torchless.run(program, "--version")
     assert (done.returncode, done.stderr) == (0, "")
     assert "0.1.0" in done.stdout
+
+
+def test_a_fleet_is_not_made_without_torch_and_the_extra_is_named(torchless: Torchless, tmp_path: Path) -> None:
+    data = write_samples(tmp_path / "data.npz")
+    done = torchless.run("metafleet", "init", str(tmp_path / "fleet"), "--data", str(data))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert 'hint: pip install "metafleet[export]"' in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [data]
+    few = ("--devices", "2", "--new-devices", "1", "--data", str(data), "--out", str(tmp_path / "run"))
+    done = torchless.run("metafleet", "demo", *few)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert 'hint: pip install "metafleet[export]"' in done.stderr
+
+
+@NEEDS_MOSQUITTO
+def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(torchless: Torchless, tmp_path: Path) -> None:
+    fleet = found_fleet(tmp_path / "fleet")
+    trains, serves = (device(fleet, name, tmp_path / name) for name in ("d0", "d1"))
+    np.save(tmp_path / "raw.npy", np.eye(3, 8, dtype=np.float32) * 3)
+    with private_mosquitto(tmp_path / "broker") as broker, desk_in(tmp_path) as desk:
+        at = ("--broker", broker.url)
+
+        def start(program: str, *arguments: object) -> Program:
+            command = [str(torchless.bin / program), *map(str, arguments), *at]
+            return desk.start(*command, environ=torchless.environ, cwd=torchless.folder)
+
+        server = start("metafleet", "server", "start", fleet.folder)
+        agent = start("edge-agent", "run", "--home", serves)
+        agent.says("torch is not installed: this device serves and does not train")
+        agent.says("d1 is on")
+        trainer = desk.start(*edge_agent("run", "--home", trains, *at))
+        trainer.until(lambda: closed_rounds(fleet.folder) == [1, 2])
+
+        with Ledger(fleet.ledger_path, create=False) as ledger:
+            server.until(lambda: {row.device for row in ledger.rows(Judgement, round=2)} == {"d0", "d1"})
+            assert ledger.rows(Device, name="d1")[0].cannot == "does not train"
+            assert [row.cohort for row in ledger.rounds("closed")] == [("d0",), ("d0",)]
+        done = torchless.run(
+            "metafleet", "predict", str(fleet.folder), "d1", str(tmp_path / "raw.npy"), "--json", *at
+        )
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        assert (tuple(answer["labels"]), answer["round"], answer["personalization"]) == (CLASSES, 2, "proto")
+
+    done = torchless.run("edge-agent", "personalize", "--home", str(serves), "--json")
+    assert json.loads(done.stdout)["personalization"] == "proto", done.stderr
+    done = torchless.run("edge-agent", "predict", str(tmp_path / "raw.npy"), "--home", str(serves), "--json")
+    assert json.loads(done.stdout) == answer
+    assert "Traceback" not in server.text() + agent.text()

@@ -2,8 +2,8 @@
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1;
 Fallah et al., "Personalized Federated Learning: A Meta-Learning Approach", 2020, Algorithm 1, is the same rule on
-meta-gradients. Deviation: the mean over devices is uniform, as in Fallah and in the program of Acar et al., not weighted
-by samples as McMahan's.
+meta-gradients. Deviation: the mean over devices is uniform, as in Fallah and in the program of Acar et al., while
+McMahan's is weighted by samples.
 """
 
 from __future__ import annotations

@@ -18,11 +18,19 @@ class Episodic(LocalSgd):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FineTune(LocalSgd):
-    """finetune_lr, finetune_steps: SGD on the device's own samples when the model is judged, never differentiated."""
+class Plain(LocalSgd):
+    """batch: samples per gradient, without a split in support and query."""
+
+    batch: int = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTune(Plain):
+    """finetune_lr, finetune_steps: SGD on all of the device's own samples when the model is judged, never
+    differentiated (the best of ``benchmarks/heartbeat/choose.py`` on its validation split)."""
 
     finetune_lr: float = 0.05
-    finetune_steps: int = 0
+    finetune_steps: int = 50
 
 
 @dataclass(frozen=True, kw_only=True)

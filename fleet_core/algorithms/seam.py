@@ -59,16 +59,14 @@ class LocalSgd:
     """Hyper-parameters of the local SGD that every method here runs.
 
     local_steps: K (Fallah: τ), steps per device and round.
-    client_lr: β, the device's learning rate. lr_decay: its factor per round (Acar's runs: 0.997).
-    batch: samples per gradient where there is no support/query split.
+    client_lr: β, the device's learning rate (Acar: 0.1). lr_decay: its factor per round (Acar's runs: 0.997).
     weight_decay: added to the direction after clipping. clip_norm: limit on the corrected direction's norm, 0 for none
     (both in the order of the program of Acar et al.; their paper has neither).
     """
 
     local_steps: int = 20
-    client_lr: float = 0.05
+    client_lr: float = 0.1
     lr_decay: float = 1.0
-    batch: int = 100
     weight_decay: float = 0.0
     clip_norm: float = 10.0
 
