@@ -146,10 +146,15 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
                  "rounds_closed": totals.rounds,
                  "rounds": made.config.fleet.rounds, "open_round": now.open_round, "on": on, "off": silent,
                  "totals": result.plain_sums(ledger)}
+        stalled = ledger.facts().get("stalled")
+        if stalled:
+            facts["stalled"] = stalled
     if as_json:
         return terminal.show(facts)
     print(f"fleet {facts['fleet']}, {facts['method']}: {totals.rounds} of {facts['rounds']} rounds closed, "
           + (f"{len(on)} devices on" if running else "the aggregator is not running"))
+    if stalled:
+        print(f"stalled: {stalled}")
     if silent:
         print(f"off since they took part: {', '.join(silent)}; one that never comes back biases the model: "
               f"metafleet devices revoke {fleet} NAME")
@@ -246,7 +251,7 @@ def devices_revoke(fleet: FLEET, name: str) -> None:
         if ledger.device(name) is None:
             raise ConfigError(f"no device '{name}'", hint=f"metafleet devices list {fleet}")
         ledger.ask(f"revoke/{name}", "yes")
-    print(f"{name} leaves before the next round")
+    print(f"{name} leaves now")
 
 
 @app.command()

@@ -24,7 +24,7 @@ from fleet_core import __version__, bundle, codecs, cohort, messages, schema, to
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.seam import ServerState
 from fleet_core.algorithms.trees import Params
-from fleet_core.errors import FleetError, LinkError, MessageError, RoundError
+from fleet_core.errors import FleetError, LinkError, MessageError
 from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
 from fleet_core.messages import (
     Blob,
@@ -99,6 +99,7 @@ class Coordinator:
         self._idle: int | None = None
         self.open: OpenRound | None = None
         self.paused = ledger.facts().get("paused") == "yes"
+        self.stalled = ledger.facts().get("stalled", "")
         self.checkpoint = self._resume()
         self._publishing = self.checkpoint
         self._serve = self._served()
@@ -521,14 +522,27 @@ class Coordinator:
         if not asked:
             return self._abandon(opened)
         if not open_ones:
-            reasons = "; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())[:10])
-            raise RoundError(
-                f"round {opened.number}: {len(opened.received)} of {wanted} devices delivered ({reasons})",
-                hint="mend the devices, then start again",
-            )
+            return self._stall(opened, wanted)
         if due:
             self._log(f"round {opened.number}: {len(opened.received)} of {wanted} updates at the deadline, waiting on")
             opened.deadline = self._clock() + self.config.fleet.deadline_s
+            if self.stalled:
+                self._announce_round(opened)  # anew, so that devices that failed try again
+
+    def _stall(self, opened: OpenRound, wanted: int) -> None:
+        """Too many devices failed: said here and in the ledger, and asked again at the deadline; nothing ends."""
+        reasons = "; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())[:10])
+        text = f"round {opened.number}: {len(opened.received)} of {wanted} devices delivered ({reasons})"
+        self._log(f"{text}; they are asked again in {self.config.fleet.deadline_s:g} s")
+        self._say_stalled(" ".join(text.split()))
+        opened.failed.clear()
+        opened.deadline = self._clock() + self.config.fleet.deadline_s
+
+    def _say_stalled(self, text: str) -> None:
+        """Why the open round does not end, for ``server status`` and those who watch; empty once it goes on."""
+        if text != self.stalled:
+            self.stalled = text
+            self.ledger.set_facts(stalled=text)
 
     def _abandon(self, opened: OpenRound) -> None:
         """Everybody who was asked has been revoked: the round is opened again for others."""
@@ -548,6 +562,7 @@ class Coordinator:
         with self.ledger.transaction():
             self._book_round(opened, members)
         self.checkpoint, self.open = checkpoint, None
+        self._say_stalled("")
         for device, number, manifest in self._intake.clear():
             self._refuse(device, number, manifest, "the round is closed")
         self._serve_if_due(opened.number)

@@ -60,6 +60,8 @@ def run(
                 idle_since = clock.seconds
             else:
                 clock.seconds += IDLE_STEP_S
+            if server.stalled:
+                raise RoundError(server.stalled)
             if clock.seconds - idle_since > GIVE_UP_S:
                 missing = sorted(devices.keys() - _judged(ledger, server.checkpoint.round))
                 raise RoundError(f"round {server.checkpoint.round + 1} does not end", where=", ".join(missing))

@@ -81,7 +81,8 @@ def _answers(method_name: str, network: Any, params: Any, data: Any, layout: Any
     """(what, patient -> answered labels) for each way in which this method is judged."""
     if METHODS[method_name].personalizer == "proto":
         return [("proto", {name: _proto(network, params, own, later) for name, (own, later) in data.items()})]
-    found = [("as it is", {n: train.predict_logits(network, params, later.x).argmax(1) for n, (_, later) in data.items()})]
+    plain = {name: train.predict_logits(network, params, later.x).argmax(1) for name, (_, later) in data.items()}
+    found = [("as it is", plain)]
     for lr, steps in TUNED:
         hyper = METHODS["fedavg"].hyper(finetune_lr=lr, finetune_steps=steps)
         answers = {}
