@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -87,14 +88,19 @@ class LiveView:
     NO_COLOR asks for plain lines too. Use it as a context manager; ``say`` puts a line of text above the table.
 
     after_round: rounds up to it are history that a resumed run does not tell again.
+    settle_s: a plain line waits so long, or for the next round, so that it holds what devices report after the close.
     """
 
     def __init__(
-        self, total_rounds: int, expected_devices: int, stream: TextIO | None = None, *, after_round: int = -1
-    ):
+        self, total_rounds: int, expected_devices: int, stream: TextIO | None = None, *, after_round: int = -1,
+        settle_s: float = 2.0,
+    ):  # fmt: skip
         self.total_rounds, self.expected_devices = total_rounds, expected_devices
         self.stream = stream or sys.stderr
         self._told = after_round
+        self._settle_s = settle_s
+        self._seen: dict[int, float] = {}
+        self._untold: list[RoundFigures] = []
         self._live: Live | None = None
         if self.stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
             console = Console(file=self.stream)
@@ -110,16 +116,25 @@ class LiveView:
     ) -> None:
         if self._live:
             self._live.stop()
+        for closed in self._untold:
+            if closed.round > self._told:
+                self._tell(closed)
 
     def update(self, now: Snapshot) -> None:
         """Shows ``now``; as plain lines only the rounds that closed since the last one."""
         if self._live:
             self._live.update(self.table(now), refresh=True)
             return
-        for closed in now.rounds:
-            if closed.round > self._told:
-                self.say(round_line(closed, self.total_rounds, self.expected_devices))
-                self._told = closed.round
+        self._untold = [closed for closed in now.rounds if closed.round > self._told]
+        for closed in self._untold:
+            seen_s = self._seen.setdefault(closed.round, time.monotonic())
+            if closed is not self._untold[-1] or time.monotonic() - seen_s >= self._settle_s:
+                self._tell(closed)
+
+    def _tell(self, closed: RoundFigures) -> None:
+        self.say(round_line(closed, self.total_rounds, self.expected_devices))
+        self._told = closed.round
+        self._seen.pop(closed.round, None)
 
     def say(self, text: str) -> None:
         """One line of text."""

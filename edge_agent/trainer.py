@@ -47,8 +47,7 @@ class Workshop:
     def _handled(self, job: Job) -> Done:
         started_cpu = time.process_time()
         header, arrays = {"train": self._train, "adapt": self._adapt}[job.kind](job.header, job.arrays)
-        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        cost = {"cpu_s": time.process_time() - started_cpu, "peak_mib": peak_kib / 1024}
+        cost = {"cpu_s": time.process_time() - started_cpu, "peak_mib": peak_mib()}
         return Done(job.kind, {**header, **cost}, arrays)
 
     def _train(self, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -110,6 +109,12 @@ class InlineTrainer:
 
     def stop(self) -> None:
         self._done = None
+
+
+def peak_mib() -> float:
+    """The most memory that this process has held; Linux counts in KiB, macOS in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20) if sys.platform == "darwin" else peak / 1024
 
 
 def main(arguments: list[str]) -> int:

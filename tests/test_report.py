@@ -236,7 +236,7 @@ def test_a_round_without_figures_is_still_a_line_and_refusals_are_told() -> None
 def test_when_piped_each_round_is_told_once(ledger: Ledger) -> None:
     stream = io.StringIO()
     fill(ledger, rounds=2)
-    with LiveView(30, 3, stream) as view:
+    with LiveView(30, 3, stream, settle_s=0) as view:
         view.update(snapshot(ledger))
         view.update(snapshot(ledger))
         ledger.put(Round(round=3, opened_at=1.0, status="closed"))
@@ -250,8 +250,22 @@ def test_when_piped_each_round_is_told_once(ledger: Ledger) -> None:
 def test_a_resumed_run_does_not_tell_its_history_again(ledger: Ledger) -> None:
     stream = io.StringIO()
     fill(ledger, rounds=3)
-    LiveView(30, 3, stream, after_round=2).update(snapshot(ledger))
+    LiveView(30, 3, stream, after_round=2, settle_s=0).update(snapshot(ledger))
     assert stream.getvalue().startswith("round  3/30")
+
+
+def test_a_plain_line_waits_for_what_devices_report_after_the_close(ledger: Ledger) -> None:
+    stream = io.StringIO()
+    ledger.put(Round(round=1, opened_at=1.0, status="closed"))
+    with LiveView(30, 3, stream, settle_s=1000) as view:
+        view.update(snapshot(ledger))
+        assert not stream.getvalue()
+        ledger.put(Round(round=1, opened_at=1.0, status="closed", loss=0.5))
+        ledger.put(Round(round=2, opened_at=2.0, status="closed"))
+        view.update(snapshot(ledger))
+        assert "loss 0.500" in stream.getvalue()
+        assert "round  2/30" not in stream.getvalue()
+    assert "round  2/30" in stream.getvalue()
 
 
 class Terminal(io.StringIO):
