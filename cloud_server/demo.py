@@ -162,6 +162,7 @@ def _found(options: Options, folder: Path, stopped: Callable[[], bool]) -> Fleet
     place = folder / "fleet"
     if not (place / "fleet.toml").exists():
         storage.write_atomic(place / "fleet.toml", _fleet_toml(options).encode())
+    terminal.say("making the fleet: keys, graph and first weights (once, about ten seconds)")
     command = [sys.executable, "-m", "cloud_server.cli", "init", str(place)]
     finished = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
     if stopped():

@@ -208,6 +208,8 @@ def _accuracy(closed: RoundFigures) -> str:
 
 
 def _phase(device: books.Device) -> str:
+    if device.new and device.state == "on":
+        return "serves"
     if device.cannot:
         return f"cannot: {device.cannot}"
     return (device.phase or "on") if device.state == "on" else "off"
