@@ -44,14 +44,14 @@ class Books:
         return self._seq
 
     def report(self, device: str, report: Report) -> None:
-        """One report, all or nothing."""
+        """One report, all or nothing. What a power cut takes away the device's next report adds again."""
         counters = _counters(report)
         lives = dict(self._lives.get(device, {}))
         old = lives.pop(report.boot, {})
         added = {name: max(0.0, value - old.get(name, 0.0)) for name, value in counters.items()}
         lives[report.boot] = {**old, **{name: max(value, old.get(name, 0.0)) for name, value in counters.items()}}
         lives = dict(list(lives.items())[-LIVES:])
-        with self._ledger.transaction():
+        with self._ledger.transaction(durable=False):
             self._ledger.set_facts(**{f"counters/{device}": json.dumps(lives)})
             self._book_traffic(device, report, added)
             self._book_energy(device, report, added)

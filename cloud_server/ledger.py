@@ -28,6 +28,7 @@ from fleet_core.power.meter import WORKING
 VERSION = 1
 APPLICATION = 0x4D464C47  # "MFLG" in the file's header: this SQLite file is a ledger
 BUSY_TIMEOUT_S = 10.0
+WITHOUT_SYNC = 1  # of PRAGMA synchronous: in a WAL, NORMAL waits for the disk at checkpoints only
 STAGES = ("before", "fine_tuned", "after")
 
 SCHEMA = """
@@ -277,11 +278,26 @@ class Ledger:
         self._db.close()
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All writes inside happen together or not at all; within another transaction it joins that one."""
+    def transaction(self, *, durable: bool = True) -> Iterator[None]:
+        """All writes inside happen together or not at all; within another transaction it joins that one.
+
+        durable: on the disk when it returns. Without, a death of the process loses nothing, but a power cut may take
+        it away again, whole; the next durable one puts it on the disk as well.
+        """
         if self._db.in_transaction:
             yield
             return
+        with self._errors():
+            level = self._pragma("synchronous")
+            self._db.execute(f"PRAGMA synchronous = {level if durable else min(level, WITHOUT_SYNC)}")
+        try:
+            with self._whole():
+                yield
+        finally:
+            self._db.execute(f"PRAGMA synchronous = {level}")
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
         with self._errors():
             self._db.execute("BEGIN IMMEDIATE")
         try:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+from cloud_server.fleet import LinkSection
 from cloud_server.ledger import Device, Ledger, Update
-from fleet_core import schema
+from fleet_core import messages, schema
+from fleet_core.algorithms.seam import Method
 from fleet_core.messages import Presence
 
 SILENT_S = 5.0
@@ -62,9 +64,9 @@ class Roster:
             return False
         return self._phase.get(name) not in WORKING or self._clock() - self._heard.get(name, 0.0) < SILENT_S
 
-    def holds(self, name: str, model: str) -> bool:
-        """Whether the device said that it holds these weights."""
-        return name in self._there and self._there[name].base == model
+    def someone_lacks(self, model: str, *, besides: Collection[str]) -> bool:
+        """Whether a device that may be asked has not said that it holds ``model``; ``besides`` are known to."""
+        return any(name not in besides and self._there[name].base != model for name in self.ready())
 
     def took_part(self, names: Collection[str]) -> None:
         """Updates of these devices were counted."""
@@ -161,3 +163,16 @@ class Roster:
     def _put(self, device: Device) -> None:
         self._ledger.put(device)
         self._devices[device.name] = device
+
+
+def inability(presence: Presence, method: Method, link: LinkSection) -> str | None:
+    """Why a device cannot take part in the rounds of a fleet with this method and these codecs, or None."""
+    if presence.proto != messages.PROTOCOL:
+        return f"speaks protocol {presence.proto}, this is {messages.PROTOCOL}"
+    if not presence.train:
+        return "does not train"
+    if presence.methods.get(method.name) != method.version:
+        return f"lacks {method.name} version {method.version}"
+    if link.up not in presence.codecs or link.down not in presence.codecs:
+        return f"lacks codec {link.up} or {link.down}"
+    return None

@@ -13,9 +13,9 @@ from cloud_server.coordinator import Coordinator, will
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Ledger
 from cloud_server.live import LiveView, snapshot
-from fleet_core.errors import LinkError
 from fleet_core.link.base import Will
 from fleet_core.link.mqtt import MqttLink
+from fleet_core.link.reach import await_broker
 
 TICK_S = 0.2
 VIEW_S = 1.0
@@ -44,21 +44,11 @@ def broker_at(url: str | None, folder: Path, *, port: int, log: Callable[[str], 
 def check_broker(url: str, *, timeout_s: float = 5.0) -> None:
     """Raises LinkError when no broker answers at ``url``."""
     link = MqttLink(url, client_id=f"metafleet-check-{secrets.token_hex(4)}")
-    until = time.monotonic() + timeout_s
     link.open()
     try:
-        while not link.connected:
-            link.poll(TICK_S)
-            if not link.connected and time.monotonic() > until:
-                raise no_broker(url, timeout_s)
+        await_broker(link, lambda: link.poll(TICK_S), url, lambda: False, timeout_s)
     finally:
         link.close()
-
-
-def no_broker(url: str, timeout_s: float) -> LinkError:
-    return LinkError(
-        f"no broker answered in {timeout_s:g} s", where=url, hint="start the broker, or check --broker"
-    )
 
 
 def tell_broker(broker: Broker, log: Callable[[str], None]) -> None:
@@ -92,18 +82,10 @@ def serve(
             coordinator = Coordinator(fleet, link, ledger, boot=boot, log=say)
             link.open()
             try:
-                _connect(coordinator, link, url, stopped, connect_s)
+                await_broker(link, lambda: coordinator.step(TICK_S), url, stopped, connect_s)
                 _drive(coordinator, None if quiet else view, stopped, until_done, say)
             finally:
                 coordinator.close()
-
-
-def _connect(coordinator: Coordinator, link: MqttLink, url: str, stopped: Callable[[], bool], connect_s: float) -> None:
-    until = time.monotonic() + connect_s
-    while not link.connected and not stopped():
-        coordinator.step(TICK_S)
-        if not link.connected and time.monotonic() > until:
-            raise no_broker(url, connect_s)
 
 
 def _drive(

@@ -7,8 +7,9 @@
     methods/{key}/pending.safetensors    the state that follows if the update is counted, and the update itself
     clock.json                           the highest sequence number and signed time seen
 
-Training state is keyed by method, version, layout and dual epoch; another key is set aside, never mixed. A file that is
-damaged is set aside too (``*.damaged``): the device goes on without it, and the aggregator learns that state was lost.
+Training state is keyed by fleet, method, version, layout and dual epoch; another key is set aside, never mixed. A file
+that is damaged is set aside too (``*.damaged``): the device goes on without it, and the aggregator learns that state
+was lost.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class Weights:
 
 
 def state_key(manifest: Manifest) -> str:
-    """The folder that a round's training state belongs to."""
-    return f"{manifest.method.name}-v{manifest.method.version}-{manifest.layout}-e{manifest.dual_epoch}"
+    """The folder that a round's training state belongs to; the dot is in no fleet's name."""
+    method = manifest.method
+    return f"{manifest.fleet}.{method.name}-v{method.version}-{manifest.layout}-e{manifest.dual_epoch}"
 
 
 class Home:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,10 @@ from edge_agent.service import Service
 from edge_agent.settings import Settings
 from edge_agent.worker import Trainer, TrainerProcess
 from fleet_core import config, schema
-from fleet_core.errors import ConfigError, LinkError
+from fleet_core.errors import ConfigError
 from fleet_core.link.base import Will
 from fleet_core.link.mqtt import MqttLink
+from fleet_core.link.reach import await_broker
 from fleet_core.power.choose import choose_meter
 from fleet_core.power.meter import Meter
 
@@ -55,22 +55,12 @@ def run(
     )
     link.open()
     try:
-        _connect(agent, link, identity.broker, stopped, connect_s)
+        await_broker(link, lambda: agent.step(TICK_S), identity.broker, stopped, connect_s)
         log(f"{identity.name} is on, fleet {identity.fleet} at {identity.broker}")
         while not stopped():
             agent.step(TICK_S)
     finally:
         agent.close()
-
-
-def _connect(agent: Agent, link: MqttLink, url: str, stopped: Callable[[], bool], connect_s: float) -> None:
-    until = time.monotonic() + connect_s
-    while not link.connected and not stopped():
-        agent.step(TICK_S)
-        if not link.connected and time.monotonic() > until:
-            raise LinkError(
-                f"no broker answered in {connect_s:g} s", where=url, hint="start the broker, or check --broker"
-            )
 
 
 def _trainer(settings: Settings, log: Callable[[str], None]) -> Trainer | None:

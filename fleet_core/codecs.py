@@ -118,8 +118,10 @@ def send(name: str, own: Params, residual: Params | None, layout: Layout, groups
     form = codec(name)
     intended = trees.add(own, residual) if form.feedback and residual is not None else own
     data = encode(name, intended)
+    if not form.lossy:
+        return Sent(data, own, None, None)
     decoded = decode(name, data, layout, groups)
-    lost = trees.apply(lambda a, b: np.asarray(a - b, dtype=np.float32), intended, decoded) if form.lossy else None
+    lost = trees.apply(lambda a, b: np.asarray(a - b, dtype=np.float32), intended, decoded)
     return Sent(data, decoded, lost if form.feedback else None, None if form.feedback else lost)
 
 
@@ -136,5 +138,5 @@ def identity(params: Params) -> str:
     for key, array in sorted(storage.flatten(params).items()):
         values = np.asarray(array, dtype="<f4", order="C")
         digest.update(f"{key}{values.shape}".encode())
-        digest.update(values.tobytes())
+        digest.update(values.reshape(-1).data)
     return digest.hexdigest()[:32]

@@ -23,6 +23,7 @@ from edge_agent.home import Home
 from edge_agent.run import service_of
 from edge_agent.settings import Data, Identity, Settings, Training
 from edge_agent.trainer import InlineTrainer
+from edge_agent.worker import Done, Job, Trainer
 from export.first import first
 from fleet_core.data.samples import Samples, save
 from fleet_core.layout import InputSpec
@@ -57,6 +58,29 @@ class Clock:
         return int(self.wall() * 1000)
 
 
+class Bench:
+    """A device's trainer; a test may put another one in its place (``inner``) at any time."""
+
+    def __init__(self) -> None:
+        self.inner: Trainer = InlineTrainer()
+
+    @property
+    def busy(self) -> bool:
+        return self.inner.busy
+
+    def submit(self, job: Job) -> None:
+        self.inner.submit(job)
+
+    def poll(self) -> Done | None:
+        return self.inner.poll()
+
+    def descriptors(self) -> tuple[int, ...]:
+        return self.inner.descriptors()
+
+    def stop(self) -> None:
+        self.inner.stop()
+
+
 class Killed(BaseException):
     """The process died here."""
 
@@ -70,6 +94,7 @@ class World:
     broker: LoopbackBroker
     clock: Clock = field(default_factory=Clock)
     agents: dict[str, Any] = field(default_factory=dict)
+    trainers: dict[str, Bench] = field(default_factory=dict)
     server: Any = None
     lines: list[str] = field(default_factory=list)
     lives: int = 0
@@ -104,11 +129,12 @@ class World:
         boot = f"{name}{self.lives}"
         topic, payload = will(settings, boot)
         link = LoopbackLink(self.broker, boot, Will(topic, payload))
+        trainer = Bench()
         agent = Agent(
-            settings, home, link, service_of(home.folder, settings), Accounts(), InlineTrainer(), boot=boot,
+            settings, home, link, service_of(home.folder, settings), Accounts(), trainer, boot=boot,
             clock=self.clock, now_ms=self.clock.ms, log=lambda line: self.lines.append(f"{name}: {line}"),
         )
-        self.agents[name] = agent
+        self.agents[name], self.trainers[name] = agent, trainer
         link.open()
         return agent
 

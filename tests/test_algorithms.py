@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cloud_server.coordinator import Coordinator
+from cloud_server.broadcast import encode_model
+from cloud_server.checkpoint import Checkpoint
 from cloud_server.spool import widened
 from edge_agent.personalize import Prototypes
 from fleet_core import codecs, layout, storage
@@ -30,7 +30,6 @@ from fleet_core.algorithms.seam import GradFn, LocalSgd, Payload, ServerState, U
 from fleet_core.algorithms.trees import Params
 from fleet_core.data.episodes import Episodes
 from fleet_core.learning import gradients, losses, models
-from fleet_core.messages import Blob
 from tests.quadratics import (
     GROUPS,
     LAYOUT,
@@ -297,15 +296,9 @@ class Downlink:
 
     def __call__(self, state: ServerState) -> Params:
         self.number += 1
-        aggregator = SimpleNamespace(
-            checkpoint=SimpleNamespace(published=self.held, lost=self.lost),
-            config=SimpleNamespace(link=SimpleNamespace(down=self.codec)),
-            layout=LAYOUT,
-            method=SimpleNamespace(shared=GROUPS),
-            _blob=lambda data: Blob.of(data, 1 << 16),
-            _someone_lacks=lambda base: False,
-        )
-        _, self.held, self.lost = Coordinator._publish_model(cast(Any, aggregator), state, self.number)
+        before = Checkpoint(self.number, state, self.held, self.lost)
+        sent = encode_model(state.model, before, self.codec, LAYOUT, GROUPS)
+        self.held, self.lost = sent.decoded, sent.lost
         return widened(self.held)
 
 

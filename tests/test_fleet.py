@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from cloud_server import coordinator as coordinating
+from cloud_server import broadcast, reception
 from cloud_server.intake import Intake
 from cloud_server.ledger import Device, Judgement, Ledger, Round, Traffic, Update
 from edge_agent.home import Home, Pending
@@ -160,7 +160,7 @@ def test_a_fleet_that_is_done_goes_on_when_more_rounds_are_wanted(fleet):
 
 
 def state_key(w: World, epoch: int) -> str:
-    return f"{w.server.method.name}-v{w.server.method.version}-{w.server.layout.hash}-e{epoch}"
+    return f"{w.name}.{w.server.method.name}-v{w.server.method.version}-{w.server.layout.hash}-e{epoch}"
 
 
 def devices_dual(w: World, feedback: bool) -> trees.Params | None:
@@ -179,7 +179,7 @@ def devices_dual(w: World, feedback: bool) -> trees.Params | None:
 
 def settled(w: World) -> bool:
     """Nothing that belongs to a closed round is pending on a device."""
-    return all(a._pending is None or a._pending.round > w.closed() for a in w.agents.values())
+    return all(a._outbox.pending is None or a._outbox.pending.round > w.closed() for a in w.agents.values())
 
 
 def check_duals(w: World, feedback: bool) -> None:
@@ -243,7 +243,7 @@ def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round(fleet, co
     rough_sea(faults, w, seed=len(codec))
     wild = Tampered()
     wild.rounds = (3, 4)
-    w.agents["d0"].trainer = wild
+    w.trainers["d0"].inner = wild
     for number in range(1, 12):
         assert w.pump(lambda n=number: w.closed() >= n and settled(w) and (opened(w, n + 1) or w.server.finished),
                       tick_s=TICK_S, steps=4000)
@@ -636,7 +636,7 @@ def test_refusals_of_one_device_do_not_fill_the_ledger(fleet):
     for n in range(50):
         fakes[0].offer(fakes[0].update(b"x" * (100 + n), layout="other"), 1)
     w.step()
-    assert len(w.server.ledger.rows(Update)) == coordinating.REFUSALS_NOTED
+    assert len(w.server.ledger.rows(Update)) == reception.REFUSALS_NOTED
 
 
 @pytest.mark.parametrize(
@@ -744,14 +744,14 @@ def test_words_from_the_broker_alone_cannot_settle_what_is_pending(fleet):
     faults = Faults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults))
     start(w, "d0", "d1", "d2")
-    assert w.pump(lambda: w.agents["d0"]._pending is not None)
-    pending = w.agents["d0"]._pending
+    assert w.pump(lambda: w.agents["d0"]._outbox.pending is not None)
+    pending = w.agents["d0"]._outbox.pending
     words = [Down("reject", 1, pending.upload.id, ok=False), Down("done", 1, pending.upload.id),
              Down("counted", 1, pending.upload.id, ok=False, device="d0")]
     for word in words:
         w.broker.publish(topics.down(w.name, "d0"), messages.encode(word))
         w.agents["d0"].step(0)
-        assert w.agents["d0"]._pending is pending
+        assert w.agents["d0"]._outbox.pending is pending
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     check_duals(w, feedback=True)
 
@@ -823,7 +823,7 @@ def test_a_late_update_is_recorded_as_late_and_its_state_discarded(fleet):
     for _ in range(8):
         w.step(TICK_S)
     assert w.closed() == 0, "until the deadline the round waits for a device that is alive"
-    pending = w.agents["d0"]._pending
+    pending = w.agents["d0"]._outbox.pending
     assert w.pump(lambda: w.closed() == 1, tick_s=TICK_S)
     lift()
     offer = messages.encode(pending.upload)
@@ -856,12 +856,12 @@ def test_a_device_that_was_away_for_long_asks_what_became_of_its_update(fleet, c
         faults.drop("/a/d0/up/2/")
     start(w, "d0", "d1", "d2", shift=1.0)
     agent = w.agents["d0"]
-    assert w.pump(lambda: agent._pending is not None and agent._pending.round == 2
+    assert w.pump(lambda: agent._outbox.pending is not None and agent._outbox.pending.round == 2
                   and (not counted or (opened(w, 2) and "d0" in w.server.open.received)))
-    kept = agent._pending
+    kept = agent._outbox.pending
     w.kill_agent("d0")
     unheld()
-    assert w.pump(lambda: w.closed() == 2 + coordinating.COUNTED_ROUNDS, tick_s=TICK_S)
+    assert w.pump(lambda: w.closed() == 2 + broadcast.COUNTED_ROUNDS, tick_s=TICK_S)
     assert statuses(w, 2).get("d0") == ("counted" if counted else None)
     home = Home(w.folder / "devices" / "d0")
     before = home.state(kept.key)
@@ -869,9 +869,9 @@ def test_a_device_that_was_away_for_long_asks_what_became_of_its_update(fleet, c
     agent = w.start_agent("d0")
     for _ in range(8):
         w.step(0.1)
-    assert agent._pending is not None, "the answer was lost"
+    assert agent._outbox.pending is not None, "the answer was lost"
     lost()
-    assert w.pump(lambda: agent._pending is None or agent._pending.round > 2, tick_s=TICK_S)
+    assert w.pump(lambda: agent._outbox.pending is None or agent._outbox.pending.round > 2, tick_s=TICK_S)
     after = home.state(kept.key)
     assert before is not None
     assert after is not None
@@ -1058,7 +1058,7 @@ def test_a_trainer_that_dies_costs_its_device_one_round(fleet):
     w.start_server()
     for n in range(3):
         w.start_agent(f"d{n}", toy(n))
-    w.agents["d1"].trainer = Broken()
+    w.trainers["d1"].inner = Broken()
     assert w.pump(lambda: finished(w))
     assert w.server.ledger.rounds()[0].note == "d1: train: the trainer process ended with exit code -9"
     assert statuses(w, 2) == dict.fromkeys(("d0", "d1", "d2"), "counted")
@@ -1118,7 +1118,7 @@ def test_the_booked_payload_is_what_the_broker_delivered(fleet, codec):
     by_kind = w.server.ledger.totals().payload_by_kind
     graph = len(w.fleet.graph_bytes())
     assert by_kind["graph"].down == 4 * graph
-    served = w.server._serve.blob.size
+    served = w.server._broadcast.served.blob.size
     assert by_kind["serve"].down == 4 * served
     uploads = sum(u.payload_bytes for u in w.server.ledger.rows(Update, status="counted"))
     assert by_kind["update"].up == uploads
@@ -1168,7 +1168,7 @@ def test_a_device_that_lacks_the_base_gets_the_whole_model_and_ends_with_the_sam
         full += [number] if manifest.model.full is not None else []
         cohort = w.server.ledger.rows(Round, round=number)[0].cohort
         cohorts.add(cohort)
-        held = {codecs.identity(w.agents[name]._model.params) for name in cohort}
+        held = {codecs.identity(w.agents[name]._models.training.params) for name in cohort}
         assert held == {w.server.ledger.rows(Round, round=number)[0].model_id}
     assert full, "somebody lacked the base"
     assert len(cohorts) > 2
@@ -1200,7 +1200,8 @@ def test_weights_that_changed_on_the_disk_are_noticed_and_fetched_whole(fleet):
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: opened(w, 3))
     agent = w.agents["d1"]
-    agent._model = replace(agent._model, params=trees.scale(agent._model.params, 1.5))
+    held = agent._models.training
+    agent._models.training = replace(held, params=trees.scale(held.params, 1.5))
     assert w.pump(lambda: finished(w), tick_s=TICK_S)
     assert w.told("d1: the delta does not fit")
     assert statuses(w, 4)["d1"] == "counted"
@@ -1208,7 +1209,7 @@ def test_weights_that_changed_on_the_disk_are_noticed_and_fetched_whole(fleet):
 
 def test_a_large_cohort_is_announced_by_its_rule_and_counted_in_a_blob(fleet, monkeypatch):
     monkeypatch.setattr("fleet_core.cohort.LISTED", 1)
-    monkeypatch.setattr(coordinating, "LISTED_IDS", 1)
+    monkeypatch.setattr(broadcast, "LISTED_IDS", 1)
     w = fleet(rounds=4, fleet="cohort = 2")
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: finished(w) and settled(w))
@@ -1241,7 +1242,7 @@ def test_a_question_over_mqtt_is_answered_by_the_personalized_model(fleet, metho
     assert "no model" in answer("early", messages.encode(ask)).error
     assert w.pump(lambda: finished(w))
     good = answer("q1", messages.encode(ask))
-    assert (good.error, good.round, good.model) == ("", 6, w.server._serve.model)
+    assert (good.error, good.round, good.model) == ("", 6, w.server._broadcast.served.model)
     assert good.personalization == ("proto" if method == "pfldyn-proto" else "sgd")
     assert set(good.labels) <= set(CLASSES)
     assert np.mean([CLASSES[y] == label for y, label in zip(toy(0).y, good.labels, strict=False)]) > 0.6
@@ -1474,7 +1475,8 @@ def test_a_model_that_is_served_while_devices_train_is_personalized_and_judged_a
     path.write_text(path.read_text().replace("serve_every = 4", "serve_every = 1"))
     w.start_server()
     for n in range(3):
-        w.start_agent(f"d{n}", toy(n)).trainer = Slow()
+        w.start_agent(f"d{n}", toy(n))
+        w.trainers[f"d{n}"].inner = Slow()
     assert w.pump(lambda: finished(w) and settled(w))
     judged = {(j.round, j.device) for j in w.server.ledger.rows(Judgement, stage="after")}
     assert judged >= {(4, f"d{n}") for n in range(3)}
@@ -1487,7 +1489,7 @@ def test_what_was_trained_for_a_round_that_is_over_is_not_offered_for_the_next(f
     w = fleet(rounds=3, devices=2, fleet="deadline_s = 2")
     start(w, "d0", "d1", "d2")
     slow = Slow()
-    w.agents["d2"].trainer = slow
+    w.trainers["d2"].inner = slow
     assert w.pump(lambda: w.agents["d2"].phase == "train")
     slow.left = 25
     assert w.pump(lambda: finished(w) and settled(w), tick_s=0.1)
@@ -1518,7 +1520,8 @@ def test_a_round_that_opens_while_a_device_still_fetches_the_last_is_joined_at_o
         return [] if client == agent.boot and "/b/" in message.topic and w.closed() < 2 else None
 
     faults.rules.append(starve)
-    agent._model, agent._seen = None, None
+    agent._models.training = None
+    agent._training.forget()
     agent._fetcher.start(agent.manifest.model.blob, 1 << 20, "model")
     assert agent._fetcher.target == blob
     assert w.pump(lambda: w.closed() == 3, tick_s=TICK_S)
@@ -1533,7 +1536,8 @@ def test_what_is_pending_when_the_rounds_went_back_is_discarded(fleet):
     w.kill_server()
     shutil.copytree(w.fleet.folder, w.folder / "backup")
     w.start_server()
-    assert w.pump(lambda: opened(w, 4) and w.agents["d0"]._pending is not None and w.agents["d0"]._pending.round == 4)
+    outbox = w.agents["d0"]._outbox
+    assert w.pump(lambda: opened(w, 4) and outbox.pending is not None and outbox.pending.round == 4)
     w.kill_server()
     shutil.rmtree(w.fleet.folder)
     shutil.copytree(w.folder / "backup", w.fleet.folder)
@@ -1559,8 +1563,8 @@ def test_an_aggregator_that_is_told_to_stop_leaves_in_order(fleet):
 def test_a_pending_update_that_was_tampered_with_on_the_disk_is_not_sent(fleet):
     w = fleet(rounds=1)
     start(w, "d0", "d1", "d2")
-    assert w.pump(lambda: w.agents["d0"]._pending is not None)
-    pending: Pending = w.agents["d0"]._pending
+    assert w.pump(lambda: w.agents["d0"]._outbox.pending is not None)
+    pending: Pending = w.agents["d0"]._outbox.pending
     home = w.agents["d0"].home
     home.save_pending(replace(pending, data=pending.data[:-1] + b"!"))
     assert home.pending() is None

@@ -1,0 +1,170 @@
+"""What the aggregator publishes: the training model as a delta or whole, the judged model, and the signed manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cloud_server.checkpoint import Checkpoint, Checkpoints
+from cloud_server.fleet import Fleet
+from cloud_server.ledger import Ledger, Round, Update
+from cloud_server.publisher import Publisher
+from cloud_server.rounds import OpenRound
+from cloud_server.spool import widened
+from fleet_core import codecs, cohort, messages, schema
+from fleet_core.algorithms import trees
+from fleet_core.algorithms.trees import Params
+from fleet_core.layout import Layout
+from fleet_core.messages import Blob, Cohort, Counted, Manifest, MethodRef, ModelRef, UploadRules
+
+EXPIRY_MS = 30 * 24 * 3600 * 1000
+COUNTED_ROUNDS = 4
+LISTED_IDS = 200
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A training model on its way down. data: in ``codec``. base: id of the weights that it is a delta to, None for the
+    whole. decoded: float32 weights as devices will hold them. lost: what a codec with feedback left out, or None."""
+
+    data: bytes
+    codec: str
+    base: str | None
+    decoded: Params
+    lost: Params | None
+
+
+def encode_model(model: Params, before: Checkpoint, codec: str, layout: Layout, groups: tuple[str, ...]) -> Encoded:
+    """``model`` (float64) and what was lost ``before``: a delta to what devices hold, or the whole at the start."""
+    held = before.published
+    target = model if before.lost is None else trees.add(model, before.lost)
+    if held is None:
+        data = codecs.encode("fp32", target)
+        return Encoded(data, "fp32", None, codecs.decode("fp32", data, layout, groups), None)
+    data = codecs.encode(codec, trees.subtract(target, widened(held)))
+    decoded = codecs.moved(held, codecs.decode(codec, data, layout, groups))
+    lost = trees.subtract(target, widened(decoded)) if codecs.codec(codec).feedback else None
+    return Encoded(data, codec, codecs.identity(held), decoded, lost)
+
+
+class Broadcast:
+    """Makes references and manifests of one fleet and hands them to its publisher.
+
+    upload_limit: bytes of the largest update. next_seq: of the next manifest. now: Unix seconds. ``served``: the judged
+    model that stays published, None before one was made.
+    """
+
+    def __init__(
+        self, fleet: Fleet, layout: Layout, graph: bytes, ledger: Ledger, checkpoints: Checkpoints,
+        publisher: Publisher, *, upload_limit: int, next_seq: Callable[[], int], now: Callable[[], float],
+    ):
+        self._config, self._method = fleet.config, fleet.method
+        self._hyper = schema.plain(fleet.hyper)
+        self._signer = fleet.signer()
+        self._layout, self._graph = layout, graph
+        self._ledger, self._checkpoints, self._publisher = ledger, checkpoints, publisher
+        self._upload_limit, self._next_seq, self._now = upload_limit, next_seq, now
+        self.served: ModelRef | None = None
+
+    # The training model -----------------------------------------------------------------------------------------------
+
+    def model(
+        self, target: Params, before: Checkpoint, number: int, lacks: Callable[[str], bool]
+    ) -> tuple[ModelRef, Encoded]:
+        """The model of round ``number``; whole as well when somebody ``lacks(base)`` the base of its delta."""
+        made = encode_model(target, before, self._config.link.down, self._layout, self._method.shared)
+        full = self._whole(made.decoded) if made.base is not None and lacks(made.base) else None
+        model = codecs.identity(made.decoded)
+        return ModelRef(model, self._blob(made.data), made.codec, base=made.base, full=full, round=number), made
+
+    def whole(self, opened: OpenRound, after: Checkpoint) -> None:
+        """A device lacks the base of the round's delta: the same model whole, and the manifest that names it."""
+        if opened.model.base is not None and opened.model.full is None:
+            opened.model = replace(opened.model, full=self._whole(opened.published))
+            self.round(opened, after)
+
+    def _whole(self, decoded: Params) -> Blob:
+        return self._blob(codecs.encode("fp32", decoded))
+
+    def _blob(self, data: bytes) -> Blob:
+        return self._publisher.blob(Blob.of(data, self._config.link.chunk_bytes), data)
+
+    # The manifest -----------------------------------------------------------------------------------------------------
+
+    def round(self, opened: OpenRound, after: Checkpoint) -> None:
+        """Announces the open round that follows ``after``."""
+        chosen = cohort.announce(self._config.fleet.seed, opened.number, list(opened.cohort))
+        self._manifest(after, opened.number, chosen, opened.model, is_open=True)
+
+    def idle(self, after: Checkpoint) -> None:
+        """While nobody is asked to train: what was counted, and the judged model."""
+        if after.round:
+            self.served = self.served or self._judged(after)
+            self._manifest(after, after.round, Cohort(devices=()), self.served, is_open=False)
+
+    def _manifest(self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, *, is_open: bool) -> None:
+        fleet, link = self._config.fleet, self._config.link
+        graph = self._blob(self._graph)
+        manifest = Manifest(
+            v=messages.PROTOCOL,
+            fleet=fleet.name,
+            round=number,
+            seq=self._next_seq(),
+            exp=int(self._now() * 1000) + EXPIRY_MS,
+            deadline_s=fleet.deadline_s,
+            method=MethodRef(self._method.name, self._method.version, self._hyper),
+            cohort=chosen,
+            model=model,
+            graph=graph,
+            serve=self.served,
+            layout=self._layout.hash,
+            scalars={"round": float(number), "seed": float(fleet.seed)},
+            dual_epoch=after.state.dual_epoch,
+            counted=self._counted(after.round),
+            up=UploadRules(self._upload_limit, link.chunk_bytes, (link.up,)),
+            open=is_open,
+        )
+        keep = {blob.id for blob in manifest.blobs()}
+        self._publisher.manifest(self._signer.sign(messages.encode(manifest)), keep)
+
+    def _counted(self, closed: int) -> tuple[Counted, ...]:
+        """Which updates the last closed rounds counted; older ones are answered when a device asks."""
+        records = []
+        for number in range(max(1, closed - COUNTED_ROUNDS + 1), closed + 1):
+            ids = tuple(u.update_id for u in self._ledger.rows(Update, round=number, status="counted"))
+            if len(ids) <= LISTED_IDS:
+                records.append(Counted(number, ids=ids))
+            else:
+                records.append(Counted(number, blob=self._blob("\n".join(ids).encode())))
+        return tuple(records)
+
+    # The judged model -------------------------------------------------------------------------------------------------
+
+    def resume(self, closed: Checkpoint) -> None:
+        """Serves what an earlier life of this aggregator had published, or was about to."""
+        kept = self._checkpoints.served()
+        if closed.round and self._is_served(closed.round) and (kept is None or kept[0] < closed.round):
+            self.served = self._judged(closed)
+        elif kept is not None and kept[0] <= closed.round:
+            self.served = self._serve_reference(*kept)
+
+    def serve_if_due(self, closed: Checkpoint) -> None:
+        if self._is_served(closed.round):
+            self.served = self._judged(closed)
+
+    def _is_served(self, number: int) -> bool:
+        return number % self._config.fleet.serve_every == 0 or number >= self._config.fleet.rounds
+
+    def _judged(self, closed: Checkpoint) -> ModelRef:
+        """The judged model of the last closed round, from now on the served one; kept for a restart."""
+        decoded = trees.apply(lambda a: a.astype("float32"), closed.state.judged)
+        self._checkpoints.save_served(closed.round, decoded)
+        reference = self._serve_reference(closed.round, decoded)
+        row = self._ledger.rows(Round, round=closed.round)[0]
+        self._ledger.put(replace(row, judged_id=reference.model))
+        return reference
+
+    def _serve_reference(self, number: int, params: Params) -> ModelRef:
+        """Whole and in full precision: it is what answers."""
+        ordered = self._layout.ordered(params)
+        return ModelRef(codecs.identity(ordered), self._blob(codecs.encode("fp32", ordered)), "fp32", round=number)

@@ -1,0 +1,165 @@
+"""Updates of the open round: what is offered, checked, taken into the spool or refused with the reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from cloud_server.fleet import Fleet
+from cloud_server.intake import Intake
+from cloud_server.ledger import Ledger, Round, Update
+from cloud_server.rounds import OpenRound
+from cloud_server.spool import Spool, widened
+from fleet_core import codecs
+from fleet_core.algorithms import trees
+from fleet_core.errors import FleetError, MessageError
+from fleet_core.layout import Layout
+from fleet_core.messages import Down, UploadManifest
+
+REFUSALS_NOTED = 8
+
+
+class Reception:
+    """Fills ``received`` and ``failed`` of the open round.
+
+    tell(device, message): sends to a device. current(): the open round, or None. closed(): (the last closed round, the
+    present dual epoch).
+    """
+
+    def __init__(
+        self, fleet: Fleet, layout: Layout, ledger: Ledger, spool: Spool, tell: Callable[[str, Down], None], *,
+        current: Callable[[], OpenRound | None], closed: Callable[[], tuple[int, int]], clock: Callable[[], float],
+        now: Callable[[], float], log: Callable[[str], None],
+    ):
+        self._link, self._method, self._layout = fleet.config.link, fleet.method, layout
+        self._ledger, self._spool, self._tell = ledger, spool, tell
+        self._current, self._closed, self._now, self._log = current, closed, now, log
+        self.limit = upload_limit(layout, fleet.method.shared)
+        self._intake = Intake(tell, clock, self.limit)
+
+    # A round's course -------------------------------------------------------------------------------------------------
+
+    def begin(self, opened: OpenRound) -> None:
+        """Takes back what an earlier life of this aggregator had received; what is not as it was is asked for again."""
+        self._intake.clear()
+        self._spool.clear(keep=opened.number)
+        for device, manifest in self._spool.manifests(opened.number).items():
+            try:
+                reason = self._refusal(device, opened.number, manifest)
+                if not reason:
+                    self._spool.read(opened.number, device, manifest)
+            except FleetError as error:
+                reason = str(error)
+            if reason:
+                self._log(f"round {opened.number}: the kept update of {device} is dropped: {reason}")
+                self._spool.drop(opened.number, device)
+            else:
+                opened.received[device] = manifest
+
+    def tick(self) -> None:
+        self._intake.tick()
+
+    def drop(self, device: str) -> None:
+        """Forgets what a device that is gone was sending."""
+        self._intake.drop(device)
+
+    def book(self, opened: OpenRound) -> None:
+        """What was received is counted, in the ledger."""
+        for device, manifest in opened.received.items():
+            self._ledger.put(self._row(opened.number, device, manifest, "counted"))
+
+    def end(self) -> None:
+        """The round is closed: what is still under way is refused."""
+        for device, number, manifest in self._intake.clear():
+            self._refuse(device, number, manifest, "the round is closed")
+
+    # What arrives -----------------------------------------------------------------------------------------------------
+
+    def on_offer(self, device: str, number: int, manifest: UploadManifest) -> None:
+        opened = self._current()
+        if opened is not None and number == opened.number and device in opened.received:
+            same = opened.received[device].id == manifest.id
+            return self._tell(device, Down("done" if same else "reject", number, manifest.id, ok=same,
+                                           reason="" if same else "another update of this round is here already"))
+        if self.was_counted(device, number, manifest.id):
+            return self._tell(device, Down("done", number, manifest.id))  # the first one was lost
+        reason = self._refusal(device, number, manifest)
+        if not reason:
+            try:
+                return self._intake.offer(device, number, manifest)
+            except MessageError as error:
+                reason = str(error)
+        self._refuse(device, number, manifest, reason)
+
+    def on_chunk(self, device: str, number: int, k: int | None, payload: bytes) -> None:
+        whole = None if k is None else self._intake.chunk(device, number, k, payload)
+        opened = self._current()
+        if whole is None or opened is None:
+            return
+        manifest, inbox = whole
+        try:
+            data = inbox.take()
+            self._verify(manifest, data)
+        except FleetError as error:
+            return self._refuse(device, number, manifest, str(error))
+        self._spool.put(number, device, manifest, data)
+        opened.received[device] = manifest
+        opened.failed.pop(device, None)
+        self._tell(device, Down("done", number, manifest.id))
+
+    def was_counted(self, device: str, number: int, update_id: str) -> bool:
+        closed, _ = self._closed()
+        return number <= closed and bool(
+            self._ledger.rows(Update, round=number, device=device, update_id=update_id, status="counted")
+        )
+
+    # Taken or refused -------------------------------------------------------------------------------------------------
+
+    def _refusal(self, device: str, number: int, manifest: UploadManifest) -> str:
+        """Why an offer is not taken, or an empty text."""
+        opened, (_, dual_epoch) = self._current(), self._closed()
+        if opened is None or number != opened.number:
+            return "the round is closed"
+        if device not in opened.cohort:
+            return "not in this round's cohort"
+        checks: dict[str, tuple[Any, Any]] = {
+            "method": (manifest.method, self._method.name),
+            "layout": (manifest.layout, self._layout.hash),
+            "dual epoch": (manifest.dual_epoch, dual_epoch),
+            "base model": (manifest.base, opened.model.model),
+            "codec": (manifest.codec, self._link.up),
+        }
+        wrong = [f"{what} {got}, expected {wanted}" for what, (got, wanted) in checks.items() if got != wanted]
+        return "; ".join(wrong)
+
+    def _verify(self, manifest: UploadManifest, data: bytes) -> None:
+        """Raises CodecError for arrays of another layout, values that are not finite and norms over the bound."""
+        params = codecs.decode(manifest.codec, data, self._layout, self._method.shared)
+        length, bound = trees.norm(widened(params)), self._link.max_update_norm
+        if not math.isfinite(length) or length > bound:
+            raise MessageError(f"an update of norm {length:.3g}", expected=f"at most {bound:g}")
+
+    def _refuse(self, device: str, number: int, manifest: UploadManifest, reason: str) -> None:
+        opened = self._current()
+        late = opened is None or number != opened.number
+        noted = self._ledger.rows(Update, round=number, device=device)
+        new = all(row.update_id != manifest.id for row in noted)
+        if new and len(noted) < REFUSALS_NOTED and self._ledger.rows(Round, round=number):
+            self._ledger.put(self._row(number, device, manifest, "late" if late else "refused", reason))
+        if opened is not None and not late and device in opened.cohort:
+            opened.failed[device] = reason
+        self._log(f"round {number}: {device}: update refused: {reason}")
+        self._tell(device, Down("reject", number, manifest.id, ok=False, reason=reason[:500]))
+
+    def _row(self, number: int, device: str, manifest: UploadManifest, status: str, reason: str = "") -> Update:
+        return Update(
+            round=number, device=device, update_id=manifest.id, received_at=self._now(), samples=manifest.samples,
+            loss=manifest.metrics.get("loss"), payload_bytes=manifest.blob.size, chunks=manifest.blob.n, status=status,
+            reason=reason,
+        )
+
+
+def upload_limit(layout: Layout, groups: tuple[str, ...]) -> int:
+    """Bytes of the largest update that can be one: every value at four bytes, and room for names."""
+    return 2 * 4 * layout.parameters(groups) + (1 << 16)

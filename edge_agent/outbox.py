@@ -1,0 +1,91 @@
+"""What becomes of an update: kept on disk, offered, and its state committed or discarded as a signed record says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edge_agent.fetcher import Fetcher
+from edge_agent.home import Home, Pending
+from edge_agent.reporter import Reporter
+from edge_agent.training import identity
+from edge_agent.uploader import Uploader
+from fleet_core.messages import Down, Manifest, PendingRef
+
+MAX_COUNTED_BYTES = 1 << 26
+
+
+class Outbox:
+    """``pending``: the one update whose fate is open, also from an earlier life of this agent, or None."""
+
+    def __init__(
+        self, home: Home, uploader: Uploader, fetcher: Fetcher, reporter: Reporter, log: Callable[[str], None]
+    ):
+        self._home, self._uploader, self._fetcher = home, uploader, fetcher
+        self._reporter, self._log = reporter, log
+        self._offered_seq = -1
+        self.pending: Pending | None = home.pending()
+
+    def keep(self, manifest: Manifest, pending: Pending) -> None:
+        """The update and the state that follows from it are on disk before the update is offered."""
+        self._home.save_pending(pending)
+        self.pending = pending
+        self._offer(manifest, pending)
+
+    def _offer(self, manifest: Manifest, pending: Pending) -> None:
+        self._offered_seq = manifest.seq
+        self._reporter.enter("upload")
+        self._uploader.offer(pending)
+
+    def on_word(self, down: Down) -> None:
+        """What the aggregator says without a signature: chunks that it wants, or that the upload is over."""
+        pending = self.pending
+        if down.t == "need":
+            return self._uploader.on_need(down)
+        if pending is None or not self._uploader.active or (down.r, down.id) != (pending.round, pending.upload.id):
+            return
+        self._uploader.stop()  # the signed record decides what becomes of it, not this
+        if down.t == "reject":
+            self._log(f"round {down.r}: the update was refused: {down.reason}")
+        self._reporter.enter("idle" if down.t == "done" else "refused")
+        self._reporter.report()
+
+    def resolve(self, manifest: Manifest) -> None:
+        """What is pending is committed or discarded where the manifest says which; else its fate is asked for."""
+        pending = self.pending
+        if pending is None:
+            return
+        if pending.round >= manifest.round and manifest.open:
+            return self._go_on_offering(manifest, pending)
+        if pending.round > manifest.round:
+            return  # that round is not closed, and not open now
+        record = next((r for r in manifest.counted if r.round == pending.round), None)
+        if record is None:
+            self._reporter.ask("fate", pending.upload.id, pending=PendingRef(pending.round, pending.upload.id))
+        elif record.ids is not None:
+            self.settle(record.round, list(record.ids))
+        elif record.blob is not None:
+            self._fetcher.start(record.blob, MAX_COUNTED_BYTES, "counted")
+
+    def _go_on_offering(self, manifest: Manifest, pending: Pending) -> None:
+        """Offers the update once per manifest: the aggregator may have begun the round anew, without it."""
+        if (pending.round, pending.key, pending.upload.base) != identity(manifest):
+            self._discard(pending)  # the round is another by now: this can never be counted
+        elif self._offered_seq != manifest.seq:
+            self._offer(manifest, pending)
+
+    def settle(self, round_number: int, counted_ids: list[str]) -> None:
+        """Commits the pending state when its update is among the counted ones of its round, discards it otherwise."""
+        pending = self.pending
+        if pending is None or pending.round != round_number:
+            return
+        if pending.upload.id not in counted_ids:
+            return self._discard(pending)
+        self._home.commit(pending)
+        self._uploader.stop()
+        self.pending = None
+
+    def _discard(self, pending: Pending) -> None:
+        self._log(f"round {pending.round}: the update was not counted, its state is discarded")
+        self._home.discard(pending)
+        self._uploader.stop()
+        self.pending = None

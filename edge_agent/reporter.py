@@ -1,0 +1,128 @@
+"""What the agent tells the aggregator: presence, heartbeat and phase, reports, answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from edge_agent.accounts import Accounts
+from edge_agent.settings import Settings
+from fleet_core import __version__, codecs, messages, topics
+from fleet_core.algorithms.methods import METHODS
+from fleet_core.errors import LinkError
+from fleet_core.link.base import Link
+from fleet_core.messages import Answer, Presence, Report
+
+HEARTBEAT_S = 2.0
+LOOK_S = 5.0
+WORKING = ("train", "upload")
+
+
+class Reporter:
+    """One device's side of the conversation, over an open link.
+
+    trains: whether this device can take part in training. ``round`` is that of the current manifest, None before one
+    came: until then there is nothing to report on.
+    """
+
+    def __init__(
+        self, settings: Settings, boot: str, link: Link, accounts: Accounts, *, trains: bool,
+        clock: Callable[[], float], log: Callable[[str], None],
+    ):
+        self._settings, self._boot, self._link, self._accounts = settings, boot, link, accounts
+        self._trains, self._clock, self._log = trains, clock, log
+        self._fleet, self._name = settings.device.fleet, settings.device.name
+        self._asked: dict[str, tuple[str, float]] = {}
+        self._last_heartbeat = clock()
+        self.round: int | None = None
+        self.phase = "idle"
+
+    # Reports ----------------------------------------------------------------------------------------------------------
+
+    def report(self, **more: Any) -> None:
+        """Costs since the start, and what else there is to say."""
+        if self.round is None:
+            return
+        report = Report(
+            round=self.round,
+            boot=self._boot,
+            energy=self._accounts.energy(),
+            traffic=self._accounts.traffic(self._link.counters.snapshot()),
+            flops=self._accounts.flops,
+            new=not self._settings.train.enabled,
+            **more,
+        )
+        self._send(topics.report(self._fleet, self._name), messages.encode(report))
+
+    def ask(self, what: str, about: str, **more: Any) -> None:
+        """A report that waits for an answer; repeated while none comes."""
+        asked, when = self._asked.get(what, ("", 0.0))
+        if asked != about or self._clock() - when >= LOOK_S:
+            self._asked[what] = (about, self._clock())
+            self.report(**more)
+
+    def reconnected(self) -> None:
+        """What was asked of the last connection is asked again."""
+        self._asked.clear()
+
+    def answer(self, question_id: str, answer: Answer) -> None:
+        self._send(topics.answer(self._fleet, self._name, question_id), messages.encode(answer))
+
+    # Presence ---------------------------------------------------------------------------------------------------------
+
+    def announce(self, *, layouts: tuple[str, ...], base: str, trained: int) -> None:
+        """The whole presence, retained. layouts: hashes of the graphs here. base: model id that this device holds.
+        trained: the last round that its own training state knows."""
+        self._last_heartbeat = self._clock()
+        presence = Presence(
+            st="on",
+            boot=self._boot,
+            ph=self.phase,
+            ver=__version__,
+            methods={name: method.version for name, method in METHODS.items()},
+            codecs=tuple(codecs.CODECS),
+            layouts=layouts,
+            ram=_ram_mib(),
+            train=self._trains,
+            base=base,
+            trained=trained,
+        )
+        self._send(topics.presence(self._fleet, self._name), messages.encode(presence), retain=True)
+
+    def leave(self) -> None:
+        off = messages.encode(Presence(st="off", boot=self._boot, ver=__version__))
+        self._send(topics.presence(self._fleet, self._name), off, retain=True)
+
+    def enter(self, phase: str) -> None:
+        """What this device does from now on."""
+        if phase != self.phase:
+            self.phase = phase
+            self._beat()
+
+    def tick(self) -> None:
+        """A heartbeat every two seconds while at work."""
+        if self.phase in WORKING and self._clock() - self._last_heartbeat > HEARTBEAT_S:
+            self._beat()
+
+    def _beat(self) -> None:
+        """Still here, and at what; not retained."""
+        self._last_heartbeat = self._clock()
+        beat = Presence(st="on", boot=self._boot, ph=self.phase, ver=__version__, beat=True)
+        self._send(topics.presence(self._fleet, self._name), messages.encode(beat))
+
+    def _send(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
+        """What is lost when the link is down or full: the protocol says it again."""
+        if self._link.connected:
+            try:
+                self._link.publish(topic, payload, retain=retain)
+            except LinkError as error:
+                self._log(f"not sent: {error}")
+
+
+def _ram_mib() -> int:
+    """Memory of the machine in MiB; 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    except (ValueError, OSError):
+        return 0
