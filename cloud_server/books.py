@@ -25,17 +25,13 @@ LIVES = 2
 class Books:
     """Devices report counters that run since their start; a round is booked with what was added during it.
 
-    What the counters stood at is kept for a device's last two lives, so that a report that comes again, late or out of
-    order adds nothing twice.
+    What the counters stood at is kept, in the ledger alone, for a device's last two lives, so that a report that comes
+    again, late or out of order adds nothing twice.
     """
 
     def __init__(self, ledger: Ledger, now: Callable[[], float]):
         self._ledger, self._now = ledger, now
-        facts = ledger.facts()
-        self._seq = int(facts.get("seq", "0"))
-        self._lives: dict[str, dict[str, dict[str, float]]] = {
-            key.partition("/")[2]: json.loads(text) for key, text in facts.items() if key.startswith("counters/")
-        }
+        self._seq = int(ledger.fact("seq") or "0")
 
     def next_seq(self) -> int:
         """max(last + 1, Unix ms), kept on disk, so that it rises even when a backup is restored."""
@@ -46,19 +42,19 @@ class Books:
     def report(self, device: str, report: Report) -> None:
         """One report, all or nothing. What a power cut takes away the device's next report adds again."""
         counters = _counters(report)
-        lives = dict(self._lives.get(device, {}))
+        key = f"counters/{device}"
+        lives: dict[str, dict[str, float]] = json.loads(self._ledger.fact(key) or "{}")
         old = lives.pop(report.boot, {})
         added = {name: max(0.0, value - old.get(name, 0.0)) for name, value in counters.items()}
         lives[report.boot] = {**old, **{name: max(value, old.get(name, 0.0)) for name, value in counters.items()}}
         lives = dict(list(lives.items())[-LIVES:])
         with self._ledger.transaction(durable=False):
-            self._ledger.set_facts(**{f"counters/{device}": json.dumps(lives)})
+            self._ledger.set_facts(**{key: json.dumps(lives)})
             self._book_traffic(device, report, added)
             self._book_energy(device, report, added)
             if report.judged_round is not None:
                 for judgement in report.judgements:
                     self._book_judgement(device, report.judged_round, judgement, report.new)
-        self._lives[device] = lives
 
     def _book_traffic(self, device: str, report: Report, added: Mapping[str, float]) -> None:
         sums: dict[tuple[str, str], int] = {}

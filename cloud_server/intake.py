@@ -16,7 +16,7 @@ from fleet_core.transfer import Inbox
 
 PER_DEVICE = 8
 IN_ALL = 500
-RESERVED_BYTES = 48 << 20
+RESERVED_BYTES = 16 << 20
 SILENCE_S = 4.0
 TICK_S = 0.25
 PATIENCE = 5

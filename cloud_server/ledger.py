@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import numbers
 import sqlite3
@@ -323,7 +324,7 @@ class Ledger:
             raise TypeError(f"{kind.__name__} has no column {', '.join(sorted(unknown))}")
         where = " AND ".join(f"{name} IS ?" for name in equal) or "1"
         sql = f"SELECT {', '.join(columns)} FROM {kind.table} WHERE {where} ORDER BY {', '.join(kind.key)}"
-        readers = _readers(kind)
+        readers = _readers(kind)  # type: ignore[arg-type]  # a class can be hashed, whatever its rows are
         return [
             kind(**{name: read(value) for name, read, value in zip(columns, readers, row, strict=True)})
             for row in self._query(sql, list(equal.values()))
@@ -403,6 +404,11 @@ class Ledger:
         """What is said once about the fleet: its name, method, seed, layout, …"""
         return dict(self._query("SELECT key, value FROM fleet ORDER BY key"))
 
+    def fact(self, key: str) -> str | None:
+        """One of them, or None."""
+        found = self._query("SELECT value FROM fleet WHERE key = ?", (key,))
+        return str(found[0][0]) if found else None
+
     def set_facts(self, **facts: str) -> None:
         """Writes ``facts`` beside or over those that are there."""
         with self.transaction():
@@ -475,6 +481,7 @@ def _upsert(kind: type[Row]) -> str:
     )
 
 
+@functools.cache
 def _readers(kind: type[Row]) -> tuple[Any, ...]:
     """How each column comes back: JSON as tuples and mappings, 0/1 as bool, all else as it is."""
     hints = typing.get_type_hints(kind)

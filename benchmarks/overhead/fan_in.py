@@ -1,0 +1,381 @@
+"""Thousands of devices that upload at once: what reaches the aggregator, how fast, and in how much memory.
+
+The aggregator is the real one, in a process of its own; mosquitto runs with its default configuration. Devices are
+connections of a few processes, each with the agents' own session and uploader: presence, upload manifest, chunks on
+``need``, heartbeats while they wait, a report in the end. They do not train: each sends one random update of about
+100 KB, the same in every round, as soon as a round opens; all do so at once. Linux only.
+
+    python benchmarks/overhead/fan_in.py --out benchmarks/overhead/fan_in.json [--devices 1000 5000] [--rounds 2]
+
+They join at ``--join-per-s``: a presence is said once, and where more come than the aggregator takes the broker's queue
+for it (1000 messages) runs over, and who was not heard is not asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import os
+import resource
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event as Flag
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cloud_server.broker import find_mosquitto
+from cloud_server.fleet import Fleet, FleetConfig
+from cloud_server.found import found
+from cloud_server.ledger import Ledger, Update
+from edge_agent.home import Pending
+from edge_agent.uploader import Uploader
+from fleet_core import bundle, codecs, config, messages, topics
+from fleet_core.algorithms.methods import METHODS
+from fleet_core.link.base import Connected, Message, Will
+from fleet_core.link.counters import ByteCounters
+from fleet_core.link.session import Address, Session, Settings
+from fleet_core.messages import Blob, Cost, Down, Manifest, Presence, Report, UploadManifest
+from fleet_core.storage import write_json
+from fleet_core.terminal import WITH_PARENT
+
+FLEET = "fan-in"
+PROCESSES = 2
+MEMORY_BAR_MIB = 120
+HEARTBEAT_S = 2.0
+AT_ONCE = 20  # connections between two looks at the others
+TICK_S = 1.0
+OPEN_FILES = 12_000
+
+
+class Device:
+    """An agent as far as the link goes; it is the link of its own uploader."""
+
+    def __init__(self, name: str, settings: Settings, fleet: Fleet, layout_hash: str, data: bytes):
+        self.name, self._settings, self._fleet, self._layout = name, settings, fleet, layout_hash
+        self._data, self._blob = data, Blob.of(data, fleet.config.link.chunk_bytes)
+        self._events: deque[Any] = deque()
+        self._uploader = Uploader(FLEET, name, self, time.monotonic, lambda sent: None)  # type: ignore[arg-type]
+        self._round, self._beaten_at = 0, 0.0
+        self.counters = ByteCounters()
+        self.seen: Counter[str] = Counter()
+        self.session: Session | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self.session is not None and self.session.accepted and not self.session.ended
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1) -> None:
+        if self.session is not None:
+            self.session.publish(topic, payload, retain, qos)
+
+    def connect(self) -> None:
+        self.session = Session(self._settings, 5, self.counters, self._events)
+
+    def turn(self) -> None:
+        """Reads, writes and reacts."""
+        assert self.session is not None
+        self.session.turn()
+        while self._events:
+            match self._events.popleft():
+                case Connected():
+                    self._on_connected()
+                case Message(topic, payload) if topic.endswith("/dn"):
+                    self._on_down(messages.decode(Down, payload))
+                case Message(_, payload):
+                    self._on_manifest(read_manifest(payload))
+
+    def tick(self) -> None:
+        """Heartbeats and offers that got no answer, once a second."""
+        self._uploader.tick()
+        if self._uploader.active and time.monotonic() - self._beaten_at >= HEARTBEAT_S:
+            self._say(Presence("on", "boot", "upload", beat=True))
+            self._beaten_at = time.monotonic()
+
+    def _say(self, presence: Presence, *, retain: bool = False) -> None:
+        self.publish(topics.presence(FLEET, self.name), messages.encode(presence), retain=retain)
+
+    def _on_connected(self) -> None:
+        self.seen["connected"] += 1
+        assert self.session is not None
+        self.session.subscribe([topics.current(FLEET), topics.down(FLEET, self.name)])
+        known = {name: method.version for name, method in METHODS.items()}
+        self._say(Presence("on", "boot", methods=known, codecs=tuple(codecs.CODECS)), retain=True)
+
+    def _on_manifest(self, manifest: Manifest) -> None:
+        if not manifest.open or manifest.round <= self._round:
+            return
+        self._round = manifest.round
+        upload = UploadManifest(
+            self._blob, manifest.up.codecs[0], manifest.model.model, manifest.method.name, self._layout,
+            dual_epoch=manifest.dual_epoch, samples=32, metrics={"loss": 1.0}, cost=Cost(len(self._data)),
+        )
+        self._say(Presence("on", "boot", "upload", beat=True))
+        self._beaten_at = time.monotonic()
+        self._uploader.offer(Pending("", manifest.round, upload, self._data, {}))
+
+    def _on_down(self, down: Down) -> None:
+        if down.t == "need":
+            return self._uploader.on_need(down)
+        if self._uploader.active and (down.r, down.id) == (self._round, self._blob.id):
+            self.seen[down.t] += 1
+            self._uploader.stop()
+            self._say(Presence("on", "boot", beat=True))
+            sums = self.counters.snapshot()
+            traffic = messages.Traffic(sums.mqtt_sent, sums.mqtt_received, sums.wire_sent, sums.wire_received)
+            report = messages.encode(Report(self._round, "boot", traffic=traffic))
+            self.publish(topics.report(FLEET, self.name), report)
+
+
+@functools.lru_cache(maxsize=4)
+def read_manifest(signed: bytes) -> Manifest:
+    """The round, read once for all devices of a process."""
+    return messages.decode(Manifest, signed.partition(b"\n")[2], limit=1 << 24)
+
+
+def devices(folder: Path, port: int, first: int, count: int) -> list[Device]:
+    fleet = Fleet.load(folder)
+    layout = bundle.unpack(fleet.graph_bytes()).layout
+    groups = fleet.method.shared
+    rng = np.random.default_rng(first)
+    made = []
+    for k in range(first, first + count):
+        values = {
+            group: {t.name: rng.normal(0, 0.01, t.shape).astype(np.float32) for t in layout.tensors if t.group == group}
+            for group in groups
+        }
+        name = f"d{k:05d}"
+        topic = topics.presence(FLEET, name)
+        will = Will(topic, messages.encode(Presence("off", "boot")))
+        settings = Settings(Address("127.0.0.1", port, False), name, will, 60, None, None, None, 8 << 20, 30.0)
+        data = codecs.encode(fleet.config.link.up, layout.ordered(values))
+        made.append(Device(name, settings, fleet, layout.hash, data))
+    return made
+
+
+def clients(
+    folder: Path, port: int, first: int, count: int, join_per_s: float, ended: Flag, out: Connection
+) -> None:
+    """One process of ``count`` devices: says when all are made, and serves them from a word until ``ended``."""
+    raise_limit()
+    crowd = devices(folder, port, first, count)
+    out.send("ready")
+    out.recv()
+    selector = selectors.DefaultSelector()
+    watched: dict[Device, tuple[int, int]] = {}
+    joining = deque(crowd)
+    began = ticked = time.monotonic()
+    joined = broken = 0
+    while not ended.is_set():
+        due = int((time.monotonic() - began) * join_per_s) - joined
+        for _ in range(min(due, AT_ONCE, len(joining))):
+            device = joining.popleft()
+            device.connect()
+            watch(selector, watched, device)
+            joined += 1
+        for key, _ in selector.select(0.01 if joining else 0.2):
+            key.data.turn()
+            watch(selector, watched, key.data)
+        if time.monotonic() - ticked > TICK_S:
+            ticked = time.monotonic()
+            for device in list(watched):
+                device.tick()
+                device.turn()
+                watch(selector, watched, device)
+            lost = [device for device in crowd if device.session is not None and device.session.ended]
+            broken += len(lost)
+            for device in lost:
+                device.session = None
+            joining.extend(lost)
+    out.send(sum((device.seen for device in crowd), Counter({"broken": broken})))
+
+
+def watch(selector: selectors.BaseSelector, watched: dict[Device, tuple[int, int]], device: Device) -> None:
+    """Waits for what the device's session waits for."""
+    session = device.session
+    sock = None if session is None or session.ended else session.socket()
+    wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if session is not None and session.wants_write else 0)
+    before = watched.get(device)
+    if sock is None:
+        if before is not None:
+            selector.unregister(watched.pop(device)[0])
+    elif before is None:
+        watched[device] = (sock.fileno(), wanted)
+        selector.register(sock.fileno(), wanted, device)
+    elif before[1] != wanted:
+        watched[device] = (before[0], wanted)
+        selector.modify(before[0], wanted, device)
+
+
+def raise_limit() -> None:
+    """Room for every connection; the children inherit it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def make(folder: Path, count: int, rounds: int) -> Fleet:
+    """A fleet that waits for every device and for every update; about 27,400 parameters, 100 KB once encoded."""
+    from export.first import first
+
+    text = config.toml({
+        "fleet": {"name": FLEET, "method": "fedavg", "rounds": rounds, "min_devices": count, "quorum": 1.0,
+                  "deadline_s": 600.0, "serve_every": 1_000_000},
+        "model": {"name": "mlp", "classes": ["a", "b", "c"], "input": {"shape": [136]}, "options": {"hidden": [196]}},
+        "link": {"up": "fp32", "down": "fp32"},
+    })
+
+    def export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
+        model = settings.model
+        return first(model.name, model.input, model.classes, model.options, head=head, seed=0)
+
+    return found(folder / "fleet", text, export)
+
+
+def used(pid: int) -> dict[str, float]:
+    """Peak memory and CPU time of a process."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    return {"peak_mib": peak / 1024, "cpu_s": (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")}
+
+
+def start_broker(folder: Path) -> tuple[subprocess.Popen[bytes], int, Path]:
+    """mosquitto as it comes: a listener, and everything else at its default."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    settings = folder / "mosquitto.conf"
+    settings.write_text(f"listener {port} 127.0.0.1\nallow_anonymous true\n")
+    log = folder / "broker.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen([find_mosquitto() or "mosquitto", "-c", str(settings)], stdout=output, stderr=output)
+    wait_for("running", log, process)
+    return process, port, log
+
+
+def wait_for(words: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+    """Until ``log`` holds ``words``, while ``process`` runs."""
+    until_s = time.monotonic() + 20
+    while words not in log.read_text(errors="replace"):
+        if process.poll() is not None or time.monotonic() > until_s:
+            raise SystemExit(log.read_text(errors="replace"))
+        time.sleep(0.05)
+
+
+def measure(count: int, rounds: int, join_per_s: float, limit_s: float, profile: Path | None) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        fleet = make(folder, count, rounds)
+        broker, port, broker_log = start_broker(folder)
+        context = multiprocessing.get_context("spawn")
+        ended, crowd, pipes = context.Event(), [], []
+        share = -(-count // PROCESSES)
+        for k in range(PROCESSES):
+            ours, theirs = context.Pipe()
+            mine = (fleet.folder, port, k * share, min(share, count - k * share), join_per_s / PROCESSES, ended, theirs)
+            crowd.append(context.Process(target=clients, args=mine, daemon=True))
+            pipes.append(ours)
+        for process in crowd:
+            process.start()
+        for pipe in pipes:
+            pipe.recv()
+        log = folder / "server.log"
+        with log.open("wb") as output:
+            server = subprocess.Popen(
+                [sys.executable, "-m", "cloud_server.cli", "server", "start", str(fleet.folder), "--quiet",
+                 "--broker", f"mqtt://127.0.0.1:{port}"],
+                stdout=output, stderr=output, env={**os.environ, WITH_PARENT: str(os.getpid())},
+            )
+        watcher = start_profile(profile, server.pid, count)
+        try:
+            wait_for(f"{FLEET}-aggregator", broker_log, server)
+            for pipe in pipes:
+                pipe.send("join")
+            found_figures = follow(fleet, server, broker, rounds, limit_s)
+        finally:
+            ended.set()
+            seen: Counter[str] = sum((pipe.recv() for pipe in pipes), Counter())
+            for process in crowd:
+                process.join(30)
+            for running in (server, broker, *([watcher] if watcher else [])):
+                running.terminate()
+                running.wait(30)
+        said = log.read_text(errors="replace").splitlines()
+        refused = [line for line in said if "refused" in line]
+        dropped = sum("being dropped" in line for line in broker_log.read_text(errors="replace").splitlines())
+        return {"devices": count, **found_figures, "seen_by_devices": dict(seen), "refusals_logged": len(refused),
+                "broker_drop_notices": dropped, "server_said": said[-5:] if found_figures["lost"] else []}
+
+
+def start_profile(folder: Path | None, pid: int, count: int) -> subprocess.Popen[bytes] | None:
+    if folder is None:
+        return None
+    out = str(folder / f"fan_in_{count}.txt")
+    command = ["py-spy", "record", "--format", "raw", "--rate", "50", "-d", "3600", "-o", out, "--pid", str(pid)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def follow(
+    fleet: Fleet, server: subprocess.Popen[bytes], broker: subprocess.Popen[bytes], rounds: int, limit_s: float
+) -> dict[str, Any]:
+    """Until all rounds are closed or the time is up."""
+    started = time.time()
+    steps: list[dict[str, float]] = []
+    with Ledger(fleet.ledger_path) as ledger:
+        while time.time() - started < limit_s and server.poll() is None:
+            closed = ledger.rounds("closed")
+            if len(closed) > len(steps):
+                steps.append(used(server.pid))
+            if len(closed) == rounds:
+                break
+            time.sleep(0.5)
+        updates = ledger.rows(Update)
+        per_round: list[dict[str, Any]] = [
+            {"seconds": row.seconds, "counted": sum(u.round == row.round and u.status == "counted" for u in updates),
+             "bytes": sum(u.payload_bytes for u in updates if u.round == row.round and u.status == "counted"),
+             "server_peak_mib": step["peak_mib"], "server_cpu_s": step["cpu_s"]}
+            for row, step in zip(ledger.rounds("closed"), steps, strict=False)
+        ]
+        wanted = rounds * fleet.config.fleet.min_devices
+        opened = [row.opened_at for row in ledger.rounds()]
+        return {
+            "wall_s": time.time() - started,
+            "until_all_are_there_s": opened[0] - started if opened else None,
+            "rounds": per_round,
+            "lost": wanted - sum(u.status == "counted" for u in updates),
+            "refused": sum(u.status != "counted" for u in updates),
+            "devices_on": sum(d.state == "on" for d in ledger.devices()),
+            "updates_per_s": [row["counted"] / (row["seconds"] or 1.0) for row in per_round],
+            "server": used(server.pid) if server.poll() is None else None,
+            "broker": used(broker.pid) if broker.poll() is None else None,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1000, 5000])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--join-per-s", type=float, default=250.0)
+    parser.add_argument("--limit-s", type=float, default=420.0, help="of each run")
+    parser.add_argument("--profile", type=Path, help="folder for py-spy's stacks of the aggregator")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    raise_limit()
+    runs = []
+    for count in options.devices:
+        runs.append(measure(count, options.rounds, options.join_per_s, options.limit_s, options.profile))
+        print(runs[-1], flush=True)
+        write_json(options.out, {"memory_bar_mib": MEMORY_BAR_MIB, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()
