@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 from fleet_core import codecs, messages, storage
 from fleet_core.algorithms import closing, trees
 from fleet_core.algorithms.seam import Payload, Update
-from fleet_core.errors import StateError
+from fleet_core.errors import MessageError, StateError
 from fleet_core.layout import Layout
 from fleet_core.messages import UploadManifest
 
@@ -26,25 +28,26 @@ class Spool:
         self._folder, self._layout, self._groups = folder, layout, groups
 
     def put(self, round_number: int, device: str, manifest: UploadManifest, data: bytes) -> None:
-        """The manifest is written last: with it the update is there, without it it is not."""
+        """The manifest is written last: with it the update is there, without it it is not. A power cut may undo it:
+        the device keeps its update until a signed record says that it was counted, and offers it again."""
         self.drop(round_number, device)
         folder = self._folder / str(round_number)
-        storage.write_atomic(folder / f"{device}.update", data)
-        storage.write_atomic(folder / f"{device}.json", messages.encode(manifest))
+        storage.write_atomic(folder / f"{device}.update", data, durable=False)
+        storage.write_atomic(folder / f"{device}.json", messages.encode(manifest), durable=False)
 
     def drop(self, round_number: int, device: str) -> None:
         """Forgets a device's update."""
         (self._folder / str(round_number) / f"{device}.json").unlink(missing_ok=True)
 
     def manifests(self, round_number: int) -> dict[str, UploadManifest]:
-        """Device -> manifest, in closing order."""
-        found = {path.stem: path for path in (self._folder / str(round_number)).glob("*.json")}
-        return {
-            name: messages.decode(
-                UploadManifest, storage.read_bytes(found[name], limit=MAX_MANIFEST_BYTES), limit=MAX_MANIFEST_BYTES
-            )
-            for name in closing.order(found)
-        }
+        """Device -> manifest, in closing order; one that a power cut tore is left out."""
+        paths = {path.stem: path for path in (self._folder / str(round_number)).glob("*.json")}
+        found: dict[str, UploadManifest] = {}
+        for name in closing.order(paths):
+            with contextlib.suppress(MessageError):
+                data = storage.read_bytes(paths[name], limit=MAX_MANIFEST_BYTES)
+                found[name] = messages.decode(UploadManifest, data, limit=MAX_MANIFEST_BYTES)
+        return found
 
     def updates(self, round_number: int, counted: Mapping[str, UploadManifest]) -> Updates:
         """The ``counted`` ones (device -> manifest); can be iterated any number of times, one in memory at a time."""
@@ -54,7 +57,7 @@ class Spool:
         """The update with float64 arrays. Raises StateError when the file is not what its manifest says."""
         path = self._folder / str(round_number) / f"{device}.update"
         data = storage.read_bytes(path, limit=manifest.blob.size)
-        if messages.Blob.of(data, manifest.blob.chunk).sha256 != manifest.blob.sha256:
+        if hashlib.sha256(data).hexdigest() != manifest.blob.sha256:
             raise StateError("does not match its sha256", where=str(path))
         params = codecs.decode(manifest.codec, data, self._layout, self._groups)
         return Update(device, Payload(widened(params), manifest.scalars), manifest.samples)

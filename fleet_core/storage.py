@@ -18,8 +18,12 @@ from fleet_core.algorithms.trees import Params
 from fleet_core.errors import StateError
 
 
-def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """``data`` at ``path``, whole or not at all, with permission bits ``mode``. Raises StateError."""
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
+    """``data`` at ``path``, whole or not at all, with permission bits ``mode``. Raises StateError.
+
+    durable: survives a power cut as well as the death of the process; leave it out only for what can be had again and is
+    checked when it is read.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -28,13 +32,15 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
                 file.write(data)
                 file.flush()
                 os.fchmod(file.fileno(), mode)
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        _sync_folder(path.parent)
+        if durable:
+            _sync_folder(path.parent)
     except OSError as error:
         raise StateError(
             f"cannot be written: {error.strerror or error}", where=str(path), hint="check free space and permissions"

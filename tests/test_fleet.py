@@ -20,6 +20,7 @@ import torch
 from cloud_server import broadcast, reception
 from cloud_server.intake import Intake
 from cloud_server.ledger import Device, Judgement, Ledger, Round, Traffic, Update
+from cloud_server.spool import Spool
 from edge_agent.home import Home, Pending
 from edge_agent.trainer import InlineTrainer
 from edge_agent.worker import Done, Job, TrainerProcess
@@ -28,6 +29,7 @@ from fleet_core.algorithms import closing, trees
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.compression import compress
 from fleet_core.errors import BundleError
+from fleet_core.layout import InputSpec, Layout
 from fleet_core.link.base import Message
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.messages import Answer, Blob, Down, Manifest, Presence, Question, UploadManifest
@@ -1569,3 +1571,13 @@ def test_a_pending_update_that_was_tampered_with_on_the_disk_is_not_sent(fleet):
     home.save_pending(replace(pending, data=pending.data[:-1] + b"!"))
     assert home.pending() is None
     assert list(home.folder.glob("methods/*/pending.damaged"))
+
+
+def test_an_update_that_a_power_cut_tore_is_left_out_of_the_spool(tmp_path):
+    layout = Layout("m", InputSpec((1,)), ("a",), 1, ())
+    spool = Spool(tmp_path, layout, ())
+    whole = UploadManifest(blob=Blob.of(b"x", 1024), codec="fp32", base="0" * 32, method="fedavg", layout=layout.hash)
+    spool.put(1, "whole", whole, b"x")
+    spool.put(1, "torn", whole, b"x")
+    (tmp_path / "1" / "torn.json").write_bytes(b'{"blob": {"id"')
+    assert list(spool.manifests(1)) == ["whole"]
