@@ -66,10 +66,11 @@ def _progress(number: int, total: int) -> None:
 
 
 def confusions(ledger: Ledger, round_number: int) -> dict[str, dict[str, Any]]:
-    """device -> stage -> confusion counts."""
+    """device -> ``before`` or ``fine_tuned`` -> confusion counts."""
     found_rows: dict[str, dict[str, Any]] = {}
     for row in ledger.rows(Judgement, round=round_number):
-        found_rows.setdefault(row.device, {})[row.stage] = [list(line) for line in row.confusion]
+        stage = "fine_tuned" if row.stage == "after" else row.stage
+        found_rows.setdefault(row.device, {})[stage] = [list(line) for line in row.confusion]
     return found_rows
 
 

@@ -181,8 +181,7 @@ class Service:
         if self._plain is not None:
             judgements.append(self._judgement("before", self._plain, samples))
         if self._own is not None and (self._by_gradient or self._plain is None):
-            stage = "fine_tuned" if self._method.adaptation == "none" else "after"
-            judgements.append(self._judgement(stage, self._own, samples))
+            judgements.append(self._judgement("after", self._own, samples))
         return judgements
 
     def _judgement(self, stage: str, predictor: Predictor, samples: Samples) -> Judgement:

@@ -266,6 +266,14 @@ class Session:
     def _note(self, rc: MQTTErrorCode) -> None:
         if rc != MQTTErrorCode.MQTT_ERR_SUCCESS and self._reason is None and self._client.failure is None:
             self._reason = paho.error_string(rc)
+            if rc == MQTTErrorCode.MQTT_ERR_PROTOCOL and self._in_flight:
+                self._reason += self._suspicion()
+
+    def _suspicion(self) -> str:
+        """mosquitto refuses a publish over its ``message_size_limit`` with a reason that MQTT does not allow there, and
+        paho ends the connection: the largest publish under way is named."""
+        largest = max(self._in_flight.values(), key=lambda item: len(item.payload))
+        return f" {largest.topic} with {len(largest.payload)} bytes was under way: perhaps over the broker's limit"
 
     def _send_queued(self) -> None:
         """Publish while the window is open and the socket takes it: at most one packet is copied into paho."""

@@ -1,0 +1,169 @@
+"""Death anywhere, of real processes on a real mosquitto: the run ends as an undisturbed one does, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cloud_server.ledger import Device, Ledger
+from fleet_core import topics
+from fleet_core.link import Message
+from tests.brokers import NEEDS_MOSQUITTO
+from tests.faults import (
+    FLEET,
+    LONG,
+    Mosquitto,
+    Processes,
+    check_end,
+    found_tiny,
+    mosquitto,
+    processes,
+    said,
+    undisturbed,
+)
+
+pytestmark = NEEDS_MOSQUITTO
+
+ROUNDS = 100 if LONG else 16  # two for each step: one may be over before it is awaited
+RANDOM_KILLS = 60 if LONG else 6
+SEED = int(os.environ.get("METAFLEET_SEED", "1"))
+DEVICE = "d1"
+
+Step = Callable[[Message], bool]
+
+
+def _part(part: int | str) -> Step:
+    """A message of the device's upload, of any round."""
+    return lambda m: m.topic.startswith(f"fl1/{FLEET}/a/{DEVICE}/up/") and m.topic.endswith(f"/{part}")
+
+
+def _down(kind: str) -> Step:
+    return lambda m: m.topic == topics.down(FLEET, DEVICE) and said(m).get("t") == kind
+
+
+STEPS: dict[str, Step] = {
+    "a round is announced, with what was counted": lambda m: m.topic == topics.current(FLEET) and not m.retain,
+    "it trains": lambda m: m.topic == topics.presence(FLEET, DEVICE) and said(m).get("ph") == "train",
+    "it offers": _part("m"),
+    "it is granted chunks": _down("need"),
+    "the first chunk comes": _part(0),
+    "another chunk comes": _part(1),
+    "it is told done": _down("done"),
+}
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fleet of two that nobody has used yet."""
+    return found_tiny(tmp_path_factory.mktemp("founded"), rounds=ROUNDS)
+
+
+@pytest.fixture(scope="module")
+def whole(founded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same fleet after a run in which nothing went wrong."""
+    return undisturbed(founded, tmp_path_factory.mktemp("whole") / "run")
+
+
+@contextmanager
+def fleet_of(founded: Path, folder: Path) -> Iterator[tuple[Mosquitto, Processes]]:
+    shutil.copytree(founded, folder)
+    with mosquitto(folder.with_name("broker")) as broker, processes(folder, broker.url) as running:
+        running.start("server", *running.devices())
+        yield broker, running
+
+
+def end_one(broker: Mosquitto, running: Processes, victim: str, *, forget: bool = True) -> None:
+    """SIGKILL, and what a service manager does next."""
+    if victim == "broker":
+        broker.kill(forget=forget)
+        broker.start()
+        running.watcher.link.abort()
+        running.watcher.renew()
+        return
+    running.kill(victim)
+    if victim in ("server", *running.devices()):
+        running.start(victim)
+
+
+@pytest.mark.parametrize("victim", [DEVICE, "server", "broker"])
+def test_a_kill_at_every_step_of_the_protocol_changes_nothing(
+    founded: Path, whole: Path, tmp_path: Path, victim: str
+) -> None:
+    with fleet_of(founded, tmp_path / "run") as (broker, running):
+        for count, (name, step) in enumerate(STEPS.items()):
+            running.message(step, what=name)
+            end_one(broker, running, victim, forget=count % 2 == 0)
+        running.finish()
+    check_end(tmp_path / "run", whole)
+
+
+def test_a_trainer_that_is_killed_at_work_costs_only_time(founded: Path, whole: Path, tmp_path: Path) -> None:
+    with fleet_of(founded, tmp_path / "run") as (_, running):
+        for name in ("it trains", "it is told done"):
+            running.message(STEPS[name], what=name)
+            running.until(lambda: running.trainers(DEVICE), what="a trainer")
+            running.kill(f"{DEVICE}'s trainer")
+        running.finish()
+        assert "the trainer process ended with exit code -9" in running.said_by(DEVICE)
+    check_end(tmp_path / "run", whole)
+
+
+@pytest.mark.timeout(900 if LONG else 120)
+def test_kills_at_random_moments_change_nothing(founded: Path, whole: Path, tmp_path: Path) -> None:
+    draw = random.Random(SEED)
+    print(f"METAFLEET_SEED={SEED}")
+    with fleet_of(founded, tmp_path / "run") as (broker, running):
+        running.until(lambda: running.closed() >= 1, what="the first round")
+        for _ in range(RANDOM_KILLS):
+            at_s = time.monotonic() + draw.uniform(0, 0.8)
+            running.until(partial(passed, at_s))
+            victim = draw.choice(["d0", "d1", "d0's trainer", "d1's trainer", "server", "broker"])
+            print(f"round {running.closed() + 1}: {victim}")
+            end_one(broker, running, victim, forget=draw.random() < 0.5)
+        running.finish(600 if LONG else 90)
+    check_end(tmp_path / "run", whole)
+
+
+def passed(at_s: float) -> bool:
+    return time.monotonic() > at_s
+
+
+# Devices that die and stay away for a while --------------------------------------------------------------------------
+
+
+def test_dead_devices_are_noticed_and_the_round_closes_on_quorum(tmp_path: Path) -> None:
+    """Killed: by its will, in a second. Without a word, as in a power cut: by its silence at work, in six."""
+    founded = found_tiny(tmp_path / "founded", rounds=5, quorum=0.5, deadline_s=300.0)
+    trains = STEPS["it trains"]
+    with fleet_of(founded, tmp_path / "run") as (_, running):
+        running.message(trains, what="d1 trains")
+        running.kill(DEVICE)
+        killed_s = time.monotonic()
+        running.message(lambda m: m.topic == topics.presence(FLEET, DEVICE) and said(m).get("st") == "off", 1.0)
+        running.until(lambda: state_of(running, DEVICE) == "off", killed_s + 1.0 - time.monotonic(), "the ledger's off")
+        running.until(lambda: running.closed() >= 1, 30.0, "a round without d1")
+
+        running.start(DEVICE)
+        running.message(trains, what="d1 trains again")
+        os.kill(running.running[DEVICE].process.pid, signal.SIGSTOP)
+        try:
+            number = running.closed() + 1
+            running.until(lambda: running.closed() >= number, 6.0, "the round that d1 was in")
+        finally:
+            os.kill(running.running[DEVICE].process.pid, signal.SIGCONT)
+        running.finish()
+        assert "at the deadline" not in running.said_by("server")
+
+
+def state_of(running: Processes, device: str) -> str:
+    with Ledger(running.folder / "fleet" / "ledger.sqlite", create=False) as ledger:
+        return ledger.rows(Device, name=device)[0].state
