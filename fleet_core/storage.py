@@ -21,8 +21,8 @@ from fleet_core.errors import StateError
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
     """``data`` at ``path``, whole or not at all, with permission bits ``mode``. Raises StateError.
 
-    durable: survives a power cut as well as the death of the process; leave it out only for what can be had again and is
-    checked when it is read.
+    durable: survives a power cut as well as the death of the process; leave it out only for what can be had again and
+    is checked when it is read.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
