@@ -36,9 +36,9 @@ INSTALLERS = {
 # it means that the parent died.
 WATCHED = 'exec 3<&0; { read -r _ <&3 || kill -TERM $$; } & exec 3<&-; exec "$@" </dev/null'
 
-# What is retained is saved at an orderly stop and after every 100 changes. Each save rewrites the whole store: for 400
-# chunks of 60 KiB, saving after every change wrote 2.6 GB, after every 100 it wrote 46 MB. What a kill loses, its
-# publisher publishes again when it is connected again. The queue has a number because 0, no limit, dropped messages.
+# What is retained is saved at an orderly stop and after every 100 changes: each save rewrites the whole store, so that
+# saving after every change would write a model's chunks hundreds of times over. What a kill loses, its publisher
+# publishes again when it is connected again. The queue has a number because 0, no limit, dropped messages.
 MOSQUITTO_CONFIG = """\
 listener {port} {host}
 allow_anonymous true

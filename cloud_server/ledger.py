@@ -17,7 +17,7 @@ import json
 import numbers
 import sqlite3
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -324,7 +324,7 @@ class Ledger:
             raise TypeError(f"{kind.__name__} has no column {', '.join(sorted(unknown))}")
         where = " AND ".join(f"{name} IS ?" for name in equal) or "1"
         sql = f"SELECT {', '.join(columns)} FROM {kind.table} WHERE {where} ORDER BY {', '.join(kind.key)}"
-        readers = _readers(kind)  # type: ignore[arg-type]  # a class can be hashed, whatever its rows are
+        readers = _readers(typing.cast("Hashable", kind))
         return [
             kind(**{name: read(value) for name, read, value in zip(columns, readers, row, strict=True)})
             for row in self._query(sql, list(equal.values()))
@@ -482,7 +482,7 @@ def _upsert(kind: type[Row]) -> str:
 
 
 @functools.cache
-def _readers(kind: type[Row]) -> tuple[Any, ...]:
+def _readers(kind: Any) -> tuple[Any, ...]:
     """How each column comes back: JSON as tuples and mappings, 0/1 as bool, all else as it is."""
     hints = typing.get_type_hints(kind)
     return tuple(_reader(hints[f.name]) for f in dataclasses.fields(kind))

@@ -51,7 +51,7 @@ def open_session(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Ses
 
     Raises BundleError when the file is no graph that this onnxruntime runs, or takes other parameters.
     """
-    import onnxruntime  # here, so that an agent without a graph does without its 15 MB
+    import onnxruntime  # here, so that an agent without a graph does without its memory
 
     flat = storage.flatten(params)
     weights = [np.array(array, dtype=np.float32, order="C") for array in flat.values()]

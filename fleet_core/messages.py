@@ -249,7 +249,7 @@ class Report:
     energy: tuple[Energy, ...] = ()
     traffic: Traffic | None = None
     flops: float | None = field(default=None, metadata={"min": 0})
-    want: str | None = field(default=None, metadata={"choices": ("full", "serve-full")})
+    want: str | None = field(default=None, metadata={"choices": ("full",)})
     pending: PendingRef | None = None
     new: bool = False
     failed: str = field(default="", metadata={"max_length": 500})

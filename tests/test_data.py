@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from fleet_core.data import heartbeat
 from fleet_core.data.episodes import MAX_DRAWS, Episodes, batches
-from fleet_core.data.partitions import by_client
 from fleet_core.data.samples import Samples, append, load, save
 from fleet_core.data.split import by_time, first_seconds
 from fleet_core.errors import ConfigError, DataError
@@ -418,10 +417,11 @@ def test_a_split_that_cannot_be_made_is_refused() -> None:
 
 
 def test_clients_are_told_apart() -> None:
-    parts = by_client(timed([0, 1, 2], ["b", "a", "b"]))
-    assert {name: rows(part) for name, part in parts.items()} == {"a": [1], "b": [0, 2]}
-    with pytest.raises(DataError, match="name no client"):
-        by_client(Samples(X, Y))
+    everything = timed([0, 1, 2], ["b", "a", "b"])
+    assert {name: rows(everything.of_client(name)) for name in everything.clients} == {"a": [1], "b": [0, 2]}
+    assert Samples(X, Y).clients == ()
+    with pytest.raises(DataError, match="holds no client 'a'"):
+        Samples(X, Y).of_client("a")
     with pytest.raises(DataError, match=r"no client 'anm' \(did you mean 'ann'"):
         timed([0], ["ann"]).of_client("anm")
 

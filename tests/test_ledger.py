@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -216,13 +217,14 @@ def test_rows_that_break_a_rule_are_refused_and_leave_nothing(ledger: Ledger, ro
 
 
 def test_numbers_of_numpy_are_kept_as_numbers(ledger: Ledger) -> None:
-    ledger.put(Flops(round=np.int64(1), device="a", flops=np.float32(1.5)))  # type: ignore[arg-type]
+    number, flops = typing.cast("int", np.int64(1)), typing.cast("float", np.float32(1.5))
+    ledger.put(Flops(round=number, device="a", flops=flops))
     assert ledger.flops() == {1: 1.5}
 
 
 def test_what_is_no_plain_value_is_the_callers_mistake_not_a_damaged_file(ledger: Ledger) -> None:
     with pytest.raises(TypeError, match="ndarray has no place"):
-        ledger.put(Flops(round=1, device="a", flops=np.zeros(3)))  # type: ignore[arg-type]
+        ledger.put(Flops(round=1, device="a", flops=typing.cast("float", np.zeros(3))))
     assert ledger.rows(Flops) == []
 
 

@@ -388,7 +388,7 @@ def test_a_broker_that_does_not_answer_is_told_once_per_attempt(monkeypatch: pyt
     assert link.poll(5) == [Disconnected("Connection refused")]
 
 
-def test_the_back_off_doubles_up_to_its_limit_with_full_jitter() -> None:
+def test_the_back_off_doubles_up_to_its_limit_with_full_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
     link = MqttLink("mqtt://127.0.0.1", client_id="a")
     ceilings: list[float] = []
 
@@ -398,7 +398,7 @@ def test_the_back_off_doubles_up_to_its_limit_with_full_jitter() -> None:
             ceilings.append(high)
             return high
 
-    link._random = Recorder()  # type: ignore[assignment]
+    monkeypatch.setattr(link, "_random", Recorder())
     for _ in range(40):
         link._schedule("no")
     assert ceilings[:3] == [BACKOFF_FIRST_S, 2 * BACKOFF_FIRST_S, 4 * BACKOFF_FIRST_S]

@@ -309,9 +309,9 @@ def test_no_color_on_a_terminal_asks_for_plain_lines(
 
 def test_the_table_of_a_fleet_that_has_not_begun_and_of_a_large_one(ledger: Ledger) -> None:
     def shown() -> str:
-        console = Console(file=io.StringIO(), width=100)
-        console.print(LiveView(30, 3, io.StringIO()).table(snapshot(ledger)))
-        return str(console.file.getvalue())  # type: ignore[attr-defined]
+        stream = io.StringIO()
+        Console(file=stream, width=100).print(LiveView(30, 3, io.StringIO()).table(snapshot(ledger)))
+        return stream.getvalue()
 
     assert "no round closed yet" in shown()
     ledger.put(*[Device(name=f"d{i:02}") for i in range(25)], Device(name="gone", status="revoked"))

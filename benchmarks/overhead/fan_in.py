@@ -63,7 +63,8 @@ class Device:
         self.name, self._settings, self._fleet, self._layout = name, settings, fleet, layout_hash
         self._data, self._blob = data, Blob.of(data, fleet.config.link.chunk_bytes)
         self._events: deque[Any] = deque()
-        self._uploader = Uploader(FLEET, name, self, time.monotonic, lambda sent: None)  # type: ignore[arg-type]
+        link: Any = self  # of a Link, an uploader asks only ``connected`` and ``publish``
+        self._uploader = Uploader(FLEET, name, link, time.monotonic, lambda sent: None)
         self._round, self._beaten_at = 0, 0.0
         self.counters = ByteCounters()
         self.seen: Counter[str] = Counter()
