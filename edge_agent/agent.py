@@ -26,7 +26,7 @@ from edge_agent.worker import Done, Trainer
 from fleet_core import bundle, messages, topics
 from fleet_core.errors import BundleError, FleetError, LinkError, MessageError, RoundError
 from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
-from fleet_core.messages import Answer, Down, Manifest, ModelRef, Presence, Question, ServerPresence
+from fleet_core.messages import Answer, Down, Manifest, Presence, Question, ServerPresence
 from fleet_core.signing import Verifier
 
 
@@ -178,9 +178,9 @@ class Agent:
             self._attempt("graph", lambda: self._install_graph(blob_id, data, new=True))
         elif counted is not None:
             self._outbox.settle(counted.round, data.decode("ascii", "replace").split())
-        elif manifest.open and blob_id in _blob_ids(manifest.model):
+        elif manifest.open and blob_id in (blob.id for blob in manifest.model.blobs()):
             self._attempt("model", lambda: self._models.take_training(manifest, blob_id, data))
-        elif manifest.serve is not None and blob_id in _blob_ids(manifest.serve):
+        elif manifest.serve is not None and blob_id in (blob.id for blob in manifest.serve.blobs()):
             ref = manifest.serve
             self._attempt("serve", lambda: self._models.take_judged(manifest, ref, blob_id, data))
         self._advance()
@@ -339,7 +339,3 @@ def will(settings: Settings, boot: str) -> tuple[str, bytes]:
     """Topic and payload of the device's last will."""
     topic = topics.presence(settings.device.fleet, settings.device.name)
     return topic, messages.encode(Presence(st="off", boot=boot))
-
-
-def _blob_ids(ref: ModelRef) -> tuple[str, ...]:
-    return (ref.blob.id,) if ref.full is None else (ref.blob.id, ref.full.id)

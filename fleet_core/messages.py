@@ -97,6 +97,10 @@ class ModelRef:
     full: Blob | None = None
     round: int = field(default=0, metadata=_whole(1_000_000_000))
 
+    def blobs(self) -> list[Blob]:
+        """The blobs that give this model."""
+        return [self.blob] if self.full is None else [self.blob, self.full]
+
 
 @dataclass(frozen=True)
 class Counted:
@@ -140,10 +144,9 @@ class Manifest:
 
     def blobs(self) -> list[Blob]:
         """Every blob that it names."""
-        named: list[Blob | None] = [self.graph, *(record.blob for record in self.counted)]
-        for model in (self.model, self.serve):
-            named += [] if model is None else [model.blob, model.full]
-        return [blob for blob in named if blob is not None]
+        single = [self.graph, *(record.blob for record in self.counted)]
+        models = [model for model in (self.model, self.serve) if model is not None]
+        return [blob for blob in single if blob is not None] + [blob for model in models for blob in model.blobs()]
 
 
 @dataclass(frozen=True)
