@@ -1,7 +1,8 @@
 """Model and update codecs: named float32 arrays to bytes and back.
 
-A payload is safetensors with zstd around it. ``fp32`` keeps every bit; ``int8`` keeps one signed byte per value and one
-scale per array (symmetric, round to nearest). With error feedback (Seide et al. 2014; Karimireddy et al. 2019) what a
+A payload is safetensors with zstd around it. ``fp32`` keeps every bit, its bytes sorted by their place in the word (the
+exponents compress, the rest does not); ``int8`` keeps one signed byte per value and one scale per array (symmetric,
+round to nearest). With error feedback (Seide et al. 2014; Karimireddy et al. 2019) what a
 device's update lost is added to its next one. Rounding is deterministic, so that a run can be repeated bit for bit.
 """
 
@@ -63,7 +64,12 @@ def encode(name: str, params: Params) -> bytes:
             tensors[key + SCALE] = scale.reshape(1)
         else:
             tensors[key] = values
-    return compress(storage.pack(tensors))
+    return framed(name, storage.pack(tensors))
+
+
+def framed(name: str, packed: bytes) -> bytes:
+    """Safetensors bytes as a payload: their words' bytes sorted for ``fp32``, and zstd around them."""
+    return compress(packed if codec(name).lossy else _planes(packed))
 
 
 def decode(name: str, data: bytes, layout: Layout, groups: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -75,7 +81,8 @@ def decode(name: str, data: bytes, layout: Layout, groups: tuple[str, ...]) -> d
     form = codec(name)
     limit = layout.parameters(groups) * 4 + HEADER_BYTES_PER_ARRAY * (2 * len(layout.tensors) + 2)
     try:
-        tensors, _ = storage.unpack(decompress(data, limit), where="payload")
+        frame = decompress(data, limit)
+        tensors, _ = storage.unpack(frame if form.lossy else _words(frame), where="payload")
     except StateError as error:
         raise CodecError(error.what) from error
     values = {k: v for k, v in tensors.items() if not k.endswith(SCALE)}
@@ -88,6 +95,27 @@ def decode(name: str, data: bytes, layout: Layout, groups: tuple[str, ...]) -> d
         raise CodecError(error.what) from error
     layout.check(tree, groups)
     return layout.ordered(tree)
+
+
+def _planes(words: bytes) -> memoryview:
+    """Every first byte of the little-endian words, then every second one, and so on."""
+    array = np.frombuffer(words, dtype="<u4")
+    places = np.empty((4, len(array)), dtype=np.uint8)
+    for k, plane in enumerate(places):
+        np.right_shift(array, np.uint32(8 * k), out=plane, casting="unsafe")
+    return places.reshape(-1).data
+
+
+def _words(planes: bytes) -> bytes:
+    """The inverse of ``_planes``."""
+    if len(planes) % 4:
+        raise CodecError(f"{len(planes)} bytes are no whole words")
+    places = np.frombuffer(planes, dtype=np.uint8).reshape(4, -1)
+    words: np.ndarray[Any, Any] = places[3].astype("<u4")
+    for plane in places[2::-1]:
+        words <<= np.uint32(8)
+        words |= plane
+    return words.tobytes()
 
 
 def _restore(form: Codec, key: str, values: np.ndarray[Any, Any], tensors: Mapping[str, np.ndarray[Any, Any]]) -> Any:

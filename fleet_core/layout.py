@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ class Layout:
     tensors: tuple[TensorSpec, ...] = field(metadata={"max_length": 10_000})
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """First 16 hex digits of the sha256 of the layout's JSON; the key that states and updates carry."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]

@@ -31,11 +31,11 @@ def _whole(maximum: int, minimum: int = 0) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Blob:
-    """Bytes cut in chunks. id: first 32 hex digits of sha256. size, chunk: bytes. n: chunks.
-    hashes: the first 16 hex digits of each chunk's sha256, one after the other."""
+    """Bytes cut in chunks. root: sha256, in hex, over the sha256s of the chunks in order; id: its first 32 digits.
+    size, chunk: bytes. n: chunks. hashes: the first 16 hex digits of each chunk's sha256, one after the other."""
 
     id: str = field(metadata={"pattern": ID})
-    sha256: str = field(metadata={"pattern": r"[0-9a-f]{64}"})
+    root: str = field(metadata={"pattern": r"[0-9a-f]{64}"})
     size: int = field(metadata=_whole(MAX_BLOB_BYTES, 1))
     chunk: int = field(metadata=_whole(1 << 24, 1024))
     n: int = field(metadata=_whole(1_000_000, 1))
@@ -43,10 +43,11 @@ class Blob:
 
     @staticmethod
     def of(data: bytes, chunk: int) -> Blob:
-        digest = hashlib.sha256(data).hexdigest()
-        parts = range(0, max(1, len(data)), chunk)
-        hashes = "".join(hashlib.sha256(data[k : k + chunk]).hexdigest()[:CHUNK_HASH_DIGITS] for k in parts)
-        return Blob(digest[:32], digest, len(data), chunk, len(parts), hashes)
+        view = memoryview(data)
+        digests = [hashlib.sha256(view[k : k + chunk]).digest() for k in range(0, max(1, len(data)), chunk)]
+        root = hashlib.sha256(b"".join(digests)).hexdigest()
+        hashes = "".join(digest.hex()[:CHUNK_HASH_DIGITS] for digest in digests)
+        return Blob(root[:32], root, len(data), chunk, len(digests), hashes)
 
     def check(self, limit: int) -> Blob:
         """Itself when it is consistent and at most ``limit`` bytes. Raises MessageError, before memory is taken."""
@@ -54,8 +55,8 @@ class Blob:
             raise MessageError(f"a blob of {self.size} bytes", expected=f"at most {limit}")
         if self.n != -(-self.size // self.chunk) or len(self.hashes) != self.n * CHUNK_HASH_DIGITS:
             raise MessageError(f"{self.n} chunks of {self.chunk} bytes do not make {self.size} bytes")
-        if not self.sha256.startswith(self.id):
-            raise MessageError("a blob's id is not the start of its sha256")
+        if not self.root.startswith(self.id):
+            raise MessageError("a blob's id is not the start of its root")
         return self
 
     def length(self, k: int) -> int:
@@ -242,8 +243,8 @@ class PendingRef:
 @dataclass(frozen=True)
 class Report:
     """Metrics and costs outside an upload. failed: why the device delivers nothing this round. want: ``full`` when it
-    lacks the base of the round's model. pending: an update of an older round whose fate it asks for. flops: since boot.
-    """
+    lacks the base of the round's model, ``chunks`` when what is retained does not come. pending: an update of an older
+    round whose fate it asks for. flops: since boot."""
 
     round: int = field(metadata=_whole(1_000_000_000))
     boot: str = field(default="", metadata={"max_length": 64})
@@ -252,7 +253,7 @@ class Report:
     energy: tuple[Energy, ...] = ()
     traffic: Traffic | None = None
     flops: float | None = field(default=None, metadata={"min": 0})
-    want: str | None = field(default=None, metadata={"choices": ("full",)})
+    want: str | None = field(default=None, metadata={"choices": ("full", "chunks")})
     pending: PendingRef | None = None
     new: bool = False
     failed: str = field(default="", metadata={"max_length": 500})
@@ -260,16 +261,18 @@ class Report:
 
 @dataclass(frozen=True)
 class Down:
-    """Aggregator to device. t: ``need`` grants, acknowledges and asks again for the chunks in ``miss`` (``0-7,12``);
-    ``done`` ends an upload; ``reject`` refuses it; ``counted`` says what became of an old update and is signed."""
+    """Aggregator to device. t: ``need`` grants, acknowledges and asks again for the chunks in ``miss`` (``0-7,12``), or
+    for none yet; ``done`` ends an upload; ``reject`` refuses it; ``counted`` says what became of an old update and is
+    signed; ``heard`` acknowledges the presence of the life ``boot``."""
 
-    t: str = field(metadata={"choices": ("need", "done", "reject", "counted")})
+    t: str = field(metadata={"choices": ("need", "done", "reject", "counted", "heard")})
     r: int = field(metadata=_whole(1_000_000_000))
     id: str = field(default="", metadata={"pattern": ID + "|"})
     miss: str = field(default="", metadata={"max_length": 10_000})
     ok: bool = True
     reason: str = field(default="", metadata={"max_length": 500})
     device: str = field(default="", metadata={"max_length": 64})
+    boot: str = field(default="", metadata={"max_length": 64})
 
 
 @dataclass(frozen=True)

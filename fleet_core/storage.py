@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,11 @@ from safetensors.numpy import load, save
 from fleet_core.algorithms.trees import Params
 from fleet_core.errors import StateError
 
+MAX_HEADER_BYTES = 1 << 26
+DTYPES = {
+    "float64": "F64", "float32": "F32", "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}
+
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
     """``data`` at ``path``, whole or not at all, with permission bits ``mode``. Raises StateError.
@@ -24,12 +29,39 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = 
     durable: survives a power cut as well as the death of the process; leave it out only for what can be had again and
     is checked when it is read.
     """
+    write_parts(path, (data,), mode=mode, durable=durable)
+
+
+def write_arrays(
+    path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None, *, mode: int = 0o644,
+    durable: bool = True,
+) -> None:
+    """What ``pack`` makes, at ``path`` as by ``write_atomic``, without a copy of the arrays in memory."""
+    ordered = {name: np.asarray(arrays[name], order="C") for name in sorted(arrays, key=lambda n: _rank(arrays[n], n))}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, array in ordered.items():
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # arrays are aligned to eight bytes
+    parts = (array.reshape(-1).view(np.uint8).data for array in ordered.values() if array.nbytes)
+    write_parts(path, (len(text).to_bytes(8, "little"), text, *parts), mode=mode, durable=durable)
+
+
+def _rank(array: Any, name: str) -> tuple[int, str]:
+    return -np.asarray(array).itemsize, name
+
+
+def write_parts(path: Path, parts: Iterable[bytes | memoryview], *, mode: int = 0o644, durable: bool = True) -> None:
+    """The ``parts`` one after the other, as by ``write_atomic``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(data)
+                for part in parts:
+                    file.write(part)
                 file.flush()
                 os.fchmod(file.fileno(), mode)
                 if durable:
@@ -47,9 +79,23 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = 
         ) from error
 
 
+def move(path: Path, to: Path) -> None:
+    """Renames a durable file within its folder, at once and for good. Raises StateError."""
+    try:
+        os.replace(path, to)
+        _sync_folder(to.parent)
+    except OSError as error:
+        raise StateError(f"cannot be written: {error.strerror or error}", where=str(to)) from error
+
+
 def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
     """``value`` as indented JSON at ``path``, whole or not at all."""
     write_atomic(path, (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode(), mode=mode)
+
+
+def is_of_the_disk(error: BaseException) -> bool:
+    """Whether the disk refused (full, read-only, broken, taken away), so that the same may succeed later."""
+    return isinstance(error.__cause__ if isinstance(error, StateError) else error, OSError)
 
 
 def read_bytes(path: Path, *, limit: int) -> bytes:
@@ -105,6 +151,26 @@ def unpack(data: bytes, *, where: str = "safetensors") -> tuple[dict[str, np.nda
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(f"is no safetensors: {error}", where=where) from error
     return arrays, header.get("__metadata__") or {}
+
+
+def head(path: Path) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+    """({name: (first byte, bytes) in the file}, metadata) of a safetensors file, without its arrays. Raises StateError
+    for a file that is none."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > MAX_HEADER_BYTES:
+                raise StateError(f"a header of {size} bytes", where=str(path), expected=f"at most {MAX_HEADER_BYTES}")
+            header = json.loads(file.read(size))
+        metadata = header.pop("__metadata__", None) or {}
+        places = {name: entry["data_offsets"] for name, entry in header.items()}
+        if path.stat().st_size != 8 + size + max((int(end) for _, end in places.values()), default=0):
+            raise StateError("is cut short", where=str(path))
+        return {name: (8 + size + int(a), int(b) - int(a)) for name, (a, b) in places.items()}, metadata
+    except OSError as error:
+        raise StateError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StateError(f"is no safetensors: {error}", where=str(path)) from error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -44,6 +44,11 @@ def segment(fleet: str, blob_id: str, number: int) -> str:
     return f"{ROOT}/{fleet}/b/{blob_id}/{number}/+"
 
 
+def blobs(fleet: str) -> str:
+    """Filter for every chunk."""
+    return f"{ROOT}/{fleet}/b/#"
+
+
 def server(fleet: str) -> str:
     return f"{ROOT}/{fleet}/srv"
 

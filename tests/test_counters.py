@@ -245,7 +245,7 @@ def test_the_ledger_says_what_passed_each_devices_wire(desk: Desk) -> None:
             passed = {f"d{k}": as_passed(wire) for k, wire in enumerate(star.wires)}
             volumes, kinds = ledger.volume("device"), ledger.volume("kind")
             sent = sum(row.payload_bytes for row in ledger.rows(Update, status="counted"))
-            assert kinds["update"].payload.up == sent > 2 * ROUNDS * 800_000
+            assert kinds["update"].payload.up == sent > 2 * ROUNDS * 700_000
         for name, here in passed.items():
             assert_booked(volumes[name], here)
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -29,7 +30,7 @@ from fleet_core.link import Connected, Denied, Disconnected, Link, Message, Will
 from fleet_core.link.counters import wire_bytes
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.link.mqtt import BACKOFF_FIRST_S, BACKOFF_LAST_S, MqttLink, parse_url
-from fleet_core.link.session import Session
+from fleet_core.link.session import SKIPPED_S, Session
 from tests.brokers import (
     ACCEPTED_V3,
     ACCEPTED_V5,
@@ -376,6 +377,35 @@ def test_pahos_private_hooks_exist_and_see_every_byte(scripted: ScriptedBroker) 
     until(lambda: watched.of(Message), watched)
     assert watched.link.counters.mqtt_sent == peer.received_bytes
     assert watched.link.counters.mqtt_received == peer.sent_bytes
+
+
+def identifier(body: bytes) -> bytes:
+    """The packet identifier of a QoS 1 PUBLISH."""
+    end = 2 + int.from_bytes(body[:2], "big")
+    return body[end : end + 2]
+
+
+def test_a_publish_that_a_broker_passes_over_is_given_up_and_said(
+    scripted: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acknowledgements come in order; what waits on a slow link is left alone."""
+    watched, peer = met(scripted)
+    watched.link.publish("passed/over", b"1")
+    first = identifier(peer.read()[1])
+    watched.link.publish("just/before", b"2")
+    peer.read()
+    watched.link.publish("later", b"3")
+    third = identifier(peer.read()[1])
+    link: Any = watched.link
+    session = link._session
+    late = session._in_flight[int.from_bytes(first, "big")]
+    session._in_flight[int.from_bytes(first, "big")] = replace(late, sent_at_s=late.sent_at_s - 2 * SKIPPED_S)
+    watched.pump()
+    assert watched.link.unacknowledged == 3
+    peer.write(bytes([0x40, 2]) + third)
+    until(lambda: watched.of(Denied), watched)
+    assert watched.of(Denied) == [Denied("passed/over", "never acknowledged")]
+    assert watched.link.unacknowledged == 1
 
 
 def test_a_broker_that_does_not_answer_is_told_once_per_attempt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def test_a_chunk_that_is_not_the_blobs_is_refused(data, k, foreign):
 @pytest.mark.parametrize(
     ("change", "limit"),
     [({"size": 4097}, 9000), ({"n": 5}, 9000), ({"chunk": 2048}, 9000), ({"hashes": "0" * 63}, 9000),
-     ({"sha256": "0" * 64}, 9000), ({}, 3999)],
+     ({"root": "0" * 64}, 9000), ({}, 3999)],
 )
 def test_a_blob_that_contradicts_itself_or_is_too_large_takes_no_memory(change, limit):
     blob = Blob.of(bytes(range(250)) * 16, 1024)
@@ -228,13 +228,13 @@ def test_a_blob_that_contradicts_itself_or_is_too_large_takes_no_memory(change, 
         Inbox(wrong, limit)
 
 
-def test_a_whole_of_right_chunks_with_another_sha256_is_refused():
+def test_a_whole_of_right_chunks_with_another_root_is_refused():
     blob = Blob.of(b"x" * 3000, 1024)
     other = Blob(blob.id, blob.id + "0" * 32, blob.size, blob.chunk, blob.n, blob.hashes)
     inbox = Inbox(other, 3000)
     for k, part in enumerate(chunks(b"x" * 3000, blob)):
         inbox.put(k, part)
-    with pytest.raises(MessageError, match="sha256"):
+    with pytest.raises(MessageError, match="root"):
         inbox.take()
 
 

@@ -31,24 +31,36 @@ def order(devices: Iterable[str]) -> list[str]:
 def bucket_sums(updates: Iterable[Update], value: Callable[[Update], Params]) -> Iterator[tuple[int, Params, int]]:
     """(bucket, sum, count) for updates in closing order, one entry per bucket that has any; holds one sum at a time."""
     for here, group in groupby(updates, key=lambda update: bucket(update.device)):
-        partial: Params | None = None
-        count = 0
-        for update in group:
-            tree = value(update)
-            partial, count = tree if partial is None else trees.add(partial, tree), count + 1
-        if partial is not None:
-            yield here, partial, count
+        partial, count = _sum(value(update) for update in group)
+        yield here, partial, count
 
 
 def merge(sums: Iterable[tuple[int, Params, int]]) -> tuple[Params, int]:
     """Bucket sums, in bucket order, merged: (total, count). Raises ValueError when there are none."""
-    ordered = iter(sums)
-    try:
-        _, result, count = next(ordered)
-    except StopIteration:
-        raise ValueError("no updates to sum") from None
-    for _, partial, number in ordered:
-        result, count = trees.add(result, partial), count + number
+    counts: list[int] = []
+
+    def partials() -> Iterator[Params]:
+        for _, partial, count in sums:
+            counts.append(count)
+            yield partial
+
+    result, _ = _sum(partials())
+    return result, sum(counts)
+
+
+def _sum(parts: Iterable[Params]) -> tuple[Params, int]:
+    """(sum in float64 from left to right, number of parts) with memory for one sum and one part. Raises ValueError for
+    none."""
+    result: Params | None = None
+    count = 0
+    for part in parts:
+        count += 1
+        if result is None:
+            result = trees.widened(part)
+        else:
+            trees.accumulate(result, part)
+    if result is None:
+        raise ValueError("no updates to sum")
     return result, count
 
 

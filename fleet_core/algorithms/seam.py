@@ -31,7 +31,8 @@ class Payload:
 
 @dataclass(frozen=True)
 class Update:
-    """One device's verified contribution to a round. ``payload.groups`` holds float64 numpy arrays on the server."""
+    """One device's verified contribution to a round. ``payload.groups`` holds float32 numpy arrays on the
+    server; ``closing.total`` sums in float64."""
 
     device: str
     payload: Payload

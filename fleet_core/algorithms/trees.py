@@ -1,7 +1,7 @@
 """Arithmetic on named arrays that numpy and torch both obey.
 
 ``Params`` maps a group (``body``, ``head``, ``buffers``, ``rates``, ``control``, ``prototypes``) to named arrays of
-that group. Every function returns new arrays and leaves its arguments alone.
+that group. Every function but ``accumulate`` returns new arrays and leaves its arguments alone.
 """
 
 from __future__ import annotations
@@ -44,6 +44,18 @@ def scale(tree: Params, factor: float) -> dict[str, dict[str, Any]]:
 def axpy(factor: float, x: Params, y: Params) -> dict[str, dict[str, Any]]:
     """``factor * x + y``."""
     return apply(lambda a, b: a * factor + b, x, y)
+
+
+def accumulate(total: Params, tree: Params) -> None:
+    """Adds ``tree`` to ``total`` in place: the one function that changes its argument."""
+    for group, named in total.items():
+        for name, array in named.items():
+            array += tree[group][name]
+
+
+def widened(tree: Params) -> dict[str, dict[str, Any]]:
+    """The same values in float64 arrays of their own."""
+    return apply(lambda a: a.astype("float64") if hasattr(a, "astype") else a.double() + 0, tree)
 
 
 def zeros_like(tree: Params) -> dict[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -197,8 +198,17 @@ def to_numpy(params: Params) -> NumpyParams:
 def flops_per_sample(network: nn.Module, layout: Layout) -> int | None:
     """Floating-point operations of one sample's forward pass: two per multiply-add of convolutions and linear layers.
 
-    None when a layer with weights is of another kind, for which nothing is counted.
+    None when a layer with weights is of another kind, for which nothing is counted. Counted once for a network.
     """
+    if network not in _FLOPS:
+        _FLOPS[network] = _count_flops(network, layout)
+    return _FLOPS[network]
+
+
+_FLOPS: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
+
+
+def _count_flops(network: nn.Module, layout: Layout) -> int | None:
     counts: list[int] = []
 
     def count(layer: nn.Module, _: Any, out: Tensor) -> None:

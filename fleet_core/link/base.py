@@ -87,8 +87,8 @@ class Link(Protocol):
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1) -> None:
         """Hand a message to the link. Raises LinkError when it is offline, full, or the broker's limit is passed."""
 
-    def subscribe(self, *filters: str) -> None:
-        """Ask for messages at QoS 1, now and after every reconnect; what is retained comes (again)."""
+    def subscribe(self, *filters: str, qos: int = 1) -> None:
+        """Ask for messages at ``qos`` or less, now and after every reconnect; what is retained comes (again)."""
 
     def unsubscribe(self, *filters: str) -> None:
         """Ask for them no more."""

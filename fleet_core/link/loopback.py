@@ -143,7 +143,7 @@ class LoopbackLink:
         self.counters.mqtt_sent += len(topic.encode()) + len(payload)
         self._broker.publish(topic, payload, retain=retain)
 
-    def subscribe(self, *filters: str) -> None:
+    def subscribe(self, *filters: str, qos: int = 1) -> None:
         for pattern in filters:
             check_filter(pattern)
         self.filters.update(dict.fromkeys(filters))

@@ -25,6 +25,7 @@ from fleet_core.link.session import Address, Session, Settings, describe
 BACKOFF_FIRST_S = 0.2
 BACKOFF_LAST_S = 30.0
 STABLE_S = 10.0  # a connection that lived this long starts the back-off anew
+SOON = 3  # after one that was accepted and lived less, the wait is as after three failures at most: 1.6 s
 IDLE_S = 1.0  # the longest wait between two looks at the keepalive
 MAX_INCOMING_BYTES = 8 << 20
 PACKET_OVERHEAD_BYTES = 16  # fixed header, lengths, identifier and empty properties of a PUBLISH, rounded up
@@ -77,7 +78,7 @@ class MqttLink:
         self._version = protocol or 5
         self._max_queued = max_queued
         self._events: deque[Event] = deque()
-        self._filters: dict[str, None] = {}
+        self._filters: dict[str, int] = {}
         self._session: Session | None = None
         self._renewed = False
         self._opened = False
@@ -124,15 +125,15 @@ class MqttLink:
             raise LinkError(f"{self._max_queued} publishes wait already", where=self._url, hint="poll first")
         session.publish(topic, payload, retain, qos)
 
-    def subscribe(self, *filters: str) -> None:
+    def subscribe(self, *filters: str, qos: int = 1) -> None:
         for pattern in filters:
             check_filter(pattern)
-        self._filters.update(dict.fromkeys(filters))
+        self._filters.update(dict.fromkeys(filters, qos))
         if self._session is not None and self._renewed:
-            self._session.subscribe(filters)
+            self._session.subscribe(dict.fromkeys(filters, qos))
 
     def unsubscribe(self, *filters: str) -> None:
-        known = [pattern for pattern in filters if self._filters.pop(pattern, self) is None]
+        known = [pattern for pattern in filters if self._filters.pop(pattern, None) is not None]
         if known and self._session is not None and self._renewed:
             self._session.unsubscribe(known)
 
@@ -174,7 +175,7 @@ class MqttLink:
     def _wait(self, timeout_s: float, also: Sequence[int]) -> bool:
         """Wait for the socket or for work that is due. True when one of ``also`` is readable."""
         sock = None if self._session is None else self._session.socket()
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:
             for descriptor in set(also):
                 selector.register(descriptor, selectors.EVENT_READ)
             if self._session is not None and sock is not None:
@@ -205,8 +206,8 @@ class MqttLink:
         if self._protocol is None and self._version == 5 and session.version_refused:
             self._version, self._attempt_at_s = 3, 0.0
             return
-        if session.accepted and session.age_s >= STABLE_S:
-            self._failures = 0
+        if session.accepted:
+            self._failures = 0 if session.age_s >= STABLE_S else min(self._failures, SOON)
         self._schedule(reason)
 
     def _schedule(self, reason: str) -> None:

@@ -12,8 +12,8 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import paho.mqtt.client as paho
@@ -26,9 +26,11 @@ from fleet_core.link.counters import ByteCounters
 
 WINDOW = 32  # publishes in flight, or fewer where the broker's receive maximum says so
 PACKETS_AT_ONCE = 64  # read before events are handed out
+READ_BYTES = 65_536  # asked of the socket at once, where paho asks for single bytes
 FILTERS_AT_ONCE = 8  # per SUBSCRIBE (AWS IoT Core)
 MAX_PACKET_BYTES = 268_435_455  # of MQTT itself
 UNSUPPORTED_VERSION = 0x84
+SKIPPED_S = 10.0  # a publish that is this much older than one that was acknowledged is given up
 FAREWELL_S = 1.0  # for the broker to hang up after DISCONNECT
 
 
@@ -61,6 +63,7 @@ class _Outgoing:
     payload: bytes
     retain: bool
     qos: int
+    sent_at_s: float = 0.0
 
 
 class CountingClient(paho.Client):
@@ -76,14 +79,21 @@ class CountingClient(paho.Client):
         self.drained = False
         self.hung_up = False
         self.failure: str | None = None
+        self._ahead = memoryview(b"")
 
     def _sock_recv(self, bufsize: int) -> bytes:
         if bufsize > self.max_incoming_bytes:
             self.failure = f"a packet of {bufsize} bytes is over the limit of {self.max_incoming_bytes}"
             raise ConnectionError(self.failure)
         self.drained = False
+        if not self._ahead:
+            self._ahead = memoryview(self._received())
+        data, self._ahead = bytes(self._ahead[:bufsize]), self._ahead[bufsize:]
+        return data
+
+    def _received(self) -> bytes:
         try:
-            data = super()._sock_recv(bufsize)
+            data = super()._sock_recv(READ_BYTES)
         except BlockingIOError:
             self.drained = True
             raise
@@ -198,13 +208,14 @@ class Session:
         self._queue.append(_Outgoing(topic, payload, retain, qos))
         self._send_queued()
 
-    def subscribe(self, filters: Iterable[str]) -> None:
-        wanted = list(filters)
+    def subscribe(self, filters: Mapping[str, int]) -> None:
+        """Filter -> QoS."""
+        wanted = list(filters.items())
         for start in range(0, len(wanted), FILTERS_AT_ONCE):
             some = wanted[start : start + FILTERS_AT_ONCE]
-            _, identifier = self._client.subscribe([(pattern, 1) for pattern in some])
+            _, identifier = self._client.subscribe(some)
             if identifier is not None:
-                self._subscribing[identifier] = some
+                self._subscribing[identifier] = [pattern for pattern, _ in some]
 
     def unsubscribe(self, filters: list[str]) -> None:
         self._client.unsubscribe(filters)
@@ -284,7 +295,7 @@ class Session:
                 return
             self._queue.popleft()
             if item.qos:
-                self._in_flight[info.mid] = item
+                self._in_flight[info.mid] = replace(item, sent_at_s=time.monotonic())
 
     # What paho calls: these append and note, nothing else.
 
@@ -314,8 +325,20 @@ class Session:
         self, _client: paho.Client, _data: Any, identifier: int, reason: ReasonCode, _properties: Properties
     ) -> None:
         item = self._in_flight.pop(identifier, None)
-        if item is not None and reason.is_failure:
+        if item is None:
+            return
+        if reason.is_failure:
             self._events.append(Denied(item.topic, str(reason)))
+        self._give_up_before(item.sent_at_s - SKIPPED_S)
+
+    def _give_up_before(self, sent_at_s: float) -> None:
+        """Acknowledgements come in order (MQTT 5.0, 4.6), so what was passed over never gets one: mosquitto 2.0.11 does
+        so to some of thousands, and they would close the window for good."""
+        for identifier, item in list(self._in_flight.items()):
+            if item.sent_at_s >= sent_at_s:
+                return
+            del self._in_flight[identifier]
+            self._events.append(Denied(item.topic, "never acknowledged"))
 
     def _on_subscribe(
         self, _client: paho.Client, _data: Any, identifier: int, reasons: list[ReasonCode], _properties: Properties
