@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from edge_agent.accounts import Accounts
+from edge_agent.disk import Disk
 from edge_agent.fetcher import Fetcher
 from edge_agent.home import Home
 from edge_agent.models import MAX_MODEL_BYTES, Models, method_of
@@ -20,7 +21,7 @@ from edge_agent.reporter import LOOK_S, Reporter
 from edge_agent.service import Service
 from edge_agent.serving import Serving
 from edge_agent.settings import Settings
-from edge_agent.training import LocalTraining
+from edge_agent.training import LocalTraining, still_asked
 from edge_agent.uploader import Uploader
 from edge_agent.worker import Done, Trainer
 from fleet_core import bundle, messages, topics
@@ -54,16 +55,24 @@ class Agent:
         self._clock, self._now_ms, self._log = clock, now_ms, log
         self._verifier = Verifier(settings.device.key)
         self._seq, self._signed_ms = home.clock()
-        self._fetcher = Fetcher(self.fleet, link, clock, lambda kind, size: accounts.payload(f"{kind}_down", size))
-        self._uploader = Uploader(self.fleet, self.name, link, clock, lambda size: accounts.payload("update_up", size))
+        self._fetcher = Fetcher(
+            self.fleet, link, clock, lambda kind, size: accounts.payload(f"{kind}_down", size),
+            device=self.name, missing=lambda kind, times: self._reporter.missing(kind, times),
+        )
+        self._uploader = Uploader(
+            self.fleet, self.name, link, clock, lambda size: accounts.payload("update_up", size),
+            unanswered=lambda number: self._reporter.unanswered(number),
+        )
         trains = settings.train.enabled and trainer is not None
         self._reporter = Reporter(settings, self.boot, link, accounts, trains=trains, clock=clock, log=log)
-        self._outbox = Outbox(home, self._uploader, self._fetcher, self._reporter, log)
+        self._outbox = Outbox(self.boot, home, self._uploader, self._fetcher, self._reporter, log)
         self._models = Models(home, service, log)
-        self._training = LocalTraining(settings, home, service, accounts, trainer)
+        self._training = LocalTraining(settings, self.boot, home, service, accounts, trainer)
         self._serving = Serving(
             service, self._models, self._fetcher, accounts, self._reporter, trainer, self._training.header, log
         )
+        self._disk = Disk(home.folder, clock)
+        self._held_up: tuple[str, bytes] | None = None  # what arrived and could not be written down
         self._gave_up: dict[str, int] = {}
         self._bad_graph = ""
         self._server_boot = ""
@@ -105,13 +114,29 @@ class Agent:
             self._on_message(topic, payload)
         except FleetError as error:
             self._log(f"refused {topic}: {error}")
+            if self._disk.note(error):
+                self._held_up = topic, payload
 
     def _tick(self) -> None:
+        if self._disk.is_back():
+            self._try_again()
         self._fetcher.tick()
         self._uploader.tick()
         self._reporter.tick()
+        if self._reporter.unheard and self._server_boot and self.link.connected:
+            self._announce(again=True)
         if self._clock() - self._looked > LOOK_S:
             self._advance()  # what was asked for and never answered is asked for again
+
+    def _try_again(self) -> None:
+        """The disk takes writes again: what it refused is done now."""
+        self._log("the disk can be written again")
+        self._gave_up.clear()
+        self._training.forget()
+        held_up, self._held_up = self._held_up, None
+        if held_up is not None:
+            self._guarded(*held_up)
+        self._advance()
 
     # What arrives -----------------------------------------------------------------------------------------------------
 
@@ -154,8 +179,8 @@ class Agent:
             raise MessageError(f"a round with the old sequence number {manifest.seq}", expected=f"above {self._seq}")
         if manifest.exp < max(self._now_ms(), self._signed_ms):
             raise MessageError("a round that has expired")
+        self.home.set_clock(manifest.seq, max(self._signed_ms, manifest.seq))
         self._seq, self._signed_ms = manifest.seq, max(self._signed_ms, manifest.seq)
-        self.home.set_clock(self._seq, self._signed_ms)
         self.manifest, self._reporter.round = manifest, manifest.round
         self._fetcher.keep({blob.id for blob in manifest.blobs()})
         self._advance()
@@ -165,6 +190,7 @@ class Agent:
         if presence.st != "on" or presence.boot == self._server_boot:
             return
         first, self._server_boot = not self._server_boot, presence.boot
+        self._reporter.forgotten()
         if not first and not self._serving.tell_again():
             self._reporter.report()
 
@@ -188,7 +214,10 @@ class Agent:
     def _on_down(self, payload: bytes) -> None:
         if payload.startswith(b"ed25519:"):
             return self._on_fate(messages.decode(Down, self._verifier.verify(payload)))
-        self._outbox.on_word(messages.decode(Down, payload))
+        down = messages.decode(Down, payload)
+        if down.t == "heard":
+            return self._reporter.heard(down.boot)
+        self._outbox.on_word(down)
 
     def _on_fate(self, down: Down) -> None:
         """A signed record of what became of an old update."""
@@ -215,14 +244,19 @@ class Agent:
         self._advance()
 
     def _on_trained(self, done: Done) -> None:
-        manifest = self.manifest
-        wanted = self._training.ended(done, manifest)
-        if manifest is None or not wanted:
+        manifest, begun = self.manifest, self._training.ended(done)
+        if begun is None or manifest is None:
+            return
+        if not still_asked(begun, manifest):
             self._reporter.enter("idle")  # the round closed without this device
         elif done.error:
-            self._give_up("train", manifest, RoundError(done.error))
-        else:
-            self._attempt("train", lambda: self._outbox.keep(manifest, self._training.encode(manifest, done)))
+            if done.header.get("disk"):
+                self._disk.refuse()
+            return self._give_up("train", manifest, RoundError(done.error))
+        if not done.error:
+            self._attempt("train", lambda: self._outbox.take(
+                begun, manifest, lambda size: self.accounts.cost(size, done.header)
+            ))
 
     # What the current round asks for ----------------------------------------------------------------------------------
 
@@ -236,7 +270,8 @@ class Agent:
             return
         self._attempt("state", lambda: self._outbox.resolve(manifest))
         gave_up = self._gave_up.get("model") == manifest.seq
-        if self._outbox.pending is None and not gave_up and self._training.wanted(manifest):
+        able = self._outbox.pending is None and not gave_up and not self._disk.refuses
+        if able and self._training.wanted(manifest):
             self._attempt("train", lambda: self._take_part(manifest))
         if manifest.serve is not None:
             ref = manifest.serve
@@ -257,6 +292,7 @@ class Agent:
 
     def _give_up(self, what: str, manifest: Manifest, error: FleetError) -> None:
         self._gave_up[what] = manifest.seq
+        self._disk.note(error)
         self._log(f"{what}: {error}")
         if what in ("train", "model"):
             self._training.forget()
@@ -303,10 +339,9 @@ class Agent:
         self._announce()
 
     def _take_part(self, manifest: Manifest) -> None:
-        held = self._models.training
-        if held is not None and held.model == manifest.model.model:
+        if self._models.base == manifest.model.model:
             self._reporter.enter("train")
-            return self._training.begin(manifest, held)
+            return self._training.begin(manifest)
         blob = self._models.blob_for(manifest.model)
         if blob is not None:
             self._fetcher.start(blob, MAX_MODEL_BYTES, "model")
@@ -326,12 +361,13 @@ class Agent:
         """What this device does: idle, train, upload, refused or failed."""
         return self._reporter.phase
 
-    def _announce(self) -> None:
+    def _announce(self, *, again: bool = False) -> None:
         graph, pending = self.service.graph, self._outbox.pending
         self._reporter.announce(
             layouts=() if graph is None else (graph.layout.hash,),
             base=self._models.base,
             trained=max(self.home.trained(), pending.round if pending else 0),
+            again=again,
         )
 
 

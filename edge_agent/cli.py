@@ -1,21 +1,14 @@
-"""``edge-agent``: the device's command line."""
+"""``edge-agent``: the device's command line. What a command needs is imported when it is called."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 import typer
 
-from edge_agent import run as running
-from edge_agent.home import Home
-from edge_agent.service import Service
-from fleet_core import schema, terminal
-from fleet_core.data import samples as files
-from fleet_core.errors import CodecError, ConfigError, DataError, StateError
-from fleet_core.layout import InputSpec
+from edge_agent.settings import settings_of
+from fleet_core import runtime, terminal
 
 app = terminal.application("The agent on a device: trains, personalizes and answers; the data stays here.")
 samples_app = typer.Typer(help="The device's own labelled samples.", no_args_is_help=True)
@@ -35,43 +28,24 @@ def run(
     connect_s: Annotated[float, typer.Option(help="Leave when no broker answered for so long at the start.")] = 60.0,
 ) -> None:
     """Take part in rounds and answer, until stopped."""
-    settings = running.settings_of(home, broker)
-    with terminal.until_signal() as stopped:
-        running.run(home, settings, stopped=stopped, log=terminal.say, connect_s=connect_s)
+    settings_of(home, broker)  # what is wrong with them is said here
+    runtime.become("edge_agent.run", "--home", str(home), str(connect_s), *([] if broker is None else [broker]))
 
 
 @app.command()
 def status(home: HOME = HERE, as_json: JSON = False) -> None:
     """What this device holds: weights, personalization, training state."""
-    settings = running.settings_of(home)
-    place = Home(home)
-    facts: dict[str, Any] = {"device": settings.device.name, "fleet": settings.device.fleet,
-                             "broker": settings.device.broker, "trained_round": place.trained()}
-    pending = place.pending()
-    if pending is not None:
-        facts["pending_round"] = pending.round
-    for name in ("model", "serve"):
-        weights = place.weights(name)
-        if weights is not None:
-            facts[name] = {"round": weights.round, "id": weights.model}
-    facts["personalized"] = (home / "personal.safetensors").exists()
-    if as_json:
-        return terminal.show(facts)
-    terminal.table([(key, _text(value)) for key, value in facts.items()], ("what", "value"))
+    from edge_agent import commands
+
+    commands.status(home, as_json)
 
 
 @app.command()
 def personalize(home: HOME = HERE, as_json: JSON = False) -> None:
     """Personalize the served model on this device's samples; no aggregator and no torch needed."""
-    service = _answering(home)
-    support, how = service.personalize()
-    counts = np.bincount(support.y, minlength=len(service.layout.classes))
-    facts = {"round": service.round, "model": service.model, "personalization": how, "samples": len(support),
-             "per_class": dict(zip(service.layout.classes, map(int, counts), strict=True))}
-    if as_json:
-        return terminal.show(facts)
-    classes = ", ".join(f"{name} {n}" for name, n in zip(service.layout.classes, counts, strict=True))
-    print(f"personalized by {how} on {len(support)} samples ({classes}), meta-model of round {service.round}")
+    from edge_agent import commands
+
+    commands.personalize(home, as_json)
 
 
 @app.command()
@@ -81,29 +55,9 @@ def predict(
     as_json: JSON = False,
 ) -> None:
     """Answers for raw samples, from the served model as this device personalized it."""
-    service = _answering(home)
-    answer = service.answers(read_inputs(inputs, service.layout.input))
-    if as_json:
-        return terminal.show(schema.plain(answer))
-    rows = [
-        (str(n), label, " ".join(f"{name} {p:.3f}" for name, p in zip(service.layout.classes, row, strict=True)))
-        for n, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))
-    ]
-    terminal.table(rows, ("sample", "answer", "probabilities"))
-    terminal.say(f"meta-model of round {answer.round}, personalization: {answer.personalization}")
+    from edge_agent import commands
 
-
-def _answering(home: Path) -> Service:
-    """What the device last answered with, from its disk."""
-    service = running.service_of(home, running.settings_of(home))
-    try:
-        service.restore()
-    except CodecError as error:
-        raise StateError(
-            f"graph and weights here are of different models: {error}", where=str(home),
-            hint="delete graph-*.safetensors and served.json: 'edge-agent run' fetches what the fleet has",
-        ) from error
-    return service
+    commands.predict(inputs, home, as_json)
 
 
 @samples_app.command("add")
@@ -113,50 +67,9 @@ def add(
     home: HOME = HERE,
 ) -> None:
     """Add labelled samples to the device's own; the next personalization counts them."""
-    settings = running.settings_of(home)
-    service = running.service_of(home, settings)
-    classes = service.known_classes()
-    if label not in classes:
-        near = schema.suggest(label, classes)
-        raise ConfigError(
-            f"unknown class '{label}'" + (f" (did you mean '{near}'?)" if near else ""),
-            expected="one of " + ", ".join(classes),
-        )
-    x = read_inputs(file, service.layout.input)
-    total = service.local().add(x, label)
-    print(f"{len(x)} samples of class {label} added, {total} added by now")
+    from edge_agent import commands
 
-
-def read_inputs(path: Path, spec: InputSpec) -> np.ndarray[Any, Any]:
-    """Raw samples [n, *spec.shape] of spec.dtype, from a .npy array (one sample or several) or a file of samples.
-
-    Raises DataError for anything that is not that.
-    """
-    x = _array(path) if path.suffix.lower() == ".npy" else files.load(path).x
-    if x.shape == tuple(spec.shape):
-        x = x[None]
-    if x.shape[1:] != tuple(spec.shape) or not len(x):
-        expected = f"[n, {', '.join(map(str, spec.shape))}]"
-        raise DataError(f"has shape {list(x.shape)}", where=str(path), expected=expected)
-    if x.dtype.kind not in "biuf" or not np.isfinite(x).all():
-        raise DataError("holds what is no finite number", where=str(path), expected=f"{spec.dtype} values")
-    with np.errstate(all="ignore"):
-        wanted = x.astype(spec.dtype)
-    if not np.isfinite(wanted).all() or (wanted.dtype.kind in "iu" and not np.array_equal(wanted, x)):
-        raise DataError(f"holds {x.dtype} values that are no {spec.dtype}", where=str(path))
-    return wanted
-
-
-def _array(path: Path) -> np.ndarray[Any, Any]:
-    try:
-        return np.array(np.load(path, allow_pickle=False, mmap_mode="r"))
-    except (OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot be read: {reason}", where=str(path), expected="a .npy array of numbers") from error
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    commands.add(file, label, home)
 
 
 def main() -> None:

@@ -8,27 +8,31 @@ from fleet_core import topics
 from fleet_core.errors import MessageError
 from fleet_core.link.base import Link
 from fleet_core.messages import Blob
+from fleet_core.patience import Patience
 from fleet_core.transfer import Inbox
 
-SILENCE_S = 3.0
-MOST_SILENCE_S = 60.0
+SILENCE_S, MOST_SILENCE_S = 3.0, 60.0
+MISSING = 2  # silences in a row after which it is said
 
 
 class Fetcher:
     """What is being fetched now.
 
     A segment is asked for again when nothing arrived for three seconds, then six, and so on: on a slow link the first
-    answer may still be under way. ``book(kind, bytes)`` is told what came when a fetch ends, whole or not.
+    answer may still be under way. ``book(kind, bytes)`` is told what came when a fetch ends, whole or not;
+    ``missing(kind, times)`` that nothing came, the second time in a row and at every time after.
     """
 
-    def __init__(self, fleet: str, link: Link, clock: Callable[[], float], book: Callable[[str, int], None]):
-        self._fleet, self._link, self._clock, self._book = fleet, link, clock, book
+    def __init__(
+        self, fleet: str, link: Link, clock: Callable[[], float], book: Callable[[str, int], None], *,
+        device: str = "", missing: Callable[[str, int], None] = lambda kind, times: None,
+    ):
+        self._fleet, self._link, self._book, self._missing = fleet, link, book, missing
+        self._patience = Patience(device, clock, SILENCE_S, MOST_SILENCE_S)
         self._inbox: Inbox | None = None
         self._kind = ""
         self._came_bytes = 0
         self._segment: int | None = None
-        self._heard = 0.0
-        self._patience_s = SILENCE_S
 
     @property
     def target(self) -> str | None:
@@ -41,7 +45,7 @@ class Fetcher:
             return
         self.cancel()
         self._inbox, self._kind = Inbox(blob, limit), kind
-        self._patience_s = SILENCE_S
+        self._patience.answered()
         self._ask()
 
     def keep(self, named: Collection[str]) -> None:
@@ -62,9 +66,9 @@ class Fetcher:
         inbox = self._inbox
         if inbox is None or inbox.blob.id != blob_id or not data:
             return None
-        self._heard = self._clock()
         self._came_bytes += len(data)
-        inbox.put(k, data)
+        if inbox.put(k, data):
+            self._patience.answered()
         if inbox.complete:
             self.cancel()
             return inbox.take()
@@ -74,8 +78,10 @@ class Fetcher:
 
     def tick(self) -> None:
         """Asks again after silence: a retained chunk is replayed when its filter is subscribed anew."""
-        if self._inbox is not None and self._link.connected and self._clock() - self._heard > self._patience_s:
-            self._patience_s = min(2 * self._patience_s, MOST_SILENCE_S)
+        if self._inbox is not None and self._link.connected and self._patience.over:
+            self._patience.again()
+            if self._patience.times >= MISSING:
+                self._missing(self._kind, self._patience.times)
             self._ask()
 
     def _ask(self) -> None:
@@ -84,6 +90,5 @@ class Fetcher:
         if self._segment is not None:
             self._link.unsubscribe(topics.segment(self._fleet, self._inbox.blob.id, self._segment))
         self._segment = self._inbox.missing_segment()
-        self._heard = self._clock()
         if self._segment is not None:
-            self._link.subscribe(topics.segment(self._fleet, self._inbox.blob.id, self._segment))
+            self._link.subscribe(topics.segment(self._fleet, self._inbox.blob.id, self._segment), qos=0)

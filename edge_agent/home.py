@@ -4,7 +4,9 @@
     model.safetensors, serve.safetensors the last training model and the last served one, with their ids
     personal.safetensors                 prototypes or adapted weights; never leave the device
     methods/{key}/state.safetensors      the client state (duals, residuals, personal arrays)
-    methods/{key}/pending.safetensors    the state that follows if the update is counted, and the update itself
+    methods/{key}/made-{life}.safetensors    what the trainer has just made, until the agent takes it
+    methods/{key}/pending.safetensors    the state that follows if the update is counted, and the update itself;
+                                         renamed to be the state when it is
     clock.json                           the highest sequence number and signed time seen
 
 Training state is keyed by fleet, method, version, layout and dual epoch; another key is set aside, never mixed. A file
@@ -28,19 +30,31 @@ from fleet_core.algorithms.seam import ClientState
 from fleet_core.errors import FleetError, StateError
 from fleet_core.messages import Blob, Manifest, UploadManifest
 
+FORMAT = 1
 MAX_STATE_BYTES = 1 << 33
 UPLOAD = "upload"
 
 
 @dataclass(frozen=True)
 class Pending:
-    """An update whose fate is open: the state to commit when it was counted, and what to offer again meanwhile."""
+    """An update whose fate is open. Its bytes, from the byte ``start`` of ``path`` on, and the state to commit when it
+    was counted stay on disk."""
 
     key: str
     round: int
     upload: UploadManifest
-    data: bytes
-    state: ClientState
+    path: Path
+    start: int
+
+    def chunk(self, k: int) -> bytes:
+        """Chunk ``k`` of the update, from the disk. Raises StateError."""
+        blob = self.upload.blob
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.start + k * blob.chunk)
+                return file.read(blob.length(k))
+        except OSError as error:
+            raise StateError(f"cannot be read: {error.strerror or error}", where=str(self.path)) from error
 
 
 @dataclass(frozen=True)
@@ -76,8 +90,18 @@ class Home:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise StateError("another agent is running here", where=str(self.folder), hint="stop it first") from error
-        for torn in self.folder.rglob(".*.safetensors.*"):
-            torn.unlink(missing_ok=True)  # a write that a power cut ended
+        for left in (*self.folder.rglob(".*.safetensors.*"), *self.folder.glob("methods/*/made-*.safetensors")):
+            left.unlink(missing_ok=True)  # a write that a power cut ended; a trainer's whose agent died
+
+    def check_formats(self) -> None:
+        """Raises StateError for weights or training state of a newer metafleet, which must not be set aside."""
+        for path in (*self.folder.glob("*.safetensors"), *self.folder.glob("methods/*/*.safetensors")):
+            found = _format(path)
+            if found > FORMAT:
+                raise StateError(
+                    f"was made by a newer metafleet: version {found}, this one reads up to {FORMAT}", where=str(path),
+                    hint="update this agent",
+                )
 
     # Signed time ------------------------------------------------------------------------------------------------------
 
@@ -117,15 +141,21 @@ class Home:
     def latest_graph(self) -> Path | None:
         return next(iter(sorted(self.folder.glob("graph-*.safetensors"))), None)
 
-    def save_weights(self, name: str, weights: Weights) -> None:
-        """``name``: model or serve."""
-        metadata = {"model": weights.model, "round": str(weights.round)}
-        storage.write_atomic(
-            self.folder / f"{name}.safetensors", storage.pack(storage.flatten(weights.params), metadata)
-        )
+    def save_weights(self, name: str, weights: Weights, *, durable: bool = True) -> None:
+        """``name``: model or serve. durable: also against a power cut."""
+        metadata = {"format": str(FORMAT), "model": weights.model, "round": str(weights.round)}
+        storage.write_arrays(self._weights(name), storage.flatten(weights.params), metadata, durable=durable)
+
+    def held(self, name: str) -> str:
+        """The id of the weights on disk; empty for none."""
+        try:
+            return storage.head(self._weights(name))[1].get("model", "")
+        except StateError:
+            return ""
 
     def weights(self, name: str) -> Weights | None:
-        path = self.folder / f"{name}.safetensors"
+        """The weights on disk, or None; a damaged file is set aside."""
+        path = self._weights(name)
         if not path.exists():
             return None
         try:
@@ -135,15 +165,19 @@ class Home:
             _set_aside(path)
             return None
 
+    def drop_weights(self, name: str) -> None:
+        """Sets weights aside that are not what they say."""
+        _set_aside(self._weights(name))
+
+    def _weights(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
     # Training state ---------------------------------------------------------------------------------------------------
 
     def state(self, key: str) -> ClientState | None:
-        """The committed state under ``key``, or None for a device that never took part under it."""
+        """The committed state under ``key``, or None for a device that never took part under it. Raises StateError."""
         path = self._method(key) / "state.safetensors"
-        if not path.exists():
-            return None
-        arrays, _ = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
-        return storage.unflatten_roles(arrays)
+        return read_state(path) if path.exists() else None
 
     def trained(self) -> int:
         """The latest round whose training is committed here, under any key; 0 for none."""
@@ -153,53 +187,84 @@ class Home:
         return self._trained
 
     def pending(self) -> Pending | None:
-        """What is pending, under any key; at most one."""
+        """What is pending, under any key; at most one. One whose update is not what it says is set aside."""
         for path in sorted(self.folder.glob("methods/*/pending.safetensors")):
             try:
-                return _read_pending(path)
+                return _checked(_read_pending(path))
             except (FleetError, ValueError, KeyError):
                 _set_aside(path)
         return None
 
-    def save_pending(self, pending: Pending) -> None:
-        arrays = storage.flatten_roles(pending.state)
-        arrays[UPLOAD] = np.frombuffer(pending.data, dtype=np.uint8)
-        metadata = {"round": str(pending.round), "upload": json.dumps(schema.plain(pending.upload))}
-        storage.write_atomic(
-            self._method(pending.key) / "pending.safetensors", storage.pack(arrays, metadata), mode=0o600
-        )
+    def leave_made(
+        self, key: str, life: str, round_number: int, upload: UploadManifest, data: bytes, state: ClientState
+    ) -> None:
+        """An update as it will be sent, and the state that follows if it is counted, left for the agent's ``life``."""
+        arrays = storage.flatten_roles(state)
+        arrays[UPLOAD] = np.frombuffer(data, dtype=np.uint8)
+        upload_text = json.dumps(schema.plain(upload))
+        metadata = {"format": str(FORMAT), "round": str(round_number), "upload": upload_text}
+        storage.write_arrays(self._made(key, life), arrays, metadata, mode=0o600)
+
+    def take_made(self, key: str, life: str) -> Pending:
+        """What the trainer has left is pending from now on. Raises StateError."""
+        path = self._method(key) / "pending.safetensors"
+        storage.move(self._made(key, life), path)
+        return _read_pending(path)
+
+    def drop_made(self, key: str, life: str) -> None:
+        """What the trainer has left is not wanted any more."""
+        self._made(key, life).unlink(missing_ok=True)
 
     def commit(self, pending: Pending) -> None:
-        """The update was counted: its state becomes the device's."""
-        arrays = storage.flatten_roles(pending.state)
-        metadata = {"round": str(pending.round), "update": pending.upload.id}
-        path = self._method(pending.key) / "state.safetensors"
-        storage.write_atomic(path, storage.pack(arrays, metadata), mode=0o600)
+        """The update was counted: the file becomes the device's state, and takes the update along."""
+        storage.move(pending.path, self._method(pending.key) / "state.safetensors")
         self._trained = max(self.trained(), pending.round)
-        self.discard(pending)
 
     def discard(self, pending: Pending) -> None:
         """The update was not counted: what it would have changed is forgotten."""
-        (self._method(pending.key) / "pending.safetensors").unlink(missing_ok=True)
+        pending.path.unlink(missing_ok=True)
 
     def _method(self, key: str) -> Path:
         return self.folder / "methods" / key
 
+    def _made(self, key: str, life: str) -> Path:
+        """A trainer may outlive its agent: what it leaves then is nobody's, not the next agent's."""
+        return self._method(key) / f"made-{life}.safetensors"
+
 
 def _read_pending(path: Path) -> Pending:
-    arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
+    places, metadata = storage.head(path)
+    if UPLOAD not in places or not {"round", "upload"} <= metadata.keys():
+        raise StateError("holds no update", where=str(path))
     upload = messages.decode(UploadManifest, metadata["upload"].encode(), limit=1 << 26)
-    data = arrays.pop(UPLOAD).tobytes()
-    if Blob.of(data, upload.blob.chunk) != upload.blob:
-        raise StateError("holds another update than it says", where=str(path))
-    return Pending(path.parent.name, int(metadata["round"]), upload, data, storage.unflatten_roles(arrays))
+    return Pending(path.parent.name, int(metadata["round"]), upload, path, places[UPLOAD][0])
+
+
+def _checked(pending: Pending) -> Pending:
+    blob = pending.upload.blob
+    if Blob.of(b"".join(pending.chunk(k) for k in range(blob.n)), blob.chunk) != blob:
+        raise StateError("holds another update than it says", where=str(pending.path))
+    return pending
+
+
+def read_state(path: Path) -> ClientState:
+    """The training state in a file of either kind, without the update beside it. Raises StateError."""
+    arrays, _ = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
+    return storage.unflatten_roles({name: array for name, array in arrays.items() if name != UPLOAD})
+
+
+def _format(path: Path) -> int:
+    """The version of a file's form; 0 for a damaged one."""
+    try:
+        return int(storage.head(path)[1].get("format", "1"))
+    except (StateError, ValueError):
+        return 0
 
 
 def _round_of(path: Path) -> int:
     """The round of a committed state; 0 for a damaged one, which is set aside."""
     try:
-        _, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
-        return int(metadata["round"])
+        return int(storage.head(path)[1]["round"])
     except (StateError, ValueError, KeyError):
         _set_aside(path)
         return 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from edge_agent.home import Home, Weights
 from edge_agent.service import Service
-from fleet_core import codecs
+from fleet_core import codecs, memory
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.errors import CodecError, MessageError
@@ -17,23 +17,31 @@ MAX_MODEL_BYTES = 1 << 30
 
 
 class Models:
-    """``training``: the last training model, None before one came. ``judged``: weights to serve next, or None."""
+    """``base``: id of the training model on disk, empty before one came. ``judged``: weights to serve next, or None."""
 
     def __init__(self, home: Home, service: Service, log: Callable[[str], None]):
         self._home, self._service, self._log = home, service, log
-        self.training: Weights | None = home.weights("model")
-        self.judged: Weights | None = home.weights("serve")
+        self.base = self._sound_base()
+        self.judged: Weights | None = None
 
-    @property
-    def base(self) -> str:
-        """Id of the training model that is held, or an empty text."""
-        return "" if self.training is None else self.training.model
+    def _sound_base(self) -> str:
+        """A power cut may have torn the training model, which can be had again."""
+        weights = self._home.weights("model")
+        if weights is not None and codecs.identity(weights.params) == weights.model:
+            return weights.model
+        self._home.drop_weights("model")
+        return ""
+
+    def weights(self, model: str) -> Weights | None:
+        """Those weights, if they are here."""
+        if self.judged is not None and self.judged.model == model:
+            return self.judged
+        name = next((name for name in ("serve", "model") if self._home.held(name) == model), None)
+        return None if name is None else self._home.weights(name)
 
     def blob_for(self, ref: ModelRef) -> Blob | None:
         """The blob that gives this device the model: a delta where it holds the base, else the whole, else none."""
-        if ref.base is None or (self.training is not None and self.training.model == ref.base):
-            return ref.blob
-        return ref.full
+        return ref.blob if ref.base in (None, self.base) else ref.full
 
     def take_training(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
         """Raises CodecError for a blob that is not the announced model; a delta that does not fit is let go of."""
@@ -44,10 +52,11 @@ class Models:
             if ref.base is None or blob_id != ref.blob.id:
                 raise
             self._log("the delta does not fit what is held here: the whole model is needed")
-            self.training = None
+            self.base = ""
             return
-        self.training = Weights(ref.model, ref.round, params)
-        self._home.save_weights("model", self.training)
+        self._home.save_weights("model", Weights(ref.model, ref.round, params), durable=False)
+        self.base = ref.model
+        memory.trim()
 
     def take_judged(self, manifest: Manifest, ref: ModelRef, blob_id: str, data: bytes) -> None:
         """Raises CodecError for a blob that is not the announced model."""
@@ -55,10 +64,12 @@ class Models:
 
     def _decode(self, manifest: Manifest, ref: ModelRef, blob_id: str, data: bytes) -> dict[str, dict[str, Any]]:
         layout, groups = self._service.layout, method_of(manifest).shared
-        delta = ref.base is not None and blob_id == ref.blob.id
         params = codecs.decode(ref.codec if blob_id == ref.blob.id else "fp32", data, layout, groups)
-        if delta and self.training is not None:
-            params = codecs.moved(self.training.params, params)
+        if ref.base is not None and blob_id == ref.blob.id:
+            held = self._home.weights("model")
+            if held is None:
+                raise CodecError("the base of the delta is not here", where=f"round {ref.round}")
+            params = codecs.moved(held.params, params)
         if codecs.identity(params) != ref.model:
             raise CodecError("the decoded model is not the one that was announced", where=f"round {ref.round}")
         return params

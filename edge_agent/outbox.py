@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from edge_agent.fetcher import Fetcher
-from edge_agent.home import Home, Pending
+from edge_agent.home import Home, Pending, state_key
 from edge_agent.reporter import Reporter
-from edge_agent.training import identity
+from edge_agent.training import identity, still_asked
 from edge_agent.uploader import Uploader
-from fleet_core.messages import Down, Manifest, PendingRef
+from fleet_core.messages import Cost, Down, Manifest, PendingRef
 
 MAX_COUNTED_BYTES = 1 << 26
 
@@ -18,18 +19,24 @@ class Outbox:
     """``pending``: the one update whose fate is open, also from an earlier life of this agent, or None."""
 
     def __init__(
-        self, home: Home, uploader: Uploader, fetcher: Fetcher, reporter: Reporter, log: Callable[[str], None]
+        self, life: str, home: Home, uploader: Uploader, fetcher: Fetcher, reporter: Reporter,
+        log: Callable[[str], None],
     ):
-        self._home, self._uploader, self._fetcher = home, uploader, fetcher
+        self._life, self._home, self._uploader, self._fetcher = life, home, uploader, fetcher
         self._reporter, self._log = reporter, log
         self._offered_seq = -1
         self.pending: Pending | None = home.pending()
 
-    def keep(self, manifest: Manifest, pending: Pending) -> None:
-        """The update and the state that follows from it are on disk before the update is offered."""
-        self._home.save_pending(pending)
-        self.pending = pending
-        self._offer(manifest, pending)
+    def take(self, begun: Manifest, manifest: Manifest | None, cost: Callable[[int], Cost]) -> None:
+        """What the trainer left on the disk for the round that was ``begun``: offered if ``manifest``, the current one,
+        still asks for it. ``cost(bytes)`` of the update goes with the offer."""
+        key = state_key(begun)
+        if manifest is None or not still_asked(begun, manifest):
+            return self._home.drop_made(key, self._life)
+        made = self._home.take_made(key, self._life)
+        upload = made.upload
+        self.pending = replace(made, upload=replace(upload, cost=cost(upload.blob.size)))
+        self._offer(manifest, self.pending)
 
     def _offer(self, manifest: Manifest, pending: Pending) -> None:
         self._offered_seq = manifest.seq

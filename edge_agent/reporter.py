@@ -7,15 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 from edge_agent.accounts import Accounts
+from edge_agent.fetcher import MISSING
 from edge_agent.settings import Settings
+from edge_agent.uploader import UNANSWERED
 from fleet_core import __version__, codecs, messages, topics
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.errors import LinkError
 from fleet_core.link.base import Link
 from fleet_core.messages import Answer, Presence, Report
+from fleet_core.patience import Patience
 
 HEARTBEAT_S = 2.0
 LOOK_S = 5.0
+UNHEARD_S, LONGEST_UNHEARD_S = 4.0, 300.0
 WORKING = ("train", "upload")
 
 
@@ -35,6 +39,8 @@ class Reporter:
         self._fleet, self._name = settings.device.fleet, settings.device.name
         self._asked: dict[str, tuple[str, float]] = {}
         self._last_heartbeat = clock()
+        self._patience = Patience(self._name, clock, UNHEARD_S, LONGEST_UNHEARD_S)
+        self._heard = False
         self.round: int | None = None
         self.phase = "idle"
 
@@ -66,14 +72,30 @@ class Reporter:
         """What was asked of the last connection is asked again."""
         self._asked.clear()
 
+    def missing(self, kind: str, times: int) -> None:
+        """Nothing came of a blob that should lie at the broker: the aggregator can publish it again."""
+        if times == MISSING:
+            self._log(f"{kind}: nothing comes from the broker: it has lost what it retained, or its access control "
+                      f"denies this device {topics.blobs(self._fleet)}")
+        self.report(want="chunks")
+
+    def unanswered(self, round_number: int) -> None:
+        """A broker does not say that it drops a publish: MQTT 3.1.1 never, others not at QoS 0."""
+        self._log(f"round {round_number}: no answer to {UNANSWERED} offers: the aggregator is away, or the broker "
+                  "drops what this device publishes (its access control, its message size limit)")
+
     def answer(self, question_id: str, answer: Answer) -> None:
         self._send(topics.answer(self._fleet, self._name, question_id), messages.encode(answer))
 
     # Presence ---------------------------------------------------------------------------------------------------------
 
-    def announce(self, *, layouts: tuple[str, ...], base: str, trained: int) -> None:
-        """The whole presence, retained. layouts: hashes of the graphs here. base: model id that this device holds.
-        trained: the last round that its own training state knows."""
+    def announce(self, *, layouts: tuple[str, ...], base: str, trained: int, again: bool = False) -> None:
+        """The whole presence, retained; ``unheard`` until the aggregator acknowledges it. layouts: hashes of the graphs
+        here. base: model id that this device holds. trained: the last round that its own training state knows."""
+        if again:
+            self._patience.again()
+        else:
+            self.forgotten()
         self._last_heartbeat = self._clock()
         presence = Presence(
             st="on",
@@ -89,6 +111,20 @@ class Reporter:
             trained=trained,
         )
         self._send(topics.presence(self._fleet, self._name), messages.encode(presence), retain=True)
+
+    @property
+    def unheard(self) -> bool:
+        """Whether the presence should be said again: a broker drops it when many devices come at once."""
+        return not self._heard and self._patience.over
+
+    def forgotten(self) -> None:
+        """Another aggregator is there: it should hear of this device soon, from the broker or from here."""
+        self._heard = False
+        self._patience.answered()
+
+    def heard(self, boot: str) -> None:
+        """The aggregator knows of this life, if ``boot`` names it."""
+        self._heard = self._heard or boot == self._boot
 
     def leave(self) -> None:
         off = messages.encode(Presence(st="off", boot=self._boot, ver=__version__))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import secrets
+import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from edge_agent.accounts import Accounts
 from edge_agent.agent import Agent, will
 from edge_agent.home import Home
 from edge_agent.service import Service
-from edge_agent.settings import Settings
+from edge_agent.settings import Settings, settings_of
 from edge_agent.worker import Trainer, TrainerProcess
-from fleet_core import config, schema
+from fleet_core import memory, runtime, schema
 from fleet_core.errors import ConfigError
 from fleet_core.link.base import Will
 from fleet_core.link.mqtt import MqttLink
@@ -25,16 +25,6 @@ from fleet_core.power.meter import Meter
 TICK_S = 0.5
 
 
-def settings_of(home: Path, broker: str | None = None) -> Settings:
-    """``device.toml`` in ``home``; ``broker`` in place of the file's. Raises ConfigError."""
-    path = home / "device.toml"
-    if not path.exists():
-        hint = "metafleet devices enroll FLEET NAME --to HOME"
-        raise ConfigError("there is no device here", where=str(path), hint=hint)
-    settings = config.load(Settings, path)
-    return settings if broker is None else replace(settings, device=replace(settings.device, broker=broker))
-
-
 def service_of(home: Path, settings: Settings) -> Service:
     return Service(Home(home), schema.plain(settings.data))
 
@@ -43,8 +33,10 @@ def run(
     home: Path, settings: Settings, *, stopped: Callable[[], bool], log: Callable[[str], None], connect_s: float
 ) -> None:
     """Runs until ``stopped``. Raises LinkError when no broker answered within ``connect_s`` seconds of the start."""
+    memory.keep_freed()
     place = Home(home)
     place.lock()
+    place.check_formats()
     boot = secrets.token_hex(8)
     topic, payload = will(settings, boot)
     identity = settings.device
@@ -78,3 +70,15 @@ def _meter(home: Path, settings: Settings) -> Meter | None:
         raise ConfigError("power needs both idle_w and busy_w, or neither", where=str(home / "device.toml"))
     watts = None if power.idle_w is None or power.busy_w is None else (power.idle_w, power.busy_w)
     return choose_meter(profile, watts)
+
+
+def main(arguments: list[str]) -> None:
+    """``--home HOME CONNECT_S [BROKER]``: the agent as ``edge-agent run`` leaves it."""
+    _, home, connect_s, *broker = arguments
+    with runtime.until_signal() as stopped:
+        settings = settings_of(Path(home), *broker)
+        run(Path(home), settings, stopped=stopped, log=runtime.say, connect_s=float(connect_s))
+
+
+if __name__ == "__main__":
+    runtime.guarded(lambda: main(sys.argv[1:]))

@@ -16,7 +16,7 @@ from edge_agent.home import Home, Weights
 from edge_agent.local import LocalData
 from edge_agent.personalize import Predictor, Prototypes
 from edge_agent.session import check_golden, open_kind
-from fleet_core import bundle, storage
+from fleet_core import bundle, memory, storage
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.bundle import Graph
@@ -36,10 +36,10 @@ class Service:
         self._home, self._data = home, dict(data)
         self.graph: Graph | None = None
         self.graph_id: str | None = None
+        self._checked = False
         self.model: str | None = None
         self.round = 0
         self._method: Method | None = None
-        self._weights: Weights | None = None
         self._plain: Predictor | None = None
         self._own: Predictor | None = None
         self._by_gradient = False
@@ -52,9 +52,9 @@ class Service:
         return self.graph.layout
 
     def install(self, graph_id: str, graph: Graph) -> None:
-        """Takes a graph that gives its golden outputs here. Raises BundleError for one that does not."""
-        check_golden(graph)
-        self.graph, self.graph_id = graph, graph_id
+        """Takes a graph. Before it answers anything it must give its golden outputs here: onnxruntime and its memory
+        are not needed on a device that only trains."""
+        self.graph, self.graph_id, self._checked = graph, graph_id, False
         self.model, self._plain, self._own = None, None, None
 
     def known_classes(self) -> tuple[str, ...]:
@@ -85,19 +85,19 @@ class Service:
             own = self._proto(weights, self._prototypes(weights))
         else:
             plain = own = Predictor.head(self._graph(), weights.params)
-        self._method, self._weights, self._plain, self._own = method, weights, plain, own
+        self._remember(method, weights)
+        self._method, self._plain, self._own = method, plain, own
         self.model, self.round, self._by_gradient = weights.model, weights.round, False
-        self._remember()
+        memory.trim()
         return bool(steps)
 
     def adapted(self, arrays: Mapping[str, Any]) -> None:
-        """Weights after gradient steps on this device's samples; they stay here."""
-        params = self.layout.ordered(storage.unflatten(arrays))
-        self._own = Predictor.head(self._graph(), params)
-        self._by_gradient = True
-        storage.write_atomic(
-            self._home.folder / PERSONAL, storage.pack(arrays, {"weights": self.model or ""}), mode=0o600
-        )
+        """Weights after gradient steps on this device's samples; they stay here. Raises StateError when they cannot be
+        kept: then the weights are wanted anew."""
+        model, self.model = self.model, None
+        storage.write_arrays(self._home.folder / PERSONAL, arrays, {"weights": model or ""}, mode=0o600)
+        self._own = Predictor.head(self._graph(), self.layout.ordered(storage.unflatten(arrays)))
+        self.model, self._by_gradient = model, True
 
     def _prototypes(self, weights: Weights) -> Prototypes:
         support = self.local().own()
@@ -111,18 +111,20 @@ class Service:
         return Predictor.proto(self._graph(), weights.params, prototypes)
 
     def _graph(self) -> Graph:
+        """Raises BundleError before a graph came, and for one that does not give its golden outputs."""
         if self.graph is None:
             raise BundleError("no graph has arrived yet")
+        if not self._checked:
+            check_golden(self.graph)
+            self._checked = True
         return self.graph
 
     # From disk: answers without an aggregator -------------------------------------------------------------------------
 
-    def _remember(self) -> None:
-        method = self._method
-        if method is not None and self._weights is not None:
-            facts = {"method": method.name, "model": self._weights.model, "round": self._weights.round}
-            self._home.save_weights("serve", self._weights)
-            storage.write_json(self._home.folder / FACTS, facts, mode=0o600)
+    def _remember(self, method: Method, weights: Weights) -> None:
+        facts = {"method": method.name, "model": weights.model, "round": weights.round}
+        self._home.save_weights("serve", weights)
+        storage.write_json(self._home.folder / FACTS, facts, mode=0o600)
 
     def restore(self) -> None:
         """The graph, weights and personalization that this device last answered with. Raises StateError."""
@@ -137,7 +139,7 @@ class Service:
         facts = json.loads(storage.read_bytes(facts_path, limit=4096))
         method = METHODS[facts["method"]]
         self.install(path.stem.partition("-")[2], bundle.unpack(path.read_bytes()))
-        self._method, self._weights, self.model, self.round = method, weights, weights.model, weights.round
+        self._method, self.model, self.round = method, weights.model, weights.round
         personal = self._home.folder / PERSONAL
         if method.personalizer == "proto":
             known = Prototypes.load(personal) if personal.exists() else None
@@ -153,9 +155,9 @@ class Service:
     def personalize(self) -> tuple[Samples, str]:
         """Personalizes anew on the device's samples; (support, how). Raises StateError where that takes gradient
         steps, which the agent's trainer makes."""
-        if self._method is None or self._weights is None:
+        if self._method is None:
             self.restore()
-        method, weights = self._method, self._weights
+        method, weights = self._method, self._home.weights("serve")
         if method is None or weights is None:
             raise StateError("no model has been served to this device yet")
         if method.personalizer != "proto":
@@ -180,6 +182,8 @@ class Service:
         judgements = []
         if self._plain is not None:
             judgements.append(self._judgement("before", self._plain, samples))
+            if self._by_gradient:
+                self._plain = None  # its session is not needed any more
         if self._own is not None and (self._by_gradient or self._plain is None):
             judgements.append(self._judgement("after", self._own, samples))
         return judgements

@@ -12,7 +12,6 @@ from edge_agent.models import MAX_MODEL_BYTES, Models, method_of
 from edge_agent.reporter import Reporter
 from edge_agent.service import Service
 from edge_agent.worker import Done, Job, Trainer
-from fleet_core import storage
 from fleet_core.errors import RoundError
 from fleet_core.messages import Judgement, Manifest, ModelRef
 
@@ -34,9 +33,9 @@ class Serving:
         """The judged model, from here or from the broker; what the trainer must do for it waits until it is free."""
         if self._service.model == ref.model:
             return
-        for held in (self._models.judged, self._models.training):
-            if held is not None and held.model == ref.model:
-                return self._personalize(manifest, Weights(ref.model, ref.round, held.params))
+        held = self._models.weights(ref.model)
+        if held is not None:
+            return self._personalize(manifest, Weights(ref.model, ref.round, held.params))
         self._models.judged = None
         blob = self._models.blob_for(ref)
         if blob is not None and self._fetcher.target is None:
@@ -52,7 +51,7 @@ class Serving:
         if by_gradient and trainer is not None:
             self._accounts.begin("adapt")
             self._adapting = weights.model
-            return trainer.submit(Job("adapt", self._header(manifest), storage.flatten(weights.params)))
+            return trainer.submit(Job("adapt", self._header(manifest)))
         if by_gradient:
             self._log(f"{method.name} adapts by gradient steps: answering without them (no trainer here)")
         self._judge()

@@ -7,6 +7,7 @@ numpy array that it was made of: a session therefore owns copies of its weights 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,18 @@ BATCH = 64
 """Samples per call, so that memory does not grow with the number of samples asked for."""
 
 _DTYPES = {"tensor(float)": "float32", "tensor(uint8)": "uint8", "tensor(int64)": "int64"}
+
+
+def runtime() -> Any:
+    """onnxruntime, imported at its first use: an agent that has nothing to answer does without its memory.
+
+    From 1.29 on it reports its use to its makers unless it is told not to before it is imported; what runs on a device
+    is nobody else's business.
+    """
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+    import onnxruntime
+
+    return onnxruntime
 
 
 class Session:
@@ -51,13 +64,13 @@ def open_session(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Ses
 
     Raises BundleError when the file is no graph that this onnxruntime runs, or takes other parameters.
     """
-    import onnxruntime  # here, so that an agent without a graph does without its memory
-
+    onnxruntime = runtime()
     flat = storage.flatten(params)
     weights = [np.array(array, dtype=np.float32, order="C") for array in flat.values()]
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 4
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # a batch's memory goes back after it
     options.add_external_initializers(list(flat), [onnxruntime.OrtValue.ortvalue_from_numpy(w) for w in weights])
     try:
         inner = onnxruntime.InferenceSession(graph_bytes, options, providers=["CPUExecutionProvider"])
@@ -81,8 +94,7 @@ def open_kind(graph: Graph, kind: str, params: Params, *, threads: int = 1) -> S
 
 def check_golden(graph: Graph) -> None:
     """Run every graph of a bundle on its golden input. Raises BundleError unless the outputs are the golden ones."""
-    import onnxruntime
-
+    onnxruntime = runtime()
     seeded = graph.layout.seeded(graph.info.seed)
     for kind in graph.graphs:
         try:

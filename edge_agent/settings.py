@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fleet_core import config
+from fleet_core.errors import ConfigError
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
 
@@ -52,3 +56,13 @@ class Settings:
     data: Data = field(default_factory=Data)
     train: Training = field(default_factory=Training)
     power: Power = field(default_factory=Power)
+
+
+def settings_of(home: Path, broker: str | None = None) -> Settings:
+    """``device.toml`` in ``home``; ``broker`` in place of the file's. Raises ConfigError."""
+    path = home / "device.toml"
+    if not path.exists():
+        hint = "metafleet devices enroll FLEET NAME --to HOME"
+        raise ConfigError("there is no device here", where=str(path), hint=hint)
+    settings = config.load(Settings, path)
+    return settings if broker is None else replace(settings, device=replace(settings.device, broker=broker))

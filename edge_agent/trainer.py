@@ -10,22 +10,28 @@ import os
 import resource
 import sys
 import time
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from edge_agent import update
+from edge_agent.home import Home, state_key
 from edge_agent.local import LocalData
+from edge_agent.models import method_of
 from edge_agent.worker import Done, Job, parse_frame, write_frame
-from fleet_core import schema, storage
-from fleet_core.algorithms.methods import METHODS
-from fleet_core.algorithms.seam import Method, Payload
+from fleet_core import memory, schema, storage
+from fleet_core.algorithms import trees
+from fleet_core.algorithms.seam import ClientState, Method, Payload
 from fleet_core.data.samples import Samples
-from fleet_core.errors import ConfigError, FleetError
+from fleet_core.errors import ConfigError, FleetError, MessageError, StateError
 from fleet_core.layout import Layout
 from fleet_core.learning import models, train
+from fleet_core.messages import Manifest
 
 
 class Workshop:
@@ -40,57 +46,104 @@ class Workshop:
         try:
             return self._handled(job)
         except FleetError as error:
-            return Done(job.kind, {}, error=str(error))
+            return Done(job.kind, {"disk": storage.is_of_the_disk(error)}, error=str(error))
         except Exception as error:
             return Done(job.kind, {}, error=f"{type(error).__name__}: {error}")
 
     def _handled(self, job: Job) -> Done:
         started_cpu = time.process_time()
-        header, arrays = {"train": self._train, "adapt": self._adapt}[job.kind](job.header, job.arrays)
+        header, arrays = {"train": self._train, "adapt": self._adapt}[job.kind](Order.read(job.header))
         cost = {"cpu_s": time.process_time() - started_cpu, "peak_mib": peak_mib()}
         return Done(job.kind, {**header, **cost}, arrays)
 
-    def _train(self, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        method, hyper, layout, model, samples = self._setting(header)
-        groups = storage.unflatten_roles(arrays)
-        broadcast = Payload(groups.pop("broadcast"), header["scalars"])
-        state = groups or method.client.init(broadcast.groups, hyper)
-        result = train.train_round(
-            method, model, layout, broadcast, state, samples.x, samples.y, hyper, np.random.default_rng(header["seed"])
+    def _train(self, order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The update is left in the device's folder."""
+        manifest, key = order.manifest, state_key(order.manifest)
+        weights = order.weights("model", manifest.model.model)
+        state = dict(order.home.state(key) or {})
+        residual = state.pop("residual", None)
+        broadcast = Payload(weights, manifest.scalars)
+        result = self.round(order, broadcast, state or order.method.client.init(weights, order.hyper))
+        update.keep(
+            order.home, order.life, manifest, order.layout, result.update, result.pending, residual,
+            samples=result.samples, loss=result.loss,
         )
-        out = storage.flatten_roles({"update": result.update.groups, **result.pending})
         return {
             "loss": result.loss, "samples": result.samples, "steps": result.steps, "flops": result.flops,
-            "scalars": dict(result.update.scalars), "left_out": {str(k): v for k, v in result.left_out.items()},
-        }, out
+            "left_out": {str(k): v for k, v in result.left_out.items()},
+        }, {}
 
-    def _adapt(self, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        method, hyper, layout, model, samples = self._setting(header)
-        params = train.adapt(method, model, layout, storage.unflatten(arrays), samples.x, samples.y, hyper)
+    def round(self, order: Order, broadcast: Payload, state: ClientState) -> train.TrainResult:
+        """The local steps of one round."""
+        model, samples = self._model(order), self._samples(order)
+        return train.train_round(
+            order.method, model, order.layout, broadcast, state, samples.x, samples.y, order.hyper,
+            np.random.default_rng(order.seed),
+        )
+
+    def _adapt(self, order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The served weights after gradient steps."""
+        serve = order.manifest.serve
+        weights = order.weights("serve", "" if serve is None else serve.model)
+        model, samples = self._model(order), self._samples(order)
+        params = train.adapt(order.method, model, order.layout, weights, samples.x, samples.y, order.hyper)
         return {"samples": len(samples)}, storage.flatten(params)
 
-    def _setting(self, header: Mapping[str, Any]) -> tuple[Method, Any, Layout, torch.nn.Module, Samples]:
-        method = METHODS[header["method"]]
-        hyper, problems = schema.read(method.hyper, header["hyper"])
-        if hyper is None:
-            raise ConfigError("; ".join(map(str, problems)))
-        layout = Layout.from_json(header["layout"])
+    def _model(self, order: Order) -> torch.nn.Module:
+        layout = order.layout
         if layout.hash not in self._models:
             self._models = {layout.hash: models.build(layout)}
-        data = header["data"]
-        local = LocalData(Path(data["path"]), layout.classes, **data["split"])
-        stamp = local.stamp()
+        return self._models[layout.hash]
+
+    def _samples(self, order: Order) -> Samples:
+        stamp = order.data.stamp()
         if stamp not in self._data:
-            self._data = {stamp: local.own()}
-        return method, hyper, layout, self._models[layout.hash], self._data[stamp]
+            self._data = {stamp: order.data.own()}
+        return self._data[stamp]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a job says, read. life: of the agent that gives it. seed: of everything random in the round."""
+
+    life: str
+    manifest: Manifest
+    method: Method
+    hyper: Any
+    layout: Layout
+    home: Home
+    data: LocalData
+    seed: tuple[int, ...]
+
+    @staticmethod
+    def read(header: Mapping[str, Any]) -> Order:
+        """Raises MessageError or ConfigError."""
+        manifest, problems = schema.read(Manifest, header["manifest"], unknown="ignore")
+        if manifest is None:
+            raise MessageError("; ".join(map(str, problems)))
+        method = method_of(manifest)
+        hyper, problems = schema.read(method.hyper, manifest.method.hyper)
+        if hyper is None:
+            raise ConfigError("; ".join(map(str, problems)))
+        layout, home = Layout.from_json(header["layout"]), Home(Path(header["home"]))
+        seed = int(manifest.scalars.get("seed", 0)), manifest.round, zlib.crc32(header["device"].encode())
+        data = LocalData(home.folder / header["samples"], layout.classes, **header["split"])
+        return Order(header["life"], manifest, method, hyper, layout, home, data, seed)
+
+    def weights(self, name: str, model: str) -> trees.Params:
+        """Raises StateError when the weights ``name`` on disk are not ``model``."""
+        held = self.home.weights(name)
+        if held is None or held.model != model:
+            raise StateError(f"the weights {model} are not here", where=str(self.home.folder))
+        return self.layout.ordered(held.params)
 
 
 class InlineTrainer:
     """The trainer in the caller's own process, which it sets to ``threads``: for a whole fleet in one process."""
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self, threads: int = 1, workshop: Workshop | None = None) -> None:
         torch.set_num_threads(threads)
-        self._workshop = Workshop()
+        self._workshop = workshop or Workshop()
         self._done: Done | None = None
 
     @property
@@ -119,6 +172,7 @@ def peak_mib() -> float:
 
 def main(arguments: list[str]) -> int:
     """The child's loop; ends when standard input does."""
+    memory.keep_freed()
     torch.set_num_threads(int(arguments[arguments.index("--threads") + 1]) if "--threads" in arguments else 1)
     workshop, buffer = Workshop(), bytearray()
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")

@@ -1,0 +1,51 @@
+"""A disk that cannot be used now (full, read-only, taken away): what failed on it is tried again later."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+from fleet_core import storage
+from fleet_core.errors import StateError
+
+RETRY_S = 5.0
+BLOCK_BYTES = 1 << 20
+
+
+class Disk:
+    """The device's folder as far as it can be written. ``refuses``: it could not when it was tried last."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float]):
+        self._folder, self._clock = folder, clock
+        self._tried_at = 0.0
+        self.refuses = False
+
+    def note(self, error: BaseException) -> bool:
+        """Whether ``error`` is the disk's; another one is of no concern here."""
+        if not storage.is_of_the_disk(error):
+            return False
+        self.refuse()
+        return True
+
+    def refuse(self) -> None:
+        """It could not be written just now."""
+        self.refuses, self._tried_at = True, self._clock()
+
+    def is_back(self) -> bool:
+        """True once when a disk that refused has room for the device's largest file and a little more."""
+        if not self.refuses or self._clock() - self._tried_at < RETRY_S:
+            return False
+        self._tried_at = self._clock()
+        self.refuses = not self._takes_writes()
+        return not self.refuses
+
+    def _takes_writes(self) -> bool:
+        largest = max((path.stat().st_size for path in self._folder.rglob("*.safetensors")), default=0)
+        probe = self._folder / ".probe"
+        try:
+            storage.write_parts(probe, itertools.repeat(bytes(BLOCK_BYTES), largest // BLOCK_BYTES + 2))
+        except StateError:
+            return False
+        probe.unlink()
+        return True

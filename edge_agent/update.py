@@ -1,0 +1,43 @@
+"""From a round's training to what is pending: the encoded update and the state that follows if it is counted."""
+
+from __future__ import annotations
+
+from edge_agent.home import Home, state_key
+from edge_agent.models import method_of
+from fleet_core import codecs, schema
+from fleet_core.algorithms import trees
+from fleet_core.algorithms.seam import ClientState, Payload
+from fleet_core.layout import Layout
+from fleet_core.messages import Blob, Manifest, UploadManifest
+
+
+def keep(
+    home: Home, life: str, manifest: Manifest, layout: Layout, update: Payload, state: ClientState,
+    residual: trees.Params | None, *, samples: int, loss: float,
+) -> None:
+    """The update, in the first of the round's codecs that is known here, and ``state`` after it are on disk.
+
+    life: of the agent that asked. residual: what earlier updates left out, or None. Raises CodecError for an update
+    that cannot be encoded.
+    """
+    method = method_of(manifest)
+    name = next((c for c in manifest.up.codecs if c in codecs.CODECS), "fp32")
+    sent = codecs.send(name, layout.ordered(update.groups), residual, layout, method.shared)
+    after = dict(state)
+    if sent.error is not None:
+        hyper, _ = schema.read(method.hyper, manifest.method.hyper)
+        after = dict(method.client.settle(after, sent.error, hyper))
+    if sent.residual is not None:
+        after["residual"] = sent.residual
+    upload = UploadManifest(
+        blob=Blob.of(sent.data, manifest.up.chunk),
+        codec=name,
+        base=manifest.model.model,
+        method=method.name,
+        layout=layout.hash,
+        dual_epoch=manifest.dual_epoch,
+        samples=samples,
+        scalars=dict(update.scalars),
+        metrics={"loss": loss},
+    )
+    home.leave_made(state_key(manifest), life, manifest.round, upload, sent.data, after)
