@@ -15,7 +15,7 @@ from cloud_server.fleet import Fleet, FleetConfig
 from cloud_server.found import found
 from cloud_server.ledger import Judgement, Ledger
 from edge_agent.settings import Settings
-from fleet_core import config, schema, storage, terminal
+from fleet_core import config, runtime, schema, storage, terminal
 from fleet_core.algorithms.methods import METHODS
 
 METHOD = "fedavg"
@@ -52,7 +52,7 @@ def run(folder: Path) -> None:
         )
         devices[own.device.name] = (path.parent, config.load(Settings, path))
     total = fleet.config.fleet.rounds
-    with terminal.until_signal() as stopped:
+    with runtime.until_signal() as stopped:
         simulation.run(fleet, devices, stopped=stopped, progress=lambda number: _progress(number, total))
         if stopped():
             raise KeyboardInterrupt
@@ -62,7 +62,7 @@ def run(folder: Path) -> None:
 
 def _progress(number: int, total: int) -> None:
     if number == total or number % max(1, total // 5) == 0:
-        terminal.say(f"{METHOD} round {number}/{total}")
+        runtime.say(f"{METHOD} round {number}/{total}")
 
 
 def confusions(ledger: Ledger, round_number: int) -> dict[str, dict[str, Any]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from cloud_server.checkpoint import Checkpoint, Checkpoints
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Ledger, Round, Update
 from cloud_server.publisher import Publisher
 from cloud_server.rounds import OpenRound
-from cloud_server.spool import widened
 from fleet_core import codecs, cohort, messages, schema
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.trees import Params
@@ -24,12 +25,12 @@ LISTED_IDS = 200
 
 @dataclass(frozen=True)
 class Encoded:
-    """A training model on its way down. data: in ``codec``. base: id of the weights that it is a delta to, None for the
-    whole. decoded: float32 weights as devices will hold them. lost: what a codec with feedback left out, or None."""
+    """A training model on its way down. data: in ``codec``. delta: it is one, to the weights published before. decoded:
+    float32 weights as devices will hold them. lost: what a codec with feedback left out, or None."""
 
     data: bytes
     codec: str
-    base: str | None
+    delta: bool
     decoded: Params
     lost: Params | None
 
@@ -40,11 +41,14 @@ def encode_model(model: Params, before: Checkpoint, codec: str, layout: Layout, 
     target = model if before.lost is None else trees.add(model, before.lost)
     if held is None:
         data = codecs.encode("fp32", target)
-        return Encoded(data, "fp32", None, codecs.decode("fp32", data, layout, groups), None)
-    data = codecs.encode(codec, trees.subtract(target, widened(held)))
-    decoded = codecs.moved(held, codecs.decode(codec, data, layout, groups))
-    lost = trees.subtract(target, widened(decoded)) if codecs.codec(codec).feedback else None
-    return Encoded(data, codec, codecs.identity(held), decoded, lost)
+        return Encoded(data, "fp32", False, codecs.decode("fp32", data, layout, groups), None)
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is refused
+        delta = trees.apply(lambda t, h: (t - h).astype(np.float32), target, held)
+    data = codecs.encode(codec, delta)
+    read = codecs.decode(codec, data, layout, groups) if codecs.codec(codec).lossy else delta
+    decoded = codecs.moved(held, read)
+    lost = trees.subtract(target, decoded) if codecs.codec(codec).feedback else None
+    return Encoded(data, codec, True, decoded, lost)
 
 
 class Broadcast:
@@ -64,6 +68,7 @@ class Broadcast:
         self._layout, self._graph = layout, graph
         self._ledger, self._checkpoints, self._publisher = ledger, checkpoints, publisher
         self._upload_limit, self._next_seq, self._now = upload_limit, next_seq, now
+        self._known: tuple[Params, str] | None = None
         self.served: ModelRef | None = None
 
     # The training model -----------------------------------------------------------------------------------------------
@@ -73,9 +78,16 @@ class Broadcast:
     ) -> tuple[ModelRef, Encoded]:
         """The model of round ``number``; whole as well when somebody ``lacks(base)`` the base of its delta."""
         made = encode_model(target, before, self._config.link.down, self._layout, self._method.shared)
-        full = self._whole(made.decoded) if made.base is not None and lacks(made.base) else None
-        model = codecs.identity(made.decoded)
-        return ModelRef(model, self._blob(made.data), made.codec, base=made.base, full=full, round=number), made
+        base = self._identity(before.published) if made.delta and before.published is not None else None
+        full = self._whole(made.decoded) if base is not None and lacks(base) else None
+        model = self._identity(made.decoded)
+        return ModelRef(model, self._blob(made.data), made.codec, base=base, full=full, round=number), made
+
+    def _identity(self, weights: Params) -> str:
+        """The base of a round is the model of the last one: its id is known."""
+        if self._known is None or self._known[0] is not weights:
+            self._known = weights, codecs.identity(weights)
+        return self._known[1]
 
     def whole(self, opened: OpenRound, after: Checkpoint) -> None:
         """A device lacks the base of the round's delta: the same model whole, and the manifest that names it."""

@@ -17,7 +17,7 @@ from cloud_server.ledger import Ledger
 from cloud_server.live import snapshot
 from cloud_server.report import render
 from cloud_server.starting import fleet_toml, samples_of
-from fleet_core import schema, storage, terminal, topics
+from fleet_core import runtime, schema, storage, terminal, topics
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.errors import ConfigError, StateError
 from fleet_core.link.mqtt import parse_url
@@ -71,7 +71,7 @@ def demo(
         devices=devices, new_devices=new_devices, rounds=rounds, method=method, data=data, seed=seed,
         baseline=baseline, support_s=support_s, meter_watts=meter_watts,
     )
-    outcome = demonstration.run(options, out, broker, show=terminal.say if as_json else print)
+    outcome = demonstration.run(options, out, broker, show=runtime.say if as_json else print)
     if as_json:
         terminal.show(outcome)
 
@@ -99,7 +99,7 @@ def init(
     made = found(fleet, text, _export)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")
-    terminal.say(f"next: metafleet server start {fleet}, and for each device: metafleet devices enroll {fleet} NAME "
+    runtime.say(f"next: metafleet server start {fleet}, and for each device: metafleet devices enroll {fleet} NAME "
                  "--to HOME, then edge-agent run --home HOME")
 
 
@@ -108,7 +108,7 @@ def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
         from export.first import first  # torch and onnx: only here, once per fleet
     except ModuleNotFoundError as error:
         raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[export]"') from error
-    terminal.say(f"exporting {settings.model.name} …")
+    runtime.say(f"exporting {settings.model.name} …")
     model = settings.model
     return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed)
 
@@ -123,14 +123,9 @@ def start(
     quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
 ) -> None:
     """Run the aggregator; a run that was stopped goes on."""
-    made = Fleet.load(fleet)
-    made.graph_bytes()  # says what to run when it is missing, before a broker is started
-    with (
-        terminal.until_signal() as stopped,
-        serve.broker_at(broker or made.config.link.broker, fleet / "broker", port=port, log=terminal.say) as url,
-    ):
-        serve.serve(made, url, stopped=stopped, log=terminal.say, until_done=until_done, quiet=quiet,
-                    connect_s=connect_s)
+    Fleet.load(fleet).graph_bytes()  # what is wrong is said here
+    options = {"broker": broker, "port": port, "connect_s": connect_s, "until_done": until_done, "quiet": quiet}
+    runtime.become("cloud_server.serve", str(fleet), json.dumps(options))
 
 
 @server_app.command("status")
@@ -281,7 +276,7 @@ def predict_command(
     as_json: JSON = False,
 ) -> None:
     """An answer from a device, over MQTT."""
-    from edge_agent.cli import read_inputs
+    from edge_agent.commands import read_inputs
 
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
@@ -292,7 +287,7 @@ def predict_command(
     rows = [(str(n), label, " ".join(f"{p:.3f}" for p in row))
             for n, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))]
     terminal.table(rows, ("sample", "answer", " ".join(made.config.model.classes)))
-    terminal.say(f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}")
+    runtime.say(f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}")
 
 
 @app.command()

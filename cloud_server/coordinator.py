@@ -3,6 +3,8 @@
 Closing a round is a pure function of the checkpoint, the ledger and the spool, so an aggregator that was killed goes on
 where it was: the open round is opened again with the same cohort and model, and what was received is not asked twice.
 ``broadcast`` makes what is published, ``reception`` takes or refuses updates, ``roster`` knows the devices.
+
+What cannot be written is raised out of ``step`` as StateError and ends this coordinator: see ``aggregator``.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from cloud_server import disk, limits
 from cloud_server.books import Books
 from cloud_server.broadcast import Broadcast
 from cloud_server.checkpoint import Checkpoint, Checkpoints
@@ -23,14 +26,17 @@ from cloud_server.reception import Reception
 from cloud_server.roster import Roster, inability
 from cloud_server.rounds import OpenRound, Rounds
 from cloud_server.spool import Spool, widened
-from fleet_core import __version__, bundle, cohort, messages, topics
+from cloud_server.voice import Voice
+from cloud_server.waiting import Waiting
+from fleet_core import bundle, cohort, messages, topics
 from fleet_core.algorithms.seam import ServerState
-from fleet_core.errors import FleetError, LinkError, MessageError
+from fleet_core.errors import CodecError, FleetError, MessageError, StateError
 from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
 from fleet_core.messages import Down, PendingRef, Presence, Report, ServerPresence, UploadManifest
 
 REQUESTS_S = 0.25
 GRACE_S = 3.0
+LOOK_S = 0.1  # between two looks over all devices
 
 
 class Coordinator:
@@ -52,13 +58,13 @@ class Coordinator:
         self.name = fleet.config.fleet.name
         self.boot = boot or secrets.token_hex(8)
         self._clock, self._now, self._log = clock, now, log
-        self._signer = fleet.signer()
+        self._voice = Voice(self.name, link, fleet.signer(), self.boot, log)
         graph_data = fleet.graph_bytes()
         self.graph = bundle.unpack(graph_data)
         self.layout = self.graph.layout
-        self._checkpoints = Checkpoints(fleet.folder / "state")
+        self._checkpoints = Checkpoints(fleet.folder / "state", log)
         self._spool = Spool(fleet.folder / "spool", self.layout, self.method.shared)
-        self._publisher = Publisher(self.name, link, fleet.folder / "state" / "published.json")
+        self._publisher = Publisher(self.name, link, fleet.folder / "state" / "published.json", clock=clock, log=log)
         self._books = Books(ledger, now)
         self._rounds = Rounds(ledger, self.method, now)
         self._reception = Reception(
@@ -73,9 +79,11 @@ class Coordinator:
             ledger, everyone=fleet.config.fleet.enrolment == "open",
             cannot=lambda presence: inability(presence, self.method, fleet.config.link), clock=clock, now=now, log=log,
         )
+        self._waiting = Waiting(self._roster, self._rounds, fleet.config.fleet.deadline_s, clock=clock, log=log)
         self._connected_at = clock()
-        self._asked_at = -math.inf
+        self._asked_at = self._looked_at = -math.inf
         self._idle: int | None = None
+        self.broker_said = ""
         self.open: OpenRound | None = None
         self.paused = ledger.facts().get("paused") == "yes"
         self.checkpoint = self._resume()
@@ -88,10 +96,11 @@ class Coordinator:
         events = self.link.poll(timeout_s)
         for event in events:
             match event:
-                case Connected():
-                    self._on_connected()
+                case Connected(max_packet_bytes=limit):
+                    self._on_connected(limit)
                 case Disconnected(reason):
-                    self._log(f"broker: {reason}")
+                    self.broker_said = limits.explained(reason)
+                    self._log(f"broker: {self.broker_said}")
                 case Message(topic, payload):
                     self._guarded(topic, payload)
                 case Denied(topic, reason):
@@ -105,13 +114,20 @@ class Coordinator:
 
     def _go_on(self) -> None:
         """Closes and opens what is due. Offline nothing is: no update can come."""
-        if self.open is not None:
+        if self.open is not None and (_answered(self.open) or self._time_to_look()):
             self._close_if_due(self.open)
-        if self.open is None and not self.paused and not self.finished:
+        if self.open is None and not self.paused and not self.finished and self._time_to_look():
             self._open_if_possible()
         if self.open is None and (self.paused or self.finished) and self._idle != self.checkpoint.round:
             self._idle = self.checkpoint.round
             self._broadcast.idle(self.checkpoint)
+
+    def _time_to_look(self) -> bool:
+        """Whether to look over all devices again; between two looks there is time for what they send."""
+        if self._clock() - self._looked_at < LOOK_S:
+            return False
+        self._looked_at = self._clock()
+        return True
 
     @property
     def finished(self) -> bool:
@@ -130,13 +146,15 @@ class Coordinator:
 
     def close(self) -> None:
         """Leaves in order; the open round stays open in the ledger and goes on at the next start."""
-        self._announce("off")
+        self._voice.announce("off")
         self.link.close()
 
     def _guarded(self, topic: str, payload: bytes) -> None:
         try:
             self._on_message(topic, payload)
         except FleetError as error:
+            if disk.is_of_the_disk(error):
+                raise
             self._log(f"refused {topic}: {error}")
 
     # Start and restart ------------------------------------------------------------------------------------------------
@@ -150,15 +168,13 @@ class Coordinator:
         state = self.method.server.init(widened(first), self.hyper)
         return Checkpoint(0, state, facts={"members": "0", "leaves": "0", "epoch_start": "1"})
 
-    def _on_connected(self) -> None:
+    def _on_connected(self, limit_bytes: int | None) -> None:
+        self.broker_said = ""
+        limits.check_packets(self.fleet, limit_bytes)
         self._connected_at = self._clock()
         self.link.subscribe(*topics.from_devices(self.name))
-        self._announce("on")
+        self._voice.announce("on")
         self._publisher.reconnected()
-
-    def _announce(self, state: str) -> None:
-        presence = ServerPresence(st=state, boot=self.boot, ver=__version__)
-        self._send(topics.server(self.name), messages.encode(presence), retain=True)
 
     def _requests(self) -> None:
         """What the command line asked for through the ledger."""
@@ -191,13 +207,19 @@ class Coordinator:
 
     def _on_message(self, topic: str, payload: bytes) -> None:
         address = topics.parse(self.name, topic)
-        if address is None or not address.device or not payload:
+        if address is None or not payload:
             return
+        if not address.device:
+            return self._publisher.heard(topic, payload)
         name = address.device
         if address.kind == "st":
             presence = messages.decode(Presence, payload)
             self._roster.on_presence(name, presence, *self._history())
-            return self._reception.drop(name) if presence.st == "off" else None
+            if presence.st == "off":
+                self._reception.drop(name)
+            elif not presence.beat:
+                self._tell(name, Down("heard", self.checkpoint.round, boot=presence.boot))
+            return
         if not self._roster.enrolled(name):
             raise MessageError("is not enrolled", where=name, hint="see 'metafleet devices enroll'")
         self._roster.heard(name)
@@ -205,8 +227,10 @@ class Coordinator:
         if address.kind == "rep":
             self._on_report(name, messages.decode(Report, payload))
         elif address.kind == "up" and address.part == "m":
+            self._waiting.offered(name)
             self._reception.on_offer(name, round_number, messages.decode(UploadManifest, payload, limit=1 << 26))
         elif address.kind == "up":
+            self._waiting.chunk_came(name)
             self._reception.on_chunk(name, round_number, topics.number(address.part), payload)
 
     def _on_report(self, device: str, report: Report) -> None:
@@ -223,27 +247,22 @@ class Coordinator:
             opened.failed[device] = report.failed
         if report.want == "full" and opened is not None:
             self._broadcast.whole(opened, self.checkpoint)
+        if report.want == "chunks":
+            self._publisher.again()
         if report.pending is not None:
             self._tell_fate(device, report.pending)
         self._books.report(device, report)
 
     def _tell_fate(self, device: str, pending: PendingRef) -> None:
-        """A signed record of whether an update of a closed round was counted; an open one is not decided yet."""
+        """Whether an update of a closed round was counted; an open one is not decided yet."""
         if pending.round <= self.checkpoint.round:
             counted = self._reception.was_counted(device, pending.round, pending.id)
-            fate = Down("counted", pending.round, pending.id, ok=counted, device=device)
-            self._send(topics.down(self.name, device), self._signer.sign(messages.encode(fate)))
+            self._voice.attest(device, Down("counted", pending.round, pending.id, ok=counted, device=device))
 
     def _tell(self, device: str, message: Down) -> None:
-        self._send(topics.down(self.name, device), messages.encode(message))
-
-    def _send(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
-        """What is lost when the link is down or full: the protocol asks again."""
-        if self.link.connected:
-            try:
-                self.link.publish(topic, payload, retain=retain)
-            except LinkError as error:
-                self._log(f"not sent: {error}")
+        if message.t == "need":
+            self._waiting.granted(device)
+        self._voice.tell(device, message)
 
     # Open a round -----------------------------------------------------------------------------------------------------
 
@@ -268,6 +287,7 @@ class Coordinator:
         if not before:
             self._rounds.begin(self.open, len(self._roster.members()))
         self._idle = None
+        self._waiting.begin()
         self._reception.begin(self.open)
         self._broadcast.round(self.open, self.checkpoint)
 
@@ -308,21 +328,9 @@ class Coordinator:
         if not asked:
             return self._abandon(opened)
         if not open_ones:
-            return self._stall(opened, wanted)
-        if due:
-            self._log(f"round {opened.number}: {len(opened.received)} of {wanted} updates at the deadline, waiting on")
-            opened.deadline = self._clock() + self.config.fleet.deadline_s
-            if self.stalled:
-                self._broadcast.round(opened, self.checkpoint)  # anew, so that devices that failed try again
-
-    def _stall(self, opened: OpenRound, wanted: int) -> None:
-        """Too many devices failed: said here and in the ledger, and asked again at the deadline; nothing ends."""
-        reasons = "; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())[:10])
-        text = f"round {opened.number}: {len(opened.received)} of {wanted} devices delivered ({reasons})"
-        self._log(f"{text}; they are asked again in {self.config.fleet.deadline_s:g} s")
-        self._rounds.say_stalled(" ".join(text.split()))
-        opened.failed.clear()
-        opened.deadline = self._clock() + self.config.fleet.deadline_s
+            return self._waiting.all_answered(opened, wanted)
+        if due and self._waiting.at_deadline(opened, wanted, open_ones):
+            self._broadcast.round(opened, self.checkpoint)
 
     def _abandon(self, opened: OpenRound) -> None:
         """Everybody who was asked has been revoked: the round is opened again for others."""
@@ -330,11 +338,21 @@ class Coordinator:
         self._spool.clear(keep=0)
         self.open = None
 
+    def _take_up_again(self, error: FleetError) -> None:
+        """An update in the spool is not as it was received: opening the round again drops it and asks for it."""
+        if disk.is_of_the_disk(error):
+            raise error
+        self._log(f"round {self.checkpoint.round + 1} is taken up again: {error}")
+        self.open = None
+
     def _close(self, opened: OpenRound) -> None:
         state = replace(self._reconciled(leaving=False), model=widened(opened.published))
         members = max(len(self._roster.members()), len(opened.received))
         updates = self._spool.updates(opened.number, opened.received)
-        state = self.method.server.apply(state, updates, members, self.hyper)
+        try:
+            state = self.method.server.apply(state, updates, members, self.hyper)
+        except (StateError, CodecError) as error:
+            return self._take_up_again(error)
         facts = {**self.checkpoint.facts, "members": str(members)}
         checkpoint = Checkpoint(opened.number, state, opened.published, opened.lost, facts)
         self._checkpoints.save(checkpoint)  # before the ledger says so: a crash between leaves the round open
@@ -343,13 +361,17 @@ class Coordinator:
             self._roster.took_part(opened.received)
             self._rounds.close(opened, members)
         self.checkpoint, self.open = checkpoint, None
+        self._looked_at = -math.inf
         self._rounds.say_stalled("")
         self._reception.end()
         self._broadcast.serve_if_due(checkpoint)
 
 
+def _answered(opened: OpenRound) -> bool:
+    """Whether everybody delivered or failed."""
+    return len(opened.received) + len(opened.failed) >= len(opened.cohort)
+
+
 def will(fleet: str, boot: str) -> tuple[str, bytes]:
     """Topic and payload of the aggregator's last will."""
     return topics.server(fleet), messages.encode(ServerPresence(st="off", boot=boot))
-
-

@@ -26,7 +26,7 @@ from cloud_server.ledger import Judgement, Ledger
 from cloud_server.live import LiveView, closing_table, snapshot
 from cloud_server.report import render
 from cloud_server.starting import fleet_toml, samples_of
-from fleet_core import schema, storage, terminal, topics
+from fleet_core import runtime, schema, storage, topics
 from fleet_core.data import heartbeat, samples
 from fleet_core.data.samples import Samples
 from fleet_core.errors import ConfigError, DataError, RoundError
@@ -62,12 +62,12 @@ def run(
     """
     if broker is not None and broker != serve.EMBEDDED:
         serve.check_broker(broker)
-    with terminal.until_signal() as stopped:
+    with runtime.until_signal() as stopped:
         folder = _folder(options, out)
         try:
             outcome, table = _run(options, folder, broker, stopped)
         except _Stopped:
-            terminal.say(f"stopped; nothing is lost: the same command with --out {folder} goes on")
+            runtime.say(f"stopped; nothing is lost: the same command with --out {folder} goes on")
             raise KeyboardInterrupt from None
     show(table)
     return outcome
@@ -83,12 +83,12 @@ def _run(
     found = _found(options, folder, stopped)
     training, joining = _write_devices(options, folder, found)
     with (
-        serve.broker_at(broker, folder / "broker", port=0, log=terminal.say) as url,
+        serve.broker_at(broker, folder / "broker", port=0, log=runtime.say) as url,
         _Children(folder / "logs", url) as children,
         Ledger(found.ledger_path) as ledger,
     ):
         after = max([r.round for r in ledger.rounds("closed")], default=-1)
-        terminal.say(f"{len(training)} agents and the aggregator are starting, each a process of its own")
+        runtime.say(f"{len(training)} agents and the aggregator are starting, each a process of its own")
         server = children.start("server", "cloud_server.cli", "server", "start", str(found.folder), "--quiet")
         for home in training:
             children.start(home.name, "edge_agent.cli", "run", "--home", str(home))
@@ -103,7 +103,7 @@ def _run(
             _watch(ledger, view, children, server, stopped, lambda: _judged(ledger, options.rounds) >= names, until)
         missing = sorted(names - _judged(ledger, options.rounds))
         if missing:
-            terminal.say(f"not judged: {', '.join(missing)}; see {folder / 'logs'}")
+            runtime.say(f"not judged: {', '.join(missing)}; see {folder / 'logs'}")
     before = _baseline(folder, stopped) if options.baseline else None
     return _close(options, folder, found, before)
 
@@ -115,7 +115,7 @@ def _folder(options: Options, out: Path | None) -> Path:
     if note.exists():
         if _noted(note) != options:
             raise ConfigError("holds a run with other options", where=str(folder), hint="give another --out")
-        terminal.say(f"the run in {folder} goes on")
+        runtime.say(f"the run in {folder} goes on")
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError("is not empty and holds no run", where=str(folder), hint="give another --out")
@@ -162,7 +162,7 @@ def _found(options: Options, folder: Path, stopped: Callable[[], bool]) -> Fleet
     place = folder / "fleet"
     if not (place / "fleet.toml").exists():
         storage.write_atomic(place / "fleet.toml", _fleet_toml(options).encode())
-    terminal.say("making the fleet: keys, graph and first weights (once, about ten seconds)")
+    runtime.say("making the fleet: keys, graph and first weights (once, about ten seconds)")
     command = [sys.executable, "-m", "cloud_server.cli", "init", str(place)]
     finished = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
     if stopped():
@@ -234,7 +234,7 @@ class _Children:
     def start(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
         """``python -m module …`` with its own log file; it ends with this process."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, terminal.WITH_PARENT: str(os.getpid()), "METAFLEET_BROKER": self._url}
+        environment = {**os.environ, runtime.WITH_PARENT: str(os.getpid()), "METAFLEET_BROKER": self._url}
         with open(self._logs / f"{name}.log", "ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -291,10 +291,10 @@ def _baseline(folder: Path, stopped: Callable[[], bool]) -> dict[str, dict[str, 
     """FedAvg on the same devices, rounds and seed, in a process of its own."""
     path = folder / "baseline.json"
     if not path.exists():
-        terminal.say("the baseline: FedAvg on the same devices, rounds and seed, in one process")
+        runtime.say("the baseline: FedAvg on the same devices, rounds and seed, in one process")
         with subprocess.Popen(
             [sys.executable, "-m", "cloud_server.baseline", str(folder)], stdout=subprocess.DEVNULL,
-            stderr=None, env={**os.environ, terminal.WITH_PARENT: str(os.getpid())}, start_new_session=True,
+            stderr=None, env={**os.environ, runtime.WITH_PARENT: str(os.getpid())}, start_new_session=True,
         ) as process:
             while process.poll() is None:
                 if stopped():

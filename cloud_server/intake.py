@@ -7,6 +7,7 @@ one that stays silent gives its credit and memory back, and offers again when it
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -58,6 +59,8 @@ class Intake:
             self._uploads[device] = _Upload(round_number, manifest)
         self._queue(device)
         self._serve()
+        if device in self._waiting or device in self._outside:
+            self._grant(device, Down(t="need", r=round_number, id=manifest.id))  # heard; its turn will come
 
     def chunk(self, device: str, round_number: int, k: int, data: bytes) -> tuple[UploadManifest, Inbox] | None:
         """A chunk that came; (manifest, the whole) when it was the last. A chunk that nobody asked for is ignored.
@@ -73,7 +76,7 @@ class Intake:
         if upload.inbox.complete:
             self.drop(device)
             return upload.manifest, upload.inbox
-        if not upload.granted:
+        if len(upload.granted) <= PER_DEVICE // 2:  # so that the device need not wait for the next grant
             self._queue(device)
         self._serve()
         return None
@@ -125,9 +128,13 @@ class Intake:
     def _give(self, device: str, upload: _Upload) -> None:
         if upload.inbox is None:
             return
-        wanted = upload.inbox.missing(min(PER_DEVICE, self._credit))
+        missing = (k for k in upload.inbox.missing(2 * PER_DEVICE) if k not in upload.granted)
+        wanted = list(itertools.islice(missing, min(PER_DEVICE - len(upload.granted), self._credit)))
+        if not wanted:
+            return
         self._credit -= len(wanted)
-        upload.granted, upload.heard, upload.asked = set(wanted), self._clock(), upload.asked + 1
+        upload.granted.update(wanted)
+        upload.heard, upload.asked = self._clock(), upload.asked + 1
         self._grant(device, Down(t="need", r=upload.round, id=upload.manifest.id, miss=messages.ranges(wanted)))
 
     def _take_credit_back(self, upload: _Upload) -> None:

@@ -278,6 +278,12 @@ class Ledger:
     def close(self) -> None:
         self._db.close()
 
+    def check(self) -> None:
+        """Reads the whole file. Raises StateError when it is damaged, which a query sees only where it looks."""
+        found = self._query("PRAGMA quick_check(1)")[0][0]
+        if found != "ok":
+            raise StateError(f"is damaged: {' '.join(str(found).split())}", where=str(self.path), hint=NEW_LEDGER)
+
     @contextlib.contextmanager
     def transaction(self, *, durable: bool = True) -> Iterator[None]:
         """All writes inside happen together or not at all; within another transaction it joins that one.
@@ -306,7 +312,8 @@ class Ledger:
             with self._errors():
                 self._db.execute("COMMIT")
         except BaseException:
-            self._db.rollback()
+            with self._errors():
+                self._db.rollback()
             raise
 
     def put(self, *rows: Row) -> None:
@@ -318,6 +325,10 @@ class Ledger:
 
     def rows(self, kind: type[R], /, **equal: Any) -> list[R]:
         """The rows of a table in the order of its key, only those whose columns equal ``equal``."""
+        return list(self.each(kind, **equal))
+
+    def each(self, kind: type[R], /, **equal: Any) -> Iterator[R]:
+        """The same one by one, for tables that are better not held in memory as a whole; write nothing meanwhile."""
         columns = [f.name for f in dataclasses.fields(kind)]
         unknown = equal.keys() - set(columns)
         if unknown:
@@ -325,10 +336,9 @@ class Ledger:
         where = " AND ".join(f"{name} IS ?" for name in equal) or "1"
         sql = f"SELECT {', '.join(columns)} FROM {kind.table} WHERE {where} ORDER BY {', '.join(kind.key)}"
         readers = _readers(typing.cast("Hashable", kind))
-        return [
-            kind(**{name: read(value) for name, read, value in zip(columns, readers, row, strict=True)})
-            for row in self._query(sql, list(equal.values()))
-        ]
+        with self._errors():
+            for row in self._db.execute(sql, list(equal.values())):
+                yield kind(**{name: read(value) for name, read, value in zip(columns, readers, row, strict=True)})
 
     def rounds(self, status: str | None = None) -> list[Round]:
         return self.rows(Round, status=status) if status else self.rows(Round)
@@ -432,8 +442,10 @@ class Ledger:
     def _open(self) -> None:
         version = self._pragma("user_version")
         if version > VERSION:
-            raise StateError(f"is of version {version}, this metafleet reads up to {VERSION}", where=str(self.path),
-                             hint="install the metafleet that wrote it, or a newer one")
+            raise StateError(
+                f"was made by a newer metafleet: version {version}, this one reads up to {VERSION}",
+                where=str(self.path), hint="update metafleet",
+            )
         if version and self._pragma("application_id") != APPLICATION:
             raise StateError("is an SQLite file, but no ledger", where=str(self.path), hint=NEW_LEDGER)
         if not version and self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:

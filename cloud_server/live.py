@@ -65,7 +65,7 @@ class Snapshot:
 def snapshot(ledger: Ledger) -> Snapshot:
     """Reads the whole ledger: take one when something happened or every second, not more often."""
     volume, joules = ledger.volume("device"), ledger.joules("device")
-    accuracy = {row.device: row.accuracy for row in ledger.rows(Judgement, stage="after")}
+    accuracy = {row.device: row.accuracy for row in ledger.each(Judgement, stage="after")}
     devices = tuple(
         DeviceLine(
             name=d.name, phase=_phase(d), accuracy=accuracy.get(d.name), energy=joules.get(d.name), new=d.new,

@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from cloud_server.fleet import Fleet
 from cloud_server.intake import Intake
 from cloud_server.ledger import Ledger, Round, Update
 from cloud_server.rounds import OpenRound
-from cloud_server.spool import Spool, widened
+from cloud_server.spool import Spool
 from fleet_core import codecs
 from fleet_core.algorithms import trees
 from fleet_core.errors import FleetError, MessageError
@@ -48,7 +50,7 @@ class Reception:
             try:
                 reason = self._refusal(device, opened.number, manifest)
                 if not reason:
-                    self._spool.read(opened.number, device, manifest)
+                    self._spool.check(opened.number, device, manifest)
             except FleetError as error:
                 reason = str(error)
             if reason:
@@ -136,7 +138,7 @@ class Reception:
     def _verify(self, manifest: UploadManifest, data: bytes) -> None:
         """Raises CodecError for arrays of another layout, values that are not finite and norms over the bound."""
         params = codecs.decode(manifest.codec, data, self._layout, self._method.shared)
-        length, bound = trees.norm(widened(params)), self._link.max_update_norm
+        length, bound = norm(params), self._link.max_update_norm
         if not math.isfinite(length) or length > bound:
             raise MessageError(f"an update of norm {length:.3g}", expected=f"at most {bound:g}")
 
@@ -158,6 +160,13 @@ class Reception:
             loss=manifest.metrics.get("loss"), payload_bytes=manifest.blob.size, chunks=manifest.blob.n, status=status,
             reason=reason,
         )
+
+
+def norm(params: trees.Params) -> float:
+    """Euclidean norm of float32 arrays; infinite for values whose squares float32 cannot hold."""
+    with np.errstate(over="ignore"):
+        flat = (array.ravel() for named in params.values() for array in named.values())
+        return math.sqrt(sum(float(np.dot(array, array)) for array in flat))
 
 
 def upload_limit(layout: Layout, groups: tuple[str, ...]) -> int:

@@ -6,8 +6,9 @@ not know; ``leaves`` counts these on disk, and the round after one starts every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Set
+from dataclasses import dataclass, replace
+from sys import intern
 
 from cloud_server.fleet import LinkSection
 from cloud_server.ledger import Device, Ledger, Update
@@ -15,9 +16,29 @@ from fleet_core import messages, schema
 from fleet_core.algorithms.seam import Method
 from fleet_core.messages import Presence
 
-SILENT_S = 5.0
+SILENT_S = 4.5
 WORKING = ("train", "upload")
 STRANGERS = 1000
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is kept in memory of a device; the rest is in the ledger alone.
+
+    boot: of its last life, or empty. state: on | off, or empty until it is heard of in this life of the aggregator.
+    base: id of the model that it holds. heard_s: on the clock. ahead: it knows rounds that this fleet does not. What
+    thousands of devices say alike (state, phase, base) is one text.
+    """
+
+    enrolled: bool
+    new: bool
+    took_part: bool
+    boot: str = ""
+    state: str = ""
+    phase: str = ""
+    base: str = ""
+    heard_s: float = 0.0
+    ahead: bool = False
 
 
 class Roster:
@@ -32,47 +53,63 @@ class Roster:
     ):
         self._ledger, self._everyone, self._cannot = ledger, everyone, cannot
         self._clock, self._now, self._log = clock, now, log
-        self._devices = {device.name: device for device in ledger.devices()}
-        self._there: dict[str, Presence] = {}
+        self._devices: dict[str, _Known] = {}
         self._strangers: dict[str, Presence] = {}
-        self._heard: dict[str, float] = {}
-        self._phase: dict[str, str] = {}
-        self.leaves = int(ledger.facts().get("leaves", "0"))
+        self._awaited: set[str] = set()
+        self._members: set[str] = set()
+        self._ready: set[str] = set()
+        self.leaves = int(ledger.fact("leaves") or "0")
+        for device in ledger.each(Device):
+            self._know(device)
+            if device.state == "on" and device.name in self._members:
+                self._awaited.add(device.name)
 
     # Who is who -------------------------------------------------------------------------------------------------------
 
     def enrolled(self, name: str) -> bool:
-        return name in self._devices and self._devices[name].status == "enrolled"
+        return name in self._devices and self._devices[name].enrolled
 
-    def members(self) -> list[str]:
+    def members(self) -> Set[str]:
         """m: the enrolled devices that train. One that was enrolled by name is a member once it has said so."""
-        return [d.name for d in self._devices.values() if d.status == "enrolled" and not d.new]
+        return self._members
 
-    def ready(self) -> list[str]:
+    def ready(self) -> Set[str]:
         """Members that are there and able to do this fleet's rounds."""
-        there = [name for name, presence in self._there.items() if presence.st == "on" and not self._cannot(presence)]
-        return sorted(set(there) & set(self.members()))
+        return self._ready
 
     def awaited(self) -> bool:
         """Whether a member that was on when this aggregator began has not been heard of yet."""
-        return any(self._devices[name].state == "on" and name not in self._there for name in self.members())
+        return bool(self._awaited)
 
     def alive(self, name: str) -> bool:
         """On, and heard lately if it is at work; a device that never came up counts as not there."""
-        presence = self._there.get(name)
-        if presence is None or presence.st != "on":
+        known = self._devices.get(name)
+        if known is None or known.state != "on":
             return False
-        return self._phase.get(name) not in WORKING or self._clock() - self._heard.get(name, 0.0) < SILENT_S
+        return known.phase not in WORKING or self._clock() - known.heard_s < SILENT_S
+
+    def standing(self, name: str) -> str:
+        """What is known of a device now, in a few words."""
+        known = self._devices.get(name)
+        if known is None or not known.state:
+            return "not on since the aggregator started"
+        seconds = f"{self._clock() - known.heard_s:.0f} s"
+        if known.state == "off":
+            return f"off for {seconds}"
+        return f"on, phase {known.phase}, " + (f"heard {seconds} ago" if self.alive(name) else f"silent for {seconds}")
+
+    def phase(self, name: str) -> str:
+        return self._devices[name].phase if name in self._devices else ""
 
     def someone_lacks(self, model: str, *, besides: Collection[str]) -> bool:
         """Whether a device that may be asked has not said that it holds ``model``; ``besides`` are known to."""
-        return any(name not in besides and self._there[name].base != model for name in self.ready())
+        return any(name not in besides and self._devices[name].base != model for name in self._ready)
 
     def took_part(self, names: Collection[str]) -> None:
         """Updates of these devices were counted."""
         for name in names:
             if not self._devices[name].took_part:
-                self._put(replace(self._devices[name], took_part=True))
+                self._put(replace(self._row(name), took_part=True))
 
     # Enrolment --------------------------------------------------------------------------------------------------------
 
@@ -81,7 +118,9 @@ class Roster:
         if self.enrolled(name):
             return
         now = self._now()
-        self._put(Device(name=name, enrolled_round=closed + 1, first_seen=now, last_seen=now, new=not trains))
+        self._devices.pop(name, None)  # what was known of it before it was revoked
+        with self._ledger.transaction(durable=False):
+            self._put(Device(name=name, enrolled_round=closed + 1, first_seen=now, last_seen=now, new=not trains))
         self._log(f"{name} enrolled")
         waiting = self._strangers.pop(name, None)
         if waiting is not None:
@@ -90,21 +129,23 @@ class Roster:
     def revoke(self, name: str) -> None:
         if not self.enrolled(name):
             return
-        known = self._devices[name]
+        was_member = name in self._members
         with self._ledger.transaction():
-            self._put(replace(known, status="revoked"))
-            if not known.new:
+            self._put(replace(self._row(name), status="revoked"))
+            if was_member:
                 self._count_leave()
-        self._there.pop(name, None)
         self._log(f"{name} revoked")
 
     # Presence ---------------------------------------------------------------------------------------------------------
 
     def heard(self, name: str) -> None:
-        self._heard[name] = self._clock()
+        self._devices[name].heard_s = self._clock()
 
     def on_presence(self, name: str, presence: Presence, closed: int, epoch_start: int) -> None:
-        """closed: the last closed round. epoch_start: the first round of the present duals."""
+        """closed: the last closed round. epoch_start: the first round of the present duals.
+
+        The row may be lost in a power cut, with which the device has to announce itself anew; a leave may not.
+        """
         if presence.beat:
             return self._on_beat(name, presence)
         if name not in self._devices and self._everyone:
@@ -112,28 +153,34 @@ class Roster:
         if not self.enrolled(name):
             return self._on_stranger(name, presence)
         known = self._devices[name]
-        if presence.st == "off" and presence.boot != known.capabilities.get("boot", presence.boot):
+        if presence.st == "off" and known.boot not in ("", presence.boot):
             return  # the will of an earlier life
-        self._there[name], self._phase[name] = presence, presence.ph
-        self.heard(name)
-        with self._ledger.transaction():
-            if presence.st == "on" and self._lost(known, presence, closed, epoch_start):
+        lost = presence.st == "on" and self._lost(name, known, presence, closed, epoch_start)
+        with self._ledger.transaction(durable=lost):
+            if lost:
                 self._count_leave()
-            self._put(self._described(known, presence))
+            self._put(self._described(self._row(name), presence))
+        known.state, known.phase = intern(presence.st), intern(presence.ph)
+        if presence.st == "on":
+            known.boot, known.base = presence.boot, intern(presence.base)
+        self.heard(name)
+        self._awaited.discard(name)
+        able = name in self._members and presence.st == "on" and not self._cannot(presence)
+        (self._ready.add if able else self._ready.discard)(name)
 
-    def _described(self, known: Device, presence: Presence) -> Device:
-        known = replace(known, state=presence.st, phase=presence.ph, last_seen=self._now())
+    def _described(self, row: Device, presence: Presence) -> Device:
+        row = replace(row, state=presence.st, phase=presence.ph, last_seen=self._now())
         if presence.st == "off":
-            return known
+            return row
         return replace(
-            known, version=presence.ver, cannot=self._cannot(presence), capabilities=schema.plain(presence),
+            row, version=presence.ver, cannot=self._cannot(presence), capabilities=schema.plain(presence),
             new=not presence.train,
         )
 
     def _on_beat(self, name: str, presence: Presence) -> None:
-        there = self._there.get(name)
-        if there is not None and there.boot == presence.boot:
-            self._phase[name] = presence.ph
+        known = self._devices.get(name)
+        if known is not None and known.enrolled and known.state and known.boot == presence.boot:
+            known.phase = intern(presence.ph)
             self.heard(name)
 
     def _on_stranger(self, name: str, presence: Presence) -> None:
@@ -143,26 +190,51 @@ class Roster:
         while len(self._strangers) > STRANGERS:
             self._strangers.pop(next(iter(self._strangers)))
 
-    def _lost(self, known: Device, presence: Presence, closed: int, epoch_start: int) -> bool:
-        """Whether a member stopped training, or came back with less training state than was counted of it."""
+    def _lost(self, name: str, known: _Known, presence: Presence, closed: int, epoch_start: int) -> bool:
+        """Whether a member stopped training, or holds another training state than what was counted of it."""
         if not known.new and not presence.train:
-            self._log(f"{known.name} does not train any more")
+            self._log(f"{name} does not train any more")
             return True
-        if known.capabilities.get("boot") in (None, presence.boot):
+        if presence.trained > closed + 1 and not known.ahead:  # what is pending belongs to the next one
+            known.ahead = True
+            self._log(f"{name} knows round {presence.trained}, the last one here is {closed}: every dual starts again")
+            return True
+        if known.boot in ("", presence.boot):
             return False
         unknown = range(max(presence.trained + 1, epoch_start), closed + 1)
-        if any(self._ledger.rows(Update, round=n, device=known.name, status="counted") for n in unknown):
-            self._log(f"{known.name} lost its training state: every device's dual starts again")
+        if any(self._ledger.rows(Update, round=n, device=name, status="counted") for n in unknown):
+            self._log(f"{name} lost its training state: every device's dual starts again")
             return True
         return False
+
+    # In memory and in the ledger --------------------------------------------------------------------------------------
 
     def _count_leave(self) -> None:
         self.leaves += 1
         self._ledger.set_facts(leaves=str(self.leaves))
 
+    def _row(self, name: str) -> Device:
+        return self._ledger.rows(Device, name=name)[0]
+
     def _put(self, device: Device) -> None:
         self._ledger.put(device)
-        self._devices[device.name] = device
+        self._know(device)
+
+    def _know(self, device: Device) -> None:
+        """Keeps what is needed of a row, and who is a member; one that is no member is not ready either."""
+        name, enrolled = device.name, device.status == "enrolled"
+        known = self._devices.get(name)
+        if known is None:
+            boot = str(device.capabilities.get("boot", ""))
+            known = self._devices[name] = _Known(enrolled, device.new, device.took_part, boot)
+        known.enrolled, known.new, known.took_part = enrolled, device.new, device.took_part
+        if enrolled and not device.new:
+            self._members.add(name)
+        else:
+            for group in (self._members, self._ready, self._awaited):
+                group.discard(name)
+        if not enrolled:
+            known.state = ""
 
 
 def inability(presence: Presence, method: Method, link: LinkSection) -> str | None:

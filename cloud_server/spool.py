@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from fleet_core.algorithms import closing, trees
 from fleet_core.algorithms.seam import Payload, Update
 from fleet_core.errors import MessageError, StateError
 from fleet_core.layout import Layout
-from fleet_core.messages import UploadManifest
+from fleet_core.messages import Blob, UploadManifest
 
 MAX_MANIFEST_BYTES = 1 << 26
 
@@ -53,14 +52,19 @@ class Spool:
         """The ``counted`` ones (device -> manifest); can be iterated any number of times, one in memory at a time."""
         return Updates(self, round_number, counted)
 
+    def check(self, round_number: int, device: str, manifest: UploadManifest) -> None:
+        """Raises StateError when a file that an earlier life has left is not what its manifest says."""
+        if Blob.of(self._data(round_number, device, manifest), manifest.blob.chunk) != manifest.blob:
+            raise StateError("the update on the disk is not the one that its manifest names", where=device)
+
     def read(self, round_number: int, device: str, manifest: UploadManifest) -> Update:
-        """The update with float64 arrays. Raises StateError when the file is not what its manifest says."""
+        """The update with float32 arrays. Raises StateError or CodecError when the file does not hold it."""
+        params = codecs.decode(manifest.codec, self._data(round_number, device, manifest), self._layout, self._groups)
+        return Update(device, Payload(params, manifest.scalars), manifest.samples)
+
+    def _data(self, round_number: int, device: str, manifest: UploadManifest) -> bytes:
         path = self._folder / str(round_number) / f"{device}.update"
-        data = storage.read_bytes(path, limit=manifest.blob.size)
-        if hashlib.sha256(data).hexdigest() != manifest.blob.sha256:
-            raise StateError("does not match its sha256", where=str(path))
-        params = codecs.decode(manifest.codec, data, self._layout, self._groups)
-        return Update(device, Payload(widened(params), manifest.scalars), manifest.samples)
+        return storage.read_bytes(path, limit=manifest.blob.size)
 
     def clear(self, keep: int) -> None:
         """Forgets every round but ``keep``."""

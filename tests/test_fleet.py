@@ -8,29 +8,35 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from cloud_server import broadcast, reception
+from cloud_server import broadcast, reception, serve
 from cloud_server.intake import Intake
 from cloud_server.ledger import Device, Judgement, Ledger, Round, Traffic, Update
+from cloud_server.publisher import RETAINED_S, Publisher
+from cloud_server.roster import Roster
 from cloud_server.spool import Spool
 from edge_agent.home import Home, Pending
-from edge_agent.trainer import InlineTrainer
+from edge_agent.trainer import InlineTrainer, Order, Workshop
 from edge_agent.worker import Done, Job, TrainerProcess
 from fleet_core import codecs, messages, storage, topics
 from fleet_core.algorithms import closing, trees
 from fleet_core.algorithms.methods import METHODS
+from fleet_core.algorithms.seam import ClientState, Payload
 from fleet_core.compression import compress
-from fleet_core.errors import BundleError
+from fleet_core.errors import BundleError, ConfigError, LinkError
 from fleet_core.layout import InputSpec, Layout
-from fleet_core.link.base import Message
+from fleet_core.learning.train import TrainResult
+from fleet_core.link.base import Connected, Disconnected, Message
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.messages import Answer, Blob, Down, Manifest, Presence, Question, UploadManifest
 from fleet_core.signing import Signer
@@ -197,20 +203,18 @@ def assert_close(left: trees.Params, right: trees.Params, limit: float) -> None:
     assert trees.norm(trees.subtract(left, right)) <= limit
 
 
-class Tampered(InlineTrainer):
-    """Sends a thousand times what it learned in the rounds that are named."""
+class Tampered(Workshop):
+    """Sends a million times what it learned in the rounds that are named."""
 
-    rounds: tuple[int, ...] = ()
+    def __init__(self, *rounds: int) -> None:
+        super().__init__()
+        self.rounds = rounds
 
-    def poll(self) -> Done | None:
-        done = super().poll()
-        if done is None or done.kind != "train" or self.at not in self.rounds:
-            return done
-        return replace(done, arrays={k: v * 1e6 if k.startswith("update/") else v for k, v in done.arrays.items()})
-
-    def submit(self, job: Job) -> None:
-        self.at = int(job.header["round"])
-        super().submit(job)
+    def round(self, order: Order, broadcast: Payload, state: ClientState) -> TrainResult:
+        result = super().round(order, broadcast, state)
+        if order.manifest.round not in self.rounds:
+            return result
+        return replace(result, update=replace(result.update, groups=trees.scale(result.update.groups, 1e6)))
 
 
 def rough_sea(faults: Faults, w: World, seed: int) -> None:
@@ -243,9 +247,7 @@ def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round(fleet, co
     feedback, epochs, moved = codecs.CODECS[codec].feedback, [], []
     start(w, "d0", "d1", "d2", shift=0.5)
     rough_sea(faults, w, seed=len(codec))
-    wild = Tampered()
-    wild.rounds = (3, 4)
-    w.trainers["d0"].inner = wild
+    w.trainers["d0"].inner = InlineTrainer(workshop=Tampered(3, 4))
     for number in range(1, 12):
         assert w.pump(lambda n=number: w.closed() >= n and settled(w) and (opened(w, n + 1) or w.server.finished),
                       tick_s=TICK_S, steps=4000)
@@ -308,11 +310,11 @@ class Death:
 
 
 def deadly(monkeypatch: pytest.MonkeyPatch, death: Death) -> None:
-    write, put, publish = storage.write_atomic, Ledger.put, LoopbackLink.publish
+    write, put, publish = storage.write_parts, Ledger.put, LoopbackLink.publish
 
-    def write_atomic(path: Path, data: bytes, **options: Any) -> None:
+    def write_parts(path: Path, parts: Any, **options: Any) -> None:
         death.pass_by(f"write {path.name}")
-        write(path, data, **options)
+        write(path, parts, **options)
 
     def put_rows(ledger: Ledger, *rows: Any) -> None:
         death.pass_by(f"row {type(rows[0]).__name__}")
@@ -322,7 +324,7 @@ def deadly(monkeypatch: pytest.MonkeyPatch, death: Death) -> None:
         death.pass_by(f"publish {topic}")
         publish(link, topic, payload, **options)
 
-    monkeypatch.setattr(storage, "write_atomic", write_atomic)
+    monkeypatch.setattr(storage, "write_parts", write_parts)
     monkeypatch.setattr(Ledger, "put", put_rows)
     monkeypatch.setattr(LoopbackLink, "publish", publish_message)
 
@@ -441,6 +443,129 @@ def test_a_broker_that_comes_back_without_its_memory_is_given_everything_again(f
     assert w.pump(lambda: all_judged(w, 4))
 
 
+class Recorded(LoopbackLink):
+    """A link that remembers the topics of what it published."""
+
+    sent: list[str]
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1) -> None:
+        self.sent.append(topic)
+        super().publish(topic, payload, retain=retain, qos=qos)
+
+
+@dataclass
+class Shelf:
+    """A publisher on a broker of its own."""
+
+    folder: Path
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.broker = LoopbackBroker()
+        self.link = Recorded(self.broker, "server")
+        self.link.sent = []
+        self.link.open()
+        self.link.poll(0)
+        self.publisher = Publisher("t", self.link, self.folder / "shelf.json", clock=lambda: self.now, log=print)
+        self.blobs = [Blob.of(bytes([n]) * 2500, 1024) for n in range(2)]
+        for n, blob in enumerate(self.blobs):
+            self.publisher.blob(blob, bytes([n]) * 2500)
+        self.publisher.manifest(b"manifest", {blob.id for blob in self.blobs})
+        self.turn()
+
+    def turn(self) -> list[str]:
+        """The topics that it publishes now."""
+        for event in self.link.poll(0):
+            if isinstance(event, Message):
+                self.publisher.heard(event.topic, event.payload)
+        self.publisher.tick()
+        sent, self.link.sent = self.link.sent, []
+        return sent
+
+    def reconnect(self) -> None:
+        self.broker.drop("server")
+        self.link.poll(0)
+        self.link.poll(0)
+        self.publisher.reconnected()
+
+    def topics(self, n: int) -> list[str]:
+        return [topics.chunk("t", self.blobs[n].id, k) for k in range(3)]
+
+
+def test_a_broker_that_kept_everything_is_given_nothing_again(tmp_path):
+    shelf = Shelf(tmp_path)
+    shelf.reconnect()
+    assert shelf.turn() == []
+    assert shelf.publisher.idle
+    shelf.now += 60
+    assert shelf.turn() == []
+    assert not shelf.link.filters, "what was asked back is not listened to for good"
+
+
+@pytest.mark.parametrize("lost", ["a blob", "the manifest", "an older manifest", "all"])
+def test_a_broker_that_lost_a_part_is_given_that_part_the_manifest_last(tmp_path, lost):
+    shelf = Shelf(tmp_path)
+    wanted = dict(shelf.broker.retained)
+    current = topics.current("t")
+    missing = {"a blob": shelf.topics(1), "all": list(wanted)}.get(lost, [current])
+    for topic in missing:
+        del shelf.broker.retained[topic]
+    if lost == "an older manifest":
+        shelf.broker.retained[current] = b"older"
+    shelf.reconnect()
+    assert shelf.turn() == [], "what is still under way may come"
+    shelf.now += RETAINED_S + 0.1
+    assert shelf.turn() == missing
+    assert shelf.broker.retained == wanted
+
+
+def test_a_round_that_opens_before_it_is_clear_what_is_lost_is_announced_after_its_blobs(tmp_path):
+    shelf = Shelf(tmp_path)
+    shelf.broker.retained.clear()
+    shelf.reconnect()
+    shelf.turn()
+    newer = Blob.of(b"x", 1024)
+    shelf.publisher.blob(newer, b"x")
+    shelf.publisher.manifest(b"newer", {newer.id, shelf.blobs[0].id})
+    assert shelf.turn() == []
+    shelf.now += RETAINED_S + 0.1
+    sent = shelf.turn()
+    assert [t for t in sent if t not in shelf.topics(1)] == [
+        *shelf.topics(0), topics.chunk("t", newer.id, 0), topics.current("t")
+    ]
+    assert shelf.broker.retained[topics.current("t")] == b"newer"
+    assert not set(shelf.topics(1)) & shelf.broker.retained.keys()
+
+
+def test_a_broker_whose_packets_are_too_small_for_a_chunk_is_refused_with_what_to_write(fleet):
+    w = fleet(link="chunk_bytes = 61440")
+    server = w.start_server()
+    server.link.inbox.append(Connected(5, 61440 + 256, None))
+    server.step(0)
+    server.link.inbox.append(Connected(5, 60000, None))
+    with pytest.raises(ConfigError, match=r"link\.chunk_bytes is 61440") as caught:
+        server.step(0)
+    assert "takes packets of 60000 bytes" in str(caught.value)
+    assert f"hint: write chunk_bytes = {60000 - 256} under" in str(caught.value)
+    assert caught.value.where == str(w.fleet.folder / "fleet.toml")
+
+
+def test_a_broker_without_retained_messages_is_named_as_the_cause(fleet):
+    w = fleet()
+    server = w.start_server()
+    server.link.inbox.append(Disconnected("the broker refused the connection: Retain not supported"))
+    server.step(0)
+    assert w.told("Retain not supported: a fleet needs a broker with retained messages")
+
+
+def test_a_broker_that_refuses_is_quoted_when_the_aggregator_gives_up(fleet):
+    w = fleet()
+    w.broker.stop()
+    aggregator = SimpleNamespace(coordinator=w.start_server(), step=w.server.step, held_up="")
+    with pytest.raises(LinkError, match="no broker answered in 0 s: the broker does not answer"):
+        serve._await_broker(cast("Any", aggregator), "mqtt://there", lambda: False, 0.0)
+
+
 # d. what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -522,7 +647,7 @@ BLOB = Blob.of(b"x" * 3000, 1024)
         ({"codec": "int8"}, "codec int8"),
         ({"blob": Blob.of(b"x" * 500_000, 1024)}, "a blob of 500000 bytes"),
         ({"blob": replace(BLOB, n=99)}, "99 chunks"),
-        ({"blob": replace(BLOB, id="0" * 32)}, "not the start of its sha256"),
+        ({"blob": replace(BLOB, id="0" * 32)}, "not the start of its root"),
     ],
 )
 def test_an_offer_that_does_not_fit_the_round_is_refused_and_named(liar, change, reason):
@@ -540,7 +665,7 @@ def nan_update(w: World) -> bytes:
     bad = weights(w)
     first = next(iter(bad["body"].values()))
     first.reshape(-1)[0] = np.nan
-    return compress(storage.pack(storage.flatten(bad)))
+    return codecs.framed("fp32", storage.pack(storage.flatten(bad)))
 
 
 @pytest.mark.parametrize(
@@ -549,10 +674,10 @@ def nan_update(w: World) -> bytes:
         (nan_update, "not finite"),
         (lambda w: codecs.encode("fp32", weights(w, 1e6)), "norm"),
         (lambda w: codecs.encode("fp32", {"body": {"other": np.zeros(3, np.float32)}}), "has shape"),
-        (lambda w: codecs.encode("int8", weights(w)), "scale"),
+        (lambda w: codecs.encode("int8", weights(w)), "no whole words"),
         (lambda w: b"no update at all", "no zstd frame"),
-        (lambda w: compress(bytes(1 << 22)), "decompresses to more"),
-        (lambda w: compress(b"\xff" * 64), "no safetensors"),
+        (lambda w: compress(bytes(1 << 22)), "no zstd frame of at most"),
+        (lambda w: codecs.framed("fp32", b"\xff" * 64), "no safetensors"),
     ],
 )
 def test_a_whole_update_that_is_none_is_refused_and_named(liar, make, reason):
@@ -806,7 +931,7 @@ def test_credit_bounds_what_is_under_way_and_every_upload_ends():
 def test_memory_for_uploads_is_bounded_and_the_rest_wait(monkeypatch):
     monkeypatch.setattr("cloud_server.intake.RESERVED_BYTES", 70_000)
     senders = Senders(12)
-    assert len(senders.grants) == 3
+    assert [bool(wanted) for _, wanted in senders.grants] == [True] * 3 + [False] * 9, "who waits is told so"
     senders.run()
     assert senders.whole == senders.data
 
@@ -913,6 +1038,46 @@ def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet
 # f. deadline, quorum, failures --------------------------------------------------------------------------------------
 
 
+def test_an_open_round_is_looked_over_ten_times_a_second_and_not_at_every_message(fleet, monkeypatch):
+    w = fleet(rounds=1, devices=2, fleet="quorum = 1.0")
+    w.start_server()
+    FakeDevice(w, "absent").announce()
+    w.start_agent("d0", toy(0))
+    assert w.pump(lambda: opened(w, 1))
+    looks: list[Any] = []
+    monkeypatch.setattr(type(w.server), "_close_if_due", lambda server, opened: looks.append(opened))
+    for _ in range(250):
+        w.step(0.004)
+    assert 9 <= len(looks) <= 11
+
+
+def test_little_is_kept_in_memory_of_a_device(tmp_path):
+    def roster(ledger: Ledger) -> Roster:
+        return Roster(ledger, everyone=True, cannot=lambda presence: None, clock=lambda: 0.0, now=lambda: 0.0,
+                      log=lambda line: None)
+
+    def announce(known: Roster, n: int) -> None:
+        presence = Presence("on", f"boot{n}", methods=dict.fromkeys(METHODS, 1), codecs=tuple(codecs.CODECS), base="b")
+        known.on_presence(f"device{n}", messages.decode(Presence, messages.encode(presence)), 0, 1)
+
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        first = roster(ledger)
+        announce(first, 800)
+        tracemalloc.start()
+        for n in range(800):
+            announce(first, n)
+        limit_bytes = 800 * 1500
+        assert tracemalloc.get_traced_memory()[0] < limit_bytes
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        again = roster(ledger)
+        assert tracemalloc.get_traced_memory()[1] - before < limit_bytes, "nor are all rows read at once at a start"
+        tracemalloc.stop()
+        assert again.members() == first.members() == first.ready()
+        assert again.awaited()
+        assert not again.ready(), "nobody has been heard of yet"
+
+
 def test_a_dead_device_holds_up_nobody(fleet):
     w = fleet(rounds=3, devices=2, fleet="deadline_s = 1000")
     start(w, "d0", "d1", "d2")
@@ -961,10 +1126,49 @@ def test_below_quorum_the_round_waits_on_beyond_its_deadline(fleet):
     for _ in range(100):
         w.step(TICK_S)
     assert w.closed() == 0
-    assert w.told("2 of 3 updates at the deadline, waiting on")
+    assert w.told("2 of 3 updates at the deadline, waiting on d2 (off for ")
+    assert "waiting on d2 (off for " in w.server.ledger.facts()["stalled"]
+    assert "metafleet devices revoke" in w.server.stalled
     w.start_agent("d2")
     assert w.pump(lambda: w.closed() == 2, tick_s=TICK_S)
     assert statuses(w, 1) == dict.fromkeys(("d0", "d1", "d2"), "counted")
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [("/up/1/m", "no offer came"), ("/up/1/0", "offered, but no chunk came after [2-9] grants")],
+)  # fmt: skip
+def test_a_device_whose_publishes_the_broker_swallows_is_named_with_the_likely_cause(fleet, lost, said):
+    faults = Faults()
+    w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 15\nquorum = 1.0",
+              link="chunk_bytes = 65536")
+    lift = faults.drop(f"/a/d2{lost}")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: w.server.stalled != "", tick_s=TICK_S)
+    assert re.search(rf"waiting on d2 \(on, phase upload, heard [01] s ago; {said}\)", w.server.stalled)
+    assert "message_size_limit or max_packet_size against link.chunk_bytes" in w.server.stalled
+    assert "revoke" not in w.server.stalled, "it is there"
+    lift()
+    assert w.pump(lambda: w.closed() == 1, tick_s=TICK_S)
+    assert w.server.stalled == ""
+
+
+def test_a_large_cohort_that_stays_away_is_named_in_part_and_counted(fleet):
+    w = fleet(rounds=1, devices=14, fleet="deadline_s = 5\nquorum = 1.0")
+    w.start_server()
+    for n in range(13):
+        FakeDevice(w, f"f{n:02}").announce()
+    w.start_agent("d0", toy(0))
+    assert w.pump(lambda: opened(w, 1))
+    FakeDevice(w, "f00").announce(beat=True, ph="train")
+    FakeDevice(w, "f01").announce(st="off")
+    assert w.pump(lambda: w.server.stalled != "", tick_s=TICK_S)
+    text = w.server.stalled
+    assert re.search(r"1 of 14 updates at the deadline, waiting on f00 \(on, phase train, silent for [56] s\)", text)
+    assert "f01 (off for 5 s)" in text or "f01 (off for 6 s)" in text
+    assert "f09 (on, phase idle" in text
+    assert "f10" not in text
+    assert "and 3 more" in text
 
 
 def test_revoking_dead_devices_lets_a_round_below_quorum_close(fleet):
@@ -1170,7 +1374,7 @@ def test_a_device_that_lacks_the_base_gets_the_whole_model_and_ends_with_the_sam
         full += [number] if manifest.model.full is not None else []
         cohort = w.server.ledger.rows(Round, round=number)[0].cohort
         cohorts.add(cohort)
-        held = {codecs.identity(w.agents[name]._models.training.params) for name in cohort}
+        held = {codecs.identity(w.agents[name].home.weights("model").params) for name in cohort}
         assert held == {w.server.ledger.rows(Round, round=number)[0].model_id}
     assert full, "somebody lacked the base"
     assert len(cohorts) > 2
@@ -1202,8 +1406,8 @@ def test_weights_that_changed_on_the_disk_are_noticed_and_fetched_whole(fleet):
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: opened(w, 3))
     agent = w.agents["d1"]
-    held = agent._models.training
-    agent._models.training = replace(held, params=trees.scale(held.params, 1.5))
+    held = agent.home.weights("model")
+    agent.home.save_weights("model", replace(held, params=trees.apply(lambda a: a * np.float32(1.5), held.params)))
     assert w.pump(lambda: finished(w), tick_s=TICK_S)
     assert w.told("d1: the delta does not fit")
     assert statuses(w, 4)["d1"] == "counted"
@@ -1522,7 +1726,7 @@ def test_a_round_that_opens_while_a_device_still_fetches_the_last_is_joined_at_o
         return [] if client == agent.boot and "/b/" in message.topic and w.closed() < 2 else None
 
     faults.rules.append(starve)
-    agent._models.training = None
+    agent._models.base = ""
     agent._training.forget()
     agent._fetcher.start(agent.manifest.model.blob, 1 << 20, "model")
     assert agent._fetcher.target == blob
@@ -1548,6 +1752,27 @@ def test_what_is_pending_when_the_rounds_went_back_is_discarded(fleet):
     assert statuses(w, 6) == {"d0": "counted", "d1": "counted"}
 
 
+def test_devices_that_know_more_than_a_restored_backup_start_their_duals_again(fleet):
+    """Their duals hold rounds that the aggregator has forgotten."""
+    w = fleet(rounds=8, devices=2)
+    start(w, "d0", "d1")
+    assert w.pump(lambda: opened(w, 2))
+    w.kill_server()
+    shutil.copytree(w.fleet.folder, w.folder / "backup")
+    w.start_server()
+    assert w.pump(lambda: opened(w, 5) and settled(w))
+    w.kill_server()
+    shutil.rmtree(w.fleet.folder)
+    shutil.copytree(w.folder / "backup", w.fleet.folder)
+    w.kill_agent("d0")
+    w.start_server()
+    w.start_agent("d0")
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    assert w.told("d0 knows round 4, the last one here is 1: every dual starts again")
+    assert len([line for line in w.lines if "d0 knows round" in line]) == 1
+    check_duals(w, feedback=True)
+
+
 def test_an_aggregator_that_is_told_to_stop_leaves_in_order(fleet):
     w = fleet(rounds=2)
     start(w, "d0", "d1", "d2")
@@ -1568,7 +1793,10 @@ def test_a_pending_update_that_was_tampered_with_on_the_disk_is_not_sent(fleet):
     assert w.pump(lambda: w.agents["d0"]._outbox.pending is not None)
     pending: Pending = w.agents["d0"]._outbox.pending
     home = w.agents["d0"].home
-    home.save_pending(replace(pending, data=pending.data[:-1] + b"!"))
+    assert home.pending() is not None
+    whole = bytearray(pending.path.read_bytes())
+    whole[pending.start] ^= 1
+    pending.path.write_bytes(whole)
     assert home.pending() is None
     assert list(home.folder.glob("methods/*/pending.damaged"))
 

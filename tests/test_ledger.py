@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cloud_server.disk import is_of_the_disk
 from cloud_server.ledger import (
     VERSION,
     Bytes,
@@ -240,6 +241,41 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
         Ledger(ledger.path)
     assert str(ledger.path) in str(caught.value)
     assert digest(ledger.path) == before
+
+
+def test_a_page_that_is_damaged_is_found_before_anything_is_built_on_it(ledger: Ledger) -> None:
+    ledger.put(*[Round(round=n, opened_at=1.0, note="x" * 500) for n in range(10, 200)])
+    ledger.check()
+    ledger.close()
+    data = bytearray(ledger.path.read_bytes())
+    data[-3 * 4096 : -2 * 4096] = b"\xa5" * 4096
+    ledger.path.write_bytes(data)
+    with Ledger(ledger.path) as again, pytest.raises(StateError, match="is damaged") as caught:
+        again.check()
+    assert str(ledger.path) in str(caught.value)
+    assert "hint: move the file aside" in str(caught.value)
+
+
+def test_a_ledger_that_finds_no_space_says_so_keeps_what_it_has_and_goes_on_later(ledger: Ledger) -> None:
+    pages = ledger._pragma("page_count")
+    ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+    many = [Round(round=n, opened_at=1.0, note="x" * 4000) for n in range(3, 20)]
+    with pytest.raises(StateError, match="disk is full") as caught:
+        ledger.put(Flops(round=1, device="a", flops=1.0), *many)
+    assert is_of_the_disk(caught.value)
+    assert "free space" in str(caught.value)
+    assert [r.round for r in ledger.rounds()] == [1, 2]
+    assert ledger.rows(Flops) == []
+    ledger._db.execute("PRAGMA max_page_count = 100000")
+    ledger.put(Round(round=3, opened_at=1.0, note="x" * 4000))
+    with Ledger(ledger.path, create=False) as reader:
+        assert [r.round for r in reader.rounds()] == [1, 2, 3]
+
+
+def test_a_damaged_file_is_not_taken_for_a_disk_that_will_come_back(ledger: Ledger) -> None:
+    with pytest.raises(StateError) as caught:
+        ledger.put(Round(round=3, opened_at=1.0, status="half-open"))
+    assert not is_of_the_disk(caught.value)
 
 
 @pytest.mark.parametrize("damage", ["text", "truncated", "another program's"])

@@ -1,0 +1,95 @@
+"""What the open round waits for, device by device.
+
+A broker that speaks MQTT 3.1.1 answers a publish that it denies or finds too large with success. That nothing came
+after a grant is then the only trace, so it is counted and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from cloud_server.roster import Roster
+from cloud_server.rounds import OpenRound, Rounds
+
+NAMED = 10
+SUSPICIOUS = 2  # grants without a chunk; one may have been lost
+DENIED = (
+    "what a device sends does not arrive: the broker may deny it, or take it for too large "
+    "(its ACL; message_size_limit or max_packet_size against link.chunk_bytes)"
+)
+STAYS_AWAY = "a device that does not come back is let go with: metafleet devices revoke FLEET NAME"
+
+
+class Waiting:
+    """Follows the uploads of the open round from outside. deadline_s: how long a round that waits on waits then."""
+
+    def __init__(
+        self, roster: Roster, rounds: Rounds, deadline_s: float, *, clock: Callable[[], float],
+        log: Callable[[str], None],
+    ):
+        self._roster, self._rounds, self._deadline_s = roster, rounds, deadline_s
+        self._clock, self._log = clock, log
+        self._grants: dict[str, int] = {}  # since the last chunk, of the devices that offered
+        self._ask_again = False
+
+    def begin(self) -> None:
+        """Another round is open."""
+        self._grants.clear()
+        self._ask_again = False
+
+    def offered(self, device: str) -> None:
+        self._grants.setdefault(device, 0)
+
+    def granted(self, device: str) -> None:
+        self._grants[device] = self._grants.get(device, 0) + 1
+
+    def chunk_came(self, device: str) -> None:
+        self._grants[device] = 0
+
+    def at_deadline(self, opened: OpenRound, wanted: int, missing: Collection[str]) -> bool:
+        """Below the quorum: says who is missing and goes on waiting. True when the round is to be announced anew, so
+        that devices that failed try again."""
+        text = f"round {opened.number}: {len(opened.received)} of {wanted} updates at the deadline, waiting on "
+        self._wait_on(opened, text + self._names(opened, missing))
+        again, self._ask_again = self._ask_again, False
+        return again
+
+    def all_answered(self, opened: OpenRound, wanted: int) -> None:
+        """Nobody is missing, too many failed: says so; they are asked again at the next deadline."""
+        reasons = "; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())[:NAMED])
+        text = f"round {opened.number}: {len(opened.received)} of {wanted} devices delivered ({reasons})"
+        self._wait_on(opened, f"{text}; they are asked again in {self._deadline_s:g} s")
+        opened.failed.clear()
+        self._ask_again = True
+
+    def _wait_on(self, opened: OpenRound, text: str) -> None:
+        """Said here and in the ledger; nothing ends."""
+        self._log(text)
+        self._rounds.say_stalled(" ".join(text.split()))
+        opened.deadline = self._clock() + self._deadline_s
+
+    def _names(self, opened: OpenRound, missing: Collection[str]) -> str:
+        """Who is missing and who failed, what is known of each, and what an operator can do about it."""
+        parts = [f"{name} ({self._known(name)})" for name in sorted(missing)]
+        parts += [f"{name} (failed: {why})" for name, why in sorted(opened.failed.items())]
+        more = [f"and {len(parts) - NAMED} more"] if len(parts) > NAMED else []
+        hints = [DENIED] if any(map(self._unheard, missing)) else []
+        hints += [STAYS_AWAY] if not all(map(self._roster.alive, missing)) else []
+        return "; ".join([", ".join(parts[:NAMED] + more), *hints])
+
+    def _known(self, name: str) -> str:
+        if not self._roster.alive(name):
+            return self._roster.standing(name)
+        if name not in self._grants:
+            said = "no offer came"
+        elif self._grants[name] >= SUSPICIOUS:
+            said = f"offered, but no chunk came after {self._grants[name]} grants"
+        else:
+            said = "its update is under way"
+        return f"{self._roster.standing(name)}; {said}"
+
+    def _unheard(self, name: str) -> bool:
+        """Whether it says that it sends and nothing of it arrives."""
+        if name in self._grants:
+            return self._grants[name] >= SUSPICIOUS
+        return self._roster.alive(name) and self._roster.phase(name) == "upload"
