@@ -6,17 +6,22 @@ connections of a few processes, each with the agents' own session and uploader: 
 100 KB, the same in every round, as soon as a round opens; all do so at once. Linux only.
 
     python benchmarks/overhead/fan_in.py --out benchmarks/overhead/fan_in.json [--devices 1000 5000] [--rounds 2]
+    python benchmarks/overhead/fan_in.py --out benchmarks/overhead/at_once.json --at-once
 
-They join at ``--join-per-s``: a presence is said once, and where more come than the aggregator takes the broker's queue
-for it (1000 messages) runs over, and who was not heard is not asked.
+They join at ``--join-per-s`` once the aggregator is there; with ``--at-once``, all at the moment when it is started.
+Where more presences come than the aggregator takes, the broker's queue for it (1000 messages) runs over. A device that
+has seen nothing addressed to it (a word, or a round that asks for it) therefore says its presence again, after 5 to 30
+seconds drawn anew each time.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import math
 import multiprocessing
 import os
+import random
 import resource
 import selectors
 import socket
@@ -25,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event as Flag
 from pathlib import Path
@@ -36,16 +42,15 @@ from cloud_server.broker import find_mosquitto
 from cloud_server.fleet import Fleet, FleetConfig
 from cloud_server.found import found
 from cloud_server.ledger import Ledger, Update
-from edge_agent.home import Pending
 from edge_agent.uploader import Uploader
-from fleet_core import bundle, codecs, config, messages, topics
+from fleet_core import bundle, codecs, cohort, config, messages, topics
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.link.base import Connected, Message, Will
 from fleet_core.link.counters import ByteCounters
 from fleet_core.link.session import Address, Session, Settings
 from fleet_core.messages import Blob, Cost, Down, Manifest, Presence, Report, UploadManifest
+from fleet_core.runtime import WITH_PARENT
 from fleet_core.storage import write_json
-from fleet_core.terminal import WITH_PARENT
 
 FLEET = "fan-in"
 PROCESSES = 2
@@ -54,6 +59,20 @@ HEARTBEAT_S = 2.0
 AT_ONCE = 20  # connections between two looks at the others
 TICK_S = 1.0
 OPEN_FILES = 12_000
+AGAIN_S = (5.0, 30.0)  # until a presence that nobody answered is said again
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A simulated device's update."""
+
+    round: int
+    upload: UploadManifest
+    data: bytes
+
+    def chunk(self, k: int) -> bytes:
+        size = self.upload.blob.chunk
+        return self.data[k * size : (k + 1) * size]
 
 
 class Device:
@@ -66,6 +85,8 @@ class Device:
         link: Any = self  # of a Link, an uploader asks only ``connected`` and ``publish``
         self._uploader = Uploader(FLEET, name, link, time.monotonic, lambda sent: None)
         self._round, self._beaten_at = 0, 0.0
+        self._heard, self._again_at = False, 0.0
+        self._random = random.Random(name)
         self.counters = ByteCounters()
         self.seen: Counter[str] = Counter()
         self.session: Session | None = None
@@ -94,9 +115,16 @@ class Device:
                 case Message(_, payload):
                     self._on_manifest(read_manifest(payload))
 
+    def at_the_end(self) -> Counter[str]:
+        """What it saw, and what it still waits for."""
+        return self.seen + Counter({"waits for a round": self._round == 0, "waits to upload": self._uploader.active})
+
     def tick(self) -> None:
-        """Heartbeats and offers that got no answer, once a second."""
+        """Heartbeats, and what got no answer, once a second."""
         self._uploader.tick()
+        if self.connected and not self._heard and time.monotonic() >= self._again_at:
+            self.seen["presence repeated"] += 1
+            self._announce()
         if self._uploader.active and time.monotonic() - self._beaten_at >= HEARTBEAT_S:
             self._say(Presence("on", "boot", "upload", beat=True))
             self._beaten_at = time.monotonic()
@@ -107,12 +135,20 @@ class Device:
     def _on_connected(self) -> None:
         self.seen["connected"] += 1
         assert self.session is not None
-        self.session.subscribe([topics.current(FLEET), topics.down(FLEET, self.name)])
+        self.session.subscribe(dict.fromkeys((topics.current(FLEET), topics.down(FLEET, self.name)), 1))
+        self._heard = False
+        self._announce()
+
+    def _announce(self) -> None:
+        self._again_at = time.monotonic() + self._random.uniform(*AGAIN_S)
         known = {name: method.version for name, method in METHODS.items()}
         self._say(Presence("on", "boot", methods=known, codecs=tuple(codecs.CODECS)), retain=True)
 
     def _on_manifest(self, manifest: Manifest) -> None:
-        if not manifest.open or manifest.round <= self._round:
+        if not manifest.open or not cohort.includes(manifest.cohort, manifest.round, self.name):
+            return
+        self._heard = True
+        if manifest.round <= self._round:
             return
         self._round = manifest.round
         upload = UploadManifest(
@@ -121,9 +157,10 @@ class Device:
         )
         self._say(Presence("on", "boot", "upload", beat=True))
         self._beaten_at = time.monotonic()
-        self._uploader.offer(Pending("", manifest.round, upload, self._data, {}))
+        self._uploader.offer(Offered(manifest.round, upload, self._data))
 
     def _on_down(self, down: Down) -> None:
+        self._heard = True
         if down.t == "need":
             return self._uploader.on_need(down)
         if self._uploader.active and (down.r, down.id) == (self._round, self._blob.id):
@@ -176,7 +213,7 @@ def clients(
     began = ticked = time.monotonic()
     joined = broken = 0
     while not ended.is_set():
-        due = int((time.monotonic() - began) * join_per_s) - joined
+        due = len(joining) if join_per_s == math.inf else int((time.monotonic() - began) * join_per_s) - joined
         for _ in range(min(due, AT_ONCE, len(joining))):
             device = joining.popleft()
             device.connect()
@@ -196,7 +233,7 @@ def clients(
             for device in lost:
                 device.session = None
             joining.extend(lost)
-    out.send(sum((device.seen for device in crowd), Counter({"broken": broken})))
+    out.send(sum((device.at_the_end() for device in crowd), Counter({"broken": broken})))
 
 
 def watch(selector: selectors.BaseSelector, watched: dict[Device, tuple[int, int]], device: Device) -> None:
@@ -272,7 +309,10 @@ def wait_for(words: str, log: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
 
 
-def measure(count: int, rounds: int, join_per_s: float, limit_s: float, profile: Path | None) -> dict[str, Any]:
+def measure(
+    count: int, rounds: int, join_per_s: float, limit_s: float, profile: Path | None = None, *, at_once: bool = False
+) -> dict[str, Any]:
+    """at_once: the devices do not wait for the aggregator, and ``join_per_s`` does not count."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         fleet = make(folder, count, rounds)
@@ -282,7 +322,8 @@ def measure(count: int, rounds: int, join_per_s: float, limit_s: float, profile:
         share = -(-count // PROCESSES)
         for k in range(PROCESSES):
             ours, theirs = context.Pipe()
-            mine = (fleet.folder, port, k * share, min(share, count - k * share), join_per_s / PROCESSES, ended, theirs)
+            joining = math.inf if at_once else join_per_s / PROCESSES
+            mine = (fleet.folder, port, k * share, min(share, count - k * share), joining, ended, theirs)
             crowd.append(context.Process(target=clients, args=mine, daemon=True))
             pipes.append(ours)
         for process in crowd:
@@ -298,7 +339,8 @@ def measure(count: int, rounds: int, join_per_s: float, limit_s: float, profile:
             )
         watcher = start_profile(profile, server.pid, count)
         try:
-            wait_for(f"{FLEET}-aggregator", broker_log, server)
+            if not at_once:
+                wait_for(f"{FLEET}-aggregator", broker_log, server)
             for pipe in pipes:
                 pipe.send("join")
             found_figures = follow(fleet, server, broker, rounds, limit_s)
@@ -313,8 +355,11 @@ def measure(count: int, rounds: int, join_per_s: float, limit_s: float, profile:
         said = log.read_text(errors="replace").splitlines()
         refused = [line for line in said if "refused" in line]
         dropped = sum("being dropped" in line for line in broker_log.read_text(errors="replace").splitlines())
-        return {"devices": count, **found_figures, "seen_by_devices": dict(seen), "refusals_logged": len(refused),
-                "broker_drop_notices": dropped, "server_said": said[-5:] if found_figures["lost"] else []}
+        return {
+            "devices": count, "at_once": at_once, **found_figures, "seen_by_devices": dict(seen),
+            "refusals_logged": len(refused), "broker_drop_notices": dropped,
+            "server_said": said[-5:] if found_figures["lost"] else [],
+        }
 
 
 def start_profile(folder: Path | None, pid: int, count: int) -> subprocess.Popen[bytes] | None:
@@ -366,6 +411,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[1000, 5000])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--join-per-s", type=float, default=250.0)
+    parser.add_argument("--at-once", action="store_true", help="everybody connects as the aggregator starts")
     parser.add_argument("--limit-s", type=float, default=420.0, help="of each run")
     parser.add_argument("--profile", type=Path, help="folder for py-spy's stacks of the aggregator")
     parser.add_argument("--out", type=Path, required=True)
@@ -373,7 +419,9 @@ def main() -> None:
     raise_limit()
     runs = []
     for count in options.devices:
-        runs.append(measure(count, options.rounds, options.join_per_s, options.limit_s, options.profile))
+        runs.append(measure(
+            count, options.rounds, options.join_per_s, options.limit_s, options.profile, at_once=options.at_once
+        ))
         print(runs[-1], flush=True)
         write_json(options.out, {"memory_bar_mib": MEMORY_BAR_MIB, "runs": runs})
 

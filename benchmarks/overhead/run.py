@@ -1,182 +1,286 @@
 """What a round costs beside the bare floor, in one run: seconds, start-up, memory, bytes.
 
 Workload: 8 agents as processes, the LeNet of Acar et al. with 1×32×32 input and ten classes (794,762 float32
-parameters), method fedavg, one step of batch 32 a round, 20 rounds, no evaluation, one thread each.
+parameters), method fedavg, one step of batch 32 a round, 20 rounds, no evaluation, one thread each. Each device is in a
+network namespace of its own where allowed (Linux, root, iproute2).
 
-    python benchmarks/overhead/run.py --out benchmarks/overhead/result.json [--repeat 3]
+    python -m benchmarks.overhead.run --out benchmarks/overhead/result.json [--repeat 3] [--no-namespaces]
 
 Floor and fleet (fp32, then int8 with error feedback) run in turn, ``--repeat`` times; written are medians and ratios.
-Memory of a device is agent + trainer, each with all its pages, as if it were alone on its board. Linux only.
+Bytes are counted in one further run of each, over wires that every segment leaves by itself (``rooms``). Memory is that
+of a device as if alone on its board (``memory``). Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess
+import platform
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
-from cloud_server.broker import start_broker
-from cloud_server.enroll import device_folder
-from cloud_server.fleet import Fleet, FleetConfig
-from cloud_server.found import found
-from cloud_server.ledger import Ledger
-from export.first import first
-from fleet_core import config
-from fleet_core.data.samples import Samples, save
+from benchmarks.overhead import memory, rooms
+from benchmarks.overhead.crew import Crew, Process, cpu_s, end_in_order, start_broker
+from benchmarks.overhead.rooms import House, Passed
+from benchmarks.overhead.workload import PARAMETERS, RAW_BYTES, Workload, make_fleet
+from cloud_server.ledger import Judgement, Ledger
 from fleet_core.storage import write_json
-from fleet_core.terminal import WITH_PARENT
 
-PARAMETERS = 794_762
-RAW_BYTES = PARAMETERS * 4
-LIMIT_S = 200
-HERE = Path(__file__).parent
+LIMIT_S = 240.0
+SETTLE_S = 2.0
+LOOK_S = 0.1
+CODECS = ("fp32", "int8")
 
-
-def memory_mib(pid: int, field: str = "VmHWM") -> float:
-    """Peak (VmHWM) or present (VmRSS) memory of a process; 0 when it is gone."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(field):
-                return int(line.split()[1]) / 1024
-    except OSError:
-        pass
-    return 0.0
+Figures = dict[str, float | None]
+"""Of one run. Names end in their unit; ``_bytes`` is memory and is shown in MiB and in MB."""
 
 
-def children(pid: int) -> list[int]:
-    try:
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
+@dataclass(frozen=True)
+class Setting:
+    """How a run is made. counting: with wires for bytes, which cost time."""
+
+    namespaces: bool
+    counting: bool = False
 
 
-def floor(devices: int, rounds: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        broker = start_broker(Path(folder))
-        port = broker.url.rpartition(":")[2]
+class Stage:
+    """A house with a broker in its hub (if wanted) and a crew: the context of one run."""
+
+    def __init__(self, devices: int, setting: Setting, *, broker: bool = True):
+        self._devices, self._setting, self._broker, self._stack = devices, setting, broker, ExitStack()
+
+    def __enter__(self) -> tuple[House, Crew, str]:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            setting = self._setting
+            house = stack.enter_context(
+                rooms.house(self._devices, namespaces=setting.namespaces, one_by_one=setting.counting)
+            )
+            crew = stack.enter_context(Crew(folder))
+            url = start_broker(crew, house) if self._broker else ""
+            self._stack = stack.pop_all()
+        return house, crew, url
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def run_floor(workload: Workload, setting: Setting) -> Figures:
+    """The bare script."""
+    with Stage(workload.devices, setting) as (house, crew, url):
+        where = url.removeprefix("mqtt://").split(":")
+        script = "benchmarks.overhead.floor"
         started = time.time()
-        command = [sys.executable, str(HERE / "floor.py")]
-        counts = [str(devices), str(rounds)]
-        server = subprocess.Popen([*command, "server", port, *counts], stdout=subprocess.PIPE, text=True)
-        agents = [subprocess.Popen([*command, "device", port, str(k)]) for k in range(devices)]
-        assert server.stdout is not None
-        ends, peak, server_peak = [], 0.0, 0.0
-        for line in server.stdout:
-            ends.append(float(line))
-            peak = max(peak, *(memory_mib(a.pid) for a in agents))
-            server_peak = memory_mib(server.pid)
-        for process in (server, *agents):
-            process.wait(60)
-        broker.stop()
-    return figures(started, ends, peak, server_peak)
-
-
-def figures(started: float, ends: list[float], device_mib: float, server_mib: float) -> dict[str, Any]:
-    steps = [b - a for a, b in pairwise(ends)]
-    return {"first_round_s": ends[0] - started, "seconds_per_round": median(steps), "device_mib": device_mib,
-            "server_mib": server_mib}
-
-
-def fleet_text(rounds: int, devices: int, codec: str) -> str:
-    return config.toml({
-        "fleet": {"name": "overhead", "method": "fedavg", "rounds": rounds, "min_devices": devices,
-                  "serve_every": 1_000_000},
-        "model": {"name": "lenet", "classes": [str(k) for k in range(10)], "input": {"shape": [1, 32, 32]}},
-        "link": {"up": codec, "down": codec},
-        "hyper": {"local_steps": 1, "batch": 32, "client_lr": 0.01},
-    })
-
-
-def make(folder: Path, devices: int, rounds: int, codec: str) -> Fleet:
-    def export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
-        model = settings.model
-        return first(model.name, model.input, model.classes, model.options, head=head, seed=0)
-
-    fleet = found(folder / "fleet", fleet_text(rounds, devices, codec), export)
-    for k in range(devices):
-        rng = np.random.default_rng(k)
-        x = rng.normal(size=(64, 1, 32, 32)).astype(np.float32)
-        home = folder / "devices" / f"d{k}"
-        device_folder(fleet, f"d{k}", home, "mqtt://127.0.0.1:1883")
-        save(home / "samples.npz", Samples(x, rng.integers(0, 10, 64), classes=tuple(map(str, range(10)))))
-    return fleet
-
-
-def live(devices: int, rounds: int, codec: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        fleet = make(folder, devices, rounds, codec)
-        broker = start_broker(folder / "broker")
-        environment = {**os.environ, "METAFLEET_BROKER": broker.url, WITH_PARENT: str(os.getpid())}
-        started = time.time()
-        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
-        server = subprocess.Popen(
-            [sys.executable, "-m", "cloud_server.cli", "server", "start", str(fleet.folder), "--quiet"], **quiet
-        )
-        agents = [
-            subprocess.Popen([sys.executable, "-m", "edge_agent.cli", "run", "--home", str(home)], **quiet)
-            for home in sorted((folder / "devices").iterdir())
+        counts = (str(workload.devices), str(workload.rounds))
+        server = crew.module(house.hub, script, "server", *where, *counts)
+        devices = [
+            crew.module(room, script, "device", *where, str(k)) for k, room in enumerate(house.rooms)
         ]
-        agent_mib = trainer_mib = idle_mib = 0.0
+        watch = memory.Watch([device.pid for device in devices])
+        used, server_bytes = 0.0, 0
+
+        def over() -> bool:
+            nonlocal used, server_bytes
+            watch.look()
+            server_bytes = max(server_bytes, memory.high_water(server.pid))
+            used = max(used, cpu_s([device.pid for device in devices]))
+            return server.poll() is not None
+
+        crew.until(over, LIMIT_S, LOOK_S)
+        ends = [float(line) for line in crew.log(server).split()]
+        passed = house.passed()
+        return {
+            **pace(started, ends), "device_work_bytes": watch.peak, "device_work_bound_bytes": watch.bound,
+            "server_bytes": server_bytes, "device_cpu_s": used / workload.devices,
+            "wire_ratio_to_raw": ratio(passed, workload),
+        }
+
+
+def run_fleet(workload: Workload, setting: Setting, codec: str) -> Figures:
+    """Our own, with ``codec`` both ways; after the last round the judged model is served, as it always is."""
+    with Stage(workload.devices, setting) as (house, crew, url):
+        fleet = make_fleet(crew.folder, workload, codec, url)
+        started = time.time()
+        server = crew.module(
+            house.hub, "cloud_server.cli", "server", "start", str(fleet.folder), "--quiet", "--broker", url
+        )
+        homes = sorted((crew.folder / "devices").iterdir())
+        agents = [start_agent(crew, room, home) for room, home in zip(house.rooms, homes, strict=True)]
+        pids = [agent.pid for agent in agents]
         with Ledger(fleet.ledger_path) as ledger:
-            while len(closed := ledger.rounds("closed")) < rounds:
-                if server.poll() is not None or time.time() - started > LIMIT_S:
-                    raise SystemExit(f"the fleet stopped after {len(closed)} rounds")
-                time.sleep(0.5)
-                for agent in agents:
-                    below = children(agent.pid)
-                    if not below and not closed:
-                        idle_mib = max(idle_mib, memory_mib(agent.pid, "VmRSS"))
-                    agent_mib = max(agent_mib, memory_mib(agent.pid))
-                    trainer_mib = max([trainer_mib, *map(memory_mib, below)])
-            server_mib = memory_mib(server.pid)
-            time.sleep(2)  # the last reports
-            ends = [r.closed_at for r in closed if r.closed_at is not None]
-            volume = ledger.totals().volume
-        for process in (*agents, server):
-            process.terminate()
-        for process in (*agents, server):
-            process.wait(30)
-        broker.stop()
-    found_figures = figures(started, ends, agent_mib + trainer_mib, server_mib)
-    wire = None if volume is None or volume.wire is None else (volume.wire.up + volume.wire.down)
-    return {**found_figures, "agent_mib": agent_mib, "trainer_mib": trainer_mib, "idle_mib": idle_mib,
-            "wire_ratio_to_raw": None if wire is None else wire / (rounds * devices * RAW_BYTES)}
+            work = watched(crew, pids, lambda: len(ledger.rounds("closed")) >= workload.rounds)
+            at_end = {"server_cpu_s": cpu_s([server.pid]), "device_cpu_s": used_by(pids) / len(pids)}
+            adapting = watched(crew, pids, lambda: len(ledger.rows(Judgement)) >= workload.devices and at_rest(pids))
+            session = settled(crew, pids)
+            passed, volume = house.passed(), ledger.totals().volume
+            ends = [row.closed_at for row in ledger.rounds("closed") if row.closed_at is not None]
+        counted = None if volume is None or volume.wire is None else Passed(volume.wire.up, volume.wire.down)
+        return {
+            **pace(started, ends), **at_end,
+            "device_work_bytes": work.peak, "device_work_bound_bytes": work.bound,
+            "device_adapting_bytes": adapting.peak, "agent_session_bytes": session.peak,
+            "server_bytes": memory.high_water(server.pid),
+            "wire_ratio_to_raw": ratio(passed, workload),
+            "wire_ratio_to_raw_by_agents": ratio(counted, workload),
+        }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_idle(setting: Setting) -> Figures:
+    """An agent that is connected and has heard of no round: there is no aggregator."""
+    with Stage(1, setting) as (house, crew, url):
+        make_fleet(crew.folder, Workload(1, 1), "fp32", url)
+        agent = start_agent(crew, house.rooms[0], crew.folder / "devices" / "d0")
+        crew.says(agent, "is on")
+        return {"agent_idle_bytes": settled(crew, [agent.pid]).peak}
+
+
+def start_agent(crew: Crew, room: rooms.Room, home: Path) -> Process:
+    return crew.module(room, "edge_agent.cli", "run", "--home", str(home))
+
+
+def watched(crew: Crew, pids: Sequence[int], over: Callable[[], object]) -> memory.Watch:
+    """Their memory until ``over``."""
+    watch = memory.Watch(pids)
+
+    def look() -> object:
+        watch.look()
+        return over()
+
+    crew.until(look, LIMIT_S, LOOK_S)
+    return watch
+
+
+def settled(crew: Crew, pids: Sequence[int]) -> memory.Watch:
+    """Their memory now that nothing goes on: a look at each, after two seconds."""
+    time.sleep(SETTLE_S)
+    watch = memory.Watch(pids, every_s=0.0)
+    for _ in pids:
+        watch.look()
+    return watch
+
+
+def at_rest(pids: Sequence[int]) -> bool:
+    """Whether no agent has a trainer."""
+    return all(len(memory.family(pid)) == 1 for pid in pids)
+
+
+def used_by(pids: Sequence[int]) -> float:
+    """CPU seconds of devices, their trainers included."""
+    return cpu_s([each for pid in pids for each in memory.family(pid)])
+
+
+def pace(started: float, ends: Sequence[float]) -> Figures:
+    """started, ends: Unix seconds of the first process and of every round's end."""
+    return {"first_round_s": ends[0] - started, "seconds_per_round": median(b - a for a, b in pairwise(ends))}
+
+
+def ratio(passed: Passed | None, workload: Workload) -> float | None:
+    """Bytes up and down to the raw float32 models, one way."""
+    return None if passed is None else passed.both / workload.raw_bytes()
+
+
+# Several runs, and what is written ------------------------------------------------------------------------------------
+
+
+def summary(runs: Sequence[Figures]) -> dict[str, Any]:
+    """Medians over the runs that have the figure; memory in both units."""
+    found = dict[str, Any]()
+    for name in runs[0]:
+        values = [value for run in runs if (value := run.get(name)) is not None]
+        if values and name.endswith("_bytes"):
+            found[name.removesuffix("_bytes")] = memory.both(int(median(values)))
+        else:
+            found[name] = round(median(values), 4) if values else None
+    return found
+
+
+def environment(namespaces: bool) -> dict[str, Any]:
+    return {"system": platform.platform(), "python": platform.python_version(), "cpus": os.cpu_count(),
+            "namespaces": namespaces}
+
+
+def say(kind: str, figures: Figures) -> None:
+    print(kind, summary([figures]), file=sys.stderr, flush=True)
+
+
+def repeat(
+    kinds: dict[str, Callable[[Setting], Figures]], times: int, namespaces: bool
+) -> tuple[dict[str, list[Figures]], dict[str, Figures]]:
+    """(every kind's figures of ``times`` runs in turn, those of its one run for bytes); without namespaces there is no
+    such run, and the agents' own counters stand for it."""
+    runs: dict[str, list[Figures]] = {kind: [] for kind in kinds}
+    for _ in range(times):
+        for kind, measure in kinds.items():
+            found = measure(Setting(namespaces))
+            runs[kind].append({k: v for k, v in found.items() if not (namespaces and k.startswith("wire"))})
+            say(kind, runs[kind][-1])
+    counted = dict[str, Figures]()
+    for kind, measure in kinds.items() if namespaces else ():
+        found = measure(Setting(True, counting=True))
+        counted[kind] = {k: v for k, v in found.items() if k.startswith(("wire", "agent_idle"))}
+        say(f"{kind}, bytes", counted[kind])
+    return runs, counted
+
+
+def outcome(
+    workload: Workload, runs: dict[str, list[Figures]], counted: dict[str, Figures], namespaces: bool
+) -> dict[str, Any]:
+    """What is written: medians of times and memory, bytes of the run that counted them, ratios to the floor."""
+    medians = {kind: summary(of_kind) for kind, of_kind in runs.items()}
+    for kind, figures in counted.items():
+        medians[kind].update(summary([figures]))
+    floor_s = medians["floor"]["seconds_per_round"]
+    paced = {kind: found["seconds_per_round"] for kind, found in medians.items() if "seconds_per_round" in found}
+    return {
+        "workload": {**asdict(workload), "parameters": PARAMETERS, "raw_bytes": RAW_BYTES},
+        "repeat": len(runs["floor"]),
+        "environment": environment(namespaces),
+        "round_ratio": {kind: round(seconds / floor_s, 3) for kind, seconds in paced.items()},
+        "medians": medians,
+        "runs": runs,
+    }
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The options that the benchmarks of this folder have in common."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--no-namespaces", action="store_true", help="every process on the loopback interface")
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    kinds = {"floor": lambda: floor(options.devices, options.rounds),
-             "fp32": lambda: live(options.devices, options.rounds, "fp32"),
-             "int8": lambda: live(options.devices, options.rounds, "int8")}
-    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    for _ in range(options.repeat):
-        for kind, measure in kinds.items():
-            runs[kind].append(measure())
-            print(kind, {k: v if v is None else round(v, 3) for k, v in runs[kind][-1].items()}, flush=True)
-    medians = {
-        kind: {key: median(run[key] for run in found_runs) for key in found_runs[0] if found_runs[0][key] is not None}
-        for kind, found_runs in runs.items()
-    }
-    floor_s = medians["floor"]["seconds_per_round"]
-    ratios = {kind: medians[kind]["seconds_per_round"] / floor_s for kind in ("fp32", "int8")}
-    workload = {"devices": options.devices, "rounds": options.rounds, "repeat": options.repeat}
-    write_json(options.out, {"workload": workload, "medians": medians, "round_ratio": ratios, "runs": runs})
-    print(medians, ratios)
+    return parser
+
+
+def with_namespaces(refused: bool) -> bool:
+    """Whether there are rooms; says why not."""
+    reason = "--no-namespaces" if refused else rooms.unavailable()
+    if reason is not None:
+        print(f"every process on the loopback interface: {reason}", file=sys.stderr)
+    return reason is None
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    end_in_order()
+    namespaces = with_namespaces(options.no_namespaces)
+    workload = Workload(options.devices, options.rounds)
+    kinds: dict[str, Callable[[Setting], Figures]] = {"floor": partial(run_floor, workload)}
+    kinds |= {codec: partial(run_fleet, workload, codec=codec) for codec in CODECS}
+    runs, counted = repeat(kinds, options.repeat, namespaces)
+    runs["idle"] = [run_idle(Setting(namespaces)) for _ in range(options.repeat)]
+    found = outcome(workload, runs, counted, namespaces)
+    write_json(options.out, found)
+    print(found["medians"], found["round_ratio"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,202 @@
+"""The overhead workload on Flower and NVFlare, beside the bare floor in the same run; the same figures as our own.
+
+    python -m benchmarks.overhead.peers.run --out benchmarks/overhead/peers.json [--repeat 3] [--peers flower nvflare]
+
+Each is deployed as its makers do for devices of their own, in the most favourable way found: one float32 array down and
+up, no evaluation, 8 clients as processes with one torch thread.
+
+* Flower 1.41: SuperLink and SuperNodes without TLS, ClientApps as processes (there is no other way outside simulation:
+  each message starts a process, which loads torch), tasks polled every 0.1 s instead of 1 s.
+* NVFlare 2.9: provisioned server and clients (mutual TLS over gRPC, its default), the numpy recipe, the script in the
+  client's job process.
+
+They are installed into virtual environments of their own under build/ at the first run (pinned in flower.txt and
+nvflare.txt), with torch from this Python. Idle memory and idle traffic are those of a client before its first job.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.overhead import memory
+from benchmarks.overhead.crew import Crew, Process, end_in_order
+from benchmarks.overhead.peers.venvs import HERE, python_of
+from benchmarks.overhead.rooms import House
+from benchmarks.overhead.run import (
+    LOOK_S,
+    Figures,
+    Setting,
+    Stage,
+    arguments,
+    outcome,
+    pace,
+    ratio,
+    repeat,
+    run_floor,
+    settled,
+    with_namespaces,
+)
+from benchmarks.overhead.workload import PARAMETERS, Workload
+from fleet_core.storage import write_json
+
+LIMIT_S = 1800.0
+IDLE_S = 60.0
+READY_S = 60.0
+
+
+def run_flower(workload: Workload, setting: Setting) -> Figures:
+    """Flower: SuperLink in the hub, a SuperNode per room."""
+    programs = python_of("flower").parent
+    with Stage(workload.devices, setting, broker=False) as (house, crew, _):
+        ends = crew.folder / "ends"
+        ends.touch()
+        quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "OVERHEAD_ENDS": str(ends),
+                 "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "PATH": f"{programs}:{os.environ['PATH']}"}
+        address = f"{house.address}:8000"
+        started = time.time()
+        home = crew.folder / "home"
+        home.mkdir()
+        (home / "config.toml").write_text(
+            f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{address}"\ninsecure = true\n'
+        )
+        server = crew.start(
+            house.hub, str(programs / "flower-superlink"), "--insecure", "--disable-runtime-dependency-installation",
+            "--host", house.address, environ={**quiet, "FLWR_HOME": str(home)},
+        )
+        devices = [
+            crew.start(
+                room, str(programs / "flower-supernode"), "--insecure", "--superlink", address, "--port",
+                str(9100 + k), "--node-config", f"device={k}",
+                environ={**quiet, "FLWR_HOME": str(crew.folder / f"home{k}")},
+            )
+            for k, room in enumerate(house.rooms)
+        ]
+        crew.says(server, "running", READY_S)
+        idle = idle_figures(crew, house, devices) if setting.counting else {}
+        settings = f"devices={workload.devices} rounds={workload.rounds}"
+        crew.start(
+            house.hub, str(programs / "flwr"), "run", str(HERE / "flower_app"), "here", "--run-config", settings,
+            environ={**quiet, "FLWR_HOME": str(home)},
+        )
+        return {**idle, **followed(workload, crew, house, server, devices, started, lambda: lines(ends))}
+
+
+def lines(path: Path) -> list[float]:
+    return [float(line) for line in path.read_text().split()]
+
+
+def run_nvflare(workload: Workload, setting: Setting) -> Figures:
+    """NVFlare: a provisioned server in the hub, a provisioned client per room."""
+    python = str(python_of("nvflare"))
+    with Stage(workload.devices, setting, broker=False) as (house, crew, _):
+        kits = provision(crew, house, python, workload.devices)
+        weights = crew.folder / "weights.npy"
+        np.save(weights, np.zeros(PARAMETERS, np.float32))
+        own = {"HOME": str(crew.folder)}
+        started = time.time()
+        server = crew.start(house.hub, *party(python, "server", kits / house.address, "server"), environ=own)
+        devices = [
+            crew.start(room, *party(python, "client", kits / f"d{k}", f"d{k}"), environ=own)
+            for k, room in enumerate(house.rooms)
+        ]
+        crew.says(server, f"Total clients: {workload.devices}", READY_S)
+        idle = idle_figures(crew, house, devices) if setting.counting else {}
+        counts = (str(workload.devices), str(workload.rounds))
+        job = (str(HERE / "nvflare_job" / "submit.py"), str(kits / "admin@bench.org"), str(weights), *counts)
+        crew.start(house.hub, python, *job, environ=own)
+        found = followed(workload, crew, house, server, devices, started, lambda: persisted(crew.log(server)))
+        return {**idle, **found}
+
+
+def provision(crew: Crew, house: House, python: str, devices: int) -> Path:
+    """The startup kits of server, clients and admin, in one folder each."""
+    clients = "".join(f"  - {{name: d{k}, type: client, org: bench}}\n" for k in range(devices))
+    project = crew.folder / "project.yml"
+    project.write_text((HERE / "nvflare_job" / "project.yml").read_text().format(server=house.address, clients=clients))
+    work = crew.folder / "kits"
+    made = crew.start(
+        house.hub, str(Path(python).parent / "nvflare"), "provision", "-p", str(project), "-w", str(work),
+        environ={"HOME": str(crew.folder)},
+    )
+    crew.until(lambda: made.poll() is not None, READY_S)
+    return work / "overhead" / "prod_00"
+
+
+def party(python: str, role: str, kit: Path, name: str) -> tuple[str, ...]:
+    """The command that a kit's start.sh ends in."""
+    return (python, "-u", "-m", f"nvflare.private.fed.app.{role}.{role}_train", "-m", str(kit), "-s",
+            f"fed_{role}.json", "--set", "secure_train=true", f"uid={name}", "org=bench", "config_folder=config")
+
+
+def persisted(log: str) -> list[float]:
+    """When each round's model was aggregated and kept, Unix seconds, from the server's own words."""
+    found = re.findall(r"^(\S+ \S+),(\d{3}) - FedAvg - INFO - .*End persist model on server", log, re.MULTILINE)
+    return [datetime.strptime(when, "%Y-%m-%d %H:%M:%S").timestamp() + int(ms) / 1000 for when, ms in found]
+
+
+def idle_figures(crew: Crew, house: House, devices: Sequence[Process]) -> Figures:
+    """Clients that wait for a job."""
+    time.sleep(READY_S / 6)
+    before = house.passed()
+    time.sleep(IDLE_S)
+    after = house.passed()
+    found: Figures = {"agent_idle_bytes": settled(crew, [device.pid for device in devices]).peak}
+    if before is not None and after is not None:
+        found["wire_idle_kb_per_hour"] = (after - before).both / 1000 / len(devices) * 3600 / IDLE_S
+    return found
+
+
+def followed(
+    workload: Workload, crew: Crew, house: House, server: Process, devices: Sequence[Process], started: float,
+    ends: Callable[[], list[float]],
+) -> Figures:
+    """Until all rounds are over."""
+    watch = memory.Watch([device.pid for device in devices])
+    servers = memory.Watch([server.pid], every_s=1.0)
+    before = house.passed()
+
+    def over() -> bool:
+        watch.look()
+        servers.look()
+        return len(ends()) >= workload.rounds
+
+    crew.until(over, LIMIT_S, LOOK_S)
+    after = house.passed()
+    passed = None if before is None or after is None else after - before
+    return {
+        **pace(started, ends()), "device_work_bytes": watch.peak, "device_work_bound_bytes": watch.bound,
+        "server_bytes": servers.peak, "wire_ratio_to_raw": ratio(passed, workload),
+    }
+
+
+PEERS = {"flower": run_flower, "nvflare": run_nvflare}
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--peers", nargs="+", choices=sorted(PEERS), default=sorted(PEERS))
+    options = parser.parse_args()
+    end_in_order()
+    namespaces = with_namespaces(options.no_namespaces)
+    workload = Workload(options.devices, options.rounds)
+    for peer in options.peers:
+        python_of(peer)  # installed before anything is timed
+    kinds: dict[str, Callable[[Setting], Figures]] = {"floor": partial(run_floor, workload)}
+    kinds |= {peer: partial(PEERS[peer], workload) for peer in options.peers}
+    runs, counted = repeat(kinds, options.repeat, namespaces)
+    found = outcome(workload, runs, counted, namespaces)
+    found["versions"] = {peer: (HERE / f"{peer}.txt").read_text().split() for peer in options.peers}
+    write_json(options.out, found)
+    print(found["medians"], found["round_ratio"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What every side of the overhead benchmark does: the model, the step and the samples; and our fleet that does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cloud_server.enroll import device_folder
+from cloud_server.fleet import Fleet, FleetConfig
+from cloud_server.found import found
+from export.first import first
+from fleet_core import config
+from fleet_core.data.samples import Samples, save
+from fleet_core.layout import InputSpec
+
+CLASSES = tuple(map(str, range(10)))
+PARAMETERS = 794_762
+RAW_BYTES = PARAMETERS * 4
+BATCH, STEP = 32, 0.01
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``devices`` as processes of one thread each; every round one step of batch 32 on the LeNet of Acar et al. with
+    1×32×32 input and ten classes (794,762 float32 parameters), method fedavg, no evaluation."""
+
+    devices: int = 8
+    rounds: int = 20
+
+    def raw_bytes(self) -> int:
+        """All rounds' models, one way, as float32."""
+        return self.rounds * self.devices * RAW_BYTES
+
+
+def samples(device: int, count: int = 64) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """A device's x float32 [count, 1, 32, 32] and y int64 [count]."""
+    rng = np.random.default_rng(device)
+    return rng.normal(size=(count, 1, 32, 32)).astype(np.float32), rng.integers(0, 10, count)
+
+
+def make_fleet(folder: Path, workload: Workload, codec: str, url: str) -> Fleet:
+    """A fleet in ``folder``/fleet and its devices' homes in ``folder``/devices."""
+    text = config.toml({
+        "fleet": {"name": "overhead", "method": "fedavg", "rounds": workload.rounds, "min_devices": workload.devices,
+                  "serve_every": 1_000_000},
+        "model": {"name": "lenet", "classes": list(CLASSES), "input": {"shape": [1, 32, 32]}},
+        "link": {"up": codec, "down": codec},
+        "hyper": {"local_steps": 1, "batch": BATCH, "client_lr": STEP},
+    })
+    fleet = found(folder / "fleet", text, _made)
+    for k in range(workload.devices):
+        home = folder / "devices" / f"d{k}"
+        device_folder(fleet, f"d{k}", home, url)
+        save(home / "samples.npz", Samples(*samples(k), classes=CLASSES))
+    return fleet
+
+
+def _made(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
+    return _exported(settings.model.input, head)
+
+
+@cache
+def _exported(spec: InputSpec, head: bool) -> tuple[bytes, bytes]:
+    """Graph and first weights: they are the same for every codec."""
+    return first("lenet", spec, CLASSES, {}, head=head, seed=0)
