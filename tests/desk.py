@@ -21,7 +21,7 @@ from cloud_server.enroll import device_folder
 from cloud_server.fleet import Fleet
 from cloud_server.found import found
 from cloud_server.starting import fleet_toml
-from edge_agent.run import settings_of
+from edge_agent.settings import settings_of
 from export.first import first
 from fleet_core.data.samples import Samples, load, save
 

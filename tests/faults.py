@@ -31,13 +31,16 @@ from edge_agent.accounts import Accounts
 from edge_agent.agent import Agent
 from edge_agent.agent import will as agent_will
 from edge_agent.home import Home
-from edge_agent.run import service_of, settings_of
+from edge_agent.run import service_of
+from edge_agent.settings import settings_of
 from edge_agent.trainer import InlineTrainer
 from fleet_core import storage, topics
 from fleet_core.algorithms import trees
+from fleet_core.algorithms.seam import ClientState
 from fleet_core.data.samples import save
+from fleet_core.errors import StateError
 from fleet_core.link import Message, Will
-from fleet_core.link.mqtt import MqttLink
+from fleet_core.link.mqtt import MqttLink, parse_url
 from tests.desk import Desk, Program, command_of, descendants, edge_agent, metafleet
 from tests.inprocess import config_text, toy, world
 
@@ -368,20 +371,27 @@ def said(message: Message) -> dict[str, Any]:
 
 @dataclass
 class Processes:
-    """One fleet as real processes at ``url``; each can be killed, and is started again."""
+    """One fleet as real processes at ``url``; each can be killed, and is started again.
+
+    own_url: of a device whose way to the broker is another. hosts_broker: the aggregator runs the embedded broker.
+    """
 
     folder: Path
     url: str
     desk: Desk
     watcher: Watcher
+    hosts_broker: bool = False
+    own_url: dict[str, str] = field(default_factory=dict)
     running: dict[str, Program] = field(default_factory=dict)
 
     def start(self, *names: str) -> None:
         for name in names:
             if name == "server":
-                command = metafleet("server", "start", self.folder / "fleet", "--broker", self.url, "--quiet")
+                at = ("embedded", "--port", parse_url(self.url).port) if self.hosts_broker else (self.url,)
+                command = metafleet("server", "start", self.folder / "fleet", "--quiet", "--broker", *at)
             else:
-                command = edge_agent("run", "--home", self.folder / name, "--broker", self.url)
+                url = self.own_url.get(name, self.url)
+                command = edge_agent("run", "--home", self.folder / name, "--broker", url)
             self.running[name] = self.desk.start(*command)
 
     def devices(self) -> list[str]:
@@ -448,11 +458,11 @@ class Processes:
 
 
 @contextmanager
-def processes(folder: Path, url: str) -> Iterator[Processes]:
+def processes(folder: Path, url: str, *, hosts_broker: bool = False) -> Iterator[Processes]:
     """Of the fleet in ``folder``; none is left at the end."""
     desk, watcher = Desk(folder), Watcher(url)
     try:
-        yield Processes(folder, url, desk, watcher)
+        yield Processes(folder, url, desk, watcher, hosts_broker)
     finally:
         desk.stop()
         watcher.link.close()
@@ -496,20 +506,34 @@ def check_counted_once(folder: Path) -> None:
 
 
 def check_duals(folder: Path) -> None:
-    """Identity 4: m · h is the sum of the devices' duals and the residuals of what they sent."""
+    """Identity 4: m · h is the sum of the devices' duals and the residuals of what they sent. It holds after every
+    round, with what was counted and its device has not heard of; at any moment at which no round can close."""
     fleet = Fleet.load(folder / "fleet")
     arrays, facts = checkpoint(folder)
     server = trees.scale(storage.unflatten_roles(arrays)["memory.dual"], int(facts["members"]))
     total = trees.zeros_like(server)
     for home in sorted(folder.glob("d*")):
-        (path,) = home.glob("methods/*/state.safetensors")
-        state = Home(home).state(path.parent.name)
-        assert state is not None
+        state = counted_state(folder, home)
         total = trees.add(total, trees.apply(lambda a: a.astype(np.float64), state["dual"]))
         if "residual" in state:
             total = trees.axpy(fleet.hyper.penalty, state["residual"], total)
     assert trees.norm(total) > 1e-6, "there is something to compare"
     assert trees.norm(trees.subtract(server, total)) <= 3e-6 * max(1.0, trees.norm(total))
+
+
+def counted_state(folder: Path, home: Path) -> ClientState:
+    """The device's training state with what the last closed round counted of it, from its files. Its agent may be at
+    work meanwhile: what is pending becomes the state, so it is looked for first."""
+    with Ledger(folder / "fleet" / "ledger.sqlite", create=False) as ledger:
+        counted = {row.update_id for row in ledger.rows(Update, status="counted")}
+    for kind in ("pending", "state"):
+        for path in home.glob(f"methods/*/{kind}.safetensors"):
+            with suppress(StateError):  # renamed at this moment
+                arrays, facts = storage.unpack(storage.read_bytes(path, limit=1 << 30), where=str(path))
+                arrays.pop("upload", None)
+                if kind == "state" or json.loads(facts["upload"])["blob"]["id"] in counted:
+                    return storage.unflatten_roles(arrays)
+    raise AssertionError(f"{home.name} never took part")
 
 
 def check_end(folder: Path, wanted: Path | None = None) -> None:

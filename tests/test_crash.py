@@ -14,16 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from cloud_server.ledger import Device, Ledger
+from cloud_server.ledger import Device, Ledger, Update
 from fleet_core import topics
 from fleet_core.link import Message
 from tests.brokers import NEEDS_MOSQUITTO
 from tests.faults import (
     FLEET,
     LONG,
+    Crew,
     Mosquitto,
     Processes,
+    Proxy,
+    check_duals,
     check_end,
+    crew,
     found_tiny,
     mosquitto,
     processes,
@@ -74,10 +78,10 @@ def whole(founded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def fleet_of(founded: Path, folder: Path) -> Iterator[tuple[Mosquitto, Processes]]:
+def fleet_of(founded: Path, folder: Path, *, without: str = "") -> Iterator[tuple[Mosquitto, Processes]]:
     shutil.copytree(founded, folder)
     with mosquitto(folder.with_name("broker")) as broker, processes(folder, broker.url) as running:
-        running.start("server", *running.devices())
+        running.start("server", *(name for name in running.devices() if name != without))
         yield broker, running
 
 
@@ -137,6 +141,55 @@ def passed(at_s: float) -> bool:
     return time.monotonic() > at_s
 
 
+# The identity of the duals, after every round -------------------------------------------------------------------------
+
+VICTIMS = [DEVICE, "broker", "server", f"{DEVICE}'s trainer"]
+MOMENTS = ("m", "need", "0", "1", "done")
+GATE = "d2"
+
+
+def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round_whoever_dies(tmp_path: Path) -> None:
+    """No round closes without the third device, and that one goes on only when the test has looked at all disks."""
+    founded = found_tiny(tmp_path / "founded", rounds=len(VICTIMS), devices=3)
+    folder, draw = tmp_path / "run", random.Random(SEED)
+    with fleet_of(founded, folder, without=GATE) as (broker, running), crew(folder, broker.url) as gate:
+        gate.start_agent(GATE)
+        for number, victim in enumerate(VICTIMS, 1):
+            moment = draw.choice(MOMENTS)
+            gate_at_work(running, gate, partial(announced, running, number))
+            running.until(partial(reached, running, number, moment), what=f"{moment} of round {number}")
+            end_one(broker, running, victim)
+            assert running.closed() == number - 1
+            if number > 1:
+                check_duals(folder)
+        gate_at_work(running, gate, running.settled)
+        running.finish()
+    check_end(folder, undisturbed(founded, tmp_path / "whole"))
+
+
+def gate_at_work(running: Processes, gate: Crew, condition: Callable[[], bool]) -> None:
+    """The third device takes part until ``condition`` holds."""
+
+    def after_a_step() -> bool:
+        gate.step()
+        return condition()
+
+    running.until(after_a_step, what="what the third device waits for")
+
+
+def announced(running: Processes, number: int) -> bool:
+    return any(m.topic == topics.current(FLEET) and said(m).get("round") == number for m in running.watcher.seen)
+
+
+def reached(running: Processes, number: int, moment: str) -> bool:
+    """Whether the device has come so far in the round: an upload's part, or what it was told."""
+    return any(
+        m.topic == topics.upload(FLEET, DEVICE, number, moment)
+        or (m.topic == topics.down(FLEET, DEVICE) and (said(m).get("t"), said(m).get("r")) == (moment, number))
+        for m in running.watcher.seen
+    )
+
+
 # Devices that die and stay away for a while --------------------------------------------------------------------------
 
 
@@ -162,6 +215,34 @@ def test_dead_devices_are_noticed_and_the_round_closes_on_quorum(tmp_path: Path)
             os.kill(running.running[DEVICE].process.pid, signal.SIGCONT)
         running.finish()
         assert "at the deadline" not in running.said_by("server")
+
+
+def test_an_update_that_comes_after_the_close_is_late_and_without_effect(tmp_path: Path) -> None:
+    """What the device sent is held up by the network, not lost: it arrives when the next round is under way."""
+    folder = found_tiny(tmp_path / "run", rounds=3, quorum=0.5, deadline_s=2.0)
+    with (
+        mosquitto(tmp_path / "broker") as broker,
+        Proxy(broker.port) as proxy,
+        processes(folder, broker.url) as running,
+    ):
+        running.own_url[DEVICE] = proxy.url
+        running.start("server", "d0", DEVICE)
+        running.message(STEPS["it trains"], what="d1 trains, which at first takes a second")
+        proxy.weather.half_open = True
+        running.until(lambda: running.closed() >= 1, 30.0, "a round without d1")
+        proxy.weather.half_open = False
+        running.until(lambda: fate(folder, 1, DEVICE) is not None, 30.0, "what d1 sent")
+        running.finish()
+    assert [fate(folder, 1, name) for name in ("d0", DEVICE)] == ["counted", "late"]
+    assert fate(folder, 3, DEVICE) == "counted", "it is one of the fleet as before"
+    check_duals(folder)
+
+
+def fate(folder: Path, number: int, device: str) -> str | None:
+    """What the ledger says of a device's update."""
+    with Ledger(folder / "fleet" / "ledger.sqlite", create=False) as ledger:
+        rows = ledger.rows(Update, round=number, device=device)
+    return rows[0].status if rows else None
 
 
 def state_of(running: Processes, device: str) -> str:

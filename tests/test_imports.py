@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ HOMES = {
     "torch": TORCH_HOMES,
     "onnx": ("export/",),
     "onnxscript": ("export/",),
-    "onnxruntime": ("export/", "edge_agent/session.py", "edge_agent/personalize.py"),
+    "onnxruntime": ("export/", "edge_agent/session.py"),
     "paho": ("fleet_core/link.py", "fleet_core/link/"),
 }
 
@@ -312,3 +314,19 @@ def test_a_function_of_the_command_line_may_reach_torch(tmp_path: Path) -> None:
     files = {"cloud_server/cli": "def init():\n    import export.graph", "export/graph": "import torch"}
     tree = tree_of(tmp_path, files)
     assert heavy_at_start(tree, "cloud_server.cli", {"torch"}) == []
+
+
+@pytest.mark.parametrize("start", ["import edge_agent.session; edge_agent.session.runtime()", "import export.gate"])
+def test_onnxruntime_is_told_not_to_report_its_use_before_it_is_imported(start):
+    program = f"""
+import os, sys
+class Look:
+    def find_spec(self, name, path=None, target=None):
+        if name == "onnxruntime":
+            print(os.environ.get("ORT_DISABLE_TELEMETRY"))
+sys.meta_path.insert(0, Look())
+{start}
+"""
+    environ = {key: value for key, value in os.environ.items() if key not in ("CI", "ORT_DISABLE_TELEMETRY")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environ)
+    assert done.stdout.split() == ["1"], done.stderr

@@ -15,6 +15,7 @@ import pytest
 
 from cloud_server.coordinator import Coordinator
 from cloud_server.ledger import Update
+from edge_agent.agent import Agent
 from tests.brokers import NEEDS_MOSQUITTO
 from tests.desk import desk_in, metafleet
 from tests.faults import LONG, Crew, Proxy, Weather, check_end, crew, found_tiny, mosquitto, processes, undisturbed
@@ -56,6 +57,7 @@ WEATHERS = {
     "64 kbit/s": (Weather(bytes_per_s=8000), "bytes"),
     "messages that come twice": (Weather(twice=0.3), "doubled"),
     "messages out of order": (Weather(swapped=0.3), "swapped"),
+    "all of it": (Weather(loss=0.02, twice=0.2, swapped=0.2), "lost"),
 }
 
 
@@ -109,6 +111,25 @@ def test_a_partition_that_heals_costs_only_time(founded: Path, whole: Path, tmp_
     check_end(folder, whole)
 
 
+def uploads_second(agent: Agent) -> bool:
+    """Whether it is about to send its update of round 2."""
+    return agent.phase == "upload" and agent.manifest is not None and agent.manifest.round == 2
+
+
+def test_an_aggregator_that_is_cut_off_goes_on_where_it_was(founded: Path, whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(founded, tmp_path / "run")
+    with mosquitto(tmp_path / "broker") as broker, Proxy(broker.port) as proxy, crew(folder, broker.url) as running:
+        running.start_server(proxy.url)
+        agents = [running.start_agent("d0"), running.start_agent("d1")]
+        running.until(lambda: opened(running, 2) and all(map(uploads_second, agents)))
+        proxy.cut()
+        running.until(lambda: all(agent.phase == "upload" for agent in agents), 20, "updates that nobody takes")
+        assert running.closed() == 1
+        proxy.weather.closed = False
+        running.finish()
+    check_end(folder, whole)
+
+
 def test_sixty_clients_that_connect_at_once_are_all_counted(tmp_path: Path) -> None:
     folder = found_tiny(tmp_path / "run", rounds=1, devices=60, hidden=6)
     with mosquitto(tmp_path / "broker") as broker, crew(folder, broker.url) as running:
@@ -125,10 +146,14 @@ LIMITS = {
 }
 
 
+@pytest.mark.parametrize("protocol", [5, 3])
 @pytest.mark.parametrize("name", LIMITS)
-def test_a_broker_with_small_packets_takes_the_default_chunks(tmp_path: Path, name: str) -> None:
+def test_a_broker_with_small_packets_takes_the_default_chunks(tmp_path: Path, name: str, protocol: int) -> None:
     folder = found_tiny(tmp_path / "run", rounds=1, hidden=8000, chunk_bytes=61440, codec="fp32")
-    with mosquitto(tmp_path / "broker", LIMITS[name]) as broker, crew(folder, broker.url) as running:
+    with (
+        mosquitto(tmp_path / "broker", LIMITS[name]) as broker,
+        crew(folder, broker.url, protocol=protocol) as running,
+    ):
         running.start()
         running.finish()
         assert min(row.chunks for row in running.ledger.rows(Update)) > 1, "some were of full size"
@@ -137,7 +162,7 @@ def test_a_broker_with_small_packets_takes_the_default_chunks(tmp_path: Path, na
 
 @pytest.mark.parametrize("protocol", [5, 3] if LONG else [5])
 def test_a_queue_of_a_hundred_messages_overflows_and_nothing_is_lost(tmp_path: Path, protocol: int) -> None:
-    folder = found_tiny(tmp_path / "run", rounds=1, devices=20, hidden=300, codec="fp32")
+    folder = found_tiny(tmp_path / "run", rounds=1, devices=30, hidden=6500, chunk_bytes=16_384, codec="fp32")
     limits = "max_queued_messages 100\nmax_inflight_messages 10\n"
     with mosquitto(tmp_path / "broker", limits) as broker:
         with crew(folder, broker.url, protocol=protocol) as running:
@@ -154,6 +179,19 @@ def test_a_queue_of_a_hundred_messages_overflows_and_nothing_is_lost(tmp_path: P
     check_end(folder)
 
 
+@pytest.mark.parametrize("protocol", [5, 3])
+def test_more_than_a_thousand_chunks_pass_a_queue_of_a_hundred_messages(tmp_path: Path, protocol: int) -> None:
+    """Credit keeps what is under way below what the broker may hold."""
+    folder = found_tiny(tmp_path / "run", rounds=1, hidden=25_000, codec="fp32")
+    with mosquitto(tmp_path / "broker", "max_queued_messages 100\nmax_inflight_messages 10\n") as broker:
+        with crew(folder, broker.url, protocol=protocol) as running:
+            running.start()
+            running.finish()
+            assert min(row.chunks for row in running.ledger.rows(Update)) > 500
+        assert "dropped" not in broker.log.read_text()
+    check_end(folder)
+
+
 def asleep_until(running: Crew, condition: Callable[[], bool]) -> None:
     """The aggregator does nothing meanwhile."""
     running.server_sleeps = True
@@ -162,10 +200,13 @@ def asleep_until(running: Crew, condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("protocol", [5, 3])
-def test_a_device_that_may_not_upload_does_not_hold_up_the_others(tmp_path: Path, protocol: int) -> None:
-    folder = found_tiny(tmp_path / "run", rounds=2, quorum=0.5, deadline_s=2.0)
+@pytest.mark.parametrize(("denied", "told"), [("up/#", "d1: broker: fl1/t/a/d1/up/1/m"), ("dn", "fl1/t/a/d1/dn")])
+def test_a_device_that_may_not_send_or_hear_does_not_hold_up_the_others(
+    tmp_path: Path, protocol: int, denied: str, told: str
+) -> None:
+    folder = found_tiny(tmp_path / "run", rounds=2, quorum=0.5, deadline_s=1.0)
     rules = tmp_path / "acl"
-    rules.write_text("topic readwrite fl1/#\ntopic deny fl1/t/a/d1/up/#\n")
+    rules.write_text(f"topic readwrite fl1/#\ntopic deny fl1/t/a/d1/{denied}\n")
     with (
         mosquitto(tmp_path / "broker", f"acl_file {rules}\n") as broker,
         crew(folder, broker.url, protocol=protocol) as running,
@@ -175,7 +216,31 @@ def test_a_device_that_may_not_upload_does_not_hold_up_the_others(tmp_path: Path
         counted = [(row.round, row.device) for row in running.ledger.rows(Update, status="counted")]
         assert counted == [(1, "d0"), (2, "d0")]
         if protocol == 5:
-            assert running.told("d1: broker: fl1/t/a/d1/up/1/m denied: Not authorized")
+            assert running.told(f"{told} denied: Not authorized")
+
+
+WALLS = {
+    "rounds": "topic deny fl1/t/r/#",
+    "models": "topic deny fl1/t/b/#",
+    "updates": "topic deny fl1/t/a/+/up/#",
+}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "name"),
+    [(5, "rounds"), (5, "models"), (5, "updates"), (3, "rounds"), (3, "models"), (3, "updates")],
+)
+def test_a_run_that_a_brokers_rules_hold_up_says_so(tmp_path: Path, protocol: int, name: str) -> None:
+    folder, rules = found_tiny(tmp_path / "run", rounds=1, devices=1, deadline_s=0.5), tmp_path / "acl"
+    rules.write_text(f"topic readwrite fl1/#\n{WALLS[name]}\n")
+    with (
+        mosquitto(tmp_path / "broker", f"acl_file {rules}\n") as broker,
+        crew(folder, broker.url, protocol=protocol) as running,
+    ):
+        running.start()
+        said = re.compile(r"broker.*(denied|may deny)")
+        running.until(lambda: any(map(said.search, running.lines)), 5, "who does not let what pass")
+        assert running.closed() == 0
 
 
 def test_a_broker_whose_packets_are_too_small_for_a_chunk_is_named(tmp_path: Path) -> None:
@@ -184,9 +249,19 @@ def test_a_broker_whose_packets_are_too_small_for_a_chunk_is_named(tmp_path: Pat
         running.start("server", "d0")
         server = running.running["server"]
         assert server.ends(30) != 0
-        assert "is over the broker's limit" in server.text()
-        assert "use a smaller chunk" in server.text()
+        assert re.search(r"broker.* packets of 61440 bytes at most", server.text())
+        assert "chunk_bytes" in server.text()
         assert "Traceback" not in server.text()
+
+
+@pytest.mark.parametrize("limit", ["max_packet_size 61440", "message_size_limit 50000"])
+def test_a_broker_of_3_1_1_that_takes_no_chunk_is_named(tmp_path: Path, limit: str) -> None:
+    """It cannot say so: it hangs up, or takes the chunk and drops it."""
+    folder = found_tiny(tmp_path / "run", rounds=1, devices=1, hidden=8000, chunk_bytes=61440, codec="fp32",
+                        deadline_s=0.5)
+    with mosquitto(tmp_path / "broker", limit + "\n") as broker, crew(folder, broker.url, protocol=3) as running:
+        running.start()
+        running.until(lambda: running.told("chunk_bytes"), 5, "what may be too large")
 
 
 def test_a_broker_that_refuses_a_chunk_for_its_size_is_named(tmp_path: Path) -> None:
