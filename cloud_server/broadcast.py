@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -42,13 +43,18 @@ def encode_model(model: Params, before: Checkpoint, codec: str, layout: Layout, 
     if held is None:
         data = codecs.encode("fp32", target)
         return Encoded(data, "fp32", False, codecs.decode("fp32", data, layout, groups), None)
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is refused
-        delta = trees.apply(lambda t, h: (t - h).astype(np.float32), target, held)
+    delta = _difference(target, held)
     data = codecs.encode(codec, delta)
     read = codecs.decode(codec, data, layout, groups) if codecs.codec(codec).lossy else delta
     decoded = codecs.moved(held, read)
-    lost = trees.subtract(target, decoded) if codecs.codec(codec).feedback else None
+    lost = _difference(target, decoded) if codecs.codec(codec).feedback else None
     return Encoded(data, codec, True, decoded, lost)
+
+
+def _difference(left: Params, right: Params) -> dict[str, dict[str, Any]]:
+    """left − right, computed in float64 and kept in float32: what that cannot hold is infinite, and refused later."""
+    with np.errstate(over="ignore"):
+        return trees.apply(lambda a, b: (a - b).astype(np.float32), left, right)
 
 
 class Broadcast:

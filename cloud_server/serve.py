@@ -120,9 +120,12 @@ def _drive(
     aggregator: Aggregator, view: LiveView | None, stopped: Callable[[], bool], until_done: bool,
     log: Callable[[str], None],
 ) -> None:
-    shown, told = 0.0, False
+    shown, told, worked = 0.0, False, True
     while not stopped():
-        aggregator.step(TICK_S)
+        happened = aggregator.step(TICK_S)
+        if worked and not happened:
+            memory.trim()
+        worked = happened
         coordinator = aggregator.coordinator
         if view is not None and time.monotonic() - shown > VIEW_S:
             with contextlib.suppress(StateError, OSError):  # a view that cannot be drawn now is drawn later

@@ -7,7 +7,7 @@ from typing import Any
 
 from edge_agent.home import Home, Weights
 from edge_agent.service import Service
-from fleet_core import codecs, memory
+from fleet_core import codecs
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.errors import CodecError, MessageError
@@ -56,7 +56,6 @@ class Models:
             return
         self._home.save_weights("model", Weights(ref.model, ref.round, params), durable=False)
         self.base = ref.model
-        memory.trim()
 
     def take_judged(self, manifest: Manifest, ref: ModelRef, blob_id: str, data: bytes) -> None:
         """Raises CodecError for a blob that is not the announced model."""

@@ -49,8 +49,12 @@ def run(
     try:
         await_broker(link, lambda: agent.step(TICK_S), identity.broker, stopped, connect_s)
         log(f"{identity.name} is on, fleet {identity.fleet} at {identity.broker}")
+        worked = True
         while not stopped():
-            agent.step(TICK_S)
+            happened = agent.step(TICK_S)
+            if worked and not happened:
+                memory.trim()
+            worked = happened
     finally:
         agent.close()
 

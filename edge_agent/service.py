@@ -16,7 +16,7 @@ from edge_agent.home import Home, Weights
 from edge_agent.local import LocalData
 from edge_agent.personalize import Predictor, Prototypes
 from edge_agent.session import check_golden, open_kind
-from fleet_core import bundle, memory, storage
+from fleet_core import bundle, storage
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.bundle import Graph
@@ -88,7 +88,6 @@ class Service:
         self._remember(method, weights)
         self._method, self._plain, self._own = method, plain, own
         self.model, self.round, self._by_gradient = weights.model, weights.round, False
-        memory.trim()
         return bool(steps)
 
     def adapted(self, arrays: Mapping[str, Any]) -> None:

@@ -8,8 +8,8 @@ gives.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
 
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.seam import Update
@@ -30,37 +30,34 @@ def order(devices: Iterable[str]) -> list[str]:
 
 def bucket_sums(updates: Iterable[Update], value: Callable[[Update], Params]) -> Iterator[tuple[int, Params, int]]:
     """(bucket, sum, count) for updates in closing order, one entry per bucket that has any; holds one sum at a time."""
-    for here, group in groupby(updates, key=lambda update: bucket(update.device)):
+    for here, group in itertools.groupby(updates, key=lambda update: bucket(update.device)):
         partial, count = _sum(value(update) for update in group)
         yield here, partial, count
 
 
 def merge(sums: Iterable[tuple[int, Params, int]]) -> tuple[Params, int]:
-    """Bucket sums, in bucket order, merged: (total, count). Raises ValueError when there are none."""
-    counts: list[int] = []
+    """Bucket sums, in bucket order, merged in float64: (total, count). Raises ValueError when there are none."""
+    ordered = iter(sums)
+    try:
+        _, first, count = next(ordered)
+    except StopIteration:
+        raise ValueError("no updates to sum") from None
+    result = trees.widened(first)
+    for _, partial, number in ordered:
+        trees.accumulate(result, partial)
+        count += number
+    return result, count
 
-    def partials() -> Iterator[Params]:
-        for _, partial, count in sums:
-            counts.append(count)
-            yield partial
 
-    result, _ = _sum(partials())
-    return result, sum(counts)
-
-
-def _sum(parts: Iterable[Params]) -> tuple[Params, int]:
-    """(sum in float64 from left to right, number of parts) with memory for one sum and one part. Raises ValueError for
-    none."""
-    result: Params | None = None
-    count = 0
-    for part in parts:
+def _sum(parts: Iterator[Params]) -> tuple[Params, int]:
+    """(sum in float64 from left to right, number of parts); of a single part the part itself."""
+    first, second = next(parts), next(parts, None)
+    if second is None:
+        return first, 1
+    result, count = trees.widened(first), 1
+    for part in itertools.chain((second,), parts):
+        trees.accumulate(result, part)
         count += 1
-        if result is None:
-            result = trees.widened(part)
-        else:
-            trees.accumulate(result, part)
-    if result is None:
-        raise ValueError("no updates to sum")
     return result, count
 
 
