@@ -1,6 +1,6 @@
 """Uploads under way: what was offered, what may be sent, what has come.
 
-Credit is the receiver's: at most 8 chunks of one device and 500 in all are under way, so that no broker's queue
+Credit is the receiver's: at most 8 chunks of one device and 100 in all are under way, so that no broker's queue
 overflows; memory for uploads is bounded, further offers wait. Chunks are asked for again when the *device* is silent;
 one that stays silent gives its credit and memory back, and offers again when it returns.
 """
@@ -16,7 +16,7 @@ from fleet_core.messages import Down, UploadManifest
 from fleet_core.transfer import Inbox
 
 PER_DEVICE = 8
-IN_ALL = 500
+IN_ALL = 100  # 6 MB: what the sockets between broker and aggregator hold; brokers drop QoS 0 behind full ones
 RESERVED_BYTES = 16 << 20
 SILENCE_S = 4.0
 TICK_S = 0.25
@@ -129,7 +129,8 @@ class Intake:
         if upload.inbox is None:
             return
         missing = (k for k in upload.inbox.missing(2 * PER_DEVICE) if k not in upload.granted)
-        wanted = list(itertools.islice(missing, min(PER_DEVICE - len(upload.granted), self._credit)))
+        most = 1 if upload.asked else PER_DEVICE - len(upload.granted)  # one that was silent holds little credit
+        wanted = list(itertools.islice(missing, min(most, self._credit)))
         if not wanted:
             return
         self._credit -= len(wanted)

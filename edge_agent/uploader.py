@@ -11,7 +11,7 @@ from fleet_core.link.base import Link
 from fleet_core.messages import Down, UploadManifest
 from fleet_core.patience import Patience
 
-SILENCE_S, MOST_SILENCE_S = 5.0, 60.0
+SILENCE_S, MOST_SILENCE_S = 2.0, 60.0
 QUEUED_S = 60.0  # after "not yet" the aggregator speaks first
 UNANSWERED = 3  # offers after which it is said
 
@@ -29,7 +29,8 @@ class Offer(Protocol):
 
 
 class Uploader:
-    """The upload under way, if any. The offer is repeated when the aggregator is silent: after five seconds, ten, …
+    """The upload under way, if any. Every offer is answered at once; one that is not is repeated after two seconds,
+    four, and so on.
 
     ``book(bytes)`` is told of every chunk that was sent; ``unanswered(round)`` that three offers got no answer. What a
     link that fails does not take is granted again.

@@ -925,7 +925,7 @@ def test_credit_bounds_what_is_under_way_and_every_upload_ends():
     senders.dead = {f"d{n}" for n in range(70)}  # more than hold all the credit there is
     senders.run()
     assert senders.whole == {name: data for name, data in senders.data.items() if name not in senders.dead}
-    assert senders.most == [8, 500]
+    assert senders.most == [8, 100]
 
 
 def test_memory_for_uploads_is_bounded_and_the_rest_wait(monkeypatch):
