@@ -1,8 +1,8 @@
 """How the C library keeps freed memory: on glibc by two settings and one call, elsewhere as it likes.
 
 By default glibc gives a large array back to the system when it is freed and gets it again for the next, page by page.
-Arrays of a model come and go many times in a round: kept, a training step took 45 ms in place of 60 (LeNet, batch 32;
-the peak is the same). What lies free is given back in one go when there is nothing to do.
+Arrays of a model come and go many times in a round, and the pages cost more than the peak, which is the same. What lies
+free is given back in one go when there is nothing to do.
 """
 
 from __future__ import annotations

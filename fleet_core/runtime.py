@@ -40,7 +40,7 @@ def guarded(action: Callable[[], Any]) -> None:
 
 def become(module: str, *arguments: str) -> NoReturn:
     """Goes on as ``python -m module arguments``, in the same process but without what was imported so far: the command
-    line's libraries would stay in memory as long as an agent or an aggregator runs (10 MB of them)."""
+    line's libraries would stay in memory as long as an agent or an aggregator runs."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
