@@ -15,6 +15,7 @@ from pathlib import Path
 from cloud_server import disk
 from cloud_server.coordinator import Coordinator
 from cloud_server.ledger import Ledger
+from fleet_core import storage
 from fleet_core.errors import StateError
 
 RETRY_S = 5.0
@@ -57,7 +58,7 @@ class Aggregator:
             self.coordinator.close()
 
     def _begin(self) -> Coordinator:
-        disk.try_out(self._state, "round-*")
+        storage.try_room(self._state, "round-*")
         with self._ledger.transaction():  # refused where nothing can be written
             if self._ledger.fact("stalled"):
                 self._ledger.set_facts(stalled="")

@@ -25,10 +25,11 @@ from cloud_server.publisher import Publisher
 from cloud_server.reception import Reception
 from cloud_server.roster import Roster, inability
 from cloud_server.rounds import OpenRound, Rounds
-from cloud_server.spool import Spool, widened
+from cloud_server.spool import Spool
 from cloud_server.voice import Voice
 from cloud_server.waiting import Waiting
 from fleet_core import bundle, cohort, messages, topics
+from fleet_core.algorithms import trees
 from fleet_core.algorithms.seam import ServerState
 from fleet_core.errors import CodecError, FleetError, MessageError, StateError
 from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
@@ -165,7 +166,7 @@ class Coordinator:
         number = closed[-1].round if closed else 0
         if closed or self._checkpoints.exists(0):
             return self._checkpoints.load(number, first)
-        state = self.method.server.init(widened(first), self.hyper)
+        state = self.method.server.init(trees.widened(first), self.hyper)
         return Checkpoint(0, state, facts={"members": "0", "leaves": "0", "epoch_start": "1"})
 
     def _on_connected(self, limit_bytes: int | None) -> None:
@@ -280,9 +281,8 @@ class Coordinator:
             cohort.select(self.config.fleet.seed, number, self._roster.ready(), self.config.fleet.cohort)
         )
         started = before.opened_at if before else self._now()
-        begun = self._clock()
         self.open = OpenRound(
-            number, chosen, started, begun, begun + self.config.fleet.deadline_s, reference, made.decoded, made.lost
+            number, chosen, started, self._clock() + self.config.fleet.deadline_s, reference, made.decoded, made.lost
         )
         if not before:
             self._rounds.begin(self.open, len(self._roster.members()))
@@ -346,7 +346,7 @@ class Coordinator:
         self.open = None
 
     def _close(self, opened: OpenRound) -> None:
-        state = replace(self._reconciled(leaving=False), model=widened(opened.published))
+        state = replace(self._reconciled(leaving=False), model=trees.widened(opened.published))
         members = max(len(self._roster.members()), len(opened.received))
         updates = self._spool.updates(opened.number, opened.received)
         try:

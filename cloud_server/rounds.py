@@ -15,7 +15,7 @@ from fleet_core.messages import ModelRef, UploadManifest
 class OpenRound:
     """One round between its opening and its closing; what has come is in the spool too.
 
-    opened_at: Unix seconds. began, deadline: on the aggregator's clock. model: as announced; published: its decoded
+    opened_at: Unix seconds. deadline: on the aggregator's clock. model: as announced; published: its decoded
     float32 weights, which devices hold; lost: what a lossy codec left out of them, or None. failed: device -> why it
     will not deliver.
     """
@@ -23,7 +23,6 @@ class OpenRound:
     number: int
     cohort: tuple[str, ...]
     opened_at: float
-    began: float
     deadline: float
     model: ModelRef
     published: Params

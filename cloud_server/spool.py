@@ -6,12 +6,9 @@ import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from fleet_core import codecs, messages, storage
-from fleet_core.algorithms import closing, trees
+from fleet_core.algorithms import closing
 from fleet_core.algorithms.seam import Payload, Update
 from fleet_core.errors import MessageError, StateError
 from fleet_core.layout import Layout
@@ -82,8 +79,3 @@ class Updates:
     def __iter__(self) -> Iterator[Update]:
         for device in closing.order(self._counted):
             yield self._spool.read(self._round, device, self._counted[device])
-
-
-def widened(params: trees.Params) -> dict[str, dict[str, Any]]:
-    """Arrays as float64: what the server rules compute in."""
-    return trees.apply(lambda a: np.asarray(a, dtype=np.float64), params)

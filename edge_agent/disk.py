@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from fleet_core import storage
 from fleet_core.errors import StateError
 
 RETRY_S = 5.0
-BLOCK_BYTES = 1 << 20
 
 
 class Disk:
@@ -41,11 +39,8 @@ class Disk:
         return not self.refuses
 
     def _takes_writes(self) -> bool:
-        largest = max((path.stat().st_size for path in self._folder.rglob("*.safetensors")), default=0)
-        probe = self._folder / ".probe"
         try:
-            storage.write_parts(probe, itertools.repeat(bytes(BLOCK_BYTES), largest // BLOCK_BYTES + 2))
+            storage.try_room(self._folder, "*.safetensors")
         except StateError:
             return False
-        probe.unlink()
         return True

@@ -180,9 +180,9 @@ def main(arguments: list[str]) -> int:
     while data := os.read(source.fileno(), 1 << 20):
         buffer += data
         while (frame := parse_frame(buffer)) is not None:
-            header, arrays, used = frame
+            header, _, used = frame
             del buffer[:used]
-            done = workshop.handle(Job(header["kind"], header, arrays))
+            done = workshop.handle(Job(header["kind"], header))
             with contextlib.suppress(BrokenPipeError):
                 write_frame(sink, {**done.header, "error": done.error}, done.arrays)
     return 0

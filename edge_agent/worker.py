@@ -25,11 +25,10 @@ MAX_ARRAYS_BYTES = 1 << 33
 
 @dataclass(frozen=True)
 class Job:
-    """kind: ``train`` or ``adapt``. header: plain values. arrays: flat names."""
+    """kind: ``train`` or ``adapt``. header: plain values; arrays lie in the device's folder."""
 
     kind: str
     header: Mapping[str, Any]
-    arrays: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class TrainerProcess:
             raise RoundError("the trainer is busy")
         self._job = job
         try:
-            write_frame(_stream(self._start().stdin), {"kind": job.kind, **job.header}, job.arrays)
+            write_frame(_stream(self._start().stdin), {"kind": job.kind, **job.header}, {})
         except OSError as error:
             self._end_child()
             self._failure = f"the trainer process does not take the job: {error.strerror or error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import tempfile
@@ -91,6 +92,19 @@ def move(path: Path, to: Path) -> None:
 def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
     """``value`` as indented JSON at ``path``, whole or not at all."""
     write_atomic(path, (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode(), mode=mode)
+
+
+def try_room(folder: Path, like: str) -> None:
+    """Writes a file as large as the largest one ``like`` this below ``folder``, and up to 2 MiB more, and deletes it
+    again. Raises StateError, caused as the write's was, when that cannot be."""
+    largest = max((path.stat().st_size for path in folder.rglob(like)), default=0)
+    blocks, probe = (largest >> 20) + 2, folder / ".probe"
+    try:
+        write_parts(probe, itertools.repeat(bytes(1 << 20), blocks))
+    except StateError as error:
+        hint = f"{blocks} MiB must be free, and writable"
+        raise StateError(error.what, where=str(folder), hint=hint) from error.__cause__
+    probe.unlink()
 
 
 def is_of_the_disk(error: BaseException) -> bool:

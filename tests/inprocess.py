@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cloud_server.coordinator import Coordinator
 from cloud_server.coordinator import will as server_will
@@ -79,6 +81,18 @@ class Bench:
 
     def stop(self) -> None:
         self.inner.stop()
+
+
+def without_fsync(patch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the disk: for tests in which the machine never loses its power."""
+    patch.setattr(os, "fsync", lambda descriptor: None)
+    opened_ledger = Ledger._open
+
+    def without_sync(ledger: Ledger) -> None:
+        opened_ledger(ledger)
+        ledger._db.execute("PRAGMA synchronous = OFF")
+
+    patch.setattr(Ledger, "_open", without_sync)
 
 
 class Killed(BaseException):

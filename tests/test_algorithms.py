@@ -19,7 +19,6 @@ from torch import Tensor
 
 from cloud_server.broadcast import encode_model
 from cloud_server.checkpoint import Checkpoint
-from cloud_server.spool import widened
 from edge_agent.personalize import Prototypes
 from fleet_core import codecs, layout, storage
 from fleet_core.algorithms import closing, trees
@@ -299,12 +298,12 @@ class Downlink:
         before = Checkpoint(self.number, state, self.held, self.lost)
         sent = encode_model(state.model, before, self.codec, LAYOUT, GROUPS)
         self.held, self.lost = sent.decoded, sent.lost
-        return widened(self.held)
+        return trees.widened(self.held)
 
 
 def whole_int8(state: ServerState) -> Params:
     """The full weights as int8 in every round."""
-    return widened(codecs.decode("int8", codecs.encode("int8", state.model), LAYOUT, GROUPS))
+    return trees.widened(codecs.decode("int8", codecs.encode("int8", state.model), LAYOUT, GROUPS))
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8", "int8-plain"])

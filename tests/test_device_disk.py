@@ -22,7 +22,7 @@ from fleet_core import storage
 from fleet_core.data.samples import save
 from fleet_core.errors import StateError
 from fleet_core.link.loopback import LoopbackBroker
-from tests.inprocess import World, config_text, toy, world
+from tests.inprocess import World, config_text, toy, without_fsync, world
 from tests.test_fleet import MORTAL, all_judged, check_duals, finished, outcome, settled
 
 DEVICE = "d1"
@@ -33,7 +33,7 @@ TICK_S = 0.1
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here asks what a power cut leaves."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    without_fsync(monkeypatch)
 
 
 @pytest.fixture

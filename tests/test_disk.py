@@ -29,7 +29,7 @@ from fleet_core.data.samples import save
 from fleet_core.errors import StateError
 from fleet_core.link.base import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
-from tests.inprocess import World, config_text, toy, world
+from tests.inprocess import World, config_text, toy, without_fsync, world
 from tests.test_fleet import MORTAL, all_judged, check_duals, finished, opened, outcome, settled
 
 NO_SPACE_S = 2 * RETRY_S + 1  # so that the second attempt fails too
@@ -39,14 +39,7 @@ TICK_S = 0.1
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here asks what a power cut leaves."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    opened_ledger = Ledger._open
-
-    def without_sync(ledger: Ledger) -> None:
-        opened_ledger(ledger)
-        ledger._db.execute("PRAGMA synchronous = OFF")
-
-    monkeypatch.setattr(Ledger, "_open", without_sync)
+    without_fsync(monkeypatch)
 
 
 class Kept:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import re
 import shutil
 import subprocess
@@ -41,7 +40,7 @@ from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.messages import Answer, Blob, Down, Manifest, Presence, Question, UploadManifest
 from fleet_core.signing import Signer
 from fleet_core.transfer import chunks
-from tests.inprocess import CLASSES, Killed, World, config_text, toy, world
+from tests.inprocess import CLASSES, Killed, World, config_text, toy, without_fsync, world
 
 TICK_S = 0.25
 
@@ -49,14 +48,7 @@ TICK_S = 0.25
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes die here, the machine does not: the order of writes matters, their reaching the disk does not."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    opened_ledger = Ledger._open
-
-    def without_sync(ledger: Ledger) -> None:
-        opened_ledger(ledger)
-        ledger._db.execute("PRAGMA synchronous = OFF")
-
-    monkeypatch.setattr(Ledger, "_open", without_sync)
+    without_fsync(monkeypatch)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -1279,7 +1271,7 @@ def test_a_trainer_process_that_dies_or_babbles_ends_its_job_with_an_error(monke
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **more: popen([command[0], "-c", program], **more))
     for _ in range(2):
-        trainer.submit(Job("train", {"round": 1}, {"x": np.zeros(3, np.float32)}))
+        trainer.submit(Job("train", {"round": 1}))
         done = next(found for found in map(lambda _: trainer.poll(), range(10_000_000)) if found is not None)
         assert wanted in done.error or "does not take the job" in done.error
         assert done.kind == "train"

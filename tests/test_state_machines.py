@@ -118,7 +118,8 @@ class Upload(RuleBasedStateMachine):
 
     def begin(self, name: str, device: Device) -> None:
         """The device's process starts, and offers what it has on its disk."""
-        device.uploader = Uploader(FLEET, name, device.wire, lambda: self.now, lambda size: None)  # type: ignore[arg-type]
+        link: Any = device.wire  # of a Link, an uploader asks only ``connected`` and ``publish``
+        device.uploader = Uploader(FLEET, name, link, lambda: self.now, lambda size: None)
         device.uploader.offer(device.update)
 
     # What the ends do with a message ----------------------------------------------------------------------------------

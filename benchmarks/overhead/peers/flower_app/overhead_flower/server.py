@@ -2,9 +2,10 @@
 
 import os
 import time
+from collections.abc import Iterable
 
 import numpy as np
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, Message, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
@@ -12,7 +13,9 @@ app = ServerApp()
 
 
 class Timed(FedAvg):
-    def aggregate_train(self, server_round, replies):  # type: ignore[no-untyped-def]
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         found = super().aggregate_train(server_round, replies)
         with open(os.environ["OVERHEAD_ENDS"], "a") as ends:
             print(time.time(), file=ends)
