@@ -277,7 +277,7 @@ def _watch(
                 raise RoundError(f"agent {name} ended {LIVES} times, the last one with exit code {code}: {text}")
             view.say(f"agent {name} ended with exit code {code} and is started again")
         if stalled := ledger.facts().get("stalled"):
-            raise RoundError(stalled, hint="mend the devices' samples, then the same command goes on")
+            raise RoundError(stalled, hint="once that is mended the same command goes on")
         view.update(snapshot(ledger))
         time.sleep(VIEW_S)
     view.update(snapshot(ledger))

@@ -194,7 +194,7 @@ def reached(running: Processes, number: int, moment: str) -> bool:
 
 
 def test_dead_devices_are_noticed_and_the_round_closes_on_quorum(tmp_path: Path) -> None:
-    """Killed: by its will, in a second. Without a word, as in a power cut: by its silence at work, in six."""
+    """Killed: by its will, in a second. Without a word, as in a power cut: by its silence at work, in five."""
     founded = found_tiny(tmp_path / "founded", rounds=5, quorum=0.5, deadline_s=300.0)
     trains = STEPS["it trains"]
     with fleet_of(founded, tmp_path / "run") as (_, running):
@@ -210,7 +210,7 @@ def test_dead_devices_are_noticed_and_the_round_closes_on_quorum(tmp_path: Path)
         os.kill(running.running[DEVICE].process.pid, signal.SIGSTOP)
         try:
             number = running.closed() + 1
-            running.until(lambda: running.closed() >= number, 6.0, "the round that d1 was in")
+            running.until(lambda: running.closed() >= number, 5.0, "the round that d1 was in")
         finally:
             os.kill(running.running[DEVICE].process.pid, signal.SIGCONT)
         running.finish()
