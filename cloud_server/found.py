@@ -29,12 +29,13 @@ def found(folder: Path, text: str | None, make: Make) -> Fleet:
     made = Fleet(folder, settings, *method_of(settings, path))
     graph_path, weights_path = folder / "graph.safetensors", folder / "weights.safetensors"
     if not (path.exists() and graph_path.exists() and weights_path.exists()):
-        graph, weights = make(settings, "head" in made.method.shared)
+        graph, weights = make(settings, "predict" in made.method.graphs)
         storage.write_atomic(graph_path, graph)
         storage.write_atomic(weights_path, weights)
-    made.weights(bundle.unpack(made.graph_bytes()))  # they are this model's
+    made.weights(bundle.unpack(made.graph_bytes()).layout)  # they are this model's
     if not (folder / "fleet.pub").exists():
-        signer = Signer.create(folder / "fleet.key")
+        key = folder / "fleet.key"
+        signer = Signer.load(key) if key.exists() else Signer.create(key)  # devices know no other
         storage.write_atomic(folder / "fleet.pub", signer.public.encode() + b"\n")
     with Ledger(folder / "ledger.sqlite") as ledger:
         facts = {"name": settings.fleet.name, "method": made.method.name, "seed": str(settings.fleet.seed)}

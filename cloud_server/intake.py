@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fleet_core import messages
+from fleet_core.errors import MessageError
 from fleet_core.messages import Down, UploadManifest
 from fleet_core.transfer import Inbox
 
@@ -36,10 +37,14 @@ class _Upload:
 
 
 class Intake:
-    """``grant(device, message)`` sends to a device; ``clock`` gives seconds; ``limit`` is in bytes per update."""
+    """``grant(device, message)`` sends to a device; ``clock`` gives seconds; ``limit`` is in bytes per update.
+
+    ``wrong_chunks``: device -> chunks of it, since this object was made, that were not the announced ones.
+    """
 
     def __init__(self, grant: Callable[[str, Down], None], clock: Callable[[], float], limit: int):
         self._grant, self._clock, self._limit = grant, clock, limit
+        self.wrong_chunks: dict[str, int] = {}
         self._uploads: dict[str, _Upload] = {}
         self._waiting: dict[str, None] = {}  # for credit, in order
         self._outside: dict[str, None] = {}  # for memory, in order
@@ -69,7 +74,7 @@ class Intake:
         if upload is None or upload.round != round_number or upload.inbox is None:
             return None
         upload.heard, upload.asked = self._clock(), 0
-        upload.inbox.put(k, data)
+        self._put(device, upload.inbox, k, data)
         if k in upload.granted:
             upload.granted.remove(k)
             self._credit += 1
@@ -80,6 +85,13 @@ class Intake:
             self._queue(device)
         self._serve()
         return None
+
+    def _put(self, device: str, inbox: Inbox, k: int, data: bytes) -> None:
+        try:
+            inbox.put(k, data)
+        except MessageError:
+            self.wrong_chunks[device] = self.wrong_chunks.get(device, 0) + 1
+            raise
 
     def drop(self, device: str) -> None:
         """Forgets a device's upload and lets those that wait go on."""

@@ -323,25 +323,33 @@ class Ledger:
                 values = [_stored(getattr(row, f.name)) for f in dataclasses.fields(row)]
                 self._query(_upsert(type(row)), values)
 
-    def rows(self, kind: type[R], /, **equal: Any) -> list[R]:
-        """The rows of a table in the order of its key, only those whose columns equal ``equal``."""
-        return list(self.each(kind, **equal))
+    def rows(self, kind: type[R], /, within: range | None = None, **equal: Any) -> list[R]:
+        """The rows of a table in the order of its key, only those whose columns equal ``equal``.
 
-    def each(self, kind: type[R], /, **equal: Any) -> Iterator[R]:
+        within: here and below, only what is of these rounds.
+        """
+        return list(self.each(kind, within, **equal))
+
+    def each(self, kind: type[R], /, within: range | None = None, **equal: Any) -> Iterator[R]:
         """The same one by one, for tables that are better not held in memory as a whole; write nothing meanwhile."""
         columns = [f.name for f in dataclasses.fields(kind)]
-        unknown = equal.keys() - set(columns)
-        if unknown:
-            raise TypeError(f"{kind.__name__} has no column {', '.join(sorted(unknown))}")
-        where = " AND ".join(f"{name} IS ?" for name in equal) or "1"
-        sql = f"SELECT {', '.join(columns)} FROM {kind.table} WHERE {where} ORDER BY {', '.join(kind.key)}"
+        sql = (
+            f"SELECT {', '.join(columns)} FROM {kind.table} WHERE {_of_rounds(within)} AND {_equal(kind, equal)}"
+            f" ORDER BY {', '.join(kind.key)}"
+        )
         readers = _readers(typing.cast("Hashable", kind))
         with self._errors():
             for row in self._db.execute(sql, list(equal.values())):
                 yield kind(**{name: read(value) for name, read, value in zip(columns, readers, row, strict=True)})
 
-    def rounds(self, status: str | None = None) -> list[Round]:
-        return self.rows(Round, status=status) if status else self.rows(Round)
+    def newest(self, kind: type[Row], /, **equal: Any) -> int | None:
+        """The last round of which there is such a row."""
+        sql = f"SELECT round FROM {kind.table} WHERE {_equal(kind, equal)} ORDER BY round DESC LIMIT 1"
+        found = self._query(sql, list(equal.values()))
+        return int(found[0][0]) if found else None
+
+    def rounds(self, status: str | None = None, within: range | None = None) -> list[Round]:
+        return self.rows(Round, within, status=status) if status else self.rows(Round, within)
 
     def devices(self) -> list[Device]:
         return self.rows(Device)
@@ -350,7 +358,7 @@ class Ledger:
         found = self.rows(Device, name=name)
         return found[0] if found else None
 
-    def volume(self, by: str | None = None) -> dict[Any, Volume]:
+    def volume(self, by: str | None = None, within: range | None = None) -> dict[Any, Volume]:
         """Bytes summed over all rows (key None), or ``by`` "round", "device" or "kind". Scans the traffic table.
 
         A device that left no MQTT or wire figure for a round is one report missing from that sum.
@@ -365,24 +373,25 @@ class Ledger:
             f"SUM(IFNULL({c}_up, 0)), SUM(IFNULL({c}_down, 0)), SUM({c}_up IS NULL AND {c}_down IS NULL), COUNT(*)"
             for c in ("payload", "mqtt", "wire")
         )
-        reports = f"SELECT {inner}, {parts} FROM traffic GROUP BY {inner}"
+        reports = f"SELECT {inner}, {parts} FROM traffic WHERE {_of_rounds(within)} GROUP BY {inner}"
         return {
             row[0]: Volume(payload=Bytes(up=row[1], down=row[2]), mqtt=_bytes(*row[5:9]), wire=_bytes(*row[9:13]))
             for row in self._query(f"SELECT {key}, {sums} FROM ({reports}) GROUP BY 1")
         }
 
-    def joules(self, by: str | None = None) -> dict[Any, Joules]:
+    def joules(self, by: str | None = None, within: range | None = None) -> dict[Any, Joules]:
         """Joules summed over all rows (key None), or ``by`` "round" or "device"; no entry where nothing was metered."""
         key, _ = _grouping(by, ("round", "device"))
         phases: dict[Any, dict[str, float]] = {}
         sources: dict[Any, dict[str, None]] = {}
         for k, phase, source, measured, joules in self._query(
-            f"SELECT {key}, phase, source, measured, SUM(joules) FROM energy GROUP BY 1, phase, source, measured"
+            f"SELECT {key}, phase, source, measured, SUM(joules) FROM energy WHERE {_of_rounds(within)}"
+            " GROUP BY 1, phase, source, measured"
         ):
             phases.setdefault(k, {})[phase] = phases.get(k, {}).get(phase, 0.0) + joules
             sources.setdefault(k, {})[f"{'measured' if measured else 'modelled'}: {source}"] = None
         missing = dict(self._query(
-            f"SELECT {key}, COUNT(*) FROM updates AS u WHERE status = 'counted' AND NOT EXISTS"
+            f"SELECT {key}, COUNT(*) FROM updates AS u WHERE {_of_rounds(within)} AND status = 'counted' AND NOT EXISTS"
             " (SELECT 1 FROM energy AS e WHERE e.round = u.round AND e.device = u.device) GROUP BY 1"
         ))
         return {
@@ -396,9 +405,9 @@ class Ledger:
             if by_phase.keys() & set(WORKING)
         }
 
-    def flops(self) -> dict[int, float]:
+    def flops(self, within: range | None = None) -> dict[int, float]:
         """Floating-point operations by round."""
-        return dict(self._query("SELECT round, SUM(flops) FROM flops GROUP BY round"))
+        return dict(self._query(f"SELECT round, SUM(flops) FROM flops WHERE {_of_rounds(within)} GROUP BY round"))
 
     def totals(self) -> Totals:
         flops = self.flops()
@@ -491,6 +500,18 @@ def _upsert(kind: type[Row]) -> str:
         f"INSERT INTO {kind.table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
         f" ON CONFLICT ({', '.join(kind.key)}) DO UPDATE SET {changes}"
     )
+
+
+def _equal(kind: type[Row], equal: Mapping[str, Any]) -> str:
+    """The condition that these columns have the values that are bound to it."""
+    unknown = equal.keys() - {f.name for f in dataclasses.fields(kind)}
+    if unknown:
+        raise TypeError(f"{kind.__name__} has no column {', '.join(sorted(unknown))}")
+    return " AND ".join(f"{name} IS ?" for name in equal) or "1"
+
+
+def _of_rounds(within: range | None) -> str:
+    return "1" if within is None else f"round BETWEEN {within.start} AND {within.stop - 1}"
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cloud_server.fleet import Fleet
 from fleet_core.errors import ConfigError
+from fleet_core.link.session import NO_RETAINED
 
 PACKET_ROOM_BYTES = 256  # for the topic and MQTT's own, beside a chunk
 NOT_RETAINED = "Retain not supported"
@@ -24,6 +25,6 @@ def check_packets(fleet: Fleet, limit_bytes: int | None) -> None:
 
 def explained(reason: str) -> str:
     """Why a connection ended, and what to do where the broker's words do not say it."""
-    if NOT_RETAINED in reason:
+    if NOT_RETAINED in reason or NO_RETAINED in reason:
         return f"{reason}: a fleet needs a broker with retained messages (mosquitto: retain_available true)"
     return reason

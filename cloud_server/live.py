@@ -62,8 +62,9 @@ class Snapshot:
     cohort: int = 0
 
 
-def snapshot(ledger: Ledger) -> Snapshot:
-    """Reads the whole ledger: take one when something happened or every second, not more often."""
+def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
+    """Reads all devices and the rounds that ``_rounds`` names: take one when something happened or every second, not
+    more often."""
     volume, joules = ledger.volume("device"), ledger.joules("device")
     accuracy = {row.device: row.accuracy for row in ledger.each(Judgement, stage="after")}
     devices = tuple(
@@ -77,9 +78,19 @@ def snapshot(ledger: Ledger) -> Snapshot:
     running = ledger.rounds("open")[-1:]
     received = sum(len(ledger.rows(books.Update, round=r.round, status="counted")) for r in running)
     return Snapshot(
-        rounds=round_figures(ledger), devices=devices, open_round=running[0].round if running else None,
+        rounds=_rounds(ledger, after), devices=devices, open_round=running[0].round if running else None,
         received=received, cohort=len(running[0].cohort) if running else 0,
     )  # fmt: skip
+
+
+def _rounds(ledger: Ledger, after: int) -> tuple[RoundFigures, ...]:
+    """The closed rounds after ``after``, those that tell the pace, and the last one that was judged."""
+    last, judged = ledger.newest(books.Round, status="closed"), ledger.newest(Judgement, stage="after", new=False)
+    if last is None:
+        return ()
+    first = min(after, last - RECENT_ROUNDS) + 1
+    alone = range(0) if judged is None or judged >= first else range(judged, judged + 1)
+    return *round_figures(ledger, alone), *round_figures(ledger, range(first, last + 1))
 
 
 class LiveView:
@@ -120,10 +131,16 @@ class LiveView:
             if closed.round > self._told:
                 self._tell(closed)
 
+    @property
+    def told(self) -> int:
+        """The round up to which none need be shown again."""
+        return self._told
+
     def update(self, now: Snapshot) -> None:
         """Shows ``now``; as plain lines only the rounds that closed since the last one."""
         if self._live:
             self._live.update(self.table(now), refresh=True)
+            self._told = max([closed.round for closed in now.rounds], default=self._told)
             return
         self._untold = [closed for closed in now.rounds if closed.round > self._told]
         for closed in self._untold:

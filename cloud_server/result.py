@@ -179,17 +179,17 @@ def pooled(judgements: Iterable[Judgement]) -> Score | None:
     return None if accuracy is None or f1 is None else Score(accuracy=accuracy, macro_f1=f1, method=method)
 
 
-def round_figures(ledger: Ledger) -> tuple[RoundFigures, ...]:
-    """The closed rounds of a ledger."""
-    volume, joules, flops = ledger.volume("round"), ledger.joules("round"), ledger.flops()
+def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFigures, ...]:
+    """The closed rounds of a ledger, or those of them that are ``within``."""
+    volume, joules, flops = ledger.volume("round", within), ledger.joules("round", within), ledger.flops(within)
     statuses: dict[int, list[str]] = {}
-    for update in ledger.rows(books.Update):
+    for update in ledger.each(books.Update, within):
         statuses.setdefault(update.round, []).append(update.status)
     judged: dict[int, list[Judgement]] = {}
-    for row in ledger.rows(Judgement, stage="after", new=False):
+    for row in ledger.each(Judgement, within, stage="after", new=False):
         judged.setdefault(row.round, []).append(row)
     figures = []
-    for r in ledger.rounds("closed"):
+    for r in ledger.rounds("closed", within):
         score, moved = pooled(judged.get(r.round, ())), volume.get(r.round)
         figures.append(RoundFigures(
             round=r.round, loss=r.loss, seconds=r.seconds, models_transmitted=r.models_transmitted,

@@ -129,7 +129,7 @@ def _drive(
         coordinator = aggregator.coordinator
         if view is not None and time.monotonic() - shown > VIEW_S:
             with contextlib.suppress(StateError, OSError):  # a view that cannot be drawn now is drawn later
-                view.update(snapshot(coordinator.ledger))
+                view.update(snapshot(coordinator.ledger, view.told))
             shown = time.monotonic()
         if coordinator.finished and not told:
             log(f"all {coordinator.checkpoint.round} rounds are closed; the judged model stays published")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,13 +35,17 @@ class Spool:
         (self._folder / str(round_number) / f"{device}.json").unlink(missing_ok=True)
 
     def manifests(self, round_number: int) -> dict[str, UploadManifest]:
-        """Device -> manifest, in closing order; one that a power cut tore is left out."""
+        """Device -> manifest, in closing order; one that a power cut tore is left out. Raises StateError when the disk
+        does not give them."""
         paths = {path.stem: path for path in (self._folder / str(round_number)).glob("*.json")}
         found: dict[str, UploadManifest] = {}
         for name in closing.order(paths):
-            with contextlib.suppress(MessageError):
+            try:
                 data = storage.read_bytes(paths[name], limit=MAX_MANIFEST_BYTES)
                 found[name] = messages.decode(UploadManifest, data, limit=MAX_MANIFEST_BYTES)
+            except (MessageError, StateError) as error:
+                if storage.is_of_the_disk(error):
+                    raise
         return found
 
     def updates(self, round_number: int, counted: Mapping[str, UploadManifest]) -> Updates:

@@ -17,7 +17,10 @@ from fleet_core import storage
 from fleet_core.errors import ConfigError, MessageError, StateError
 
 KEY_BYTES = 32
+EXPECTED = "64 hex digits"
+MAX_FILE_BYTES = 1024
 SIGNATURE_HEX = 128
+LOST_KEY = "put the fleet's folder back from a backup, or make a new fleet in an empty one with 'metafleet init'"
 
 
 class Signer:
@@ -39,12 +42,25 @@ class Signer:
 
     @staticmethod
     def load(path: Path) -> Signer:
-        """Raises StateError when the file is absent or holds no key."""
-        text = storage.read_bytes(path, limit=1024)
-        try:
-            return Signer(bytes.fromhex(text.decode().strip()))
-        except ValueError as error:
-            raise StateError("holds no Ed25519 key", where=str(path), expected="64 hex digits") from error
+        """Raises StateError when the file is absent, cannot be read or holds no key."""
+        return Signer(_read_key(path))
+
+
+def load_public(path: Path) -> str:
+    """The public key in a file, 64 hex digits. Raises StateError when it is absent, cannot be read or holds no key."""
+    return _read_key(path).hex()
+
+
+def _read_key(path: Path) -> bytes:
+    try:
+        key = bytes.fromhex(storage.read_bytes(path, limit=MAX_FILE_BYTES).decode().strip())
+    except StateError as error:
+        raise StateError(error.what, where=str(path), expected=EXPECTED, hint=LOST_KEY) from error.__cause__
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise StateError("holds no Ed25519 key", where=str(path), expected=EXPECTED, hint=LOST_KEY)
+    return key
 
 
 def key_id(public: str) -> str:
@@ -60,7 +76,7 @@ class Verifier:
             raw = bytes.fromhex(public)
             self._key = Ed25519PublicKey.from_public_bytes(raw)
         except ValueError as error:
-            raise ConfigError("is no fleet key", where=public[:80], expected="64 hex digits") from error
+            raise ConfigError("is no fleet key", where=public[:80], expected=EXPECTED) from error
         self.id = key_id(public)
 
     def verify(self, message: bytes) -> bytes:

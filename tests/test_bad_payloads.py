@@ -17,12 +17,15 @@ import numpy as np
 import pytest
 
 from cloud_server.ledger import Update
+from cloud_server.spool import MAX_MANIFEST_BYTES, Spool
 from fleet_core import codecs, messages, storage, topics
 from fleet_core.algorithms import trees
 from fleet_core.compression import compress
+from fleet_core.errors import StateError
+from fleet_core.layout import InputSpec, Layout
 from fleet_core.link.base import Message
 from fleet_core.link.loopback import LoopbackLink
-from fleet_core.messages import Blob, Down, Manifest, ModelRef, Report
+from fleet_core.messages import Blob, Down, Manifest, ModelRef, Report, UploadManifest
 from fleet_core.signing import Signer
 from fleet_core.transfer import chunks
 from tests.inprocess import World, config_text, toy, world
@@ -167,6 +170,59 @@ def test_an_offer_for_a_round_that_is_over_is_late_and_takes_no_memory(liar: Fak
         liar.w.step()
     rows = liar.w.server.ledger.rows(Update, round=1)
     assert sorted((row.status, row.reason) for row in rows) == [("counted", ""), ("late", "the round is closed")]
+
+
+def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(liar: FakeDevice) -> None:
+    """Of other bytes, of another length, of none; a chunk of nothing that was asked for is not one of them."""
+    data = codecs.encode("fp32", weights(liar.w))
+    upload = liar.update(data)
+    right = chunks(data, upload.blob)
+    liar.send(upload, 1, data)
+    liar.offer(upload, 1)
+    liar.w.step()
+    for k, part in ((0, bytes(len(right[0]))), (0, right[0] + b"x"), (upload.blob.n, b"x")):
+        liar.link.publish(topics.upload(liar.w.name, "liar", 1, k), part)
+    liar.w.step()
+    assert liar.w.told("refused fl1/t/a/liar/up/1/0: blob ")
+    counted = liar.w.server._reception._intake.wrong_chunks
+    assert counted == {"liar": 3}
+    liar.send(upload, 1, data)
+    liar.w.step()
+    assert liar.downs()[-1].t == "done"
+    assert counted == {"liar": 3}
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    """Of one layout, with the update ``whole`` in round 1."""
+    layout = Layout("m", InputSpec((1,)), ("a",), 1, ())
+    made = Spool(tmp_path, layout, ())
+    offer = UploadManifest(blob=Blob.of(b"x", 1024), codec="fp32", base="0" * 32, method="fedavg", layout=layout.hash)
+    made.put(1, "whole", offer, b"x")
+    return made
+
+
+def test_a_manifest_in_the_spool_that_is_too_large_to_be_one_is_left_out(spool: Spool, tmp_path: Path) -> None:
+    with (tmp_path / "1" / "large.json").open("wb") as file:
+        file.truncate(MAX_MANIFEST_BYTES + 1)
+    assert list(spool.manifests(1)) == ["whole"]
+
+
+def test_a_manifest_in_the_spool_that_the_disk_does_not_give_is_not_taken_for_a_torn_one(
+    spool: Spool, tmp_path: Path
+) -> None:
+    (tmp_path / "1" / "folder.json").mkdir()
+    with pytest.raises(StateError, match=r"folder\.json: cannot be read") as caught:
+        spool.manifests(1)
+    assert storage.is_of_the_disk(caught.value)
+
+
+def test_a_public_key_that_is_none_is_named(liar: FakeDevice) -> None:
+    path = liar.w.fleet.folder / "fleet.pub"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(StateError, match="holds no Ed25519 key") as caught:
+        liar.w.fleet.public_key()
+    assert caught.value.where == str(path)
 
 
 # Down ----------------------------------------------------------------------------------------------------------------

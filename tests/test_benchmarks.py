@@ -7,16 +7,26 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.overhead import fan_in, idle, memory, rooms, run
 from benchmarks.overhead.crew import Crew
 from benchmarks.overhead.peers.run import persisted
 from benchmarks.overhead.run import Figures, Setting
 from benchmarks.overhead.workload import Workload
-from tests import netns
+from benchmarks.simulation import loop, ours
+from benchmarks.simulation import memory as simulated_memory
+from benchmarks.simulation import run as simulated
+from benchmarks.simulation.workload import WORKLOADS
+from cloud_server.laboratory import experiment as experiments
+from cloud_server.laboratory import workload as workloads
+from fleet_core.learning import models
+from tests import lab, netns
 from tests.brokers import NEEDS_MOSQUITTO
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -203,6 +213,16 @@ def test_devices_that_all_connect_as_the_aggregator_starts_are_all_counted() -> 
     assert (found["lost"], found["refused"], found["devices_on"]) == (0, 0, 20)
 
 
+def test_one_round_is_refused_for_it_has_no_seconds_per_round(capsys: pytest.CaptureFixture[str]) -> None:
+    for count in ("0", "1", "-3"):
+        with pytest.raises(SystemExit) as caught:
+            run.arguments(None).parse_args(["--rounds", count, "--out", "x.json"])
+        assert caught.value.code == 2
+        assert f"argument --rounds: {count} is too few: seconds per round" in capsys.readouterr().err
+    options = run.arguments(None).parse_args(["--rounds", str(run.FEWEST_ROUNDS), "--out", "x.json"])
+    assert run.pace(0.0, [1.0 + k for k in range(options.rounds)])["seconds_per_round"] == 1.0
+
+
 # What is written -----------------------------------------------------------------------------------------------------
 
 
@@ -233,3 +253,59 @@ def test_the_ends_of_rounds_are_read_from_the_words_of_a_server() -> None:
     )
     first, second = persisted(said)
     assert second - first == pytest.approx(3.009)
+
+
+# The simulation benchmark ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Workers set it for the whole process; given back at the end."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["lenet, 1 step", "mlp, 10 steps"])
+def test_the_laboratory_and_the_loop_take_the_same_steps(tmp_path: Path, threads: None, name: str) -> None:
+    """One client, two steps on all of its samples, from the same weights."""
+    workload = replace(WORKLOADS[name], clients=1, samples=6, batch=6, local_steps=2)
+    asked = ours.experiment(workload, 1, tmp_path)
+    store = lab.go(asked, tmp_path / "run")
+    layout = workloads.layout_of(asked, workloads.build(asked))
+    first = [torch.tensor(array) for named in models.initial(layout, 0).values() for array in named.values()]
+    assert experiments.runs(asked)[0].seed == 0
+    model = loop.MODELS[workload.model]()
+    assert [p.shape for p in model.parameters()] == [p.shape for p in first]
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), first, strict=True):
+            parameter.copy_(value)
+    x, y = map(torch.tensor, workload.data(0))
+    loop.train(model, torch.optim.SGD(model.parameters(), 0.01), x, y, workload.batch, workload.local_steps)
+    checkpoint = store.resume(layout.ordered(models.initial(layout, 0)))
+    assert checkpoint is not None
+    found = [torch.tensor(a) for named in checkpoint.state.model.values() for a in named.values()]
+    for parameter, before, after in zip(model.parameters(), first, found, strict=True):
+        torch.testing.assert_close(after.float(), parameter.detach(), rtol=1e-4, atol=1e-6)
+        assert not torch.equal(parameter, before)
+
+
+def test_rounds_beside_the_loop_give_seconds_of_both_and_their_ratio(threads: None) -> None:
+    workload = replace(WORKLOADS["mlp, 10 steps"], clients=2, samples=8, batch=4, local_steps=1, pairs=2)
+    for found in simulated.beside_loop(workload, kept=True).values():
+        assert min(found.values()) > 0
+        assert found["ratio"] == pytest.approx(found["ours"] / found["loop"], rel=0.1)
+
+
+def test_updates_per_second_are_those_of_the_median_round() -> None:
+    ends = simulated.flower_ends("INFO: starting\nend 10.0\nend 10.5\nINFO\nend 12.5\nend 13.0\n")
+    assert simulated.per_second(WORKLOADS["lenet, 1 step"], ends) == 16.0
+    runs = [{"seconds": {"ours": s}, "ratio": 2 * s} for s in (3.0, 1.0, 2.0)]
+    assert simulated.summary(runs) == {"seconds": {"ours": 2.0}, "ratio": 4.0}
+
+
+def test_the_memory_of_many_devices_is_told_with_the_states_on_the_disk(threads: None) -> None:
+    found = simulated_memory.measure(9, 2)
+    assert found["peak_bytes"] > 100 << 20
+    assert found["devices_with_state"] in (8, 9)
+    assert found["states_bytes"] > found["devices_with_state"] * 3_000_000

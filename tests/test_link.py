@@ -24,13 +24,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from cloud_server import limits
 from cloud_server.broker import Broker, start_broker
 from fleet_core.errors import ConfigError, LinkError
 from fleet_core.link import Connected, Denied, Disconnected, Link, Message, Will, matches
 from fleet_core.link.counters import wire_bytes
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.link.mqtt import BACKOFF_FIRST_S, BACKOFF_LAST_S, MqttLink, parse_url
-from fleet_core.link.session import SKIPPED_S, Session
+from fleet_core.link.session import NO_RETAINED, SKIPPED_S, Session
 from tests.brokers import (
     ACCEPTED_V3,
     ACCEPTED_V5,
@@ -47,6 +48,7 @@ from tests.brokers import (
     publish_packet,
     until,
 )
+from tests.faults import mosquitto
 
 WILL = Will("fleet/a/st", b"gone")
 
@@ -474,8 +476,10 @@ def test_the_brokers_limits_are_told_and_kept(scripted: ScriptedBroker) -> None:
     limits = b"\x21" + struct.pack("!H", 2) + b"\x27" + struct.pack("!I", 1000)
     watched, peer = met(scripted, bytes([CONNACK, 3 + len(limits), 0, 0, len(limits)]) + limits)
     assert watched.events == [Connected(mqtt_version=5, max_packet_bytes=1000, receive_max=2)]
-    with pytest.raises(LinkError, match="over the broker's limit"):
+    with pytest.raises(LinkError, match="over the broker's limit") as caught:
         watched.link.publish("x", bytes(1000))
+    for helps in ("max_packet_size", "link.chunk_bytes", "a manifest by fewer devices in a round"):
+        assert helps in (caught.value.hint or "")
     for payload in (b"1", b"2", b"3"):
         watched.link.publish("x", payload)
     watched.pump()
@@ -488,6 +492,89 @@ def test_the_brokers_limits_are_told_and_kept(scripted: ScriptedBroker) -> None:
     peer.write(bytes([PUBACK, 2]) + first[3:5])
     until(lambda: watched.link.unacknowledged == 2, watched)
     assert peer.read()[1][-1:] == b"3"
+
+
+def hang_up(scripted: ScriptedBroker, watched: Watched, *, accept: bool, take: int = 0) -> str:
+    """Why the link's next connection ended: at its CONNECT, or after ``take`` publishes were acknowledged and one came.
+    """
+    peer = scripted.meet(watched)
+    peer.read()
+    if accept:
+        connected = len(watched.of(Connected))
+        peer.write(ACCEPTED_V3)
+        until(lambda: len(watched.of(Connected)) > connected, watched)
+        for k in range(take + 1):
+            watched.link.publish(f"r/{k}", bytes(500), retain=True)
+            _, body = peer.read()
+            if k < take:
+                peer.write(bytes([PUBACK, 2]) + identifier(body))
+                until(lambda: not watched.link.unacknowledged, watched)
+    peer.close()
+    ended = len(watched.of(Disconnected))
+    until(lambda: len(watched.of(Disconnected)) > ended, watched)
+    return watched.of(Disconnected)[-1].reason
+
+
+def test_a_broker_of_3_1_1_that_hangs_up_on_retained_messages_again_is_suspected(scripted: ScriptedBroker) -> None:
+    watched = Watched(MqttLink(scripted.url, client_id="a", protocol=3))
+    watched.link.open()
+    assert "MQTT 3.1.1" not in hang_up(scripted, watched, accept=True)
+    said = hang_up(scripted, watched, accept=True)
+    assert "; MQTT 3.1.1 gives no reason: perhaps it takes none under r/0, none of 500 bytes, or no retained" in said
+    assert limits.explained(said) == f"{said}: a fleet needs a broker with retained messages " \
+                                     "(mosquitto: retain_available true)"
+    assert "MQTT 3.1.1" not in hang_up(scripted, watched, accept=True, take=1), "it took one"
+    assert "MQTT 3.1.1" not in hang_up(scripted, watched, accept=True), "not again"
+
+
+@pytest.mark.parametrize(("will", "suspected"), [(WILL, True), (replace(WILL, retain=False), False), (None, False)])
+def test_a_broker_of_3_1_1_that_hangs_up_at_once_is_suspected_of_not_taking_a_retained_will(
+    scripted: ScriptedBroker, will: Will | None, suspected: bool
+) -> None:
+    watched = Watched(MqttLink(scripted.url, client_id="a", protocol=3, will=will))
+    watched.link.open()
+    first, second = (hang_up(scripted, watched, accept=False) for _ in range(2))
+    assert "retained" not in first
+    assert ("takes no more clients, or no retained messages (the will is one)" in second) == suspected
+
+
+def test_a_broker_of_mqtt_5_that_hangs_up_is_not_suspected_for_it_could_say_why(scripted: ScriptedBroker) -> None:
+    watched = Watched(MqttLink(scripted.url, client_id="a", protocol=5, will=WILL))
+    watched.link.open()
+    reasons = {hang_up(scripted, watched, accept=False) for _ in range(3)}
+    assert reasons == {"the broker closed the connection"}
+
+
+def test_a_hang_up_that_is_noticed_in_writing_is_one(scripted: ScriptedBroker) -> None:
+    watched = Watched(MqttLink(scripted.url, client_id="a", protocol=3))
+    watched.link.open()
+    for _ in range(2):
+        peer = scripted.meet(watched)
+        peer.read()
+        peer.write(ACCEPTED_V3)
+        until(lambda: watched.link.connected, watched)
+        peer.close()
+        while watched.link.connected:
+            watched.link.publish("r/x", b"x", retain=True)
+        until(lambda: len(watched.of(Disconnected)) == len(watched.of(Connected)), watched)
+    assert f"or {NO_RETAINED}" in watched.of(Disconnected)[1].reason
+
+
+@NEEDS_MOSQUITTO
+@pytest.mark.parametrize("retain", [True, False])
+def test_a_mosquitto_without_retained_messages_is_suspected_over_3_1_1(tmp_path: Path, retain: bool) -> None:
+    """It hangs up on a will that is retained, and on a publish."""
+    with mosquitto(tmp_path / "broker", "retain_available false\n") as broker:
+        watched = Watched(MqttLink(broker.url, client_id="a", protocol=3, will=replace(WILL, retain=retain)))
+        watched.link.open()
+
+        def suspected() -> bool:
+            if watched.link.connected and not watched.link.unacknowledged:
+                watched.link.publish("r/x", b"x", retain=True)
+            return any("or no retained messages" in event.reason for event in watched.of(Disconnected))
+
+        until(suspected, watched)
+        watched.link.close()
 
 
 def test_what_the_broker_denies_is_an_event(scripted: ScriptedBroker) -> None:

@@ -195,7 +195,7 @@ def test_more_than_a_thousand_chunks_pass_a_queue_of_a_hundred_messages(tmp_path
 def asleep_until(running: Crew, condition: Callable[[], bool]) -> None:
     """The aggregator does nothing meanwhile."""
     running.server_sleeps = True
-    running.until(condition, 30)
+    running.until(condition, 120)
     running.server_sleeps = False
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet_core import cohort, config, messages, schema, topics
-from fleet_core.errors import ConfigError, MessageError
+from fleet_core import cohort, config, messages, schema, storage, topics
+from fleet_core.errors import ConfigError, MessageError, StateError
 from fleet_core.messages import (
     Answer,
     Blob,
@@ -36,7 +36,7 @@ from fleet_core.messages import (
     UploadManifest,
     UploadRules,
 )
-from fleet_core.signing import Signer, Verifier
+from fleet_core.signing import Signer, Verifier, load_public
 from fleet_core.transfer import Inbox, chunks
 
 KINDS = (Manifest, UploadManifest, Presence, Report, Down, ServerPresence, Question, Answer)
@@ -342,6 +342,37 @@ def test_another_fleets_signature_is_refused_by_the_name_of_its_key():
 def test_what_is_no_key_is_a_config_error(key):
     with pytest.raises(ConfigError):
         Verifier(key)
+
+
+@pytest.mark.parametrize("load", [Signer.load, load_public])
+@pytest.mark.parametrize("data", [b"", b"no key", b"\xff\xfe", b"00" * 31, b"00" * 33, b"0" * 1025, "٣".encode() * 64])
+def test_a_file_that_holds_no_key_is_named_with_what_to_do(tmp_path, load, data):
+    path = tmp_path / "fleet.key"
+    path.write_bytes(data)
+    with pytest.raises(StateError) as caught:
+        load(path)
+    assert (caught.value.where, caught.value.expected) == (str(path), "64 hex digits")
+    assert "from a backup" in str(caught.value)
+    assert not storage.is_of_the_disk(caught.value)
+
+
+@pytest.mark.parametrize("load", [Signer.load, load_public])
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.symlink_to(path)])
+def test_a_key_that_is_absent_or_cannot_be_read_is_of_the_disk_and_named_with_what_to_do(tmp_path, load, make):
+    path = tmp_path / "fleet.key"
+    make(path)
+    with pytest.raises(StateError, match="cannot be read") as caught:
+        load(path)
+    assert caught.value.where == str(path)
+    assert "from a backup" in str(caught.value)
+    assert storage.is_of_the_disk(caught.value)
+
+
+def test_a_key_comes_back_from_its_file(tmp_path):
+    made = Signer.create(tmp_path / "fleet.key")
+    assert Signer.load(tmp_path / "fleet.key").public == made.public
+    (tmp_path / "fleet.pub").write_text(f"{made.public}\n")
+    assert load_public(tmp_path / "fleet.pub") == made.public
 
 
 # schema and configuration -------------------------------------------------------------------------------------------

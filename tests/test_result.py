@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import io
 import json
 import socket
 from collections.abc import Iterator
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from cloud_server import result
-from cloud_server.ledger import Device, Energy, Flops, Ledger, Round, Traffic, Update
+from cloud_server.ledger import Device, Energy, Flops, Judgement, Ledger, Round, Traffic, Update
+from cloud_server.live import RECENT_ROUNDS, LiveView, Snapshot, snapshot
 from fleet_core.errors import DataError
 
 GOOD, FAIR, POOR = ((8, 0), (0, 2)), ((8, 0), (1, 1)), ((8, 0), (2, 0))
@@ -163,6 +166,81 @@ def test_the_bytes_of_the_round_in_flight_are_in_the_totals(ledger: Ledger) -> N
 def test_an_empty_ledger_gives_a_valid_result(ledger: Ledger) -> None:
     data = build(ledger)
     assert (data["devices"], data["rounds"], data["personalization"]) == (0, [], [])
+
+
+@pytest.mark.parametrize("within", [range(0), range(1), range(1, 2), range(2, 9), range(5)])
+def test_figures_of_some_rounds_are_those_of_the_whole(ledger: Ledger, within: range) -> None:
+    fill(ledger)
+    whole = result.round_figures(ledger)
+    assert [figures.round for figures in whole] == [1, 2]
+    assert result.round_figures(ledger, within) == tuple(figures for figures in whole if figures.round in within)
+
+
+def test_what_is_asked_of_some_rounds_leaves_out_all_others(ledger: Ledger) -> None:
+    fill(ledger)
+    ledger.put(Update(round=1, device="n", update_id="n", received_at=1.0))
+    only = range(2, 3)
+    for sums in (ledger.volume("round", only), ledger.joules("round", only), ledger.flops(only)):
+        assert sums.keys() == {2}
+    for rows in (ledger.rounds(within=only), ledger.rounds("closed", only), ledger.rows(Judgement, only)):
+        assert {row.round for row in rows} == {2}
+    assert ledger.joules(within=only)[None].missing is None
+    assert ledger.joules(within=range(1, 2))[None].missing == 1
+    assert ledger.rows(Update, only, status="refused") == ledger.rows(Update, status="refused")
+
+
+def test_the_newest_round_is_that_of_the_last_row_that_fits(ledger: Ledger) -> None:
+    assert ledger.newest(Round) is None
+    fill(ledger)
+    assert (ledger.newest(Round), ledger.newest(Round, status="closed")) == (3, 2)
+    assert (ledger.newest(Update, status="refused"), ledger.newest(Judgement, new=True, stage="before")) == (2, None)
+
+
+def long_run(ledger: Ledger, rounds: int, judged: int) -> None:
+    """As ``fill`` leaves it, and then closed ones, of which ``judged`` is one more that was judged."""
+    fill(ledger)
+    for number in range(3, rounds + 1):
+        ledger.put(
+            Round(round=number, opened_at=number, status="closed", seconds=number),
+            Update(round=number, device="a", update_id="a", received_at=1.0),
+            Energy(round=number, device="a", phase="train", joules=number, source="RAPL", measured=True),
+        )
+    row = result.judgement(judged, "a", "after", "pfldyn-proto", FAIR)
+    assert row is not None
+    ledger.put(row)
+
+
+def shown(now: Snapshot) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=150).print(LiveView(30, 2, io.StringIO()).table(now))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("rounds", "judged"), [(3, 2), (7, 7), (20, 4), (20, 17)])
+@pytest.mark.parametrize("told", [0, 3, 20])
+def test_a_view_of_the_newest_rounds_shows_what_one_of_all_rounds_does(
+    ledger: Ledger, rounds: int, judged: int, told: int
+) -> None:
+    long_run(ledger, rounds, judged)
+    every, newest = snapshot(ledger), snapshot(ledger, told)
+    assert [figures.round for figures in every.rounds] == list(range(1, rounds + 1))
+    assert len(newest.rounds) <= max(rounds - told, RECENT_ROUNDS) + 1
+    assert shown(newest) == shown(every)
+    assert [f for f in newest.rounds if f.round > told] == [f for f in every.rounds if f.round > told]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_view_asks_for_no_round_twice(ledger: Ledger, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    long_run(ledger, 20, 17)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    with LiveView(30, 2, stream, settle_s=0) as view:
+        assert view.told == -1
+        view.update(snapshot(ledger, view.told))
+        assert view.told == 20
+        assert len(snapshot(ledger, view.told).rounds) == RECENT_ROUNDS
 
 
 def test_the_environment_names_neither_the_machine_nor_its_user() -> None:

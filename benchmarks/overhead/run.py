@@ -36,6 +36,7 @@ from cloud_server.ledger import Judgement, Ledger
 from fleet_core.storage import write_json
 
 LIMIT_S = 240.0
+FEWEST_ROUNDS = 2
 SETTLE_S = 2.0
 LOOK_S = 0.1
 CODECS = ("fp32", "int8")
@@ -250,11 +251,21 @@ def outcome(
     }
 
 
+def rounds(text: str) -> int:
+    """A number of rounds that gives seconds per round."""
+    if (count := int(text)) < FEWEST_ROUNDS:
+        raise argparse.ArgumentTypeError(
+            f"{count} is too few: seconds per round are told from the end of one to the end of the next; "
+            f"expected at least {FEWEST_ROUNDS}"
+        )
+    return count
+
+
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """The options that the benchmarks of this folder have in common."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=rounds, default=20)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--no-namespaces", action="store_true", help="every process on the loopback interface")
     parser.add_argument("--out", type=Path, required=True)

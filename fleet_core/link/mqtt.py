@@ -26,9 +26,14 @@ BACKOFF_FIRST_S = 0.2
 BACKOFF_LAST_S = 30.0
 STABLE_S = 10.0  # a connection that lived this long starts the back-off anew
 SOON = 3  # after one that was accepted and lived less, the wait is as after three failures at most: 1.6 s
+SUSPICIOUS = 2  # sessions in a row that a broker of MQTT 3.1.1 hung up on
 IDLE_S = 1.0  # the longest wait between two looks at the keepalive
 MAX_INCOMING_BYTES = 8 << 20
 PACKET_OVERHEAD_BYTES = 16  # fixed header, lengths, identifier and empty properties of a PUBLISH, rounded up
+TOO_LARGE = (
+    "raise the broker's limit (mosquitto: max_packet_size); a chunk is made smaller by link.chunk_bytes, a manifest by "
+    "fewer devices in a round (fleet.cohort) and by larger chunks"
+)
 PORTS = {"mqtt": 1883, "mqtts": 8883}
 
 log = logging.getLogger(__name__)
@@ -84,6 +89,7 @@ class MqttLink:
         self._opened = False
         self._attempt_at_s = 0.0
         self._failures = 0
+        self._unsaid = 0
         self._random = random.Random()
 
     @property
@@ -119,7 +125,7 @@ class MqttLink:
                 f"a message of {size_bytes} bytes is over the broker's limit",
                 where=topic,
                 expected=f"at most {session.max_packet_bytes} bytes",
-                hint="use a smaller chunk",
+                hint=TOO_LARGE,
             )
         if session.waiting >= self._max_queued:
             raise LinkError(f"{self._max_queued} publishes wait already", where=self._url, hint="poll first")
@@ -206,6 +212,9 @@ class MqttLink:
         if self._protocol is None and self._version == 5 and session.version_refused:
             self._version, self._attempt_at_s = 3, 0.0
             return
+        self._unsaid = self._unsaid + 1 if session.unsaid else 0
+        if self._unsaid >= SUSPICIOUS:
+            reason += f"; MQTT 3.1.1 gives no reason: {session.unsaid}"
         if session.accepted:
             self._failures = 0 if session.age_s >= STABLE_S else min(self._failures, SOON)
         self._schedule(reason)

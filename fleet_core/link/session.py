@@ -12,7 +12,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ MAX_PACKET_BYTES = 268_435_455  # of MQTT itself
 UNSUPPORTED_VERSION = 0x84
 SKIPPED_S = 10.0  # a publish that is this much older than one that was acknowledged is given up
 FAREWELL_S = 1.0  # for the broker to hang up after DISCONNECT
+NO_RETAINED = "no retained messages"
 
 
 class Address(NamedTuple):
@@ -111,7 +112,7 @@ class CountingClient(paho.Client):
         except BlockingIOError:
             raise
         except OSError as error:
-            self.failure = describe(error)
+            self.failure, self.hung_up = describe(error), isinstance(error, (BrokenPipeError, ConnectionResetError))
             raise
         self.counters.mqtt_sent += sent
         return sent
@@ -139,6 +140,7 @@ class Session:
         self._refusal: ReasonCode | None = None
         self._reason: str | None = None
         self._unanswered = False
+        self._took_retained = False
         self._client = self._make_client()
         self._connect()
 
@@ -173,6 +175,21 @@ class Session:
         if self._refusal is not None:
             return f"the broker refused the connection: {self._refusal}"
         return self._reason or self._client.failure or "the connection was lost"
+
+    @property
+    def unsaid(self) -> str:
+        """What a broker of MQTT 3.1.1, which gives no reasons, may have hung up on; empty where nothing hints at it."""
+        if self._version == 5 or not self._client.hung_up or self._took_retained:
+            return ""
+        if not self.accepted:
+            will = self._settings.will
+            other = "perhaps it speaks something else at this port, takes no more clients"
+            return f"{other}, or {NO_RETAINED} (the will is one)" if will is not None and will.retain else ""
+        retained = [item for item in self._in_flight.values() if item.retain]
+        if not retained:
+            return ""
+        largest = _largest(retained)
+        return f"perhaps it takes none under {largest.topic}, none of {len(largest.payload)} bytes, or {NO_RETAINED}"
 
     @property
     def age_s(self) -> float:
@@ -283,7 +300,7 @@ class Session:
     def _suspicion(self) -> str:
         """mosquitto refuses a publish over its ``message_size_limit`` with a reason that MQTT does not allow there, and
         paho ends the connection: the largest publish under way is named."""
-        largest = max(self._in_flight.values(), key=lambda item: len(item.payload))
+        largest = _largest(self._in_flight.values())
         return f" {largest.topic} with {len(largest.payload)} bytes was under way: perhaps over the broker's limit"
 
     def _send_queued(self) -> None:
@@ -329,6 +346,7 @@ class Session:
             return
         if reason.is_failure:
             self._events.append(Denied(item.topic, str(reason)))
+        self._took_retained |= item.retain
         self._give_up_before(item.sent_at_s - SKIPPED_S)
 
     def _give_up_before(self, sent_at_s: float) -> None:
@@ -353,6 +371,10 @@ class Session:
 
     def _on_socket_close(self, _client: paho.Client, _data: Any, sock: Any) -> None:
         self._counters.closed(sock)
+
+
+def _largest(items: Iterable[_Outgoing]) -> _Outgoing:
+    return max(items, key=lambda item: len(item.payload))
 
 
 def describe(error: BaseException) -> str:

@@ -13,12 +13,12 @@ from benchmarks.overhead.crew import ROOT
 HERE = Path(__file__).parent
 
 
-def python_of(peer: str) -> Path:
-    """The Python that ``peer`` (flower or nvflare) is installed for. What its .txt does not bring (torch, the step) it
-    takes from this Python's packages and from this repository."""
+def python_of(peer: str, pins: Path = HERE) -> Path:
+    """The Python that ``peer`` is installed for, as its .txt among the ``pins`` says. What that does not bring (torch,
+    the step) it takes from this Python's packages and from this repository."""
     folder = ROOT / "build" / "peers" / peer
     python, ready = folder / "bin" / "python", folder / "ready.txt"
-    wanted = HERE / f"{peer}.txt"
+    wanted = pins / f"{peer}.txt"
     if not ready.exists() or ready.read_text() != wanted.read_text():
         venv.create(folder, with_pip=True, clear=True)
         subprocess.run([python, "-m", "pip", "install", "-q", "-r", wanted], check=True, stdout=sys.stderr)
