@@ -9,7 +9,8 @@ No draw depends on the number that a label has: a device whose labels are permut
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from fleet_core.errors import DataError
 
 Indices = NDArray[np.int64]
+Draw = tuple[Indices, ...]
 MAX_DRAWS = 21  # the first and at most 20 more
 
 
@@ -76,6 +78,63 @@ class Episodes:
         rest = rest[np.isin(self._class[rest], self._class[order[lead]])]
         more = min(self.support_batch - lead.size, rest.size - 1)
         return np.concatenate([order[lead], rest[:more]]), rest[more : more + self.query_batch]
+
+
+class Shots:
+    """An endless iterator of (support indices, query indices) with ``shots`` and ``queries`` samples of every class.
+
+    A class with fewer than both together gives its samples in the same proportion, at least one to each side; classes
+    with a single sample are left out. Arguments, attributes and errors as of ``Episodes``.
+    """
+
+    def __init__(self, y: ArrayLike, shots: int, queries: int, rng: np.random.Generator):
+        names, self._class, counts = np.unique(np.asarray(y), return_inverse=True, return_counts=True)
+        self.left_out = {int(names[k]): int(counts[k]) for k in np.flatnonzero(counts < 2)}
+        if not (counts >= 2).any():
+            raise DataError(
+                f"no class has two samples among {counts.sum()}", hint="a class needs one to learn from, one to ask"
+            )
+        self._take = [_scaled(shots, queries, int(n), 1) if n >= 2 else (0, 0) for n in counts]
+        self._rng = rng
+
+    def __iter__(self) -> Iterator[tuple[Indices, Indices]]:
+        return self
+
+    def __next__(self) -> tuple[Indices, Indices]:
+        order = self._rng.permutation(self._class.size)  # one draw for all, so that no label's number matters
+        parts: tuple[list[Indices], list[Indices]] = [], []
+        for k, (shots, queries) in enumerate(self._take):
+            own = order[self._class[order] == k]
+            parts[0].append(own[:shots])
+            parts[1].append(own[shots : shots + queries])
+        return _shuffled(parts[0], order), _shuffled(parts[1], order)
+
+
+def _shuffled(parts: list[Indices], order: Indices) -> Indices:
+    """The indices of ``parts`` in the order of ``order``, which does not know their classes."""
+    return order[np.isin(order, np.concatenate(parts))]
+
+
+def draws(
+    y: ArrayLike, hyper: Any, rng: np.random.Generator
+) -> tuple[Iterator[Draw], Callable[[], Mapping[int, int]]]:
+    """An endless stream of what one step draws, and what was left out so far: class -> samples.
+
+    A draw is (support, query) or, with ``hyper.independent_hessian_batch``, (support, query, third); the support is
+    empty where nothing adapts.
+    """
+    labels = np.asarray(y)
+    if hasattr(hyper, "batch"):
+        nothing = np.empty(0, np.int64)
+        return ((nothing, index) for index in batches(labels.size, hyper.batch, rng)), dict
+    if getattr(hyper, "shots", 0):
+        shots = Shots(labels, hyper.shots, hyper.query_shots, rng)
+        return shots, lambda: dict(shots.left_out)
+    episodes = Episodes(labels, hyper.support_batch, hyper.query_batch, rng)
+    if not getattr(hyper, "independent_hessian_batch", False):
+        return episodes, lambda: dict(episodes.left_out)
+    third = batches(labels.size, min(hyper.support_batch, labels.size), rng)
+    return ((*pair, more) for pair, more in zip(episodes, third, strict=False)), lambda: dict(episodes.left_out)
 
 
 def batches(n: int, batch: int, rng: np.random.Generator) -> Iterator[Indices]:

@@ -1,0 +1,22 @@
+"""A data set divided over devices, as the papers' experiments do it: named partitions, new devices, novel classes.
+
+Everything is numpy and a function of its arguments and a seed.
+"""
+
+from __future__ import annotations
+
+from fleet_core.data.partitions.named import PARTITIONS, Partition, partition
+from fleet_core.data.partitions.new_devices import Newcomers, hold_out, newcomers, support_query
+from fleet_core.data.partitions.shares import Share, pool
+
+__all__ = [
+    "PARTITIONS",
+    "Newcomers",
+    "Partition",
+    "Share",
+    "hold_out",
+    "newcomers",
+    "partition",
+    "pool",
+    "support_query",
+]

@@ -1,0 +1,269 @@
+"""The rows that a device holds of a data set, and the dealing that all partitions have in common.
+
+A partition draws from a train set and a test set, or from one set. Rows count through both: row r of the test set is
+row len(train) + r, and ``pool`` makes the Samples that they index. Of one set, a device learns from some rows and is
+judged on others. No row is dealt twice.
+
+M: devices. C: classes that occur. N: rows of the pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fleet_core import schema
+from fleet_core.data.samples import Samples
+from fleet_core.errors import DataError
+
+Rows = NDArray[np.int64]
+Counts = NDArray[np.int64]
+Hand = tuple[Rows, Rows]  # what a device learns from, what it is judged on
+NAMED_AT_ONCE = 10
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """The part of one device.
+
+    train, test: int64 [n] and [m], rows of the pool in ascending order, disjoint.
+    labels: None, or the device's own numbering: its label k stands for class labels[k].
+    """
+
+    name: str
+    train: Rows
+    test: Rows
+    labels: tuple[int, ...] | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """All of the device's rows, int64 [n + m]."""
+        return np.concatenate([self.train, self.test])
+
+    def relabelled(self, y: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Classes int64 [n] as the device numbers them. Raises DataError for a class that the device does not hold."""
+        if self.labels is None:
+            return y
+        own = np.array(self.labels, np.int64)
+        order = np.argsort(own)
+        places = np.minimum(np.searchsorted(own[order], y), own.size - 1)
+        strange = np.flatnonzero(own[order[places]] != y)
+        if strange.size:
+            known = ", ".join(map(str, sorted(self.labels)))
+            raise DataError(f"holds no class {y[strange[0]]}", where=self.name, expected=f"one of {known}")
+        return order[places].astype(np.int64)
+
+    def take(self, samples: Samples, rows: Rows) -> Samples:
+        """Some of the device's rows of the pool, with the device's own labels and their names."""
+        taken = samples.take(rows)
+        names = taken.classes
+        if self.labels is not None and names is not None:
+            names = tuple(names[label] for label in self.labels)
+        return replace(taken, y=self.relabelled(taken.y), classes=names)
+
+
+def pool(train: Samples, test: Samples | None = None) -> Samples:
+    """Both sets as one, the train set first: what the rows of shares index. Raises DataError where they differ."""
+    if test is None:
+        return train
+    for what, first, second in (
+        ("samples", (train.x.dtype, train.x.shape[1:]), (test.x.dtype, test.x.shape[1:])),
+        ("classes", train.classes, test.classes),
+    ):
+        if first != second:
+            raise DataError(f"its {what} are {second}", where="test set", expected=f"{first}, as in the train set")
+    return Samples(
+        np.concatenate([train.x, test.x]),
+        np.concatenate([train.y, test.y]),
+        _both("client", train.client, test.client),
+        _both("time", train.time, test.time),
+        train.classes,
+    )
+
+
+def _both(name: str, train: NDArray[Any] | None, test: NDArray[Any] | None) -> NDArray[Any] | None:
+    if (train is None) != (test is None):
+        raise DataError(f"only one of the two sets has '{name}'", expected="both or neither")
+    return None if train is None or test is None else np.concatenate([train, test])
+
+
+def generator(seed: int, *words: str) -> np.random.Generator:
+    """Draws of their own for every use of one seed. Raises DataError for a negative seed."""
+    if seed < 0:
+        raise DataError(f"a seed of {seed}", expected="0 or more")
+    return np.random.default_rng([seed, *(zlib.crc32(word.encode()) for word in words)])
+
+
+@contextlib.contextmanager
+def checked(options: Any, where: str) -> Iterator[None]:
+    """Raises DataError with every option that is outside its limits, and names ``where`` in those raised inside."""
+    _, problems = schema.read(type(options), schema.plain(options))
+    if problems:
+        raise DataError("\n".join(map(str, problems)), where=where)
+    try:
+        yield
+    except DataError as error:
+        raise DataError(error.what, where=where, expected=error.expected, hint=error.hint) from None
+
+
+# counts -------------------------------------------------------------------------------------------------------------
+
+
+def apportion(shares: NDArray[np.float64], totals: Counts) -> Counts:
+    """Whole numbers [M, C] that sum to ``totals`` [M] by row, each within one of its share (largest remainders). Where
+    all shares of a row are 0, its total must be 0."""
+    weight = shares.sum(axis=1, keepdims=True)
+    exact = shares / np.where(weight > 0, weight, 1) * totals[:, None]
+    whole: Counts = np.floor(exact).astype(np.int64)
+    rank = np.argsort(np.argsort(whole - exact, axis=1, kind="stable"), axis=1)
+    whole += rank < (totals - whole.sum(axis=1))[:, None]
+    return whole
+
+
+def on_classes(held_Mc: NDArray[np.int64], values: ArrayLike, classes: int) -> Counts:
+    """Counts [M, C]: ``values``, one number or [M, c], at the classes that each device holds, 0 elsewhere."""
+    counts = np.zeros((len(held_Mc), classes), np.int64)
+    np.put_along_axis(counts, held_Mc, values, axis=1)
+    return counts
+
+
+def cut(counts_MC: Counts, fraction: float) -> Counts:
+    """How many of each device's samples of each class [M, C] come before the cut: ``fraction`` of them, stratified.
+
+    A device of two samples or more has some on both sides, a device of one sample on the first. A class of two or more
+    is on the first side at least once, for which that side may grow beyond ``fraction``.
+    """
+    sizes = counts_MC.sum(axis=1)
+    wanted = np.floor(sizes * fraction + 0.5).astype(np.int64)
+    first = np.minimum(np.clip(wanted, 1, np.maximum(sizes - 1, 1)), sizes)
+    return np.maximum(apportion(counts_MC.astype(np.float64), first), np.minimum(counts_MC // 2, 1))
+
+
+def split_rows(rows: Rows, y: NDArray[np.int64], before: Counts, rng: np.random.Generator) -> Hand:
+    """Rows [n] with their classes y [n] split at random: ``before[k]`` rows of the k-th class that occurs, the rest."""
+    kinds = np.unique(y, return_inverse=True)[1]
+    order = rng.permutation(rows.size)
+    order = order[np.argsort(kinds[order], kind="stable")]  # class after class, at random within
+    sizes = np.bincount(kinds)
+    place = np.arange(rows.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    first = place < np.repeat(before, sizes)
+    return np.sort(rows[order[first]]), np.sort(rows[order[~first]])
+
+
+# dealing ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Stock:
+    """One set to draw from. rows: int64 [n], of the pool. kinds: int64 [n], their classes as places in
+    ``Source.classes``. counts: int64 [C], rows of each class."""
+
+    name: str
+    rows: Rows
+    kinds: NDArray[np.int64]
+    counts: Counts
+
+    def shortages(self, wanted_C: Counts, classes: tuple[int, ...]) -> list[str]:
+        return [
+            f"class {classes[k]} has {self.counts[k]} samples in the {self.name}, {wanted_C[k]} are wanted"
+            for k in np.flatnonzero(wanted_C > self.counts)
+        ]
+
+    def deal(self, wanted_MC: Counts, rng: np.random.Generator) -> list[Rows]:
+        """``wanted_MC[i, k]`` rows of class k for device i, at random."""
+        devices = len(wanted_MC)
+        owner = np.full(self.rows.size, devices)
+        for k, column in enumerate(wanted_MC.T):
+            places = rng.permutation(np.flatnonzero(self.kinds == k))
+            owner[places[: column.sum()]] = np.repeat(np.arange(devices), column)
+        order = np.argsort(owner, kind="stable")
+        return np.split(self.rows[order], np.searchsorted(owner[order], np.arange(1, devices + 1)))[:devices]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a partition draws from. classes: the labels that occur, ascending. test: None where there is one set.
+    y int64 [N], client str [N] and time float64 [N], or None: of the pool."""
+
+    classes: tuple[int, ...]
+    train: Stock
+    test: Stock | None
+    y: NDArray[np.int64]
+    client: NDArray[np.str_] | None
+    time: NDArray[np.float64] | None
+
+    @staticmethod
+    def of(train: Samples, test: Samples | None, without: Collection[int] = ()) -> Source:
+        """Rows of the classes ``without`` are in neither stock. Raises DataError for such a class that does not occur,
+        or where no row is left."""
+        y = train.y if test is None else np.concatenate([train.y, test.y])
+        absent = sorted(set(without) - set(np.unique(y).tolist()))
+        if absent:
+            raise DataError(f"holds no class {absent[0]} to keep out", expected="classes that occur")
+        rows = np.flatnonzero(~np.isin(y, list(without)))
+        if not rows.size:
+            raise DataError("holds no samples to divide")
+        classes, kinds = np.unique(y[rows], return_inverse=True)
+        early = rows < len(train)
+
+        def stock(name: str, chosen: NDArray[np.bool_]) -> Stock:
+            return Stock(name, rows[chosen], kinds[chosen], np.bincount(kinds[chosen], minlength=classes.size))
+
+        return Source(
+            tuple(classes.tolist()),
+            stock("set" if test is None else "train set", early),
+            None if test is None else stock("test set", ~early),
+            y,
+            train.client if test is None else _both("client", train.client, test.client),
+            train.time if test is None else _both("time", train.time, test.time),
+        )
+
+    def as_one(self) -> Source:
+        """The two sets as one."""
+        if self.test is None:
+            return self
+        first, second = self.train, self.test
+        whole = Stock(
+            "two sets together",
+            np.concatenate([first.rows, second.rows]),
+            np.concatenate([first.kinds, second.kinds]),
+            first.counts + second.counts,
+        )
+        return replace(self, train=whole, test=None)
+
+    def check(self, train_MC: Counts, test_MC: Counts) -> None:
+        """Raises DataError with every class that has too few samples, or with the devices left without any."""
+        train_C, test_C = train_MC.sum(axis=0), test_MC.sum(axis=0)
+        if self.test is None:
+            short = self.train.shortages(train_C + test_C, self.classes)
+        else:
+            short = self.train.shortages(train_C, self.classes) + self.test.shortages(test_C, self.classes)
+        empty = np.flatnonzero((train_MC.sum(axis=1) == 0) | (test_MC.sum(axis=1) == 0)).tolist()
+        if empty:
+            short.append(f"{len(empty)} of {len(train_MC)} devices are left without training or without test samples")
+        if short:
+            more = [f"and {len(short) - NAMED_AT_ONCE} more"] if len(short) > NAMED_AT_ONCE else []
+            hint = "fewer devices, or fewer samples for each"
+            raise DataError("\n".join(short[:NAMED_AT_ONCE] + more), hint=hint)
+
+    def deal(self, train_MC: Counts, test_MC: Counts, rng: np.random.Generator) -> list[Hand]:
+        """Rows for every device. Raises DataError as ``check``, before any row is drawn."""
+        self.check(train_MC, test_MC)
+        if self.test is None:
+            hands = self.train.deal(np.concatenate([train_MC, test_MC]), rng)
+            return list(zip(hands[: len(train_MC)], hands[len(train_MC) :], strict=True))
+        return list(zip(self.train.deal(train_MC, rng), self.test.deal(test_MC, rng), strict=True))
+
+
+def shares_of(hands: list[Hand], labels: list[tuple[int, ...]] | None = None, prefix: str = "device") -> list[Share]:
+    """Hands with the names device-0, device-1, … of equal length."""
+    width = len(str(len(hands) - 1))
+    return [
+        Share(f"{prefix}-{i:0{width}}", *hand, None if labels is None else labels[i]) for i, hand in enumerate(hands)
+    ]

@@ -1,0 +1,115 @@
+"""The Free Spoken Digit Dataset: recordings of one digit each, 8 kHz, mono, 16 bit; as spectrograms or as sound.
+
+Z. Jackson and others, https://github.com/Jakobovski/free-spoken-digit-dataset. A recording is
+``DIGIT_SPEAKER_TAKE.wav``; the data set's readme names takes 0 to 4 of every digit and speaker as the test part.
+
+Sound: every recording begins at sample 0 and is cut or filled up with silence to 8,320 samples (1.04 s); full scale is
+±1. Spectrogram: 64 frames of 256 samples, 128 apart, Hann window; power in 32 triangular mel bands up to 4 kHz (HTK's
+mel scale), natural logarithm of power + 1e-6. Time is the number of the take: rows of a speaker are in the order of
+takes, so that a split by time gives all digits to both parts.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import wave
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet_core.data.samples import Samples
+from fleet_core.data.sets.archives import tar_files
+from fleet_core.errors import DataError
+
+RATE_HZ = 8000
+WINDOW, HOP, FRAMES, BANDS = 256, 128, 64, 32
+LENGTH = WINDOW + HOP * (FRAMES - 1)
+FLOOR = 1e-6
+TEST_TAKES = 5
+DIGITS = tuple("0123456789")
+LIMIT_BYTES = 256 << 20
+MAX_SAMPLES = 10 * RATE_HZ
+NAME = re.compile(r"[^/]+/recordings/(\d)_([A-Za-z]+)_(\d{1,3})\.wav")
+
+
+def spoken_digits(files: Mapping[str, Path]) -> tuple[Samples, Samples]:
+    """x float32 [N, 1, 32, 64], y int64 [N], client: the speaker, time: the take."""
+    train, test = spoken_digits_raw(files)
+    return spectrograms(train), spectrograms(test)
+
+
+def spoken_digits_raw(files: Mapping[str, Path]) -> tuple[Samples, Samples]:
+    """x float32 [N, 1, 8320], y int64 [N], client: the speaker, time: the take."""
+    path = files["free-spoken-digit-dataset-1.0.9.tar.gz"]
+    found = []
+    for name, data in tar_files(path, lambda name: NAME.fullmatch(name) is not None, LIMIT_BYTES):
+        match = NAME.fullmatch(name)
+        assert match is not None
+        found.append((int(match[3]), match[2], int(match[1]), read_wave(data, f"{path}: {name}")))
+    if not found:
+        raise DataError("holds no recording", where=str(path), expected="recordings/DIGIT_SPEAKER_TAKE.wav")
+    return by_take(found)
+
+
+def by_take(recordings: list[tuple[int, str, int, NDArray[np.int16]]]) -> tuple[Samples, Samples]:
+    """(take, speaker, digit, sound int16) as the train and the test part."""
+    ordered = sorted(recordings, key=lambda recording: recording[:3])
+    take = np.array([one[0] for one in ordered], dtype=np.float64)
+    whole = Samples(
+        np.stack([fitted(one[3]) for one in ordered])[:, None],
+        np.array([one[2] for one in ordered], dtype=np.int64),
+        np.array([one[1] for one in ordered], dtype=np.str_),
+        take,
+        DIGITS,
+    )
+    return whole.take(take >= TEST_TAKES), whole.take(take < TEST_TAKES)
+
+
+def read_wave(data: bytes, where: str) -> NDArray[np.int16]:
+    """The samples of a .wav file, int16. Raises DataError."""
+    try:
+        with wave.open(io.BytesIO(data)) as file:
+            form = (file.getnchannels(), file.getsampwidth(), file.getframerate())
+            if form != (1, 2, RATE_HZ):
+                raise DataError(f"has {form[0]} channels of {form[1]} bytes at {form[2]} Hz", where=where,
+                                expected=f"1 channel of 2 bytes at {RATE_HZ} Hz")
+            frames = file.readframes(MAX_SAMPLES)
+    except (wave.Error, EOFError, ValueError, RuntimeError) as error:
+        raise DataError(f"is no sound that can be read: {error}", where=where) from error
+    sound = np.frombuffer(frames[: len(frames) // 2 * 2], "<i2").astype(np.int16)
+    if not sound.size:
+        raise DataError("is empty", where=where)
+    return sound
+
+
+def fitted(sound: NDArray[np.int16]) -> NDArray[np.float32]:
+    """float32 [8320], full scale ±1."""
+    out = np.zeros(LENGTH, np.float32)
+    out[: len(sound)] = sound[:LENGTH] / np.float32(1 << 15)
+    return out
+
+
+def spectrograms(samples: Samples) -> Samples:
+    """Sound, x float32 [N, 1, 8320], as log-mel spectrograms, float32 [N, 1, 32, 64]."""
+    frames_NFW = np.lib.stride_tricks.sliding_window_view(samples.x[:, 0], WINDOW, axis=1)[:, ::HOP]
+    window_W = np.hanning(WINDOW + 1)[:-1].astype(np.float32)
+    bands_BK = mel_bands()
+    x = np.empty((len(samples), 1, BANDS, FRAMES), np.float32)
+    for row, frames_FW in enumerate(frames_NFW):
+        power_FK = np.abs(np.fft.rfft(frames_FW * window_W, axis=1)) ** 2
+        x[row, 0] = np.log(bands_BK @ power_FK.T + FLOOR)
+    return Samples(x, samples.y, samples.client, samples.time, samples.classes)
+
+
+def mel_bands() -> NDArray[np.float64]:
+    """Triangular weights of the 129 frequencies in 32 bands, float64 [32, 129]."""
+    hz = np.fft.rfftfreq(WINDOW, 1 / RATE_HZ)
+    edges = 700 * (10 ** (np.linspace(0, 2595 * np.log10(1 + RATE_HZ / 2 / 700), BANDS + 2) / 2595) - 1)
+    low, centre, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
+    weights: NDArray[np.float64] = np.maximum(
+        0.0, np.minimum((hz - low) / (centre - low), (high - hz) / (high - centre))
+    )
+    return weights
