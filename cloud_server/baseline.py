@@ -22,9 +22,15 @@ METHOD = "fedavg"
 
 
 def baseline_toml(live: FleetConfig) -> str:
-    """fleet.toml of the same fleet under FedAvg: same model, rounds, cohort, seed and local SGD; fp32 updates."""
+    """fleet.toml of the same fleet under FedAvg: same model, rounds, cohort, seed and local SGD; fp32 updates.
+
+    A method whose server steps with an optimizer of its own has no local SGD to take over: FedAvg keeps its own.
+    """
     hyper = METHODS[METHOD].hyper
-    known = {name: value for name, value in live.hyper.items() if name in hyper.__dataclass_fields__}
+    theirs, _ = schema.read(METHODS[live.fleet.method].hyper, live.hyper)
+    local = getattr(theirs, "server_optimizer", "sgd") == "sgd"
+    names = [name for name in hyper.__dataclass_fields__ if local and not name.startswith("server_")]
+    known = {name: live.hyper[name] for name in names if name in live.hyper}
     batch = int(live.hyper.get("support_batch", 0)) + int(live.hyper.get("query_batch", 0))
     if batch:
         known["batch"] = batch

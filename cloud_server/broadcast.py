@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ def encode_model(model: Params, before: Checkpoint, codec: str, layout: Layout, 
     """``model`` (float64) and what was lost ``before``: a delta to what devices hold, or the whole at the start."""
     held = before.published
     target = model if before.lost is None else trees.add(model, before.lost)
-    if held is None:
+    if not held:
         data = codecs.encode("fp32", target)
         return Encoded(data, "fp32", False, codecs.decode("fp32", data, layout, groups), None)
     delta = _difference(target, held)
@@ -60,18 +60,19 @@ def _difference(left: Params, right: Params) -> dict[str, dict[str, Any]]:
 class Broadcast:
     """Makes references and manifests of one fleet and hands them to its publisher.
 
-    upload_limit: bytes of the largest update. next_seq: of the next manifest. now: Unix seconds. ``served``: the judged
-    model that stays published, None before one was made.
+    layout: of what crosses the wire; layout_hash: of the model. upload_limit: bytes of the largest update. next_seq: of
+    the next manifest. now: Unix seconds. ``served``: the judged model that stays published, None before one was made.
     """
 
     def __init__(
-        self, fleet: Fleet, layout: Layout, graph: bytes, ledger: Ledger, checkpoints: Checkpoints,
+        self, fleet: Fleet, layout: Layout, layout_hash: str, graph: bytes, ledger: Ledger, checkpoints: Checkpoints,
         publisher: Publisher, *, upload_limit: int, next_seq: Callable[[], int], now: Callable[[], float],
     ):
         self._config, self._method = fleet.config, fleet.method
+        self._codec_up, self._codec_down = fleet.codec_up, fleet.codec_down
         self._hyper = schema.plain(fleet.hyper)
         self._signer = fleet.signer()
-        self._layout, self._graph = layout, graph
+        self._layout, self._layout_hash, self._graph = layout, layout_hash, graph
         self._ledger, self._checkpoints, self._publisher = ledger, checkpoints, publisher
         self._upload_limit, self._next_seq, self._now = upload_limit, next_seq, now
         self._known: tuple[Params, str] | None = None
@@ -83,7 +84,7 @@ class Broadcast:
         self, target: Params, before: Checkpoint, number: int, lacks: Callable[[str], bool]
     ) -> tuple[ModelRef, Encoded]:
         """The model of round ``number``; whole as well when somebody ``lacks(base)`` the base of its delta."""
-        made = encode_model(target, before, self._config.link.down, self._layout, self._method.shared)
+        made = encode_model(target, before, self._codec_down, self._layout, self._method.down)
         base = self._identity(before.published) if made.delta and before.published is not None else None
         full = self._whole(made.decoded) if base is not None and lacks(base) else None
         model = self._identity(made.decoded)
@@ -112,15 +113,18 @@ class Broadcast:
     def round(self, opened: OpenRound, after: Checkpoint) -> None:
         """Announces the open round that follows ``after``."""
         chosen = cohort.announce(self._config.fleet.seed, opened.number, list(opened.cohort))
-        self._manifest(after, opened.number, chosen, opened.model, is_open=True)
+        self._manifest(after, opened.number, chosen, opened.model, opened.scalars, is_open=True)
 
     def idle(self, after: Checkpoint) -> None:
         """While nobody is asked to train: what was counted, and the judged model."""
         if after.round:
             self.served = self.served or self._judged(after)
-            self._manifest(after, after.round, Cohort(devices=()), self.served, is_open=False)
+            self._manifest(after, after.round, Cohort(devices=()), self.served, {}, is_open=False)
 
-    def _manifest(self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, *, is_open: bool) -> None:
+    def _manifest(
+        self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float], *,
+        is_open: bool,
+    ) -> None:
         fleet, link = self._config.fleet, self._config.link
         graph = self._blob(self._graph)
         manifest = Manifest(
@@ -135,11 +139,11 @@ class Broadcast:
             model=model,
             graph=graph,
             serve=self.served,
-            layout=self._layout.hash,
-            scalars={"round": float(number), "seed": float(fleet.seed)},
+            layout=self._layout_hash,
+            scalars={**scalars, "round": float(number), "seed": float(fleet.seed)},
             dual_epoch=after.state.dual_epoch,
             counted=self._counted(after.round),
-            up=UploadRules(self._upload_limit, link.chunk_bytes, (link.up,)),
+            up=UploadRules(self._upload_limit, link.chunk_bytes, (self._codec_up,)),
             open=is_open,
         )
         keep = {blob.id for blob in manifest.blobs()}
@@ -149,11 +153,12 @@ class Broadcast:
         """Which updates the last closed rounds counted; older ones are answered when a device asks."""
         records = []
         for number in range(max(1, closed - COUNTED_ROUNDS + 1), closed + 1):
-            ids = tuple(u.update_id for u in self._ledger.rows(Update, round=number, status="counted"))
-            if len(ids) <= LISTED_IDS:
-                records.append(Counted(number, ids=ids))
+            rows = self._ledger.rows(Update, round=number, status="counted")
+            marks = tuple(messages.mark(number, u.device, u.update_id) for u in rows)
+            if len(marks) <= LISTED_IDS:
+                records.append(Counted(number, ids=marks))
             else:
-                records.append(Counted(number, blob=self._blob("\n".join(ids).encode())))
+                records.append(Counted(number, blob=self._blob("\n".join(marks).encode())))
         return tuple(records)
 
     # The judged model -------------------------------------------------------------------------------------------------

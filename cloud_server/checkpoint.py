@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from fleet_core.errors import StateError
 KEPT = 3
 MAX_BYTES = 1 << 34
 FORMAT = 1
-OWN = ("format", "sha256", "round", "dual_epoch")  # metadata that are no facts
+OWN = ("format", "sha256", "round", "dual_epoch", "scalars")  # metadata that are no facts
 RESTORE = "put the whole fleet folder back from a backup: ledger and state belong together"
 
 
@@ -69,7 +70,10 @@ class Checkpoints:
             roles["published"] = checkpoint.published
         if checkpoint.lost is not None:
             roles["lost"] = checkpoint.lost
-        metadata = {"round": str(checkpoint.round), "dual_epoch": str(state.dual_epoch), **checkpoint.facts}
+        metadata = {
+            "round": str(checkpoint.round), "dual_epoch": str(state.dual_epoch),
+            "scalars": json.dumps(dict(state.scalars), sort_keys=True), **checkpoint.facts,
+        }
         _write(self.path(checkpoint.round), storage.flatten_roles(roles), metadata)
         for old in sorted(self._folder.glob("round-*.safetensors"))[:-KEPT]:
             old.unlink(missing_ok=True)
@@ -108,11 +112,14 @@ class Checkpoints:
             role: {g: {n: tree[g][n] for n in named} for g, named in order.items() if g in tree}
             for role, tree in storage.unflatten_roles(arrays).items()
         }
-        if "model" not in roles or metadata["round"] != str(round_number):
+        if "dual_epoch" not in metadata or metadata["round"] != str(round_number):
             raise StateError("is no checkpoint of this round", where=str(path), hint=RESTORE)
         memory = {role[len("memory."):]: tree for role, tree in roles.items() if role.startswith("memory.")}
-        judged = roles.get("judged", roles["model"])
-        state = ServerState(roles["model"], judged, memory, int(metadata["dual_epoch"]))
+        model = roles.get("model", {})  # a method that shares nothing has none
+        scalars = json.loads(metadata.get("scalars", "{}"))
+        state = ServerState(
+            model, roles.get("judged", model), memory, int(metadata["dual_epoch"]), scalars, round_number
+        )
         facts = {key: value for key, value in metadata.items() if key not in OWN}
         return Checkpoint(round_number, state, roles.get("published"), roles.get("lost"), facts)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from cloud_server import catalog, enroll, lab_cli, outcome, predict, result, serve
 from cloud_server import demo as demonstration
-from cloud_server import enroll, predict, result, serve
+from cloud_server.datasets import datasets_app
 from cloud_server.fleet import Fleet, FleetConfig
 from cloud_server.found import found
 from cloud_server.ledger import Ledger
@@ -19,7 +19,7 @@ from cloud_server.report import render
 from cloud_server.starting import fleet_toml, samples_of
 from fleet_core import runtime, schema, storage, terminal, topics
 from fleet_core.algorithms.methods import METHODS
-from fleet_core.errors import ConfigError, StateError
+from fleet_core.errors import ConfigError
 from fleet_core.link.mqtt import parse_url
 
 app = terminal.application("Personalized federated learning on real edge devices.")
@@ -27,6 +27,7 @@ server_app = typer.Typer(help="The aggregator.", no_args_is_help=True)
 devices_app = typer.Typer(help="The fleet's devices.", no_args_is_help=True)
 app.add_typer(server_app, name="server")
 app.add_typer(devices_app, name="devices")
+app.add_typer(datasets_app, name="datasets")
 
 FLEET = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet's folder.")]
 DEFAULT_METHOD, DEFAULT_ROUNDS = "pfldyn-proto", 30
@@ -71,9 +72,9 @@ def demo(
         devices=devices, new_devices=new_devices, rounds=rounds, method=method, data=data, seed=seed,
         baseline=baseline, support_s=support_s, meter_watts=meter_watts,
     )
-    outcome = demonstration.run(options, out, broker, show=runtime.say if as_json else print)
+    shown = demonstration.run(options, out, broker, show=runtime.say if as_json else print)
     if as_json:
-        terminal.show(outcome)
+        terminal.show(shown)
 
 
 @app.command()
@@ -82,7 +83,7 @@ def init(
     data: Annotated[str | None, typer.Option(help="heartbeat, or samples to take shape and classes from.")] = None,
     name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's.")] = None,
     method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto.")] = None,
-    model: Annotated[str | None, typer.Option(help="cnn1d, mlp, lenet or package.module:build; default by shape.")]
+    model: Annotated[str | None, typer.Option(help="A named model or package.module:build; default by shape.")]
     = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Default 30.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Default 0.")] = None,
@@ -99,6 +100,8 @@ def init(
     made = found(fleet, text, _export)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")
+    for remark in made.remarks():
+        runtime.say(remark)
     runtime.say(f"next: metafleet server start {fleet}, and for each device: metafleet devices enroll {fleet} NAME "
                  "--to HOME, then edge-agent run --home HOME")
 
@@ -250,20 +253,20 @@ def devices_revoke(fleet: FLEET, name: str) -> None:
 
 
 @app.command()
-def methods(as_json: JSON = False) -> None:
-    """What there is: source, what is sent, what stays, hyper-parameters."""
-    listed = [
-        {"name": m.name, "title": m.title, "source": m.source, "adaptation": m.adaptation,
-         "personalizer": m.personalizer, "shared": list(m.shared), "models_down": m.models_down,
-         "models_up": m.models_up, "version": m.version,
-         "hyper": {f.name: f.default for f in fields(m.hyper) if f.default is not MISSING}}
-        for m in METHODS.values()
-    ]
+def methods(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method in full.")] = None,
+    as_json: JSON = False,
+) -> None:
+    """What there is: what is sent, what stays, source, hyper-parameters."""
+    if name is not None:
+        method = catalog.named(name)
+        if as_json:
+            notes = {"notes": catalog.notes(method), "pages": catalog.pages(method)}
+            return terminal.show({**catalog.facts(method), **notes})
+        return print(catalog.described(method))
     if as_json:
-        return terminal.show(listed)
-    rows = [(m.name, f"{m.models_down}/{m.models_up}", "+".join(m.shared), m.title, m.source)
-            for m in METHODS.values()]
-    terminal.table(rows, ("method", "down/up", "shared", "what", "source"))
+        return terminal.show([catalog.facts(method) for method in METHODS.values()])
+    terminal.table(catalog.rows(), ("method", "down", "up", "stays", "what", "source"))
 
 
 @app.command("predict")
@@ -296,27 +299,13 @@ def report(
     out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
 ) -> None:
     """One self-contained page: table, curves, bytes, joules."""
-    outcome = _result(folder)
-    storage.write_atomic(out, render(outcome, title=f"Metafleet: {outcome['method']}").encode())
+    found = outcome.of_run(folder)
+    storage.write_atomic(out, render(found, title=f"Metafleet: {found['method']}").encode())
     print(out)
 
 
-def _result(folder: Path) -> dict[str, Any]:
-    path = folder / "result.json"
-    if path.exists():
-        try:
-            outcome: dict[str, Any] = json.loads(storage.read_bytes(path, limit=1 << 28))
-        except ValueError as error:
-            raise StateError("is no JSON", where=str(path)) from error
-        problems = result.validate(outcome)
-        if problems:
-            raise StateError(f"is no result: {'; '.join(problems[:5])}", where=str(path))
-        return outcome
-    made = Fleet.load(folder)
-    with Ledger(made.ledger_path, create=False) as ledger:
-        return result.to_json(result.build(
-            ledger, method=made.method.name, seed=made.config.fleet.seed, config=schema.plain(made.config)
-        ))
+for command in (lab_cli.simulate, lab_cli.compare, lab_cli.advise):
+    app.command()(command)
 
 
 def main() -> None:

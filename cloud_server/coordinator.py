@@ -13,7 +13,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from cloud_server import disk, limits
 from cloud_server.books import Books
@@ -25,12 +24,11 @@ from cloud_server.publisher import Publisher
 from cloud_server.reception import Reception
 from cloud_server.roster import Roster, inability
 from cloud_server.rounds import OpenRound, Rounds
+from cloud_server.rule_state import RuleState
 from cloud_server.spool import Spool
 from cloud_server.voice import Voice
 from cloud_server.waiting import Waiting
 from fleet_core import bundle, cohort, messages, topics
-from fleet_core.algorithms import trees
-from fleet_core.algorithms.seam import ServerState
 from fleet_core.errors import CodecError, FleetError, MessageError, StateError
 from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
 from fleet_core.messages import Down, PendingRef, Presence, Report, ServerPresence, UploadManifest
@@ -59,21 +57,24 @@ class Coordinator:
         self.name = fleet.config.fleet.name
         self.boot = boot or secrets.token_hex(8)
         self._clock, self._now, self._log = clock, now, log
+        for remark in fleet.remarks():
+            log(remark)
         self._voice = Voice(self.name, link, fleet.signer(), self.boot, log)
         graph_data = fleet.graph_bytes()
         self.graph = bundle.unpack(graph_data)
         self.layout = self.graph.layout
+        self.wire = self.layout.extended(self.method.down, self.method.shared)
         self._checkpoints = Checkpoints(fleet.folder / "state", log)
-        self._spool = Spool(fleet.folder / "spool", self.layout, self.method.shared)
+        self._spool = Spool(fleet.folder / "spool", self.wire, self.method.shared)
         self._publisher = Publisher(self.name, link, fleet.folder / "state" / "published.json", clock=clock, log=log)
         self._books = Books(ledger, now)
         self._rounds = Rounds(ledger, self.method, now)
         self._reception = Reception(
-            fleet, self.layout, ledger, self._spool, self._tell, current=lambda: self.open,
+            fleet, self.wire, self.layout.hash, ledger, self._spool, self._tell, current=lambda: self.open,
             closed=lambda: (self.checkpoint.round, self.checkpoint.state.dual_epoch), clock=clock, now=now, log=log,
         )
         self._broadcast = Broadcast(
-            fleet, self.layout, graph_data, ledger, self._checkpoints, self._publisher,
+            fleet, self.wire, self.layout.hash, graph_data, ledger, self._checkpoints, self._publisher,
             upload_limit=self._reception.limit, next_seq=self._books.next_seq, now=now,
         )
         self._roster = Roster(
@@ -87,7 +88,7 @@ class Coordinator:
         self.broker_said = ""
         self.open: OpenRound | None = None
         self.paused = ledger.facts().get("paused") == "yes"
-        self.checkpoint = self._resume()
+        self._state = RuleState(fleet, self.layout, ledger, self._checkpoints, self._roster, log=log)
         self._broadcast.resume(self.checkpoint)
 
     # The loop ---------------------------------------------------------------------------------------------------------
@@ -131,6 +132,11 @@ class Coordinator:
         return True
 
     @property
+    def checkpoint(self) -> Checkpoint:
+        """After the last closed round."""
+        return self._state.checkpoint
+
+    @property
     def finished(self) -> bool:
         """All rounds are closed; the judged model stays published."""
         return self.checkpoint.round >= self.config.fleet.rounds
@@ -160,15 +166,6 @@ class Coordinator:
 
     # Start and restart ------------------------------------------------------------------------------------------------
 
-    def _resume(self) -> Checkpoint:
-        first = self.layout.ordered(self.fleet.weights(self.graph))
-        closed = self.ledger.rounds("closed")
-        number = closed[-1].round if closed else 0
-        if closed or self._checkpoints.exists(0):
-            return self._checkpoints.load(number, first)
-        state = self.method.server.init(trees.widened(first), self.hyper)
-        return Checkpoint(0, state, facts={"members": "0", "leaves": "0", "epoch_start": "1"})
-
     def _on_connected(self, limit_bytes: int | None) -> None:
         self.broker_said = ""
         limits.check_packets(self.fleet, limit_bytes)
@@ -188,7 +185,7 @@ class Coordinator:
                 self.paused, self._idle = value == "yes", None
                 self.ledger.set_facts(paused=value)
             elif what == "enroll":
-                self._roster.enroll(name, *self._history())
+                self._roster.enroll(name, *self._state.history())
             elif what == "revoke":
                 self._revoke(name)
             else:
@@ -199,10 +196,6 @@ class Coordinator:
         """At once, so that a round does not wait for it; its dual is made up for before the next round."""
         self._roster.revoke(name)
         self._reception.drop(name)
-
-    def _history(self) -> tuple[int, int]:
-        """(last closed round, first round of the present duals)."""
-        return self.checkpoint.round, int(self.checkpoint.facts["epoch_start"])
 
     # Devices ----------------------------------------------------------------------------------------------------------
 
@@ -215,7 +208,7 @@ class Coordinator:
         name = address.device
         if address.kind == "st":
             presence = messages.decode(Presence, payload)
-            self._roster.on_presence(name, presence, *self._history())
+            self._roster.on_presence(name, presence, *self._state.history())
             if presence.st == "off":
                 self._reception.drop(name)
             elif not presence.beat:
@@ -272,17 +265,18 @@ class Coordinator:
         before = self._rounds.interrupted(number)
         if before is None and not self._enough_there():
             return
-        state = self._reconciled(leaving=before is None)
+        sent = self.method.server.broadcast(self._state.opening(before))
         had = self._rounds.cohort(self.checkpoint.round)
         reference, made = self._broadcast.model(
-            state.model, self.checkpoint, number, lambda base: self._roster.someone_lacks(base, besides=had)
+            sent.groups, self.checkpoint, number, lambda base: self._roster.someone_lacks(base, besides=had)
         )
         chosen = before.cohort if before else tuple(
             cohort.select(self.config.fleet.seed, number, self._roster.ready(), self.config.fleet.cohort)
         )
         started = before.opened_at if before else self._now()
         self.open = OpenRound(
-            number, chosen, started, self._clock() + self.config.fleet.deadline_s, reference, made.decoded, made.lost
+            number, chosen, started, self._clock() + self.config.fleet.deadline_s, reference, made.decoded, made.lost,
+            sent.scalars,
         )
         if not before:
             self._rounds.begin(self.open, len(self._roster.members()))
@@ -295,26 +289,6 @@ class Coordinator:
         """Enough devices to begin, and those that were on before this aggregator started have had time to be heard."""
         late = self._clock() - self._connected_at > GRACE_S
         return len(self._roster.ready()) >= self.config.fleet.min_devices and (late or not self._roster.awaited())
-
-    def _reconciled(self, *, leaving: bool) -> ServerState:
-        """The checkpoint's state after the joins (and, when a round is opened, the leaves) since it was made.
-
-        A leave during a round waits for the next one, also when the round is opened again after a restart, so that an
-        interrupted run computes what an undisturbed one does.
-        """
-        state, rule, facts = self.checkpoint.state, self.method.server, self.checkpoint.facts
-        members, before = len(self._roster.members()), int(facts["members"])
-        if leaving and self._roster.leaves > int(facts["leaves"]):
-            state = rule.left(state, members)
-            facts = {**facts, "members": str(members), "leaves": str(self._roster.leaves)}
-            if state.dual_epoch != self.checkpoint.state.dual_epoch:
-                facts["epoch_start"] = str(self.checkpoint.round + 1)
-            self.checkpoint = replace(self.checkpoint, state=state, facts=facts)
-            self._checkpoints.save(self.checkpoint)
-            return state
-        for count in range((before or members) + 1, members + 1):
-            state = rule.joined(state, count)
-        return state
 
     # Close a round ----------------------------------------------------------------------------------------------------
 
@@ -346,21 +320,18 @@ class Coordinator:
         self.open = None
 
     def _close(self, opened: OpenRound) -> None:
-        state = replace(self._reconciled(leaving=False), model=trees.widened(opened.published))
         members = max(len(self._roster.members()), len(opened.received))
         updates = self._spool.updates(opened.number, opened.received)
         try:
-            state = self.method.server.apply(state, updates, members, self.hyper)
+            checkpoint = self._state.closing(opened, updates, members)
         except (StateError, CodecError) as error:
             return self._take_up_again(error)
-        facts = {**self.checkpoint.facts, "members": str(members)}
-        checkpoint = Checkpoint(opened.number, state, opened.published, opened.lost, facts)
         self._checkpoints.save(checkpoint)  # before the ledger says so: a crash between leaves the round open
         with self.ledger.transaction():
             self._reception.book(opened)
             self._roster.took_part(opened.received)
             self._rounds.close(opened, members)
-        self.checkpoint, self.open = checkpoint, None
+        self._state.checkpoint, self.open = checkpoint, None
         self._looked_at = -math.inf
         self._rounds.say_stalled("")
         self._reception.end()

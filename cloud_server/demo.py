@@ -81,6 +81,8 @@ def _run(
     options: Options, folder: Path, broker: str | None, stopped: Callable[[], bool]
 ) -> tuple[dict[str, Any], str]:
     found = _found(options, folder, stopped)
+    for remark in found.remarks():
+        runtime.say(remark)
     training, joining = _write_devices(options, folder, found)
     with (
         serve.broker_at(broker, folder / "broker", port=0, log=runtime.say) as url,
@@ -278,9 +280,9 @@ def _watch(
             view.say(f"agent {name} ended with exit code {code} and is started again")
         if stalled := ledger.facts().get("stalled"):
             raise RoundError(stalled, hint="once that is mended the same command goes on")
-        view.update(snapshot(ledger))
+        view.update(snapshot(ledger, view.told))
         time.sleep(VIEW_S)
-    view.update(snapshot(ledger))
+    view.update(snapshot(ledger, view.told))
 
 
 def _judged(ledger: Ledger, round_number: int) -> set[str]:

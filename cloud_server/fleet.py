@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fleet_core import bundle, config, schema, storage
+from fleet_core import bundle, codecs, config, schema, storage
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.algorithms.trees import Params
 from fleet_core.bundle import Graph
-from fleet_core.codecs import CODECS
 from fleet_core.errors import CodecError, ConfigError, StateError
-from fleet_core.layout import InputSpec
-from fleet_core.signing import Signer
+from fleet_core.layout import MODEL_GROUPS, InputSpec, Layout
+from fleet_core.signing import Signer, load_public
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
 
@@ -65,8 +64,8 @@ class LinkSection:
     max_update_norm: a larger update is refused."""
 
     broker: str | None = None
-    up: str = field(default="int8", metadata={"choices": tuple(CODECS)})
-    down: str = field(default="int8", metadata={"choices": tuple(CODECS)})
+    up: str = field(default="int8", metadata={"choices": tuple(codecs.CODECS)})
+    down: str = field(default="int8", metadata={"choices": tuple(codecs.CODECS)})
     chunk_bytes: int = field(default=61440, metadata={"min": 1024, "max": 1 << 24})
     max_update_norm: float = field(default=1e4, metadata={"above": 0})
 
@@ -103,11 +102,35 @@ class Fleet:
     def ledger_path(self) -> Path:
         return self.folder / "ledger.sqlite"
 
+    @property
+    def codec_up(self) -> str:
+        """The codec of updates: nothing lossy for what the server does not sum over rounds."""
+        return self.config.link.up if self.method.cumulative else "fp32"
+
+    @property
+    def codec_down(self) -> str:
+        """The codec of models. Sums over samples have no common scale: a rare class would drown in a common one's."""
+        return self.config.link.down if self.method.cumulative else "fp32"
+
+    def remarks(self) -> list[str]:
+        """What the method makes of the link's settings, where a person may expect something else."""
+        name, link = self.method.name, self.config.link
+        if not self.method.down:
+            nothing = len(codecs.encode("fp32", {}))
+            text = f"a device fetches a model of {nothing} bytes once, and sends as many a round"
+            return [f"{name} shares nothing: {text}"]
+        if (self.codec_up, self.codec_down) != (link.up, link.down):
+            text = f"all goes as fp32, not as {link.up} up and {link.down} down"
+            return [f"{name} sends sums over samples, which a lossy codec would spoil: {text}"]
+        return []
+
     def signer(self) -> Signer:
+        """Raises StateError when there is no key."""
         return Signer.load(self.folder / "fleet.key")
 
     def public_key(self) -> str:
-        return storage.read_bytes(self.folder / "fleet.pub", limit=1024).decode().strip()
+        """64 hex digits. Raises StateError when there is none."""
+        return load_public(self.folder / "fleet.pub")
 
     def graph_bytes(self) -> bytes:
         """The published graph bundle as it lies on disk. Raises StateError with what to run when it is missing, or
@@ -125,7 +148,7 @@ class Fleet:
             "name": (layout.model, model.name), "input": (layout.input, model.input),
             "classes": (layout.classes, model.classes),
             "options": (schema.plain(layout.options), schema.plain(model.options)),
-            "graphs": (set(graph.graphs) >= ({"predict"} if "head" in method.shared else {"embed"}), True),
+            "graphs": (set(graph.graphs) >= set(method.graphs), True),
         }
         wrong = [name for name, (found, wanted) in pairs.items() if found != wanted]
         if wrong:
@@ -134,21 +157,26 @@ class Fleet:
                 hint="make the fleet anew in an empty folder: a fleet keeps its model",
             )
 
-    def weights(self, graph: Graph) -> Params:
-        """The first weights, float32, of the groups that the method shares."""
+    def first(self, layout: Layout) -> Params:
+        """The first values, float32, of every group: the model's, and zeros in those that the method has besides."""
+        wire = layout.extended(self.method.down, self.method.shared)
+        besides = tuple(group for group in self.method.down if group not in MODEL_GROUPS)
+        return wire.ordered({**self.weights(layout), **wire.zeros(besides)})
+
+    def weights(self, layout: Layout) -> Params:
+        """The model's first weights, float32. Raises StateError."""
         path = self.folder / "weights.safetensors"
         if not path.exists():
             raise StateError("the first weights are missing", where=str(path), hint=f"metafleet init {self.folder}")
-        groups = tuple(dict.fromkeys(t.group for t in graph.layout.tensors))
+        groups = tuple(dict.fromkeys(t.group for t in layout.tensors))
         data = storage.read_bytes(path, limit=1 << 33)
         try:
-            params = bundle.weights_from_bytes(data, graph.layout, groups)
+            return bundle.weights_from_bytes(data, layout, groups)
         except CodecError as error:
             raise StateError(
                 f"are not this model's first weights: {error.what}", where=str(path), expected=error.expected,
                 hint=f"delete them, then: metafleet init {self.folder}",
             ) from error
-        return self.method.params(params)
 
     def running(self) -> bool:
         """Whether an aggregator works on this folder now."""

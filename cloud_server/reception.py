@@ -20,21 +20,24 @@ from fleet_core.layout import Layout
 from fleet_core.messages import Down, UploadManifest
 
 REFUSALS_NOTED = 8
+REASON = 500  # characters
 
 
 class Reception:
     """Fills ``received`` and ``failed`` of the open round.
 
-    tell(device, message): sends to a device. current(): the open round, or None. closed(): (the last closed round, the
-    present dual epoch).
+    layout: of what crosses the wire; layout_hash: of the model. tell(device, message): sends to a device. current():
+    the open round, or None. closed(): (the last closed round, the present dual epoch).
     """
 
     def __init__(
-        self, fleet: Fleet, layout: Layout, ledger: Ledger, spool: Spool, tell: Callable[[str, Down], None], *,
-        current: Callable[[], OpenRound | None], closed: Callable[[], tuple[int, int]], clock: Callable[[], float],
-        now: Callable[[], float], log: Callable[[str], None],
+        self, fleet: Fleet, layout: Layout, layout_hash: str, ledger: Ledger, spool: Spool,
+        tell: Callable[[str, Down], None], *, current: Callable[[], OpenRound | None],
+        closed: Callable[[], tuple[int, int]], clock: Callable[[], float], now: Callable[[], float],
+        log: Callable[[str], None],
     ):
         self._link, self._method, self._layout = fleet.config.link, fleet.method, layout
+        self._layout_hash, self._codec_up = layout_hash, fleet.codec_up
         self._ledger, self._spool, self._tell = ledger, spool, tell
         self._current, self._closed, self._now, self._log = current, closed, now, log
         self.limit = upload_limit(layout, fleet.method.shared)
@@ -127,22 +130,29 @@ class Reception:
             return "not in this round's cohort"
         checks: dict[str, tuple[Any, Any]] = {
             "method": (manifest.method, self._method.name),
-            "layout": (manifest.layout, self._layout.hash),
+            "layout": (manifest.layout, self._layout_hash),
             "dual epoch": (manifest.dual_epoch, dual_epoch),
             "base model": (manifest.base, opened.model.model),
-            "codec": (manifest.codec, self._link.up),
+            "codec": (manifest.codec, self._codec_up),
+            "scalars": (sorted(manifest.scalars), sorted(self._method.up_scalars)),
         }
         wrong = [f"{what} {got}, expected {wanted}" for what, (got, wanted) in checks.items() if got != wanted]
+        bound = self._link.max_update_norm
+        wrong += [f"{name} is {v:g}, above {bound:g}" for name, v in manifest.scalars.items() if not abs(v) <= bound]
         return "; ".join(wrong)
 
     def _verify(self, manifest: UploadManifest, data: bytes) -> None:
-        """Raises CodecError for arrays of another layout, values that are not finite and norms over the bound."""
+        """Raises CodecError for arrays of another layout, values that are not finite and norms over the bound; of what
+        adds up over a device's samples, norms over the bound for each of them."""
         params = codecs.decode(manifest.codec, data, self._layout, self._method.shared)
         length, bound = norm(params), self._link.max_update_norm
+        if not self._method.cumulative:
+            length /= max(1, manifest.samples)
         if not math.isfinite(length) or length > bound:
             raise MessageError(f"an update of norm {length:.3g}", expected=f"at most {bound:g}")
 
     def _refuse(self, device: str, number: int, manifest: UploadManifest, reason: str) -> None:
+        reason = reason[:REASON]  # it quotes the device
         opened = self._current()
         late = opened is None or number != opened.number
         noted = self._ledger.rows(Update, round=number, device=device)
@@ -152,7 +162,7 @@ class Reception:
         if opened is not None and not late and device in opened.cohort:
             opened.failed[device] = reason
         self._log(f"round {number}: {device}: update refused: {reason}")
-        self._tell(device, Down("reject", number, manifest.id, ok=False, reason=reason[:500]))
+        self._tell(device, Down("reject", number, manifest.id, ok=False, reason=reason))
 
     def _row(self, number: int, device: str, manifest: UploadManifest, status: str, reason: str = "") -> Update:
         return Update(

@@ -197,13 +197,13 @@ class Roster:
             return True
         if presence.trained > closed + 1 and not known.ahead:  # what is pending belongs to the next one
             known.ahead = True
-            self._log(f"{name} knows round {presence.trained}, the last one here is {closed}: every dual starts again")
+            self._log(f"{name} knows round {presence.trained}, the last one here is {closed}")
             return True
         if known.boot in ("", presence.boot):
             return False
         unknown = range(max(presence.trained + 1, epoch_start), closed + 1)
         if any(self._ledger.rows(Update, round=n, device=name, status="counted") for n in unknown):
-            self._log(f"{name} lost its training state: every device's dual starts again")
+            self._log(f"{name} lost its training state")
             return True
         return False
 

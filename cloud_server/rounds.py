@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from cloud_server.ledger import Ledger, Round
@@ -16,8 +16,8 @@ class OpenRound:
     """One round between its opening and its closing; what has come is in the spool too.
 
     opened_at: Unix seconds. deadline: on the aggregator's clock. model: as announced; published: its decoded
-    float32 weights, which devices hold; lost: what a lossy codec left out of them, or None. failed: device -> why it
-    will not deliver.
+    float32 weights, which devices hold; lost: what a lossy codec left out of them, or None. scalars: sent beside it.
+    failed: device -> why it will not deliver.
     """
 
     number: int
@@ -27,6 +27,7 @@ class OpenRound:
     model: ModelRef
     published: Params
     lost: Params | None
+    scalars: Mapping[str, float]
     received: dict[str, UploadManifest] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 

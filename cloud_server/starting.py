@@ -5,32 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cloud_server import catalog
 from fleet_core import config, schema
-from fleet_core.algorithms.methods import METHODS
-from fleet_core.data import heartbeat
+from fleet_core.data.partitions import pool
 from fleet_core.data.samples import Samples, load
-from fleet_core.errors import ConfigError, DataError
+from fleet_core.data.sets.named import load_set
+from fleet_core.data.sets.registry import entries
+from fleet_core.errors import DataError
 
 
 def samples_of(data: str) -> Samples:
     """The named set, or the file. Raises DataError."""
-    return heartbeat.load_heartbeat() if data == "heartbeat" else load(Path(data))
+    if data not in entries() or Path(data).exists():
+        return load(Path(data))
+    found = load_set(data)
+    return pool(found.train, found.test)
 
 
 def fleet_toml(
     samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int, **fleet: Any
 ) -> str:
     """fleet.toml for samples like these; hyper-parameters are written out, so that a person sees what there is."""
-    if method not in METHODS:
-        near = schema.suggest(method, METHODS)
-        raise ConfigError(f"unknown method '{method}'" + (f" (did you mean '{near}'?)" if near else ""),
-                          expected=", ".join(METHODS), hint="metafleet methods")
+    hyper = catalog.named(method).hyper()
     if samples.classes is None:
         raise DataError("the samples name no classes", hint="add an array 'classes' to the file")
     shape = samples.x.shape[1:]
-    chosen = model or {2: "cnn1d", 3: "lenet"}.get(len(shape), "mlp")
+    tokens = samples.x.dtype.name == "int64"
+    chosen = model or ("char-lstm" if tokens else {2: "cnn1d", 3: "lenet"}.get(len(shape), "mlp"))
     scale = 1 / 255 if samples.x.dtype.name == "uint8" else 1.0
-    hyper = METHODS[method].hyper()
     return config.toml({
         "fleet": {"name": name, "method": method, "rounds": rounds, "seed": seed, **fleet},
         "model": {"name": chosen, "classes": list(samples.classes),

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from edge_agent.accounts import Accounts
 from edge_agent.disk import Disk
 from edge_agent.fetcher import Fetcher
+from edge_agent.graphs import Graphs
 from edge_agent.home import Home
-from edge_agent.models import MAX_MODEL_BYTES, Models, method_of
+from edge_agent.methods import method_of
+from edge_agent.models import MAX_MODEL_BYTES, Models
 from edge_agent.outbox import Outbox
 from edge_agent.reporter import LOOK_S, Reporter
 from edge_agent.service import Service
@@ -24,8 +26,8 @@ from edge_agent.settings import Settings
 from edge_agent.training import LocalTraining, still_asked
 from edge_agent.uploader import Uploader
 from edge_agent.worker import Done, Trainer
-from fleet_core import bundle, messages, topics
-from fleet_core.errors import BundleError, FleetError, LinkError, MessageError, RoundError
+from fleet_core import messages, topics
+from fleet_core.errors import FleetError, LinkError, MessageError, RoundError
 from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
 from fleet_core.messages import Answer, Down, Manifest, Presence, Question, ServerPresence
 from fleet_core.signing import Verifier
@@ -65,7 +67,8 @@ class Agent:
         )
         trains = settings.train.enabled and trainer is not None
         self._reporter = Reporter(settings, self.boot, link, accounts, trains=trains, clock=clock, log=log)
-        self._outbox = Outbox(self.boot, home, self._uploader, self._fetcher, self._reporter, log)
+        self._outbox = Outbox(self.name, self.boot, home, self._uploader, self._fetcher, self._reporter, log)
+        self._graphs = Graphs(home, service, self._fetcher, lambda: self._announce())
         self._models = Models(home, service, log)
         self._training = LocalTraining(settings, self.boot, home, service, accounts, trainer)
         self._serving = Serving(
@@ -74,7 +77,6 @@ class Agent:
         self._disk = Disk(home.folder, clock)
         self._held_up: tuple[str, bytes] | None = None  # what arrived and could not be written down
         self._gave_up: dict[str, int] = {}
-        self._bad_graph = ""
         self._server_boot = ""
         self._looked = clock()
         self.manifest: Manifest | None = None
@@ -201,7 +203,7 @@ class Agent:
             return
         counted = next((r for r in manifest.counted if r.blob is not None and r.blob.id == blob_id), None)
         if manifest.graph is not None and blob_id == manifest.graph.id:
-            self._attempt("graph", lambda: self._install_graph(blob_id, data, new=True))
+            self._attempt("graph", lambda: self._graphs.take(manifest, blob_id, data))
         elif counted is not None:
             self._outbox.settle(counted.round, data.decode("ascii", "replace").split())
         elif manifest.open and blob_id in (blob.id for blob in manifest.model.blobs()):
@@ -213,19 +215,12 @@ class Agent:
 
     def _on_down(self, payload: bytes) -> None:
         if payload.startswith(b"ed25519:"):
-            return self._on_fate(messages.decode(Down, self._verifier.verify(payload)))
+            self._outbox.on_fate(messages.decode(Down, self._verifier.verify(payload)))
+            return self._advance()
         down = messages.decode(Down, payload)
         if down.t == "heard":
             return self._reporter.heard(down.boot)
         self._outbox.on_word(down)
-
-    def _on_fate(self, down: Down) -> None:
-        """A signed record of what became of an old update."""
-        pending = self._outbox.pending
-        if pending is None or down.t != "counted" or down.device != self.name or down.id != pending.upload.id:
-            return
-        self._outbox.settle(down.r, [down.id] if down.ok else [])
-        self._advance()
 
     def _on_question(self, question_id: str, payload: bytes) -> None:
         try:
@@ -273,8 +268,8 @@ class Agent:
         able = self._outbox.pending is None and not gave_up and not self._disk.refuses
         if able and self._training.wanted(manifest):
             self._attempt("train", lambda: self._take_part(manifest))
-        if manifest.serve is not None:
-            ref = manifest.serve
+        ref = manifest.serve
+        if ref is not None and not (method_of(manifest).personal and self._outbox.undecided(ref.round)):
             self._attempt("serve", lambda: self._serving.want(manifest, ref))
         self._rest(manifest)
 
@@ -311,32 +306,9 @@ class Agent:
 
     def _has_graph(self, manifest: Manifest) -> bool:
         blob = manifest.graph
-        if blob is None or self.service.graph_id == blob.id:
-            return self.service.graph is not None
-        if blob.id == self._bad_graph:
-            self._attempt("graph", self._refuse_graph)
-            return False
-        data = self.home.graph(blob)
-        if data is None:
-            self._attempt("graph", lambda: self._fetcher.start(blob, bundle.MAX_BYTES, "graph"))
-        else:
-            self._attempt("graph", lambda: self._install_graph(blob.id, data, new=False))
-        return self.service.graph_id == blob.id
-
-    def _refuse_graph(self) -> None:
-        raise BundleError("the fleet's graph failed its check here", hint="see this device's log")
-
-    def _install_graph(self, blob_id: str, data: bytes, *, new: bool) -> None:
-        self._bad_graph = blob_id  # until it is in use
-        graph = bundle.unpack(data)
-        manifest = self.manifest
-        if manifest is not None and manifest.layout and graph.layout.hash != manifest.layout:
-            raise BundleError(f"the graph has layout {graph.layout.hash}", expected=manifest.layout)
-        self.service.install(blob_id, graph)
-        self._bad_graph = ""
-        if new:
-            self.home.save_graph(blob_id, data)
-        self._announce()
+        if blob is not None and self.service.graph_id != blob.id:
+            self._attempt("graph", lambda: self._graphs.want(manifest, blob))
+        return self.service.graph is not None and (blob is None or self.service.graph_id == blob.id)
 
     def _take_part(self, manifest: Manifest) -> None:
         if self._models.base == manifest.model.model:
@@ -350,7 +322,7 @@ class Agent:
 
     def _rest(self, manifest: Manifest) -> None:
         """Between rounds that nobody collects the trainer's memory is free for others."""
-        served = manifest.serve is None or self.service.model == manifest.serve.model
+        served = manifest.serve is None or self.service.answers_with(manifest.serve, method_of(manifest))
         if self.trainer is not None and not manifest.open and served and not self.trainer.busy:
             self.trainer.stop()
 

@@ -1,4 +1,4 @@
-"""The models that a manifest names, as this device has them: its method, the weights held, and new ones from a blob."""
+"""The models that a manifest names, as this device has them: the weights held, and new ones from a blob."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from edge_agent.home import Home, Weights
+from edge_agent.methods import method_of, wire
 from edge_agent.service import Service
 from fleet_core import codecs
-from fleet_core.algorithms.methods import METHODS
-from fleet_core.algorithms.seam import Method
-from fleet_core.errors import CodecError, MessageError
+from fleet_core.errors import CodecError
 from fleet_core.messages import Blob, Manifest, ModelRef
 
 MAX_MODEL_BYTES = 1 << 30
@@ -47,9 +46,9 @@ class Models:
         """Raises CodecError for a blob that is not the announced model; a delta that does not fit is let go of."""
         ref = manifest.model
         try:
-            params = self._decode(manifest, ref, blob_id, data)
+            params = self._decode(manifest, method_of(manifest).down, ref, blob_id, data)
         except CodecError:
-            if ref.base is None or blob_id != ref.blob.id:
+            if not self._as_delta(ref, blob_id):
                 raise
             self._log("the delta does not fit what is held here: the whole model is needed")
             self.base = ""
@@ -59,12 +58,16 @@ class Models:
 
     def take_judged(self, manifest: Manifest, ref: ModelRef, blob_id: str, data: bytes) -> None:
         """Raises CodecError for a blob that is not the announced model."""
-        self.judged = Weights(ref.model, ref.round, self._decode(manifest, ref, blob_id, data))
+        self.judged = Weights(
+            ref.model, ref.round, self._decode(manifest, method_of(manifest).shared, ref, blob_id, data)
+        )
 
-    def _decode(self, manifest: Manifest, ref: ModelRef, blob_id: str, data: bytes) -> dict[str, dict[str, Any]]:
-        layout, groups = self._service.layout, method_of(manifest).shared
+    def _decode(
+        self, manifest: Manifest, groups: tuple[str, ...], ref: ModelRef, blob_id: str, data: bytes
+    ) -> dict[str, dict[str, Any]]:
+        layout = wire(self._service.layout, method_of(manifest))
         params = codecs.decode(ref.codec if blob_id == ref.blob.id else "fp32", data, layout, groups)
-        if ref.base is not None and blob_id == ref.blob.id:
+        if self._as_delta(ref, blob_id):
             held = self._home.weights("model")
             if held is None:
                 raise CodecError("the base of the delta is not here", where=f"round {ref.round}")
@@ -73,11 +76,8 @@ class Models:
             raise CodecError("the decoded model is not the one that was announced", where=f"round {ref.round}")
         return params
 
-
-def method_of(manifest: Manifest) -> Method:
-    """The manifest's method. Raises MessageError for one, or a version of one, that this agent lacks."""
-    reference = manifest.method
-    method = METHODS.get(reference.name)
-    if method is None or method.version != reference.version:
-        raise MessageError(f"method {reference.name} version {reference.version}", hint="update this agent")
-    return method
+    def _as_delta(self, ref: ModelRef, blob_id: str) -> bool:
+        """Whether the blob moves the weights held here. A delta from zeros is byte for byte the whole model too."""
+        if ref.base is None or blob_id != ref.blob.id:
+            return False
+        return ref.full is None or blob_id != ref.full.id or self.base == ref.base

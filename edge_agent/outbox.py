@@ -10,7 +10,7 @@ from edge_agent.home import Home, Pending, state_key
 from edge_agent.reporter import Reporter
 from edge_agent.training import identity, still_asked
 from edge_agent.uploader import Uploader
-from fleet_core.messages import Cost, Down, Manifest, PendingRef
+from fleet_core.messages import Cost, Down, Manifest, PendingRef, mark
 
 MAX_COUNTED_BYTES = 1 << 26
 
@@ -19,10 +19,11 @@ class Outbox:
     """``pending``: the one update whose fate is open, also from an earlier life of this agent, or None."""
 
     def __init__(
-        self, life: str, home: Home, uploader: Uploader, fetcher: Fetcher, reporter: Reporter,
+        self, device: str, life: str, home: Home, uploader: Uploader, fetcher: Fetcher, reporter: Reporter,
         log: Callable[[str], None],
     ):
-        self._life, self._home, self._uploader, self._fetcher = life, home, uploader, fetcher
+        self._device, self._life = device, life
+        self._home, self._uploader, self._fetcher = home, uploader, fetcher
         self._reporter, self._log = reporter, log
         self._offered_seq = -1
         self.pending: Pending | None = home.pending()
@@ -80,12 +81,27 @@ class Outbox:
         elif self._offered_seq != manifest.seq:
             self._offer(manifest, pending)
 
-    def settle(self, round_number: int, counted_ids: list[str]) -> None:
-        """Commits the pending state when its update is among the counted ones of its round, discards it otherwise."""
+    def undecided(self, round_number: int) -> bool:
+        """Whether an update of that round, or of an earlier one, still waits for its fate."""
+        return self.pending is not None and self.pending.round <= round_number
+
+    def settle(self, round_number: int, marks: list[str]) -> None:
+        """``marks``: of the updates that a round counted. What is pending of that round is decided with it."""
         pending = self.pending
-        if pending is None or pending.round != round_number:
+        if pending is not None and pending.round == round_number:
+            self._decide(pending, mark(round_number, self._device, pending.upload.id) in marks)
+
+    def on_fate(self, down: Down) -> None:
+        """A signed record of what became of an old update, which may be the one that is pending."""
+        pending = self.pending
+        if pending is None or (down.t, down.device) != ("counted", self._device):
             return
-        if pending.upload.id not in counted_ids:
+        if (down.r, down.id) == (pending.round, pending.upload.id):
+            self._decide(pending, down.ok)
+
+    def _decide(self, pending: Pending, counted: bool) -> None:
+        """Commits the pending state when its update was counted, discards it otherwise."""
+        if not counted:
             return self._discard(pending)
         self._home.commit(pending)
         self._uploader.stop()

@@ -8,25 +8,41 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from edge_agent.home import Home, Weights
+from edge_agent.home import MAX_STATE_BYTES, Home, Weights
 from edge_agent.local import LocalData
-from edge_agent.personalize import Predictor, Prototypes
+from edge_agent.methods import hyper_of
+from edge_agent.personalize import Predictor
 from edge_agent.session import check_golden, open_kind
 from fleet_core import bundle, storage
+from fleet_core.algorithms import trees
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.bundle import Graph
 from fleet_core.data.samples import Samples
 from fleet_core.errors import BundleError, MessageError, StateError
-from fleet_core.layout import Layout
-from fleet_core.messages import Answer, Judgement, Question
+from fleet_core.layout import MODEL_GROUPS, Layout
+from fleet_core.messages import Answer, Judgement, ModelRef, Question
+from fleet_core.nearest import Prototypes
 
 PERSONAL = "personal.safetensors"
 FACTS = "served.json"
+NO_TRAINER = 'its trainer needs torch: pip install "metafleet[train]"'
+
+
+@dataclass(frozen=True)
+class Answering:
+    """What answers now. model, round: of the judged model that it was made from. how: it is the device's own, ``none``
+    or the method's personalizer."""
+
+    predictor: Predictor
+    model: str
+    round: int
+    how: str
 
 
 class Service:
@@ -38,11 +54,11 @@ class Service:
         self.graph_id: str | None = None
         self._checked = False
         self.model: str | None = None
+        """Id of the judged model that was served last; None for one that is wanted anew."""
         self.round = 0
         self._method: Method | None = None
         self._plain: Predictor | None = None
-        self._own: Predictor | None = None
-        self._by_gradient = False
+        self._now: Answering | None = None
 
     @property
     def layout(self) -> Layout:
@@ -55,7 +71,7 @@ class Service:
         """Takes a graph. Before it answers anything it must give its golden outputs here: onnxruntime and its memory
         are not needed on a device that only trains."""
         self.graph, self.graph_id, self._checked = graph, graph_id, False
-        self.model, self._plain, self._own = None, None, None
+        self.model, self._plain, self._now = None, None, None
 
     def known_classes(self) -> tuple[str, ...]:
         """The fleet's classes, from the graph on disk. Raises StateError before one came."""
@@ -74,40 +90,75 @@ class Service:
         split = {key: self._data[key] for key in ("train_fraction", "support_seconds")}
         return LocalData(path, self.layout.classes, **split)
 
+    def answers_with(self, ref: ModelRef, method: Method) -> bool:
+        """Whether this model is the one that answers; where groups stay on the device, as they are in its round."""
+        return self.model == ref.model and (not method.personal or self.round == ref.round)
+
     # Personalize ------------------------------------------------------------------------------------------------------
 
     def load(self, method: Method, hyper: Mapping[str, Any], weights: Weights) -> bool:
-        """New weights to answer with. Proto personalizes here and now; True when gradient steps are still to be made
-        (``adapted`` brings their result), until when the weights answer as they are."""
-        steps = hyper.get("inner_steps", hyper.get("finetune_steps", 0)) if method.personalizer == "sgd" else 0
-        if method.personalizer == "proto":
-            plain = None
-            own = self._proto(weights, self._prototypes(weights))
-        else:
-            plain = own = Predictor.head(self._graph(), weights.params)
-        self._remember(method, weights)
-        self._method, self._plain, self._own = method, plain, own
-        self.model, self.round, self._by_gradient = weights.model, weights.round, False
-        return bool(steps)
+        """New weights to answer with. What needs no torch is personalized here and now; True when the trainer is still
+        to make the device's own weights (``adapted`` brings them), until when the weights answer as they are, or what
+        answered before where they do not."""
+        read = hyper_of(method, hyper)
+        plain = self._plain_of(weights)
+        own = self._nearest(method, read, weights)
+        self._remember(method, hyper, weights)
+        self._take_in(method, weights, plain, own)
+        return own is None and by_trainer(method, read)
+
+    def _take_in(self, method: Method, weights: Weights, plain: Predictor | None, own: Predictor | None) -> None:
+        self._method, self._plain = method, plain
+        self.model, self.round = weights.model, weights.round
+        ready = own or plain
+        if ready is not None:
+            how = "none" if own is None else method.personalizer
+            self._now = Answering(ready, weights.model, weights.round, how)
 
     def adapted(self, arrays: Mapping[str, Any]) -> None:
-        """Weights after gradient steps on this device's samples; they stay here. Raises StateError when they cannot be
+        """The device's own weights, made from its samples; they stay here. Raises StateError when they cannot be
         kept: then the weights are wanted anew."""
-        model, self.model = self.model, None
-        storage.write_arrays(self._home.folder / PERSONAL, arrays, {"weights": model or ""}, mode=0o600)
-        self._own = Predictor.head(self._graph(), self.layout.ordered(storage.unflatten(arrays)))
-        self.model, self._by_gradient = model, True
+        method, model = self._method, self.model
+        if method is None or model is None:
+            raise StateError("no model has been served to this device yet")
+        self.model = None
+        facts = {"weights": model, "round": str(self.round)}
+        storage.write_arrays(self._home.folder / PERSONAL, arrays, facts, mode=0o600)
+        self._now = Answering(self._own_of(method, arrays), model, self.round, method.personalizer)
+        self.model = model
 
-    def _prototypes(self, weights: Weights) -> Prototypes:
+    def _own_of(self, method: Method, arrays: Mapping[str, Any]) -> Predictor:
+        """Answers with the device's own weights."""
+        own = self.layout.ordered(storage.unflatten(arrays))
+        if method.personalizer != "fleet-proto":
+            return Predictor.head(self._graph(), own)
+        weights = self._home.weights("serve")
+        if weights is None:
+            raise StateError("the fleet's class means are not here", where=str(self._home.folder))
+        means = Prototypes.of_fleet(weights.params, weights.model)
+        return Predictor.proto(self._graph(), trees.only(own, ("body",)), means)
+
+    def _plain_of(self, weights: Weights) -> Predictor | None:
+        """The weights as they are, where they answer by themselves."""
+        params = trees.only(weights.params, MODEL_GROUPS)
+        return Predictor.head(self._graph(), params) if params.keys() == set(MODEL_GROUPS) else None
+
+    def _nearest(self, method: Method, hyper: Any, weights: Weights) -> Predictor | None:
+        """Answers from the device's own samples, for methods that need no more."""
+        if method.personalizer == "proto":
+            return Predictor.proto(self._graph(), weights.params, self._prototypes(weights, hyper.distance))
+        if method.personalizer == "knn":
+            own = self.local().own()
+            return Predictor.knn(self._graph(), weights.params, own.x, own.y, hyper.neighbours, hyper.mixture)
+        return None
+
+    def _prototypes(self, weights: Weights, distance: str) -> Prototypes:
         support = self.local().own()
         session = open_kind(self._graph(), "embed", weights.params)
         classes = len(self.layout.classes)
-        prototypes = Prototypes.from_support(session.run, support.x, support.y, classes, weights.model)
+        prototypes = Prototypes.from_support(session.run, support.x, support.y, classes, weights.model, distance)
         prototypes.save(self._home.folder / PERSONAL)
         return prototypes
-
-    def _proto(self, weights: Weights, prototypes: Prototypes) -> Predictor:
-        return Predictor.proto(self._graph(), weights.params, prototypes)
 
     def _graph(self) -> Graph:
         """Raises BundleError before a graph came, and for one that does not give its golden outputs."""
@@ -120,36 +171,45 @@ class Service:
 
     # From disk: answers without an aggregator -------------------------------------------------------------------------
 
-    def _remember(self, method: Method, weights: Weights) -> None:
-        facts = {"method": method.name, "model": weights.model, "round": weights.round}
+    def _remember(self, method: Method, hyper: Mapping[str, Any], weights: Weights) -> None:
+        facts = {"method": method.name, "hyper": dict(hyper), "model": weights.model, "round": weights.round}
         self._home.save_weights("serve", weights)
         storage.write_json(self._home.folder / FACTS, facts, mode=0o600)
+
+    def _remembered(self) -> tuple[Method, Any]:
+        """The method of the last model that was served, and its hyper-parameters. Raises StateError."""
+        path = self._home.folder / FACTS
+        facts = json.loads(storage.read_bytes(path, limit=1 << 20))
+        method = METHODS.get(facts["method"])
+        if method is None:
+            raise StateError(f"is of method {facts['method']}", where=str(path), hint="update this agent")
+        return method, hyper_of(method, facts.get("hyper", {}))
 
     def restore(self) -> None:
         """The graph, weights and personalization that this device last answered with. Raises StateError."""
         path = self._home.latest_graph()
         weights = self._home.weights("serve")
-        facts_path = self._home.folder / FACTS
-        if path is None or weights is None or not facts_path.exists():
+        if path is None or weights is None or not (self._home.folder / FACTS).exists():
             raise StateError(
                 "no model has been served to this device yet", where=str(self._home.folder),
                 hint="run 'edge-agent run' until a round was served",
             )
-        facts = json.loads(storage.read_bytes(facts_path, limit=4096))
-        method = METHODS[facts["method"]]
+        method, hyper = self._remembered()
         self.install(path.stem.partition("-")[2], bundle.unpack(path.read_bytes()))
-        self._method, self.model, self.round = method, weights.model, weights.round
-        personal = self._home.folder / PERSONAL
+        own = self._kept(method, weights) or self._nearest(method, hyper, weights)
+        self._take_in(method, weights, self._plain_of(weights), own)
+
+    def _kept(self, method: Method, weights: Weights) -> Predictor | None:
+        """What is the device's own on its disk, where it was made for these weights in this round."""
+        path = self._home.folder / PERSONAL
+        if method.personalizer == "knn" or not path.exists():
+            return None
+        arrays, facts = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
+        if facts.get("weights") != weights.model or facts.get("round", str(weights.round)) != str(weights.round):
+            return None
         if method.personalizer == "proto":
-            known = Prototypes.load(personal) if personal.exists() else None
-            fresh = known if known is not None and known.weights == weights.model else self._prototypes(weights)
-            self._own = self._proto(weights, fresh)
-            return
-        self._plain = self._own = Predictor.head(self._graph(), weights.params)
-        arrays, metadata = storage.unpack(personal.read_bytes()) if personal.exists() else ({}, {})
-        if metadata.get("weights") == weights.model:
-            self._own = Predictor.head(self._graph(), self.layout.ordered(storage.unflatten(arrays)))
-            self._by_gradient = True
+            return Predictor.proto(self._graph(), weights.params, Prototypes.load(path))
+        return self._own_of(method, arrays)
 
     def personalize(self) -> tuple[Samples, str]:
         """Personalizes anew on the device's samples; (support, how). Raises StateError where that takes gradient
@@ -159,19 +219,25 @@ class Service:
         method, weights = self._method, self._home.weights("serve")
         if method is None or weights is None:
             raise StateError("no model has been served to this device yet")
-        if method.personalizer != "proto":
+        own = self._nearest(method, self._remembered()[1], weights)
+        if own is None:
             raise StateError(f"{method.name} personalizes by gradient steps", hint="'edge-agent run' makes them")
-        self._own = self._proto(weights, self._prototypes(weights))
-        return self.local().own(), self.personalization
+        self._now = Answering(own, weights.model, weights.round, method.personalizer)
+        return self.local().own(), method.personalizer
 
     # Judge and answer -------------------------------------------------------------------------------------------------
 
     @property
     def personalization(self) -> str:
-        """How the answers are made the device's own: proto, sgd or none."""
-        if self._method is None:
-            return "none"
-        return "proto" if self._method.personalizer == "proto" else "sgd" if self._by_gradient else "none"
+        """How the answers of the last model that was served are the device's own: ``none``, or its method's
+        personalizer."""
+        now = self._now
+        return now.how if now is not None and (now.model, now.round) == (self.model, self.round) else "none"
+
+    @property
+    def answers_as_it_is(self) -> bool:
+        """Whether the last model that was served answers by itself, before anything makes it the device's own."""
+        return self._plain is not None
 
     def judge(self) -> list[Judgement]:
         """Confusion counts on the later samples, which nothing here has learned from; empty when there are none."""
@@ -181,10 +247,10 @@ class Service:
         judgements = []
         if self._plain is not None:
             judgements.append(self._judgement("before", self._plain, samples))
-            if self._by_gradient:
+            if self.personalization != "none":
                 self._plain = None  # its session is not needed any more
-        if self._own is not None and (self._by_gradient or self._plain is None):
-            judgements.append(self._judgement("after", self._own, samples))
+        if self._now is not None and self.personalization != "none":
+            judgements.append(self._judgement("after", self._now.predictor, samples))
         return judgements
 
     def _judgement(self, stage: str, predictor: Predictor, samples: Samples) -> Judgement:
@@ -195,10 +261,17 @@ class Service:
         return Judgement(stage, name, tuple(tuple(int(v) for v in row) for row in counts))
 
     def predict(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Class probabilities float32 [n, N] of raw samples. Raises StateError before a model was served."""
-        if self._own is None:
+        """Class probabilities float32 [n, N] of raw samples. Raises StateError before there is something to answer
+        with."""
+        return self._answering().predictor.probabilities(x)
+
+    def _answering(self) -> Answering:
+        if self._now is not None:
+            return self._now
+        if self._method is None or self.model is None:
             raise StateError("no model has been served to this device yet", hint="wait for a served round")
-        return self._own.probabilities(x)
+        raise StateError(f"{self._method.name} answers with weights of a device's own, which are not made yet",
+                         where=str(self._home.folder), hint=NO_TRAINER)
 
     def answer(self, question: Question) -> Answer:
         """Raises FleetError for a question that has no answer."""
@@ -211,7 +284,15 @@ class Service:
 
     def answers(self, x: np.ndarray[Any, Any]) -> Answer:
         """Labels and probabilities of raw samples, and which model and personalization they are from."""
-        probabilities = self.predict(x)
+        now = self._answering()
+        probabilities = now.predictor.probabilities(x)
         labels = tuple(self.layout.classes[k] for k in probabilities.argmax(1))
         rows = tuple(tuple(round(float(p), 6) for p in row) for row in probabilities)
-        return Answer(labels, rows, self.round, self.model or "", self.personalization)
+        return Answer(labels, rows, now.round, now.model, now.how)
+
+
+def by_trainer(method: Method, hyper: Any) -> bool:
+    """Whether the device's own weights take gradient steps, or the groups that its trainer keeps."""
+    if method.personalizer == "sgd":
+        return bool(method.personal or getattr(hyper, "inner_steps", getattr(hyper, "finetune_steps", 0)))
+    return method.personalizer in ("meta-sgd", "own", "moreau", "fleet-proto")

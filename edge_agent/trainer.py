@@ -22,15 +22,15 @@ import torch
 from edge_agent import update
 from edge_agent.home import Home, state_key
 from edge_agent.local import LocalData
-from edge_agent.models import method_of
+from edge_agent.methods import hyper_of, method_of, wire
 from edge_agent.worker import Done, Job, parse_frame, write_frame
 from fleet_core import memory, schema, storage
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.seam import ClientState, Method, Payload
 from fleet_core.data.samples import Samples
-from fleet_core.errors import ConfigError, FleetError, MessageError, StateError
+from fleet_core.errors import FleetError, MessageError, StateError
 from fleet_core.layout import Layout
-from fleet_core.learning import models, train
+from fleet_core.learning import models, personal, train
 from fleet_core.messages import Manifest
 
 
@@ -62,8 +62,7 @@ class Workshop:
         weights = order.weights("model", manifest.model.model)
         state = dict(order.home.state(key) or {})
         residual = state.pop("residual", None)
-        broadcast = Payload(weights, manifest.scalars)
-        result = self.round(order, broadcast, state or order.method.client.init(weights, order.hyper))
+        result = self.round(order, Payload(weights, manifest.scalars), state)
         update.keep(
             order.home, order.life, manifest, order.layout, result.update, result.pending, residual,
             samples=result.samples, loss=result.loss,
@@ -86,7 +85,11 @@ class Workshop:
         serve = order.manifest.serve
         weights = order.weights("serve", "" if serve is None else serve.model)
         model, samples = self._model(order), self._samples(order)
-        params = train.adapt(order.method, model, order.layout, weights, samples.x, samples.y, order.hyper)
+        scalars = {**order.manifest.scalars, "round": float(serve.round if serve else 1)}
+        params = personal.adapt(
+            order.method, model, order.layout, weights, samples.x, samples.y, order.hyper,
+            order.home.state(state_key(order.manifest)), scalars,
+        )
         return {"samples": len(samples)}, storage.flatten(params)
 
     def _model(self, order: Order) -> torch.nn.Module:
@@ -122,9 +125,7 @@ class Order:
         if manifest is None:
             raise MessageError("; ".join(map(str, problems)))
         method = method_of(manifest)
-        hyper, problems = schema.read(method.hyper, manifest.method.hyper)
-        if hyper is None:
-            raise ConfigError("; ".join(map(str, problems)))
+        hyper = hyper_of(method, manifest.method.hyper)
         layout, home = Layout.from_json(header["layout"]), Home(Path(header["home"]))
         seed = int(manifest.scalars.get("seed", 0)), manifest.round, zlib.crc32(header["device"].encode())
         data = LocalData(home.folder / header["samples"], layout.classes, **header["split"])
@@ -135,7 +136,7 @@ class Order:
         held = self.home.weights(name)
         if held is None or held.model != model:
             raise StateError(f"the weights {model} are not here", where=str(self.home.folder))
-        return self.layout.ordered(held.params)
+        return wire(self.layout, self.method).ordered(held.params)
 
 
 class InlineTrainer:

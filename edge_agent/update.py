@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from edge_agent.home import Home, state_key
-from edge_agent.models import method_of
-from fleet_core import codecs, schema
+from edge_agent.methods import hyper_of, method_of, wire
+from fleet_core import codecs
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.seam import ClientState, Payload
 from fleet_core.layout import Layout
@@ -21,12 +21,13 @@ def keep(
     that cannot be encoded.
     """
     method = method_of(manifest)
+    wired = wire(layout, method)
     name = next((c for c in manifest.up.codecs if c in codecs.CODECS), "fp32")
-    sent = codecs.send(name, layout.ordered(update.groups), residual, layout, method.shared)
+    sent = codecs.send(name, wired.ordered(update.groups), residual, wired, method.shared)
     after = dict(state)
     if sent.error is not None:
-        hyper, _ = schema.read(method.hyper, manifest.method.hyper)
-        after = dict(method.client.settle(after, sent.error, hyper))
+        hyper = hyper_of(method, manifest.method.hyper)
+        after = dict(method.client.settle(after, sent.error, hyper, manifest.scalars["round"]))
     if sent.residual is not None:
         after["residual"] = sent.residual
     upload = UploadManifest(

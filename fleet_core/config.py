@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,22 +22,30 @@ MAX_CONFIG_BYTES = 1 << 20
 
 def load(cls: type[T], path: Path) -> T:
     """The file as a ``cls``. Raises ConfigError that lists every mistake."""
+    return parse(cls, text_of(path), str(path))
+
+
+def text_of(path: Path) -> str:
+    """A configuration file's text. Raises ConfigError."""
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError("is over 1 MiB", where=str(path), expected="a configuration file")
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=str(path)) from error
-    return parse(cls, text, str(path))
+
+
+def tables(text: str, where: str) -> dict[str, Any]:
+    """TOML text as plain tables. Raises ConfigError."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"is no TOML: {error}", where=where) from error
 
 
 def parse(cls: type[T], text: str, where: str) -> T:
     """TOML text as a ``cls``; ``where`` names it in messages."""
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"is no TOML: {error}", where=where) from error
-    value, problems = schema.read(cls, data)
+    value, problems = schema.read(cls, tables(text, where))
     if value is None:
         raise ConfigError("\n".join(located(problem, text, where) for problem in problems))
     return value
@@ -48,20 +57,26 @@ def located(problem: schema.Problem, text: str, where: str) -> str:
 
 
 def line_of(text: str, key: str) -> int:
-    """The line that sets the dotted ``key``; of its nearest table when the key is absent; else 1."""
+    """The line that sets the dotted ``key``; that of the table nearest to it when the key is absent; else 1."""
     parts = re.sub(r"\[\d+\]", "", key).split(".")
+    listed = re.match(r"(\w+)\[(\d+)\]", key)
     table: list[str] = []
-    nearest = 1
+    nearest, blocks = 1, Counter[str]()
     for number, line in enumerate(text.splitlines(), start=1):
-        header = re.match(r"\s*\[+\s*([\w.\-\"]+)\s*\]+", line)
+        header = re.match(r"\s*(\[+)\s*([\w.\-\"]+)\s*\]+", line)
+        setting = None if header else re.match(r"\s*([\w.\-\"]+)\s*=", line)
         if header:
-            table = header[1].replace('"', "").split(".")
-            if table == parts[: len(table)]:
-                nearest = number
+            table = header[2].replace('"', "").split(".")
+            blocks[header[2]] += header[1] == "[["
+        if listed and table[:1] == [listed[1]] and blocks[listed[1]] != int(listed[2]) + 1:
+            continue  # another one of the list
+        if not header and not setting:
             continue
-        setting = re.match(r"\s*([\w.\-\"]+)\s*=", line)
-        if setting and table + setting[1].replace('"', "").split(".") == parts:
+        place = table + setting[1].replace('"', "").split(".") if setting else table
+        if place == parts:
             return number
+        if place == parts[: len(place)]:
+            nearest = number
     return nearest
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,8 @@ from fleet_core import schema
 from fleet_core.algorithms.trees import Params
 from fleet_core.errors import BundleError, CodecError
 
-GROUPS = ("body", "head", "buffers", "rates", "control", "prototypes")
+MODEL_GROUPS = ("body", "head")
+GROUPS = (*MODEL_GROUPS, "buffers", "rates", "control", "prototypes")
 NAME = r"[A-Za-z0-9_.\-]{1,128}"
 
 
@@ -66,6 +67,30 @@ class Layout:
     def hash(self) -> str:
         """First 16 hex digits of the sha256 of the layout's JSON; the key that states and updates carry."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def extended(self, groups: tuple[str, ...], mirrored: tuple[str, ...]) -> Layout:
+        """This layout with the arrays of those ``groups`` that are not the model's own.
+
+        rates, control: one for each array of the ``mirrored`` groups, in its shape. prototypes: per class a total
+        [K, D] and a count [K].
+        """
+        more = [
+            TensorSpec(f"{t.group}.{t.name}", group, t.shape)
+            for group in ("rates", "control") if group in groups
+            for t in self.tensors if t.group in mirrored
+        ]
+        if "prototypes" in groups:
+            k = len(self.classes)
+            more += [TensorSpec("count", "prototypes", (k,)), TensorSpec("total", "prototypes", (k, self.embedding))]
+        return replace(self, tensors=(*self.tensors, *more)) if more else self
+
+    def zeros(self, groups: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        """float32 zeros in the shapes of ``groups``."""
+        tree: dict[str, dict[str, Any]] = {}
+        for tensor in self.tensors:
+            if tensor.group in groups:
+                tree.setdefault(tensor.group, {})[tensor.name] = np.zeros(tensor.shape, np.float32)
+        return tree
 
     def to_json(self) -> str:
         return json.dumps(schema.plain(self), sort_keys=True, separators=(",", ":"))

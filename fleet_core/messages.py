@@ -105,7 +105,7 @@ class ModelRef:
 
 @dataclass(frozen=True)
 class Counted:
-    """The updates that round ``round`` counted, by id, or in a blob (one id a line) when there are many."""
+    """The updates that round ``round`` counted, by ``mark``, or in a blob (one mark a line) when there are many."""
 
     round: int = field(metadata=_whole(1_000_000_000))
     ids: tuple[str, ...] | None = None
@@ -303,6 +303,11 @@ class Answer:
     model: str = ""
     personalization: str = ""
     error: str = field(default="", metadata={"max_length": 1000})
+
+
+def mark(round_number: int, device: str, update_id: str) -> str:
+    """An update in a list of counted ones: other devices, and other rounds, may have sent the same bytes."""
+    return hashlib.sha256(f"{round_number}/{device}/{update_id}".encode()).hexdigest()[:32]
 
 
 def encode(message: Any) -> bytes:

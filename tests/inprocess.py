@@ -132,23 +132,26 @@ class World:
         return self.server
 
     def start_agent(self, name: str, samples: Samples | None = None, **data: Any) -> Agent:
-        """``train=False``: a device that only personalizes and answers. Other keywords are of ``[data]``."""
+        """``train=False``: a device that only personalizes and answers. ``trainer=False``: one without torch. Other
+        keywords are of ``[data]``."""
         self.lives += 1
         home = Home(self.folder / "devices" / name)
         if samples is not None:
             home.folder.mkdir(parents=True, exist_ok=True)
             save(home.folder / "samples.npz", samples)
-        train = data.pop("train", True)
+        train, torch_is_there = data.pop("train", True), data.pop("trainer", True)
         settings = Settings(Identity(name, self.name, self.fleet.public_key()), Data(**data), Training(train))
         boot = f"{name}{self.lives}"
         topic, payload = will(settings, boot)
         link = LoopbackLink(self.broker, boot, Will(topic, payload))
-        trainer = Bench()
+        trainer = Bench() if torch_is_there else None
         agent = Agent(
             settings, home, link, service_of(home.folder, settings), Accounts(), trainer, boot=boot,
             clock=self.clock, now_ms=self.clock.ms, log=lambda line: self.lines.append(f"{name}: {line}"),
         )
-        self.agents[name], self.trainers[name] = agent, trainer
+        self.agents[name] = agent
+        if trainer is not None:
+            self.trainers[name] = trainer
         link.open()
         return agent
 

@@ -1,13 +1,14 @@
 """Devices whose losses are strongly convex quadratics, and a fleet of them that runs the real client and server rules.
 
 Everything that a fleet does to the algebra is here and nothing else: an update that is not counted, a device that
-does not hear of it, one that enrols or leaves, a lossy codec up and down. Gradients are exact and float64.
+does not hear of it, one that enrols or leaves, a lossy codec up and down. Gradients are exact and float64. Any method
+can be played (``fleet_of``), whatever it sends down, keeps on the device or has a step measure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,21 @@ from numpy.typing import NDArray
 
 from fleet_core import codecs
 from fleet_core.algorithms import closing, trees
-from fleet_core.algorithms.seam import ClientRule, ClientState, Payload, ServerRule, ServerState, Update
+from fleet_core.algorithms.average import Averaging
+from fleet_core.algorithms.dyn import Dyn
+from fleet_core.algorithms.methods import METHODS
+from fleet_core.algorithms.scaf import Scaf
+from fleet_core.algorithms.seam import ClientRule, ClientState, Payload, ServerRule, Update
 from fleet_core.algorithms.trees import Params
 from fleet_core.codecs import Sent
+from fleet_core.layout import MODEL_GROUPS as GROUPS
 from fleet_core.layout import InputSpec, Layout, TensorSpec
 
 Vector = NDArray[np.float64]
 Send = Callable[[Params, Params | None], Sent]
 
 SIZE = 6
+MU, SMOOTHNESS = 0.5, 8.0
 LAYOUT = Layout(
     model="quadratic",
     input=InputSpec(shape=(1,)),
@@ -31,7 +38,6 @@ LAYOUT = Layout(
     embedding=1,
     tensors=(TensorSpec("a", "body", (2,)), TensorSpec("b", "body", (1, 3)), TensorSpec("c", "head", (1,))),
 )
-GROUPS = ("body", "head")
 
 
 def tree(vector: Vector) -> dict[str, dict[str, Any]]:
@@ -41,6 +47,10 @@ def tree(vector: Vector) -> dict[str, dict[str, Any]]:
 
 def vector(params: Params) -> Vector:
     return np.concatenate([np.ravel(array) for named in params.values() for array in named.values()])
+
+
+def bits(params: Params) -> bytes:
+    return vector(params).tobytes()
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,16 @@ class Quadratic:
         return self.hessian @ (w - self.minimum)
 
     def gradient(self, at: Params) -> Params:
-        return tree(self.slope(vector(at)))
+        """Of f at the groups of w that there are, 0 in the others; with ``rates`` beside them, of Meta-SGD's
+        f(w − a∘∇f(w)) in both. A constant's place holds what is measured: a margin, a class mean of the mean of w."""
+        w = vector({**tree(np.zeros(SIZE)), **trees.only(at, GROUPS)})
+        if "rates" in at:
+            slope, rates = self.slope(w), vector({"rates": at["rates"]})
+            after = self.slope(w - rates * slope)
+            return trees.mirrored(tree(after - self.hessian @ (rates * after)), tree(-slope * after), "rates")
+        measured: dict[str, Any] = {"margin": {"value": float(np.linalg.norm(w))}}
+        measured["prototypes"] = {"count": np.full(1, 4.0), "total": np.full((1, 1), 4 * w.mean())}
+        return trees.only({**tree(self.slope(w)), **measured}, at)
 
 
 def quadratics(count: int, seed: int, mu: float, smoothness: float) -> dict[str, Quadratic]:
@@ -80,9 +99,9 @@ def exact(own: Params, residual: Params | None) -> Sent:
     return Sent(b"", own, None, None)
 
 
-def whole(state: ServerState) -> Params:
-    """Devices hold the server's model as it is."""
-    return state.model
+def whole(groups: Params) -> Params:
+    """Devices hold what the server sends as it is."""
+    return groups
 
 
 @dataclass(frozen=True)
@@ -98,6 +117,7 @@ class Pending:
 @dataclass
 class Device:
     loss: Quadratic
+    samples: int = 1
     state: ClientState = field(default_factory=dict)
     residual: Params | None = None
     latest: Params | None = None
@@ -107,8 +127,10 @@ class Device:
 
 @dataclass
 class Cohort:
-    """A fleet. ``send`` encodes updates; ``publish`` gives what devices decode of the server's state.
+    """A fleet. ``send`` encodes updates; ``publish`` gives what devices decode of what the server sends down.
 
+    down, personal: the groups that go down, and those that stay on a device, all zero at first. measures: gradients
+    that a device's round takes beyond its steps.
     commits_anyway: a device commits whether its update was counted or not (wrong).
     role: the device's and the server's state whose mean the identities speak of.
     dual: which delta the dual follows; ``agent`` is the product's rule: the decoded one where there is no feedback.
@@ -119,14 +141,19 @@ class Cohort:
     hyper: Any
     losses: Mapping[str, Quadratic]
     send: Send = exact
-    publish: Callable[[ServerState], Params] = whole
+    publish: Callable[[Params], Params] = whole
+    down: tuple[str, ...] = GROUPS
+    personal: tuple[str, ...] = ()
+    measures: int = 0
     commits_anyway: bool = False
     dual: str = "agent"
     role: str = "dual"
 
     def __post_init__(self) -> None:
-        self.devices = {name: Device(loss) for name, loss in self.losses.items()}
-        self.state = self.server.init(tree(np.zeros(SIZE)), self.hyper)
+        self.devices = {name: Device(loss, i) for i, (name, loss) in enumerate(self.losses.items(), start=1)}
+        first = trees.widened(LAYOUT.extended(self.down, GROUPS).zeros((*self.down, *self.personal)))
+        self.first = trees.only(first, self.personal)
+        self.state = self.server.init(trees.only(first, self.down), self.hyper)
         self.number = 0
         self.counted: dict[int, set[str]] = {}
 
@@ -138,9 +165,9 @@ class Cohort:
         ``unheard`` devices do not hear this round's record: they stay pending, and train again once they have heard.
         """
         self.number += 1
-        before = replace(self.state, model=self.publish(self.state))
-        sent = self.server.broadcast(before)
-        broadcast = Payload(sent.groups, {**sent.scalars, "round": float(self.number)})
+        sent = self.server.broadcast(self.state)
+        broadcast = Payload(self.publish(sent.groups), {**sent.scalars, "round": float(self.number)})
+        before = replace(self.server.heard(self.state, broadcast.groups), round=self.number)
         names = closing.order(n for n in active or self.devices if self.devices[n].pending is None)
         updates = {name: self._train(self.devices[name], name, broadcast) for name in names}
         counted = [update for name, update in updates.items() if name not in lost]
@@ -154,16 +181,16 @@ class Cohort:
     def _train(self, device: Device, name: str, broadcast: Payload) -> Update:
         if device.epoch != self.state.dual_epoch:  # state of another epoch is set aside
             device.state, device.residual, device.epoch = {}, None, self.state.dual_epoch
-        before = device.state or self.client.init(broadcast.groups, self.hyper)
-        steps = [device.loss.gradient] * self.hyper.local_steps
+        before = device.state or self.client.init(broadcast.groups, self.first, self.hyper)
+        steps = [device.loss.gradient] * (self.hyper.local_steps + self.measures)
         payload, state = self.client.run(broadcast, before, steps, self.hyper)
         sent = self.send(payload.groups, device.residual)
         error = trees.subtract(payload.groups, sent.decoded) if self.dual == "decoded" else sent.error
         if error is not None and self.dual != "own":
-            state = self.client.settle(state, error, self.hyper)
+            state = self.client.settle(state, error, self.hyper, float(self.number))
         device.pending = Pending(self.number, self.state.dual_epoch, state, sent.residual)
         device.latest = trees.add(payload.groups, broadcast.groups)
-        return Update(name, Payload(sent.decoded, payload.scalars))
+        return Update(name, Payload(sent.decoded, payload.scalars), device.samples)
 
     def _settle(self, name: str, device: Device) -> None:
         pending, device.pending = device.pending, None
@@ -226,6 +253,43 @@ class Cohort:
         if device.pending is not None and self._was_counted(name, device.pending):
             held = device.pending
         return (held.state, held.residual) if held.epoch == self.state.dual_epoch else ({}, None)
+
+
+def fleet_of(name: str, hyper: Any, losses: Mapping[str, Quadratic], **how: Any) -> Cohort:
+    """A fleet that runs the named method."""
+    method = METHODS[name]
+    return Cohort(
+        method.client, method.server, hyper, losses, down=method.down, personal=method.personal,
+        measures=int("prototypes" in method.shared), **how,
+    )  # fmt: skip
+
+
+DEVICES = quadratics(8, seed=0, mu=MU, smoothness=SMOOTHNESS)
+
+
+def dyn(penalty: float = 2.0, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> Cohort:
+    """Eight devices that run PFLDyn at a rate below 2/(L + α)."""
+    return _built(Dyn, {"penalty": penalty, "client_lr": 1 / (SMOOTHNESS + penalty)}, "feddyn", losses, how)
+
+
+def scaf(local_steps: int = 5, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> Cohort:
+    """Eight devices that run PFLScaf with Kβ = K/L."""
+    return _built(Scaf, {"local_steps": local_steps}, "scaffold", losses, {"role": "control", **how})
+
+
+def average(local_steps: int, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> Cohort:
+    """Eight devices that run FedAvg."""
+    return _built(Averaging, {"local_steps": local_steps}, "fedavg", losses, how)
+
+
+def _built(
+    hyper: type[Any], known: Mapping[str, Any], name: str, losses: Mapping[str, Quadratic], how: dict[str, Any]
+) -> Cohort:
+    """``how``: hyper-parameters, and what a ``Cohort`` takes."""
+    ours = {field.name for field in fields(hyper)}
+    settings = {"local_steps": 10, "client_lr": 1 / SMOOTHNESS, "clip_norm": 0.0, **known}
+    changed = hyper(**{**settings, **{key: how.pop(key) for key in ours & how.keys()}})
+    return fleet_of(name, changed, losses, **how)
 
 
 def draws(names: Iterable[str], count: int, rounds: int, seed: int) -> list[list[str]]:

@@ -1,4 +1,5 @@
-"""The code in the documentation: it type-checks, its imports exist, and the methods of seam.md do what they say."""
+"""The documentation's code type-checks and its imports exist, the method of seam.md does what it says and runs on a
+fleet, and methods.md says of every method what the code does."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,11 +18,15 @@ import numpy as np
 import pytest
 import torch
 
+from cloud_server import catalog
+from fleet_core import storage
 from fleet_core.algorithms import trees
-from fleet_core.algorithms.average import AverageClient, AverageServer
-from fleet_core.algorithms.seam import LocalSgd, Payload, ServerState, Update
-from fleet_core.learning import gradients, models
-from tests.quadratics import SIZE, Cohort, draws, quadratics, tree, vector
+from fleet_core.algorithms.average import AverageClient
+from fleet_core.algorithms.methods import METHODS
+from fleet_core.algorithms.seam import LocalSgd, Payload, descend
+from tests.inprocess import config_text, toy, without_fsync, world
+from tests.quadratics import SIZE, quadratics, tree, vector
+from tests.test_fleet import finished, settled, statuses
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -37,11 +44,12 @@ def code(page: Path) -> str:
 
 
 PAGES = {page.stem: source for page in sorted((ROOT / "docs").glob("**/*.md")) if (source := code(page)).strip()}
+METHODS_PAGE = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
 
 
 def test_there_is_code_to_check() -> None:
-    assert "seam" in PAGES
-    assert sum(PAGES["seam"].count(f"class {name}(") for name in ("ScafClient", "MoreauClient", "VersServer")) == 3
+    assert "class DittoClient(" in PAGES["seam"]
+    assert "ditto" not in METHODS, "then it is no example of how to add one"
 
 
 def test_the_blocks_of_every_page_type_check_strictly(tmp_path: Path) -> None:
@@ -61,11 +69,20 @@ def test_the_imports_of_every_page_exist(name: str) -> None:
     exec(compile(ast.Module(imports, []), name, "exec"), {})
 
 
-# The methods of seam.md -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", sorted({
+    found for page in (ROOT / "docs").glob("*.md")
+    for found in re.findall(r"`((?:fleet_core|edge_agent|cloud_server|tests|docs|benchmarks)/[\w./-]+)`",
+                            page.read_text(encoding="utf-8"))
+    if not found.endswith("ditto.py")
+}))
+def test_a_file_that_the_documentation_names_is_there(path: str) -> None:
+    assert (ROOT / path).exists()
 
-SMOOTHNESS = 8.0
-DEVICES = quadratics(8, seed=0, mu=0.5, smoothness=SMOOTHNESS)
-EXACT: dict[str, Any] = {"local_steps": 10, "client_lr": 1 / SMOOTHNESS, "clip_norm": 0.0}
+
+# The method of seam.md ------------------------------------------------------------------------------------------------
+
+DEVICES = quadratics(8, seed=0, mu=0.5, smoothness=8.0)
+EXACT: dict[str, Any] = {"local_steps": 10, "client_lr": 1 / 8, "clip_norm": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -77,154 +94,86 @@ def page() -> Any:
     return module
 
 
-def run(rule: Any, hyper: Any, groups: Any, state: Any = None, **scalars: float) -> tuple[Payload, Any]:
+def run(rule: Any, hyper: Any, groups: Any, state: Any = None) -> tuple[Payload, Any]:
     """One round of device-0 from ``groups``."""
     steps = [DEVICES["device-0"].gradient] * hyper.local_steps
-    return rule.run(Payload(groups, {"round": 1.0, **scalars}), state or rule.init(groups, hyper), steps, hyper)
+    return rule.run(Payload(groups, {"round": 1.0}), state or rule.init(groups, {}, hyper), steps, hyper)
 
 
-def test_fedprox_with_no_proximity_is_fedavg_and_else_ends_at_the_closed_form(page: Any) -> None:
-    anchor = tree(np.ones(SIZE))
+def test_ditto_without_pull_trains_alone_beside_federated_averaging(page: Any) -> None:
+    anchor, alone = tree(np.ones(SIZE)), tree(np.full(SIZE, -2.0))
     plain, _ = run(AverageClient(), LocalSgd(**EXACT), anchor)
-    none, _ = run(page.ProxClient(), page.Prox(**EXACT, proximity=0.0), anchor)
-    assert vector(none.groups).tobytes() == vector(plain.groups).tobytes()
-    long = page.Prox(local_steps=200, client_lr=0.1, clip_norm=0.0, proximity=2.0)
-    near, _ = run(page.ProxClient(), long, anchor)
+    for pull in (0.0, 3.0):
+        update, state = run(page.DittoClient(), page.Ditto(**EXACT, pull=pull), anchor, {"personal": alone})
+        assert vector(update.groups).tobytes() == vector(plain.groups).tobytes()
+        expected = descend(alone, [DEVICES["device-0"].gradient] * 10, LocalSgd(**EXACT), EXACT["client_lr"])
+        assert np.array_equal(vector(state["personal"]), vector(expected)) == (pull == 0)
+
+
+def test_dittos_own_model_ends_between_the_devices_minimum_and_the_fleets_model(page: Any) -> None:
+    anchor, pull = np.ones(SIZE), 2.0
+    state: Any = None
+    hyper = page.Ditto(local_steps=50, client_lr=0.1, clip_norm=0.0, pull=pull)
+    for _ in range(4):
+        _, state = run(page.DittoClient(), hyper, tree(anchor), state)
     loss = DEVICES["device-0"]
-    closed = np.linalg.solve(loss.hessian + 2 * np.eye(SIZE), loss.hessian @ loss.minimum + 2 * np.ones(SIZE))
-    np.testing.assert_allclose(vector(near.groups) + 1, closed, atol=1e-12)
+    closed = np.linalg.solve(loss.hessian + pull * np.eye(SIZE), loss.hessian @ loss.minimum + pull * anchor)
+    np.testing.assert_allclose(vector(state["personal"]), closed, atol=1e-12)
 
 
-@pytest.mark.parametrize(("active", "rounds"), [(8, 150), (4, 400)])
-def test_pflscaf_finds_the_minimiser_and_its_control_is_the_mean_of_the_devices(
-    page: Any, active: int, rounds: int
-) -> None:
-    hyper = LocalSgd(**{**EXACT, "lr_decay": 0.999})
-    fleet = Cohort(page.ScafClient(), page.ScafServer(), hyper, DEVICES, role="control")
-    rng = np.random.default_rng(0)
-    for names in draws(DEVICES, active, rounds, seed=1):
-        fleet.round(names, lost=[name for name in names if rng.random() < 0.1])
-        np.testing.assert_allclose(fleet.server_dual, fleet.mean_dual(), atol=1e-12)
-    assert fleet.error < 1e-8
+@pytest.fixture
+def in_the_product(page: Any) -> Iterator[None]:
+    """The row under a name that configurations know, and nobody waits for a disk."""
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(METHODS, "fedavg", replace(page.DITTO, name="fedavg"))
+        without_fsync(patch)
+        yield
+    torch.set_num_threads(before)
 
 
-def test_pflscaf_with_all_controls_zero_is_averaging_for_that_round(page: Any) -> None:
-    scaf = Cohort(page.ScafClient(), page.ScafServer(), LocalSgd(**EXACT), DEVICES)
-    plain = Cohort(AverageClient(), AverageServer(), LocalSgd(**EXACT), DEVICES)
-    for fleet in (scaf, plain):
-        fleet.round(["device-1", "device-4"])
-    assert scaf.model.tobytes() == plain.model.tobytes()
+def test_ditto_runs_on_a_fleet_whose_devices_answer_with_their_own_models(in_the_product: None, tmp_path: Path) -> None:
+    w = world(tmp_path, config_text("fedavg", rounds=4, hyper="pull = 0.5\nclient_lr = 0.3"))
+    w.start_server()
+    for n in range(3):
+        w.start_agent(f"d{n}", toy(n, shift=float(n)))
+    assert w.pump(lambda: finished(w) and settled(w))
+    assert statuses(w, 4) == dict.fromkeys(("d0", "d1", "d2"), "counted")
+    assert [row.models_transmitted for row in w.server.ledger.rounds()] == [6.0] * 4
+    for name, agent in w.agents.items():
+        own = storage.unflatten(storage.unpack((agent.home.folder / "personal.safetensors").read_bytes())[0])
+        state = next(agent.home.folder.glob("methods/*/state.safetensors"))
+        kept = {k: a for k, a in storage.unpack(state.read_bytes())[0].items() if k.startswith("personal/")}
+        assert storage.flatten_roles({"personal": own}).keys() == kept.keys()
+        assert all(np.array_equal(kept[f"personal/{key}"], a) for key, a in storage.flatten(own).items()), name
+        assert trees.norm(trees.subtract(own, agent.home.weights("serve").params)) > 0.01
+        assert agent.service.personalization == "own"
+    w.close()
 
 
-def test_a_control_packs_beside_the_model_and_unpacks(page: Any) -> None:
-    model, control = tree(np.ones(SIZE)), tree(np.full(SIZE, 2.0))
-    packed = page.packed(model, control, "control")
-    assert list(packed["control"]) == ["body.a", "body.b", "head.c"]
-    assert page.unpacked(packed, "control") == (model, control)
+# The methods of methods.md --------------------------------------------------------------------------------------------
+
+SECTIONS = dict(re.findall(r"^### `([\w-]+)`\n(.*?)(?=^### |\Z)", METHODS_PAGE, re.MULTILINE | re.DOTALL))
 
 
-def bowl(name: str) -> gradients.Loss:
-    """A device's loss on torch trees."""
-    hessian, minimum = torch.tensor(DEVICES[name].hessian), torch.tensor(DEVICES[name].minimum)
-
-    def value(w: Any) -> torch.Tensor:
-        away = torch.cat([array.reshape(-1) for named in w.values() for array in named.values()]) - minimum
-        return 0.5 * away @ hessian @ away
-
-    return value
+def test_the_page_of_methods_has_a_row_and_a_section_for_each_and_no_other() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \|", METHODS_PAGE, re.MULTILINE)
+    assert rows == list(SECTIONS) == list(METHODS)
 
 
-def test_meta_sgd_with_equal_rates_is_maml_and_the_rates_have_their_own_gradient(page: Any) -> None:
-    w, one = models.to_torch(tree(np.ones(SIZE))), np.ones(SIZE)
-    both = page.packed(w, trees.apply(lambda a: torch.full_like(a, 0.05), w), "rates")
-    support, query = DEVICES["device-0"], DEVICES["device-1"]
-    _, exact = gradients.maml_exact(bowl("device-0"), bowl("device-1"), 0.05, 1)(w)
-    _, learned = page.meta_sgd(bowl("device-0"), bowl("device-1"))(both)
-    of_w, of_rates = (vector(models.to_numpy(part)) for part in page.unpacked(learned, "rates"))
-    np.testing.assert_allclose(of_w, vector(models.to_numpy(exact)), rtol=1e-6)
-    slope = support.slope(one)
-    np.testing.assert_allclose(of_rates, -slope * query.slope(one - 0.05 * slope), rtol=1e-5)
+@pytest.mark.parametrize("name", METHODS)
+def test_the_page_of_methods_says_what_the_code_does(name: str) -> None:
+    method = METHODS[name]
+    cells = (f"`{name}`", catalog.crossing(method, "down"), catalog.crossing(method, "up"),
+             ", ".join(catalog.stays(method)), catalog.without_torch(method))
+    assert f"\n| {' | '.join(cells)} |\n" in METHODS_PAGE
+    source, *points = SECTIONS[name].split("\n* ")
+    assert " ".join(source.split()) == method.source
+    assert [point.partition(" ")[0] for point in points] == ["Deviations:", "Take"]
 
 
-def test_the_meta_gradient_server_steps_on_the_mean(page: Any) -> None:
-    hyper = page.MetaSgd(server_lr=0.5, local_steps=2)
-    update, _ = run(page.GradientClient(), hyper, tree(np.ones(SIZE)))
-    slope = DEVICES["device-0"].slope(np.ones(SIZE))
-    np.testing.assert_allclose(vector(update.groups), slope, atol=1e-12)
-    state = page.GradientServer().init(tree(np.ones(SIZE)), hyper)
-    after = page.GradientServer().apply(state, [Update("a", update), Update("b", Payload(tree(slope * 3)))], 9, hyper)
-    np.testing.assert_allclose(vector(after.model), 1 - 0.5 * 2 * slope, atol=1e-12)
-
-
-def test_pfedme_finds_the_moreau_envelopes_minimum_and_moves_w_towards_it(page: Any) -> None:
-    hyper = page.PFedMe(local_steps=1, client_lr=0.01, clip_norm=0.0, envelope=3.0, personal_steps=300)
-    update, state = run(page.MoreauClient(), hyper, tree(np.ones(SIZE)))
-    loss = DEVICES["device-0"]
-    theta = np.linalg.solve(loss.hessian + 3 * np.eye(SIZE), loss.hessian @ loss.minimum + 3 * np.ones(SIZE))
-    np.testing.assert_allclose(vector(state["personal"]), theta, atol=1e-12)
-    np.testing.assert_allclose(vector(update.groups), -0.01 * 3 * (1 - theta), atol=1e-12)
-
-
-def test_pfedme_mixes_and_with_a_mix_of_one_averages(page: Any) -> None:
-    updates = [Update("a", Payload(tree(np.ones(SIZE)))), Update("b", Payload(tree(np.full(SIZE, 3.0))))]
-    state = ServerState(tree(np.zeros(SIZE)), tree(np.zeros(SIZE)))
-    half, one = (page.MixServer().apply(state, updates, 2, page.PFedMe(mix=mix)) for mix in (0.5, 1.0))
-    assert vector(half.model).tolist() == [1.0] * SIZE
-    assert vector(one.model).tolist() == vector(AverageServer().apply(state, updates, 2, LocalSgd()).model).tolist()
-
-
-def test_fedrep_moves_its_head_first_and_sends_the_body_alone(page: Any) -> None:
-    whole = tree(np.ones(SIZE))
-    state = page.RepClient().init(whole, None)
-    body = trees.only(whole, ("body",))
-    head_only, after = run(page.RepClient(), page.FedRep(**EXACT, head_steps=10), body, state)
-    assert (list(head_only.groups), trees.norm(head_only.groups)) == (["body"], 0.0)
-    assert after["personal"]["head"]["c"] != 1
-    body_only, after = run(page.RepClient(), page.FedRep(**EXACT, head_steps=0), body, state)
-    assert trees.norm(body_only.groups) > 0.1
-    assert after["personal"]["head"]["c"] == 1
-
-
-def test_fedproto_adds_up_totals_and_keeps_a_class_that_nobody_had(page: Any) -> None:
-    first = {"prototypes": {"total": np.array([[9.0, 9], [2, 4], [7, 7]]), "count": np.array([9.0, 2, 7])}}
-    hyper = LocalSgd(local_steps=3, client_lr=0.1, clip_norm=0.0)
-
-    def gradient(at: Any) -> Any:
-        assert at["prototypes"] is first["prototypes"]
-        measured = {"total": at["body"]["w"] * np.eye(3)[:, :2], "count": np.array([1.0, 1, 0])}
-        return {"body": {"w": np.ones(())}, "prototypes": measured}
-
-    state = page.PrototypeClient().init({"body": {"w": np.array(2.0)}}, hyper)
-    broadcast = Payload(first, {"round": 1.0})
-    update, state = page.PrototypeClient().run(broadcast, state, [gradient] * 3, hyper)
-    assert state["personal"]["body"]["w"] == pytest.approx(1.7)
-    np.testing.assert_allclose(update.groups["prototypes"]["total"], np.eye(3)[:, :2] * (2 + 1.9 + 1.8))
-    updates = [Update("a", update), Update("b", update)]
-    after = page.PrototypeServer().apply(ServerState(first, first), updates, 5, hyper)
-    assert after.model["prototypes"]["count"].tolist() == [6.0, 6.0, 7.0]
-    np.testing.assert_allclose(after.model["prototypes"]["total"], np.array([[11.4, 0], [0, 11.4], [7, 7]]))
-
-
-def test_metavers_trains_with_the_larger_margin_and_averages_it_over_its_window(page: Any) -> None:
-    rule, hyper = page.VersServer(), page.MetaVers(window=3, local_steps=2, client_lr=0.1)
-    w = models.to_torch(tree(np.ones(SIZE)))
-    state, reported, used = rule.init(w, hyper), [4.0, 1.0, 2.0, 8.0], []
-
-    def loss(margin: float) -> gradients.Loss:
-        used.append(margin)
-        return bowl("device-0")
-
-    for own in reported:
-        broadcast = rule.broadcast(state)
-        steps = [page.with_margin(loss, lambda w, own=own: own)] * 2
-        payload, _ = page.VersClient().run(
-            Payload(broadcast.groups, {**broadcast.scalars, "round": 1.0}), {}, steps, hyper
-        )
-        assert payload.scalars == {"margin": own}
-        state = rule.apply(state, [Update("a", payload)], 1, hyper)
-    m1 = 4.0
-    m2 = (m1 + 1) / 2
-    m3 = (m1 + m2 + 2) / 3
-    assert used[::2] == [4.0, m1, m2, 8.0]
-    assert page.margins(state) == [m2, m3, (m2 + m3 + 8) / 3]
-    assert trees.norm(trees.subtract(state.model, w)) > 0.1
+@pytest.mark.parametrize("name", METHODS)
+def test_a_hyper_parameter_that_the_page_of_methods_names_is_one(name: str) -> None:
+    settings = METHODS[name].hyper.__dataclass_fields__
+    named = re.findall(r"`(\w+)(?: = [^`]*)?`", SECTIONS[name])
+    assert set(named) - set(METHODS) <= set(settings)

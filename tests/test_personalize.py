@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_agent import session as sessions
-from edge_agent.personalize import Predictor, Prototypes, softmax
+from edge_agent.personalize import Predictor
 from export.graph import export_graph, samples
 from fleet_core import bundle, storage
 from fleet_core.algorithms import trees
 from fleet_core.errors import BundleError, CodecError, DataError, StateError
 from fleet_core.layout import InputSpec, Layout
 from fleet_core.learning import losses, models, train
+from fleet_core.nearest import Prototypes, softmax
 
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORT, QUERY = 90, 2 * sessions.BATCH + 5

@@ -21,14 +21,13 @@ import numpy as np
 import torch
 
 from cloud_server.result import macro_f1
-from cloud_server.spool import widened
 from fleet_core.algorithms import closing, trees
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Payload, Update
 from fleet_core.data import heartbeat, split
 from fleet_core.data.samples import Samples
 from fleet_core.layout import InputSpec
-from fleet_core.learning import losses, models, train
+from fleet_core.learning import losses, models, personal, train
 from fleet_core.storage import write_json
 
 Candidate = dict[str, Any]
@@ -58,7 +57,7 @@ def learn(method_name: str, candidate: Candidate, rounds: int, seed: int) -> dic
     layout = models.describe("cnn1d", InputSpec((3, 128)), heartbeat.CLASSES, {})
     network = models.build(layout)
     full = models.initial(layout, seed)
-    state = method.server.init(widened(method.params(full)), hyper)
+    state = method.server.init(trees.widened(method.params(full)), hyper)
     own: dict[str, Any] = {name: {} for name in data}
     for number in range(1, rounds + 1):
         groups = trees.apply(lambda a: np.asarray(a, np.float32), state.model)
@@ -71,7 +70,7 @@ def learn(method_name: str, candidate: Candidate, rounds: int, seed: int) -> dic
                 hyper, rng,
             )
             own[name] = done.pending
-            updates.append(Update(name, Payload(widened(done.update.groups), done.update.scalars)))
+            updates.append(Update(name, Payload(trees.widened(done.update.groups), done.update.scalars)))
         state = method.server.apply(state, updates, len(data), hyper)
     judged = trees.apply(lambda a: np.asarray(a, np.float32), state.judged)
     return {name: _pooled(answers, data) for name, answers in _answers(method_name, network, judged, data, layout)}
@@ -87,7 +86,7 @@ def _answers(method_name: str, network: Any, params: Any, data: Any, layout: Any
         hyper = METHODS["fedavg"].hyper(finetune_lr=lr, finetune_steps=steps)
         answers = {}
         for name, (own, later) in data.items():
-            tuned = train.adapt(METHODS["fedavg"], network, layout, params, own.x, own.y, hyper)
+            tuned = personal.adapt(METHODS["fedavg"], network, layout, params, own.x, own.y, hyper)
             answers[name] = train.predict_logits(network, tuned, later.x).argmax(1)
         found.append((f"fine-tuned lr={lr} steps={steps}", answers))
     return found

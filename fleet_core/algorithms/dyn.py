@@ -22,6 +22,7 @@ from fleet_core.algorithms.seam import (
     ServerState,
     Update,
     descend,
+    positive,
     rate,
 )
 from fleet_core.algorithms.trees import Params
@@ -31,13 +32,15 @@ from fleet_core.algorithms.trees import Params
 class Dyn(LocalSgd):
     """penalty: α, the weight of the quadratic term (Acar: 0.1 with Proto, 0.01 with MAML)."""
 
-    penalty: float = 0.1
+    penalty: float = positive(0.1)
 
 
 class DynClient(ClientRule):
     """Minimises f_i(T_i(w)) − ⟨w, g_i⟩ + α/2 ‖w − w^t‖² and keeps g_i, the dual."""
 
-    def init(self, model: Params, hyper: Dyn) -> ClientState:
+    keeps = ("dual",)
+
+    def init(self, model: Params, personal: Params, hyper: Dyn) -> ClientState:
         return {"dual": trees.zeros_like(model)}
 
     def run(
@@ -52,15 +55,15 @@ class DynClient(ClientRule):
         delta = trees.subtract(local, anchor)
         return Payload(delta), {"dual": trees.axpy(-penalty, delta, dual)}  # g_i ← g_i − α (w_i − w^t)
 
-    def settle(self, pending: ClientState, error: Params, hyper: Dyn) -> ClientState:
+    def settle(self, pending: ClientState, error: Params, hyper: Dyn, round_number: float) -> ClientState:
         return {"dual": trees.axpy(hyper.penalty, error, pending["dual"])}  # the dual follows the decoded update
 
 
 class DynServer(ServerRule):
     """g ← g − α/m Σ (w_i − w^t); w ← mean(w_i) − g/α (Update₁, Alg. 2; note 1/m, not 1/P)."""
 
-    def init(self, model: Params, hyper: Dyn) -> ServerState:
-        return ServerState(model=model, judged=model, memory={"dual": trees.zeros_like(model)})
+    def init(self, first: Params, hyper: Dyn) -> ServerState:
+        return ServerState(model=first, judged=first, memory={"dual": trees.zeros_like(first)})
 
     def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: Dyn) -> ServerState:
         delta_sum, count = closing.total(updates, lambda update: update.payload.groups)

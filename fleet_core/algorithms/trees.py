@@ -2,12 +2,17 @@
 
 ``Params`` maps a group (``body``, ``head``, ``buffers``, ``rates``, ``control``, ``prototypes``) to named arrays of
 that group. Every function but ``accumulate`` returns new arrays and leaves its arguments alone.
+
+Within ``side_by_side`` every array has one more axis in front, that of clients trained together: elementwise arithmetic
+does not notice, and a norm is one per client.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 
@@ -23,6 +28,18 @@ class Array(Protocol):
 Named = Mapping[str, Any]
 Params = Mapping[str, Mapping[str, Any]]
 
+_SIDE_BY_SIDE = ContextVar("side_by_side", default=False)
+
+
+@contextlib.contextmanager
+def side_by_side() -> Iterator[None]:
+    """The first axis of every array counts clients."""
+    token = _SIDE_BY_SIDE.set(True)
+    try:
+        yield
+    finally:
+        _SIDE_BY_SIDE.reset(token)
+
 
 def apply(function: Callable[..., Any], first: Params, *others: Params) -> dict[str, dict[str, Any]]:
     """Elementwise ``function`` over trees of equal structure. Raises KeyError where one lacks an array of the first."""
@@ -37,7 +54,10 @@ def subtract(left: Params, right: Params) -> dict[str, dict[str, Any]]:
     return apply(lambda a, b: a - b, left, right)
 
 
-def scale(tree: Params, factor: float) -> dict[str, dict[str, Any]]:
+def scale(tree: Params, factor: Any) -> dict[str, dict[str, Any]]:
+    """``factor``: a number, or what ``norm`` gives: within ``side_by_side`` one for each client."""
+    if _SIDE_BY_SIDE.get() and hasattr(factor, "reshape"):
+        return apply(lambda a: a * factor.reshape(-1, *(1,) * (len(a.shape) - 1)), tree)
     return apply(lambda a: a * factor, tree)
 
 
@@ -67,10 +87,24 @@ def only(tree: Params, groups: Collection[str]) -> dict[str, dict[str, Any]]:
     return {g: dict(named) for g, named in tree.items() if g in groups}
 
 
-def norm(tree: Params) -> float:
-    """Euclidean norm over every array of the tree."""
-    squares = sum(float((a * a).sum()) for named in tree.values() for a in named.values())
-    return math.sqrt(squares)
+def mirrored(model: Params, tree: Params, group: str) -> dict[str, dict[str, Any]]:
+    """``model`` with a tree of the same structure beside it as one more group, whose arrays are named group.name."""
+    flat = {f"{g}.{n}": array for g, named in tree.items() for n, array in named.items()}
+    return {**{g: dict(named) for g, named in model.items()}, group: flat}
+
+
+def parted(groups: Params, group: str) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """(model, tree): the inverse of ``mirrored``."""
+    model = {g: dict(named) for g, named in groups.items() if g != group}
+    return model, {g: {n: groups[group][f"{g}.{n}"] for n in named} for g, named in model.items()}
+
+
+def norm(tree: Params) -> Any:
+    """Euclidean norm over every array of the tree: a float; within ``side_by_side`` an array [clients]."""
+    arrays = [array for named in tree.values() for array in named.values()]
+    if _SIDE_BY_SIDE.get():
+        return sum((a * a).reshape(len(a), -1).sum(1) for a in arrays) ** 0.5
+    return math.sqrt(sum(float((a * a).sum()) for a in arrays))
 
 
 def clip(tree: Params, limit: float) -> Params:
@@ -78,4 +112,6 @@ def clip(tree: Params, limit: float) -> Params:
     if limit <= 0:
         return tree
     length = norm(tree)
+    if _SIDE_BY_SIDE.get():
+        return scale(tree, limit / ((length > limit) * length + (length <= limit) * limit))
     return scale(tree, limit / length) if length > limit else tree

@@ -11,13 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+TINY = 1e-12
 FAR = -1e9
 """Logit of a class that the support lacks: its probability is 0 and no gradient passes."""
 
 
 def one_hot(y_N: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
     """[N, K]; a label outside the classes gives a row of zeros."""
-    return (y_N[:, None] == torch.arange(classes)).to(dtype)
+    return (y_N[:, None] == torch.arange(classes, device=y_N.device)).to(dtype)
 
 
 def cross_entropy(logits_NK: Tensor, y_N: Tensor) -> Tensor:
@@ -33,15 +34,65 @@ def prototypes(z_SD: Tensor, y_S: Tensor, classes: int) -> tuple[Tensor, Tensor]
     return member_SK.T @ z_SD / count_K.clamp(min=1)[:, None], count_K
 
 
-def proto_logits(z_ND: Tensor, proto_KD: Tensor, count_K: Tensor) -> Tensor:
-    """−‖z − c_k‖² [N, K], ``FAR`` for classes without samples."""
-    distance_NK = (z_ND[:, None] - proto_KD).square().sum(2)
-    return (-distance_NK).masked_fill(count_K == 0, FAR)
+def distances(z_ND: Tensor, other_MD: Tensor, kind: str = "squared") -> Tensor:
+    """[N, M]: ``squared`` Euclidean distances (Acar, Snell) or ``norm``, the distances themselves (Lim)."""
+    squared_NM = (z_ND[:, None] - other_MD).square().sum(2)
+    return squared_NM if kind == "squared" else _root(squared_NM)
 
 
-def proto_loss(z_SD: Tensor, y_S: Tensor, z_ND: Tensor, y_N: Tensor, classes: int) -> Tensor:
-    """Cross-entropy of softmax(−‖z − c_k‖²) over the query samples whose class the support has; 0 when none is left."""
+def proto_logits(z_ND: Tensor, proto_KD: Tensor, count_K: Tensor, kind: str = "squared") -> Tensor:
+    """−d(z, c_k) [N, K], ``FAR`` for classes without samples."""
+    return (-distances(z_ND, proto_KD, kind)).masked_fill(count_K == 0, FAR)
+
+
+def proto_loss(
+    z_SD: Tensor, y_S: Tensor, z_ND: Tensor, y_N: Tensor, classes: int, kind: str = "squared"
+) -> Tensor:
+    """Cross-entropy of softmax(−d(z, c_k)) over the query samples whose class the support has; 0 when none is left."""
     proto_KD, count_K = prototypes(z_SD, y_S, classes)
-    log_NK = torch.log_softmax(proto_logits(z_ND, proto_KD, count_K), 1)
+    log_NK = torch.log_softmax(proto_logits(z_ND, proto_KD, count_K, kind), 1)
     chosen_NK = one_hot(y_N, classes, z_ND.dtype) * (count_K > 0)
     return -(log_NK * chosen_NK).sum() / chosen_NK.sum().clamp(min=1)
+
+
+def spread(z_ND: Tensor, y_N: Tensor, classes: int, kind: str, printed: bool) -> Tensor:
+    """Mean distance between the centroids of different classes (Lim, eq. 3); 0 for a single class.
+
+    printed: divided by (N − 1)² for N classes, as the paper has it; otherwise by the N(N − 1) ordered pairs.
+    """
+    centroid_KD, count_K = prototypes(z_ND, y_N, classes)
+    here_K = (count_K > 0).to(z_ND.dtype)
+    pair_KK = here_K[:, None] * here_K * (1 - torch.eye(classes, dtype=z_ND.dtype, device=z_ND.device))
+    number = here_K.sum()
+    divisor = (number - 1) ** 2 if printed else number * (number - 1)
+    return (distances(centroid_KD, centroid_KD, kind) * pair_KK).sum() / divisor.clamp(min=1)
+
+
+def centroid_triplets(
+    z_ND: Tensor, y_N: Tensor, classes: int, margin: Tensor, kind: str, *, total: bool, to_centroid: bool
+) -> Tensor:
+    """max(d(a_k, x_p) − d(x_p, x_n) + margin, 0) over all x_p of class k and x_n of other classes (Lim, eq. 4).
+
+    total: their sum, as printed; otherwise the mean. to_centroid: d(a_k, x_n) in place of d(x_p, x_n), as in the
+    authors' program.
+    """
+    centroid_KD, _ = prototypes(z_ND, y_N, classes)
+    member_NK = one_hot(y_N, classes, z_ND.dtype)
+    to_anchor_NK = distances(z_ND, centroid_KD, kind)
+    positive_N = (to_anchor_NK * member_NK).sum(1)
+    negative_NN = member_NK @ to_anchor_NK.T if to_centroid else distances(z_ND, z_ND, kind)
+    other_NN = 1 - member_NK @ member_NK.T
+    loss_NN = torch.relu(positive_N[:, None] - negative_NN + margin) * other_NN
+    return loss_NN.sum() if total else loss_NN.sum() / other_NN.sum().clamp(min=1)
+
+
+def pull(z_ND: Tensor, y_N: Tensor, mean_KD: Tensor, count_K: Tensor) -> Tensor:
+    """Σ_k ‖mean of class k in the batch − the fleet's‖ over classes that both have (Tan et al. 2022, eq. 8)."""
+    own_KD, own_K = prototypes(z_ND, y_N, len(count_K))
+    both_K = ((own_K > 0) & (count_K > 0)).to(z_ND.dtype)
+    return (_root((own_KD - mean_KD).square().sum(1)) * both_K).sum()
+
+
+def _root(squared: Tensor) -> Tensor:
+    """The square root, with gradient 0 at 0 in place of infinity."""
+    return squared.clamp(min=TINY).sqrt()

@@ -1,23 +1,20 @@
 """Models: an encoder ``embed(x) -> z`` and, where it has one, a linear ``head``, behind the layout's preprocessing.
 
-The named models hold no BatchNorm: running statistics of different devices do not average well.
-LeNet is the network of Acar et al., ICML 2021 (conv5×5-64, maxpool2, conv5×5-64, maxpool2, fc 384, fc 192, fc classes;
-no padding: 794,762 parameters for 1×32×32 and ten classes).
+The named ones are those of ``architectures``; no model holds running statistics (BatchNorm's), because those of
+different devices do not average well.
 
 A model of one's own is ``package.module:build`` of an installed package, a function
 ``build(shape: tuple[int, ...], classes: int, **options) -> nn.Module`` whose module has ``embed`` and maybe ``head``.
 
-Shapes: N samples, C channels, T time steps, D embedding width, K classes.
+Shapes: N samples, D embedding width, K classes.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -30,88 +27,14 @@ from fleet_core import schema
 from fleet_core.algorithms.trees import Params
 from fleet_core.errors import ConfigError
 from fleet_core.layout import InputSpec, Layout, TensorSpec
+from fleet_core.learning.architectures import MODELS, TOKENS
 
 NumpyParams = dict[str, dict[str, np.ndarray[Any, Any]]]
 TorchParams = dict[str, dict[str, Tensor]]
 
 
-class Mlp(nn.Module):
-    """Fully connected layers on the flattened sample. Embedding: the last hidden layer after its activation."""
-
-    def __init__(
-        self, shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (100,), activation: str = "relu"
-    ) -> None:
-        super().__init__()
-        if activation not in ("relu", "elu"):
-            raise ValueError(f"unknown activation '{activation}', expected relu or elu")
-        self.activation = torch.relu if activation == "relu" else nn.functional.elu
-        widths = [math.prod(shape), *hidden]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
-        self.head = nn.Linear(widths[-1], classes)
-
-    def embed(self, x: Tensor) -> Tensor:
-        z_ND = x.flatten(1)
-        for layer in self.layers:
-            z_ND = self.activation(layer(z_ND))
-        return z_ND
-
-
-class Cnn1d(nn.Module):
-    """Strided convolutions with GroupNorm on [C, T] series, flattened; the embedding is one hidden layer of ``width``.
-
-    Flattening keeps where in the series something happens: on a validation split of the heartbeats it gave a macro-F1
-    of 0.94 where the mean over time gave 0.83.
-    """
-
-    def __init__(
-        self, shape: tuple[int, ...], classes: int, channels: Sequence[int] = (16, 32, 24), width: int = 64
-    ) -> None:
-        super().__init__()
-        (inputs, length), kernels = shape, (7, *[5] * (len(channels) - 1))
-        pairs = list(pairwise([inputs, *channels]))
-        self.convs = nn.ModuleList(
-            nn.Conv1d(a, b, k, stride=2, padding=k // 2) for (a, b), k in zip(pairs, kernels, strict=True)
-        )
-        self.norms = nn.ModuleList(nn.GroupNorm(math.gcd(b, max(1, b // 4)), b) for b in channels)
-        self.hidden = nn.Linear(channels[-1] * math.ceil(length / 2 ** len(channels)), width)
-        self.head = nn.Linear(width, classes)
-
-    def embed(self, x: Tensor) -> Tensor:
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = torch.relu(norm(conv(x)))
-        return torch.relu(self.hidden(x.flatten(1)))
-
-
-class LeNet(nn.Module):
-    """The network of Acar et al. on images [C, H, W]; embedding 192 wide."""
-
-    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
-        super().__init__()
-        channels, height, width = shape
-        self.conv1 = nn.Conv2d(channels, 64, 5)
-        self.conv2 = nn.Conv2d(64, 64, 5)
-        self.fc1 = nn.Linear(64 * self._side(height) * self._side(width), 384)
-        self.fc2 = nn.Linear(384, 192)
-        self.head = nn.Linear(192, classes)
-
-    @staticmethod
-    def _side(length: int) -> int:
-        side = ((length - 4) // 2 - 4) // 2
-        if side < 1:
-            raise ValueError(f"lenet needs images of 16 pixels or more on each side, not {length}")
-        return side
-
-    def embed(self, x: Tensor) -> Tensor:
-        for conv in (self.conv1, self.conv2):
-            x = nn.functional.max_pool2d(torch.relu(conv(x)), 2)
-        return torch.relu(self.fc2(torch.relu(self.fc1(x.flatten(1)))))
-
-
-MODELS: dict[str, Callable[..., nn.Module]] = {"cnn1d": Cnn1d, "lenet": LeNet, "mlp": Mlp}
-
-
-COUNTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-FREE = (nn.GroupNorm, nn.LayerNorm)
+COUNTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+FREE = (nn.GroupNorm, nn.LayerNorm, nn.Embedding)
 """Layers whose operations are counted, and layers whose few operations are not worth counting."""
 
 
@@ -185,18 +108,19 @@ def initial(layout: Layout, seed: int) -> NumpyParams:
     )
 
 
-def to_torch(params: Params) -> TorchParams:
+def to_torch(params: Params, device: torch.device | None = None) -> TorchParams:
     """numpy -> torch, copied, of the same dtype."""
-    return {g: {n: torch.tensor(a) for n, a in named.items()} for g, named in params.items()}
+    return {g: {n: torch.tensor(a, device=device) for n, a in named.items()} for g, named in params.items()}
 
 
 def to_numpy(params: Params) -> NumpyParams:
     """torch -> numpy float32."""
-    return {g: {n: a.detach().to(torch.float32).numpy() for n, a in named.items()} for g, named in params.items()}
+    return {g: {n: a.detach().to(torch.float32).cpu().numpy() for n, a in named.items()} for g, named in params.items()}
 
 
 def flops_per_sample(network: nn.Module, layout: Layout) -> int | None:
-    """Floating-point operations of one sample's forward pass: two per multiply-add of convolutions and linear layers.
+    """Floating-point operations of one sample's forward pass: two per multiply-add of convolutions, linear and
+    recurrent layers (an LSTM of width H on inputs I wide: 2·4·H·(I + H) per step and layer).
 
     None when a layer with weights is of another kind, for which nothing is counted. Counted once for a network.
     """
@@ -211,8 +135,12 @@ _FLOPS: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
 def _count_flops(network: nn.Module, layout: Layout) -> int | None:
     counts: list[int] = []
 
-    def count(layer: nn.Module, _: Any, out: Tensor) -> None:
-        counts.append(2 * cast(Tensor, layer.weight)[0].numel() * out.numel())
+    def count(layer: nn.Module, _: Any, out: Any) -> None:
+        if isinstance(layer, nn.RNNBase):
+            steps = out[0].data.shape[:-1].numel()  # .data: packed sequences have no shape of their own
+            counts.append(2 * steps * sum(p.numel() for p in layer.parameters() if p.ndim == 2))
+        else:
+            counts.append(2 * cast(Tensor, layer.weight)[0].numel() * out.numel())
 
     hooks = [m.register_forward_hook(count) for m in network.modules() if isinstance(m, COUNTED)]
     try:
@@ -228,6 +156,7 @@ def _count_flops(network: nn.Module, layout: Layout) -> int | None:
 def _network(layout: Layout) -> Network:
     _check_input(layout.input)
     builder = _builder(layout.model)
+    _check_tokens(layout)
     _check_options(layout, builder)
     try:
         core = builder(tuple(layout.input.shape), len(layout.classes), **layout.options)
@@ -280,6 +209,15 @@ def _check_input(spec: InputSpec) -> None:
         raise ConfigError("input.std holds a value that is not above 0")
     if spec.dtype == "int64" and (spec.mean or spec.std or spec.scale != 1.0):
         raise ConfigError("int64 samples are tokens: they take no scale, mean or std")
+
+
+def _check_tokens(layout: Layout) -> None:
+    wanted = layout.model in TOKENS
+    if layout.model in MODELS and wanted != (layout.input.dtype == "int64"):
+        raise ConfigError(
+            f"the model '{layout.model}' takes {'tokens' if wanted else 'numbers'}, not {layout.input.dtype}",
+            expected="input.dtype int64" if wanted else "input.dtype float32 or uint8",
+        )
 
 
 def _spec(name: str, parameter: nn.Parameter, model: str) -> TensorSpec:

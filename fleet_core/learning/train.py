@@ -1,13 +1,14 @@
-"""One client's round: the loop that agent and simulation both call, and personalization by SGD.
+"""The clients' round: the loop that agent and simulation both call, for one client or for several side by side.
 
-The caller sets torch's number of threads.
+The caller sets torch's number of threads; arrays are computed with where the model is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from fleet_core.algorithms import trees
-from fleet_core.algorithms.methods import FineTune, Maml
 from fleet_core.algorithms.seam import ClientState, GradFn, Method, Payload
 from fleet_core.algorithms.trees import Params
-from fleet_core.data.episodes import Episodes, batches
+from fleet_core.data.episodes import Draw, draws
 from fleet_core.errors import DataError, RoundError
 from fleet_core.layout import Layout
-from fleet_core.learning.gradients import Episode, entropy, estimator, leaves, recorded, value_and_gradient
+from fleet_core.learning import models
+from fleet_core.learning.architectures import TOKENS
+from fleet_core.learning.augment import augmented
+from fleet_core.learning.gradients import Episode, Estimators, recorded
 from fleet_core.learning.models import NumpyParams, flops_per_sample, outputs, to_numpy, to_torch
 
 Samples = np.ndarray[Any, Any]
@@ -30,7 +33,6 @@ Progress = Callable[[int, int], None]
 
 CHUNK = 256
 """Samples per pass where a whole data set is gone through, so that memory does not grow with it."""
-
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -51,6 +53,17 @@ class TrainResult:
     seconds: float
 
 
+@dataclass(frozen=True, eq=False)
+class Participant:
+    """One client of a round: its state (empty for one that never took part), raw samples x [N, *shape] with labels
+    y int64 [N], and the only source of its randomness."""
+
+    state: ClientState
+    x: Samples
+    y: Samples
+    rng: np.random.Generator
+
+
 def train_round(
     method: Method,
     model: nn.Module,
@@ -65,57 +78,185 @@ def train_round(
 ) -> TrainResult:
     """``hyper.local_steps`` local steps on the raw samples x [N, *shape], y int64 [N]; the same bits for equal ``rng``.
 
-    broadcast: numpy arrays of the method's shared groups, and ``scalars["round"]``. state: the device's, empty for one
-    that never took part. progress: called with (steps done, steps) after each.
+    broadcast: numpy arrays of the groups that go down, and its scalars with ``round`` and, where the method keeps
+    groups on the device, ``seed``. state: the device's, empty for one that never took part. progress: called with
+    (steps done, steps) after each.
     Raises DataError for samples that do not fit the layout, RoundError when the loss is no longer finite.
     """
-    started, classes = time.perf_counter(), _check(method, layout, x, y)
-    anchor = Payload(to_torch(broadcast.groups), broadcast.scalars)
-    before = {role: to_torch(tree) for role, tree in state.items()} or method.client.init(anchor.groups, hyper)
-    draws, left_out = _draws(method, x, y, hyper, rng)
-    estimate = estimator(method.adaptation, model, classes, hyper)
-    values: list[float] = []
-    used = [0, 0]  # support and query samples
-
-    def steps() -> Iterator[GradFn]:
-        for step, episode in zip(range(hyper.local_steps), draws, strict=False):
-            yield recorded(estimate(episode), values)
-            used[:] = used[0] + len(episode.support_y), used[1] + len(episode.query_y)
-            if not np.isfinite(values[-1]):
-                raise RoundError(f"the loss is {values[-1]} at step {step + 1}", hint="lower client_lr or inner_lr")
-            if progress:
-                progress(step + 1, hyper.local_steps)
-
-    with _training(model, int(rng.integers(2**31))):
-        update, pending = method.client.run(anchor, before, steps(), hyper)
-    forward, inner_steps = flops_per_sample(model, layout), getattr(hyper, "inner_steps", 0)
-    return TrainResult(
-        update=Payload(to_numpy(update.groups), update.scalars),
-        pending={role: to_numpy(tree) for role, tree in pending.items()},
-        loss=float(np.mean(values)),
-        samples=len(y),
-        steps=len(values),
-        left_out=left_out(),
-        flops=None if forward is None else flops_of(method.adaptation, forward, used[0], used[1], inner_steps),
-        seconds=time.perf_counter() - started,
-    )
+    one = Participant(state, x, y, rng)
+    return _Round(method, model, layout, broadcast, hyper).train([one], [_plan(method, one, hyper)], progress)[0]
 
 
-def adapt(
-    method: Method, model: nn.Module, layout: Layout, params: Params, x: Samples, y: Samples, hyper: Any
-) -> NumpyParams:
-    """Weights personalized by full-batch SGD on the support x, y: MAML's inner steps, or fine-tuning.
-
-    Deterministic. The weights come back as they were for a personalizer that trains none. Raises DataError.
+def train_side_by_side(
+    method: Method,
+    model: nn.Module,
+    layout: Layout,
+    broadcast: Payload,
+    participants: Sequence[Participant],
+    hyper: Any,
+) -> list[TrainResult]:
+    """``train_round`` for many clients at once: those whose batches have equal sizes are stacked, one more axis in
+    front of every array. Results in the order of ``participants``; equal to those of ``train_round`` up to rounding,
+    and, for models with random layers of their own, up to what these draw. The same errors, without the client's name.
     """
-    w: Params = to_torch(params)
-    lr, steps = _adaptation(method, hyper)
-    model.eval()
-    if steps:
-        _check(method, layout, x, y)
-    for _ in range(steps):
-        w = trees.axpy(-lr, _full_gradient(model, leaves(w), x, y), w)
-    return to_numpy(w)
+    this = _Round(method, model, layout, broadcast, hyper)
+    plans = [_plan(method, one, hyper) for one in participants]
+    alike: dict[Any, list[int]] = {}
+    for number, plan in enumerate(plans):
+        alike.setdefault(plan.sizes, []).append(number)
+    results: dict[int, TrainResult] = {}
+    for numbers in alike.values():
+        found = this.train([participants[i] for i in numbers], [plans[i] for i in numbers])
+        results |= dict(zip(numbers, found, strict=True))
+    return [results[i] for i in range(len(participants))]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one client draws in a round. seed: of the model's random layers."""
+
+    seed: int
+    draws: tuple[Draw, ...]
+    left_out: Mapping[int, int]
+    samples: int
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        return self.samples, tuple(tuple(map(len, draw)) for draw in self.draws)
+
+
+def _plan(method: Method, one: Participant, hyper: Any) -> _Plan:
+    if not len(one.y):
+        raise DataError("there are no samples to train on")
+    seed = int(one.rng.integers(2**31))
+    drawn, left_out = draws(one.y, hyper, one.rng)
+    taken = tuple(itertools.islice(drawn, hyper.local_steps))
+    whole = len(one.y) if method.adaptation == "fedproto" else 0
+    return _Plan(seed, taken, left_out(), whole)
+
+
+class _Round:
+    """What the clients of a round have in common."""
+
+    def __init__(self, method: Method, model: nn.Module, layout: Layout, broadcast: Payload, hyper: Any):
+        self._method, self._model, self._layout, self._hyper = method, model, layout, hyper
+        self._device = next(model.parameters()).device
+        self._groups = to_torch(broadcast.groups, self._device)
+        self._scalars = broadcast.scalars
+        self._personal: Params | None = None
+
+    def train(
+        self, clients: Sequence[Participant], plans: Sequence[_Plan], progress: Progress | None = None
+    ) -> list[TrainResult]:
+        """The clients' results; more than one are stacked."""
+        started = time.perf_counter()
+        classes = max(check(self._method, self._layout, one.x, one.y) for one in clients)
+        several = len(clients) > 1
+        anchor = Payload(self._stacked([self._groups] * len(clients)) if several else self._groups, self._scalars)
+        before = [self._state(one.state) for one in clients]
+        roles = {role: self._stacked([state[role] for state in before]) for role in before[0]} if several else before[0]
+        values: list[Tensor] = []
+        steps = self._steps(clients, plans, classes, values, progress)
+        with _training(self._model, plans[0].seed), trees.side_by_side() if several else contextlib.nullcontext():
+            update, pending = self._method.client.run(anchor, roles, steps, self._hyper)
+        losses_CK = torch.stack([value.reshape(-1) for value in values], 1).double().cpu().numpy()
+        _check_finite(losses_CK, len(plans[0].draws))
+        seconds = (time.perf_counter() - started) / len(clients)
+        return [
+            self._result(one, plan, _of_client(update, i, several), {
+                role: _arrays(tree, i, several) for role, tree in pending.items()
+            }, float(np.mean(losses_CK[i])), seconds)
+            for i, (one, plan) in enumerate(zip(clients, plans, strict=True))
+        ]
+
+    def _state(self, state: ClientState) -> ClientState:
+        if state:
+            return {role: to_torch(tree, self._device) for role, tree in state.items()}
+        if self._personal is None:
+            self._personal = to_torch(first_personal(self._method, self._layout, self._scalars), self._device)
+        return self._method.client.init(self._groups, self._personal, self._hyper)
+
+    def _steps(
+        self, clients: Sequence[Participant], plans: Sequence[_Plan], classes: int, values: list[Tensor],
+        progress: Progress | None,
+    ) -> Iterator[GradFn]:
+        estimators = Estimators(self._model, classes, self._hyper, clients=len(clients) > 1)
+        estimate = estimators.of(self._method.adaptation)
+        data = [(self._tensor(one.x), self._tensor(one.y.astype(np.int64)), one.rng) for one in clients]
+        total = len(plans[0].draws)
+        for step in range(total):
+            episodes = [self._episode(*parts, plan.draws[step]) for parts, plan in zip(data, plans, strict=True)]
+            yield recorded(estimate(episodes[0] if len(episodes) == 1 else Episode.stacked(episodes)), values)
+            if progress:
+                progress(step + 1, total)
+        if self._method.adaptation == "fedproto":
+            x, y = (torch.stack(part) if len(part) > 1 else part[0] for part in list(zip(*data, strict=True))[:2])
+            yield lambda at: estimators.measure(x, y)(at)[1]
+
+    def _episode(self, x: Tensor, y: Tensor, rng: np.random.Generator, draw: Draw) -> Episode:
+        parts: list[Tensor] = []
+        for index in draw:
+            rows = torch.from_numpy(index).to(self._device)
+            parts += [augmented(self._hyper.augment, x[rows], rng), y[rows]]
+        return Episode(*parts)
+
+    def _tensor(self, array: Samples) -> Tensor:
+        return torch.from_numpy(np.require(array, requirements="W")).to(self._device)
+
+    @staticmethod
+    def _stacked(several: Sequence[Params]) -> Params:
+        return trees.apply(lambda *arrays: torch.stack(arrays), *several)
+
+    def _result(
+        self, one: Participant, plan: _Plan, update: Payload, pending: ClientState, loss: float, seconds: float
+    ) -> TrainResult:
+        return TrainResult(
+            update=update,
+            pending=pending,
+            loss=loss,
+            samples=len(one.y),
+            steps=len(plan.draws),
+            left_out=plan.left_out,
+            flops=self._flops(plan),
+            seconds=seconds,
+        )
+
+    def _flops(self, plan: _Plan) -> int | None:
+        """Of a round's gradients, and of the pass over all samples that ends a FedProto round."""
+        forward = flops_per_sample(self._model, self._layout)
+        if forward is None:
+            return None
+        support, query, third = (sum(len(part) for draw in plan.draws for part in draw[k : k + 1]) for k in range(3))
+        inner, repeated = getattr(self._hyper, "inner_steps", 1), getattr(self._hyper, "personal_steps", 1)
+        gradients = flops_of(self._method.adaptation, forward, support, query, inner, third)
+        return repeated * gradients + forward * plan.samples
+
+
+def first_personal(method: Method, layout: Layout, scalars: Mapping[str, float]) -> Params:
+    """The first values of the groups that ``method`` keeps on a device: alike on all devices of a fleet, whose seed
+    they come from."""
+    if not method.personal:
+        return {}
+    return trees.only(models.initial(layout, int(scalars.get("seed", 0))), method.personal)
+
+
+def _check_finite(losses_CK: Samples, steps: int) -> None:
+    """losses_CK: of every client and gradient, of which a step may take several."""
+    bad = np.argwhere(~np.isfinite(losses_CK))
+    if len(bad):
+        client, number = bad[bad[:, 1].argmin()]
+        step = number * steps // losses_CK.shape[1] + 1
+        raise RoundError(f"the loss is {losses_CK[client, number]} at step {step}", hint="lower client_lr or inner_lr")
+
+
+def _arrays(tree: Params, client: int, several: bool) -> NumpyParams:
+    return to_numpy(trees.apply(lambda a: a[client], tree) if several else tree)
+
+
+def _of_client(update: Payload, client: int, several: bool) -> Payload:
+    found: Mapping[str, Any] = update.scalars
+    scalars = {name: float(value[client] if several else value) for name, value in found.items()}
+    return Payload(_arrays(update.groups, client, several), scalars)
 
 
 def predict_logits(model: nn.Module, params: Params, x: Samples) -> Samples:
@@ -128,23 +269,32 @@ def embed(model: nn.Module, params: Params, x: Samples) -> Samples:
     return _forward(model, params, x, "embed")
 
 
-def flops_of(adaptation: str, forward: int, support: int, query: int, inner_steps: int = 0) -> int:
+def flops_of(
+    adaptation: str, forward: int, support: int, query: int, inner_steps: int = 0, third: int = 0
+) -> int:
     """Floating-point operations of a gradient, a backward pass counted as twice its forward pass.
 
-    forward: of one sample. A sample in a differentiated inner step counts nine forward passes: three for the step, and
-    twice that to differentiate it.
+    forward: of one sample. third: samples of a batch of its own for the Hessian. A sample of the support counts three
+    forward passes per inner step, and six more where the step is differentiated or its Hessian's product taken by two
+    gradients; on a third batch the exact product counts nine, with the pass that it differentiates.
     """
-    if adaptation == "proto":
+    if adaptation in ("proto", "metavers"):
         return 3 * forward * (support + query)
-    passes = 9 if adaptation == "maml-exact" else 3
-    return forward * (passes * inner_steps * support + 3 * query)
+    second = 6 * support
+    if adaptation == "maml-first-order":
+        second = 0
+    elif third:
+        second = (6 if adaptation == "maml-hessian-free" else 9) * third
+    return forward * (inner_steps * (3 * support + second) + 3 * query)
 
 
 @contextlib.contextmanager
 def _training(model: nn.Module, seed: int) -> Iterator[None]:
     """Training mode with the randomness of the model's own layers (dropout) from ``seed``; evaluation mode after."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats the stack for a GPU that is not in use
+        if next(model.parameters()).is_cuda:
+            torch.cuda.manual_seed(seed)
         model.train()
         try:
             yield
@@ -152,65 +302,33 @@ def _training(model: nn.Module, seed: int) -> Iterator[None]:
             model.eval()
 
 
-def _check(method: Method, layout: Layout, x: Samples, y: Samples) -> int:
-    """The number of classes to train for. Raises DataError."""
+def check(method: Method, layout: Layout, x: Samples, y: Samples) -> int:
+    """The number of classes to train for on the raw samples x, y. Raises DataError."""
     if x.shape[1:] != layout.input.shape or str(x.dtype) != layout.input.dtype:
         raise DataError(
             f"samples are {x.dtype} {list(x.shape[1:])}", expected=f"{layout.input.dtype} {list(layout.input.shape)}"
         )
     if len(x) != len(y) or not len(y):
         raise DataError(f"{len(x)} samples and {len(y)} labels", expected="as many labels as samples, at least one")
+    if layout.model in TOKENS:
+        vocabulary = layout.options.get("vocabulary", len(layout.classes))
+        if x.min() < 0 or x.max() >= vocabulary:
+            raise DataError(f"a token is {x.max() if x.min() >= 0 else x.min()}", expected=f"0 to {vocabulary - 1}")
     if y.min() < 0:
         raise DataError(f"the label {y.min()} is negative")
-    if y.max() >= len(layout.classes) and "head" in method.shared:
+    if y.max() >= len(layout.classes) and method.personalizer != "proto":
         raise DataError(
             f"the label {y.max()} is no class of the fleet, which has {len(layout.classes)}",
-            hint="a method with prototypes takes labels of one's own",
+            hint="a method whose class means stay on the device takes labels of one's own",
         )
     return max(len(layout.classes), int(y.max()) + 1)
 
 
-def _draws(
-    method: Method, x: Samples, y: Samples, hyper: Any, rng: np.random.Generator
-) -> tuple[Iterator[Episode], Callable[[], Mapping[int, int]]]:
-    """An endless stream of episodes, and what they left out so far."""
-    if method.adaptation == "none":
-        drawn = ((index[:0], index) for index in batches(len(y), hyper.batch, rng))
-        return (_episode(x, y, *pair) for pair in drawn), dict
-    episodes = Episodes(y, hyper.support_batch, hyper.query_batch, rng)
-    return (_episode(x, y, *pair) for pair in episodes), lambda: dict(episodes.left_out)
-
-
-def _episode(x: Samples, y: Samples, support: Samples, query: Samples) -> Episode:
-    return Episode(*_tensors(x, y, support), *_tensors(x, y, query))
-
-
-def _tensors(x: Samples, y: Samples, index: Samples | slice) -> tuple[Tensor, Tensor]:
-    return torch.tensor(x[index]), torch.tensor(y[index].astype(np.int64))
-
-
-def _adaptation(method: Method, hyper: Any) -> tuple[float, int]:
-    """(learning rate, steps) of the personalization."""
-    if method.personalizer == "sgd" and isinstance(hyper, Maml):
-        return hyper.inner_lr, hyper.inner_steps
-    if method.personalizer == "sgd" and isinstance(hyper, FineTune):
-        return hyper.finetune_lr, hyper.finetune_steps
-    return 0.0, 0
-
-
-def _full_gradient(model: nn.Module, w: Params, x: Samples, y: Samples) -> Params:
-    """Gradient of the mean cross-entropy over all samples, chunk by chunk."""
-    total = trees.apply(lambda a: torch.zeros_like(a), w)
-    for start in range(0, len(y), CHUNK):
-        x_chunk, y_chunk = _tensors(x, y, slice(start, start + CHUNK))
-        _, gradient = value_and_gradient(entropy(model, x_chunk, y_chunk), w)
-        total = trees.axpy(len(y_chunk) / len(y), gradient, total)
-    return total
-
-
 def _forward(model: nn.Module, params: Params, x: Samples, output: str) -> Samples:
-    w = to_torch(params)
+    device = next(model.parameters()).device
+    w = to_torch(params, device)
     model.eval()
     with torch.no_grad():
-        parts = [outputs(model, w, torch.tensor(x[i : i + CHUNK]), output) for i in range(0, max(1, len(x)), CHUNK)]
-    return torch.cat(parts).numpy()
+        starts = range(0, max(1, len(x)), CHUNK)
+        parts = [outputs(model, w, torch.tensor(x[i : i + CHUNK]).to(device), output) for i in starts]
+    return torch.cat(parts).cpu().numpy()

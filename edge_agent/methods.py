@@ -1,0 +1,35 @@
+"""A manifest's method as this agent has it: its row, its hyper-parameters, and the arrays that cross the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fleet_core import schema
+from fleet_core.algorithms.methods import METHODS
+from fleet_core.algorithms.seam import Method
+from fleet_core.errors import ConfigError, MessageError
+from fleet_core.layout import Layout
+from fleet_core.messages import Manifest
+
+
+def method_of(manifest: Manifest) -> Method:
+    """The manifest's method. Raises MessageError for one, or a version of one, that this agent lacks."""
+    reference = manifest.method
+    method = METHODS.get(reference.name)
+    if method is None or method.version != reference.version:
+        raise MessageError(f"method {reference.name} version {reference.version}", hint="update this agent")
+    return method
+
+
+def hyper_of(method: Method, values: Mapping[str, Any]) -> Any:
+    """The method's hyper-parameters; what is None does not travel, and is None again here. Raises ConfigError."""
+    hyper, problems = schema.read(method.hyper, values)
+    if hyper is None:
+        raise ConfigError("; ".join(map(str, problems)), where=method.name)
+    return hyper
+
+
+def wire(layout: Layout, method: Method) -> Layout:
+    """The arrays that cross the wire: the model's ``layout`` and what ``method`` has besides."""
+    return layout.extended(method.down, method.shared)

@@ -1,0 +1,72 @@
+"""MetaVers: prototypes with a margin that grows.
+
+Lim, Kim, Seo, Moon, "MetaVers: Meta-Learned Versatile Representations for Personalized Federated Learning", WACV 2024,
+eq. 1-7. Proto training with a centroid triplet term; its margin is max(m_glob, m_i), where m_i, the mean distance of
+the device's class centroids, goes up and m_glob comes down.
+
+Eq. 7 sums W − 1 values of m_glob and the mean of the reported m_i and divides by W. Its sum as printed ends before the
+value in use; here that is the last of the W − 1. While fewer exist it divides by as many as there are, the 0 of the
+first round not among them. ``window_mean`` averages the last W reported means instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fleet_core.algorithms.average import AverageClient, AverageServer, Averaging
+from fleet_core.algorithms.seam import ClientState, GradFn, LocalSgd, Payload, ServerState, Update, count
+from fleet_core.algorithms.trees import Params
+from fleet_core.algorithms.watching import watched
+
+MARGIN = "margin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Margins(Averaging):
+    """window: W, the values that the margin is averaged over. window_mean: of the reported means, not of m_glob."""
+
+    window: int = count(50, most=1000)
+    window_mean: bool = False
+
+
+class VersClient(AverageClient):
+    """FedAvg's steps with the fleet's margin; the mean of the device's own margins goes up as a scalar."""
+
+    def run(
+        self, broadcast: Payload, state: ClientState, steps: Iterable[GradFn], hyper: LocalSgd
+    ) -> tuple[Payload, ClientState]:
+        seen: list[Params] = []
+        given = {MARGIN: {"value": broadcast.scalars[MARGIN]}}
+        update, state = super().run(broadcast, state, watched(steps, given, seen), hyper)
+        own = sum(measured[MARGIN]["value"] for measured in seen) / len(seen)
+        return replace(update, scalars={MARGIN: own}), state
+
+
+class VersServer(AverageServer):
+    """Averages models and moves the margin (eq. 6, 7)."""
+
+    def broadcast(self, state: ServerState) -> Payload:
+        return Payload(state.model, {MARGIN: state.scalars.get(MARGIN, 0.0)})
+
+    def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: Any) -> ServerState:
+        reported = [update.payload.scalars[MARGIN] for update in updates]
+        here = sum(reported) / len(reported)
+        after = super().apply(state, updates, members, hyper)
+        past = history(state)
+        if hyper.window_mean:
+            kept = [*past, here][-hyper.window:]
+            margin = sum(kept) / len(kept)
+        else:
+            past = past[len(past) - (hyper.window - 1):] if len(past) >= hyper.window else past
+            margin = (sum(past) + here) / (len(past) + 1)
+            kept = [*past, margin]
+        listed = {f"past.{i:04d}": value for i, value in enumerate(kept)}
+        others = {k: v for k, v in after.scalars.items() if not k.startswith("past.")}
+        return replace(after, scalars={**others, **listed, MARGIN: margin})
+
+
+def history(state: ServerState) -> list[float]:
+    """The values that the next margin is averaged with, the oldest first."""
+    return [state.scalars[key] for key in sorted(state.scalars) if key.startswith("past.")]

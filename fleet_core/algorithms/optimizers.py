@@ -1,0 +1,55 @@
+"""Adam and Yogi on trees: what a direction becomes, and the moments that they keep.
+
+Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015, Algorithm 1; Reddi et al., "Adaptive Federated
+Optimization", ICLR 2021, Algorithm 2 (FedAdam, FedYogi). Reddi's server starts the second moment at τ² and does not
+correct the start; ``corrected=False`` with ``start`` is that form, Kingma's is the default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fleet_core.algorithms import trees
+from fleet_core.algorithms.trees import Params
+
+LOCAL = ("sgd", "adam")
+SERVER = ("sgd", "adam", "yogi")
+
+
+@dataclass(frozen=True)
+class Moments:
+    """first, second: running means of the direction and of its square. count: directions seen."""
+
+    first: Params
+    second: Params
+    count: int
+
+
+def adam(
+    direction: Params, before: Moments | None, *, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
+    corrected: bool = True, start: float = 0.0, yogi: bool = False,
+) -> tuple[dict[str, dict[str, Any]], Moments]:
+    """(the step to take per unit of learning rate, the moments after it).
+
+    before: None at the first direction. epsilon: τ of Reddi et al. start: of the second moment. yogi: its rule for the
+    second moment, v ← v − (1 − β₂) Δ² sign(v − Δ²).
+    """
+    if before is None:
+        zero = trees.zeros_like(direction)
+        before = Moments(zero, trees.apply(lambda a: a + start, zero), 0)
+    count = before.count + 1
+    first = trees.apply(lambda m, d: m * beta1 + d * (1 - beta1), before.first, direction)
+    second = trees.apply(
+        (lambda v, d: v - d * d * _sign(v - d * d) * (1 - beta2)) if yogi
+        else (lambda v, d: v * beta2 + d * d * (1 - beta2)),
+        before.second, direction,
+    )
+    scale1 = 1 / (1 - beta1**count) if corrected else 1.0
+    scale2 = 1 / (1 - beta2**count) if corrected else 1.0
+    step = trees.apply(lambda m, v: m * scale1 / ((v * scale2) ** 0.5 + epsilon), first, second)
+    return step, Moments(first, second, count)
+
+
+def _sign(array: Any) -> Any:
+    return (array > 0) * 1.0 - (array < 0) * 1.0
