@@ -31,10 +31,12 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 def line_chart(
     name: str, title: str, description: str, lines: Sequence[Line], *, y_ticks: Sequence[float],
-    y_text: Callable[[float], str], x_label: str, band: tuple[Line, Line] | None = None,
+    y_text: Callable[[float], str], x_label: str, bands: Sequence[tuple[Line, Line]] = (),
+    x_text: Callable[[float], str] | None = None, x_from: float | None = None,
 ) -> str:  # fmt: skip
-    """An SVG element. name: unique in the page. y_ticks: rising, from axis to top. band: (lower, upper), filled."""
-    x_low = min(p[0] for line in lines for p in line.points)
+    """An SVG element. name: unique in the page. y_ticks: rising, from axis to top. bands: (lower, upper), filled.
+    x_text: None for whole numbers alone. x_from: where the axis begins, None for the first point."""
+    x_low = min(p[0] for line in lines for p in line.points) if x_from is None else x_from
     x_high = max(max(p[0] for line in lines for p in line.points), x_low + 1)
 
     def x(value: float) -> float:
@@ -52,12 +54,14 @@ def line_chart(
             at, style = y(value), "axis" if value == y_ticks[0] else "grid"
             yield f'<line class="{style}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>'
             yield f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{escape(y_text(value))}</text>'
-        for value in (v for v in ticks(x_low, x_high, 6) if x_low <= v <= x_high and v == int(v)):
+        for value in (v for v in ticks(x_low, x_high, 6) if x_low <= v <= x_high and (x_text or v == int(v))):
+            label = x_text(value) if x_text else f"{value:.0f}"
             yield f'<line class="axis" x1="{x(value)}" x2="{x(value)}" y1="{floor}" y2="{floor + 4}"/>'
-            yield f'<text x="{x(value)}" y="{floor + 18}" text-anchor="middle">{value:.0f}</text>'
+            yield f'<text x="{x(value)}" y="{floor + 18}" text-anchor="middle">{escape(label)}</text>'
         yield f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>'
-        if band:
-            yield f'<polygon class="band" points="{trail([*band[0].points, *reversed(band[1].points)])}"/>'
+        for lower, upper in bands:
+            trails = trail([*lower.points, *reversed(upper.points)])
+            yield f'<polygon class="band {lower.style}" points="{trails}"/>'
         for line in lines:
             yield f'<polyline class="{line.style}" points="{trail(line.points)}"/>'
             for px, py in line.points if len(line.points) <= MARKED_POINTS else line.points[-1:]:

@@ -226,7 +226,7 @@ def _accuracy_chart(rounds: Sequence[RoundFigures]) -> str:
     )
     rows = [(str(n), share_text(s.mean), share_text(s.worst), share_text(s.best)) for n, s in judged]
     chart = line_chart(
-        "accuracy", "Accuracy of the devices over the rounds", text, [mean, best, worst], band=(worst, best),
+        "accuracy", "Accuracy of the devices over the rounds", text, [mean, best, worst], bands=[(worst, best)],
         y_ticks=ticks(max(0.0, min(s.worst for _, s in judged) - 0.02), 1.0), y_text="{:.2f}".format, x_label="round",
     )  # fmt: skip
     table = _table(("round", "mean", "worst", "best"), rows)

@@ -25,6 +25,7 @@ from edge_agent import cli as device_cli
 from edge_agent.home import Home
 from edge_agent.settings import settings_of
 from fleet_core import __version__, runtime
+from fleet_core.algorithms.methods import METHODS
 from tests.brokers import NEEDS_MOSQUITTO
 from tests.desk import called, desk_in, found_fleet, metafleet, write_samples
 
@@ -106,6 +107,63 @@ def refused(ran: Ran, code: int, *words: str) -> None:
     assert "Traceback" not in ran.err
     for word in words:
         assert word in ran.err
+
+
+# The methods ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_methods_say_what_they_send_and_what_stays(run: Run) -> None:
+    listed = {method["name"]: method for method in json.loads(run("metafleet", "methods", "--json").out)}
+    assert listed.keys() == METHODS.keys()
+    scaf, vers, alone = (listed[name] for name in ("pflscaf-proto", "metavers", "local"))
+    assert scaf["down"] == {"models": 2, "groups": ["body", "control"], "scalars": []}
+    assert scaf["up"] == {"models": 1, "groups": ["body"], "scalars": []}
+    assert (scaf["paper_models"], scaf["stays"]) == ({"down": 2, "up": 2}, ["control", "class means"])
+    assert vers["up"]["scalars"] == vers["down"]["scalars"] == ["margin"]
+    assert (alone["down"], alone["stays"]) == ({"models": 0, "groups": [], "scalars": []}, ["body", "head"])
+    assert [name for name, method in listed.items() if not method["lossy_codecs"]] == ["fedproto"]
+    assert "paper_models" not in vers
+    assert listed["per-fedavg-hf"]["hyper"]["difference"] == METHODS["per-fedavg-hf"].hyper().difference
+    rows = run("metafleet", "methods").out.splitlines()
+    assert re.match(r"metavers( +1 model: body, margin \(a number\)){2} +class means", rows[17])
+    assert re.match(r"fedper +part of a model: body +part of a model: body +head ", rows[19])
+    assert rows[18].split()[:3] == ["local", "nothing", "nothing"]
+    assert all(row.rstrip().endswith(METHODS[row.split()[0]].source) for row in rows[1:])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_shown_in_full_with_its_pages_and_all_that_can_be_set(run: Run, name: str) -> None:
+    text, machine = run("metafleet", "methods", name).out, json.loads(run("metafleet", "methods", name, "--json").out)
+    method = METHODS[name]
+    assert text.startswith(f"{name}: {method.title}\n\nsource    {method.source}\n")
+    told = "\n".join([machine["notes"], *machine["pages"].values()])
+    for setting in machine["hyper"]:
+        assert re.search(rf"^{setting} +\S", text, re.MULTILINE), "its default"
+        assert re.search(rf"\b{setting}\b", told), "its meaning"
+    assert machine["notes"] in text
+    assert machine["pages"].keys() >= {type(method.client).__module__, type(method.server).__module__}
+    for module, page in machine["pages"].items():
+        assert f"\n{module}\n\n{page}" in text
+        assert len(page) > 100
+
+
+def test_deviations_from_a_paper_are_told_with_the_method(run: Run) -> None:
+    assert "Deviation: every device makes the same number of steps" in run("metafleet", "methods", "fedprox").out
+    assert "in print  2 models down, 2 up" in run("metafleet", "methods", "pflscaf-maml").out
+    assert "codecs    fp32 alone" in run("metafleet", "methods", "fedproto").out
+    refused(run("metafleet", "methods", "fedprx"), 2, "unknown method 'fedprx'", "did you mean 'fedprox'?")
+
+
+def test_init_says_what_a_method_makes_of_the_link(
+    run: Run, place: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tuple((place / "fleet" / f"{name}.safetensors").read_bytes() for name in ("graph", "weights"))
+    monkeypatch.setattr(operator_cli, "_export", lambda settings, head: made)
+    said = run("metafleet", "init", tmp_path / "fleet", "--data", data, "--method", "fedproto")
+    assert said.code == 0, said.err
+    assert "all goes as fp32, not as int8 up and int8 down" in said.err
+    said = run("metafleet", "init", tmp_path / "other", "--data", data)
+    assert (said.code, "all goes as" in said.err) == (0, False)
 
 
 # What there is to see ------------------------------------------------------------------------------------------------

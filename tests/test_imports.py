@@ -16,17 +16,21 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = "fleet_core"
 PACKAGES = (CORE, "edge_agent", "cloud_server", "export", "firmware_profiles")
 
-# Files that compose the other packages: the operator's command line, the simulation and the demo with its baseline.
-COMPOSERS = tuple(f"cloud_server/{name}" for name in ("cli.py", "demo.py", "baseline.py", "simulation.py"))
+# Files that compose the other packages: the operator's command lines, the simulation and the demo with its baseline.
+COMPOSERS = tuple(
+    f"cloud_server/{name}" for name in ("cli.py", "lab_cli.py", "demo.py", "baseline.py", "simulation.py")
+)
 
 # A heavy module, and the files (or folders, with a slash at the end) that may import it.
-TORCH_HOMES = ("fleet_core/learning/", "export/", "edge_agent/trainer.py")
+TORCH_HOMES = ("fleet_core/learning/", "export/", "edge_agent/trainer.py", "cloud_server/laboratory/")
 HOMES = {
     "torch": TORCH_HOMES,
     "onnx": ("export/",),
     "onnxscript": ("export/",),
     "onnxruntime": ("export/", "edge_agent/session.py"),
     "paho": ("fleet_core/link.py", "fleet_core/link/"),
+    "matplotlib": ("cloud_server/laboratory/plots.py",),
+    "ray": ("cloud_server/laboratory/crew.py",),
 }
 
 # What a folder may import beside the standard library and fleet_core: at the top of a file, and inside a function.
@@ -38,7 +42,7 @@ BOUNDS = {
 # What starts, with all that lies below it, without these modules. Inside functions only COMPOSERS and the homes of
 # torch may reach torch.
 LIGHT = {
-    "cloud_server.cli": {"torch", "onnx", "onnxscript"},
+    "cloud_server.cli": {"torch", "onnx", "onnxscript", "matplotlib", "ray"},
     "edge_agent.cli": {"torch", "onnx", "onnxscript"},
     "fleet_core.power": {"torch"},
     "fleet_core.data": {"torch"},

@@ -1,0 +1,56 @@
+"""The hand-written loop: the same steps on plain PyTorch modules, without any federation.
+
+One model takes the steps of all clients, one client after the other: nothing is sent, reset, averaged or kept.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.simulation.workload import CLASSES, LR, Workload
+from fleet_core import memory
+
+
+def lenet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(64, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(1600, 384), nn.ReLU(), nn.Linear(384, 192), nn.ReLU(), nn.Linear(192, CLASSES),
+    )
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 80), nn.ReLU(), nn.Linear(80, 60), nn.ReLU(), nn.Linear(60, CLASSES))
+
+
+MODELS = {"lenet": lenet, "mlp": mlp}
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, batch: int, local_steps: int
+) -> None:
+    """``local_steps`` steps of ``batch`` samples, in shuffled passes."""
+    order = torch.cat([torch.randperm(len(y)) for _ in range(-(-local_steps * batch // len(y)))])
+    for rows in order[: local_steps * batch].split(batch):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+
+
+def serve(workload: Workload, kept: bool, pipe: Any) -> None:
+    """A process that does one round, of all clients, whenever it is told to, and answers with its seconds: by the
+    clock, and of processor time. kept: with the allocator's settings of the laboratory, PyTorch's default without."""
+    torch.set_num_threads(1)
+    if kept:
+        memory.keep_freed()
+    model = MODELS[workload.model]()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    data = [tuple(map(torch.tensor, workload.data(k))) for k in range(workload.clients)]
+    while pipe.recv():
+        started = time.perf_counter(), time.process_time()
+        for x, y in data:
+            train(model, optimizer, x, y, workload.batch, workload.local_steps)
+        pipe.send((time.perf_counter() - started[0], time.process_time() - started[1]))

@@ -1,0 +1,45 @@
+"""The laboratory at the benchmark's workload: FedAvg without clipping, without a codec, judged once at the end."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.simulation.workload import CLASSES, LR, Workload
+from cloud_server.laboratory import experiment as experiments
+from cloud_server.laboratory.experiment import Experiment
+from cloud_server.laboratory.simulate import Options, simulate
+from fleet_core.data.samples import Samples, save
+
+OPTIONS = {"lenet": {}, "mlp": {"hidden": [80, 60]}}
+JUDGED = 4  # samples of each client, besides its own: an experiment wants some
+
+
+def experiment(workload: Workload, rounds: int, folder: Path) -> Experiment:
+    """``rounds`` of the workload, its samples in ``folder``."""
+    parts = [workload.data(k) for k in range(workload.clients)]
+    x = np.concatenate([np.concatenate([x, x[:JUDGED]]) for x, _ in parts])
+    y = np.concatenate([np.concatenate([y, y[:JUDGED]]) for _, y in parts])
+    names = np.repeat([f"client-{k:04}" for k in range(workload.clients)], workload.samples + JUDGED)
+    time = np.tile(np.r_[np.zeros(workload.samples), np.ones(JUDGED)], workload.clients)
+    save(folder / "samples.npz", Samples(x, y, names, time, tuple(map(str, range(CLASSES)))))
+    hyper = {"local_steps": workload.local_steps, "batch": workload.batch, "client_lr": LR, "clip_norm": 0}
+    return experiments.read({
+        "data": {"path": str(folder / "samples.npz")},
+        "partition": {"options": {"split": "time", "train_fraction": 0.5}},
+        "model": {"name": workload.model, "options": OPTIONS[workload.model]},
+        "budget": {"rounds": rounds},
+        "judge": {"every": 0, "devices": 1},
+        "method": [{"name": "fedavg", "hyper": {**hyper, "finetune_steps": 0}}],
+    })
+
+
+def run(workload: Workload, rounds: int, jobs: int, told: Callable[[], None]) -> None:
+    """``told`` is called at the end of every round. jobs: processes, 0 for one per core."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked = experiment(workload, rounds, Path(folder))
+        options = Options(jobs=jobs, device="cpu")
+        simulate(asked, Path(folder) / "out", options, told=lambda name, row: told())

@@ -1,0 +1,174 @@
+"""What a round of the laboratory costs beside the bare loop and beside Flower's Ray simulation, in one run.
+
+    python -m benchmarks.simulation.run --out benchmarks/simulation/result.json [--repeat 3] [--without flower memory]
+
+* Beside the hand-written loop (``loop``): our round in this process and the loop's in another, in turn, with one thread
+  each; the ratio is that of the medians over ``pairs`` rounds, of seconds and of processor time, which other load on
+  the machine disturbs less. The loop runs as PyTorch comes, and again with the laboratory's settings of the allocator.
+* Beside Flower (``flower``): client updates per second from the end of the first round to that of the last, both with
+  all processors of the machine, in turn. Flower is installed into a virtual environment of its own under build/ at the
+  first run (pinned in flower-simulation.txt), with torch from this Python.
+* Memory (``memory``): the most that the process of a run with 1,000 devices and their states on disk has held.
+
+Written are medians of ``--repeat`` runs, and what else the machine had to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.overhead.peers.venvs import python_of
+from benchmarks.simulation import loop, ours
+from benchmarks.simulation.workload import WORKLOADS, Workload
+from fleet_core.storage import write_json
+
+HERE = Path(__file__).parent
+PEER = "flower-simulation"
+LIMIT_S = 900.0
+LOOP_BAR, FLOWER_BARS = 1.10, {"lenet": 4.0, "mlp": 20.0}
+
+Times = tuple[float, float]
+"""Seconds by the clock, and of processor time."""
+
+
+def beside_loop(workload: Workload, *, kept: bool) -> dict[str, Any]:
+    """Medians of our rounds and of the loop's, taken in turn, and their ratios."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=loop.serve, args=(workload, kept, theirs), daemon=True)
+    process.start()
+    pairs: list[tuple[Times, Times]] = []
+    began: list[Times] = []
+
+    def told() -> None:
+        ended = now()
+        pipe.send(True)
+        beside = pipe.recv()
+        if began:
+            pairs.append(((ended[0] - began[-1][0], ended[1] - began[-1][1]), beside))
+        began.append(now())
+
+    ours.run(workload, workload.pairs + 2, 1, told)  # the first round warms up, the last one judges
+    pipe.send(False)
+    process.join()
+    found: dict[str, Any] = {}
+    for k, what in enumerate(("seconds", "cpu_seconds")):
+        own, beside = (median(pair[side][k] for pair in pairs[:-1]) for side in (0, 1))
+        found[what] = {"ours": round(own, 5), "loop": round(beside, 5), "ratio": round(own / beside, 3)}
+    return found
+
+
+def now() -> Times:
+    return time.perf_counter(), time.process_time()
+
+
+def own_updates(workload: Workload) -> float:
+    """Client updates per second, with all processors."""
+    ends: list[float] = []
+    ours.run(workload, workload.rounds + 2, 0, lambda: ends.append(time.perf_counter()))
+    return per_second(workload, ends[:-1])
+
+
+def flower_updates(name: str) -> float:
+    """Client updates per second of Flower's Ray simulation."""
+    workload = WORKLOADS[name]
+    with tempfile.TemporaryDirectory() as home:
+        quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_HOME": home,
+                 "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+        command = [python_of(PEER, HERE), "-m", "benchmarks.simulation.flower", name, str(workload.rounds + 1)]
+        done = subprocess.run(
+            command, env={**os.environ, **quiet}, timeout=LIMIT_S, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, check=False,
+        )
+    ends = flower_ends(done.stdout)
+    if done.returncode or len(ends) != workload.rounds + 1:
+        raise SystemExit(f"Flower ended with {done.returncode} after {len(ends)} rounds\n{done.stdout[-3000:]}")
+    return per_second(workload, ends)
+
+
+def flower_ends(said: str) -> list[float]:
+    return [float(line.split()[1]) for line in said.splitlines() if line.startswith("end ")]
+
+
+def per_second(workload: Workload, ends: Sequence[float]) -> float:
+    """Of the median round."""
+    return workload.clients / median(after - before for before, after in pairwise(ends))
+
+
+def memory() -> dict[str, Any]:
+    """What ``memory`` prints, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.simulation.memory"]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S).stdout
+    return dict(json.loads(said))
+
+
+# Several runs, and what is written ------------------------------------------------------------------------------------
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of equal trees of numbers."""
+    return {
+        key: summary([run[key] for run in runs]) if isinstance(value, dict) else round(median(r[key] for r in runs), 5)
+        for key, value in runs[0].items()
+    }
+
+
+def repeated(times: int, what: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    runs = []
+    for _ in range(times):
+        runs.append(measure())
+        print(what, runs[-1], f"load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+    return {"median": summary(runs), "runs": runs}
+
+
+def against_flower(name: str) -> dict[str, Any]:
+    own, theirs = own_updates(WORKLOADS[name]), flower_updates(name)
+    return {"updates_per_second": {"ours": own, "flower": theirs}, "ratio": own / theirs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--without", nargs="*", choices=("loop", "flower", "memory"), default=[])
+    parser.add_argument("--workloads", nargs="*", choices=tuple(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    found: dict[str, Any] = {
+        "environment": {"system": platform.platform(), "python": platform.python_version(), "cpus": os.cpu_count(),
+                        "load_before": os.getloadavg()},
+        "bars": {"loop": LOOP_BAR, "flower": FLOWER_BARS}, "loop": {}, "flower": {},
+    }
+    if "flower" not in options.without:
+        python_of(PEER, HERE)  # installed before anything is timed
+        found["versions"] = (HERE / f"{PEER}.txt").read_text().split()
+    for name in options.workloads:
+        workload = WORKLOADS[name]
+        if "loop" not in options.without:
+            found["loop"][name] = {
+                what: repeated(options.repeat, f"{name}, {what}", partial(beside_loop, workload, kept=kept))
+                for what, kept in (("as it comes", False), ("same allocator", True))
+            }
+        if "flower" not in options.without:
+            found["flower"][name] = repeated(options.repeat, f"{name}, Flower", partial(against_flower, name))
+    if "memory" not in options.without:
+        found["memory"] = memory()
+    found["environment"]["load_after"] = os.getloadavg()
+    write_json(options.out, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""A person's own recordings, as far as they can be judged, and the models that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleet_core import schema
+from fleet_core.data.partitions import pool
+from fleet_core.data.samples import Samples, load
+from fleet_core.data.sets.named import load_set
+from fleet_core.data.sets.registry import entries
+from fleet_core.data.split import by_time
+from fleet_core.errors import DataError
+
+MIN_CLIENTS, MIN_SAMPLES, MAX_CLIENTS = 4, 20, 50
+TRAIN_FRACTION = 0.6
+MAX_CHANNELS = 256  # whose mean and deviation are written out
+
+
+@dataclass(frozen=True)
+class Model:
+    """label: in tables. options: of the named model."""
+
+    label: str
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Recordings:
+    """The data as they are compared on. section: ``data`` of an experiment. clients: that have samples enough."""
+
+    samples: Samples
+    section: Mapping[str, Any]
+    clients: int
+    models: tuple[Model, ...]
+    remarks: tuple[str, ...]
+
+
+def recordings(data: str) -> Recordings:
+    """The named set, or the file, once it is known that it can be judged. Raises DataError with the reason."""
+    named = data in entries()
+    if not named and not Path(data).exists():
+        near = schema.suggest(data, entries())
+        raise DataError("is neither a data set nor a file" + (f" (did you mean '{near}'?)" if near else ""),
+                        where=data, expected=f"a path, or one of {', '.join(entries())}")
+    found = load_set(data) if named else None
+    samples = load(Path(data)) if found is None else pool(found.train, found.test)
+    if samples.client is None:
+        raise DataError("names no client, so that nobody knows which samples are one device's", where=data,
+                        hint="add an array or a column 'client'")
+    names, index, counts = np.unique(samples.client, return_inverse=True, return_counts=True)
+    enough = np.flatnonzero(counts >= MIN_SAMPLES)
+    if len(enough) < MIN_CLIENTS:
+        raise DataError(f"holds {len(names)} client{'s' * (len(names) > 1)}, {len(enough)} with {MIN_SAMPLES} samples "
+                        "or more", where=data, expected=f"{MIN_CLIENTS} such clients: some to train, others to judge")
+    held = np.array([len(np.unique(samples.y[index == k])) for k in enough])
+    if held.max() < 2:
+        whole = "one class alone" if len(np.unique(samples.y)) < 2 else "clients of one class each"
+        raise DataError(f"holds {whole}: an answer that never changes would be right", where=data,
+                        expected="clients that have to tell classes apart")
+    section = {"set": data} if named else {"path": data, **standard(by_time(samples, TRAIN_FRACTION)[0])}
+    remarks = _remarks(samples, len(names), held)
+    return Recordings(samples, section, len(enough), models_for(samples), tuple(remarks))
+
+
+def _remarks(samples: Samples, names: int, held: np.ndarray[Any, Any]) -> list[str]:
+    few, one = names - len(held), int((held < 2).sum())
+    said = {
+        f"{few} of {names} clients have fewer than {MIN_SAMPLES} samples and are left out": few > 0,
+        f"{MAX_CLIENTS} of {len(held)} clients are used, drawn at random": len(held) > MAX_CLIENTS,
+        f"{one} of {len(held)} clients hold one class alone, which is easy for whatever adapts": one > 0,
+        "there are no times: the order of the rows is taken for it": samples.time is None,
+        "the classes have no names, which a fleet needs: add an array 'classes'": samples.classes is None,
+    }
+    return [text for text, applies in said.items() if applies]
+
+
+def models_for(samples: Samples) -> tuple[Model, ...]:
+    """Two models for such samples that small devices can train, or one. Raises DataError where there is none."""
+    shape = samples.x.shape[1:]
+    if samples.x.dtype == np.int64:
+        if len(shape) != 1 or samples.x.min() < 0 or samples.x.max() > samples.y.max():
+            raise DataError("the samples are whole numbers of 64 bits, which only a model of text takes",
+                            expected="tokens numbered like the classes", hint="save x as float32, images as uint8")
+        return (Model("char-lstm", "char-lstm"),)
+    if len(shape) == 3 and min(shape[1:]) >= 7:
+        return Model("lenet-lim", "lenet-lim"), Model("mlp", "mlp")
+    if len(shape) == 2:
+        return Model("cnn1d", "cnn1d"), Model("mlp", "mlp")
+    return Model("mlp", "mlp"), Model("mlp-64-64", "mlp", {"hidden": [64, 64]})
+
+
+def standard(samples: Samples) -> dict[str, Sequence[float]]:
+    """Mean and standard deviation of each channel, for a model's input; nothing for images of bytes and for tokens."""
+    x = samples.x
+    if x.dtype != np.float32 or x.shape[1] > MAX_CHANNELS:
+        return {}
+    rows = np.moveaxis(x, 1, 0).reshape(x.shape[1], -1).astype(np.float64)
+    return {"mean": [round(float(v), 6) for v in rows.mean(1)],
+            "std": [round(float(v), 6) if v > 1e-6 else 1.0 for v in rows.std(1)]}
