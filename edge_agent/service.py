@@ -141,7 +141,8 @@ class Service:
     def _plain_of(self, weights: Weights) -> Predictor | None:
         """The weights as they are, where they answer by themselves."""
         params = trees.only(weights.params, MODEL_GROUPS)
-        return Predictor.head(self._graph(), params) if params.keys() == set(MODEL_GROUPS) else None
+        whole = {tensor.group for tensor in self.layout.tensors}  # of a linear model, the head alone
+        return Predictor.head(self._graph(), params) if "head" in params and params.keys() == whole else None
 
     def _nearest(self, method: Method, hyper: Any, weights: Weights) -> Predictor | None:
         """Answers from the device's own samples, for methods that need no more."""

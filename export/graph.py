@@ -42,7 +42,8 @@ class Output(nn.Module):
         self.network, self.kind = network, kind
 
     def forward(self, x: Tensor) -> Any:
-        return self.network(x, self.kind)
+        out = self.network(x, self.kind)
+        return out.clone() if out is x else out  # a graph's output must not be its input
 
 
 def export_graph(layout: Layout, *, kinds: tuple[str, ...] = ("embed",), seed: int = 0) -> Graph:

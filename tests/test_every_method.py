@@ -728,3 +728,13 @@ def test_a_round_that_is_opened_again_after_a_device_joined_is_the_same_round(fl
     lift()
     assert w.pump(lambda: finished(w) and settled(w), tick_s=0.25)
     assert [row.members for row in w.server.ledger.rounds()] == [3, 4, 4]
+
+
+def test_a_linear_model_has_a_head_alone_and_answers(tmp_path: Path) -> None:
+    text = config_text("fedavg", rounds=2, devices=2, hyper="finetune_steps = 2")
+    w = world(tmp_path, text.replace('"mlp"', '"logistic"').replace("[model.options]\nhidden = [6]\n", ""))
+    w.start_server()
+    agents = [w.start_agent(f"d{n}", toy(n), train_fraction=0.6) for n in range(2)]
+    assert w.pump(lambda: len(w.server.ledger.rows(Judgement, round=2, stage="after")) == 2)
+    assert {row.stage for row in w.server.ledger.rows(Judgement, round=2)} == {"before", "after"}
+    assert agents[0].service.predict(np.zeros((2, 8), np.float32)).shape == (2, 3)

@@ -274,6 +274,13 @@ def test_a_method_that_needs_a_head_is_refused_for_a_model_without_one(tmp_path:
     laboratory.simulate(lab.experiment(data, model=headless, budget={"rounds": 1}), tmp_path / "proto", Options(jobs=1))
 
 
+def test_logistic_regression_is_trained_whole(tmp_path: Path, data: Path) -> None:
+    linear = {"name": "logistic"}
+    for method in ("pfedme", "fedavg"):
+        asked = lab.experiment(data, method, {"local_steps": 1}, model=linear, budget={"rounds": 1})
+        laboratory.simulate(asked, tmp_path / method, Options(jobs=1))
+
+
 def test_a_method_that_needs_an_encoder_is_refused_for_logistic_regression(tmp_path: Path, data: Path) -> None:
     said = refused(tmp_path, lab.settings(data, "fedproto", {"local_steps": 1}, model={"name": "logistic"}))
     assert "fedproto trains the body of a model, and 'logistic' has none" in said

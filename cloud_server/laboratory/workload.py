@@ -118,9 +118,12 @@ def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload:
 
 
 def _check_groups(method: Method, layout: Layout) -> None:
+    """A model without a body has what trains it whole: only methods that are about the body need one."""
     groups = {tensor.group for tensor in layout.tensors}
-    wanted = {*method.shared, *method.personal} & set(MODEL_GROUPS)
-    lacking = next((g for g in MODEL_GROUPS if g in wanted and g not in groups), None)
+    parts = [set(part) & set(MODEL_GROUPS) for part in (method.shared, method.personal)]
+    needed = {"body"} if method.graphs == ("embed",) or {"body"} in parts else set[str]()
+    needed |= {"head"} & set.union(*parts)
+    lacking = next((g for g in MODEL_GROUPS if g in needed - groups), None)
     if lacking is not None:
         raise ConfigError(
             f"{method.name} trains the {lacking} of a model, and '{layout.model}' has none",
