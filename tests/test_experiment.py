@@ -103,9 +103,9 @@ def test_unknown_keys_are_told_at_once_with_their_lines_and_suggestions(path: Pa
 
 
 def test_a_hyper_parameter_that_the_method_lacks_is_told_with_the_line_of_that_method(path: Path) -> None:
-    changes = {"hyper.penalty = 0.2": "hyper.local_step = 5", "hyper.local_steps": "hyper.penalty"}
+    changes = {"hyper.penalty = 0.2": "hyper.local_step = 5", "hyper.local_steps": "hyper.local_step"}
     assert mistakes(path, changes) == [
-        "11: method[0].hyper.penalty: unknown key",
+        "11: method[0].hyper.local_step: unknown key (did you mean 'local_steps'?)",
         "14: method[1].hyper.local_step: unknown key (did you mean 'local_steps'?)",
     ]
 

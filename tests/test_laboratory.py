@@ -167,7 +167,7 @@ def test_a_run_killed_between_any_two_writes_goes_on_to_the_same_bits(tmp_path: 
     for write in itertools.count(first, every):
         if not killed_at(write, asked, tmp_path / str(write)):
             break
-        assert lab.everything(lab.go(asked, tmp_path / str(write))) == wanted, write
+        assert lab.everything(lab.go(asked, tmp_path / str(write), clock=lab.ticking(0.8))) == wanted, write
     assert write > 20
 
 
@@ -206,6 +206,34 @@ def test_a_device_s_state_is_kept_once_however_often_it_took_part(tmp_path: Path
     asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), cohort=0)
     lab.go(asked, tmp_path / "run", clock=lab.ticking(0.5))
     assert len(list((tmp_path / "run" / "clients").glob("*/*"))) == 3
+
+
+def test_a_state_after_a_round_that_does_not_count_is_neither_taken_nor_kept(tmp_path: Path) -> None:
+    clients = Clients(tmp_path)
+
+    def rounds() -> list[str]:
+        return sorted(path.stem[-1] for path in tmp_path.glob("clients/*/*"))
+
+    for number in (1, 3, 5):
+        clients.save("d0", number, {"dual": {"body": {"w": np.full(2, number, np.float32)}}})
+    assert [clients.load("d0", after).get("dual", {}) for after in (0, 3, 4)] == [
+        {}, *[{"body": {"w": pytest.approx(np.full(2, 3.0))}}] * 2
+    ]
+    clients.settle("d0", 4)
+    assert rounds() == ["3", "5"]
+    clients.forget_after(4)
+    assert rounds() == ["3"]
+
+
+def test_what_a_killed_run_wrote_for_a_round_that_does_not_count_is_gone_when_it_goes_on(tmp_path: Path) -> None:
+    asked, rows = lab.experiment(lab.recordings(tmp_path / "all.npz"), cohort=0), list[Any]()
+    wanted = lab.everything(lab.go(asked, tmp_path / "undisturbed"))
+    with pytest.raises(Stopped):
+        lab.go(asked, tmp_path / "run", told=rows.append, stopped=lambda: len(rows) == 2)
+    Clients(tmp_path / "run").save("d0", 9, {"dual": {"body": {"w": np.ones(2, np.float32)}}})
+    (tmp_path / "run" / ".rounds.jsonl.abc").touch()
+    assert lab.everything(lab.go(asked, tmp_path / "run")) == wanted
+    assert not list((tmp_path / "run").glob(".rounds*"))
 
 
 def test_two_simulations_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:

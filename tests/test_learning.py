@@ -24,7 +24,7 @@ from fleet_core.errors import ConfigError, DataError, RoundError
 from fleet_core.layout import MODEL_GROUPS, InputSpec, Layout
 from fleet_core.learning import models, train
 from fleet_core.learning.train import TrainResult
-from tests.playing import TOY, Fleet, flat, gap, hyper_of, same, toy_layout, toy_samples
+from tests.playing import SEED, TOY, Fleet, flat, gap, hyper_of, same, toy_layout, toy_samples
 
 every_method = pytest.mark.parametrize("name", METHODS)
 SMALL: dict[str, Any] = {
@@ -302,6 +302,42 @@ def test_side_by_side_the_client_that_diverges_is_found_as_alone() -> None:
         played = Fleet("fedavg", hyper_of("fedavg", **SMALL), data, toy_layout(), together)
         with pytest.raises(RoundError, match=r"the loss is (nan|inf) at step 1"):
             played.trained()
+
+
+def test_a_round_is_sgd_on_one_batch_after_the_other() -> None:
+    """FedAvg's, written out: the same draws, three batches of a pass and one of the next."""
+    x, y = toy_samples(50)
+    fleet = Fleet("fedavg", hyper_of("fedavg", local_steps=4, client_lr=0.1, batch=20, clip_norm=0.0), [(x, y)])
+    rng = np.random.default_rng([SEED, 1, 0])
+    rng.integers(2**31)  # the seed of the model's own random layers
+    passes = [rng.permutation(50) for _ in range(2)]
+    sent = fleet.broadcast().groups
+    w = [torch.tensor(a, requires_grad=True) for a in flat(sent)]
+    for rows in (passes[0][:20], passes[0][20:40], passes[0][40:], passes[1][:20]):
+        hidden = nn.functional.elu(torch.tensor(x[rows]) @ w[0].T + w[1])
+        loss = nn.functional.cross_entropy(hidden @ w[2].T + w[3], torch.tensor(y[rows]))
+        slopes = torch.autograd.grad(loss, w)
+        w = [(a - 0.1 * g).detach().requires_grad_() for a, g in zip(w, slopes, strict=True)]
+    for found, a, b in zip(flat(fleet.trained()[0].update.groups), w, flat(sent), strict=True):
+        np.testing.assert_allclose(found, a.detach().numpy() - b, atol=1e-6)
+
+
+def test_a_models_own_random_layers_draw_from_the_rounds_generator_and_rest_when_it_is_over(
+    package: types.ModuleType,
+) -> None:
+    """One sample, so that nothing but the dropout is drawn."""
+    package.__dict__["build"] = lambda shape, classes: Own(shape, classes, nn.Dropout(0.5))
+    layout = models.describe("bring_own:build", TOY, ("a", "b", "c"), {})
+    fleet = Fleet("fedavg", hyper_of("fedavg", local_steps=3), [toy_samples(1)], layout)
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first, again = (fleet.trained()[0].update.groups for _ in range(2))
+    assert torch.equal(torch.rand(1), expected), "the caller's random numbers are left alone"
+    fleet.number += 1
+    assert same(first, again)
+    assert not same(first, fleet.trained()[0].update.groups)
+    assert not fleet.model.training
 
 
 def test_a_first_dual_comes_from_zero() -> None:

@@ -57,6 +57,10 @@ def test_of_equally_near_samples_the_earlier_votes() -> None:
     for y in ([0, 1, 2, 3], [3, 2, 1, 0]):
         found = Neighbours(z, np.array(y), 4, 2, 1.0).votes(np.zeros((1, 2), np.float32))
         np.testing.assert_allclose(found[0][y], [0.5, 0.5, 0, 0], atol=1e-7)
+    rng = np.random.default_rng(0)
+    many, labels = rng.integers(0, 4, (700, 1)).astype(np.float32), rng.integers(0, 4, 700)
+    found = Neighbours(many, labels, 4, 7, 1.0).votes(many[:1])
+    np.testing.assert_allclose(found, brute_force(many, labels, 4, 7, many[:1]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("far", [1e3, 1e18, 3e38])

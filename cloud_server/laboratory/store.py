@@ -51,9 +51,9 @@ class Clients:
         path = self._of(client) / f"round-{number:09d}.safetensors"
         storage.write_arrays(path, storage.flatten_roles(state), durable=False)
 
-    def settle(self, client: str) -> None:
-        """All its rounds count: only the device's last state is needed."""
-        for _, path in _files(self._of(client))[:-1]:
+    def settle(self, client: str, number: int) -> None:
+        """The rounds up to ``number`` count: of the states after them only the last is needed."""
+        for _, path in [found for found in _files(self._of(client)) if found[0] <= number][:-1]:
             path.unlink(missing_ok=True)
 
     def forget_after(self, number: int) -> None:
@@ -117,6 +117,8 @@ class Store:
 
     def resume(self, first: Params) -> Checkpoint | None:
         """The last round that counts, or None before the first; what was begun after it is dropped."""
+        for torn in self.folder.glob(".*.json*"):
+            torn.unlink(missing_ok=True)
         checkpoints, kept = self._checkpoints(), _files(self.folder / "state")
         number = kept[-1][0] if kept else 0
         self.clients.forget_after(number)
@@ -142,7 +144,7 @@ class Store:
         """All rounds up to this one count now. taken: devices that wrote a state since the last checkpoint."""
         self._checkpoints().save(checkpoint)
         for client in taken:
-            self.clients.settle(client)
+            self.clients.settle(client, checkpoint.round)
 
     def rounds(self) -> list[dict[str, Any]]:
         """The figures of the rounds that count."""
