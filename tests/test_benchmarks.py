@@ -297,9 +297,15 @@ def test_rounds_beside_the_loop_give_seconds_of_both_and_their_ratio(threads: No
         assert found["ratio"] == pytest.approx(found["ours"] / found["loop"], rel=0.1)
 
 
-def test_updates_per_second_are_those_of_the_median_round() -> None:
-    ends = simulated.flower_ends("INFO: starting\nend 10.0\nend 10.5\nINFO\nend 12.5\nend 13.0\n")
-    assert simulated.per_second(WORKLOADS["lenet, 1 step"], ends) == 16.0
+def test_updates_per_second_are_those_of_the_median_round_and_processor_time_that_of_all_but_the_first() -> None:
+    code = "print('INFO: starting', flush=True)\nfor end in (10.0, 10.5, 12.5, 13.0): print('end', end, flush=True)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        looks, said = simulated.followed(process)
+    assert said.startswith("INFO: starting\n")
+    assert [when for when, _ in looks] == [10.0, 10.5, 12.5, 13.0]
+    looks = [(when, 3.0 + 2 * k) for k, (when, _) in enumerate(looks)]
+    found = simulated.pace(WORKLOADS["lenet, 1 step"], looks)
+    assert found == {"updates_per_second": 16.0, "cpu_seconds_per_update": 0.25}
     runs = [{"seconds": {"ours": s}, "ratio": 2 * s} for s in (3.0, 1.0, 2.0)]
     assert simulated.summary(runs) == {"seconds": {"ours": 2.0}, "ratio": 4.0}
 

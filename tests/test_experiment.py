@@ -284,6 +284,8 @@ def test_logistic_regression_is_trained_whole(tmp_path: Path, data: Path) -> Non
 def test_a_method_that_needs_an_encoder_is_refused_for_logistic_regression(tmp_path: Path, data: Path) -> None:
     said = refused(tmp_path, lab.settings(data, "fedproto", {"local_steps": 1}, model={"name": "logistic"}))
     assert "fedproto trains the body of a model, and 'logistic' has none" in said
+    asked = lab.experiment(data, "fedavg", {"local_steps": 1}, model={"name": "logistic"}, budget={"rounds": 1})
+    laboratory.simulate(asked, tmp_path / "whole", Options(jobs=1))
 
 
 def sparse(path: Path, labels: Mapping[str, list[int]]) -> Path:

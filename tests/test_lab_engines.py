@@ -25,6 +25,7 @@ from cloud_server.laboratory.work import Setting
 from fleet_core.errors import ConfigError, RoundError
 from tests import lab
 from tests.desk import descendants
+from tests.inprocess import Killed
 
 NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: the extra 'ray'")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="waits on process descriptors")
@@ -214,6 +215,24 @@ def test_a_stopped_experiment_goes_on_to_the_same_result(tmp_path: Path, data: P
     assert rows == ["fedavg-s0"] * 4 + ["pfldyn-proto-s0"] * 2
     simulate(asked, tmp_path / "stopped", Options(jobs=1))
     assert ended(tmp_path / "stopped") == ended(tmp_path / "whole")
+
+
+def test_a_run_killed_at_its_very_end_ends_again_and_leaves_no_states(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = lab.experiment(data)
+    simulate(asked, tmp_path / "whole", Options(jobs=1))
+
+    def killed(store: Store, result: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr(Store, "end", killed)
+    with pytest.raises(Killed):
+        simulate(asked, tmp_path / "killed", Options(jobs=1))
+    monkeypatch.undo()
+    simulate(asked, tmp_path / "killed", Options(jobs=1))
+    assert ended(tmp_path / "killed") == ended(tmp_path / "whole")
+    assert not list(tmp_path.glob("*/*/clients"))
 
 
 MANY = """\

@@ -1,9 +1,13 @@
 """The workload on Flower's Ray simulation; ``run`` starts it under the Python that Flower is installed for.
 
-    python -m benchmarks.simulation.flower WORKLOAD ROUNDS      prints every round's end, Unix seconds
+    python -m benchmarks.simulation.flower WORKLOAD ROUNDS FORM      prints every round's end, Unix seconds
 
-In the most favourable way found: one float32 array down and up, no evaluation, one processor and one torch thread for a
-client, the model and the samples made once in each of Ray's processes.
+No evaluation, one torch thread for a client, its samples made once in each of Ray's processes. FORM:
+
+* ``favourable``, the most favourable found: one float32 array down and up, the model made once in each process, one
+  processor for a client.
+* ``documented``, as in Flower's PyTorch quickstart: a state dict, loaded into a model that every message makes, and the
+  simulation's own default, two processors for a client.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -32,7 +35,6 @@ client, server = ClientApp(), ServerApp()
 
 @cache
 def made(name: str) -> Any:
-    torch.set_num_threads(1)
     return MODELS[WORKLOADS[name].model]()
 
 
@@ -43,16 +45,25 @@ def samples(name: str, device: int) -> Any:
 
 @client.train()
 def train_client(message: Message, context: Context) -> Message:
-    name = os.environ["SIMULATED"]
-    workload, model = WORKLOADS[name], made(name)
-    (weights,) = message.content["arrays"].to_numpy_ndarrays()
-    vector_to_parameters(torch.tensor(weights), model.parameters())
+    torch.set_num_threads(1)
+    name, documented = os.environ["SIMULATED"], os.environ["SIMULATED_FORM"] == "documented"
+    workload, arrays = WORKLOADS[name], message.content["arrays"]
+    model = MODELS[workload.model]() if documented else made(name)
+    if documented:
+        model.load_state_dict(arrays.to_torch_state_dict())
+    else:
+        vector_to_parameters(torch.tensor(arrays.to_numpy_ndarrays()[0]), model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), LR)
     x, y = samples(name, int(context.node_config["partition-id"]))
     train(model, optimizer, x, y, workload.batch, workload.local_steps)
-    after = parameters_to_vector(model.parameters()).detach().numpy()
-    content = RecordDict({"arrays": ArrayRecord([after]), "metrics": MetricRecord({"num-examples": len(y)})})
+    content = RecordDict({"arrays": sent(model), "metrics": MetricRecord({"num-examples": len(y)})})
     return Message(content=content, reply_to=message)
+
+
+def sent(model: torch.nn.Module) -> ArrayRecord:
+    if os.environ["SIMULATED_FORM"] == "documented":
+        return ArrayRecord(model.state_dict())
+    return ArrayRecord([parameters_to_vector(model.parameters()).detach().numpy()])
 
 
 class Timed(FedAvg):
@@ -74,14 +85,14 @@ def main(grid: Grid, context: Context) -> None:
         fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=workload.clients,
         min_available_nodes=workload.clients,
     )
-    size = sum(parameter.numel() for parameter in MODELS[workload.model]().parameters())
-    strategy.start(grid, ArrayRecord([np.zeros(size, np.float32)]), num_rounds=int(os.environ["SIMULATED_ROUNDS"]))
+    strategy.start(grid, sent(MODELS[workload.model]()), num_rounds=int(os.environ["SIMULATED_ROUNDS"]))
 
 
-def simulate(name: str, rounds: str) -> None:
-    os.environ["SIMULATED"], os.environ["SIMULATED_ROUNDS"] = name, rounds
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    run_simulation(server, client, WORKLOADS[name].clients, backend_config=resources)
+def simulate(name: str, rounds: str, form: str) -> None:
+    os.environ |= {"SIMULATED": name, "SIMULATED_ROUNDS": rounds, "SIMULATED_FORM": form}
+    one_each = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    settings = None if form == "documented" else one_each
+    run_simulation(server, client, WORKLOADS[name].clients, backend_config=settings)
 
 
 if __name__ == "__main__":

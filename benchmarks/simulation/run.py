@@ -5,9 +5,9 @@
 * Beside the hand-written loop (``loop``): our round in this process and the loop's in another, in turn, with one thread
   each; the ratio is that of the medians over ``pairs`` rounds, of seconds and of processor time, which other load on
   the machine disturbs less. The loop runs as PyTorch comes, and again with the laboratory's settings of the allocator.
-* Beside Flower (``flower``): client updates per second from the end of the first round to that of the last, both with
-  all processors of the machine, in turn. Flower is installed into a virtual environment of its own under build/ at the
-  first run (pinned in flower-simulation.txt), with torch from this Python.
+* Beside Flower (``flower``): client updates per second of the median round and processor seconds of an update over all
+  processes, each with all processors of the machine, in turn. Flower is installed into a virtual environment of its own
+  under build/ at the first run (pinned in flower-simulation.txt), with torch from this Python.
 * Memory (``memory``): the most that the process of a run with 1,000 devices and their states on disk has held.
 
 Written are medians of ``--repeat`` runs, and what else the machine had to do.
@@ -31,6 +31,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.overhead.crew import cpu_s
+from benchmarks.overhead.memory import family
 from benchmarks.overhead.peers.venvs import python_of
 from benchmarks.simulation import loop, ours
 from benchmarks.simulation.workload import WORKLOADS, Workload
@@ -38,6 +40,7 @@ from fleet_core.storage import write_json
 
 HERE = Path(__file__).parent
 PEER = "flower-simulation"
+FORMS = ("favourable", "documented")
 LIMIT_S = 900.0
 LOOP_BAR, FLOWER_BARS = 1.10, {"lenet": 4.0, "mlp": 20.0}
 
@@ -76,37 +79,48 @@ def now() -> Times:
     return time.perf_counter(), time.process_time()
 
 
-def own_updates(workload: Workload) -> float:
-    """Client updates per second, with all processors."""
-    ends: list[float] = []
-    ours.run(workload, workload.rounds + 2, 0, lambda: ends.append(time.perf_counter()))
-    return per_second(workload, ends[:-1])
+def own_updates(workload: Workload) -> dict[str, float]:
+    """With all processors."""
+    looks: list[Times] = []
+    ours.run(workload, workload.rounds + 2, 0, lambda: looks.append((time.time(), cpu_s(family(os.getpid())))))
+    return pace(workload, looks[:-1])
 
 
-def flower_updates(name: str) -> float:
-    """Client updates per second of Flower's Ray simulation."""
+def flower_updates(name: str, form: str) -> dict[str, float]:
+    """Flower's Ray simulation."""
     workload = WORKLOADS[name]
     with tempfile.TemporaryDirectory() as home:
         quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_HOME": home,
                  "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-        command = [python_of(PEER, HERE), "-m", "benchmarks.simulation.flower", name, str(workload.rounds + 1)]
-        done = subprocess.run(
-            command, env={**os.environ, **quiet}, timeout=LIMIT_S, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, check=False,
-        )
-    ends = flower_ends(done.stdout)
-    if done.returncode or len(ends) != workload.rounds + 1:
-        raise SystemExit(f"Flower ended with {done.returncode} after {len(ends)} rounds\n{done.stdout[-3000:]}")
-    return per_second(workload, ends)
+        rounds = workload.rounds + 1
+        command = [python_of(PEER, HERE), "-m", "benchmarks.simulation.flower", name, str(rounds), form]
+        with subprocess.Popen(
+            command, env={**os.environ, **quiet}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process:
+            looks, said = followed(process)
+    if process.returncode or len(looks) != rounds:
+        raise SystemExit(f"Flower ended with {process.returncode} after {len(looks)} rounds\n{said[-3000:]}")
+    return pace(workload, looks)
 
 
-def flower_ends(said: str) -> list[float]:
-    return [float(line.split()[1]) for line in said.splitlines() if line.startswith("end ")]
+def followed(process: subprocess.Popen[str]) -> tuple[list[Times], str]:
+    """(the ends of rounds as it tells them, with the processor time of all its processes by then; all that it said)."""
+    looks, said = list[Times](), list[str]()
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line)
+        if line.startswith("end "):
+            looks.append((float(line.split()[1]), cpu_s(family(process.pid))))
+    return looks, "".join(said)
 
 
-def per_second(workload: Workload, ends: Sequence[float]) -> float:
-    """Of the median round."""
-    return workload.clients / median(after - before for before, after in pairwise(ends))
+def pace(workload: Workload, looks: Sequence[Times]) -> dict[str, float]:
+    """Client updates per second of the median round, and processor seconds of an update, without the first round."""
+    updates = workload.clients * (len(looks) - 1)
+    return {
+        "updates_per_second": workload.clients / median(after[0] - before[0] for before, after in pairwise(looks)),
+        "cpu_seconds_per_update": (looks[-1][1] - looks[0][1]) / updates,
+    }
 
 
 def memory() -> dict[str, Any]:
@@ -136,8 +150,13 @@ def repeated(times: int, what: str, measure: Callable[[], dict[str, Any]]) -> di
 
 
 def against_flower(name: str) -> dict[str, Any]:
-    own, theirs = own_updates(WORKLOADS[name]), flower_updates(name)
-    return {"updates_per_second": {"ours": own, "flower": theirs}, "ratio": own / theirs}
+    own = own_updates(WORKLOADS[name])
+    found: dict[str, Any] = {"ours": own}
+    for form in FORMS:
+        found[form] = theirs = flower_updates(name, form)
+        theirs["ratio"] = own["updates_per_second"] / theirs["updates_per_second"]
+        theirs["cpu_ratio"] = theirs["cpu_seconds_per_update"] / own["cpu_seconds_per_update"]
+    return found
 
 
 def main() -> None:

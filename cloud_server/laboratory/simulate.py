@@ -133,8 +133,8 @@ def one(order: Order, told: Callable[[Mapping[str, Any]], None], stopped: Callab
             Engine(lab, run, store).run()
         finally:
             crew.close()
-        store.end(result_of(order, store, workload))
         store.forget_clients()
+        store.end(result_of(order, store, workload))
 
 
 def result_of(order: Order, store: Store, workload: Workload) -> dict[str, Any]:

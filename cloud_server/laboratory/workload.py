@@ -122,7 +122,7 @@ def _check_groups(method: Method, layout: Layout) -> None:
     groups = {tensor.group for tensor in layout.tensors}
     parts = [set(part) & set(MODEL_GROUPS) for part in (method.shared, method.personal)]
     needed = {"body"} if method.graphs == ("embed",) or {"body"} in parts else set[str]()
-    needed |= {"head"} & set.union(*parts)
+    needed |= {"head"} & parts[0].union(parts[1])
     lacking = next((g for g in MODEL_GROUPS if g in needed - groups), None)
     if lacking is not None:
         raise ConfigError(
