@@ -8,32 +8,57 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
+from export.loops import PASS
 from fleet_core import storage
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.trees import Params
-from fleet_core.bundle import GRAPH_GROUPS, Graph
+from fleet_core.bundle import GOLDEN_STEPS, GRAPH_GROUPS, Graph
 from fleet_core.errors import BundleError
+from fleet_core.layout import MODEL_GROUPS
+from fleet_core.learning.gradients import entropy, leaves, value_and_gradient
 from fleet_core.learning.models import Network, outputs, to_torch
+from fleet_core.learning.train import CHUNK
+
+Array = np.ndarray[Any, Any]
 
 MAX_DIFFERENCE = 1e-5
 BATCHES = (1, 3, 8)
+MAX_RELATIVE = {0: 0.0, 1: 1e-6, 10: 1e-3}
+"""How far adapted weights may be off torch's, relative to each array's largest value, by the number of steps."""
+
+TINY = 1e-30
+SUPPORTS = (1, 3)
 
 
 def check(graph: Graph, network: Network) -> None:
     """Raises BundleError unless every graph takes exactly its groups' parameters as external initializers, and gives
-    torch's outputs to 1e-5 under other weights than it was traced with, on batches of other sizes."""
+    torch's outputs to 1e-5 under other weights than it was traced with, on batches of other sizes; and for ``adapt``
+    what ``check_adapt`` asks."""
     for kind, data in graph.graphs.items():
-        _check_file(graph, kind, data)
+        _check_file(graph, kind, data, _weights(graph, kind, 0))
         for round_, batch in enumerate(BATCHES):
             _check_numbers(graph, kind, data, network, seed=graph.info.seed + 100 + round_, batch=batch)
+    if graph.info.adapt is not None:
+        check_adapt(graph, network)
 
 
-def _check_file(graph: Graph, kind: str, data: bytes) -> None:
+def check_adapt(graph: Graph, network: Network) -> None:
+    """Raises BundleError unless ``adapt`` takes exactly its parameters as external initializers, and its weights after
+    no step, one and ten are torch's as ``MAX_RELATIVE`` says, under other weights and on supports of other sizes than
+    it was traced with, more than one of its passes takes among them; and unless it gives its golden logits."""
+    model = _check_file(graph, "adapt", graph.adapt, graph.adapt_weights(0))
+    in_a_pass = next(numpy_helper.to_array(t) for t in model.graph.initializer if t.name == PASS)
+    for round_, size in enumerate((*SUPPORTS, int(in_a_pass) + 1)):
+        _check_steps(graph, network, seed=graph.info.seed + 200 + round_, size=size)
+    _check_golden_steps(graph)
+
+
+def _check_file(graph: Graph, kind: str, data: bytes, weights: Params) -> onnx.ModelProto:
     model = onnx.load_model_from_string(data)
     external = {t.name for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL}
-    wanted = set(storage.flatten(_weights(graph, kind, 0)))
+    wanted = set(storage.flatten(weights))
     if external != wanted:
         raise BundleError(
             f"the graph '{kind}' does not take {', '.join(sorted(wanted ^ external)[:5])} as the layout says",
@@ -43,11 +68,12 @@ def _check_file(graph: Graph, kind: str, data: bytes) -> None:
     stated = (graph.info.ir_version, graph.info.opset)
     if versions != stated:
         raise BundleError(f"the graph '{kind}' has IR and opset {versions}", expected=f"{stated}")
+    return model
 
 
 def _check_numbers(graph: Graph, kind: str, data: bytes, network: Network, *, seed: int, batch: int) -> None:
     weights = _weights(graph, kind, seed)
-    x = np.resize(graph.golden["x"][::-1], (batch, *graph.golden["x"].shape[1:]))
+    x = _golden_x(graph, batch)
     with torch.no_grad():
         wanted = outputs(network, to_torch(weights), torch.tensor(x), kind).numpy()
     try:
@@ -62,15 +88,105 @@ def _check_numbers(graph: Graph, kind: str, data: bytes, network: Network, *, se
         )
 
 
-def run(data: bytes, weights: Params, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _check_steps(graph: Graph, network: Network, *, seed: int, size: int) -> None:
+    """Adapted weights against torch's on a support of ``size`` samples."""
+    weights, x = graph.adapt_weights(seed), _golden_x(graph, size)
+    y = np.arange(1, size + 1) % len(graph.layout.classes)
+    wanted = steps_in_torch(graph, network, weights, x, y)
+    try:
+        got = run_adapt(graph, weights, x, y, tuple(MAX_RELATIVE))
+    except Exception as error:  # onnxruntime raises errors of many classes, none of them documented
+        raise BundleError(f"the graph 'adapt' does not run on {size} samples: {error}") from error
+    for steps, arrays in wanted.items():
+        for key, array in arrays.items():
+            difference = _difference(got[steps].get(key), array)
+            if not difference <= MAX_RELATIVE[steps]:
+                raise BundleError(
+                    f"the graph 'adapt' differs from torch by {difference:.1e} in {key} after {steps} steps on {size} "
+                    "samples with other weights",
+                    expected=f"at most {MAX_RELATIVE[steps]:.0e} of its largest value",
+                )
+
+
+def _difference(got: Array | None, wanted: Array) -> float:
+    """The largest, relative to the largest value; infinite for an array that is not there or of another shape."""
+    if got is None or got.shape != wanted.shape:
+        return float("inf")
+    return float(np.abs(got - wanted).max(initial=0)) / max(float(np.abs(wanted).max(initial=0)), TINY)
+
+
+def _check_golden_steps(graph: Graph) -> None:
+    """The golden logits by onnxruntime alone, as a device checks them."""
+    x, y, weights = graph.golden["x"], graph.golden["y"], graph.adapt_weights(graph.info.seed)
+    adapted = run_adapt(graph, weights, x, y, GOLDEN_STEPS)
+    for steps, wanted in zip(GOLDEN_STEPS, graph.golden["adapt"], strict=True):
+        now = storage.unflatten({**storage.flatten(weights), **adapted[steps]})
+        got = run(graph.graphs["predict"], trees.only(now, GRAPH_GROUPS["predict"]), x)
+        if not np.allclose(got, wanted, atol=graph.info.atol, rtol=graph.info.rtol):
+            raise BundleError(f"the graph 'adapt' does not give its golden outputs after {steps} steps")
+
+
+def steps_in_torch(graph: Graph, network: Network, weights: Params, x: Array, y: Array) -> dict[int, dict[str, Array]]:
+    """The arrays that ``adapt`` moves, by torch, after each number of steps in ``MAX_RELATIVE``."""
+    how = graph.info.adapt
+    if how is None:
+        raise BundleError("the bundle has no graph 'adapt'")
+    w = to_torch(trees.only(weights, MODEL_GROUPS))
+    rates = trees.apply(lambda _: how.lr, trees.only(w, how.groups))
+    if how.rates:
+        rates = {g: {n: torch.tensor(weights["rates"][f"{g}.{n}"]) for n in named} for g, named in rates.items()}
+    found = {}
+    for steps in range(max(MAX_RELATIVE) + 1):
+        if steps:
+            gradient = _gradient(network, leaves(w), torch.tensor(x), torch.tensor(y))
+            w |= trees.apply(lambda a, rate, g: a - rate * g, trees.only(w, how.groups), rates, gradient)
+        if steps in MAX_RELATIVE:
+            found[steps] = {k: a.detach().numpy() for k, a in storage.flatten(trees.only(w, how.groups)).items()}
+    return found
+
+
+def _gradient(network: Network, w: Params, x: torch.Tensor, y: torch.Tensor) -> Params:
+    """Of the mean cross-entropy, a ``CHUNK`` of samples at a time as ``fleet_core.learning.personal`` takes it."""
+    total = trees.zeros_like(w)
+    for start in range(0, len(y), CHUNK):
+        some = slice(start, start + CHUNK)
+        _, gradient = value_and_gradient(entropy(network, x[some], y[some]), w)
+        total = trees.axpy(len(y[some]) / len(y), gradient, total)
+    return total
+
+
+def run(data: bytes, weights: Params, x: Array) -> Array:
     """One output of an ONNX file under ``weights``."""
+    return np.array(_session(data, weights).run(None, {"x": x})[0])
+
+
+def run_adapt(
+    graph: Graph, weights: Params, x: Array, y: Array, numbers: tuple[int, ...]
+) -> dict[int, dict[str, Array]]:
+    """The arrays ``group/name`` that ``adapt`` moves, after each of ``numbers`` steps on the support x, y."""
+    how = graph.info.adapt
+    rate = {} if how is None or how.rates else {"lr": np.array(how.lr, np.float32)}
+    session = _session(graph.adapt, weights)
+    keys = [output.name.removeprefix("adapted/") for output in session.get_outputs()]
+    found = {}
+    for steps in numbers:
+        arrays = session.run(None, {"support_x": x, "support_y": y, "steps": np.array(steps), **rate})
+        found[steps] = {key: np.array(array) for key, array in zip(keys, arrays, strict=True)}
+    return found
+
+
+def _session(data: bytes, weights: Params) -> Any:
     flat = storage.flatten(weights)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 4
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in flat.values()]
     options.add_external_initializers(list(flat), values)
-    session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    return np.array(session.run(None, {"x": x})[0])
+    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+
+
+def _golden_x(graph: Graph, number: int) -> Array:
+    """``number`` samples, the golden ones over and over."""
+    return np.resize(graph.golden["x"][::-1], (number, *graph.golden["x"].shape[1:]))
 
 
 def _weights(graph: Graph, kind: str, seed: int) -> Params:

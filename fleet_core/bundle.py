@@ -1,11 +1,13 @@
 """The graph bundle: everything of a model but its weights, in one safetensors container; and weights as bytes.
 
 A bundle holds the ONNX graphs (``embed``: raw samples -> z; ``predict``: raw samples -> logits, for methods with a
-head), the layout, and golden inputs and outputs. Every parameter of a graph is an external initializer named
-``group/name``, so that one graph serves the weights of every round. The golden outputs belong to the weights
-``layout.seeded(seed)``: a graph can be checked before any weights arrive.
+head; ``adapt``: weights and a support set -> weights after gradient steps), the layout, and golden inputs and outputs.
+Every parameter of a graph is an external initializer named ``group/name``, so that one graph serves the weights of
+every round. The golden outputs belong to the weights ``layout.seeded(seed)``: a graph can be checked before any weights
+arrive.
 
 Container: tensors ``graph/<kind>`` uint8 [bytes], ``golden/x`` ``golden/<kind>``; metadata ``bundle``, a JSON object.
+With ``adapt`` also ``golden/y``, labels of x, and ``golden/adapt``, the logits of x after steps on x and y.
 """
 
 from __future__ import annotations
@@ -18,12 +20,16 @@ from typing import Any
 import numpy as np
 
 from fleet_core import schema, storage
+from fleet_core.algorithms import trees
 from fleet_core.algorithms.trees import Params
 from fleet_core.errors import BundleError, CodecError, StateError
-from fleet_core.layout import Layout
+from fleet_core.layout import MODEL_GROUPS, Layout
 
 GRAPH_GROUPS: Mapping[str, tuple[str, ...]] = {"embed": ("body",), "predict": ("body", "head")}
-"""The graphs that a bundle may hold, and the groups of arrays that each takes."""
+"""The graphs from samples to outputs that a bundle may hold, and the groups of arrays that each takes."""
+
+GOLDEN_STEPS = (1, 10)
+"""After how many gradient steps the golden logits of ``adapt`` are."""
 
 FORMAT = 1
 MAX_BYTES = 64 << 20
@@ -31,11 +37,22 @@ MAX_GOLDEN = 64
 
 
 @dataclass(frozen=True)
+class AdaptInfo:
+    """How the graph ``adapt`` steps. groups: those of the model that move. rates: whether it takes a learned rate for
+    every value, ``rates/group.name``, in place of one for all. lr: the rate of the golden steps."""
+
+    groups: tuple[str, ...] = field(metadata={"choices": MODEL_GROUPS})
+    rates: bool
+    lr: float = field(metadata={"min": 0.0, "max": 1e30})
+
+
+@dataclass(frozen=True)
 class GraphInfo:
     """The small facts of a bundle.
 
     seed: of the golden weights. atol, rtol: how far a golden output may be off (|got − wanted| ≤ atol + rtol·|wanted|).
-    ir_version, opset: of the ONNX files. min_onnxruntime: the oldest release that is known to run them.
+    ir_version, opset: of the ONNX files. min_onnxruntime: the oldest release that is known to run them. adapt: of the
+    graph ``adapt``, None where there is none.
     """
 
     format: int = field(metadata={"min": FORMAT, "max": FORMAT})
@@ -45,26 +62,41 @@ class GraphInfo:
     ir_version: int = field(metadata={"min": 1, "max": 1000})
     opset: int = field(metadata={"min": 1, "max": 1000})
     min_onnxruntime: str = field(metadata={"pattern": r"\d+\.\d+\.\d+"})
+    adapt: AdaptInfo | None = None
 
 
 @dataclass(frozen=True)
 class Graph:
     """A bundle in memory.
 
-    graphs: ONNX files by kind. golden: ``x`` (raw samples) and, for every kind, the outputs float32 that
-    ``layout.seeded(info.seed)`` gives.
+    graphs: ONNX files from samples to outputs, by kind. golden: ``x`` (raw samples) and, for every kind, the outputs
+    float32 that ``layout.seeded(info.seed)`` gives. adapt: the ONNX file of that kind, empty where there is none; its
+    golden arrays are ``y`` int64 [n] and ``adapt`` float32 [GOLDEN_STEPS, n, K].
     """
 
     layout: Layout
     graphs: Mapping[str, bytes]
     golden: Mapping[str, np.ndarray[Any, Any]]
     info: GraphInfo
+    adapt: bytes = b""
+
+    def adapt_weights(self, seed: int) -> dict[str, dict[str, Any]]:
+        """Weights from a seed alone of all groups that ``adapt`` takes; learned rates lie around ``info.adapt.lr``."""
+        how = self.info.adapt
+        if how is None:
+            raise BundleError("the bundle has no graph 'adapt'", hint="its model or method does not step on a device")
+        if not how.rates:
+            return trees.only(self.layout.seeded(seed), MODEL_GROUPS)
+        weights = trees.only(self.layout.extended(("rates",), how.groups).seeded(seed), (*MODEL_GROUPS, "rates"))
+        return {**weights, "rates": {n: np.float32(how.lr) * (1 + a) for n, a in weights["rates"].items()}}
 
 
 def pack(graph: Graph) -> bytes:
     """The bundle as bytes, the same for equal bundles."""
     arrays: dict[str, Any] = {f"graph/{kind}": np.frombuffer(data, np.uint8) for kind, data in graph.graphs.items()}
     arrays |= {f"golden/{name}": array for name, array in graph.golden.items()}
+    if graph.adapt:
+        arrays["graph/adapt"] = np.frombuffer(graph.adapt, np.uint8)
     head = {"info": schema.plain(graph.info), "layout": schema.plain(graph.layout)}
     text = json.dumps(head, sort_keys=True, separators=(",", ":"))
     return storage.pack({name: arrays[name] for name in sorted(arrays)}, {"bundle": text})
@@ -81,15 +113,17 @@ def unpack(data: bytes) -> Graph:
     info, layout = _head(metadata)
     kinds = [kind for kind in GRAPH_GROUPS if f"graph/{kind}" in arrays]
     known = {"golden/x"} | {f"{part}/{kind}" for kind in kinds for part in ("graph", "golden")}
+    if info.adapt is not None:
+        known |= {"graph/adapt", "graph/predict", "golden/adapt", "golden/y"}
     if not kinds or set(arrays) != known:
         raise BundleError(
             f"the bundle holds {', '.join(sorted(arrays))[:200] or 'nothing'}",
             expected=", ".join(sorted(known | {"graph/embed", "golden/embed"})),
         )
     graphs = {kind: _graph_bytes(arrays[f"graph/{kind}"]) for kind in kinds}
-    golden = {name: arrays[f"golden/{name}"] for name in ("x", *kinds)}
+    golden = {name.removeprefix("golden/"): arrays[name] for name in sorted(known) if name.startswith("golden/")}
     _check_golden(golden, layout)
-    return Graph(layout, graphs, golden, info)
+    return Graph(layout, graphs, golden, info, b"" if info.adapt is None else _graph_bytes(arrays["graph/adapt"]))
 
 
 def weights_bytes(params: Params) -> bytes:
@@ -131,9 +165,14 @@ def _graph_bytes(array: np.ndarray[Any, Any]) -> bytes:
 
 def _check_golden(golden: Mapping[str, np.ndarray[Any, Any]], layout: Layout) -> None:
     number = len(golden["x"]) if golden["x"].ndim else 0
-    widths = {"embed": layout.embedding, "predict": len(layout.classes)}
-    wanted = {"x": ((number, *layout.input.shape), layout.input.dtype)}
-    wanted |= {kind: ((number, width), "float32") for kind, width in widths.items() if kind in golden}
+    classes = len(layout.classes)
+    wanted: dict[str, tuple[tuple[int, ...], str]] = {
+        "x": ((number, *layout.input.shape), layout.input.dtype),
+        "embed": ((number, layout.embedding), "float32"),
+        "predict": ((number, classes), "float32"),
+        "y": ((number,), "int64"),
+        "adapt": ((len(GOLDEN_STEPS), number, classes), "float32"),
+    }
     for name, array in golden.items():
         if not 0 < number <= MAX_GOLDEN or (array.shape, str(array.dtype)) != wanted[name]:
             raise BundleError(f"golden {name} is {array.dtype} {list(array.shape)}", expected=f"{wanted[name]}")

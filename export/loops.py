@@ -1,0 +1,160 @@
+"""The loops around a traced gradient: over the steps, and in a step over the samples, a few at a time.
+
+What a pass over a few samples keeps for its way back does not grow with the support set, and stays in the processor's
+cache. Gradients are summed over the samples and taken times the rate over their number. Where the head alone moves, the
+body embeds the samples once, before the steps.
+
+A subgraph sees the names around it, so every value of the file has a name of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from fleet_core.layout import Layout
+
+PASS = "constant/pass"
+"""The initializer that holds the number of samples of a pass."""
+
+_TYPES = {"float32": TensorProto.FLOAT, "uint8": TensorProto.UINT8, "int64": TensorProto.INT64}
+
+
+class Loops:
+    """The graph around a traced gradient. moving: the parameters that it is of. number: of the samples of a pass."""
+
+    def __init__(self, layout: Layout, moving: list[str], *, rates: bool, number: int) -> None:
+        self._layout, self._moving, self._rates, self._number = layout, moving, rates, number
+        self._shapes = {f"{t.group}/{t.name}": t.shape for t in layout.tensors}
+
+    def graph(self, gradient: onnx.GraphProto, embed: onnx.GraphProto | None) -> onnx.GraphProto:
+        """The whole. embed: the body's graph, where the head alone moves."""
+        step = self._step(gradient, "support_x" if embed is None else "support/z")
+        nodes = [
+            _node("Shape", ["support_y"], "support/sizes"),
+            _node("Squeeze", ["support/sizes"], "support/size"),
+            _node("Cast", ["support/size"], "support/number", to=TensorProto.FLOAT),
+            _node("Add", ["support/size", "constant/rest"], "support/rounded"),
+            _node("Div", ["support/rounded", PASS], "support/passes"),
+            *([] if embed is None else _embedded(embed)),
+            *self._rate_nodes(),
+            *(_node("ConstantOfShape", [f"shape/{key}"], f"zero/{key}") for key in self._moving),
+            helper.make_node("Loop", ["steps", "", *self._moving], self._named("adapted"), body=step),
+        ]
+        spec = self._layout.input
+        inputs = [
+            _info("support_x", _TYPES[spec.dtype], ["support", *spec.shape]),
+            _info("support_y", TensorProto.INT64, ["support"]),
+            _info("steps", TensorProto.INT64, []),
+            *([] if self._rates else [_info("lr", TensorProto.FLOAT, [])]),
+        ]
+        constants = self._constants() if embed is None else [*self._constants(), *_inside(embed)]
+        return helper.make_graph(nodes, "adapt", inputs, self._infos("adapted"), [*constants, *self._external()])
+
+    def _rate_nodes(self) -> list[onnx.NodeProto]:
+        """Rates over the number of samples, because gradients are summed over them."""
+        if not self._rates:
+            return [_node("Div", ["lr", "support/number"], "rate")]
+        return [_node("Div", [_rate_of(key), "support/number"], f"rate/{key}") for key in self._moving]
+
+    def _step(self, gradient: onnx.GraphProto, source: str) -> onnx.GraphProto:
+        """now -> next: now − rate · Σ gradient."""
+        one_pass = self._pass(gradient, source)
+        zeros = [f"zero/{key}" for key in self._moving]
+        nodes = [helper.make_node("Loop", ["support/passes", "", *zeros], self._named("total"), body=one_pass)]
+        for key in self._moving:
+            rate = f"rate/{key}" if self._rates else "rate"
+            nodes.append(_node("Mul", [rate, f"total/{key}"], f"change/{key}"))
+            nodes.append(_node("Sub", [f"now/{key}", f"change/{key}"], f"next/{key}"))
+        return _body("step", nodes, self._infos("now"), self._infos("next"))
+
+    def _pass(self, gradient: onnx.GraphProto, source: str) -> onnx.GraphProto:
+        """sum -> added: the gradient over a few samples more."""
+        nodes = [*_turn("pass", {"pass/x": source, "pass/y": "support_y"}), *gradient.node]
+        nodes += [_node("Add", [f"sum/{key}", f"gradient/{key}"], f"added/{key}") for key in self._moving]
+        return _body("pass", nodes, self._infos("sum"), self._infos("added"), list(gradient.initializer))
+
+    def _constants(self) -> list[TensorProto]:
+        number = self._number
+        whole = {PASS: number, "constant/rest": number - 1, "constant/width": [number], "constant/first": [0]}
+        arrays = {name: np.array(value, np.int64) for name, value in whole.items()}
+        arrays |= {f"shape/{key}": np.array(self._shapes[key], np.int64) for key in self._moving}
+        return [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+
+    def _external(self) -> list[TensorProto]:
+        """Every parameter, and the learned rate of each that moves, as an initializer that the file does not hold."""
+        rates = {_rate_of(key): self._shapes[key] for key in self._moving} if self._rates else {}
+        return [_external(name, shape) for name, shape in {**self._shapes, **rates}.items()]
+
+    def _named(self, what: str) -> list[str]:
+        return [f"{what}/{key}" for key in self._moving]
+
+    def _infos(self, what: str) -> list[onnx.ValueInfoProto]:
+        return [_info(f"{what}/{key}", TensorProto.FLOAT, self._shapes[key]) for key in self._moving]
+
+
+def _embedded(embed: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """support_x -> support/z, a few samples at a time."""
+    names = ("embedding/before", "embedding/after")
+    before, after = (helper.make_tensor_sequence_value_info(name, TensorProto.FLOAT, None) for name in names)
+    insert = _node("SequenceInsert", [before.name, embed.output[0].name], after.name)
+    nodes = [*_turn("embedding", {embed.input[0].name: "support_x"}), *embed.node, insert]
+    loop = _body("embedding", nodes, [before], [after])
+    return [
+        _node("SequenceEmpty", [], "embedding/none", dtype=TensorProto.FLOAT),
+        helper.make_node("Loop", ["support/passes", "", "embedding/none"], ["embedding/all"], body=loop),
+        _node("ConcatFromSequence", ["embedding/all"], "support/z", axis=0),
+    ]
+
+
+def _turn(loop: str, parts: dict[str, str]) -> list[onnx.NodeProto]:
+    """The samples that this turn of ``loop`` is for. parts: what to cut them from, by the name that they take."""
+    bounds = [f"{loop}/start", f"{loop}/end", "constant/first"]
+    return [
+        _node("Mul", [f"{loop}/turn", "constant/width"], f"{loop}/start"),
+        _node("Add", [f"{loop}/start", "constant/width"], f"{loop}/end"),
+        *(_node("Slice", [source, *bounds], name) for name, source in parts.items()),
+    ]
+
+
+def _body(
+    loop: str, nodes: list[onnx.NodeProto], carried: list[onnx.ValueInfoProto], out: list[onnx.ValueInfoProto],
+    inside: list[TensorProto] | None = None,
+) -> onnx.GraphProto:  # fmt: skip
+    """The graph of a Loop that goes on to its end."""
+    turn, go, on = _info(f"{loop}/turn", TensorProto.INT64, []), _bool(f"{loop}/go"), _bool(f"{loop}/on")
+    nodes = [*nodes, _node("Identity", [go.name], on.name)]
+    return helper.make_graph(nodes, loop, [turn, go, *carried], [on, *out], inside or [])
+
+
+def _inside(graph: onnx.GraphProto) -> list[TensorProto]:
+    """A graph's initializers, without the external ones."""
+    return [t for t in graph.initializer if t.data_location != TensorProto.EXTERNAL]
+
+
+def _external(name: str, shape: Sequence[int]) -> TensorProto:
+    tensor = TensorProto(name=name, dims=shape, data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL)
+    length = 4 * int(np.prod(shape, dtype=np.int64))
+    for key, value in {"location": "weights", "offset": "0", "length": str(length)}.items():
+        tensor.external_data.add(key=key, value=value)
+    return tensor
+
+
+def _rate_of(key: str) -> str:
+    return "rates/" + key.replace("/", ".", 1)
+
+
+def _node(kind: str, inputs: list[str], output: str, **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(kind, inputs, [output], **attributes)
+
+
+def _info(name: str, kind: int, shape: Sequence[int | str]) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def _bool(name: str) -> onnx.ValueInfoProto:
+    return _info(name, TensorProto.BOOL, [])

@@ -1,0 +1,224 @@
+"""What the stock exporter lacks for a gradient step, or does at length: backward passes, and GroupNorm.
+
+The gradient to a convolution's weight is one matrix product per offset of the kernel: the samples, their channels last,
+shifted by that offset, against the outgoing gradient. Max pools keep the indices that ONNX's own MaxPool counts, which
+MaxUnpool takes back; the stock form pools twice to make torch's of them.
+
+Shapes: N samples, G groups, M values of one channel of a sample; C channels of a group, in a convolution I that come in
+and O that go out; P positions that come out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnxscript
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+op: Any = onnxscript.opset18
+
+COLUMNS = 64
+"""Columns of one matrix product at least, where the kernel has as many: offsets of few channels share a product."""
+
+
+# Taken apart in torch, while a step is traced ------------------------------------------------------------------------
+
+
+def avg_pool2d_backward(
+    grad: Tensor, x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil_mode: bool,
+    count_include_pad: bool, divisor: int | None,
+) -> Tensor:  # fmt: skip
+    """aten.avg_pool2d_backward: every value spread evenly over its window."""
+    if ceil_mode or (any(padding) and not (count_include_pad or divisor)):
+        raise NotImplementedError("the gradient of an average pool whose windows are of different sizes")
+    flat, stride = grad.reshape(-1, 1, *grad.shape[-2:]), stride or kernel
+    share = torch.full((1, 1, *kernel), 1 / (divisor or math.prod(kernel)), dtype=grad.dtype)
+    left = left_over(x.shape[-2:], grad.shape[-2:], kernel, stride, padding, [1, 1])
+    spread: Tensor = aten.convolution(flat, share, None, stride, padding, [1, 1], True, left, 1)
+    return spread.reshape(x.shape)
+
+
+def adaptive_avg_pool2d_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """aten._adaptive_avg_pool2d_backward, where the windows do not overlap."""
+    kernel = [size // out for size, out in zip(x.shape[-2:], grad.shape[-2:], strict=True)]
+    if [k * out for k, out in zip(kernel, grad.shape[-2:], strict=True)] != list(x.shape[-2:]):
+        raise NotImplementedError("the gradient of an average pool whose windows are of different sizes")
+    return avg_pool2d_backward(grad, x, kernel, kernel, [0, 0], False, True, None)
+
+
+# Put into ONNX, when it is exported ----------------------------------------------------------------------------------
+
+
+def convolution_backward(
+    grad: Any, x: Any, weight: Any, bias_sizes: Sequence[int] | None, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """aten.convolution_backward in ONNX: the gradients to x, weight and bias; no one reads what ``output_mask`` wants
+    none of."""
+    how = {"strides": stride, "pads": [*padding, *padding], "dilations": dilation, "group": groups}
+    to_x = to_weight = to_bias = op.Identity(weight)
+    if output_mask[0] and transposed:
+        to_x = op.Conv(grad, weight, **how)
+    elif output_mask[0]:
+        left = left_over(x.shape[2:], grad.shape[2:], weight.shape[2:], stride, padding, dilation)
+        to_x = op.ConvTranspose(grad, weight, output_padding=left, **how)
+    if output_mask[1]:
+        large, small = (grad, x) if transposed else (x, grad)
+        to_weight = _weight_gradient(large, small, list(weight.shape), stride, padding, dilation, groups)
+    if output_mask[2]:
+        to_bias = op.ReduceSum(grad, _ints(0, *range(2, len(grad.shape))), keepdims=0)
+    return to_x, to_weight, to_bias
+
+
+def _weight_gradient(
+    x: Any, grad: Any, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    groups: int,
+) -> Any:  # fmt: skip
+    """The gradient to a convolution's weight [G·O, I, *kernel] from its input x [N, G·I, ...] and grad [N, G·O, ...]"""
+    outputs, inputs, *kernel = shape
+    n, out = len(kernel), list(grad.shape[2:])
+    lead = [groups] if groups > 1 else []  # an axis that is not there costs onnxruntime no general transposition
+    k, each = len(lead), outputs // groups
+    grad_NGOP = op.Reshape(grad, _ints(-1, *lead, each, math.prod(out)))
+    grad_GOP = op.Reshape(op.Transpose(grad_NGOP, perm=[*range(1, k + 2), 0, k + 2]), _ints(*lead, each, -1))
+    padded = op.Pad(x, _ints(0, 0, *padding, 0, 0, *padding)) if any(padding) else x
+    sizes = [size + 2 * p for size, p in zip(x.shape[2:], padding, strict=True)]
+    grouped = op.Reshape(padded, _ints(-1, *lead, inputs, *sizes)) if lead else padded
+    last = op.Transpose(grouped, perm=[*range(1, k + 1), 0, *range(k + 2, k + 2 + n), k + 1])
+    axes, shifted = _ints(*range(k + 1, k + 1 + n)), []
+    for offset in itertools.product(*map(range, kernel)):
+        start = [i * d for i, d in zip(offset, dilation, strict=True)]
+        end = [first + size * s for first, size, s in zip(start, out, stride, strict=True)]
+        shifted.append(op.Slice(last, _ints(*start), _ints(*end), axes, _ints(*stride)))
+    together = max(1, COLUMNS // inputs)
+    batches = [shifted[i : i + together] for i in range(0, len(shifted), together)]
+    products = []
+    for batch in batches:
+        columns = op.Concat(*batch, axis=-1) if len(batch) > 1 else batch[0]
+        products.append(op.MatMul(grad_GOP, op.Reshape(columns, _ints(*lead, -1, len(batch) * inputs))))
+    by_offset = op.Concat(*products, axis=-1) if len(products) > 1 else products[0]
+    return op.Transpose(op.Reshape(by_offset, _ints(outputs, *kernel, inputs)), perm=[0, n + 1, *range(1, n + 1)])
+
+
+def group_norm(
+    x: Any, weight: Any, bias: Any, samples: int, channels: int, size: int, groups: int, eps: float
+) -> tuple[Any, Any, Any]:
+    """aten.native_group_norm in ONNX: (y, means [N, G], 1 / standard deviations [N, G])."""
+    shape, all_of_group = _ints(-1, groups, channels // groups, size), _ints(2, 3)
+    x_NGCM = op.Reshape(x, shape)
+    mean_NG11 = op.ReduceMean(x_NGCM, all_of_group)
+    centred_NGCM = op.Sub(x_NGCM, mean_NG11)
+    variance_NG11 = op.ReduceMean(op.Mul(centred_NGCM, centred_NGCM), all_of_group)
+    rstd_NG11 = op.Reciprocal(op.Sqrt(op.Add(variance_NG11, op.Constant(value_float=eps))))
+    y_NGCM = op.Mul(centred_NGCM, _times(rstd_NG11, weight, groups))
+    y_NGCM = y_NGCM if bias is None else op.Add(y_NGCM, _of_groups(bias, groups))
+    y = op.Reshape(y_NGCM, _ints(-1, *x.shape[1:]))
+    return y, op.Squeeze(mean_NG11, all_of_group), op.Squeeze(rstd_NG11, all_of_group)
+
+
+def group_norm_backward(
+    grad: Any, x: Any, mean_NG: Any, rstd_NG: Any, weight: Any, samples: int, channels: int, size: int, groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """aten.native_group_norm_backward in ONNX: the gradients to x, weight and bias.
+
+    With g the gradient times the weight, and x̂ = (x − mean) · rstd: rstd · (g − mean(g) − x̂ · mean(g · x̂)).
+    """
+    shape, last, row = _ints(-1, groups, channels // groups, size), _ints(3), _ints(channels)
+    mean_NG11, rstd_NG11 = op.Unsqueeze(mean_NG, _ints(2, 3)), op.Unsqueeze(rstd_NG, _ints(2, 3))
+    grad_NGCM, x_NGCM = op.Reshape(grad, shape), op.Reshape(x, shape)
+    total_NGC1 = op.ReduceSum(grad_NGCM, last)
+    along_NGC1 = op.Sub(op.ReduceSum(op.Mul(grad_NGCM, x_NGCM), last), op.Mul(total_NGC1, mean_NG11))
+    normal_NGC1 = op.Mul(along_NGC1, rstd_NG11)
+    share = op.Constant(value_float=groups / (channels * size))
+    mean_grad, mean_normal = (
+        op.Mul(op.ReduceSum(_times(part, weight, groups), _ints(2)), share) for part in (total_NGC1, normal_NGC1)
+    )
+    slope_NG11 = op.Mul(op.Mul(mean_normal, rstd_NG11), rstd_NG11)
+    shift_NG11 = op.Sub(op.Mul(mean_NG11, slope_NG11), op.Mul(mean_grad, rstd_NG11))
+    of_grad_NGCM = op.Mul(grad_NGCM, _times(rstd_NG11, weight, groups))
+    to_x_NGCM = op.Add(op.Sub(of_grad_NGCM, op.Mul(x_NGCM, slope_NG11)), shift_NG11)
+    to_weight, to_bias = (op.Reshape(op.ReduceSum(part, _ints(0)), row) for part in (normal_NGC1, total_NGC1))
+    return op.Reshape(to_x_NGCM, _ints(-1, *x.shape[1:])), to_weight, to_bias
+
+
+def _times(by_group: Any, weight: Any, groups: int) -> Any:
+    return by_group if weight is None else op.Mul(by_group, _of_groups(weight, groups))
+
+
+def _of_groups(weight: Any, groups: int) -> Any:
+    """[G, C, 1]."""
+    return op.Reshape(weight, _ints(groups, -1, 1))
+
+
+def max_pool(
+    x: Any, kernel_size: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,), ceil_mode: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """aten.max_pool_nd_with_indices in ONNX, but for the indices: they count through the whole input."""
+    n = len(kernel_size)
+    value, indices = op.MaxPool(
+        x, kernel_shape=kernel_size, strides=stride or kernel_size, pads=_each(padding, n) * 2,
+        dilations=_each(dilation, n), ceil_mode=int(ceil_mode),
+    )  # fmt: skip
+    return value, indices
+
+
+def max_pool_backward(
+    grad: Any, x: Any, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], ceil_mode: bool, indices: Any,
+) -> Any:  # fmt: skip
+    """aten.max_pool_nd_with_indices_backward in ONNX, for the indices of ``max_pool``.
+
+    MaxUnpool takes windows that lie apart and inside of x; where they overlap, gradients are added.
+    """
+    n, stride, shape, every = len(kernel_size), stride or kernel_size, op.Shape(x), _ints(-1)
+    apart = all(s >= k for s, k in zip(stride, kernel_size, strict=True)) and set(dilation) == {1}
+    if apart and min(left_over(x.shape[-n:], grad.shape[-n:], kernel_size, stride, [0] * n, [1] * n)) >= 0:
+        return op.MaxUnpool(grad, indices, shape, kernel_shape=kernel_size, strides=stride)
+    zeros = op.Reshape(op.Expand(op.Constant(value_float=0.0), shape), every)
+    flat = op.ScatterElements(zeros, op.Reshape(indices, every), op.Reshape(grad, every), axis=0, reduction="add")
+    return op.Reshape(flat, shape)
+
+
+def left_over(
+    sizes: Sequence[int], out: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[int]:  # fmt: skip
+    """How many values at the end of each spatial axis no window of a forward pass reached."""
+    axes = zip(sizes, out, kernel, stride, padding, dilation, strict=True)
+    return [size - ((last - 1) * s - 2 * p + d * (k - 1) + 1) for size, last, k, s, p, d in axes]
+
+
+def _ints(*values: int) -> Any:
+    return op.Constant(value_ints=values)
+
+
+def _each(values: Sequence[int], number: int) -> list[int]:
+    return list(values) * (number // len(values))
+
+
+_STOCK = torch.export.default_decompositions()
+
+DECOMPOSED: dict[Any, Callable[..., Any]] = {
+    aten.avg_pool2d_backward.default: avg_pool2d_backward,
+    aten._adaptive_avg_pool2d_backward.default: adaptive_avg_pool2d_backward,
+    aten.silu_backward.default: _STOCK[aten.silu_backward.default],
+    aten.mish_backward.default: _STOCK[aten.mish_backward.default],
+}
+
+TRANSLATED: dict[Any, Callable[..., Any]] = {
+    aten.convolution_backward.default: convolution_backward,
+    aten.native_group_norm.default: group_norm,
+    aten.native_group_norm_backward.default: group_norm_backward,
+    aten.max_pool2d_with_indices.default: max_pool,
+    aten.max_pool2d_with_indices_backward.default: max_pool_backward,
+    aten.max_pool3d_with_indices.default: max_pool,
+    aten.max_pool3d_with_indices_backward.default: max_pool_backward,
+}
