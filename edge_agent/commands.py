@@ -14,7 +14,7 @@ from edge_agent.service import Service
 from edge_agent.settings import settings_of
 from fleet_core import runtime, schema, terminal
 from fleet_core.data import samples as files
-from fleet_core.errors import CodecError, ConfigError, DataError, StateError
+from fleet_core.errors import CodecError, DataError, StateError
 from fleet_core.layout import InputSpec
 
 
@@ -81,15 +81,10 @@ def add(file: Path, label: str, home: Path) -> None:
     """Add labelled samples to the device's own; the next personalization counts them."""
     settings = settings_of(home)
     service = service_of(home, settings)
-    classes = service.known_classes()
-    if label not in classes:
-        near = schema.suggest(label, classes)
-        raise ConfigError(
-            f"unknown class '{label}'" + (f" (did you mean '{near}'?)" if near else ""),
-            expected="one of " + ", ".join(classes),
-        )
+    service.known_classes()
+    service.check_labels([label])
     x = read_inputs(file, service.layout.input)
-    total = service.local().add(x, label)
+    total = service.local().add(x, [label] * len(x))
     print(f"{len(x)} samples of class {label} added, {total} added by now")
 
 

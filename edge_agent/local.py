@@ -6,6 +6,7 @@ their own beside it and always belong to the part that is learned from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +50,10 @@ class LocalData:
         """Samples that nothing on this device learns from, or None without a recording."""
         return self._parts()[1] if self.path.exists() else None
 
-    def add(self, x: np.ndarray[tuple[int, ...], np.dtype[np.generic]], label: str) -> int:
-        """Samples [n, *shape] of one class, written beside the recording; how many were added in all by now."""
-        y = np.full(len(x), self.classes.index(label), np.int64)
+    def add(self, x: np.ndarray[tuple[int, ...], np.dtype[np.generic]], labels: Sequence[str]) -> int:
+        """Samples [n, *shape] with the names of their classes, written beside the recording; how many were added in all
+        by now."""
+        y = np.array([self.classes.index(label) for label in labels], np.int64)
         return len(samples.append(self.added_path, Samples(x, y, classes=self.classes)))
 
     def stamp(self) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,13 @@ from edge_agent.local import LocalData
 from edge_agent.methods import hyper_of
 from edge_agent.personalize import Predictor
 from edge_agent.session import check_golden, open_kind
-from fleet_core import bundle, storage
+from fleet_core import bundle, schema, storage
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.bundle import Graph
 from fleet_core.data.samples import Samples
-from fleet_core.errors import BundleError, MessageError, StateError
+from fleet_core.errors import BundleError, ConfigError, DataError, MessageError, StateError
 from fleet_core.layout import MODEL_GROUPS, Layout
 from fleet_core.messages import Answer, Judgement, ModelRef, Question
 from fleet_core.nearest import Prototypes
@@ -59,6 +60,8 @@ class Service:
         self._method: Method | None = None
         self._plain: Predictor | None = None
         self._now: Answering | None = None
+        self._changing = threading.RLock()
+        self._seen: tuple[tuple[int, int], ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -195,6 +198,7 @@ class Service:
                 "no model has been served to this device yet", where=str(self._home.folder),
                 hint="run 'edge-agent run' until a round was served",
             )
+        self._seen = self._disk_stamp()
         method, hyper = self._remembered()
         self.install(path.stem.partition("-")[2], bundle.unpack(path.read_bytes()))
         own = self._kept(method, weights) or self._nearest(method, hyper, weights)
@@ -224,7 +228,60 @@ class Service:
         if own is None:
             raise StateError(f"{method.name} personalizes by gradient steps", hint="'edge-agent run' makes them")
         self._now = Answering(own, weights.model, weights.round, method.personalizer)
+        self._seen = self._disk_stamp()
         return self.local().own(), method.personalizer
+
+    # What comes while it answers: labelled samples, and what another process made ------------------------------------
+
+    def check_labels(self, labels: Sequence[str]) -> None:
+        """Raises ConfigError for a name that is no class of the fleet."""
+        classes = self.layout.classes
+        for label in labels:
+            if label not in classes:
+                near = schema.suggest(label, classes)
+                raise ConfigError(
+                    f"unknown class '{label[:80]}'" + (f" (did you mean '{near}'?)" if near else ""),
+                    expected="one of " + ", ".join(classes),
+                )
+
+    def learn(self, x: np.ndarray[Any, Any], labels: Sequence[str]) -> dict[str, Any]:
+        """Stores raw samples [n, *shape] with the names of their classes as ``edge-agent samples add`` does, and
+        personalizes at once. Called by several threads; answers go on meanwhile. What came of it, as plain values.
+
+        Raises DataError for samples of another form, ConfigError for a class that cannot be learned.
+        """
+        with self._changing:
+            spec = self.layout.input
+            if not len(x) or x.shape != (len(labels), *spec.shape) or str(x.dtype) != spec.dtype:
+                raise DataError(
+                    f"samples {x.dtype} {list(x.shape)} with {len(labels)} labels",
+                    expected=f"one or more {spec.dtype} {list(spec.shape)}, each with a label",
+                )
+            if not np.isfinite(x).all():
+                raise DataError("a sample holds a value that is not finite")
+            self.check_labels(labels)
+            total = self.local().add(x, labels)
+            facts = {"added": len(x), "added_in_all": total, "round": self.round, "model": self.model or ""}
+            try:
+                support, how = self.personalize()
+            except StateError as error:
+                return {**facts, "personalization": self.personalization, "counts_later": error.what}
+            return {**facts, "personalization": how, "samples": len(support)}
+
+    def follow(self) -> bool:
+        """Takes up what another process has put on the disk since: weights, or a personalization. True when something
+        changed. Raises StateError, BundleError or CodecError for what cannot answer; what answered before stays."""
+        with self._changing:
+            stamp = self._disk_stamp()
+            if stamp == self._seen or not (self._home.folder / FACTS).exists():
+                return False
+            self.restore()
+            return True
+
+    def _disk_stamp(self) -> tuple[tuple[int, int], ...]:
+        paths = [self._home.folder / name for name in (FACTS, PERSONAL)]
+        stats = [path.stat() for path in paths if path.exists()]
+        return tuple((stat.st_mtime_ns, stat.st_ino) for stat in stats)
 
     # Judge and answer -------------------------------------------------------------------------------------------------
 
@@ -289,7 +346,7 @@ class Service:
         probabilities = now.predictor.probabilities(x)
         labels = tuple(self.layout.classes[k] for k in probabilities.argmax(1))
         rows = tuple(tuple(round(float(p), 6) for p in row) for row in probabilities)
-        return Answer(labels, rows, now.round, now.model, now.how)
+        return Answer(labels, rows, round=now.round, model=now.model, personalization=now.how)
 
 
 def by_trainer(method: Method, hyper: Any) -> bool:
