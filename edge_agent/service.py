@@ -38,12 +38,13 @@ NO_TRAINER = 'its trainer needs torch: pip install "metafleet[train]"'
 @dataclass(frozen=True)
 class Answering:
     """What answers now. model, round: of the judged model that it was made from. how: it is the device's own, ``none``
-    or the method's personalizer."""
+    or the method's personalizer. layout: that it was made for; another graph may have come since."""
 
     predictor: Predictor
     model: str
     round: int
     how: str
+    layout: Layout
 
 
 class Service:
@@ -73,8 +74,12 @@ class Service:
     def install(self, graph_id: str, graph: Graph) -> None:
         """Takes a graph. Before it answers anything it must give its golden outputs here: onnxruntime and its memory
         are not needed on a device that only trains."""
+        self._now = None
+        self._take_graph(graph_id, graph)
+
+    def _take_graph(self, graph_id: str, graph: Graph) -> None:
         self.graph, self.graph_id, self._checked = graph, graph_id, False
-        self.model, self._plain, self._now = None, None, None
+        self.model, self._plain = None, None
 
     def known_classes(self) -> tuple[str, ...]:
         """The fleet's classes, from the graph on disk. Raises StateError before one came."""
@@ -116,7 +121,7 @@ class Service:
         ready = own or plain
         if ready is not None:
             how = "none" if own is None else method.personalizer
-            self._now = Answering(ready, weights.model, weights.round, how)
+            self._now = Answering(ready, weights.model, weights.round, how, self.layout)
 
     def adapted(self, arrays: Mapping[str, Any]) -> None:
         """The device's own weights, made from its samples; they stay here. Raises StateError when they cannot be
@@ -127,7 +132,7 @@ class Service:
         self.model = None
         facts = {"weights": model, "round": str(self.round)}
         storage.write_arrays(self._home.folder / PERSONAL, arrays, facts, mode=0o600)
-        self._now = Answering(self._own_of(method, arrays), model, self.round, method.personalizer)
+        self._now = Answering(self._own_of(method, arrays), model, self.round, method.personalizer, self.layout)
         self.model = model
 
     def _own_of(self, method: Method, arrays: Mapping[str, Any]) -> Predictor:
@@ -190,7 +195,8 @@ class Service:
         return method, hyper_of(method, facts.get("hyper", {}))
 
     def restore(self) -> None:
-        """The graph, weights and personalization that this device last answered with. Raises StateError."""
+        """The graph, weights and personalization that this device last answered with; what answered before does so
+        until they are ready. Raises StateError."""
         path = self._home.latest_graph()
         weights = self._home.weights("serve")
         if path is None or weights is None or not (self._home.folder / FACTS).exists():
@@ -200,7 +206,9 @@ class Service:
             )
         self._seen = self._disk_stamp()
         method, hyper = self._remembered()
-        self.install(path.stem.partition("-")[2], bundle.unpack(path.read_bytes()))
+        graph_id = path.stem.partition("-")[2]
+        if graph_id != self.graph_id:
+            self._take_graph(graph_id, bundle.unpack(path.read_bytes()))
         own = self._kept(method, weights) or self._nearest(method, hyper, weights)
         self._take_in(method, weights, self._plain_of(weights), own)
 
@@ -227,7 +235,7 @@ class Service:
         own = self._nearest(method, self._remembered()[1], weights)
         if own is None:
             raise StateError(f"{method.name} personalizes by gradient steps", hint="'edge-agent run' makes them")
-        self._now = Answering(own, weights.model, weights.round, method.personalizer)
+        self._now = Answering(own, weights.model, weights.round, method.personalizer, self.layout)
         self._seen = self._disk_stamp()
         return self.local().own(), method.personalizer
 
@@ -318,6 +326,11 @@ class Service:
         name = "" if self._method is None else self._method.name
         return Judgement(stage, name, tuple(tuple(int(v) for v in row) for row in counts))
 
+    @property
+    def answering(self) -> Answering | None:
+        """What answers now, whole; None before there is anything."""
+        return self._now
+
     def predict(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Class probabilities float32 [n, N] of raw samples. Raises StateError before there is something to answer
         with."""
@@ -344,7 +357,7 @@ class Service:
         """Labels and probabilities of raw samples, and which model and personalization they are from."""
         now = self._answering()
         probabilities = now.predictor.probabilities(x)
-        labels = tuple(self.layout.classes[k] for k in probabilities.argmax(1))
+        labels = tuple(now.layout.classes[k] for k in probabilities.argmax(1))
         rows = tuple(tuple(round(float(p), 6) for p in row) for row in probabilities)
         return Answer(labels, rows, round=now.round, model=now.model, personalization=now.how)
 
