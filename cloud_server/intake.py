@@ -22,11 +22,14 @@ RESERVED_BYTES = 16 << 20
 SILENCE_S = 4.0
 TICK_S = 0.25
 PATIENCE = 5
+WRONG_CHUNKS = 8
+"""As many chunks of an update that are not as announced, and it is given up."""
 
 
 @dataclass
 class _Upload:
-    """granted: chunks that may come now. asked: how often they were asked for since one came."""
+    """granted: chunks that may come now. asked: how often they were asked for since one came. wrong: how many came that
+    were not the announced ones."""
 
     round: int
     manifest: UploadManifest
@@ -34,6 +37,7 @@ class _Upload:
     granted: set[int] = field(default_factory=set)
     heard: float = 0.0
     asked: int = 0
+    wrong: int = 0
 
 
 class Intake:
@@ -73,8 +77,8 @@ class Intake:
         upload = self._uploads.get(device)
         if upload is None or upload.round != round_number or upload.inbox is None:
             return None
+        self._put(device, upload, upload.inbox, k, data)
         upload.heard, upload.asked = self._clock(), 0
-        self._put(device, upload.inbox, k, data)
         if k in upload.granted:
             upload.granted.remove(k)
             self._credit += 1
@@ -86,12 +90,21 @@ class Intake:
         self._serve()
         return None
 
-    def _put(self, device: str, inbox: Inbox, k: int, data: bytes) -> None:
+    def _put(self, device: str, upload: _Upload, inbox: Inbox, k: int, data: bytes) -> None:
         try:
             inbox.put(k, data)
         except MessageError:
+            upload.wrong += 1
             self.wrong_chunks[device] = self.wrong_chunks.get(device, 0) + 1
             raise
+
+    def given_up(self, device: str) -> UploadManifest | None:
+        """Forgets an upload of which ``WRONG_CHUNKS`` came, and says which; None where there is no such."""
+        upload = self._uploads.get(device)
+        if upload is None or upload.wrong < WRONG_CHUNKS:
+            return None
+        self.drop(device)
+        return upload.manifest
 
     def drop(self, device: str) -> None:
         """Forgets a device's upload and lets those that wait go on."""

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from cloud_server.fleet import Fleet
-from cloud_server.intake import Intake
+from cloud_server.intake import WRONG_CHUNKS, Intake
 from cloud_server.ledger import Ledger, Round, Update
 from cloud_server.rounds import OpenRound
 from cloud_server.spool import Spool
-from fleet_core import codecs
+from fleet_core import codecs, storage
 from fleet_core.algorithms import trees
 from fleet_core.errors import FleetError, MessageError
 from fleet_core.layout import Layout
@@ -46,7 +46,8 @@ class Reception:
     # A round's course -------------------------------------------------------------------------------------------------
 
     def begin(self, opened: OpenRound) -> None:
-        """Takes back what an earlier life of this aggregator had received; what is not as it was is asked for again."""
+        """Takes back what an earlier life of this aggregator had received; what is not as it was is asked for again.
+        Raises StateError when the disk does not give it."""
         self._intake.clear()
         self._spool.clear(keep=opened.number)
         for device, manifest in self._spool.manifests(opened.number).items():
@@ -55,6 +56,8 @@ class Reception:
                 if not reason:
                     self._spool.check(opened.number, device, manifest)
             except FleetError as error:
+                if storage.is_of_the_disk(error) and not isinstance(error.__cause__, FileNotFoundError):
+                    raise
                 reason = str(error)
             if reason:
                 self._log(f"round {opened.number}: the kept update of {device} is dropped: {reason}")
@@ -98,7 +101,14 @@ class Reception:
         self._refuse(device, number, manifest, reason)
 
     def on_chunk(self, device: str, number: int, k: int | None, payload: bytes) -> None:
-        whole = None if k is None else self._intake.chunk(device, number, k, payload)
+        try:
+            whole = None if k is None else self._intake.chunk(device, number, k, payload)
+        except MessageError as error:
+            manifest = self._intake.given_up(device)
+            if manifest is None:
+                raise
+            reason = f"{WRONG_CHUNKS} chunks were not as announced, at last: {error}"
+            return self._refuse(device, number, manifest, reason)
         opened = self._current()
         if whole is None or opened is None:
             return

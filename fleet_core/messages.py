@@ -189,7 +189,6 @@ class UploadManifest:
     base: str = field(metadata={"pattern": ID})
     method: str = field(metadata={"max_length": 64})
     layout: str = field(metadata={"max_length": 64})
-    kind: str = field(default="delta", metadata={"choices": ("delta", "gradient", "prototypes")})
     dual_epoch: int = 0
     samples: int = field(default=0, metadata=_whole(1 << 40))
     scalars: Mapping[str, float] = field(default_factory=dict)
@@ -295,10 +294,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """labels: class names. probabilities: one row a sample. round: of the meta-model. error: why there is no answer."""
+    """labels: class names. probabilities: one row a sample. unknown: which samples are far from all that the device
+    knows, empty where that is not told. round: of the meta-model. error: why there is no answer."""
 
     labels: tuple[str, ...] = ()
     probabilities: tuple[tuple[float, ...], ...] = ()
+    unknown: tuple[bool, ...] = ()
     round: int = 0
     model: str = ""
     personalization: str = ""

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloud_server.intake import SILENCE_S, WRONG_CHUNKS, Intake
 from cloud_server.ledger import Update
 from cloud_server.spool import MAX_MANIFEST_BYTES, Spool
 from fleet_core import codecs, messages, storage, topics
 from fleet_core.algorithms import trees
 from fleet_core.compression import compress
-from fleet_core.errors import StateError
+from fleet_core.errors import MessageError, StateError
 from fleet_core.layout import InputSpec, Layout
 from fleet_core.link.base import Message
 from fleet_core.link.loopback import LoopbackLink
@@ -190,6 +191,35 @@ def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(l
     liar.w.step()
     assert liar.downs()[-1].t == "done"
     assert counted == {"liar": 3}
+
+
+def test_an_update_of_many_wrong_chunks_is_refused_and_booked_with_the_reason(liar: FakeDevice) -> None:
+    data = codecs.encode("fp32", weights(liar.w))
+    upload = liar.update(data)
+    liar.offer(upload, 1)
+    liar.w.step()
+    for n in range(WRONG_CHUNKS):
+        assert not liar.w.server.ledger.rows(Update, round=1)
+        liar.link.publish(topics.upload(liar.w.name, "liar", 1, 0), bytes([n]))
+        liar.w.step()
+    (row,) = liar.w.server.ledger.rows(Update, round=1)
+    assert (row.device, row.status) == ("liar", "refused")
+    assert row.reason.startswith(f"{WRONG_CHUNKS} chunks were not as announced, at last: ")
+    assert liar.downs()[-1].t == "reject"
+
+
+def test_a_wrong_chunk_is_no_sign_of_life() -> None:
+    """Else one that sends nothing but those would never be asked again, nor let go of."""
+    now, granted = [0.0], list[Down]()
+    intake = Intake(lambda device, message: granted.append(message), lambda: now[0], 1 << 20)
+    intake.offer("liar", 1, UploadManifest(
+        blob=Blob.of(bytes(3000), 1024), codec="fp32", base="0" * 32, method="fedavg", layout="x"))
+    now[0] = SILENCE_S - 1
+    with pytest.raises(MessageError):
+        intake.chunk("liar", 1, 0, b"x")
+    now[0] = SILENCE_S + 1
+    intake.tick()
+    assert len(granted) == 2
 
 
 @pytest.fixture

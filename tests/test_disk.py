@@ -24,6 +24,7 @@ from cloud_server.coordinator import Coordinator
 from cloud_server.coordinator import will as server_will
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Ledger, Update
+from cloud_server.spool import Spool
 from fleet_core import storage
 from fleet_core.data.samples import save
 from fleet_core.errors import StateError
@@ -397,6 +398,30 @@ def test_a_damaged_key_is_named(copy):
     with pytest.raises(StateError, match="holds no Ed25519 key") as caught:
         w.start_server()
     assert str(w.fleet.folder / "fleet.key") in str(caught.value)
+
+
+def test_an_update_that_the_disk_does_not_give_is_kept_until_it_does(copy, monkeypatch):
+    wanted = outcome(run(copy()))
+    w = copy()
+    w.broker.faults = lambda client, m: [m] if "/a/d1/up/" not in m.topic else []
+    start(w)
+    assert w.pump(lambda: opened(w, 1) and "d0" in w.server.open.received)
+    w.kill_server()
+
+    def refused(self, *_):
+        try:
+            raise OSError(errno.EIO, "Input/output error")
+        except OSError as error:
+            raise StateError("cannot be read", where="d0.update") from error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "check", refused)
+        w.start_server()
+        assert w.pump(lambda: w.told("waiting for the disk: d0.update: cannot be read"), tick_s=TICK_S)
+    w.broker.faults = lambda client, m: [m]
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    assert outcome(w) == wanted
+    assert not w.told("the kept update of d0 is dropped")
 
 
 @pytest.mark.parametrize("name", ["d0.update", "d0.json"])
