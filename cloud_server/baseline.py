@@ -18,7 +18,7 @@ from edge_agent.settings import Settings
 from fleet_core import config, runtime, schema, storage, terminal
 from fleet_core.algorithms.methods import METHODS
 
-METHOD = "fedavg"
+METHOD = "fedavg-meta"
 
 
 def baseline_toml(live: FleetConfig) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fleet_core import schema
 from fleet_core.algorithms.methods import METHODS
-from fleet_core.algorithms.seam import Method
+from fleet_core.algorithms.seam import Method, own_steps
 from fleet_core.errors import ConfigError
 from fleet_core.layout import MODEL_GROUPS
 
@@ -47,7 +47,8 @@ def facts(method: Method) -> dict[str, Any]:
 def stays(method: Method) -> list[str]:
     """What a device has of its own and sends to nobody, beside its samples."""
     kept = [role for role in method.client.keeps if role != "personal"]
-    made = MADE_HERE.get(method.personalizer)
+    as_it_is = method.personalizer == "sgd" and not own_steps(method, method.hyper())[1]
+    made = None if as_it_is else MADE_HERE.get(method.personalizer)
     return [*method.personal, *kept, *([made] if made else [])]
 
 
@@ -71,7 +72,7 @@ def crossing(method: Method, way: str) -> str:
 def rows() -> list[tuple[str, str, str, str, str, str]]:
     """(method, down, up, stays, what, source) of every method."""
     return [
-        (m.name, crossing(m, "down"), crossing(m, "up"), ", ".join(stays(m)), m.title, m.source)
+        (m.name, crossing(m, "down"), crossing(m, "up"), ", ".join(stays(m)) or "nothing", m.title, m.source)
         for m in METHODS.values()
     ]
 

@@ -10,7 +10,7 @@ NOT_MEASURED = "not measured"
 STAGES = {"before": "not personalized", "fine_tuned": "fine-tuned", "after": "personalized"}
 SPELLED = {
     "fedavg": "FedAvg", "pfldyn": "PFLDyn", "avg": "Avg", "p": "P", "per": "Per", "proto": "Proto",
-    "maml": "MAML", "fo": "FO",
+    "maml": "MAML", "fo": "FO", "meta": "Meta",
 }  # fmt: skip
 
 

@@ -119,6 +119,10 @@ class Fleet:
             nothing = len(codecs.encode("fp32", {}))
             text = f"a device fetches a model of {nothing} bytes once, and sends as many a round"
             return [f"{name} shares nothing: {text}"]
+        steps = self.hyper.local_steps
+        if getattr(self.hyper, "head_steps", 0) >= steps:
+            text = f"head_steps = {self.hyper.head_steps} of local_steps = {steps} move the head alone"
+            return [f"{name} never trains what is shared: {text}"]
         if (self.codec_up, self.codec_down) != (link.up, link.down):
             text = f"all goes as fp32, not as {link.up} up and {link.down} down"
             return [f"{name} sends sums over samples, which a lossy codec would spoil: {text}"]

@@ -432,18 +432,20 @@ labels = st.lists(st.integers(0, 4), min_size=2, max_size=60).filter(lambda y: m
 sizes = st.integers(1, 40)
 
 
-def draws(y: Any, support: int, query: int, seed: int, count: int = 8) -> list[tuple[list[int], list[int]]]:
-    episodes = Episodes(y, support, query, np.random.default_rng(seed))
+def draws(
+    y: Any, support: int, query: int, seed: int, count: int = 8, passes: bool = False
+) -> list[tuple[list[int], list[int]]]:
+    episodes = Episodes(y, support, query, np.random.default_rng(seed), passes=passes)
     return [(s.tolist(), q.tolist()) for s, q in (next(episodes) for _ in range(count))]
 
 
 @settings(deadline=None)
-@given(y=labels, support=sizes, query=sizes, seed=st.integers(0, 1000))
+@given(y=labels, support=sizes, query=sizes, seed=st.integers(0, 1000), passes=st.booleans())
 def test_an_episode_is_disjoint_and_asks_only_for_classes_that_it_showed(
-    y: list[int], support: int, query: int, seed: int
+    y: list[int], support: int, query: int, seed: int, passes: bool
 ) -> None:
     usable = {i for i, label in enumerate(y) if y.count(label) >= 2}
-    for shown, asked in draws(y, support, query, seed):
+    for shown, asked in draws(y, support, query, seed, passes=passes):
         assert 1 <= len(shown) <= max(support, len(set(y)))
         assert 1 <= len(asked) <= max(query, len(usable))
         assert len(set(shown) | set(asked)) == len(shown) + len(asked)
@@ -452,6 +454,17 @@ def test_an_episode_is_disjoint_and_asks_only_for_classes_that_it_showed(
         if support + query > len(usable):
             assert set(shown) | set(asked) == usable
             assert {y[i] for i in shown} == {y[i] for i in usable}
+
+
+def test_a_pass_gives_every_sample_once_before_any_comes_again() -> None:
+    y = [0] * 40
+    one_pass = draws(y, 6, 4, seed=3, count=4, passes=True)
+    assert sorted(i for pair in one_pass for part in pair for i in part) == list(range(40))
+    first, second = draws(y, 6, 4, seed=3, count=8, passes=True)[:4], draws(y, 6, 4, seed=3, count=8, passes=True)[4:]
+    assert first == one_pass
+    assert second != first
+    at_random = draws(y, 6, 4, seed=3, count=4)
+    assert len({i for pair in at_random for part in pair for i in part}) < 40
 
 
 @settings(deadline=None)

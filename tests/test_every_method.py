@@ -23,7 +23,7 @@ from cloud_server.baseline import baseline_toml
 from cloud_server.broadcast import encode_model
 from cloud_server.checkpoint import Checkpoint, Checkpoints
 from cloud_server.enroll import device_folder
-from cloud_server.fleet import FleetConfig, method_of
+from cloud_server.fleet import Fleet, FleetConfig, method_of
 from cloud_server.ledger import Judgement, Update
 from cloud_server.reception import REASON
 from edge_agent.home import Home
@@ -364,9 +364,9 @@ def test_the_demos_baseline_takes_over_local_sgd_where_there_is_some(method: str
     text = text_of(method, hyper="local_steps = 7\nclient_lr = 0.2").replace("local_steps = 3\n", "")
     live = config.parse(FleetConfig, text, "fleet.toml")
     fleet, hyper = method_of(config.parse(FleetConfig, baseline_toml(live), "baseline.toml"), tmp_path)
-    assert fleet.name == "fedavg"
+    assert fleet.name == "fedavg-meta"
     own = getattr(METHODS[method].hyper(), "server_optimizer", "sgd") == "sgd"
-    default = METHODS["fedavg"].hyper()
+    default = METHODS["fedavg-meta"].hyper()
     assert (hyper.local_steps, hyper.client_lr) == ((7, 0.2) if own else (default.local_steps, default.client_lr))
     assert (hyper.server_optimizer, hyper.server_lr) == ("sgd", 1.0)
 
@@ -442,6 +442,14 @@ def test_prototypes_travel_in_full_precision_whatever_the_link_says_and_a_person
     assert w.told("fedproto sends sums over samples, which a lossy codec would spoil: all goes as fp32, not as int8 up")
     assert w.pump(lambda: finished(w))
     assert fleet("fedproto", "fp32").fleet.remarks() == []
+
+
+@pytest.mark.parametrize(("head_steps", "said"), [(4, True), (3, False)])
+def test_a_shared_body_that_is_never_trained_is_said(tmp_path: Path, head_steps: int, said: bool) -> None:
+    text = config_text("fedrep", hyper=f"head_steps = {head_steps}").replace("local_steps = 3", "local_steps = 4")
+    (tmp_path / "fleet.toml").write_text(text)
+    text = "fedrep never trains what is shared: head_steps = 4 of local_steps = 4 move the head alone"
+    assert Fleet.load(tmp_path).remarks() == [text] * said
 
 
 def test_prototypes_of_many_samples_are_no_update_of_a_large_norm(fleet) -> None:

@@ -117,7 +117,7 @@ def test_what_could_not_work_is_refused(name: str, values: dict[str, Any]) -> No
     ("name", "values"),
     [
         ("fedprox", {"proximity": 0}),
-        ("fedavg", {"clip_norm": 0, "weight_decay": 0, "finetune_steps": 0}),
+        ("fedavg-meta", {"clip_norm": 0, "weight_decay": 0, "finetune_steps": 0}),
         ("fedrep", {"head_steps": 0}),
         ("metavers", {"shots": 0, "loss_share": 1}),
         ("knn-per", {"mixture": None, "neighbours": 1}),

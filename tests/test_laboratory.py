@@ -87,7 +87,7 @@ def trimmed(state: dict[str, bytes]) -> dict[str, bytes]:
         ("pfldyn-proto", EPISODES, "fp32"),
         ("pfldyn-proto", EPISODES, "int8"),
         ("fedper", PLAIN, "int8"),
-        ("scaffold", PLAIN, "int8-plain"),
+        ("scaffold", {**PLAIN, "finetune_steps": 2}, "int8-plain"),
         ("fedproto", PLAIN, "int8"),
         ("metavers", {**EPISODES, "shots": 0}, "int8"),
     ],

@@ -25,6 +25,7 @@ SERVER: dict[str, Any] = {"server_lr": 0.01}  # Chen's on Shakespeare
 # method -> (labels, rounds, hyper-parameters beside the defaults, what it must beat by how much)
 CASES: dict[str, tuple[str, int, dict[str, Any], tuple[str, float]]] = {
     "fedavg": ("shared", 12, QUICK, ("local", 0.15)),
+    "fedavg-meta": ("shared", 12, QUICK, ("local", 0.15)),
     "fedprox": ("shared", 12, QUICK, ("local", 0.15)),
     "feddyn": ("shared", 12, QUICK, ("local", 0.15)),
     "scaffold": ("shared", 12, QUICK, ("local", 0.15)),

@@ -10,9 +10,10 @@ import torch
 
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.methods import METHODS
+from fleet_core.algorithms.seam import own_steps
 from fleet_core.algorithms.trees import Params
 from fleet_core.errors import DataError
-from fleet_core.learning import gradients, models, personal, train
+from fleet_core.learning import gradients, models, train
 from tests.playing import SEED, Fleet, flat, gap, hyper_of, same, toy_layout, toy_samples
 
 SMALL: dict[str, Any] = {
@@ -159,4 +160,4 @@ def test_samples_that_do_not_fit_are_refused(name: str) -> None:
             fleet.own((x[:, :5], y))
         with pytest.raises(DataError):
             fleet.own((x, y + 3))
-    assert personal.adaptation(METHODS[name], fleet.hyper, trained=True)[1] >= 0
+    assert own_steps(METHODS[name], fleet.hyper, trained=True)[1] >= 0

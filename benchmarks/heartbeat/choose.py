@@ -83,10 +83,10 @@ def _answers(method_name: str, network: Any, params: Any, data: Any, layout: Any
     plain = {name: train.predict_logits(network, params, later.x).argmax(1) for name, (_, later) in data.items()}
     found = [("as it is", plain)]
     for lr, steps in TUNED:
-        hyper = METHODS["fedavg"].hyper(finetune_lr=lr, finetune_steps=steps)
+        hyper = METHODS["fedavg-meta"].hyper(finetune_lr=lr, finetune_steps=steps)
         answers = {}
         for name, (own, later) in data.items():
-            tuned = personal.adapt(METHODS["fedavg"], network, layout, params, own.x, own.y, hyper)
+            tuned = personal.adapt(METHODS["fedavg-meta"], network, layout, params, own.x, own.y, hyper)
             answers[name] = train.predict_logits(network, tuned, later.x).argmax(1)
         found.append((f"fine-tuned lr={lr} steps={steps}", answers))
     return found

@@ -21,10 +21,12 @@ DISTANCES = ("squared", "norm")
 
 @dataclass(frozen=True, kw_only=True)
 class Episodic(LocalSgd):
-    """support_batch: |D|, samples that adapt. query_batch: |D'|, disjoint samples that give the meta-gradient."""
+    """support_batch: |D|, samples that adapt. query_batch: |D'|, disjoint samples that give the meta-gradient. draws:
+    both at ``random`` in every step, or as batches of a shuffled ``pass``, as the program of Acar et al. has it."""
 
     support_batch: int = count(50)
     query_batch: int = count(50)
+    draws: str = one_of("random", ("random", "pass"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,23 +61,35 @@ class Maml(Episodic):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvg(Averaging, FineTune):
-    """FedAvg, fine-tuned when it is judged."""
+class OneForAll(FineTune):
+    """The shared model answers as it is, unless finetune_steps are given."""
+
+    finetune_steps: int = count(0, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedProx(Prox, FineTune):
-    """FedProx, fine-tuned when it is judged."""
+class FedAvg(Averaging, OneForAll):
+    """FedAvg."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedDyn(Dyn, FineTune):
-    """FedDyn, fine-tuned when it is judged."""
+class FedAvgMeta(Averaging, FineTune):
+    """FedAvg(Meta), fine-tuned when it is judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaffold(Scaf, FineTune):
-    """SCAFFOLD, fine-tuned when it is judged."""
+class FedProx(Prox, OneForAll):
+    """FedProx."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedDyn(Dyn, OneForAll):
+    """FedDyn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaffold(Scaf, OneForAll):
+    """SCAFFOLD."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +222,9 @@ METHODS: dict[str, Method] = {
     for method in (
         Method("fedavg", "Federated averaging of one model for all", MCMAHAN, FedAvg,
                AverageClient(), AverageServer(), adaptation="none", personalizer="sgd"),
+        Method("fedavg-meta", "Federated averaging, fine-tuned by every device", "Chen et al. 2018, Federated "
+               "Meta-Learning with Fast Convergence and Efficient Communication, FedAvg(Meta) of Table 2", FedAvgMeta,
+               AverageClient(), AverageServer(), adaptation="none", personalizer="sgd"),
         Method("fedprox", "Averaging with a proximal term", "Li et al. 2020, Federated Optimization in Heterogeneous "
                "Networks, Alg. 2", FedProx, ProxClient(), AverageServer(), adaptation="none", personalizer="sgd"),
         Method("feddyn", "Dynamic regularization of one model for all", ACAR_DYN, FedDyn,
@@ -249,7 +266,7 @@ METHODS: dict[str, Method] = {
                KeepingClient(), NoServer(), adaptation="none", personalizer="own",
                shared=(), personal=("body", "head"), models_down=0, models_up=0),
         Method("fedper", "A shared body under heads of one's own", "Arivazhagan et al. 2019, Federated Learning with "
-               "Personalization Layers, Alg. 1", FedAvg, KeepingClient(), AverageServer(),
+               "Personalization Layers, Alg. 1", FedAvgMeta, KeepingClient(), AverageServer(),
                adaptation="none", personalizer="own", shared=HEADLESS, personal=("head",)),
         Method("fedrep", "A shared body under heads of one's own, the head trained first", "Collins et al. 2021, "
                "Exploiting Shared Representations for Personalized Federated Learning, Alg. 1", FedRep,
@@ -259,7 +276,7 @@ METHODS: dict[str, Method] = {
                FrozenHeadClient(), AverageServer(), adaptation="none", personalizer="sgd",
                shared=HEADLESS, personal=("head",)),
         Method("lg-fedavg", "A shared head over bodies of one's own", "Liang et al. 2020, Think Locally, Act Globally, "
-               "Alg. 1", FedAvg, KeepingClient(), AverageServer(), adaptation="none", personalizer="own",
+               "Alg. 1", FedAvgMeta, KeepingClient(), AverageServer(), adaptation="none", personalizer="own",
                shared=("head",), personal=("body",)),
         Method("fedproto", "Only class means are shared", "Tan et al. 2022, FedProto, Alg. 1", FedProto,
                PrototypeClient(), PrototypeServer(), adaptation="fedproto", personalizer="fleet-proto",

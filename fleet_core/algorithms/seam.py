@@ -203,6 +203,18 @@ class Method:
         return trees.only(model, self.shared)
 
 
+def own_steps(method: Method, hyper: Any, *, trained: bool = False) -> tuple[float, int]:
+    """(learning rate, number) of the gradient steps that make the judged model a device's own.
+
+    trained: the device's groups took part in rounds and are trained already.
+    """
+    if method.personalizer == "sgd" and hasattr(hyper, "inner_steps"):
+        return hyper.inner_lr, hyper.inner_steps
+    if method.personalizer == "sgd" or (method.personalizer == "own" and not trained):
+        return hyper.finetune_lr, hyper.finetune_steps
+    return 0.0, 0
+
+
 def rate(hyper: LocalSgd, round_number: float) -> float:
     """The learning rate that steps *and* divides in round 1, 2, …: β · decay^(round-1)."""
     return float(hyper.client_lr * hyper.lr_decay ** (round_number - 1))

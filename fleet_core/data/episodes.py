@@ -1,8 +1,9 @@
 """Draws of support and query samples for meta-learning, and of plain batches.
 
 Acar et al., "Debiasing Model Updates for Improving Personalized Federated Training" (ICML 2021): a query whose classes
-the support lacks is drawn again. Deviations from the authors' program: support and query are disjoint random draws of
-each step, not two batches of one shuffled pass; after 20 draws a stratified one ends the search.
+the support lacks is drawn again. In the paper support and query are disjoint random draws of each step; in the authors'
+program they are batches of a shuffled pass (``draws = "pass"``). Deviation: after 20 draws a stratified one ends the
+search.
 
 No draw depends on the number that a label has: a device whose labels are permuted draws the same samples.
 """
@@ -30,6 +31,8 @@ class Episodes:
         support_batch, query_batch: samples to draw. A device with fewer than both together draws its samples in the
             same proportion, at least one of each and one support sample of each class.
         rng: the only source of randomness.
+        passes: both from one shuffled pass over all samples, which is shuffled anew when too few are left of it;
+            otherwise every draw is from all.
 
     Attributes:
         left_out: {label: samples} of the classes with a single sample, which no episode can hold on both sides.
@@ -39,7 +42,9 @@ class Episodes:
     Raises DataError when no class has two samples.
     """
 
-    def __init__(self, y: ArrayLike, support_batch: int, query_batch: int, rng: np.random.Generator):
+    def __init__(
+        self, y: ArrayLike, support_batch: int, query_batch: int, rng: np.random.Generator, *, passes: bool = False
+    ):
         if support_batch < 1 or query_batch < 1:
             raise DataError(f"an episode of {support_batch} + {query_batch} samples", expected="at least 1 + 1")
         labels = np.asarray(y)
@@ -53,7 +58,8 @@ class Episodes:
         self.support_batch, self.query_batch = _scaled(
             support_batch, query_batch, self._pool.size, int((counts >= 2).sum())
         )
-        self._rng = rng
+        self._rng, self._passes = rng, passes
+        self._left: Indices = self._pool[:0]
         self.redraws = self.stratified = 0
 
     def __iter__(self) -> Iterator[tuple[Indices, Indices]]:
@@ -62,12 +68,17 @@ class Episodes:
     def __next__(self) -> tuple[Indices, Indices]:
         for draw in range(MAX_DRAWS):
             self.redraws += draw > 0
-            order = self._rng.permutation(self._pool)
-            support, query = np.split(order[: self.support_batch + self.query_batch], [self.support_batch])
+            support, query = np.split(self._drawn(self.support_batch + self.query_batch), [self.support_batch])
             if np.isin(self._class[query], self._class[support]).all():
                 return support, query
         self.stratified += 1
         return self._stratified()
+
+    def _drawn(self, number: int) -> Indices:
+        if not self._passes or self._left.size < number:
+            self._left = self._rng.permutation(self._pool)
+        drawn, self._left = np.split(self._left, [number])
+        return drawn
 
     def _stratified(self) -> tuple[Indices, Indices]:
         """One support sample of each class, of as many as fit; the rest of both batches from those at random."""
@@ -130,7 +141,7 @@ def draws(
     if getattr(hyper, "shots", 0):
         shots = Shots(labels, hyper.shots, hyper.query_shots, rng)
         return shots, lambda: dict(shots.left_out)
-    episodes = Episodes(labels, hyper.support_batch, hyper.query_batch, rng)
+    episodes = Episodes(labels, hyper.support_batch, hyper.query_batch, rng, passes=hyper.draws == "pass")
     if not getattr(hyper, "independent_hessian_batch", False):
         return episodes, lambda: dict(episodes.left_out)
     third = batches(labels.size, min(hyper.support_batch, labels.size), rng)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fleet_core.algorithms import trees
-from fleet_core.algorithms.seam import ClientState, Method, Payload
+from fleet_core.algorithms.seam import ClientState, Method, Payload, own_steps
 from fleet_core.algorithms.trees import Params
 from fleet_core.layout import MODEL_GROUPS, Layout
 from fleet_core.learning.gradients import entropy, leaves, value_and_gradient
@@ -48,21 +48,12 @@ def adapt(
         check(method, layout, x, y)
         _, rates = trees.parted(served, "rates")
         return _stepped(model, params, rates, 1, x, y)
-    lr, steps = adaptation(method, hyper, trained=mine is not None)
+    lr, steps = own_steps(method, hyper, trained=mine is not None)
     if steps:
         check(method, layout, x, y)
     moving = method.personal if method.personalizer == "own" else tuple(params)
     rates = {g: {n: lr if g in moving else 0.0 for n in named} for g, named in params.items()}
     return _stepped(model, params, rates, steps, x, y)
-
-
-def adaptation(method: Method, hyper: Any, *, trained: bool = False) -> tuple[float, int]:
-    """(learning rate, steps) of the gradient steps; none where a device's own groups are trained already."""
-    if method.personalizer == "sgd" and hasattr(hyper, "inner_steps"):
-        return hyper.inner_lr, hyper.inner_steps
-    if method.personalizer == "sgd" or (method.personalizer == "own" and not trained):
-        return hyper.finetune_lr, hyper.finetune_steps
-    return 0.0, 0
 
 
 def by_training(
