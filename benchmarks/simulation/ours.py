@@ -33,7 +33,7 @@ def experiment(workload: Workload, rounds: int, folder: Path) -> Experiment:
         "model": {"name": workload.model, "options": OPTIONS[workload.model]},
         "budget": {"rounds": rounds},
         "judge": {"every": 0, "devices": 1},
-        "method": [{"name": "fedavg", "hyper": {**hyper, "finetune_steps": 0}}],
+        "method": [{"name": "fedavg", "hyper": hyper}],
     })
 
 

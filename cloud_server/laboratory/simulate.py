@@ -224,9 +224,11 @@ def _crew(order: Order, workload: Workload) -> Crew:
     setting = Setting(order.experiment, order.run, order.folder, SIDE_BY_SIDE if batched else 1, order.device)
     if order.engine == "ray":
         return RayCrew(setting, order.processes)
-    if order.processes == 1 or order.device == "cuda":
+    lessons = -(-(order.experiment.cohort or len(workload.train)) // setting.side_by_side)
+    processes = min(order.processes, lessons)  # another one would have nothing to train
+    if processes == 1 or order.device == "cuda":
         return Inline(setting, workload)
-    return Processes(setting, order.processes)
+    return Processes(setting, processes)
 
 
 # Several runs ---------------------------------------------------------------------------------------------------------

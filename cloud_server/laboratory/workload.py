@@ -71,7 +71,14 @@ class Workload:
         return self.part(share, first), self.part(share, second)
 
     def part(self, share: Share, rows: Array) -> Part:
-        return Part(self.samples.x[rows], share.relabelled(self.samples.y[rows]))
+        taken = _slice_of(rows)
+        return Part(self.samples.x[taken], share.relabelled(self.samples.y[taken]))
+
+
+def _slice_of(rows: Array) -> Array | slice:
+    """Rows that follow each other as a slice, of which nothing is copied."""
+    first, number = int(rows[0]) if len(rows) else 0, len(rows)
+    return slice(first, first + number) if np.array_equal(rows, np.arange(first, first + number)) else rows
 
 
 def build(experiment: Experiment) -> Workload:
