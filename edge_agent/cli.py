@@ -33,6 +33,20 @@ def run(
 
 
 @app.command()
+def serve(
+    home: HOME = HERE,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; device.toml's, or 127.0.0.1.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="device.toml's, or 8080; 0 for any that is free.")
+    ] = None,
+) -> None:
+    """Answer over HTTP (Open Inference Protocol v2) from what is on this device, until stopped."""
+    place = settings_of(home).serve
+    where = place.host if host is None else host
+    runtime.become("edge_agent.serve", str(home), where, str((place.port or 8080) if port is None else port))
+
+
+@app.command()
 def status(home: HOME = HERE, as_json: JSON = False) -> None:
     """What this device holds: weights, personalization, training state."""
     from edge_agent import commands

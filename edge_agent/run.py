@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from edge_agent.accounts import Accounts
 from edge_agent.agent import Agent, will
 from edge_agent.home import Home
 from edge_agent.service import Service
+from edge_agent.service import service_of as service_of
 from edge_agent.settings import Settings, settings_of
 from edge_agent.worker import Trainer, TrainerProcess
-from fleet_core import memory, runtime, schema
+from fleet_core import memory, runtime
 from fleet_core.errors import ConfigError
 from fleet_core.link.base import Will
 from fleet_core.link.mqtt import MqttLink
@@ -23,10 +25,6 @@ from fleet_core.power.choose import choose_meter
 from fleet_core.power.meter import Meter
 
 TICK_S = 0.5
-
-
-def service_of(home: Path, settings: Settings) -> Service:
-    return Service(Home(home), schema.plain(settings.data))
 
 
 def run(
@@ -41,22 +39,42 @@ def run(
     topic, payload = will(settings, boot)
     identity = settings.device
     link = MqttLink(identity.broker, client_id=f"{identity.fleet}-{identity.name}", will=Will(topic, payload))
+    service = service_of(home, settings)
     agent = Agent(
-        settings, place, link, service_of(home, settings), Accounts(_meter(home, settings)), _trainer(settings, log),
-        boot=boot, log=log,
+        settings, place, link, service, Accounts(_meter(home, settings)), _trainer(settings, log), boot=boot, log=log,
     )
-    link.open()
+    with _over_http(settings, service, log):
+        link.open()
+        try:
+            await_broker(link, lambda: agent.step(TICK_S), identity.broker, stopped, connect_s)
+            log(f"{identity.name} is on, fleet {identity.fleet} at {identity.broker}")
+            _loop(agent, stopped)
+        finally:
+            agent.close()
+
+
+def _loop(agent: Agent, stopped: Callable[[], bool]) -> None:
+    worked = True
+    while not stopped():
+        happened = agent.step(TICK_S)
+        if worked and not happened:
+            memory.trim()
+        worked = happened
+
+
+@contextlib.contextmanager
+def _over_http(settings: Settings, service: Service, log: Callable[[str], None]) -> Iterator[None]:
+    """The agent's answers over HTTP as well, where ``[serve] port`` asks for it. Raises LinkError."""
+    if not settings.serve.port:
+        yield
+        return
+    from edge_agent import serve
+
+    server = serve.start(settings, service, log)
     try:
-        await_broker(link, lambda: agent.step(TICK_S), identity.broker, stopped, connect_s)
-        log(f"{identity.name} is on, fleet {identity.fleet} at {identity.broker}")
-        worked = True
-        while not stopped():
-            happened = agent.step(TICK_S)
-            if worked and not happened:
-                memory.trim()
-            worked = happened
+        yield
     finally:
-        agent.close()
+        server.stop()
 
 
 def _trainer(settings: Settings, log: Callable[[str], None]) -> Trainer | None:

@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from edge_agent.local import LocalData
 from edge_agent.methods import hyper_of
 from edge_agent.personalize import Predictor
 from edge_agent.session import check_golden, open_kind
+from edge_agent.settings import Settings
 from fleet_core import bundle, schema, storage
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.methods import METHODS
@@ -45,6 +47,11 @@ class Answering:
     round: int
     how: str
     layout: Layout
+
+
+def service_of(home: Path, settings: Settings) -> Service:
+    """The service of the device whose folder is ``home``."""
+    return Service(Home(home), schema.plain(settings.data))
 
 
 class Service:

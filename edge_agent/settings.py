@@ -48,6 +48,37 @@ class Power:
     busy_w: float | None = field(default=None, metadata={"min": 0})
 
 
+WAYS = ("method", "proto", "head", "knn", "adapt", "none")
+
+
+@dataclass(frozen=True)
+class Personalize:
+    """by: what makes answers the device's own: what the fleet's method says, class means, a head fitted here on
+    embedded samples, the nearest samples, gradient steps, or nothing. steps, rate: of gradient steps (steps also of a
+    fitted head), in place of the method's."""
+
+    by: str = field(default="method", metadata={"choices": WAYS})
+    steps: int | None = field(default=None, metadata={"min": 1, "max": 10_000})
+    rate: float | None = field(default=None, metadata={"above": 0, "max": 1000})
+
+
+@dataclass(frozen=True)
+class Serve:
+    """host, port: of answers over plain HTTP, for loopback or a network that is trusted; port 0 for none in
+    ``edge-agent run``.
+
+    unknown: tell samples that are far from all that the device knows; unknown_quantile: the share of its own samples
+    that is to stay known. worse_by: a new model that answers the device's held-back samples worse by more than this
+    accuracy is rolled back.
+    """
+
+    host: str = field(default="127.0.0.1", metadata={"max_length": 255})
+    port: int = field(default=0, metadata={"min": 0, "max": 65535})
+    unknown: bool = False
+    unknown_quantile: float = field(default=0.95, metadata={"above": 0, "max": 1})
+    worse_by: float = field(default=0.1, metadata={"min": 0, "max": 1})
+
+
 @dataclass(frozen=True)
 class Settings:
     """The whole file."""
@@ -56,6 +87,11 @@ class Settings:
     data: Data = field(default_factory=Data)
     train: Training = field(default_factory=Training)
     power: Power = field(default_factory=Power)
+    serve: Serve = field(default_factory=Serve)
+
+    def listening(self, host: str, port: int) -> Settings:
+        """The same, with answers over HTTP at ``host`` and ``port``."""
+        return replace(self, serve=replace(self.serve, host=host, port=port))
 
 
 def settings_of(home: Path, broker: str | None = None) -> Settings:

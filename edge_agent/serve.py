@@ -1,0 +1,106 @@
+"""Answers over HTTP: a device's service behind the Open Inference Protocol, in its agent or as ``edge-agent serve``.
+
+The process of ``edge-agent serve`` needs neither a broker nor torch. It answers from what is on the device's disk, and
+takes up what ``edge-agent run`` or ``edge-agent personalize`` puts there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_agent.http_server import HttpServer
+from edge_agent.inference_protocol import Facts, InferenceProtocol
+from edge_agent.service import Service, service_of
+from edge_agent.settings import Settings, settings_of
+from fleet_core import memory, runtime
+from fleet_core.errors import FleetError
+from fleet_core.messages import Answer
+
+LOOK_S = 0.5
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class ServedModel:
+    """The service as the protocol's one model, named as the fleet. Called by several threads."""
+
+    def __init__(self, name: str, service: Service):
+        self.name, self._service = name, service
+
+    def facts(self) -> Facts | None:
+        now = self._service.answering
+        if now is None:
+            return None
+        spec = now.layout.input
+        return Facts(tuple(spec.shape), spec.dtype, now.layout.classes, now.round, unknown=False)
+
+    def answer(self, x: np.ndarray[Any, Any]) -> Answer:
+        return self._service.answers(x)
+
+    def learn(self, x: np.ndarray[Any, Any], labels: Sequence[str]) -> Mapping[str, Any]:
+        return self._service.learn(x, labels)
+
+
+def start(settings: Settings, service: Service, log: Callable[[str], None]) -> HttpServer:
+    """A server for ``service``, which answers from now on. Raises LinkError where it cannot listen."""
+    name, place = settings.device.fleet, settings.serve
+    protocol = InferenceProtocol(ServedModel(name, service))
+    server = HttpServer(protocol.answer, place.host, place.port, log=log).start()
+    log(f"answers at {server.url}/v2/models/{name}")
+    if place.host not in LOOPBACK:
+        log("that is plain HTTP: whoever reaches this port may ask, and add labelled samples")
+    return server
+
+
+class Follower:
+    """Takes up what other processes put on the disk; says what is wrong with it once."""
+
+    def __init__(self, service: Service, log: Callable[[str], None]):
+        self._service, self._log = service, log
+        self._said = ""
+
+    def look(self) -> None:
+        try:
+            changed, said = self._service.follow(), ""
+        except FleetError as error:
+            changed, said = False, str(error)
+        if said and said != self._said:
+            self._log(said)
+        self._said = said
+        now = self._service.answering
+        if changed and now is not None:
+            self._log(f"answers from round {now.round}, personalization: {now.how}")
+
+
+def serve(home: Path, settings: Settings, *, stopped: Callable[[], bool], log: Callable[[str], None]) -> None:
+    """Answers until ``stopped``; then requests under way are finished."""
+    memory.keep_freed()
+    service = service_of(home, settings)
+    follower = Follower(service, log)
+    follower.look()
+    server = start(settings, service, log)
+    try:
+        if service.answering is None:
+            log("there is nothing to answer with yet: 'edge-agent run' brings it")
+        while not stopped():
+            time.sleep(LOOK_S)
+            follower.look()
+    finally:
+        server.stop()
+
+
+def main(arguments: list[str]) -> None:
+    """``HOME HOST PORT``: as ``edge-agent serve`` leaves it."""
+    _, home, host, port = arguments
+    with runtime.until_signal() as stopped:
+        settings = settings_of(Path(home)).listening(host, int(port))
+        serve(Path(home), settings, stopped=stopped, log=runtime.say)
+
+
+if __name__ == "__main__":
+    runtime.guarded(lambda: main(sys.argv[1:]))
