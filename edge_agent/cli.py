@@ -43,7 +43,7 @@ def serve(
     """Answer over HTTP (Open Inference Protocol v2) from what is on this device, until stopped."""
     place = settings_of(home).serve
     where = place.host if host is None else host
-    runtime.become("edge_agent.serve", str(home), where, str((place.port or 8080) if port is None else port))
+    runtime.become("edge_agent.serve", "--home", str(home), where, str((place.port or 8080) if port is None else port))
 
 
 @app.command()

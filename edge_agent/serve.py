@@ -95,7 +95,7 @@ def serve(home: Path, settings: Settings, *, stopped: Callable[[], bool], log: C
 
 
 def main(arguments: list[str]) -> None:
-    """``HOME HOST PORT``: as ``edge-agent serve`` leaves it."""
+    """``--home HOME HOST PORT``: as ``edge-agent serve`` leaves it."""
     _, home, host, port = arguments
     with runtime.until_signal() as stopped:
         settings = settings_of(Path(home)).listening(host, int(port))
