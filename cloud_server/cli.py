@@ -111,9 +111,10 @@ def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
         from export.first import first  # torch and onnx: only here, once per fleet
     except ModuleNotFoundError as error:
         raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[export]"') from error
-    runtime.say(f"exporting {settings.model.name} …")
-    model = settings.model
-    return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed)
+    model, method = settings.model, METHODS[settings.fleet.method]
+    hyper, _ = schema.read(method.hyper, settings.hyper)
+    return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed,
+                 method=method, hyper=hyper, say=runtime.say)
 
 
 @server_app.command("start")

@@ -47,7 +47,7 @@ from fleet_core.learning.gradients import entropy, leaves, value_and_gradient
 from fleet_core.learning.models import Network, build, outputs, to_torch
 from fleet_core.learning.train import CHUNK
 
-PASS_BYTES = 24 << 20
+PASS_BYTES = 12 << 20
 """What one pass may compute at once, in bytes; it decides how many samples a pass takes."""
 
 EMBEDDED = 64
@@ -77,7 +77,7 @@ def with_adapt(graph: Graph, *, rates: bool, groups: tuple[str, ...] = MODEL_GRO
     layout, seed, x = graph.layout, graph.info.seed, graph.golden["x"]
     if "predict" not in graph.graphs:
         raise BundleError("the bundle has no graph 'predict' to answer with adapted weights")
-    data = export_adapt(layout, rates=rates, groups=groups, seed=seed)
+    data = export_adapt(layout, rates=rates, groups=groups, seed=seed, embed=graph.graphs.get("embed", b""))
     network, y = build(layout).eval(), np.arange(len(x)) % len(layout.classes)
     how = AdaptInfo(groups, rates, _golden_lr(network, trees.only(layout.seeded(seed), MODEL_GROUPS), groups, x, y))
     adapted = replace(graph, adapt=data, info=replace(graph.info, adapt=how))
@@ -104,25 +104,28 @@ def _golden(network: Network, weights: Params, moved: dict[str, Any], x: Any) ->
         return outputs(network, to_torch(w), torch.tensor(x), "predict").numpy()
 
 
-def export_adapt(layout: Layout, *, rates: bool, groups: tuple[str, ...] = MODEL_GROUPS, seed: int = 0) -> bytes:
+def export_adapt(
+    layout: Layout, *, rates: bool, groups: tuple[str, ...] = MODEL_GROUPS, seed: int = 0, embed: bytes = b""
+) -> bytes:
     """The ONNX file ``adapt`` for ``layout``'s model, not yet gated.
 
     rates: learned rates in place of ``lr``. groups: those of ``body`` and ``head`` that move. seed: of the samples that
-    are traced. Raises BundleError for a model whose steps do not become a graph.
+    are traced. embed: the layout's graph of that kind, where it is at hand. Raises BundleError for a model whose steps
+    do not become a graph.
     """
     network = build(layout).eval()
     _check_groups(network, layout, groups)
     moving = _keys(layout, groups)
-    embed = None
+    body = None
     if groups == HEAD:
-        embed = onnx.load_model_from_string(export_graph(layout, seed=seed).graphs["embed"]).graph
+        body = onnx.load_model_from_string(embed or export_graph(layout, seed=seed).graphs["embed"]).graph
         z = torch.randn((TRACED_SAMPLES, layout.embedding), generator=torch.Generator().manual_seed(seed))
         gradient, bytes_each = _gradient(layout, _head_logits(network), moving, moving, z)
     else:
         x = torch.tensor(samples(layout.input, TRACED_SAMPLES, seed))
         gradient, bytes_each = _gradient(layout, _logits(network), _keys(layout, MODEL_GROUPS), moving, x)
     number = _samples_of_a_pass(network, groups, bytes_each)
-    graph = Loops(layout, moving, rates=rates, number=number).graph(gradient, embed)
+    graph = Loops(layout, moving, rates=rates, number=number).graph(gradient, body)
     model = helper.make_model(graph, ir_version=IR_VERSION, opset_imports=[helper.make_opsetid("", OPSET)])
     return bytes(model.SerializeToString(deterministic=True))
 
@@ -132,6 +135,8 @@ def _check_groups(network: Network, layout: Layout, groups: tuple[str, ...]) -> 
         raise BundleError(
             f"the model '{layout.model}' has no head to step with", hint="take a method of class means (proto)"
         )
+    if not layout.parameters(groups):
+        raise BundleError(f"the model '{layout.model}' has nothing in {' and '.join(groups)} to step with")
     recurrent = next((m for m in network.modules() if isinstance(m, nn.RNNBase)), None)
     if "body" in groups and recurrent is not None:
         layers = f"recurrent layers ({type(recurrent).__name__})"

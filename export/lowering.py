@@ -61,19 +61,33 @@ def convolution_backward(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """aten.convolution_backward in ONNX: the gradients to x, weight and bias; no one reads what ``output_mask`` wants
     none of."""
-    how = {"strides": stride, "pads": [*padding, *padding], "dilations": dilation, "group": groups}
     to_x = to_weight = to_bias = op.Identity(weight)
     if output_mask[0] and transposed:
-        to_x = op.Conv(grad, weight, **how)
+        pads = [*padding, *padding]
+        to_x = op.Conv(grad, weight, strides=stride, pads=pads, dilations=dilation, group=groups)
     elif output_mask[0]:
         left = left_over(x.shape[2:], grad.shape[2:], weight.shape[2:], stride, padding, dilation)
-        to_x = op.ConvTranspose(grad, weight, output_padding=left, **how)
+        to_x = _transposed(grad, weight, stride, padding, dilation, left, groups)
     if output_mask[1]:
         large, small = (grad, x) if transposed else (x, grad)
         to_weight = _weight_gradient(large, small, list(weight.shape), stride, padding, dilation, groups)
     if output_mask[2]:
         to_bias = op.ReduceSum(grad, _ints(0, *range(2, len(grad.shape))), keepdims=0)
     return to_x, to_weight, to_bias
+
+
+def _transposed(
+    grad: Any, weight: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], left: Sequence[int],
+    groups: int,
+) -> Any:  # fmt: skip
+    """A transposed convolution; one over series takes an axis of one pixel, three times as fast in onnxruntime 1.23."""
+    if len(stride) == 1:
+        axis = _ints(2)
+        tall = (op.Unsqueeze(grad, axis), op.Unsqueeze(weight, axis))
+        return op.Squeeze(_transposed(*tall, [1, *stride], [0, *padding], [1, *dilation], [0, *left], groups), axis)
+    return op.ConvTranspose(
+        grad, weight, strides=stride, pads=[*padding, *padding], dilations=dilation, output_padding=left, group=groups
+    )
 
 
 def _weight_gradient(

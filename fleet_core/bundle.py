@@ -7,7 +7,8 @@ every round. The golden outputs belong to the weights ``layout.seeded(seed)``: a
 arrive.
 
 Container: tensors ``graph/<kind>`` uint8 [bytes], ``golden/x`` ``golden/<kind>``; metadata ``bundle``, a JSON object.
-With ``adapt`` also ``golden/y``, labels of x, and ``golden/adapt``, the logits of x after steps on x and y.
+With ``adapt`` also ``golden/y``, labels of x, and ``golden/adapt``, the logits of x after steps on x and y; and
+``first/<group>/<name>``, what the steps of a device start from in the groups that the method leaves to it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ GOLDEN_STEPS = (1, 10)
 FORMAT = 1
 MAX_BYTES = 64 << 20
 MAX_GOLDEN = 64
+MAX_FIRST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Graph:
 
     graphs: ONNX files from samples to outputs, by kind. golden: ``x`` (raw samples) and, for every kind, the outputs
     float32 that ``layout.seeded(info.seed)`` gives. adapt: the ONNX file of that kind, empty where there is none; its
-    golden arrays are ``y`` int64 [n] and ``adapt`` float32 [GOLDEN_STEPS, n, K].
+    golden arrays are ``y`` int64 [n] and ``adapt`` float32 [GOLDEN_STEPS, n, K]. first: the first values, alike on
+    every device, of the groups that stay on a device.
     """
 
     layout: Layout
@@ -79,6 +82,7 @@ class Graph:
     golden: Mapping[str, np.ndarray[Any, Any]]
     info: GraphInfo
     adapt: bytes = b""
+    first: Params = field(default_factory=dict)
 
     def adapt_weights(self, seed: int) -> dict[str, dict[str, Any]]:
         """Weights from a seed alone of all groups that ``adapt`` takes; learned rates lie around ``info.adapt.lr``."""
@@ -93,10 +97,10 @@ class Graph:
 
 def pack(graph: Graph) -> bytes:
     """The bundle as bytes, the same for equal bundles."""
-    arrays: dict[str, Any] = {f"graph/{kind}": np.frombuffer(data, np.uint8) for kind, data in graph.graphs.items()}
+    files = {**graph.graphs, **({"adapt": graph.adapt} if graph.adapt else {})}
+    arrays: dict[str, Any] = {f"graph/{kind}": np.frombuffer(data, np.uint8) for kind, data in files.items()}
     arrays |= {f"golden/{name}": array for name, array in graph.golden.items()}
-    if graph.adapt:
-        arrays["graph/adapt"] = np.frombuffer(graph.adapt, np.uint8)
+    arrays |= {f"first/{key}": array for key, array in storage.flatten(graph.first).items()}
     head = {"info": schema.plain(graph.info), "layout": schema.plain(graph.layout)}
     text = json.dumps(head, sort_keys=True, separators=(",", ":"))
     return storage.pack({name: arrays[name] for name in sorted(arrays)}, {"bundle": text})
@@ -111,11 +115,18 @@ def unpack(data: bytes) -> Graph:
     except StateError as error:
         raise BundleError(error.what, where=error.where) from error
     info, layout = _head(metadata)
+    return assembled(layout, info, arrays)
+
+
+def assembled(layout: Layout, info: GraphInfo, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Graph:
+    """The bundle of the container's ``arrays``. Raises BundleError unless they are what ``layout`` and ``info`` ask
+    for."""
     kinds = [kind for kind in GRAPH_GROUPS if f"graph/{kind}" in arrays]
     known = {"golden/x"} | {f"{part}/{kind}" for kind in kinds for part in ("graph", "golden")}
     if info.adapt is not None:
         known |= {"graph/adapt", "graph/predict", "golden/adapt", "golden/y"}
-    if not kinds or set(arrays) != known:
+    first = {name.removeprefix("first/"): array for name, array in arrays.items() if name.startswith("first/")}
+    if not kinds or {name for name in arrays if not name.startswith("first/")} != known:
         raise BundleError(
             f"the bundle holds {', '.join(sorted(arrays))[:200] or 'nothing'}",
             expected=", ".join(sorted(known | {"graph/embed", "golden/embed"})),
@@ -123,7 +134,16 @@ def unpack(data: bytes) -> Graph:
     graphs = {kind: _graph_bytes(arrays[f"graph/{kind}"]) for kind in kinds}
     golden = {name.removeprefix("golden/"): arrays[name] for name in sorted(known) if name.startswith("golden/")}
     _check_golden(golden, layout)
-    return Graph(layout, graphs, golden, info, b"" if info.adapt is None else _graph_bytes(arrays["graph/adapt"]))
+    adapt = b"" if info.adapt is None else _graph_bytes(arrays["graph/adapt"])
+    return Graph(layout, graphs, golden, info, adapt, _first(first, layout))
+
+
+def _first(arrays: Mapping[str, Any], layout: Layout) -> Params:
+    """First values, in whole groups of the model."""
+    try:
+        return checked_weights(arrays, layout, tuple({key.partition("/")[0] for key in arrays}))
+    except CodecError as error:
+        raise BundleError(f"the first values are not the layout's: {error.what}", expected=error.expected) from error
 
 
 def weights_bytes(params: Params) -> bytes:
@@ -135,12 +155,23 @@ def weights_from_bytes(data: bytes, layout: Layout, groups: tuple[str, ...]) -> 
     """Weights float32 in the layout's order. Raises CodecError unless they are exactly the arrays of ``groups``."""
     try:
         arrays, _ = storage.unpack(data, where="weights")
-        params = storage.unflatten(arrays)
     except StateError as error:
         raise CodecError(error.what, where=error.where) from error
+    return checked_weights(arrays, layout, groups)
+
+
+def checked_weights(
+    arrays: Mapping[str, Any], layout: Layout, groups: tuple[str, ...], dtype: str = "float32"
+) -> dict[str, dict[str, Any]]:
+    """Arrays ``group/name`` of ``dtype`` as float32 in the layout's order. Raises CodecError unless they are exactly
+    those of ``groups``."""
     for name, array in arrays.items():
-        if array.dtype != np.float32:
-            raise CodecError(f"array {name[:200]} is {array.dtype}", where="weights", expected="float32")
+        if array.dtype != dtype:
+            raise CodecError(f"array {name[:200]} is {array.dtype}", where="weights", expected=dtype)
+    try:
+        params = storage.unflatten({name: array.astype(np.float32, copy=False) for name, array in arrays.items()})
+    except StateError as error:
+        raise CodecError(error.what, where="weights", expected=error.expected) from error
     layout.check(params, groups)
     return layout.ordered(params)
 
