@@ -44,6 +44,7 @@ BOUNDS = {
 LIGHT = {
     "cloud_server.cli": {"torch", "onnx", "onnxscript", "matplotlib", "ray"},
     "edge_agent.cli": {"torch", "onnx", "onnxscript"},
+    "edge_agent.serve": {"torch", "onnx", "onnxscript", "paho", "cryptography", "typer", "rich"},
     "fleet_core.power": {"torch"},
     "fleet_core.data": {"torch"},
     "fleet_core.algorithms": {"torch", "numpy"},
