@@ -113,13 +113,22 @@ class Fleet:
         return self.config.link.down if self.method.cumulative else "fp32"
 
     def remarks(self) -> list[str]:
-        """What the method makes of the link's settings, where a person may expect something else."""
-        name, link = self.method.name, self.config.link
+        """What the method sends, and makes of the settings, where a person may expect something else."""
         if not self.method.down:
             nothing = len(codecs.encode("fp32", {}))
             text = f"a device fetches a model of {nothing} bytes once, and sends as many a round"
-            return [f"{name} shares nothing: {text}"]
-        steps = self.hyper.local_steps
+            return [f"{self.method.name} shares nothing: {text}"]
+        return [*self._telling(), *self._unlike_the_settings()]
+
+    def _telling(self) -> list[str]:
+        """What of a device's samples its updates tell, other methods' do not."""
+        if "prototypes" not in self.method.shared:
+            return []
+        return [f"{self.method.name} sends every device's class means and their counts: they leave it by this method's "
+                "design, and tell about its samples"]
+
+    def _unlike_the_settings(self) -> list[str]:
+        name, link, steps = self.method.name, self.config.link, self.hyper.local_steps
         if getattr(self.hyper, "head_steps", 0) >= steps:
             text = f"head_steps = {self.hyper.head_steps} of local_steps = {steps} move the head alone"
             return [f"{name} never trains what is shared: {text}"]

@@ -162,8 +162,9 @@ def test_init_says_what_a_method_makes_of_the_link(
     said = run("metafleet", "init", tmp_path / "fleet", "--data", data, "--method", "fedproto")
     assert said.code == 0, said.err
     assert "all goes as fp32, not as int8 up and int8 down" in said.err
+    assert "class means and their counts: they leave it by this method's design" in said.err
     said = run("metafleet", "init", tmp_path / "other", "--data", data)
-    assert (said.code, "all goes as" in said.err) == (0, False)
+    assert (said.code, "all goes as" in said.err, "class means" in said.err) == (0, False, False)
 
 
 # What there is to see ------------------------------------------------------------------------------------------------
