@@ -9,7 +9,8 @@
     ├── BundleError    a graph, layout or golden file that fails its check               (exit 1)
     ├── StateError     a state file, ledger or checkpoint on disk                        (exit 1)
     ├── RoundError     a round that cannot be opened or closed                           (exit 1)
-    └── PowerError     a power meter that does not read                                  (exit 1)
+    ├── PowerError     a power meter that does not read                                  (exit 1)
+    └── FlashError     an image, card or device that cannot be flashed                   (exit 1)
 
 Only the command line catches them; it prints the message on stderr and leaves with ``exit_code``.
 """
@@ -75,4 +76,8 @@ class RoundError(FleetError):
 
 
 class PowerError(FleetError):
+    pass
+
+
+class FlashError(FleetError):
     pass

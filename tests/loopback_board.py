@@ -1,0 +1,210 @@
+"""A stand-in for a board, for tests of flashing over SSH: a real sshd on a random port of loopback, in namespaces of
+its own (mounts and processes), where /etc is a copy and /opt, /var/lib and /run are empty. systemctl, uname, getconf,
+python3 and sudo are stand-ins; systemd-run fails there as it does wherever systemd does not run.
+
+All that it started ends with it. Needs Linux, root, openssh-server and util-linux.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+SBIN = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+PATIENCE_S = 20.0
+USER = "pi"
+
+SETUP = """set -e
+mkdir -p "$1/etc"
+mount -t tmpfs none "$1/etc"
+cp -a /etc/. "$1/etc"
+mount --bind "$1/etc" /etc
+for folder in /opt /var/lib /run; do mount -t tmpfs none $folder; done
+mkdir -p /run/sshd /run/stand-in /etc/systemd/system
+grep -q '^pi:' /etc/passwd || echo 'pi:*:7654:7654::/tmp:/bin/sh' >> /etc/passwd
+"$2" -D -e -f "$1/sshd_config" 2> "$1/sshd.log" &
+wait
+"""
+
+SSHD_CONFIG = """ListenAddress 127.0.0.1
+Port {port}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/authorized
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin prohibit-password
+MaxStartups 100
+SetEnv PATH={folder}/bin:{path}
+"""
+
+CLIENT_CONFIG = """Host *
+  UserKnownHostsFile {folder}/known_hosts
+  GlobalKnownHostsFile /dev/null
+  IdentityFile {folder}/key
+  IdentitiesOnly yes
+"""
+
+SYSTEMCTL = """#!/bin/sh
+# Starts and stops a unit's ExecStart; what it was asked is in /run/stand-in/asked.
+echo "$*" >> /run/stand-in/asked
+while [ "${1#-}" != "$1" ]; do shift; done
+verb=$1; shift
+while [ "${1#-}" != "$1" ]; do shift; done
+unit=$1 pid=/run/stand-in/$1.pid
+stop() { [ ! -e "$pid" ] || { kill -9 "$(cat "$pid")" 2>/dev/null; rm -f "$pid"; }; }
+case $verb in
+start|restart)
+    stop
+    [ -e "/etc/systemd/system/$unit" ] || { echo "Unit $unit not found." >&2; exit 5; }
+    start=$(sed -n 's/^ExecStart=//p' "/etc/systemd/system/$unit")
+    setsid sh -c "exec $start" </dev/null >>/run/stand-in/log 2>&1 &
+    echo $! > "$pid" ;;
+stop) stop ;;
+is-active) [ -e "$pid" ] && kill -0 "$(cat "$pid")" 2>/dev/null && echo active || { echo inactive; exit 3; } ;;
+esac
+"""
+
+# {"uname": "/usr/bin/uname"}: a file of that name in /run/stand-in is what it says in place of the real one.
+TELLER = """#!/bin/sh
+[ -e /run/stand-in/{name} ] && {{ cat /run/stand-in/{name}; exit; }}
+exec {real} "$@"
+"""
+
+SUDO = """#!/bin/sh
+[ -e /run/stand-in/sudo ] && exec "$@"
+echo "sudo: a password is required" >&2
+exit 1
+"""
+
+
+@dataclass(frozen=True)
+class Board:
+    """folder: keys and configuration. config: for the client's ``ssh -F``. root: the board's own file system."""
+
+    folder: Path
+    port: int
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "config"
+
+    @property
+    def known(self) -> Path:
+        return self.folder / "known_hosts"
+
+    def url(self, user: str = "root") -> str:
+        return f"ssh://{user}@127.0.0.1:{self.port}"
+
+    def path(self, path: str) -> Path:
+        """A path on the board, as this process sees it."""
+        return self.root / path.lstrip("/")
+
+    def says(self, program: str, text: str | None) -> None:
+        """What uname, getconf or python3 answers from now on; None for the truth."""
+        path = self.path(f"/run/stand-in/{program}")
+        if text is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_text(f"{text}\n")
+
+    def trust(self) -> None:
+        """The operator knows the host's key."""
+        kind, key, *_ = (self.folder / "host_key.pub").read_text().split()
+        self.known.write_text(f"[127.0.0.1]:{self.port} {kind} {key}\n")
+
+    def fingerprint(self) -> str:
+        told = subprocess.run(["ssh-keygen", "-lf", str(self.folder / "host_key.pub")], check=True,
+                              capture_output=True, text=True).stdout
+        return told.split()[1]
+
+    def new_host_key(self) -> None:
+        for path in (self.folder / "host_key", self.folder / "host_key.pub"):
+            path.unlink()
+        _key(self.folder / "host_key")
+
+    def sh(self, command: str) -> str:
+        """What a command says on the board, without ssh."""
+        pid = self.root.parent.name
+        told = subprocess.run(
+            ["nsenter", "-t", pid, "-m", "-p", "env", f"PATH={self.folder}/bin:{SBIN}", "sh", "-c", command],
+            capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        )
+        return told.stdout + told.stderr
+
+    def as_new(self) -> None:
+        """No version, no settings, no unit; the host's key is known."""
+        self.sh("for f in /run/stand-in/*.pid; do [ -e $f ] && kill -9 $(cat $f); done; pkill -9 -f device.sh;"
+                "rm -rf /opt/* /var/lib/* /etc/metafleet /etc/systemd/system/metafleet* /run/stand-in/* /run/metafleet")
+        self.trust()
+
+
+@contextmanager
+def board(folder: Path) -> Iterator[Board]:
+    """A board that answers; ``folder``: an empty one, on a short path."""
+    (folder / "bin").mkdir()
+    for name, text in {"systemctl": SYSTEMCTL, "sudo": SUDO, **_tellers()}.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    _key(folder / "host_key")
+    _key(folder / "key")
+    shutil.copy(folder / "key.pub", folder / "authorized")
+    port = _free_port()
+    (folder / "sshd_config").write_text(SSHD_CONFIG.format(port=port, folder=folder, path=SBIN))
+    (folder / "config").write_text(CLIENT_CONFIG.format(folder=folder))
+    sshd = shutil.which("sshd", path=SBIN)
+    assert sshd is not None
+    (folder / "setup.sh").write_text(SETUP)
+    process = subprocess.Popen(
+        ["unshare", "--mount", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc",
+         "sh", str(folder / "setup.sh"), str(folder), sshd],
+    )
+    try:
+        until(lambda: _answers(port), f"sshd answers on {port}")
+        child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
+        made = Board(folder, port, Path(f"/proc/{child}/root"))
+        made.trust()
+        yield made
+    finally:
+        process.kill()  # its child ends with it, and with that one all in its namespace
+        process.wait()
+
+
+def until(true: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Waits for ``true()``."""
+    end = time.monotonic() + patience_s
+    while not true():
+        assert time.monotonic() < end, f"in vain: {what}"
+        time.sleep(0.02)
+
+
+def _tellers() -> dict[str, str]:
+    return {name: TELLER.format(name=name, real=shutil.which(name)) for name in ("uname", "getconf", "python3")}
+
+
+def _key(path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(path)], check=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        return int(made.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as made:
+            return made.recv(4) == b"SSH-"
+    except OSError:
+        return False
