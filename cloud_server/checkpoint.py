@@ -124,6 +124,19 @@ class Checkpoints:
         return Checkpoint(round_number, state, roles.get("published"), roles.get("lost"), facts)
 
 
+def judged(path: Path) -> tuple[int, Params]:
+    """(round, judged model) of a checkpoint, float64, or of a served model, float32. Only reads, so that an aggregator
+    may be at work. Raises StateError."""
+    found = _read(path)
+    if found is None:
+        raise StateError("is damaged, or no checkpoint", where=str(path))
+    arrays, metadata = found
+    if "dual_epoch" not in metadata:
+        return int(metadata["round"]), storage.unflatten(arrays)
+    roles = storage.unflatten_roles(arrays)
+    return int(metadata["round"]), roles.get("judged", roles.get("model", {}))
+
+
 def _write(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     known = {**metadata, "format": str(FORMAT)}
     storage.write_arrays(path, arrays, {**known, "sha256": _digest(arrays, known)})

@@ -1,0 +1,142 @@
+"""The encoder quantized to int8 on data that the operator names, and what that costs.
+
+Static quantization of onnxruntime: QDQ, signed weights with a scale for each channel, activations calibrated by their
+least and largest values. The weights are inside of the file, which is of one judged model alone.
+
+The cost is taken on few-shot tasks of samples that were not calibrated with: class means of a few samples of every
+class (Snell et al. 2017), by the encoder as it is and by the quantized one.
+
+Shapes: n samples, D embedding width.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+from export import gate
+from export.graph import IR_VERSION, OPSET, _quiet
+from fleet_core import storage
+from fleet_core.algorithms.trees import Params
+from fleet_core.bundle import Graph
+from fleet_core.bundle_files import Int8Info
+from fleet_core.data.samples import Samples
+from fleet_core.errors import BundleError, DataError
+from fleet_core.nearest import Prototypes
+
+Array = np.ndarray[Any, Any]
+
+CALIBRATED, SHOTS, TASKS, BATCH = 128, 5, 20, 32
+"""Samples to calibrate with at most; samples of every class in a task at most; tasks; samples embedded at once."""
+
+MAX_QUERIES = 1024
+"""Samples that a task asks for at most."""
+
+
+def quantized(graph: Graph, params: Params, data: Samples, say: Callable[[str], None]) -> tuple[bytes, Int8Info]:
+    """(ONNX file, what it costs). params: of the group ``body``. Raises DataError for data that is not the model's or
+    is too little, BundleError for an encoder that cannot be quantized."""
+    x = _raw(graph, data)
+    chosen, rest = _divided(data.y)
+    say(f"quantizing the encoder with {len(chosen)} samples …")
+    made = _quantized(graph, params, x[chosen])
+    embedded = [_embedded(*encoder, x[rest]) for encoder in ((graph.graphs["embed"], params), (made, {}))]
+    accuracies, shots, queries = _accuracies(embedded, data.y[rest])
+    golden = [gate.run(*encoder, graph.golden["x"]) for encoder in ((made, {}), (graph.graphs["embed"], params))]
+    difference = float(np.linalg.norm(golden[0] - golden[1]) / max(float(np.linalg.norm(golden[1])), 1e-30))
+    if not difference <= 1.0:
+        raise BundleError(f"the quantized encoder is off by {difference:.2g} of the embeddings' length",
+                          hint="leave out --int8, or calibrate with samples like those that devices hold")
+    full, small = accuracies
+    say(f"int8: {len(made)} bytes, accuracy {small:.3f} in place of {full:.3f} ({TASKS} tasks of {shots} shots)")
+    return made, Int8Info(full, small, TASKS, shots, queries, len(chosen), difference)
+
+
+def _raw(graph: Graph, data: Samples) -> Array:
+    spec = graph.layout.input
+    if "embed" not in graph.graphs or not graph.layout.parameters(("body",)):
+        raise BundleError("the model has no encoder to quantize", hint="leave out --int8")
+    if spec.dtype == "int64":
+        raise BundleError("an encoder of tokens is not quantized", hint="leave out --int8")
+    if tuple(data.x.shape[1:]) != tuple(spec.shape) or len(data.classes or ()) > len(graph.layout.classes):
+        raise DataError(f"the samples are {list(data.x.shape[1:])}", expected=f"{list(spec.shape)}")
+    return data.x.astype(spec.dtype)
+
+
+def _divided(y: Array) -> tuple[Array, Array]:
+    """(rows to calibrate with, rows to judge with): a third of every class, in its order, is for calibrating."""
+    rows = [np.flatnonzero(y == label) for label in np.unique(y)]
+    if len(rows) < 2 or min(map(len, rows)) < 3:
+        raise DataError(f"{len(rows)} classes, the smallest with {min(map(len, rows), default=0)} samples",
+                        expected="at least two classes with three samples each")
+    third = np.concatenate([own[::3] for own in rows])
+    chosen = np.sort(third[:: -(-len(third) // CALIBRATED)])
+    return chosen, np.setdiff1d(np.arange(len(y)), third)
+
+
+def _quantized(graph: Graph, params: Params, x: Array) -> bytes:
+    model = _with_weights(graph.graphs["embed"], params)
+    try:
+        with tempfile.TemporaryDirectory() as folder, _quiet():
+            source, target = Path(folder) / "embed.onnx", Path(folder) / "embed-int8.onnx"
+            onnx.save(model, source)
+            quantize_static(
+                source, target, _Reader(x), quant_format=QuantFormat.QDQ, per_channel=True,
+                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+            )  # fmt: skip
+            made = onnx.load(target)
+    except Exception as error:  # the quantizer raises errors of many classes, none of them documented
+        raise BundleError(f"the encoder cannot be quantized: {error}", hint="leave out --int8") from error
+    made.ir_version = IR_VERSION
+    opsets = {opset.domain: opset.version for opset in made.opset_import if opset.domain in ("", "ai.onnx")}
+    if set(opsets.values()) != {OPSET}:
+        raise BundleError(f"the quantizer wrote opset {opsets}", expected=str(OPSET))
+    return bytes(made.SerializeToString(deterministic=True))
+
+
+class _Reader(CalibrationDataReader):  # type: ignore[misc]
+    """Raw samples, a few at a time."""
+
+    def __init__(self, x: Array) -> None:
+        self._batches = iter([x[i : i + BATCH] for i in range(0, len(x), BATCH)])
+
+    def get_next(self) -> dict[str, Array] | None:
+        batch = next(self._batches, None)
+        return None if batch is None else {"x": batch}
+
+
+def _with_weights(data: bytes, params: Params) -> onnx.ModelProto:
+    """An ONNX file with its external parameters inside."""
+    model, flat = onnx.load_model_from_string(data), storage.flatten(params)
+    for tensor in model.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            array = np.ascontiguousarray(flat[tensor.name], np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    return model
+
+
+def _embedded(data: bytes, params: Params, x: Array) -> Array:
+    """float32 [n, D]."""
+    return np.concatenate([gate.run(data, params, x[i : i + 256]) for i in range(0, len(x), 256)])
+
+
+def _accuracies(embedded: list[Array], y: Array) -> tuple[list[float], int, int]:
+    """(of each encoder's embeddings of the same samples, shots, answers). Class means over ``TASKS`` draws."""
+    rng, labels = np.random.default_rng(0), np.unique(y)
+    shots = max(1, min(SHOTS, min(int((y == label).sum()) for label in labels) // 2))
+    right, asked = np.zeros(len(embedded)), 0
+    for _ in range(TASKS):
+        drawn = np.concatenate([rng.permutation(np.flatnonzero(y == label))[:shots] for label in labels])
+        queries = rng.permutation(np.setdiff1d(np.arange(len(y)), drawn))[:MAX_QUERIES]
+        asked += len(queries)
+        for number, z in enumerate(embedded):
+            means = Prototypes.from_support(lambda z_nD: z_nD, z[drawn], y[drawn], int(labels.max()) + 1)
+            right[number] += (means.probabilities(z[queries]).argmax(1) == y[queries]).sum()
+    return [float(n) / asked for n in right], shots, asked
