@@ -1,0 +1,197 @@
+"""DEVICE.toml: one device as a person writes it down, from which ``metafleet flash`` makes it.
+
+    name = "kitchen"
+    fleet = "living-lab"                      # the fleet's folder, beside this file or absolute
+    board = "raspberry-pi-4b"                 # metafleet profiles
+    image = "raspios-trixie-arm64-lite.img.xz"    # to begin from; not for ssh://
+    broker = "mqtts://192.168.1.10:8883"      # as the device reaches it; default: the fleet's
+
+    [wifi]
+    ssid = "Home"
+    country = "DE"                            # the password: here, or in METAFLEET_WIFI_PASSWORD
+
+    [ssh]
+    user = "me"
+    authorized_keys = ["~/.ssh/id_ed25519.pub"]
+
+    [data]                                    # these go into the device's own device.toml as they are
+    samples = "/srv/samples.npz"
+
+All mistakes are reported at once. The Wi-Fi password is in no message, and in no object's text.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fleet_core import config, schema
+from fleet_core.errors import ConfigError
+from fleet_core.schema import Problem
+
+PASSWORD = "METAFLEET_WIFI_PASSWORD"
+MASK = "********"
+"""Stands wherever a password or a token would be shown."""
+NAME = r"[A-Za-z0-9_-]{1,64}"
+HOSTNAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+RESERVED = ("root", "metafleet")
+KEY_TYPES = r"(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(256|384|521)|sk-(ssh-ed25519|ecdsa-sha2-nistp256)@openssh\.com)"
+MAX_KEY_BYTES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Wifi:
+    """A WPA2 network. password: 8 to 63 characters, or the 64 hex digits that are derived from it."""
+
+    ssid: str = field(metadata={"max_length": 32})
+    country: str = field(metadata={"pattern": r"[A-Z]{2}"})
+    password: str | None = field(default=None, repr=False, metadata={"max_length": 64})
+    hidden: bool = False
+
+    @property
+    def key(self) -> str:
+        """64 hex digits, PBKDF2 as in IEEE 802.11i, annex H.4: what is written in place of the password."""
+        if self.password in (None, MASK) or re.fullmatch(r"[0-9A-Fa-f]{64}", self.password or ""):
+            return self.password or ""
+        return hashlib.pbkdf2_hmac("sha1", (self.password or "").encode(), self.ssid.encode(), 4096, 32).hex()
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """user: that may log in, by key only. authorized_keys: public keys, or files that hold them."""
+
+    user: str = field(metadata={"pattern": r"[a-z_][a-z0-9_-]{0,31}"})
+    authorized_keys: tuple[str, ...] = field(metadata={"max_length": 100})
+
+
+@dataclass(frozen=True)
+class DeviceFile:
+    """The whole file. os: a release that the board's profile names. hostname: default, the name in lower case."""
+
+    name: str = field(metadata={"pattern": NAME})
+    fleet: str = field(metadata={"max_length": 4096})
+    board: str = field(metadata={"max_length": 64})
+    os: str | None = field(default=None, metadata={"max_length": 64})
+    image: str | None = field(default=None, metadata={"max_length": 4096})
+    broker: str | None = field(default=None, metadata={"max_length": 512})
+    hostname: str | None = field(default=None, metadata={"pattern": HOSTNAME})
+    wifi: Wifi | None = None
+    ssh: Ssh | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    personalize: Mapping[str, Any] = field(default_factory=dict)
+    serve: Mapping[str, Any] = field(default_factory=dict)
+    power: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def host(self) -> str:
+        """The name that the device has in its network."""
+        plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:63].rstrip("-")
+        return self.hostname or plain or "metafleet"
+
+    @property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The tables that go into the device's own device.toml; those that are empty are left out."""
+        named = ("data", "train", "personalize", "serve", "power")
+        return {name: dict(getattr(self, name)) for name in named if getattr(self, name)}
+
+    def masked(self) -> DeviceFile:
+        """The same with MASK in place of the Wi-Fi password: what may be shown."""
+        return self if self.wifi is None else replace(self, wifi=replace(self.wifi, password=MASK))
+
+
+Check = Callable[[Mapping[str, Mapping[str, Any]]], list[Problem]]
+
+
+def load(path: Path, environ: Mapping[str, str], check: Check | None = None) -> DeviceFile:
+    """The file, with keys read from where they lie and the password of ``environ`` in place of the file's.
+
+    check: finds mistakes in the tables that go into device.toml. Raises ConfigError that lists every mistake.
+    """
+    text = config.text_of(path)
+    tables = config.tables(text, str(path))
+    device, problems = schema.read(DeviceFile, tables)
+    if check is not None:
+        own = ("data", "train", "personalize", "serve", "power")
+        problems += check({name: t for name in own if isinstance(t := tables.get(name), dict) and t})
+    if device is None:
+        raise _listed(problems, text, path)
+    device = _with_password(device, environ.get(PASSWORD))
+    device, wrong = _with_keys(device, path.parent)
+    problems += [*wrong, *_network_problems(device)]
+    if problems:
+        raise _listed(problems, text, path)
+    return device
+
+
+def _listed(problems: list[Problem], text: str, path: Path) -> ConfigError:
+    return ConfigError("\n".join(config.located(problem, text, str(path)) for problem in problems))
+
+
+def _with_password(device: DeviceFile, password: str | None) -> DeviceFile:
+    if device.wifi is None or not password:
+        return device
+    return replace(device, wifi=replace(device.wifi, password=password))
+
+
+def _network_problems(device: DeviceFile) -> list[Problem]:
+    problems = []
+    if device.wifi is not None:
+        ssid, password = device.wifi.ssid, device.wifi.password
+        if not 1 <= len(ssid.encode()) <= 32 or not ssid.isprintable():
+            problems.append(Problem("wifi.ssid", "expected 1 to 32 bytes of printable text"))
+        if password is None:
+            problems.append(Problem("wifi.password", f"missing, and {PASSWORD} is not set"))
+        elif not re.fullmatch(r"[ -~]{8,63}|[0-9A-Fa-f]{64}", password):
+            problems.append(Problem("wifi.password", "expected 8 to 63 characters of ASCII, or 64 hex digits"))
+    if device.ssh is not None and device.ssh.user in RESERVED:
+        problems.append(Problem("ssh.user", f"'{device.ssh.user}' is the system's own, expected another name"))
+    return problems
+
+
+def _with_keys(device: DeviceFile, folder: Path) -> tuple[DeviceFile, list[Problem]]:
+    """The same with the files' keys in place of the files."""
+    if device.ssh is None:
+        return device, []
+    keys: list[str] = []
+    problems: list[Problem] = []
+    for number, entry in enumerate(device.ssh.authorized_keys):
+        found = [entry.strip()] if re.match(r"(ssh-|ecdsa-|sk-)", entry) else _keys_in(entry, folder)
+        if not found or not all(map(is_public_key, found)):
+            what = "is no public key, and no file of public keys (as in ~/.ssh/id_ed25519.pub)"
+            problems.append(Problem(f"ssh.authorized_keys[{number}]", what))
+        else:
+            keys += found
+    if not device.ssh.authorized_keys:
+        problems.append(Problem("ssh.authorized_keys", "is empty: nobody could log in"))
+    return replace(device, ssh=replace(device.ssh, authorized_keys=tuple(dict.fromkeys(keys)))), problems
+
+
+def _keys_in(entry: str, folder: Path) -> list[str]:
+    path = folder / Path(entry).expanduser()
+    try:
+        if path.stat().st_size > MAX_KEY_BYTES:
+            return []
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError, ValueError):
+        return []
+    return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+def is_public_key(text: str) -> bool:
+    """Whether ``text`` is one line of OpenSSH's authorized_keys, without options (RFC 4253, section 6.6)."""
+    found = re.fullmatch(rf"{KEY_TYPES} ([A-Za-z0-9+/]+={{0,2}})( [ -~]*)?", text)
+    if found is None:
+        return False
+    try:
+        blob = base64.b64decode(found[4], validate=True)
+    except binascii.Error:
+        return False
+    name = found[1].encode()
+    return blob[: 4 + len(name)] == len(name).to_bytes(4, "big") + name and len(blob) > 4 + len(name)

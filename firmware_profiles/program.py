@@ -1,0 +1,262 @@
+"""The program that a board runs: the agent and all wheels that it needs, unpacked, as one .tar.gz.
+
+uv picks the wheels for the board's Python and architecture and unpacks them here, so that the board needs its own
+``python3`` and no network, no pip and no venv. The archive holds one folder, named by version and content:
+
+    0.1.0-3fa9c1d2e0/bin/edge-agent     starts the agent with lib/ on its path
+    0.1.0-3fa9c1d2e0/lib/               modules and their *.dist-info
+    0.1.0-3fa9c1d2e0/manifest.json      what is in it, with licences and sizes
+
+It lies in the user's cache folder under a hash of what was asked for: the same agent, pins, Python and architecture are
+fetched once, and again never.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firmware_profiles import agent_wheel
+from firmware_profiles.agent_wheel import Wheel
+from firmware_profiles.machine import Machine
+from fleet_core import __version__, schema, storage
+from fleet_core.errors import ConfigError, FlashError, StateError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 20
+MTIME = 315532800  # 1 January 1980, for every file: the same program, the same bytes
+ORIGIN = ("direct_url.json", "uv_cache.json", "uv_build.json")
+NEEDLESS = ("bin", "share", "isympy.py", ".lock")
+START = """#!/bin/sh
+# The agent of this folder, with the modules beside it and the system's Python.
+here=$(dirname "$(dirname "$(readlink -f "$0")")")
+export PYTHONPATH="$here/lib" PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1
+exec python3 -m edge_agent.cli "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One distribution in the program. size_bytes: of its files, unpacked."""
+
+    name: str
+    version: str
+    licence: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """version: of the agent and its content; the folder's name. path: of the .tar.gz, with its SHA-256 in hex.
+    built_from: where the agent's modules were taken."""
+
+    version: str
+    path: Path
+    sha256: str
+    size_bytes: int
+    installed_bytes: int
+    python: str
+    arch: str
+    built_from: str
+    parts: tuple[Part, ...]
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """The user's, where programs are kept."""
+    cache = environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "metafleet" / "programs"
+
+
+def make(
+    machine: Machine, *, cache: Path | None = None, say: Callable[[str], None], index: Sequence[str] = ()
+) -> Program:
+    """The program for ``machine``, out of the cache where it is there.
+
+    index: options for uv in place of its own configuration, such as ``--no-index --find-links FOLDER``. Raises
+    ConfigError where uv is not installed, FlashError for wheels that are not to be had.
+    """
+    check_python(machine)
+    cache = cache_folder() if cache is None else cache
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as name:
+            folder = Path(name)
+            wheel = agent_wheel.make(folder)
+            kept = cache / f"{_key(machine, wheel, index)}.json"
+            found = _kept(kept)
+            if found is not None:
+                return found
+            return _make(machine, wheel, folder, kept, index, say)
+    except OSError as error:
+        raise FlashError(f"cannot be written: {error.strerror or error}", where=str(cache)) from error
+
+
+def check_python(machine: Machine) -> None:
+    """Raises ConfigError for a system whose Python is too old for the agent."""
+    version = tuple(int(part) for part in machine.python.split("."))
+    if version < (3, 10):
+        raise ConfigError(f"{machine.os or 'its system'} has Python {machine.python}", where=machine.board,
+                          expected="3.10 or later", hint="a system with a newer Python, or one beside it")
+
+
+def _key(machine: Machine, wheel: Wheel, index: Sequence[str]) -> str:
+    asked = [FORMAT, wheel.digest, machine.platform, machine.python, sorted(machine.pins.items()), machine.train,
+             list(index), START]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
+
+
+def _kept(path: Path) -> Program | None:
+    """What was made before, or None when it is absent or not whole."""
+    try:
+        told = json.loads(storage.read_bytes(path, limit=MAX_MANIFEST_BYTES))
+        told["path"] = str(path.with_name(told.pop("file")))
+        parts = tuple(Part(**part) for part in told.pop("parts"))
+        program = Program(**{**told, "path": Path(told["path"]), "parts": parts})
+        return program if sha256_of(program.path) == program.sha256 else None
+    except (StateError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _make(
+    machine: Machine, wheel: Wheel, folder: Path, kept: Path, index: Sequence[str], say: Callable[[str], None]
+) -> Program:
+    lib = folder / "lib"
+    say(f"wheels for {machine.board}: CPython {machine.python}, {machine.platform}"
+        + ("" if machine.train else ", without torch"))
+    _unpack(machine, wheel, lib, index)
+    parts = tuple(_parts(lib))
+    digest = hashlib.sha256(json.dumps([wheel.digest, [schema.plain(p) for p in parts]]).encode()).hexdigest()
+    version = f"{__version__}-{digest[:10]}"
+    about = {"version": version, "python": machine.python, "arch": machine.arch, "built_from": wheel.source}
+    manifest = json.dumps({"format": FORMAT, **about, "parts": schema.plain(parts)}, indent=1).encode()
+    (folder / MANIFEST).write_bytes(manifest)
+    start = folder / "bin" / "edge-agent"
+    start.parent.mkdir()
+    start.write_text(START)
+    packed = folder / "program.tar.gz"
+    installed = _pack(folder, version, packed)
+    path = kept.with_name(f"{version}-{machine.arch}-cp{machine.python.replace('.', '')}.tar.gz")
+    sha256 = sha256_of(packed)
+    size = packed.stat().st_size
+    storage.move(packed, path)
+    told = {**about, "file": path.name, "sha256": sha256, "size_bytes": size, "installed_bytes": installed}
+    storage.write_json(kept, {**told, "parts": schema.plain(parts)})
+    return Program(path=path, sha256=sha256, size_bytes=size, installed_bytes=installed, parts=parts, **about)
+
+
+# uv -------------------------------------------------------------------------------------------------------------------
+
+
+def _unpack(machine: Machine, wheel: Wheel, lib: Path, index: Sequence[str]) -> None:
+    """The agent's wheel and what it needs, for the machine, in ``lib``. Raises ConfigError, FlashError."""
+    pins = wheel.path.parent / "pins.txt"
+    pins.write_text("".join(f"{name}=={version}\n" for name, version in sorted(machine.pins.items())))
+    wanted = f"metafleet{'[train]' if machine.train else ''} @ {wheel.path.as_uri()}"
+    command = [
+        uv(), "pip", "install", "--quiet", "--no-config", "--target", str(lib), "--link-mode", "copy",
+        "--python", sys.executable, "--python-platform", machine.platform, "--python-version", machine.python,
+        "--only-binary", ":all:", "--constraints", str(pins), *index, wanted,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        told = "\n".join(done.stderr.strip().splitlines()[-12:])
+        raise FlashError(f"uv found no set of wheels for Python {machine.python} on {machine.platform}:\n{told}",
+                         where=machine.board, hint="is there a network? programs made before are in the cache")
+    for name in NEEDLESS:
+        path = lib / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    _forget_origin(next(lib.glob("metafleet-*.dist-info")))
+
+
+def _forget_origin(info: Path) -> None:
+    """Where the agent's wheel lay while it was unpacked is nobody's business, and differs from time to time."""
+    for name in ORIGIN:
+        (info / name).unlink(missing_ok=True)
+    record = info / "RECORD"
+    gone = (*(f"{info.name}/{name}," for name in ORIGIN), "../", "bin/")
+    lines = [line for line in record.read_text().splitlines() if not line.startswith(gone)]
+    record.write_text("\n".join(lines) + "\n")
+
+
+def uv() -> str:
+    """The program uv. Raises ConfigError when it is not installed."""
+    if importlib.util.find_spec("uv") is not None:
+        from uv import find_uv_bin
+
+        with contextlib.suppress(FileNotFoundError):
+            return str(find_uv_bin())
+    found = shutil.which("uv")
+    if found is None:
+        raise ConfigError("uv is not installed, which picks a board's wheels", hint='pip install "metafleet[flash]"')
+    return found
+
+
+def _parts(lib: Path) -> Iterator[Part]:
+    for info in sorted(lib.glob("*.dist-info")):
+        told = email.message_from_string((info / "METADATA").read_text(encoding="utf-8", errors="replace"))
+        listed = (info / "RECORD").read_text(encoding="utf-8").splitlines()
+        files = [lib / line.rsplit(",", 2)[0].strip('"') for line in listed if line]
+        size = sum(path.stat().st_size for path in files if path.is_file())
+        yield Part(str(told["Name"]).lower(), str(told["Version"]), _licence(told), size)
+
+
+def _licence(told: Any) -> str:
+    """By the fields of the core metadata, newest first; long texts are cut to their first line."""
+    classified = [line.split(" :: ")[-1] for line in told.get_all("Classifier", []) if line.startswith("License ::")]
+    text = told["License-Expression"] or ", ".join(classified) or told["License"] or "not told"
+    return str(text).strip().splitlines()[0][:60]
+
+
+# The archive ----------------------------------------------------------------------------------------------------------
+
+
+def _pack(folder: Path, version: str, path: Path) -> int:
+    """``bin``, ``lib`` and the manifest of ``folder`` under ``version``/; returns the bytes of the files in it."""
+    names = (MANIFEST, "bin/edge-agent")
+    files = [folder / name for name in names] + sorted(p for p in (folder / "lib").rglob("*") if p.is_file())
+    total = 0
+    with open(path, "wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed, \
+            tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        for file in files:
+            entry = tarfile.TarInfo(f"{version}/{file.relative_to(folder).as_posix()}")
+            entry.size, entry.mtime, entry.mode = file.stat().st_size, MTIME, 0o644
+            if file.parent.name == "bin" and file.parent.parent == folder:
+                entry.mode = 0o755
+            with file.open("rb") as content:
+                archive.addfile(entry, content)
+            total += entry.size
+        archive.close()
+        packed.close()
+        raw.flush()
+        os.fsync(raw.fileno())
+    return total
+
+
+def sha256_of(path: Path) -> str:
+    """In hex, of a file of any size."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def listing(program: Program) -> list[tuple[str, str, str, str]]:
+    """Rows of name, version, licence and MiB, largest first."""
+    parts = sorted(program.parts, key=lambda part: -part.size_bytes)
+    return [(part.name, part.version, part.licence, f"{part.size_bytes / 2**20:.1f}") for part in parts]

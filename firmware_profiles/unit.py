@@ -1,0 +1,92 @@
+"""The systemd unit of the agent: its own user, nothing to write but its state, restarted with growing pauses.
+
+``systemd.exec(5)``, ``systemd.service(5)``. The agent tells systemd that it is ready and, until it hangs, that it lives
+(``sd_notify(3)``). RestartSteps and RestartMaxDelaySec are of systemd 254 (Debian 13, Ubuntu 24.04); an older one says
+that it does not know them, and restarts every RestartSec.
+"""
+
+from __future__ import annotations
+
+import re
+
+from firmware_profiles.machine import Machine
+from fleet_core.errors import ConfigError
+
+NAME = "metafleet.service"
+USER = "metafleet"
+PROGRAMS = "/opt/metafleet"
+STATE = "/var/lib/metafleet"
+CONFIG = "/etc/metafleet"
+WATCHDOG_S = 300
+"""A slow board personalizes for longer than most programs may hang."""
+
+TEXT = """[Unit]
+Description=Metafleet agent
+Wants=network-online.target
+After=network-online.target time-sync.target
+StartLimitIntervalSec=0
+
+[Service]
+Type=notify
+NotifyAccess=main
+User={user}
+Group={user}
+Environment=PYTHONPYCACHEPREFIX=/var/cache/metafleet HOME={state}
+ExecStart={programs}/current/bin/edge-agent run --home {state} --connect-s 31536000
+WorkingDirectory={state}
+Restart=always
+RestartSec=5
+RestartSteps=6
+RestartMaxDelaySec=300
+WatchdogSec={watchdog_s}
+TimeoutStartSec=300
+TimeoutStopSec=60
+OOMPolicy=continue
+MemoryMax={memory_max}
+MemorySwapMax=infinity
+TasksMax=256
+Nice=5
+
+StateDirectory=metafleet
+StateDirectoryMode=0700
+CacheDirectory=metafleet
+CacheDirectoryMode=0700
+ConfigurationDirectory=metafleet
+UMask=0077
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+ProtectSystem=strict
+ProtectHome=read-only
+PrivateTmp=yes
+DevicePolicy=closed
+{devices}ProtectClock=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+ProtectControlGroups=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def text(machine: Machine) -> str:
+    """The unit for ``machine``. Raises ConfigError for a memory limit or device that systemd would not read."""
+    if not re.fullmatch(r"[0-9]{1,3}%|[0-9]+[KMG]?", machine.memory_max):
+        raise ConfigError(f"'{machine.memory_max}' is no memory limit", where=machine.board, expected="as 80% or 400M")
+    for device in machine.devices:
+        if not re.fullmatch(r"/dev/[A-Za-z0-9/_.-]+", device):
+            raise ConfigError(f"'{device}' is no device", where=machine.board, expected="as /dev/vcio")
+    devices = "".join(f"DeviceAllow={device} rw\n" for device in machine.devices)
+    return TEXT.format(user=USER, programs=PROGRAMS, state=STATE, watchdog_s=WATCHDOG_S, devices=devices,
+                       memory_max=machine.memory_max)

@@ -1,0 +1,135 @@
+"""DEVICE.toml: read whole, or refused with every mistake at once; the Wi-Fi password is never shown."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from firmware_profiles import device_file
+from firmware_profiles.device_file import MASK, PASSWORD, DeviceFile, is_public_key, load
+from fleet_core.errors import ConfigError
+from fleet_core.schema import Problem
+
+SECRET = "hunter2-and-more"
+
+
+def public_key(kind: str = "ssh-ed25519") -> str:
+    name = kind.encode()
+    return f"{kind} {base64.b64encode(len(name).to_bytes(4, 'big') + name + bytes(36)).decode()} me@laptop"
+
+
+WHOLE = f"""
+name = "Kitchen_1"
+fleet = "living-lab"
+board = "raspberry-pi-4b"
+broker = "mqtts://192.168.1.10"
+
+[wifi]
+ssid = "Café"
+country = "DE"
+password = "{SECRET}"
+
+[ssh]
+user = "me"
+authorized_keys = ["id.pub", "{public_key('ssh-rsa')}"]
+
+[data]
+samples = "/srv/samples.npz"
+"""
+
+
+def read(folder: Path, text: str, environ: dict[str, str] | None = None) -> DeviceFile:
+    (folder / "id.pub").write_text(f"# mine\n{public_key()}\n")
+    path = folder / "kitchen.toml"
+    path.write_text(text)
+    return load(path, environ or {})
+
+
+def test_a_whole_file_is_read_with_its_keys_and_tables(tmp_path):
+    device = read(tmp_path, WHOLE)
+    assert device.host == "kitchen-1"
+    assert device.ssh is not None
+    assert device.ssh.authorized_keys == (public_key(), public_key("ssh-rsa"))
+    assert device.tables == {"data": {"samples": "/srv/samples.npz"}}
+
+
+def test_the_password_is_in_no_text_of_the_object_and_masked_where_it_is_shown(tmp_path):
+    device = read(tmp_path, WHOLE)
+    assert device.wifi is not None
+    assert SECRET not in repr(device) + str(device) + f"{device.wifi}"
+    masked = device.masked().wifi
+    assert masked is not None
+    assert (masked.password, masked.key) == (MASK, MASK)
+
+
+def test_what_is_written_is_the_derived_key_of_ieee_802_11i(tmp_path):
+    device = read(tmp_path, WHOLE.replace("Café", "IEEE").replace(SECRET, "password"))
+    assert device.wifi is not None
+    assert device.wifi.key == "f42c6fc52df0ebef9ebb4b90b38a5f902e83fe1b135a70e23aed762e9710a12e"  # annex H.4.1
+    derived = hashlib.pbkdf2_hmac("sha1", b"a password", "Café".encode(), 4096, 32).hex()
+    spoken = read(tmp_path, WHOLE, {PASSWORD: "a password"}).wifi
+    assert spoken is not None
+    assert spoken.key == derived
+
+
+def test_every_mistake_is_told_at_once_with_line_and_suggestion(tmp_path):
+    text = WHOLE.replace("broker =", "brokr =").replace('"DE"', '"Germany"').replace('user = "me"', "user = 7")
+    with pytest.raises(ConfigError) as told:
+        read(tmp_path, text)
+    lines = str(told.value).splitlines()
+    assert [line.rpartition("kitchen.toml:")[2].split(": ")[0] for line in lines] == ["5", "9", "13"]
+    assert "did you mean 'broker'" in lines[0]
+    assert SECRET not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ((SECRET, "short"), "wifi.password: expected 8 to 63"),
+        ((SECRET, "x" * 65), "wifi.password: 65 characters"),
+        (('ssid = "Café"', 'ssid = "\\n"'), "wifi.ssid: expected 1 to 32 bytes"),
+        (('ssid = "Café"', f'ssid = "{"é" * 17}"'), "wifi.ssid: expected 1 to 32 bytes"),
+        (('"id.pub"', '"none.pub"'), "authorized_keys[0]: is no public key"),
+        (('user = "me"', 'user = "root"'), "'root' is the system's own"),
+        (('name = "Kitchen_1"', 'name = "Kitchen 1"'), "name: 'Kitchen 1' does not match"),
+        ((f'password = "{SECRET}"\n', ""), f"wifi.password: missing, and {PASSWORD} is not set"),
+    ],
+)
+def test_a_mistake_is_refused_and_named(tmp_path, change, said):
+    with pytest.raises(ConfigError) as told:
+        read(tmp_path, WHOLE.replace(*change))
+    assert said in str(told.value)
+    assert "short" not in str(told.value)
+
+
+def test_a_private_key_is_no_key_to_log_in_with(tmp_path):
+    lines = ("-----BEGIN OPENSSH PRIVATE KEY-----", "b3BlbnNzaC1r", "-----END OPENSSH PRIVATE KEY-----")
+    (tmp_path / "id").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="is no public key") as told:
+        read(tmp_path, WHOLE.replace("id.pub", "id"))
+    assert "b3Blbn" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["ssh-ed25519 AAAA", "ssh-ed25519 !!!!", f"{public_key()}\n", f'command="x" {public_key()}',
+             public_key("ssh-rsa").replace("ssh-rsa", "ssh-ed25519", 1), "ssh-dss " + public_key().split()[1]]
+)
+def test_what_is_no_line_of_authorized_keys_is_not_taken(text):
+    assert not is_public_key(text)
+
+
+def test_mistakes_in_the_tables_for_the_device_are_told_with_the_others(tmp_path):
+    path = tmp_path / "kitchen.toml"
+    path.write_text('name = "a b"\nfleet = "f"\nboard = "b"\n\n[data]\nsample = 1\n')
+
+    def check(tables):
+        assert tables == {"data": {"sample": 1}}
+        return [Problem("data.sample", "unknown key", "samples")]
+
+    with pytest.raises(ConfigError) as told:
+        device_file.load(path, {}, check)
+    assert "kitchen.toml:1: name" in str(told.value)
+    assert "kitchen.toml:6: data.sample: unknown key (did you mean 'samples'?)" in str(told.value)
