@@ -8,6 +8,7 @@ numpy array that it was made of: a session therefore owns copies of its weights 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ Array = np.ndarray[Any, Any]
 
 BATCH = 64
 """Samples per call, so that memory does not grow with the number of samples asked for."""
+
+Steps = Callable[[dict[str, Array]], dict[str, Array]]
 
 _DTYPES = {"tensor(float)": "float32", "tensor(uint8)": "uint8", "tensor(int64)": "int64"}
 
@@ -41,7 +44,7 @@ def runtime() -> Any:
 class Session:
     """One graph with one set of weights. Made by ``open_session``."""
 
-    def __init__(self, inner: Any, weights: list[Array]) -> None:
+    def __init__(self, inner: Any, weights: dict[str, Array]) -> None:
         self._inner, self._weights = inner, weights
         self._input = inner.get_inputs()[0]
 
@@ -64,22 +67,42 @@ def open_session(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Ses
 
     Raises BundleError when the file is no graph that this onnxruntime runs, or takes other parameters.
     """
+    weights = {name: np.array(array, dtype=np.float32, order="C") for name, array in storage.flatten(params).items()}
+    return Session(_opened(graph_bytes, weights, threads), weights)
+
+
+def open_steps(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Steps:
+    """A bundle's graph ``adapt`` under ``params``: a function from its inputs to the arrays ``group/name`` that moved.
+
+    Raises BundleError as ``open_session`` does.
+    """
+    weights = {name: np.ascontiguousarray(array, np.float32) for name, array in storage.flatten(params).items()}
+    inner = _opened(graph_bytes, weights, threads)
+    names = [output.name.removeprefix("adapted/") for output in inner.get_outputs()]
+
+    def run(inputs: dict[str, Array]) -> dict[str, Array]:
+        assert weights, "which the session aliases"
+        return {name: np.array(array) for name, array in zip(names, inner.run(None, inputs), strict=True)}
+
+    return run
+
+
+def _opened(graph_bytes: bytes, weights: dict[str, Array], threads: int) -> Any:
+    """The runtime's session, which aliases ``weights``: keep them as long as it lives."""
     onnxruntime = runtime()
-    flat = storage.flatten(params)
-    weights = [np.array(array, dtype=np.float32, order="C") for array in flat.values()]
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 4
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # a batch's memory goes back after it
-    options.add_external_initializers(list(flat), [onnxruntime.OrtValue.ortvalue_from_numpy(w) for w in weights])
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
+    options.add_external_initializers(list(weights), values)
     try:
-        inner = onnxruntime.InferenceSession(graph_bytes, options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(graph_bytes, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises errors of many classes, none of them documented
         raise BundleError(
             f"the graph cannot be opened with these weights: {str(error)[:300]}",
             hint="fetch the graph and the weights again; both must belong to one layout",
         ) from error
-    return Session(inner, weights)
 
 
 def open_kind(graph: Graph, kind: str, params: Params, *, threads: int = 1) -> Session:
@@ -108,3 +131,8 @@ def check_golden(graph: Graph) -> None:
                 expected=f"onnxruntime {graph.info.min_onnxruntime} or newer, and the graph as it was published",
                 hint="fetch the graph again, then update onnxruntime",
             )
+
+
+def runtime_version() -> str:
+    """Of onnxruntime."""
+    return str(runtime().__version__)
