@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cloud_server import catalog, enroll, lab_cli, outcome, predict, result, serve
+from cloud_server import bundle_cli, catalog, enroll, lab_cli, outcome, predict, result, serve
 from cloud_server import demo as demonstration
 from cloud_server.datasets import datasets_app
 from cloud_server.fleet import Fleet, FleetConfig
@@ -28,6 +28,7 @@ devices_app = typer.Typer(help="The fleet's devices.", no_args_is_help=True)
 app.add_typer(server_app, name="server")
 app.add_typer(devices_app, name="devices")
 app.add_typer(datasets_app, name="datasets")
+app.add_typer(bundle_cli.bundle_app, name="bundle")
 
 FLEET = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet's folder.")]
 DEFAULT_METHOD, DEFAULT_ROUNDS = "pfldyn-proto", 30
@@ -305,7 +306,7 @@ def report(
     print(out)
 
 
-for command in (lab_cli.simulate, lab_cli.compare, lab_cli.advise):
+for command in (bundle_cli.export, lab_cli.simulate, lab_cli.compare, lab_cli.advise):
     app.command()(command)
 
 
