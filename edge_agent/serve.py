@@ -48,6 +48,7 @@ class ServedModel:
 
 def start(settings: Settings, service: Service, log: Callable[[str], None]) -> HttpServer:
     """A server for ``service``, which answers from now on. Raises LinkError where it cannot listen."""
+    memory.share()
     name, place = settings.device.fleet, settings.serve
     protocol = InferenceProtocol(ServedModel(name, service))
     server = HttpServer(protocol.answer, place.host, place.port, log=log).start()
@@ -67,6 +68,8 @@ class Follower:
     def look(self) -> None:
         try:
             changed, said = self._service.follow(), ""
+            if changed:
+                memory.trim()
         except FleetError as error:
             changed, said = False, str(error)
         if said and said != self._said:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # of mallopt(3)
 KEPT_BYTES = 1 << 28
 LARGEST_KEPT_BYTES = 1 << 25
 
@@ -21,6 +21,13 @@ def keep_freed() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
         libc.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def share() -> None:
+    """From now on new threads take memory from one pool; by default each has one of its own, and what lies free in it
+    is nobody else's."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(ARENA_MAX, 1)
 
 
 def trim() -> None:
