@@ -289,9 +289,10 @@ def predict_command(
     answer = predict.ask(made.config.fleet.name, device, x, _url(broker, made), timeout_s=timeout_s)
     if as_json:
         return terminal.show(schema.plain(answer))
-    rows = [(str(n), label, " ".join(f"{p:.3f}" for p in row))
+    unknown = answer.unknown or (False,) * len(answer.labels)
+    rows = [(str(n), label + " (unknown)" * unknown[n], " ".join(f"{p:.3f}" for p in row))
             for n, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))]
-    terminal.table(rows, ("sample", "answer", " ".join(made.config.model.classes)))
+    terminal.table(rows, ("sample", "answer", " ".join(answer.classes or made.config.model.classes)))
     runtime.say(f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}")
 
 

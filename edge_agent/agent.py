@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from edge_agent.accounts import Accounts
+from edge_agent.adapter import AdapterProcess
 from edge_agent.disk import Disk
 from edge_agent.fetcher import Fetcher
 from edge_agent.graphs import Graphs
@@ -45,13 +46,14 @@ class Agent:
         accounts: Accounts,
         trainer: Trainer | None,
         *,
+        adapter: Trainer | None = None,
         boot: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
         log: Callable[[str], None] = lambda line: None,
     ):
         self.home, self.link, self.service = home, link, service
-        self.accounts, self.trainer = accounts, trainer
+        self.accounts, self.trainer, self.adapter = accounts, trainer, adapter or AdapterProcess()
         self.name, self.fleet = settings.device.name, settings.device.fleet
         self.boot = boot or secrets.token_hex(8)
         self._clock, self._now_ms, self._log = clock, now_ms, log
@@ -72,7 +74,8 @@ class Agent:
         self._models = Models(home, service, log)
         self._training = LocalTraining(settings, self.boot, home, service, accounts, trainer)
         self._serving = Serving(
-            service, self._models, self._fetcher, accounts, self._reporter, trainer, self._training.header, log
+            service, self._models, self._fetcher, accounts, self._reporter, trainer, self.adapter,
+            self._training.header, log,
         )
         self._disk = Disk(home.folder, clock)
         self._held_up: tuple[str, bytes] | None = None  # what arrived and could not be written down
@@ -85,8 +88,8 @@ class Agent:
 
     def step(self, timeout_s: float) -> bool:
         """Handles what arrived within ``timeout_s`` and what is due; True when anything happened."""
-        descriptors = self.trainer.descriptors() if self.trainer and self.trainer.busy else ()
-        events = self.link.poll(timeout_s, also=descriptors)
+        workers = [worker for worker in (self.trainer, self.adapter) if worker is not None and worker.busy]
+        events = self.link.poll(timeout_s, also=tuple(d for worker in workers for d in worker.descriptors()))
         for event in events:
             match event:
                 case Connected():
@@ -97,16 +100,17 @@ class Agent:
                     self._log(f"broker: {topic} denied: {reason}")
                 case Message(topic, payload):
                     self._guarded(topic, payload)
-        done = self.trainer.poll() if self.trainer else None
-        if done is not None:
+        results = [done for worker in workers if (done := worker.poll()) is not None]
+        for done in results:
             self._on_done(done)
         self._tick()
-        return bool(events) or done is not None
+        return bool(events or results)
 
     def close(self) -> None:
-        """Leaves in order: no trainer, presence off, disconnect."""
-        if self.trainer is not None:
-            self.trainer.stop()
+        """Leaves in order: no child processes, presence off, disconnect."""
+        for worker in (self.trainer, self.adapter):
+            if worker is not None:
+                worker.stop()
         self._reporter.leave()
         self.link.close()
 
@@ -128,7 +132,15 @@ class Agent:
         if self._reporter.unheard and self._server_boot and self.link.connected:
             self._announce(again=True)
         if self._clock() - self._looked > LOOK_S:
+            self._follow()
             self._advance()  # what was asked for and never answered is asked for again
+
+    def _follow(self) -> None:
+        """What another process personalized here answers from now on."""
+        try:
+            self.service.follow()
+        except FleetError as error:
+            self._log(f"what another process put on the disk is not taken up: {error}")
 
     def _try_again(self) -> None:
         """The disk takes writes again: what it refused is done now."""
@@ -230,11 +242,12 @@ class Agent:
         self._reporter.answer(question_id, answer)
 
     def _on_done(self, done: Done) -> None:
-        """The trainer's job ended, well or not."""
+        """A job of the trainer or the adapter ended, well or not."""
         if done.kind == "train":
             self._on_trained(done)
         else:
             self.accounts.end("adapt")
+            self.adapter.stop()
             self._attempt("serve", lambda: self._serving.adapted(done))
         self._advance()
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from edge_agent.settings import settings_of
+from edge_agent.settings import WAYS, settings_of
 from fleet_core import runtime, terminal
 
 app = terminal.application("The agent on a device: trains, personalizes and answers; the data stays here.")
@@ -55,11 +55,19 @@ def status(home: HOME = HERE, as_json: JSON = False) -> None:
 
 
 @app.command()
-def personalize(home: HOME = HERE, as_json: JSON = False) -> None:
+def personalize(
+    home: HOME = HERE,
+    by: Annotated[
+        str | None, typer.Option("--by", help=f"One of {', '.join(WAYS)}; it holds for the rounds to come.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Gradient steps, in place of the method's.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Of gradient steps, in place of the method's.")] = None,
+    as_json: JSON = False,
+) -> None:
     """Personalize the served model on this device's samples; no aggregator and no torch needed."""
     from edge_agent import commands
 
-    commands.personalize(home, as_json)
+    commands.personalize(home, as_json, by, steps, rate)
 
 
 @app.command()
@@ -78,12 +86,15 @@ def predict(
 def add(
     file: Annotated[Path, typer.Argument(help=".npy array of one or more samples, or a file of samples.")],
     label: Annotated[str, typer.Option("--label", help="Their class.")],
+    new_class: Annotated[
+        bool, typer.Option("--new-class", help="The class is this device's own: the fleet does not have it.")
+    ] = False,
     home: HOME = HERE,
 ) -> None:
     """Add labelled samples to the device's own; the next personalization counts them."""
     from edge_agent import commands
 
-    commands.add(file, label, home)
+    commands.add(file, label, home, new_class=new_class)
 
 
 def main() -> None:

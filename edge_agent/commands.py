@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from edge_agent import teach
 from edge_agent.home import Home
-from edge_agent.run import service_of
-from edge_agent.service import Service
-from edge_agent.settings import settings_of
+from edge_agent.own import Own
+from edge_agent.service import Service, service_of
+from edge_agent.settings import Personalize, Settings, settings_of
+from edge_agent.slots import Slots
 from fleet_core import runtime, schema, terminal
 from fleet_core.data import samples as files
-from fleet_core.errors import CodecError, DataError, StateError
+from fleet_core.errors import CodecError, ConfigError, DataError, StateError
 from fleet_core.layout import InputSpec
+from fleet_core.messages import Answer
 
 
 def status(home: Path, as_json: bool) -> None:
@@ -27,64 +32,141 @@ def status(home: Path, as_json: bool) -> None:
     pending = place.pending()
     if pending is not None:
         facts["pending_round"] = pending.round
-    for name in ("model", "serve"):
-        weights = place.weights(name)
+    slots = Slots(place)
+    for name, weights in (("model", place.weights("model")), ("serve", slots.weights())):
         if weights is not None:
             facts[name] = {"round": weights.round, "id": weights.model}
-    facts["personalized"] = (home / "personal.safetensors").exists()
+    facts |= _own_facts(slots, settings)
     if as_json:
         return terminal.show(facts)
     terminal.table([(key, _text(value)) for key, value in facts.items()], ("what", "value"))
 
 
-def personalize(home: Path, as_json: bool) -> None:
+def _own_facts(slots: Slots, settings: Settings) -> dict[str, Any]:
+    """What makes the answers this device's own, and what was tried and given up."""
+    slot, back = slots.pointer().slot, slots.pointer().rolled_back
+    own = None
+    if slot:
+        with contextlib.suppress(StateError):
+            own = Own.load(slots.path(slot, "personal"))
+    way = slots.way() or settings.personalize
+    facts: dict[str, Any] = {"personalize_by": way.by, "personalized": own is not None}
+    if own is not None:
+        facts["personalization"] = own.how
+    if back is not None:
+        facts["rolled_back"] = {"round": back.round, "id": back.model, "why": back.why}
+    return facts
+
+
+def personalize(home: Path, as_json: bool, by: str | None, steps: int | None, rate: float | None) -> None:
     """Personalize the served model on this device's samples; no aggregator and no torch needed."""
-    service = _answering(home)
-    support, how = service.personalize()
-    counts = np.bincount(support.y, minlength=len(service.layout.classes))
-    facts = {"round": service.round, "model": service.model, "personalization": how, "samples": len(support),
-             "per_class": dict(zip(service.layout.classes, map(int, counts), strict=True))}
+    settings = settings_of(home)
+    service = service_of(home, settings)
+    with _of_one_model(home):
+        choice = _choice(service.slots.way() or settings.personalize, by, steps, rate)
+        before = _before(service)
+        done = teach.personalize(service, choice)
+        with service.slots.writing():
+            service.slots.set_way(choice)
+    now = service.answering
+    after = None if now is None else service.held_back(now.predictor)
+    facts: dict[str, Any] = {
+        "round": service.round, "model": service.model, "personalization": done.how, "samples": done.samples,
+        "samples_there": done.of, "left_out": done.left_out, "per_class": done.per_class,
+    }
+    if after is not None:
+        was = None if before is None else before[1]
+        facts["held_back"] = {"samples": after[0], "accuracy": after[1], "before": was}
     if as_json:
         return terminal.show(facts)
-    classes = ", ".join(f"{name} {n}" for name, n in zip(service.layout.classes, counts, strict=True))
-    print(f"personalized by {how} on {len(support)} samples ({classes}), meta-model of round {service.round}")
+    _say_personalized(facts)
+
+
+def _say_personalized(facts: dict[str, Any]) -> None:
+    number, there = facts["samples"], facts["samples_there"]
+    classes = ", ".join(f"{name} {n}" for name, n in facts["per_class"].items())
+    of = f" of {there}" if there > number else ""
+    on = f" on {number}{of} samples ({classes})" if number else ""
+    print(f"personalized by {facts['personalization']}{on}, meta-model of round {facts['round']}")
+    if facts["left_out"]:
+        print(f"{facts['left_out']} samples of this device's own classes are left out: this way cannot learn them")
+    judged = facts.get("held_back")
+    if judged:
+        before = "" if judged["before"] is None else f", {judged['before']:.3f} before"
+        print(f"accuracy on {judged['samples']} held-back samples: {judged['accuracy']:.3f}{before}")
+
+
+def _choice(now: Personalize, by: str | None, steps: int | None, rate: float | None) -> Personalize:
+    """What was chosen before, unless options say otherwise. Raises ConfigError."""
+    if by is None and steps is None and rate is None:
+        return now
+    said = {"by": by or now.by, "steps": steps, "rate": rate}
+    found, problems = schema.read(Personalize, said)
+    if found is None:
+        raise ConfigError("; ".join(f"--{problem}" for problem in problems))
+    return found
+
+
+def _before(service: Service) -> tuple[int, float] | None:
+    """How the device answered its held-back samples until now."""
+    try:
+        service.restore()
+    except (StateError, ConfigError, DataError):
+        return None
+    now = service.answering
+    return None if now is None else service.held_back(now.predictor)
 
 
 def predict(inputs: Path, home: Path, as_json: bool) -> None:
     """Answers for raw samples, from the served model as this device personalized it."""
     service = _answering(home)
     answer = service.answers(read_inputs(inputs, service.layout.input))
+    classes = answer.classes or service.layout.classes
     if as_json:
         return terminal.show(schema.plain(answer))
     rows = [
-        (str(n), label, " ".join(f"{name} {p:.3f}" for name, p in zip(service.layout.classes, row, strict=True)))
+        (str(n), label + _mark(answer, n), " ".join(f"{name} {p:.3f}" for name, p in zip(classes, row, strict=True)))
         for n, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))
     ]
     terminal.table(rows, ("sample", "answer", "probabilities"))
     runtime.say(f"meta-model of round {answer.round}, personalization: {answer.personalization}")
 
 
+def _mark(answer: Answer, n: int) -> str:
+    return " (unknown)" if answer.unknown and answer.unknown[n] else ""
+
+
 def _answering(home: Path) -> Service:
     """What the device last answered with, from its disk."""
     service = service_of(home, settings_of(home))
-    try:
-        service.restore()
-    except CodecError as error:
-        raise StateError(
-            f"graph and weights here are of different models: {error}", where=str(home),
-            hint="delete graph-*.safetensors and served.json: 'edge-agent run' fetches what the fleet has",
-        ) from error
+    with _of_one_model(home):
+        note = service.restore()
+    if note:
+        runtime.say(note)
     return service
 
 
-def add(file: Path, label: str, home: Path) -> None:
+@contextlib.contextmanager
+def _of_one_model(home: Path) -> Iterator[None]:
+    """What is wrong where graph and weights do not fit each other is said."""
+    try:
+        yield
+    except CodecError as error:
+        raise StateError(
+            f"graph and weights here are of different models: {error}", where=str(home),
+            hint="delete graph-*.safetensors and slots: 'edge-agent run' fetches what the fleet has",
+        ) from error
+
+
+def add(file: Path, label: str, home: Path, *, new_class: bool) -> None:
     """Add labelled samples to the device's own; the next personalization counts them."""
     settings = settings_of(home)
     service = service_of(home, settings)
     service.known_classes()
-    service.check_labels([label])
+    teach.check_labels(service, [label], new=new_class)
     x = read_inputs(file, service.layout.input)
-    total = service.local().add(x, [label] * len(x))
+    with service.slots.writing():
+        total = service.local().add(x, [label] * len(x))
     print(f"{len(x)} samples of class {label} added, {total} added by now")
 
 

@@ -32,7 +32,7 @@ class Graphs:
     def take(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
         """A graph that was fetched. Raises BundleError for one that is not the manifest's."""
         self._install(manifest, blob_id, data)
-        self._home.save_graph(blob_id, data)
+        self._home.save_graph(blob_id, data, keep=self._service.slots.graphs())
 
     def _install(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
         self._bad = blob_id  # until it is in use

@@ -1,8 +1,8 @@
 """What a device keeps on its disk: weights, its own training state, what is pending, and the last signed time.
 
     graph-{id}.safetensors               graphs, layout, golden outputs, as published
-    model.safetensors, serve.safetensors the last training model and the last served one, with their ids
-    personal.safetensors                 prototypes or adapted weights; never leave the device
+    model.safetensors                    the last training model, with its id
+    slots/                               what it answers with, and its personalization; never leaves the device
     methods/{key}/state.safetensors      the client state (duals, residuals, personal arrays)
     methods/{key}/made-{life}.safetensors    what the trainer has just made, until the agent takes it
     methods/{key}/pending.safetensors    the state that follows if the update is counted, and the update itself;
@@ -19,7 +19,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,12 @@ class Pending:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights on disk. model: id of the arrays. round: of the meta-model."""
+    """Weights on disk. model: id of the arrays. round: of the meta-model. facts: what else lies beside them."""
 
     model: str
     round: int
     params: dict[str, dict[str, Any]]
+    facts: Mapping[str, str] = field(default_factory=dict)
 
 
 def state_key(manifest: Manifest) -> str:
@@ -95,7 +97,8 @@ class Home:
 
     def check_formats(self) -> None:
         """Raises StateError for weights or training state of a newer metafleet, which must not be set aside."""
-        for path in (*self.folder.glob("*.safetensors"), *self.folder.glob("methods/*/*.safetensors")):
+        below = ("*.safetensors", "methods/*/*.safetensors", "slots/*/*.safetensors")
+        for path in (path for pattern in below for path in self.folder.glob(pattern)):
             found = _format(path)
             if found > FORMAT:
                 raise StateError(
@@ -132,26 +135,34 @@ class Home:
             return None
         return data if data and Blob.of(data, blob.chunk) == blob else None
 
-    def save_graph(self, blob_id: str, data: bytes) -> None:
+    def save_graph(self, blob_id: str, data: bytes, *, keep: Collection[str] = ()) -> None:
+        """In place of all others but those with an id in ``keep``."""
         storage.write_atomic(self.graph_path(blob_id), data)
+        kept = {self.graph_path(name) for name in (blob_id, *keep)}
         for old in self.folder.glob("graph-*.safetensors"):
-            if old != self.graph_path(blob_id):
+            if old not in kept:
                 old.unlink()
 
     def latest_graph(self) -> Path | None:
-        return next(iter(sorted(self.folder.glob("graph-*.safetensors"))), None)
+        """The graph that came last."""
+        found = sorted(self.folder.glob("graph-*.safetensors"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+        return found[-1] if found else None
 
     def save_weights(self, name: str, weights: Weights, *, durable: bool = True) -> None:
-        """``name``: model or serve. durable: also against a power cut."""
-        metadata = {"format": str(FORMAT), "model": weights.model, "round": str(weights.round)}
+        """``name``: model, or slots/a/serve. durable: also against a power cut."""
+        metadata = {**weights.facts, "format": str(FORMAT), "model": weights.model, "round": str(weights.round)}
         storage.write_arrays(self._weights(name), storage.flatten(weights.params), metadata, durable=durable)
 
     def held(self, name: str) -> str:
         """The id of the weights on disk; empty for none."""
+        return self.facts(name).get("model", "")
+
+    def facts(self, name: str) -> dict[str, str]:
+        """What lies beside the weights on disk, without their arrays; empty where there are none."""
         try:
-            return storage.head(self._weights(name))[1].get("model", "")
+            return storage.head(self._weights(name))[1]
         except StateError:
-            return ""
+            return {}
 
     def weights(self, name: str) -> Weights | None:
         """The weights on disk, or None; a damaged file is set aside."""
@@ -160,7 +171,7 @@ class Home:
             return None
         try:
             arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
-            return Weights(metadata["model"], int(metadata["round"]), storage.unflatten(arrays))
+            return Weights(metadata["model"], int(metadata["round"]), storage.unflatten(arrays), metadata)
         except (StateError, ValueError, KeyError):
             _set_aside(path)
             return None
@@ -171,6 +182,10 @@ class Home:
 
     def _weights(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
+
+    def trained_by(self, method: str) -> bool:
+        """Whether this device has training state of the method ``method``: groups of its own that are trained."""
+        return any(self.folder.glob(f"methods/*.{method}-v*/state.safetensors"))
 
     # Training state ---------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The device's own samples: what it trains and personalizes on, and the later part on which it is judged.
 
 The recording is divided in time. Samples that were labelled by hand later (``edge-agent samples add``) lie in a file of
-their own beside it and always belong to the part that is learned from.
+their own beside it and always belong to the part that is learned from. They may be of classes that the fleet does not
+have: those are this device's alone, come after the fleet's, and nothing trains on them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fleet_core.data.samples import Samples
 from fleet_core.errors import DataError
 
 ADDED = "added.npz"
+MAX_OWN_CLASSES = 1000
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,30 @@ class LocalData:
     def added_path(self) -> Path:
         return self.path.with_name(ADDED)
 
+    def names(self) -> tuple[str, ...]:
+        """The fleet's classes, and then those of this device alone."""
+        return self._added()[1]
+
     def own(self) -> Samples:
-        """Samples to train and personalize on. Raises DataError when there are none."""
+        """Samples of the fleet's classes, to train and to take gradient steps on. Raises DataError when there are none.
+        """
+        every = self.every()
+        found = every.take(every.y < len(self.classes))
+        if not len(found):
+            raise DataError(
+                "there are no samples of the fleet's classes yet", where=str(self.path), hint="edge-agent samples add"
+            )
+        return Samples(found.x, found.y, classes=self.classes)
+
+    def every(self) -> Samples:
+        """Samples of all classes, this device's own among them. Raises DataError when there are none."""
         recorded = self._parts()[0] if self.path.exists() else None
-        added = samples.load(self.added_path, classes=self.classes) if self.added_path.exists() else None
+        added, names = self._added()
         found = [part for part in (recorded, added) if part is not None]
         if not found:
             raise DataError("there are no samples yet", where=str(self.path), hint="edge-agent samples add")
         x = np.concatenate([part.x.astype(found[0].x.dtype) for part in found])
-        return Samples(x, np.concatenate([part.y for part in found]), classes=self.classes)
+        return Samples(x, np.concatenate([part.y for part in found]), classes=names)
 
     def judge(self) -> Samples | None:
         """Samples that nothing on this device learns from, or None without a recording."""
@@ -52,9 +69,31 @@ class LocalData:
 
     def add(self, x: np.ndarray[tuple[int, ...], np.dtype[np.generic]], labels: Sequence[str]) -> int:
         """Samples [n, *shape] with the names of their classes, written beside the recording; how many were added in all
-        by now."""
-        y = np.array([self.classes.index(label) for label in labels], np.int64)
-        return len(samples.append(self.added_path, Samples(x, y, classes=self.classes)))
+        by now. A name that the fleet does not have is a class of this device alone. Raises DataError, StateError."""
+        old, known = self._added()
+        names = tuple(dict.fromkeys((*known, *labels)))
+        if len(names) > len(self.classes) + MAX_OWN_CLASSES:
+            raise DataError(f"more than {MAX_OWN_CLASSES} classes of this device's own", where=str(self.added_path))
+        if old is not None and old.classes != names:
+            samples.save(self.added_path, Samples(old.x, old.y, classes=names))
+        y = np.array([names.index(label) for label in labels], np.int64)
+        return len(samples.append(self.added_path, Samples(x, y, classes=names)))
+
+    def added(self) -> int:
+        """How many samples were added."""
+        found = self._added()[0]
+        return 0 if found is None else len(found)
+
+    def _added(self) -> tuple[Samples | None, tuple[str, ...]]:
+        """(samples that were added later, the names of all classes)."""
+        if not self.added_path.exists():
+            return None, self.classes
+        found = samples.load(self.added_path)
+        names = tuple(dict.fromkeys((*self.classes, *(found.classes or ()))))
+        if found.classes is None or found.classes == names:
+            return Samples(found.x, found.y, classes=names), names
+        at = np.array([names.index(name) for name in found.classes], np.int64)
+        return Samples(found.x, at[found.y], classes=names), names
 
     def stamp(self) -> str:
         """Changes whenever the files do."""

@@ -35,8 +35,10 @@ class Models:
         """Those weights, if they are here."""
         if self.judged is not None and self.judged.model == model:
             return self.judged
-        name = next((name for name in ("serve", "model") if self._home.held(name) == model), None)
-        return None if name is None else self._home.weights(name)
+        slot = self._service.slots.slot_of(model)
+        if slot:
+            return self._service.slots.weights(slot)
+        return self._home.weights("model") if self._home.held("model") == model else None
 
     def blob_for(self, ref: ModelRef) -> Blob | None:
         """The blob that gives this device the model: a delta where it holds the base, else the whole, else none."""

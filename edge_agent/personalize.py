@@ -1,6 +1,6 @@
 """Personalized answers without torch: what stands behind a raw sample's probabilities on a device.
 
-Shapes: n samples, N classes.
+Shapes: n samples, N classes, the fleet's and then the device's own; S stored samples, D embedding width.
 """
 
 from __future__ import annotations
@@ -14,19 +14,37 @@ from edge_agent.session import Session, open_kind
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.trees import Params
 from fleet_core.bundle import Graph
+from fleet_core.head import Head
 from fleet_core.nearest import Neighbours, Prototypes, softmax
+from fleet_core.unknown import Thresholds
 
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Familiar:
+    """What tells a sample of no class that is known here: the means of the classes, and how far from them is too far.
+    """
+
+    means: Prototypes
+    thresholds: Thresholds
+
+    def unknown(self, z_nD: Array) -> Array:
+        """bool [n]."""
+        return self.thresholds.unknown(z_nD, self.means)
+
+
+@dataclass(frozen=True, eq=False)
 class Predictor:
-    """Raw samples -> answers: an encoder with prototypes, a model with a head, or both with neighbours."""
+    """Raw samples -> answers: an encoder with prototypes or a fitted head, a model with a head, or either with
+    neighbours (``encoder`` beside a model with a head)."""
 
     session: Session
     prototypes: Prototypes | None = None
     encoder: Session | None = None
     neighbours: Neighbours | None = None
+    fitted: Head | None = None
+    familiar: Familiar | None = None
 
     @classmethod
     def proto(cls, graph: Graph, params: Params, prototypes: Prototypes, *, threads: int = 1) -> Predictor:
@@ -47,13 +65,29 @@ class Predictor:
         head = open_kind(graph, "predict", params, threads=threads)
         return cls(head, None, encoder, Neighbours.of(encoder.run(x), y, softmax(head.run(x)), count, share))
 
+    def answers(self, x: Array) -> tuple[Array, Array | None]:
+        """(probabilities float32 [n, N], bool [n] whether each sample is unknown) of raw samples [n, *shape]; None
+        where that is not told. Raises DataError, and StateError while there is no prototype."""
+        out = self.session.run(x)
+        z = out if self.encoder is None else self.encoder.run(x)
+        unknown = None if self.familiar is None else self.familiar.unknown(z)
+        if self.neighbours is not None:
+            alone = self.encoder is None  # without a head beside them
+            known = np.zeros((), np.float32) if alone else widened(softmax(out), self.neighbours.classes)
+            return self.neighbours.probabilities(z, known), unknown
+        if self.fitted is not None:
+            return self.fitted.probabilities(z), unknown
+        return (softmax(out) if self.prototypes is None else self.prototypes.probabilities(z)), unknown
+
     def probabilities(self, x: Array) -> Array:
         """float32 [n, N] of raw samples [n, *shape]. Raises DataError, and StateError while there is no prototype."""
-        out = self.session.run(x)
-        if self.neighbours is not None and self.encoder is not None:
-            return self.neighbours.probabilities(self.encoder.run(x), softmax(out))
-        return softmax(out) if self.prototypes is None else self.prototypes.probabilities(out)
+        return self.answers(x)[0]
 
     def labels(self, x: Array) -> Array:
         """The most probable class of each raw sample, int64 [n]."""
         return np.asarray(self.probabilities(x).argmax(1))
+
+
+def widened(probabilities_nK: Array, n_classes: int) -> Array:
+    """[n, N]: with zeros for the classes that a head does not have."""
+    return np.pad(probabilities_nK, ((0, 0), (0, n_classes - probabilities_nK.shape[1])))

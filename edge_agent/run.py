@@ -17,7 +17,7 @@ from edge_agent.service import service_of as service_of
 from edge_agent.settings import Settings, settings_of
 from edge_agent.worker import Trainer, TrainerProcess
 from fleet_core import memory, runtime
-from fleet_core.errors import ConfigError
+from fleet_core.errors import ConfigError, FleetError
 from fleet_core.link.base import Will
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.link.reach import await_broker
@@ -43,6 +43,7 @@ def run(
     agent = Agent(
         settings, place, link, service, Accounts(_meter(home, settings)), _trainer(settings, log), boot=boot, log=log,
     )
+    _answer_as_before(service, log)
     with _over_http(settings, service, log):
         link.open()
         try:
@@ -75,6 +76,18 @@ def _over_http(settings: Settings, service: Service, log: Callable[[str], None])
         yield
     finally:
         server.stop()
+
+
+def _answer_as_before(service: Service, log: Callable[[str], None]) -> None:
+    """From the disk, without waiting for the aggregator."""
+    if not service.slots.in_order():
+        return
+    try:
+        note = service.restore()
+    except FleetError as error:
+        return log(f"there are no answers until a round is served: {error}")
+    if note:
+        log(note)
 
 
 def _trainer(settings: Settings, log: Callable[[str], None]) -> Trainer | None:

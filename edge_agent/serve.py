@@ -37,7 +37,7 @@ class ServedModel:
         if now is None:
             return None
         spec = now.layout.input
-        return Facts(tuple(spec.shape), spec.dtype, now.layout.classes, now.round, unknown=False)
+        return Facts(tuple(spec.shape), spec.dtype, now.classes, now.round, unknown=now.tells_unknown)
 
     def answer(self, x: np.ndarray[Any, Any]) -> Answer:
         return self._service.answers(x)

@@ -1,6 +1,9 @@
 """The device's own answers: the graph once, the judged model's weights, this device's personalization; no torch.
 
-The predictor is replaced in one assignment, so an answer comes from one model or the other, never from half of both.
+What answers is replaced in one assignment, and on the disk by one rename (``slots``), so an answer comes from one model
+or the other, never from half of both. New weights answer only after they passed their check: finite answers, and the
+device's held-back samples answered not much worse than before. Those that fail are rolled back: they are not tried
+again until the next round.
 """
 
 from __future__ import annotations
@@ -8,68 +11,99 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edge_agent.home import MAX_STATE_BYTES, Home, Weights
+from edge_agent import adapter
+from edge_agent import own as owns
+from edge_agent.health import Judge, finite
+from edge_agent.home import Home, Weights
 from edge_agent.local import LocalData
 from edge_agent.methods import hyper_of
+from edge_agent.own import Own
 from edge_agent.personalize import Predictor
-from edge_agent.session import check_golden, open_kind
-from edge_agent.settings import Settings
-from fleet_core import bundle, schema, storage
+from edge_agent.session import check_golden, open_kind, runtime_version
+from edge_agent.settings import Personalize, Serve, Settings
+from edge_agent.slots import RolledBack, Slots, facts_of
+from edge_agent.ways import EMBEDS, Plan, is_whole, plan_of
+from edge_agent.worker import Job
+from fleet_core import bundle, schema
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.bundle import Graph
-from fleet_core.data.samples import Samples
-from fleet_core.errors import BundleError, ConfigError, DataError, MessageError, StateError
+from fleet_core.errors import BundleError, CodecError, FleetError, MessageError, StateError
 from fleet_core.layout import MODEL_GROUPS, Layout
 from fleet_core.messages import Answer, Judgement, ModelRef, Question
-from fleet_core.nearest import Prototypes
 
-PERSONAL = "personal.safetensors"
-FACTS = "served.json"
 NO_TRAINER = 'its trainer needs torch: pip install "metafleet[train]"'
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Answering:
-    """What answers now. model, round: of the judged model that it was made from. how: it is the device's own, ``none``
-    or the method's personalizer. layout: that it was made for; another graph may have come since."""
+    """What answers. model, round: of the judged model that it was made from. how: it is the device's own, ``none``
+    where it is not. classes: of the probabilities, the fleet's and then the device's own. slot: where it lies."""
 
     predictor: Predictor
     model: str
     round: int
     how: str
     layout: Layout
+    classes: tuple[str, ...]
+    slot: str
+
+
+    @property
+    def tells_unknown(self) -> bool:
+        """Whether the answers say which samples are of no class that is known here."""
+        return self.predictor.familiar is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Served:
+    """A judged model in its slot: its method, that one's hyper-parameters, and its weights."""
+
+    slot: str
+    method: Method
+    hyper: Any
+    weights: Weights
 
 
 def service_of(home: Path, settings: Settings) -> Service:
     """The service of the device whose folder is ``home``."""
-    return Service(Home(home), schema.plain(settings.data))
+    return Service(Home(home), schema.plain(settings.data), settings.personalize, settings.serve)
 
 
 class Service:
-    """Installs graphs and weights, personalizes, judges and answers. ``local`` makes the device's data for a layout."""
+    """Installs graphs and weights, judges and answers. data: the table ``[data]`` of device.toml. Called by several
+    threads; one process at a time loads new weights."""
 
-    def __init__(self, home: Home, data: Mapping[str, Any]):
+    def __init__(
+        self, home: Home, data: Mapping[str, Any], choice: Personalize | None = None, serve: Serve | None = None
+    ):
         self._home, self._data = home, dict(data)
+        self._choice, self._serve = choice or Personalize(), serve or Serve()
+        self.slots = Slots(home)
         self.graph: Graph | None = None
         self.graph_id: str | None = None
-        self._checked = False
         self.model: str | None = None
-        """Id of the judged model that was served last; None for one that is wanted anew."""
+        """Id of the judged model that came last; None for one that is wanted anew."""
         self.round = 0
-        self._method: Method | None = None
+        """The round of the judged model that came last: it answers, is being made the device's own, or was refused."""
+        self.answering: Answering | None = None
+        self.method: Method | None = None
+        self._how = "none"  # what the steps that are under way will be called
+        self._slot = ""  # where the model that came last lies
         self._plain: Predictor | None = None
-        self._now: Answering | None = None
+        self._latest: Answering | None = None  # the last that was checked, whether it answers or not
+        self._judge = Judge()
+        self._checked = False
         self._changing = threading.RLock()
-        self._seen: tuple[tuple[int, int], ...] = ()
+        self._stamp: tuple[Any, ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -80,23 +114,19 @@ class Service:
 
     def install(self, graph_id: str, graph: Graph) -> None:
         """Takes a graph. Before it answers anything it must give its golden outputs here: onnxruntime and its memory
-        are not needed on a device that only trains."""
-        self._now = None
-        self._take_graph(graph_id, graph)
-
-    def _take_graph(self, graph_id: str, graph: Graph) -> None:
+        are not needed on a device that only trains. What answered before goes on until weights came."""
         self.graph, self.graph_id, self._checked = graph, graph_id, False
-        self.model, self._plain = None, None
+        self.model, self._plain, self._latest = None, None, None
 
     def known_classes(self) -> tuple[str, ...]:
         """The fleet's classes, from the graph on disk. Raises StateError before one came."""
-        path = self._home.latest_graph()
-        if self.graph is None and path is None:
-            raise StateError(
-                "the fleet's classes are not known here yet", where=str(self._home.folder),
-                hint="run 'edge-agent run' once while the aggregator is up",
-            )
-        if self.graph is None and path is not None:
+        if self.graph is None:
+            path = self._graph_path(self.slots.weights())
+            if path is None or not path.exists():
+                raise StateError(
+                    "the fleet's classes are not known here yet", where=str(self._home.folder),
+                    hint="run 'edge-agent run' once while the aggregator is up",
+                )
             self.install(path.stem.partition("-")[2], bundle.unpack(path.read_bytes()))
         return self.layout.classes
 
@@ -106,237 +136,295 @@ class Service:
         return LocalData(path, self.layout.classes, **split)
 
     def answers_with(self, ref: ModelRef, method: Method) -> bool:
-        """Whether this model is the one that answers; where groups stay on the device, as they are in its round."""
+        """Whether this model came last, or was rolled back; where groups stay on the device, as in its round."""
+        back = self.rolled_back
+        if back is not None and (back.model, back.round) == (ref.model, ref.round):
+            return True
         return self.model == ref.model and (not method.personal or self.round == ref.round)
 
-    # Personalize ------------------------------------------------------------------------------------------------------
+    @property
+    def rolled_back(self) -> RolledBack | None:
+        """The judged model that was tried last and is not tried again, if it was."""
+        return self.slots.pointer().rolled_back
 
-    def load(self, method: Method, hyper: Mapping[str, Any], weights: Weights) -> bool:
-        """New weights to answer with. What needs no torch is personalized here and now; True when the trainer is still
-        to make the device's own weights (``adapted`` brings them), until when the weights answer as they are, or what
-        answered before where they do not."""
-        read = hyper_of(method, hyper)
-        plain = self._plain_of(weights)
-        own = self._nearest(method, read, weights)
-        self._remember(method, hyper, weights)
-        self._take_in(method, weights, plain, own)
-        return own is None and by_trainer(method, read)
+    # New weights ------------------------------------------------------------------------------------------------------
 
-    def _take_in(self, method: Method, weights: Weights, plain: Predictor | None, own: Predictor | None) -> None:
-        self._method, self._plain = method, plain
-        self.model, self.round = weights.model, weights.round
-        ready = own or plain
-        if ready is not None:
-            how = "none" if own is None else method.personalizer
-            self._now = Answering(ready, weights.model, weights.round, how, self.layout)
+    def plan(self, method: Method, hyper: Any, *, trainer: bool, choice: Personalize | None = None) -> Plan:
+        """What is to make this method's weights the device's own. hyper: as ``hyper_of`` reads it. trainer: there is
+        one. choice: in place of what was chosen here. Raises ConfigError."""
+        trained, chosen = self._home.trained_by(method.name), choice or self.slots.way() or self._choice
+        return plan_of(chosen, method, hyper, self.checked_graph(), trainer=trainer, trained=trained)
+
+    def load(self, method: Method, hyper: Mapping[str, Any], weights: Weights, *, trainer: bool = False) -> Plan:
+        """New weights to answer with. What needs no gradient steps is personalized, checked and answers at once;
+        for others the plan says who is still to take them (``adapted`` brings what comes of it). Until then the
+        weights answer as they are, if what answered before was not the device's own. Raises FleetError."""
+        with self._changing:
+            read = hyper_of(method, hyper)
+            plan = self.plan(method, read, trainer=trainer)
+            graph, plain = self.graph_id or "", self._plain_of(method, weights)
+            kept = replace(weights, facts=facts_of(method.name, hyper, graph))
+            with self.slots.writing():
+                slot = self.slots.other()
+                self.slots.stage(slot, kept)
+            own = self.of_samples(plan, kept) if plan.kind in EMBEDS else None
+            self.method, self._plain, self._latest, self._how, self._slot = method, plain, None, plan.how, slot
+            self.model, self.round = weights.model, weights.round
+            if own is not None:
+                self._offer(own, kept)
+            elif plain is not None and (plan.kind in ("none", "left") or self._not_own):
+                self._offer(None, kept)
+            return plan
 
     def adapted(self, arrays: Mapping[str, Any]) -> None:
         """The device's own weights, made from its samples; they stay here. Raises StateError when they cannot be
         kept: then the weights are wanted anew."""
-        method, model = self._method, self.model
-        if method is None or model is None:
-            raise StateError("no model has been served to this device yet")
-        self.model = None
-        facts = {"weights": model, "round": str(self.round)}
-        storage.write_arrays(self._home.folder / PERSONAL, arrays, facts, mode=0o600)
-        self._now = Answering(self._own_of(method, arrays), model, self.round, method.personalizer, self.layout)
-        self.model = model
+        with self._changing:
+            model, weights = self.model, self.slots.weights(self._slot)
+            if model is None or weights is None or weights.model != model:
+                raise StateError("no model has been served to this device yet")
+            self.model = None
+            self._offer(owns.of_weights(self._how, weights, self.layout.classes, arrays), weights)
+            self.model = model
 
-    def _own_of(self, method: Method, arrays: Mapping[str, Any]) -> Predictor:
-        """Answers with the device's own weights."""
-        own = self.layout.ordered(storage.unflatten(arrays))
-        if method.personalizer != "fleet-proto":
-            return Predictor.head(self._graph(), own)
-        weights = self._home.weights("serve")
-        if weights is None:
-            raise StateError("the fleet's class means are not here", where=str(self._home.folder))
-        means = Prototypes.of_fleet(weights.params, weights.model)
-        return Predictor.proto(self._graph(), trees.only(own, ("body",)), means)
+    def steps(self, plan: Plan) -> Job:
+        """The gradient steps of the graph ``adapt`` on the model that came last, as a job for the adapter."""
+        graph = self._home.graph_path(self.graph_id or "")
+        return adapter.job(graph, f"slots/{self._slot}/serve", self.model or "", self.local(), plan.steps, plan.rate)
 
-    def _plain_of(self, weights: Weights) -> Predictor | None:
+    def of_samples(self, plan: Plan, weights: Weights, known: Own | None = None) -> Own:
+        """Class means, a fitted head or neighbours, from all samples of this device. known: what was made before."""
+        if known is None and self.answering is not None:
+            known = self.kept(self.answering.slot)
+        data, quantile = self.local(), self._serve.unknown_quantile
+        return owns.of_samples(plan, self.checked_graph(), weights, data.every(), known, quantile=quantile)
+
+    @property
+    def _not_own(self) -> bool:
+        return self.answering is None or self.answering.how == "none"
+
+    def _plain_of(self, method: Method, weights: Weights) -> Predictor | None:
         """The weights as they are, where they answer by themselves."""
-        params = trees.only(weights.params, MODEL_GROUPS)
-        whole = {tensor.group for tensor in self.layout.tensors}  # of a linear model, the head alone
-        return Predictor.head(self._graph(), params) if "head" in params and params.keys() == whole else None
+        if not is_whole(method, self.checked_graph()):
+            return None
+        return Predictor.head(self.checked_graph(), trees.only(weights.params, MODEL_GROUPS))
 
-    def _nearest(self, method: Method, hyper: Any, weights: Weights) -> Predictor | None:
-        """Answers from the device's own samples, for methods that need no more."""
-        if method.personalizer == "proto":
-            return Predictor.proto(self._graph(), weights.params, self._prototypes(weights, hyper.distance))
-        if method.personalizer == "knn":
-            own = self.local().own()
-            return Predictor.knn(self._graph(), weights.params, own.x, own.y, hyper.neighbours, hyper.mixture)
-        return None
+    def _offer(self, own: Own | None, weights: Weights) -> None:
+        """The weights that came last, personalized or as they are, answer from now on, if they may."""
+        try:
+            found = self.opened(own, weights, self._slot)
+        except CodecError as error:  # steps that ran away
+            return self._roll_back(weights, str(error))
+        self._latest = found
+        why = self._ill(found)
+        if why:
+            return self._roll_back(weights, why)
+        with self.slots.writing():
+            if own is not None:
+                own.save(self.slots.path(self._slot, "personal"))
+            self._turn(found)
 
-    def _prototypes(self, weights: Weights, distance: str) -> Prototypes:
-        support = self.local().own()
-        session = open_kind(self._graph(), "embed", weights.params)
-        classes = len(self.layout.classes)
-        prototypes = Prototypes.from_support(session.run, support.x, support.y, classes, weights.model, distance)
-        prototypes.save(self._home.folder / PERSONAL)
-        return prototypes
+    def _turn(self, found: Answering) -> None:
+        """What answers from now on, here and on the disk; the lock is held."""
+        pointer = self.slots.pointer()
+        if pointer.slot != found.slot or pointer.rolled_back is not None:
+            self.slots.point(replace(pointer, slot=found.slot, rolled_back=None))
+        self.answering, self._stamp = found, self.slots.stamp()
 
-    def _graph(self) -> Graph:
+    def _ill(self, found: Answering) -> str:
+        """Why it may not answer; empty where it may."""
+        if not finite(found.predictor, self.checked_graph()):
+            return "answers that are no probabilities"
+        before = self.answering
+        if before is None or before.layout.hash != found.layout.hash:
+            return ""
+        return self._judge.worse(found.predictor, before.predictor, self.local(), self._serve.worse_by)
+
+    def _roll_back(self, weights: Weights, why: str) -> None:
+        with self.slots.writing():
+            back = RolledBack(weights.model, weights.round, why[:500])
+            self.slots.point(replace(self.slots.pointer(), rolled_back=back))
+            self._stamp = self.slots.stamp()
+
+    def checked_graph(self) -> Graph:
         """Raises BundleError before a graph came, and for one that does not give its golden outputs."""
         if self.graph is None:
             raise BundleError("no graph has arrived yet")
-        if not self._checked:
+        mark = f"{self.graph_id} {runtime_version()}"
+        if not self._checked and self.slots.pointer().checked != mark:
             check_golden(self.graph)
-            self._checked = True
+            if self.slots.folder.exists():
+                with self.slots.writing():
+                    self.slots.point(replace(self.slots.pointer(), checked=mark))
+        self._checked = True
         return self.graph
+
+    def encoder(self, served: Served) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
+        """Raw samples -> embeddings, with the session that answers where it does so by embedding."""
+        now = self.answering
+        if now is not None and now.model == served.weights.model and now.how in EMBEDS:
+            return (now.predictor.encoder or now.predictor.session).run
+        return open_kind(self.checked_graph(), "embed", trees.only(served.weights.params, ("body",))).run
+
+    def learn(self, x: np.ndarray[Any, Any], labels: Sequence[str]) -> dict[str, Any]:
+        """``teach.learn``."""
+        from edge_agent import teach
+
+        return teach.learn(self, x, labels)
 
     # From disk: answers without an aggregator -------------------------------------------------------------------------
 
-    def _remember(self, method: Method, hyper: Mapping[str, Any], weights: Weights) -> None:
-        facts = {"method": method.name, "hyper": dict(hyper), "model": weights.model, "round": weights.round}
-        self._home.save_weights("serve", weights)
-        storage.write_json(self._home.folder / FACTS, facts, mode=0o600)
+    def restore(self) -> str:
+        """The graph, weights and personalization that this device last answered with; where they are damaged, what it
+        answered with before. Why those, or nothing. Raises FleetError."""
+        with self._changing:
+            self._stamp, failed = self.slots.stamp(), None
+            for slot in self.slots.in_order():
+                try:
+                    served = self.served(slot)
+                    self._take(served, self._restored(served))
+                    return "" if failed is None else f"the weights of round {self.round} answer: {failed}"
+                except FleetError as error:
+                    failed = failed or error
+            raise failed or StateError(
+                "no model has been served to this device yet", where=str(self._home.folder),
+                hint="run 'edge-agent run' until a round was served",
+            )
 
-    def _remembered(self) -> tuple[Method, Any]:
-        """The method of the last model that was served, and its hyper-parameters. Raises StateError."""
-        path = self._home.folder / FACTS
-        facts = json.loads(storage.read_bytes(path, limit=1 << 20))
-        method = METHODS.get(facts["method"])
-        if method is None:
-            raise StateError(f"is of method {facts['method']}", where=str(path), hint="update this agent")
-        return method, hyper_of(method, facts.get("hyper", {}))
-
-    def restore(self) -> None:
-        """The graph, weights and personalization that this device last answered with; what answered before does so
-        until they are ready. Raises StateError."""
-        path = self._home.latest_graph()
-        weights = self._home.weights("serve")
-        if path is None or weights is None or not (self._home.folder / FACTS).exists():
+    def served(self, slot: str = "") -> Served:
+        """The judged model in a slot, or in the first that holds one; its graph is installed. Raises FleetError."""
+        slot = slot or next(iter(self.slots.in_order()), "")
+        weights = self.slots.weights(slot) if slot else None
+        back = self.rolled_back
+        path = self._graph_path(weights)
+        if weights is None or path is None or (back is not None and back.model == weights.model and slot != self._at):
             raise StateError(
                 "no model has been served to this device yet", where=str(self._home.folder),
                 hint="run 'edge-agent run' until a round was served",
             )
-        self._seen = self._disk_stamp()
-        method, hyper = self._remembered()
-        graph_id = path.stem.partition("-")[2]
-        if graph_id != self.graph_id:
-            self._take_graph(graph_id, bundle.unpack(path.read_bytes()))
-        own = self._kept(method, weights) or self._nearest(method, hyper, weights)
-        self._take_in(method, weights, self._plain_of(weights), own)
-
-    def _kept(self, method: Method, weights: Weights) -> Predictor | None:
-        """What is the device's own on its disk, where it was made for these weights in this round."""
-        path = self._home.folder / PERSONAL
-        if method.personalizer == "knn" or not path.exists():
-            return None
-        arrays, facts = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
-        if facts.get("weights") != weights.model or facts.get("round", str(weights.round)) != str(weights.round):
-            return None
-        if method.personalizer == "proto":
-            return Predictor.proto(self._graph(), weights.params, Prototypes.load(path))
-        return self._own_of(method, arrays)
-
-    def personalize(self) -> tuple[Samples, str]:
-        """Personalizes anew on the device's samples; (support, how). Raises StateError where that takes gradient
-        steps, which the agent's trainer makes."""
-        if self._method is None:
-            self.restore()
-        method, weights = self._method, self._home.weights("serve")
-        if method is None or weights is None:
-            raise StateError("no model has been served to this device yet")
-        own = self._nearest(method, self._remembered()[1], weights)
-        if own is None:
-            raise StateError(f"{method.name} personalizes by gradient steps", hint="'edge-agent run' makes them")
-        self._now = Answering(own, weights.model, weights.round, method.personalizer, self.layout)
-        self._seen = self._disk_stamp()
-        return self.local().own(), method.personalizer
-
-    # What comes while it answers: labelled samples, and what another process made ------------------------------------
-
-    def check_labels(self, labels: Sequence[str]) -> None:
-        """Raises ConfigError for a name that is no class of the fleet."""
-        classes = self.layout.classes
-        for label in labels:
-            if label not in classes:
-                near = schema.suggest(label, classes)
-                raise ConfigError(
-                    f"unknown class '{label[:80]}'" + (f" (did you mean '{near}'?)" if near else ""),
-                    expected="one of " + ", ".join(classes),
-                )
-
-    def learn(self, x: np.ndarray[Any, Any], labels: Sequence[str]) -> dict[str, Any]:
-        """Stores raw samples [n, *shape] with the names of their classes as ``edge-agent samples add`` does, and
-        personalizes at once. Called by several threads; answers go on meanwhile. What came of it, as plain values.
-
-        Raises DataError for samples of another form, ConfigError for a class that cannot be learned.
-        """
-        with self._changing:
-            spec = self.layout.input
-            if not len(x) or x.shape != (len(labels), *spec.shape) or str(x.dtype) != spec.dtype:
-                raise DataError(
-                    f"samples {x.dtype} {list(x.shape)} with {len(labels)} labels",
-                    expected=f"one or more {spec.dtype} {list(spec.shape)}, each with a label",
-                )
-            if not np.isfinite(x).all():
-                raise DataError("a sample holds a value that is not finite")
-            self.check_labels(labels)
-            total = self.local().add(x, labels)
-            facts = {"added": len(x), "added_in_all": total, "round": self.round, "model": self.model or ""}
-            try:
-                support, how = self.personalize()
-            except StateError as error:
-                return {**facts, "personalization": self.personalization, "counts_later": error.what}
-            return {**facts, "personalization": how, "samples": len(support)}
+        method, hyper = _remembered(weights, str(self.slots.path(slot, "serve")))
+        if self.graph is None or self.graph_id != path.stem.partition("-")[2]:
+            self.install(path.stem.partition("-")[2], bundle.unpack(path.read_bytes()))
+        return Served(slot, method, hyper, weights)
 
     def follow(self) -> bool:
         """Takes up what another process has put on the disk since: weights, or a personalization. True when something
-        changed. Raises StateError, BundleError or CodecError for what cannot answer; what answered before stays."""
+        changed. Raises FleetError for what cannot answer; what answered before stays."""
+        if self.slots.stamp() == self._stamp:
+            return False
         with self._changing:
-            stamp = self._disk_stamp()
-            if stamp == self._seen or not (self._home.folder / FACTS).exists():
+            stamp = self.slots.stamp()
+            if stamp == self._stamp or not self._at:
                 return False
-            self.restore()
+            if self.answering is None:
+                self.restore()
+                return True
+            self._stamp = stamp
+            served = self.served(self._at)
+            found = self._restored(served)
+            if self.answering is None or self.model in (None, self.answering.model):
+                self._take(served, found)
+            else:
+                self.answering = found  # a newer model is being made the device's own
             return True
 
-    def _disk_stamp(self) -> tuple[tuple[int, int], ...]:
-        paths = [self._home.folder / name for name in (FACTS, PERSONAL)]
-        stats = [path.stat() for path in paths if path.exists()]
-        return tuple((stat.st_mtime_ns, stat.st_ino) for stat in stats)
+    def opened(self, own: Own | None, weights: Weights, slot: str) -> Answering:
+        """What answers with these weights, personalized by ``own`` or as they are. Raises FleetError."""
+        graph = self.checked_graph()
+        if own is None:
+            predictor: Predictor = Predictor.head(graph, trees.only(weights.params, MODEL_GROUPS))
+        else:
+            anew = self.local().every if own.embeds and own.support is None else lambda: None
+            predictor = owns.opened(own, graph, weights, unknown=self._serve.unknown, samples=anew())
+        classes, how = (self.layout.classes, "none") if own is None else (own.classes, own.how)
+        return Answering(predictor, weights.model, weights.round, how, self.layout, classes, slot)
+
+    def kept(self, slot: str) -> Own | None:
+        """The personalization in ``slot``, where it is whole and was made with the weights there."""
+        weights = self._home.held(f"slots/{slot}/serve")
+        try:
+            found = Own.load(self.slots.path(slot, "personal"))
+        except StateError:
+            return None
+        return found if found.model == weights else None
+
+    @property
+    def _at(self) -> str:
+        return self.slots.pointer().slot
+
+    def _restored(self, served: Served) -> Answering:
+        """What the slot answers with, made anew where that takes no more than samples."""
+        own = self.kept(served.slot)
+        if own is None or own.round != served.weights.round:
+            plan = self.plan(served.method, served.hyper, trainer=False)
+            if plan.kind not in EMBEDS and not is_whole(served.method, self.checked_graph()):
+                raise _not_made(served.method, self._home)
+            own = self.of_samples(plan, served.weights) if plan.kind in EMBEDS else None
+        return self.opened(own, served.weights, served.slot)
+
+    def _take(self, served: Served, found: Answering) -> None:
+        self.answering, self.method, self._slot = found, served.method, served.slot
+        self.model, self.round = found.model, found.round
+
+    def _graph_path(self, weights: Weights | None) -> Path | None:
+        graph = "" if weights is None else weights.facts.get("graph", "")
+        path = self._home.graph_path(graph)
+        return path if graph and path.exists() else self._home.latest_graph()
+
+    def take_up(self, own: Own | None, served: Served, base: tuple[Any, ...]) -> bool:
+        """A personalization of the model in a slot answers from now on, here and on the disk; False where the disk is
+        not as it was at ``base`` (``Slots.stamp``). Raises FleetError."""
+        with self._changing:
+            found = self.opened(own, served.weights, served.slot)
+            if not finite(found.predictor, self.checked_graph()):
+                raise StateError("the personalized model gives answers that are no probabilities")
+            with self.slots.writing():
+                if self.slots.stamp() != base:
+                    return False
+                if own is None:
+                    self.slots.drop_personal(served.slot)
+                else:
+                    own.save(self.slots.path(served.slot, "personal"))
+                self._turn(found)
+            if self.model is None or self.model == found.model:
+                self._take(served, found)
+            return True
 
     # Judge and answer -------------------------------------------------------------------------------------------------
 
     @property
     def personalization(self) -> str:
-        """How the answers of the last model that was served are the device's own: ``none``, or its method's
-        personalizer."""
-        now = self._now
+        """How the answers of the model that came last are the device's own: ``none``, or its method's personalizer."""
+        now = self.answering
         return now.how if now is not None and (now.model, now.round) == (self.model, self.round) else "none"
 
     @property
     def answers_as_it_is(self) -> bool:
-        """Whether the last model that was served answers by itself, before anything makes it the device's own."""
+        """Whether the model that came last answers by itself, before anything makes it the device's own."""
         return self._plain is not None
 
     def judge(self) -> list[Judgement]:
-        """Confusion counts on the later samples, which nothing here has learned from; empty when there are none."""
-        samples = self.local().judge()
-        if samples is None or not len(samples) or self._method is None:
-            return []
-        judgements = []
-        if self._plain is not None:
-            judgements.append(self._judgement("before", self._plain, samples))
-            if self.personalization != "none":
-                self._plain = None  # its session is not needed any more
-        if self._now is not None and self.personalization != "none":
-            judgements.append(self._judgement("after", self._now.predictor, samples))
+        """Confusion counts on the later samples, which nothing here has learned from, of the model that came last, also
+        where it was rolled back; empty when there are none."""
+        data, judgements = self.local(), []
+        stages = [("before", self._plain)]
+        found = self._latest or self.answering
+        if found is not None and found.how != "none" and (found.model, found.round) == (self.model, self.round):
+            stages.append(("after", found.predictor))
+        for stage, predictor in stages:
+            counts = None if predictor is None else self._judge.counts(predictor, data)
+            if counts is not None:
+                rows = tuple(tuple(int(v) for v in row) for row in counts)
+                judgements.append(Judgement(stage, "" if self.method is None else self.method.name, rows))
+        if len(stages) > 1:
+            self._plain = None  # its session is not needed any more
+        self._latest = None
         return judgements
 
-    def _judgement(self, stage: str, predictor: Predictor, samples: Samples) -> Judgement:
-        n = len(self.layout.classes)
-        counts = np.zeros((n, n), np.int64)
-        np.add.at(counts, (samples.y, predictor.labels(samples.x)), 1)
-        name = "" if self._method is None else self._method.name
-        return Judgement(stage, name, tuple(tuple(int(v) for v in row) for row in counts))
-
-    @property
-    def answering(self) -> Answering | None:
-        """What answers now, whole; None before there is anything."""
-        return self._now
+    def held_back(self, predictor: Predictor) -> tuple[int, float] | None:
+        """(samples, accuracy) on the later samples; None when there are none."""
+        counts = self._judge.counts(predictor, self.local())
+        return None if counts is None else (int(counts.sum()), float(np.trace(counts) / counts.sum()))
 
     def predict(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Class probabilities float32 [n, N] of raw samples. Raises StateError before there is something to answer
@@ -344,12 +432,11 @@ class Service:
         return self._answering().predictor.probabilities(x)
 
     def _answering(self) -> Answering:
-        if self._now is not None:
-            return self._now
-        if self._method is None or self.model is None:
+        if self.answering is not None:
+            return self.answering
+        if self.method is None or self.model is None:
             raise StateError("no model has been served to this device yet", hint="wait for a served round")
-        raise StateError(f"{self._method.name} answers with weights of a device's own, which are not made yet",
-                         where=str(self._home.folder), hint=NO_TRAINER)
+        raise _not_made(self.method, self._home)
 
     def answer(self, question: Question) -> Answer:
         """Raises FleetError for a question that has no answer."""
@@ -363,14 +450,28 @@ class Service:
     def answers(self, x: np.ndarray[Any, Any]) -> Answer:
         """Labels and probabilities of raw samples, and which model and personalization they are from."""
         now = self._answering()
-        probabilities = now.predictor.probabilities(x)
-        labels = tuple(now.layout.classes[k] for k in probabilities.argmax(1))
+        probabilities, unknown = now.predictor.answers(x)
+        labels = tuple(now.classes[k] for k in probabilities.argmax(1))
         rows = tuple(tuple(round(float(p), 6) for p in row) for row in probabilities)
-        return Answer(labels, rows, round=now.round, model=now.model, personalization=now.how)
+        told = () if unknown is None else tuple(map(bool, unknown))
+        classes = now.classes if len(now.classes) > len(now.layout.classes) else ()
+        return Answer(labels, rows, told, now.round, now.model, now.how, classes=classes)
 
 
-def by_trainer(method: Method, hyper: Any) -> bool:
-    """Whether the device's own weights take gradient steps, or the groups that its trainer keeps."""
-    if method.personalizer == "sgd":
-        return bool(method.personal or getattr(hyper, "inner_steps", getattr(hyper, "finetune_steps", 0)))
-    return method.personalizer in ("meta-sgd", "own", "moreau", "fleet-proto")
+def _remembered(weights: Weights, where: str) -> tuple[Method, Any]:
+    """The method that weights on the disk are of, and its hyper-parameters. Raises StateError, ConfigError."""
+    name = weights.facts.get("method", "")
+    method = METHODS.get(name)
+    if method is None:
+        raise StateError(f"is of method {name[:64]}", where=where, hint="update this agent")
+    try:
+        return method, hyper_of(method, json.loads(weights.facts["hyper"]))
+    except (KeyError, ValueError, RecursionError) as error:
+        raise StateError("says no hyper-parameters", where=where, hint="'edge-agent run' fetches it again") from error
+
+
+def _not_made(method: Method, home: Home) -> StateError:
+    return StateError(
+        f"{method.name} answers with weights of a device's own, which are not made yet", where=str(home.folder),
+        hint=NO_TRAINER,
+    )

@@ -11,7 +11,9 @@ from edge_agent.home import Weights
 from edge_agent.methods import hyper_of, method_of
 from edge_agent.models import MAX_MODEL_BYTES, Models
 from edge_agent.reporter import Reporter
-from edge_agent.service import NO_TRAINER, Service, by_trainer
+from edge_agent.service import NO_TRAINER, Answering, Service
+from edge_agent.slots import RolledBack
+from edge_agent.ways import Plan
 from edge_agent.worker import Done, Job, Trainer
 from fleet_core.algorithms.seam import Method
 from fleet_core.errors import RoundError
@@ -23,17 +25,21 @@ class Serving:
 
     def __init__(
         self, service: Service, models: Models, fetcher: Fetcher, accounts: Accounts, reporter: Reporter,
-        trainer: Trainer | None, header: Callable[[Manifest], dict[str, Any]], log: Callable[[str], None],
+        trainer: Trainer | None, adapts: Trainer, header: Callable[[Manifest], dict[str, Any]],
+        log: Callable[[str], None],
     ):
         self._service, self._models, self._fetcher = service, models, fetcher
         self._accounts, self._reporter = accounts, reporter
-        self._trainer, self._header, self._log = trainer, header, log
-        self._adapting = ""  # the model that the trainer personalizes
+        self._trainer, self._adapter, self._header, self._log = trainer, adapts, header, log
+        self._adapting = ""  # the model that is being personalized by gradient steps
+        self._told = ""  # the model that the aggregator heard of in this life
         self._judgements: tuple[Judgement, ...] = ()
 
     def want(self, manifest: Manifest, ref: ModelRef) -> None:
         """The judged model, from here or from the broker; what the trainer must do for it waits until it is free."""
         if self._service.answers_with(ref, method_of(manifest)):
+            if ref.model not in (self._told, self._adapting):
+                self._tell_of(ref)  # it came in an earlier life
             return
         held = self._models.weights(ref.model)
         if held is not None:
@@ -44,17 +50,23 @@ class Serving:
             self._fetcher.start(blob, MAX_MODEL_BYTES, "serve")
 
     def _personalize(self, manifest: Manifest, weights: Weights) -> None:
-        """What needs no torch at once; gradient steps in the trainer, when it is free."""
-        method, trainer = method_of(manifest), self._trainer
-        if by_trainer(method, hyper_of(method, manifest.method.hyper)) and trainer is not None and trainer.busy:
+        """What needs no gradient steps at once; those in the trainer or by the graph ``adapt``, when that is free."""
+        method = method_of(manifest)
+        hyper, trains = hyper_of(method, manifest.method.hyper), self._trainer is not None
+        worker = self._worker(self._service.plan(method, hyper, trainer=trains))
+        if worker is not None and worker.busy:
             return
-        by_gradient = self._service.load(method, manifest.method.hyper, weights)
+        plan = self._service.load(method, manifest.method.hyper, weights, trainer=trains)
         self._models.judged = None
-        if by_gradient and trainer is not None:
-            self._accounts.begin("adapt")
-            self._adapting = weights.model
-            return trainer.submit(Job("adapt", self._header(manifest)))
-        self._judge(self._without_trainer(method) if by_gradient else "")
+        if worker is None:
+            return self._judge(self._without_trainer(method) if plan.kind == "left" else "")
+        self._accounts.begin("adapt")
+        self._adapting = weights.model
+        worker.submit(Job("adapt", self._header(manifest)) if plan.kind == "trainer" else self._service.steps(plan))
+
+    def _worker(self, plan: Plan) -> Trainer | None:
+        """Who takes the gradient steps."""
+        return {"trainer": self._trainer, "steps": self._adapter}.get(plan.kind)
 
     def _without_trainer(self, method: Method) -> str:
         """Said here and to the aggregator: what the device cannot do."""
@@ -64,23 +76,40 @@ class Serving:
         return text
 
     def adapted(self, done: Done) -> None:
-        """What the trainer made of the served model, unless another is served by now. Raises RoundError."""
-        if self._adapting != self._service.model:
+        """What gradient steps made of the served model, unless another is served by now. Raises RoundError."""
+        adapting, self._adapting = self._adapting, ""
+        if adapting != self._service.model:
             return
         if done.error:
             self._service.model = None  # wanted anew with the next manifest
             raise RoundError(f"personalization failed: {done.error}")
+        used, there = done.header.get("samples"), done.header.get("of", 0)
+        if used is not None and used < there:
+            self._log(f"personalized on {used} of {there} samples, about as many of each class")
         self._service.adapted(done.arrays)
         self._judge()
 
     def _judge(self, failed: str = "") -> None:
-        """The new predictor answers from now on; how it does on this device's later samples is reported."""
+        """How the new predictor does on this device's later samples is reported; it answers, or was rolled back."""
+        back = self._service.rolled_back
+        if back is not None and (back.model, back.round) == (self._service.model, self._service.round):
+            failed = rolled_back(back, self._service.answering)
+            self._log(failed)
+        self._told = self._service.model or ""
         self._accounts.begin("serve")
         try:
             self._judgements = tuple(self._service.judge())
         finally:
             self._accounts.end("serve")
         self._tell(failed)
+
+    def _tell_of(self, ref: ModelRef) -> None:
+        """What was judged in an earlier life is judged again; what was rolled back stays so."""
+        back = self._service.rolled_back
+        if back is None or (back.model, back.round) != (ref.model, ref.round):
+            return self._judge()
+        self._told = ref.model
+        self._reporter.report(judged_round=ref.round, failed=rolled_back(back, self._service.answering))
 
     def _tell(self, failed: str = "") -> None:
         self._reporter.report(judged_round=self._service.round, judgements=self._judgements, failed=failed)
@@ -90,3 +119,9 @@ class Serving:
         if self._judgements:
             self._tell()
         return bool(self._judgements)
+
+
+def rolled_back(back: RolledBack, now: Answering | None) -> str:
+    """Said here and to the aggregator."""
+    text = f"the weights of round {back.round} were rolled back: {back.why}"
+    return text if now is None else f"{text}; those of round {now.round} answer"

@@ -87,6 +87,7 @@ class Settings:
     data: Data = field(default_factory=Data)
     train: Training = field(default_factory=Training)
     power: Power = field(default_factory=Power)
+    personalize: Personalize = field(default_factory=Personalize)
     serve: Serve = field(default_factory=Serve)
 
     def listening(self, host: str, port: int) -> Settings:

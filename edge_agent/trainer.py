@@ -23,6 +23,7 @@ from edge_agent import update
 from edge_agent.home import Home, state_key
 from edge_agent.local import LocalData
 from edge_agent.methods import hyper_of, method_of, wire
+from edge_agent.slots import Slots
 from edge_agent.worker import Done, Job, parse_frame, write_frame
 from fleet_core import memory, schema, storage
 from fleet_core.algorithms import trees
@@ -83,7 +84,7 @@ class Workshop:
     def _adapt(self, order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
         """The served weights after gradient steps."""
         serve = order.manifest.serve
-        weights = order.weights("serve", "" if serve is None else serve.model)
+        weights = order.judged("" if serve is None else serve.model)
         model, samples = self._model(order), self._samples(order)
         scalars = {**order.manifest.scalars, "round": float(serve.round if serve else 1)}
         params = personal.adapt(
@@ -130,6 +131,10 @@ class Order:
         seed = int(manifest.scalars.get("seed", 0)), manifest.round, zlib.crc32(header["device"].encode())
         data = LocalData(home.folder / header["samples"], layout.classes, **header["split"])
         return Order(header["life"], manifest, method, hyper, layout, home, data, seed)
+
+    def judged(self, model: str) -> trees.Params:
+        """Raises StateError when the judged model is not on the disk."""
+        return self.weights(f"slots/{Slots(self.home).slot_of(model)}/serve", model)
 
     def weights(self, name: str, model: str) -> trees.Params:
         """Raises StateError when the weights ``name`` on disk are not ``model``."""

@@ -1,6 +1,6 @@
-"""The trainer as the agent sees it: jobs in, results out, over the pipes of a child process that alone loads torch.
+"""Child processes as the agent sees them: jobs in, results out, over pipes. The trainer alone loads torch.
 
-A frame is 4 bytes length + JSON header, then 8 bytes length + safetensors. Nothing is pickled. The child is started at
+A frame is 4 bytes length + JSON header, then 8 bytes length + safetensors. Nothing is pickled. A child is started at
 the first job, kept warm while a run goes on, and ended by ``stop``.
 """
 
@@ -12,7 +12,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
@@ -82,11 +82,12 @@ def parse_frame(buffer: bytearray) -> tuple[dict[str, Any], dict[str, Any], int]
     return header, arrays, end
 
 
-class TrainerProcess:
-    """``python -m edge_agent.trainer`` as a child of the agent. Ends with the agent: its standard input closes."""
+class Child:
+    """``python -m`` with ``arguments`` as a child of the agent; ``name``: in what is said of it. It ends with the
+    agent, because its standard input closes."""
 
-    def __init__(self, threads: int = 1):
-        self._threads = threads
+    def __init__(self, name: str, arguments: Sequence[str], environ: Mapping[str, str]):
+        self._name, self._arguments, self._environ = name, list(arguments), dict(environ)
         self._child: subprocess.Popen[bytes] | None = None
         self._buffer = bytearray()
         self._job: Job | None = None
@@ -99,13 +100,13 @@ class TrainerProcess:
     def submit(self, job: Job) -> None:
         """Raises RoundError when a job is still running. A child that cannot be started or fed ends the job."""
         if self._job is not None:
-            raise RoundError("the trainer is busy")
+            raise RoundError(f"the {self._name} is busy")
         self._job = job
         try:
             write_frame(_stream(self._start().stdin), {"kind": job.kind, **job.header}, {})
         except OSError as error:
             self._end_child()
-            self._failure = f"the trainer process does not take the job: {error.strerror or error}"
+            self._failure = f"the {self._name} process does not take the job: {error.strerror or error}"
 
     def poll(self) -> Done | None:
         """The finished job's result, or None. A child that died, or answers nonsense, gives a result with an error."""
@@ -118,7 +119,7 @@ class TrainerProcess:
             frame = parse_frame(self._buffer)
         except (FleetError, ValueError) as error:
             self._end_child()
-            return self._done({}, error=f"the trainer process answered nonsense: {error}")
+            return self._done({}, error=f"the {self._name} process answered nonsense: {error}")
         if frame is not None:
             header, arrays, used = frame
             del self._buffer[:used]
@@ -126,7 +127,7 @@ class TrainerProcess:
         if open_still:
             return None
         code = self._end_child()
-        return self._done({}, error=f"the trainer process ended with exit code {code}")
+        return self._done({}, error=f"the {self._name} process ended with exit code {code}")
 
     def _done(self, header: Mapping[str, Any], arrays: Mapping[str, Any] | None = None, error: str = "") -> Done:
         kind = "" if self._job is None else self._job.kind
@@ -159,11 +160,10 @@ class TrainerProcess:
         if self._child is not None and self._child.poll() is not None:
             self._end_child()
         if self._child is None:
-            environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads), "MKL_NUM_THREADS": str(self._threads)}
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "edge_agent.trainer", "--threads", str(self._threads)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
-                start_new_session=True,  # Ctrl-C goes to the agent, which ends its trainer in order
+                [sys.executable, "-m", *self._arguments],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **self._environ},
+                start_new_session=True,  # Ctrl-C goes to the agent, which ends its children in order
             )
             os.set_blocking(_stream(self._child.stdout).fileno(), False)
         return self._child
@@ -180,7 +180,15 @@ class TrainerProcess:
             self._buffer += data
 
 
+class TrainerProcess(Child):
+    """The trainer, with ``threads``."""
+
+    def __init__(self, threads: int = 1):
+        environ = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        super().__init__("trainer", ["edge_agent.trainer", "--threads", str(threads)], environ)
+
+
 def _stream(stream: Any) -> Any:
     if stream is None:
-        raise RoundError("the trainer has no pipe")
+        raise RoundError("the process has no pipe")
     return stream

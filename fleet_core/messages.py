@@ -295,7 +295,8 @@ class Question:
 @dataclass(frozen=True)
 class Answer:
     """labels: class names. probabilities: one row a sample. unknown: which samples are far from all that the device
-    knows, empty where that is not told. round: of the meta-model. error: why there is no answer."""
+    knows, empty where that is not told. round: of the meta-model. error: why there is no answer. classes: the names
+    of the probabilities, where the device has classes of its own after the fleet's; else empty."""
 
     labels: tuple[str, ...] = ()
     probabilities: tuple[tuple[float, ...], ...] = ()
@@ -324,6 +325,7 @@ def decode(cls: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES) -> T:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise MessageError("a message that is no JSON") from error
+    classes: tuple[str, ...] = field(default=(), metadata={"max_length": 11_000})
     message, problems = schema.read(cls, value, unknown="ignore")
     if message is None:
         raise MessageError(f"a malformed {cls.__name__}: " + "; ".join(map(str, problems[:5])))

@@ -10,7 +10,7 @@ Shapes: n samples, D embedding width, N classes, S stored samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,11 +104,24 @@ class Prototypes:
     def load(cls, path: Path) -> Prototypes:
         """Raises StateError when the file is absent or holds no prototypes."""
         arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_BYTES), where=str(path))
+        return cls.checked(arrays, metadata.get("weights", ""), metadata.get("distance", "squared"), where=str(path))
+
+    @classmethod
+    def checked(
+        cls, arrays: Mapping[str, Array], weights: str = "", distance: str = "squared", *, where: str | None = None
+    ) -> Prototypes:
+        """Those in ``arrays`` from a file. Raises StateError when they are none."""
         prototypes, counts = (arrays.get(name, np.empty(0)) for name in ("prototypes", "counts"))
-        found = cls(prototypes, counts, metadata.get("weights", ""), metadata.get("distance", "squared"))
+        found = cls(prototypes, counts, weights, distance)
         if not found._sound():
-            raise StateError("holds no prototypes", where=str(path), hint="personalize again")
+            raise StateError("holds no prototypes", where=where, hint="personalize again")
         return found
+
+    def widened(self, n_classes: int) -> Prototypes:
+        """With more classes, which have no samples yet."""
+        more = n_classes - len(self.counts)
+        means, counts = np.pad(self.prototypes, ((0, more), (0, 0))), np.pad(self.counts, (0, more))
+        return Prototypes(means, counts, self.weights, self.distance)
 
     def _sound(self) -> bool:
         return (

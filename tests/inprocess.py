@@ -20,6 +20,7 @@ from cloud_server.fleet import Fleet
 from cloud_server.found import found
 from cloud_server.ledger import Ledger
 from edge_agent.accounts import Accounts
+from edge_agent.adapter import InlineAdapter
 from edge_agent.agent import Agent, will
 from edge_agent.home import Home
 from edge_agent.run import service_of
@@ -147,7 +148,8 @@ class World:
         trainer = Bench() if torch_is_there else None
         agent = Agent(
             settings, home, link, service_of(home.folder, settings), Accounts(), trainer, boot=boot,
-            clock=self.clock, now_ms=self.clock.ms, log=lambda line: self.lines.append(f"{name}: {line}"),
+            adapter=InlineAdapter(), clock=self.clock, now_ms=self.clock.ms,
+            log=lambda line: self.lines.append(f"{name}: {line}"),
         )
         self.agents[name] = agent
         if trainer is not None:

@@ -141,12 +141,13 @@ def test_ditto_runs_on_a_fleet_whose_devices_answer_with_their_own_models(in_the
     assert statuses(w, 4) == dict.fromkeys(("d0", "d1", "d2"), "counted")
     assert [row.models_transmitted for row in w.server.ledger.rounds()] == [6.0] * 4
     for name, agent in w.agents.items():
-        own = storage.unflatten(storage.unpack((agent.home.folder / "personal.safetensors").read_bytes())[0])
+        slots = agent.service.slots
+        own = storage.unflatten(storage.unpack(slots.path(slots.pointer().slot, "personal").read_bytes())[0])
         state = next(agent.home.folder.glob("methods/*/state.safetensors"))
         kept = {k: a for k, a in storage.unpack(state.read_bytes())[0].items() if k.startswith("personal/")}
         assert storage.flatten_roles({"personal": own}).keys() == kept.keys()
         assert all(np.array_equal(kept[f"personal/{key}"], a) for key, a in storage.flatten(own).items()), name
-        assert trees.norm(trees.subtract(own, agent.home.weights("serve").params)) > 0.01
+        assert trees.norm(trees.subtract(own, slots.weights().params)) > 0.01
         assert agent.service.personalization == "own"
     w.close()
 

@@ -27,8 +27,10 @@ from cloud_server.fleet import Fleet, FleetConfig, method_of
 from cloud_server.ledger import Judgement, Update
 from cloud_server.reception import REASON
 from edge_agent.home import Home
-from edge_agent.service import PERSONAL, Service, by_trainer
+from edge_agent.service import Service
+from edge_agent.slots import Slots
 from edge_agent.trainer import InlineTrainer
+from edge_agent.ways import by_trainer
 from edge_agent.worker import Done, Job
 from fleet_core import bundle, codecs, config, messages, storage, topics
 from fleet_core.algorithms import closing, seam, trees
@@ -184,7 +186,8 @@ def check_same(w: World, plain: Plain) -> None:
 
 
 def own_bits(w: World, name: str) -> dict[str, bytes]:
-    arrays, _ = storage.unpack((w.folder / "devices" / name / PERSONAL).read_bytes())
+    slots = Slots(Home(w.folder / "devices" / name))
+    arrays, _ = storage.unpack(slots.path(slots.pointer().slot, "personal").read_bytes())
     return {key: array.tobytes() for key, array in arrays.items()}
 
 
@@ -226,7 +229,7 @@ def test_a_live_fleet_computes_what_a_plain_loop_of_the_same_functions_does(play
     w, plain = played.w, played.plain
     check_same(w, plain)
     for name in NAMES:
-        held = w.agents[name].home.weights("serve")
+        held = w.agents[name].service.slots.weights()
         assert bits({"served": held.params}) == bits({"served": plain.served})
 
 
@@ -633,15 +636,14 @@ def test_a_device_answers_with_what_it_had_until_its_own_weights_are_made(fleet)
     w.start_server()
     w.trainers["d0"].inner = Slow()
     service = w.agents["d0"].service
-    assert w.pump(lambda: service._now is not None)
+    assert w.pump(lambda: service.answering is not None)
     first = service.answers(toy(5).x[:4])
     assert (first.round, first.personalization) == (1, "own")
     assert w.pump(lambda: (service.round, service.personalization) == (2, "none"))
     assert service.answers(toy(5).x[:4]) == first
     from_disk = Service(Home(w.folder / "devices" / "d0"), service._data)
     from_disk.restore()
-    with pytest.raises(StateError, match="are not made yet"):
-        from_disk.predict(toy(5).x[:4])
+    assert from_disk.answers(toy(5).x[:4]) == first
     assert w.pump(lambda: finished(w))
     assert service.answers(toy(5).x[:4]).round == 2
 

@@ -1,0 +1,172 @@
+"""A device is personalized anew, or learns labelled samples, while it answers.
+
+What is made is taken up only if the disk is still as it was when it was begun: another thread or process may have put
+new weights or another personalization there meanwhile, and then it is made again with those.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from edge_agent import adapter
+from edge_agent import own as owns
+from edge_agent.own import Own
+from edge_agent.service import Served, Service
+from edge_agent.settings import Personalize
+from edge_agent.ways import EMBEDS, Plan, working
+from fleet_core import schema
+from fleet_core.data.samples import Samples
+from fleet_core.errors import ConfigError, DataError, RoundError, StateError
+
+Array = np.ndarray[Any, Any]
+
+TRIES = 5
+LABEL = r"[^\x00-\x1f\x7f]{1,64}"
+LEAVES = "'edge-agent run' makes them"
+
+_learning = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Personalized:
+    """how: as answers say it. samples: that it was made from, of those that there are of these classes. left_out:
+    samples of classes that the fleet does not have, which this way cannot learn. per_class: samples by class."""
+
+    how: str
+    samples: int
+    of: int
+    left_out: int
+    per_class: dict[str, int]
+
+
+def personalize(service: Service, choice: Personalize | None = None) -> Personalized:
+    """Makes the model that answers the device's own once more, on all its samples. choice: how, in place of what was
+    chosen here before. Blocks its thread while gradient steps are taken, in a process of their own.
+
+    Raises ConfigError for a choice that cannot be, StateError where only the trainer takes the steps, DataError
+    without samples.
+    """
+    for _ in range(TRIES):
+        base, served = service.slots.stamp(), service.served(service.slots.pointer().slot)
+        plan = service.plan(served.method, served.hyper, trainer=False, choice=choice)
+        made, said = _made(service, served, plan)
+        if service.take_up(made, served, base):
+            return said
+    raise StateError("new weights come faster than they are personalized", where=str(service.slots.folder))
+
+
+def _made(service: Service, served: Served, plan: Plan) -> tuple[Own | None, Personalized]:
+    data = service.local()
+    if plan.kind == "left":
+        ways = ", ".join(way for way in working(served.method, service.checked_graph()) if way != "method")
+        raise StateError(
+            f"{served.method.name} personalizes by gradient steps",
+            hint=LEAVES + (f"; here works: --by {ways}" if ways else ""),
+        )
+    if plan.kind == "none":
+        return None, Personalized("none", 0, 0, 0, {})
+    every = data.every()
+    per_class = _per_class(every)
+    if plan.kind in EMBEDS:
+        made = service.of_samples(plan, served.weights, service.kept(served.slot))
+        made = replace(made, settings={**made.settings, "added": data.added()})
+        return made, Personalized(plan.how, len(every), len(every), 0, per_class)
+    graph = service.slots.folder.parent / f"graph-{service.graph_id}.safetensors"
+    name = f"slots/{served.slot}/serve"
+    done = adapter.waited(adapter.job(graph, name, served.weights.model, data, plan.steps, plan.rate))
+    if done.error:
+        raise RoundError(f"the gradient steps failed: {done.error}")
+    used, there = int(done.header["samples"]), int(done.header["of"])
+    own = owns.of_weights(plan.how, served.weights, service.layout.classes, done.arrays)
+    return own, Personalized(plan.how, used, there, len(every) - there, per_class)
+
+
+def _per_class(every: Samples) -> dict[str, int]:
+    names = every.classes or ()
+    return dict(zip(names, map(int, np.bincount(every.y, minlength=len(names))), strict=True))
+
+
+# Labelled samples ----------------------------------------------------------------------------------------------------
+
+
+def check_labels(service: Service, labels: Sequence[str], *, new: bool) -> None:
+    """Raises ConfigError for a name that is no class here. new: names that the fleet does not have may be this device's
+    own, where its way of personalizing can learn them."""
+    known, fleet = service.local().names(), service.layout.classes
+    for label in dict.fromkeys(labels):
+        if label in fleet:
+            continue
+        wider = _takes_own_classes(service)
+        if wider and (label in known or (new and re.fullmatch(LABEL, label))):
+            continue
+        near = schema.suggest(label, known)
+        hint = "a class of this device alone takes class means, a fitted head or neighbours: --by proto, head or knn"
+        raise ConfigError(
+            f"unknown class '{label[:80]}'" + (f" (did you mean '{near}'?)" if near else ""),
+            expected="one of " + ", ".join(known if wider else fleet),
+            hint="--new-class, if it is one of this device alone" if wider else hint,
+        )
+
+
+def _takes_own_classes(service: Service) -> bool:
+    if not service.slots.in_order():
+        return False
+    served = service.served(service.slots.pointer().slot)
+    return service.plan(served.method, served.hyper, trainer=False).kind in EMBEDS
+
+
+def learn(service: Service, x: Array, labels: Sequence[str]) -> dict[str, Any]:
+    """Stores raw samples [n, *shape] with the names of their classes as ``edge-agent samples add`` does, and
+    personalizes at once. Called by several threads; answers go on meanwhile. What came of it, as plain values.
+
+    Raises DataError for samples of another form, ConfigError for a class that cannot be learned.
+    """
+    _check(service, x, labels)
+    with _learning:
+        check_labels(service, labels, new=True)
+        with service.slots.writing():
+            total = service.local().add(x, labels)
+        facts = {"added": len(x), "added_in_all": total}
+        try:
+            how = _extended(service, x, labels, total) or personalize(service).how
+        except StateError as error:  # the trainer's steps count them, with the next round
+            return {**facts, **_now(service), "counts_later": error.what}
+        return {**facts, **_now(service), "personalization": how}
+
+
+def _now(service: Service) -> dict[str, Any]:
+    now = service.answering
+    return {} if now is None else {"round": now.round, "model": now.model, "personalization": now.how}
+
+
+def _extended(service: Service, x: Array, labels: Sequence[str], total: int) -> str:
+    """How the answers are the device's own with these samples, each of which was embedded once and none besides; empty
+    where everything must be made anew."""
+    base, served = service.slots.stamp(), service.served(service.slots.pointer().slot)
+    own, plan = service.kept(served.slot), service.plan(served.method, served.hyper, trainer=False)
+    if own is None or own.how != plan.kind or own.settings.get("added") != total - len(x):
+        return ""
+    names = tuple(dict.fromkeys((*own.classes, *labels)))
+    more = Samples(x, np.array([names.index(label) for label in labels], np.int64), classes=names)
+    wider = owns.extended(own, service.encoder(served), more)
+    if wider is None:
+        return ""
+    wider = replace(wider, settings={**wider.settings, "added": total})
+    return wider.how if service.take_up(wider, served, base) else ""
+
+
+def _check(service: Service, x: Array, labels: Sequence[str]) -> None:
+    spec = service.layout.input
+    if not len(x) or x.shape != (len(labels), *spec.shape) or str(x.dtype) != spec.dtype:
+        raise DataError(
+            f"samples {x.dtype} {list(x.shape)} with {len(labels)} labels",
+            expected=f"one or more {spec.dtype} {list(spec.shape)}, each with a label",
+        )
+    if not np.isfinite(x).all():
+        raise DataError("a sample holds a value that is not finite")
