@@ -305,6 +305,7 @@ class Answer:
     model: str = ""
     personalization: str = ""
     error: str = field(default="", metadata={"max_length": 1000})
+    classes: tuple[str, ...] = field(default=(), metadata={"max_length": 11_000})
 
 
 def mark(round_number: int, device: str, update_id: str) -> str:
@@ -325,7 +326,6 @@ def decode(cls: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES) -> T:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise MessageError("a message that is no JSON") from error
-    classes: tuple[str, ...] = field(default=(), metadata={"max_length": 11_000})
     message, problems = schema.read(cls, value, unknown="ignore")
     if message is None:
         raise MessageError(f"a malformed {cls.__name__}: " + "; ".join(map(str, problems[:5])))
