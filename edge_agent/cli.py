@@ -55,6 +55,19 @@ def status(home: HOME = HERE, as_json: JSON = False) -> None:
 
 
 @app.command()
+def install(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder or one file of 'metafleet export'.")],
+    home: HOME = HERE,
+    name: Annotated[str | None, typer.Option(help="Of a new device; default: the folder's.")] = None,
+    as_json: JSON = False,
+) -> None:
+    """Check a bundle and answer with it from now on; no broker, no aggregator and no torch needed."""
+    from edge_agent import install as installing
+
+    installing.command(bundle, home, name, as_json)
+
+
+@app.command()
 def personalize(
     home: HOME = HERE,
     by: Annotated[
