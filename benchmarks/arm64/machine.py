@@ -1,0 +1,114 @@
+"""An emulated board: QEMU's ``virt`` machine with one of the boards' processors, a card's image as its disk.
+
+The machine is alone: it reaches nothing but the doors that it is given to ports of this machine's loopback, and is
+reached by nothing but SSH where that is asked for. What it takes in time or energy says nothing about a board.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.arm64 import image
+
+QEMU = "qemu-system-aarch64"
+DOOR = "10.0.2.100"
+"""The address at which the machine finds the ports that it is given."""
+RELAY = """\
+import os, select, socket, sys
+peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+while True:
+    ready, _, _ = select.select([0, peer], [], [])
+    if 0 in ready:
+        data = os.read(0, 65536)
+        if not data:
+            break
+        peer.sendall(data)
+    if peer in ready:
+        data = peer.recv(65536)
+        if not data:
+            break
+        while data:
+            data = data[os.write(1, data):]
+"""
+
+
+@dataclass(frozen=True)
+class Board:
+    """cpu: one of QEMU's; never ``max``, which has instructions that no board has. doors: ports at ``DOOR`` -> ports of
+    this machine. ssh: a port of this machine that leads to the machine's, or None."""
+
+    cpu: str = "cortex-a53"
+    memory_mib: int = 512
+    cores: int = 2
+    doors: Mapping[int, int] = field(default_factory=dict)
+    ssh: int | None = None
+
+
+class Machine:
+    """A board that runs, from ``start`` to ``kill`` or its own end; it does not start again after a reboot."""
+
+    def __init__(self, board: Board, card: Path, kernel: Path, initrd: Path, console: Path):
+        self.board, self.card, self.console = board, card, console
+        self._kernel, self._initrd = kernel, initrd
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Machine:
+        """Boots with the kernel's command line that lies on the card."""
+        self.console.unlink(missing_ok=True)
+        relay = self.card.with_name("relay.py")
+        relay.write_text(RELAY)
+        board = self.board
+        net = "user,id=net,restrict=on" + "".join(
+            f",guestfwd=tcp:{DOOR}:{port}-cmd:{sys.executable} {relay} {here}" for port, here in board.doors.items()
+        )
+        if board.ssh is not None:
+            net += f",hostfwd=tcp:127.0.0.1:{board.ssh}-:22"
+        self._process = subprocess.Popen(
+            [
+                QEMU, "-machine", "virt", "-cpu", board.cpu, "-accel", "tcg,thread=multi", "-smp", str(board.cores),
+                "-m", str(board.memory_mib), "-kernel", str(self._kernel), "-initrd", str(self._initrd),
+                "-append", image.cmdline(self.card), "-drive", f"if=none,id=card,format=raw,file={self.card}",
+                "-device", "virtio-blk-pci,drive=card", "-netdev", net,
+                "-device", "virtio-net-pci,netdev=net,romfile=", "-device", "virtio-rng-pci", "-display", "none",
+                "-monitor", "none", "-serial", f"file:{self.console}", "-no-reboot",
+            ],
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        return self
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def said(self) -> str:
+        """What came over the serial line in this life."""
+        return self.console.read_text(errors="replace") if self.console.exists() else ""
+
+    def until(self, condition: Callable[[], object], timeout_s: float) -> None:
+        """Waits until ``condition`` holds. Fails when the machine ends before, or after ``timeout_s``."""
+        until_s = time.monotonic() + timeout_s
+        while not condition():
+            if not self.runs:
+                raise AssertionError(f"the machine has ended:\n{self.said()[-3000:]}")
+            if time.monotonic() > until_s:
+                raise AssertionError(f"not within {timeout_s:g} s:\n{self.said()[-3000:]}")
+            time.sleep(0.5)
+
+    def ended(self, timeout_s: float) -> None:
+        """Waits until the machine has switched itself off, or wants to start again."""
+        assert self._process is not None
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still on after {timeout_s:g} s:\n{self.said()[-3000:]}") from None
+
+    def kill(self) -> None:
+        """The power is cut."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()

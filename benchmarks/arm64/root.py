@@ -1,0 +1,137 @@
+"""A Debian root file system for arm64, unpacked from packages on this machine: not one foreign instruction is run.
+
+    python -m benchmarks.arm64.root FOLDER
+
+debootstrap fetches and checks the packages (first stage); what its second stage would do in the foreign system by
+running the packages' scripts is done here by hand: accounts, mount points, links. It is a small Debian with systemd, a
+network by DHCP, an SSH server and a FAT partition at /boot/firmware, as Raspberry Pi OS has one, and no desktop.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+RELEASE = "bookworm"
+PACKAGES = (
+    "systemd", "systemd-sysv", "systemd-timesyncd", "udev", "dbus", "python3", "ca-certificates", "iproute2", "procps",
+    "kmod", "openssh-server", "sudo", "busybox-static", "linux-image-cloud-arm64",
+)  # fmt: skip
+PROGRAMS = ("debootstrap", "dpkg-deb", "depmod", "ssh-keygen", "tar")
+USERS = ("messagebus:x:100:100::/nonexistent:/usr/sbin/nologin", "sshd:x:101:65534::/run/sshd:/usr/sbin/nologin")
+GROUPS = ("messagebus:x:100:",)
+FILES = {
+    "etc/hostname": "board\n",
+    "etc/hosts": "127.0.0.1 localhost board\n",
+    "etc/machine-id": "",
+    "etc/fstab": (
+        "LABEL=rootfs / ext4 defaults,noatime 0 1\n"
+        "LABEL=bootfs /boot/firmware vfat defaults,x-systemd.device-timeout=180s 0 2\n"
+    ),
+    "etc/systemd/network/20-wired.network": (
+        "[Match]\nName=en* eth*\n[Network]\nDHCP=ipv4\nLinkLocalAddressing=no\nIPv6AcceptRA=no\n"
+    ),
+    "etc/pam.d/common-auth": "auth required pam_permit.so\n",
+    "etc/pam.d/common-account": "account required pam_permit.so\n",
+    "etc/pam.d/common-password": "password required pam_permit.so\n",
+    "etc/pam.d/common-session": "session required pam_permit.so\n",
+    "etc/pam.d/common-session-noninteractive": "session required pam_permit.so\n",
+    "etc/ssh/sshd_config": "PasswordAuthentication no\nUsePAM no\nSubsystem sftp /usr/lib/openssh/sftp-server\n",
+    # An emulated processor is slow: nothing here is to be given up on too early.
+    "etc/systemd/system.conf.d/slow.conf": "[Manager]\nDefaultTimeoutStartSec=300s\nDefaultDeviceTimeoutSec=300s\n",
+}
+"""What the packages' own scripts, or a maker of images, would write."""
+LINKS = {
+    "etc/localtime": "/usr/share/zoneinfo/Etc/UTC",
+    "etc/systemd/system/multi-user.target.wants/systemd-networkd.service":
+        "/lib/systemd/system/systemd-networkd.service",
+    "etc/systemd/system/multi-user.target.wants/ssh.service": "/lib/systemd/system/ssh.service",
+    "etc/systemd/system/default.target": "/lib/systemd/system/multi-user.target",
+    "usr/bin/python3": "python3.11",
+    "usr/bin/awk": "/bin/busybox",
+}  # fmt: skip
+FOLDERS = ("boot/firmware", "proc", "sys", "dev", "run", "tmp", "mnt", "media", "srv", "home", "opt", "var/lib/dbus")
+
+
+def make(root: Path) -> None:
+    """The file system in the new folder ``root``. Raises CalledProcessError. Needs to be run as root."""
+    staged = root.with_name(root.name + ".part")
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.parent.mkdir(parents=True, exist_ok=True)
+    include = "--include=" + ",".join(PACKAGES)
+    _run("debootstrap", "--arch=arm64", "--foreign", "--variant=minbase", include, RELEASE, str(staged))
+    _unpack(staged)
+    _settle(staged)
+    _run("ssh-keygen", "-A", "-f", str(staged))
+    _run("depmod", "-b", str(staged), kernel(staged).name.removeprefix("vmlinuz-"))
+    staged.rename(root)
+
+
+def kernel(root: Path) -> Path:
+    return next((root / "boot").glob("vmlinuz-*"))
+
+
+def _unpack(root: Path) -> None:
+    """The second stage's packages, over what the first stage has extracted."""
+    archives = root / "var/cache/apt/archives"
+    shutil.rmtree(root / "debootstrap.tmp", ignore_errors=True)
+    with ThreadPoolExecutor(2) as several:
+        list(several.map(lambda package: _extract(package, root), sorted(archives.glob("*.deb"))))
+    for package in archives.glob("*.deb"):
+        package.unlink()
+    shutil.rmtree(root / "debootstrap", ignore_errors=True)
+
+
+def _extract(package: Path, root: Path) -> None:
+    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as reader:
+        _run("tar", "-C", str(root), "-x", "--keep-directory-symlink", stdin=reader.stdout)
+    if reader.returncode:
+        raise subprocess.CalledProcessError(reader.returncode, reader.args)
+
+
+def _settle(root: Path) -> None:
+    for name in ("passwd", "group"):
+        shutil.copy(root / f"usr/share/base-passwd/{name}.master", root / f"etc/{name}")
+    _append(root / "etc/passwd", USERS)
+    _append(root / "etc/group", GROUPS)
+    passwd = (root / "etc/passwd").read_text()
+    (root / "etc/passwd").write_text(passwd.replace("root:*:", "root:x:", 1).replace("root::", "root:x:", 1))
+    (root / "etc/shadow").write_text("root:*:19000:0:99999:7:::\n")
+    (root / "etc/shadow").chmod(0o640)
+    (root / "etc/gshadow").touch()
+    for name in FOLDERS:
+        place = root / name
+        if place.is_symlink():  # the first stage leaves /proc one
+            place.unlink()
+        place.mkdir(parents=True, exist_ok=True)
+    (root / "tmp").chmod(0o1777)
+    (root / "root").mkdir(mode=0o700, exist_ok=True)
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    for name, target in LINKS.items():
+        link = root / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    nsswitch = root / "usr/share/libc-bin/nsswitch.conf"
+    if nsswitch.exists() and not (root / "etc/nsswitch.conf").exists():
+        shutil.copy(nsswitch, root / "etc/nsswitch.conf")
+    subprocess.run(["systemd-sysusers", f"--root={root}"], check=False, capture_output=True)  # where this machine has it
+
+
+def _append(path: Path, lines: Sequence[str]) -> None:
+    with path.open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+def _run(*command: str, stdin: object = None) -> None:
+    subprocess.run(command, check=True, stdin=stdin, stdout=subprocess.DEVNULL)  # type: ignore[call-overload]
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
