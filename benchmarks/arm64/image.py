@@ -39,7 +39,8 @@ def cmdline(path: Path) -> str:
 
 def check(path: Path) -> None:
     """Raises CalledProcessError where a file system of the image is not clean."""
-    for place, size, program in ((FAT_AT, FAT_MIB, ("fsck.vfat", "-n")), (FAT_AT + FAT_MIB, ROOT_MIB, ("e2fsck", "-fn"))):
+    parts = ((FAT_AT, FAT_MIB, ("fsck.vfat", "-n")), (FAT_AT + FAT_MIB, ROOT_MIB, ("e2fsck", "-fn")))
+    for place, size, program in parts:
         part = path.with_suffix(".part")
         with path.open("rb") as whole, part.open("wb") as file:
             whole.seek(place * MIB)

@@ -121,7 +121,8 @@ def _settle(root: Path) -> None:
     nsswitch = root / "usr/share/libc-bin/nsswitch.conf"
     if nsswitch.exists() and not (root / "etc/nsswitch.conf").exists():
         shutil.copy(nsswitch, root / "etc/nsswitch.conf")
-    subprocess.run(["systemd-sysusers", f"--root={root}"], check=False, capture_output=True)  # where this machine has it
+    if shutil.which("systemd-sysusers"):
+        subprocess.run(["systemd-sysusers", f"--root={root}"], check=False, capture_output=True)
 
 
 def _append(path: Path, lines: Sequence[str]) -> None:
