@@ -15,6 +15,7 @@ from cloud_server.fleet import Fleet, FleetConfig
 from cloud_server.found import found
 from cloud_server.ledger import Ledger
 from cloud_server.live import snapshot
+from cloud_server.profiles import profiles_app
 from cloud_server.report import render
 from cloud_server.starting import fleet_toml, samples_of
 from fleet_core import runtime, schema, storage, terminal, topics
@@ -28,6 +29,7 @@ devices_app = typer.Typer(help="The fleet's devices.", no_args_is_help=True)
 app.add_typer(server_app, name="server")
 app.add_typer(devices_app, name="devices")
 app.add_typer(datasets_app, name="datasets")
+app.add_typer(profiles_app, name="profiles")
 app.add_typer(bundle_cli.bundle_app, name="bundle")
 
 FLEET = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet's folder.")]

@@ -242,7 +242,7 @@ def inability(presence: Presence, method: Method, link: LinkSection) -> str | No
     if presence.proto != messages.PROTOCOL:
         return f"speaks protocol {presence.proto}, this is {messages.PROTOCOL}"
     if not presence.train:
-        return "does not train"
+        return f"does not train: {presence.cannot}" if presence.cannot else "does not train"
     if presence.methods.get(method.name) != method.version:
         return f"lacks {method.name} version {method.version}"
     if link.up not in presence.codecs or link.down not in presence.codecs:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from fleet_core.link import counters
 from fleet_core.messages import Cost, Energy
 from fleet_core.power.book import EnergyBook, Work
 from fleet_core.power.meter import Figure, Meter
+from fleet_core.power.ticking import ticking
 
 
 class Accounts:
@@ -24,6 +25,12 @@ class Accounts:
         self._before: dict[str, float] = {}
         self._last: dict[str, Figure] = {}
         self.flops: float | None = None
+
+    @contextmanager
+    def metering(self) -> Iterator[None]:
+        """While it lasts, the meter is read every second."""
+        with ticking(self._book.settle) if self._book.metered else nullcontext():
+            yield
 
     def payload(self, kind: str, count: int) -> None:
         """``count`` bytes of a payload (``model_down``, ``update_up``, …) went over the radio."""

@@ -28,7 +28,9 @@ from edge_agent.training import LocalTraining, still_asked
 from edge_agent.uploader import Uploader
 from edge_agent.worker import Done, Trainer
 from fleet_core import messages, topics
+from fleet_core.board.fit import Limits
 from fleet_core.errors import FleetError, LinkError, MessageError, RoundError
+from fleet_core.layout import MODEL_GROUPS
 from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
 from fleet_core.messages import Answer, Down, Manifest, Presence, Question, ServerPresence
 from fleet_core.signing import Verifier
@@ -47,6 +49,7 @@ class Agent:
         trainer: Trainer | None,
         *,
         adapter: Trainer | None = None,
+        limits: Limits | None = None,
         boot: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
@@ -68,11 +71,12 @@ class Agent:
             unanswered=lambda number: self._reporter.unanswered(number),
         )
         trains = settings.train.enabled and trainer is not None
+        self._limits = limits or Limits(trains)
         self._reporter = Reporter(settings, self.boot, link, accounts, trains=trains, clock=clock, log=log)
         self._outbox = Outbox(self.name, self.boot, home, self._uploader, self._fetcher, self._reporter, log)
         self._graphs = Graphs(home, service, self._fetcher, lambda: self._announce())
         self._models = Models(home, service, log)
-        self._training = LocalTraining(settings, self.boot, home, service, accounts, trainer)
+        self._training = LocalTraining(settings, self.boot, home, service, accounts, trainer, self._limits)
         self._serving = Serving(
             service, self._models, self._fetcher, accounts, self._reporter, trainer, self.adapter,
             self._training.header, log,
@@ -348,7 +352,9 @@ class Agent:
 
     def _announce(self, *, again: bool = False) -> None:
         graph, pending = self.service.graph, self._outbox.pending
+        size = 0 if graph is None else graph.layout.parameters(MODEL_GROUPS)
         self._reporter.announce(
+            cannot=self._limits.refuses(size),
             layouts=() if graph is None else (graph.layout.hash,),
             base=self._models.base,
             trained=max(self.home.trained(), pending.round if pending else 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from fleet_core import schema
@@ -11,6 +12,8 @@ from fleet_core.algorithms.seam import Method
 from fleet_core.errors import ConfigError, MessageError
 from fleet_core.layout import Layout
 from fleet_core.messages import Manifest
+
+BATCHES = ("batch", "support_batch", "query_batch")
 
 
 def method_of(manifest: Manifest) -> Method:
@@ -28,6 +31,12 @@ def hyper_of(method: Method, values: Mapping[str, Any]) -> Any:
     if hyper is None:
         raise ConfigError("; ".join(map(str, problems)), where=method.name)
     return hyper
+
+
+def capped(hyper: Any, most: int | None) -> Any:
+    """``hyper`` with no batch of more than ``most`` samples, which is what the board has room for."""
+    known = {f.name: getattr(hyper, f.name) for f in fields(hyper) if f.name in BATCHES}
+    return hyper if most is None else replace(hyper, **{name: min(size, most) for name, size in known.items()})
 
 
 def wire(layout: Layout, method: Method) -> Layout:

@@ -89,9 +89,12 @@ class Reporter:
 
     # Presence ---------------------------------------------------------------------------------------------------------
 
-    def announce(self, *, layouts: tuple[str, ...], base: str, trained: int, again: bool = False) -> None:
+    def announce(
+        self, *, layouts: tuple[str, ...], base: str, trained: int, cannot: str = "", again: bool = False
+    ) -> None:
         """The whole presence, retained; ``unheard`` until the aggregator acknowledges it. layouts: hashes of the graphs
-        here. base: model id that this device holds. trained: the last round that its own training state knows."""
+        here. base: model id that this device holds. trained: the last round that its own training state knows. cannot:
+        why this board does not train the model, or empty."""
         if again:
             self._patience.again()
         else:
@@ -106,7 +109,8 @@ class Reporter:
             codecs=tuple(codecs.CODECS),
             layouts=layouts,
             ram=_ram_mib(),
-            train=self._trains,
+            train=self._trains and not cannot,
+            cannot=cannot[:200],
             base=base,
             trained=trained,
         )

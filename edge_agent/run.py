@@ -11,13 +11,15 @@ from pathlib import Path
 
 from edge_agent.accounts import Accounts
 from edge_agent.agent import Agent, will
+from edge_agent.board import limits_of, profile_of, sensor_of, watts_of
 from edge_agent.home import Home
 from edge_agent.service import Service
 from edge_agent.service import service_of as service_of
 from edge_agent.settings import Settings, settings_of
 from edge_agent.worker import Trainer, TrainerProcess
 from fleet_core import memory, runtime
-from fleet_core.errors import ConfigError, FleetError
+from fleet_core.board.fit import Limits
+from fleet_core.errors import FleetError
 from fleet_core.link.base import Will
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.link.reach import await_broker
@@ -40,11 +42,12 @@ def run(
     identity = settings.device
     link = MqttLink(identity.broker, client_id=f"{identity.fleet}-{identity.name}", will=Will(topic, payload))
     service = service_of(home, settings)
+    limits, accounts = limits_of(home, settings), Accounts(_meter(home, settings))
     agent = Agent(
-        settings, place, link, service, Accounts(_meter(home, settings)), _trainer(settings, log), boot=boot, log=log,
+        settings, place, link, service, accounts, _trainer(settings, limits, log), limits=limits, boot=boot, log=log,
     )
     _answer_as_before(service, log)
-    with _over_http(settings, service, log):
+    with accounts.metering(), _over_http(settings, service, log):
         link.open()
         try:
             await_broker(link, lambda: agent.step(TICK_S), identity.broker, stopped, connect_s)
@@ -90,21 +93,15 @@ def _answer_as_before(service: Service, log: Callable[[str], None]) -> None:
         log(note)
 
 
-def _trainer(settings: Settings, log: Callable[[str], None]) -> Trainer | None:
-    if importlib.util.find_spec("torch") is None:
-        if settings.train.enabled:
-            log('torch is not installed: this device serves and does not train (pip install "metafleet[train]")')
+def _trainer(settings: Settings, limits: Limits, log: Callable[[str], None]) -> Trainer | None:
+    if settings.train.enabled and not limits.train:
+        log(f"{limits.why}: this device serves and does not train ('edge-agent doctor' says more)")
         return None
-    return TrainerProcess(settings.train.threads)
+    return None if importlib.util.find_spec("torch") is None else TrainerProcess(settings.train.threads)
 
 
 def _meter(home: Path, settings: Settings) -> Meter | None:
-    power = settings.power
-    profile = None if power.profile is None else home / power.profile
-    if (power.idle_w is None) != (power.busy_w is None):
-        raise ConfigError("power needs both idle_w and busy_w, or neither", where=str(home / "device.toml"))
-    watts = None if power.idle_w is None or power.busy_w is None else (power.idle_w, power.busy_w)
-    return choose_meter(profile, watts)
+    return choose_meter(profile_of(home, settings), watts_of(home, settings), power=sensor_of(settings))
 
 
 def main(arguments: list[str]) -> None:

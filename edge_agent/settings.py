@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fleet_core import config
+from fleet_core.board.profile import SENSORS
 from fleet_core.errors import ConfigError
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
@@ -33,17 +34,29 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """enabled: take part in rounds (needs torch). threads: of the trainer."""
+    """enabled: take part in rounds (needs torch). threads: of the trainer. max_parameters, max_batch: of the largest
+    model and batch, in place of the board's limits."""
 
     enabled: bool = True
     threads: int = field(default=1, metadata={"min": 1, "max": 256})
+    max_parameters: int | None = field(default=None, metadata={"min": 1})
+    max_batch: int | None = field(default=None, metadata={"min": 1})
+
+
+@dataclass(frozen=True)
+class Board:
+    """profile: a board that ships, by name, or a file that ends in .toml, relative to the device's home."""
+
+    profile: str | None = None
 
 
 @dataclass(frozen=True)
 class Power:
-    """profile: a board's file. idle_w, busy_w: a meter's readings for this machine, in watts."""
+    """sensor, chip, rails: in place of the profile's. idle_w, busy_w: a meter's readings for this machine, in watts."""
 
-    profile: str | None = None
+    sensor: str | None = field(default=None, metadata={"choices": SENSORS})
+    chip: str | None = field(default=None, metadata={"max_length": 64})
+    rails: tuple[str, ...] = field(default=(), metadata={"max_length": 32})
     idle_w: float | None = field(default=None, metadata={"min": 0})
     busy_w: float | None = field(default=None, metadata={"min": 0})
 
@@ -86,6 +99,7 @@ class Settings:
     device: Identity
     data: Data = field(default_factory=Data)
     train: Training = field(default_factory=Training)
+    board: Board = field(default_factory=Board)
     power: Power = field(default_factory=Power)
     personalize: Personalize = field(default_factory=Personalize)
     serve: Serve = field(default_factory=Serve)

@@ -22,7 +22,7 @@ import torch
 from edge_agent import update
 from edge_agent.home import Home, state_key
 from edge_agent.local import LocalData
-from edge_agent.methods import hyper_of, method_of, wire
+from edge_agent.methods import capped, hyper_of, method_of, wire
 from edge_agent.slots import Slots
 from edge_agent.worker import Done, Job, parse_frame, write_frame
 from fleet_core import memory, schema, storage
@@ -126,7 +126,7 @@ class Order:
         if manifest is None:
             raise MessageError("; ".join(map(str, problems)))
         method = method_of(manifest)
-        hyper = hyper_of(method, manifest.method.hyper)
+        hyper = capped(hyper_of(method, manifest.method.hyper), header.get("max_batch"))
         layout, home = Layout.from_json(header["layout"]), Home(Path(header["home"]))
         seed = int(manifest.scalars.get("seed", 0)), manifest.round, zlib.crc32(header["device"].encode())
         data = LocalData(home.folder / header["samples"], layout.classes, **header["split"])

@@ -14,17 +14,21 @@ from edge_agent.service import Service
 from edge_agent.settings import Settings
 from edge_agent.worker import Done, Job, Trainer
 from fleet_core import cohort, schema
+from fleet_core.board.fit import Limits
+from fleet_core.layout import MODEL_GROUPS
 from fleet_core.messages import Manifest
 
 
 class LocalTraining:
-    """One round's training at a time. Without a trainer this device takes part in none."""
+    """One round's training at a time. Without a trainer, or beyond the board's limits, this device takes part in none.
+    """
 
     def __init__(
-        self, settings: Settings, life: str, home: Home, service: Service, accounts: Accounts, trainer: Trainer | None
+        self, settings: Settings, life: str, home: Home, service: Service, accounts: Accounts, trainer: Trainer | None,
+        limits: Limits,
     ):
         self._settings, self._life, self._home, self._service = settings, life, home, service
-        self._accounts, self._trainer = accounts, trainer
+        self._accounts, self._trainer, self._limits = accounts, trainer, limits
         self._name = settings.device.name
         self._seen: tuple[int, str, str] | None = None
         self._begun: Manifest | None = None
@@ -38,6 +42,7 @@ class LocalTraining:
             and not self._trainer.busy
             and self._seen != identity(manifest)
             and cohort.includes(manifest.cohort, manifest.round, self._name)
+            and not self._limits.refuses(self._service.layout.parameters(MODEL_GROUPS))
         )
 
     def forget(self) -> None:
@@ -62,6 +67,7 @@ class LocalTraining:
             "device": self._name,
             "home": str(self._home.folder),
             "samples": data.samples,
+            "max_batch": self._limits.max_batch,
             "split": {"train_fraction": data.train_fraction, "support_seconds": data.support_seconds},
         }
 

@@ -8,14 +8,18 @@ import os
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cloud_server.ledger import Device, Judgement, Ledger
+from export.graph import MIN_ONNXRUNTIME
+from fleet_core import bundle_files
+from fleet_core.data.samples import save
 from tests.brokers import NEEDS_MOSQUITTO, private_mosquitto
+from tests.bundles import bundle_of, samples
 from tests.desk import CLASSES, Program, closed_rounds, desk_in, device, edge_agent, found_fleet, write_samples
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +32,7 @@ class Torchless:
 
     bin: Path
     folder: Path  # an empty working directory: nothing is imported from the checkout
+    first: Path | None = None  # what lies there is imported before the environment's own
 
     def run(self, program: str, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """``program`` of this environment, run to its end."""
@@ -40,7 +45,8 @@ class Torchless:
     def environ(self) -> dict[str, str]:
         """For processes started here: this environment's programs first, and no path of another Python."""
         others = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        return others | {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
+        first = {} if self.first is None else {"PYTHONPATH": str(self.first)}
+        return others | first | {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +66,14 @@ def torchless(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Torchles
     python = str(environment / "bin" / "python")
     pip("--python", python, "install", "--constraint", str(ROOT / "requirements" / "constraints.txt"), str(wheel))
     return Torchless(environment / "bin", tmp_path_factory.mktemp("elsewhere"))
+
+
+@pytest.fixture(scope="session")
+def oldest(torchless: Torchless, tmp_path_factory: pytest.TempPathFactory) -> Torchless:
+    """The same with the least onnxruntime, which is also the boards'."""
+    folder = tmp_path_factory.mktemp("oldest")
+    pip("install", "--no-deps", "--target", str(folder), f"onnxruntime=={MIN_ONNXRUNTIME}")
+    return replace(torchless, first=folder)
 
 
 def pip(*arguments: str) -> None:
@@ -137,7 +151,7 @@ def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(torchles
 
         with Ledger(fleet.ledger_path, create=False) as ledger:
             server.until(lambda: {row.device for row in ledger.rows(Judgement, round=2)} == {"d0", "d1"})
-            assert ledger.rows(Device, name="d1")[0].cannot == "does not train"
+            assert ledger.rows(Device, name="d1")[0].cannot == "does not train: torch is not installed"
             assert [row.cohort for row in ledger.rounds("closed")] == [("d0",), ("d0",)]
         done = torchless.run(
             "metafleet", "predict", str(fleet.folder), "d1", str(tmp_path / "raw.npy"), "--json", *at
@@ -151,3 +165,49 @@ def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(torchles
     done = torchless.run("edge-agent", "predict", str(tmp_path / "raw.npy"), "--home", str(serves), "--json")
     assert json.loads(done.stdout) == answer
     assert "Traceback" not in server.text() + agent.text()
+
+
+# Bundles on a device --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", ["torchless", "oldest"])
+def test_a_device_installs_personalizes_and_answers_without_torch_under_the_oldest_and_the_newest_onnxruntime(
+    request: pytest.FixtureRequest, runtime: str, tmp_path: Path
+) -> None:
+    device_: Torchless = request.getfixturevalue(runtime)
+    np.save(tmp_path / "raw.npy", np.eye(3, 8, dtype=np.float32) * 3)
+    stepping = {"1", "10"}
+    cases = {"pfldyn-proto": ("proto", set[str]()), "pfldyn-maml": ("sgd", stepping),
+             "fedmeta-metasgd": ("meta-sgd", stepping)}  # fmt: skip
+    for method, (how, steps) in cases.items():
+        path, home = tmp_path / f"{method}.bundle", tmp_path / method
+        bundle_files.write(path, bundle_of(method, stored="fp16", int8=method == "pfldyn-proto"))
+        home.mkdir()
+        save(home / "samples.npz", samples())
+        done = device_.run("edge-agent", "install", str(path), "--home", str(home), "--json")
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        assert (told["passed"]["onnxruntime"] == MIN_ONNXRUNTIME) == (runtime == "oldest")
+        assert told["passed"]["steps"].keys() == steps
+        assert (told["passed"]["int8"] is not None) == (method == "pfldyn-proto")
+        assert told["personalized"]["how"] == how
+        done = device_.run("edge-agent", "predict", str(tmp_path / "raw.npy"), "--home", str(home), "--json")
+        answer = json.loads(done.stdout)
+        assert (answer["round"], answer["personalization"]) == (7, how), done.stderr
+
+
+def test_an_operator_without_torch_verifies_a_bundle_and_a_device_refuses_a_broken_one(
+    oldest: Torchless, tmp_path: Path
+) -> None:
+    bundle_files.write(tmp_path / "b", bundle_of("fedmeta-metasgd"))
+    done = oldest.run("metafleet", "bundle", "verify", str(tmp_path / "b"), "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["torch"], told["onnxruntime"]) == (False, MIN_ONNXRUNTIME)
+    broken = bundle_of("fedmeta-metasgd")
+    golden = {**broken.graph.golden, "adapt": broken.graph.golden["adapt"] + np.float32(0.01)}
+    bundle_files.write(tmp_path / "broken", replace(broken, graph=replace(broken.graph, golden=golden)))
+    done = oldest.run("edge-agent", "install", str(tmp_path / "broken"), "--home", str(tmp_path / "home"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "'adapt' does not give its golden outputs after 1 steps" in done.stderr
+    assert not (tmp_path / "home").exists()

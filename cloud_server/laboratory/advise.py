@@ -29,8 +29,8 @@ from cloud_server.laboratory.recordings import MAX_CLIENTS, MIN_SAMPLES, TRAIN_F
 from cloud_server.laboratory.trials import Trial
 from fleet_core import config, schema, storage
 from fleet_core.algorithms.methods import METHODS
+from fleet_core.board import known
 from fleet_core.errors import ConfigError
-from fleet_core.power import profile as profiles
 from fleet_core.power.model import BoardModel
 
 TRIED = ("local", "fedavg-meta", "p-avg-proto", "pfldyn-proto", "per-fedavg-fo", "fedrep")
@@ -217,9 +217,7 @@ class _Work:
             "budget_minutes": options.budget_minutes, "cohort": self._cohort,
         }
         if options.board is not None:
-            from cloud_server.laboratory.simulate import profile_path
-
-            facts["absent"] = dict(BoardModel(profiles.load(profile_path(options.board))).absent_terms)
+            facts["absent"] = dict(BoardModel(known.load(options.board)).absent_terms)
         one, named = federated(advice), self._found.samples.classes is not None
         model, rounds = self._models[one.model], max(advice.rounds, FLEET_ROUNDS)
         command = (f"metafleet init FLEET --data {options.data} --method {one.method} --model {model.name} "

@@ -29,9 +29,9 @@ from cloud_server.laboratory.store import Store, read_table
 from cloud_server.laboratory.work import Setting, device_of
 from cloud_server.laboratory.workload import Workload
 from fleet_core import schema, storage
+from fleet_core.board import known
 from fleet_core.errors import ConfigError, FleetError, RoundError
 from fleet_core.layout import Layout
-from fleet_core.power import profile as profiles
 
 ENGINES = ("local", "ray")
 LOOK_S = 0.2
@@ -160,25 +160,8 @@ def costs_of(experiment: Experiment) -> Costs:
         return Costs()
     from fleet_core.power.model import BoardModel
 
-    board = BoardModel(profiles.load(profile_path(experiment.board)))
+    board = BoardModel(known.load(experiment.board))
     return Costs(board.compute_j(1.0), board.radio_j(1), board.source)
-
-
-def profile_path(name: str) -> Path:
-    """A file, or a profile that ships with the package. Raises ConfigError."""
-    if name.endswith(".toml"):
-        return Path(name)
-    import importlib.resources
-
-    folder = Path(str(importlib.resources.files("firmware_profiles")))
-    known = {path.stem: path for path in folder.glob("*.toml")}
-    if name not in known:
-        near = schema.suggest(name, known)
-        raise ConfigError(
-            f"unknown board '{name}'" + (f" (did you mean '{near}'?)" if near else ""), where="board",
-            expected=f"one of {', '.join(sorted(known))}, or a file",
-        )
-    return known[name]
 
 
 def _check_joules(experiment: Experiment, layout: Layout, costs: Costs) -> None:

@@ -37,9 +37,15 @@ class EnergyBook:
     def __init__(self, meter: Meter | None):
         self._meter = meter
         self._joules: dict[str, float] = {}
+        self._unknown_s: dict[str, float] = {}
         self._open: list[str] = []
         self._lock = threading.Lock()
         self._stopped: str | None = None
+
+    @property
+    def metered(self) -> bool:
+        """Whether there is a meter at all."""
+        return self._meter is not None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Work]:
@@ -59,7 +65,8 @@ class EnergyBook:
                 self._count(name, work)
 
     def settle(self) -> None:
-        """Books the joules up to now. Call it at least every half hour: a counter that wraps twice misleads."""
+        """Books the joules up to now. Call it at least every half hour, as a counter that wraps twice misleads; every
+        second where the meter is a sensor of watts (``ticking``)."""
         with self._lock:
             if self._meter is None or self._stopped:
                 return
@@ -74,6 +81,9 @@ class EnergyBook:
             if spent.active_j is not None:
                 for name in phases:
                     self._add(name, spent.active_j / len(phases))
+            if spent.unknown_s:
+                for name in {*phases, "idle"}:
+                    self._unknown_s[name] = self._unknown_s.get(name, 0.0) + spent.unknown_s
 
     def figures(self) -> dict[str, Figure]:
         """{phase: Figure} of the phases that have one."""
@@ -85,7 +95,8 @@ class EnergyBook:
         with self._lock:
             if self._meter is None or not self._joules:
                 return None
-            return Figure(sum(self._joules.values()), self._meter.source, self._meter.measured, self._absent())
+            absent = (*self._absent(), *self._gap("idle"))  # idle time is all time
+            return Figure(sum(self._joules.values()), self._meter.source, self._meter.measured, absent)
 
     def take(self) -> dict[str, Figure]:
         """The figures since the last ``take``, for a report that is sent once; settles first."""
@@ -93,6 +104,7 @@ class EnergyBook:
         with self._lock:
             taken = {name: self._figure(name) for name in PHASES if name in self._joules}
             self._joules.clear()
+            self._unknown_s.clear()
             return taken
 
     def plain(self) -> dict[str, Any]:
@@ -101,13 +113,17 @@ class EnergyBook:
 
     def _figure(self, name: str) -> Figure:
         assert self._meter is not None
-        absent = self._absent(TERM_OF.get(name, "compute"))
+        absent = (*self._absent(TERM_OF.get(name, "compute")), *self._gap(name))
         return Figure(self._joules[name], self._meter.source, self._meter.measured, absent)
+
+    def _gap(self, name: str) -> tuple[str, ...]:
+        unknown_s = self._unknown_s.get(name)
+        return () if unknown_s is None else (f"gap: {unknown_s:.1f} s without readings are not in it",)
 
     def _absent(self, only: str | None = None) -> tuple[str, ...]:
         """Reasons of the absent terms, or of one term alone; and of a meter that stopped."""
         terms = self._meter.absent_terms if self._meter is not None else {}
-        reasons = [f"{term}: {reason}" for term, reason in terms.items() if only in (None, term)]
+        reasons = [f"{term}: {reason}" for term, reason in terms.items() if only in (None, term) or term == "board"]
         return (*reasons, f"meter: {self._stopped}") if self._stopped else tuple(reasons)
 
     def _count(self, name: str, work: Work) -> None:

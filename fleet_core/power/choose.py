@@ -6,53 +6,78 @@ import logging
 import math
 from pathlib import Path
 
+from fleet_core.board.profile import Power, Profile
 from fleet_core.errors import ConfigError, PowerError
-from fleet_core.power import profile as profiles
+from fleet_core.power import hwmon, ina3221, pmic
 from fleet_core.power.meter import Meter
 from fleet_core.power.model import BoardModel, WattsModel
 from fleet_core.power.rapl import ZONES, Rapl
+from fleet_core.power.sampled import Sampled
+from fleet_core.power.sensor import Sensor
 
 log = logging.getLogger(__name__)
 
 
 def choose_meter(
-    profile: Path | None = None, meter_watts: tuple[float, float] | None = None, root: Path = Path("/")
+    board: Profile | None = None,
+    meter_watts: tuple[float, float] | None = None,
+    root: Path = Path("/"),
+    power: Power | None = None,
 ) -> Meter | None:
-    """RAPL if it can be read; else the model of the user's watts or of the profile; else None, *not measured*.
+    """The sensor if it can be read; else the model of the user's watts or of the board; else None, *not measured*.
 
-    profile: a board's TOML file. A board that has no sensor of its own is modelled wherever it runs: the joules of
-        another machine's sensor are not the board's.
+    board: its sensor is the one; a board that has none is modelled wherever it runs, as the joules of another machine's
+        sensor are not the board's. Without a board it is RAPL.
     meter_watts: (idle, busy) of this machine, from the user; idle also tells a sensor's idle draw from its work.
     root: of the file system.
+    power: the user's own choice of a sensor, in place of the board's.
 
-    Raises ConfigError for a profile or watts that are wrong. A sensor that refuses is logged with what would help.
+    Raises ConfigError for watts that are wrong. A sensor that refuses is logged with what would help.
     """
     _check(meter_watts)
-    board = profiles.load(profile) if profile is not None else None
-    if board is None or board.power.sensor == "rapl":
-        sensor = _sensor(meter_watts[0] if meter_watts else _cited_idle_w(board), root)
-        if sensor is not None:
-            return sensor
+    wanted = power or (Power("rapl") if board is None else board.power)
+    idle_w = meter_watts[0] if meter_watts else wanted.idle_w if wanted.source else None
+    if wanted.sensor != "none":
+        meter = _metered(wanted, idle_w, root, asked=board is not None or power is not None)
+        if meter is not None:
+            return meter
     if meter_watts is not None:
         return WattsModel(*meter_watts, root=root)
     return _model(board) if board is not None else None
 
 
-def _cited_idle_w(board: profiles.Profile | None) -> float | None:
-    return board.power.idle_w if board is not None and board.power.source else None
+def sensor_of(power: Power, root: Path = Path("/")) -> Sensor:
+    """The sensor of watts that ``power`` names, read once. Raises PowerError, and for ``none`` and ``rapl``, which are
+    none."""
+    found = _sensor_of(power, root)
+    found.read()
+    return found
 
 
-def _sensor(idle_w: float | None, root: Path) -> Rapl | None:
-    if not (root / ZONES).is_dir():
+def _sensor_of(power: Power, root: Path) -> Sensor:
+    if power.sensor == "pmic":
+        return pmic.sensor(power.scale, power.offset_w, root, power.misses or "")
+    if power.sensor == "ina3221":
+        return ina3221.sensor(power.rails, root, power.misses or "")
+    if power.sensor == "hwmon" and power.chip:
+        return hwmon.meter(power.chip, power.rails, root, power.misses or "")
+    raise PowerError(f"'{power.sensor}' is no sensor of watts", expected="pmic, ina3221, or hwmon with a chip")
+
+
+def _metered(power: Power, idle_w: float | None, root: Path, *, asked: bool) -> Meter | None:
+    """None when the sensor does not read; said in the log, unless nobody ``asked`` for it and it is not there."""
+    if power.sensor == "rapl" and not (root / ZONES).is_dir() and not asked:
         return None
     try:
-        return Rapl(idle_w, root=root)
+        if power.sensor == "rapl":
+            return Rapl(idle_w, root=root)
+        return Sampled(sensor_of(power, root), idle_w, root=root)
     except PowerError as error:
-        log.warning("energy is not measured by RAPL: %s", error)
+        log.warning("energy is not measured by %s: %s", power.sensor.upper(), error)
         return None
 
 
-def _model(board: profiles.Profile) -> BoardModel | None:
+def _model(board: Profile) -> BoardModel | None:
     """None when no term of the board has a cited constant."""
     model = BoardModel(board)
     return model if set(model.absent_terms) < {"compute", "idle", "radio"} else None

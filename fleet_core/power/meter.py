@@ -15,11 +15,13 @@ TERMS = ("compute", "idle", "radio")
 class Interval:
     """Joules since the meter's last interval; None where it cannot tell.
 
-    active_j: above idle, of this process and its children. idle_j: of the device.
+    active_j: above idle, of this process and its children. idle_j: of the device. unknown_s: seconds of which the meter
+    has no readings: their joules are in neither.
     """
 
     active_j: float | None
     idle_j: float | None
+    unknown_s: float = 0.0
 
 
 class Meter(Protocol):

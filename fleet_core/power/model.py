@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from fleet_core.board.profile import Profile
 from fleet_core.power.cpu import machine_cpu_s, own_cpu_s
 from fleet_core.power.meter import Interval
-from fleet_core.power.profile import Profile
 from fleet_core.power.share import Share
 
 
@@ -115,6 +115,9 @@ class Watts:
 
     def advance_j(self, before_uj: Mapping[str, int], now_uj: Mapping[str, int]) -> float:
         return max(0, now_uj["machine"] - before_uj.get("machine", now_uj["machine"])) / 1e6
+
+    def unknown_s(self, before_uj: Mapping[str, int], now_uj: Mapping[str, int]) -> float:
+        return 0.0
 
     def alone(self) -> tuple[float, float]:
         """(joules above idle, idle joules) of this process alone, since some fixed moment."""

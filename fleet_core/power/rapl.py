@@ -64,6 +64,10 @@ class Packages:
         known = [p for p in self.all if p.name in before_uj and p.name in now_uj]
         return sum(p.advance_uj(before_uj[p.name], now_uj[p.name]) for p in known) / 1e6
 
+    def unknown_s(self, before_uj: Mapping[str, int], now_uj: Mapping[str, int]) -> float:
+        """0: the counters count all the time."""
+        return 0.0
+
 
 class Rapl:
     """Meter of one process's share of the processor packages.

@@ -35,14 +35,19 @@ class Counter(Protocol):
 
     def advance_j(self, before_uj: Mapping[str, int], now_uj: Mapping[str, int]) -> float: ...
 
+    def unknown_s(self, before_uj: Mapping[str, int], now_uj: Mapping[str, int]) -> float:
+        """Seconds from one reading to the next that ``advance_j`` leaves out."""
+
 
 @dataclass(frozen=True)
 class Member:
-    """A process that shares the counter: its CPU seconds when last settled, and joules not yet handed to it."""
+    """A process that shares the counter: its CPU seconds when last settled; joules, and seconds of which the counter
+    knows nothing, not yet handed to it."""
 
     cpu_s: float = field(metadata={"min": 0})
     active_j: float = field(default=0.0, metadata={"min": 0})
     idle_j: float = field(default=0.0, metadata={"min": 0})
+    unknown_s: float = field(default=0.0, metadata={"min": 0})
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class Share:
             members = {**account.members, key: Member(mine.cpu_s)}
             after = Account(account.energy_uj, account.machine_cpu_s, account.at_s, members)
             file.write(json.dumps(schema.plain(after)))
-        return Interval(mine.active_j, None if self._idle_w is None else mine.idle_j)
+        return Interval(mine.active_j, None if self._idle_w is None else mine.idle_j, mine.unknown_s)
 
     def _settled(self, before: Account | None) -> Account:
         """The account brought up to now: the joules since ``before`` shared out among its members that still run."""
@@ -104,12 +109,14 @@ class Share:
         spent_s = {k: max(0.0, cpu_s - before.members[k].cpu_s) for k, cpu_s in running.items() if cpu_s is not None}
         counted_j = self._counter.advance_j(before.energy_uj, now.energy_uj)
         idle_j = min(counted_j, (self._idle_w or 0.0) * (now.at_s - before.at_s))
+        unknown_s = self._counter.unknown_s(before.energy_uj, now.energy_uj)
         busy_s = max(now.machine_cpu_s - before.machine_cpu_s, sum(spent_s.values()))
         members = {
             key: Member(
                 cpu_s=before.members[key].cpu_s + cpu_s,
                 active_j=before.members[key].active_j + ((counted_j - idle_j) * cpu_s / busy_s if busy_s else 0.0),
                 idle_j=before.members[key].idle_j + idle_j / len(spent_s),
+                unknown_s=before.members[key].unknown_s + unknown_s,
             )
             for key, cpu_s in spent_s.items()
         }

@@ -1,0 +1,194 @@
+"""A board's data file: TOML in which every constant that a figure depends on names its source.
+
+What has no source that can be cited is left out of the file, and named as absent wherever a figure would need it.
+Mistakes are told all at once, as ``file:line: key: problem``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fleet_core import config, schema
+from fleet_core.errors import ConfigError
+from fleet_core.schema import Problem
+
+ARCHITECTURES = ("aarch64", "x86_64")
+NARROW = ("armv6", "armv7", "armhf", "armel", "i386", "i486", "i586", "i686")
+WHY_NOT_32_BIT = "is a 32-bit system, for which there is no torch and no onnxruntime wheel at any version"
+WIDE_HINT = "write the 64-bit image of the operating system to the board"
+SENSORS = ("none", "rapl", "pmic", "ina3221", "hwmon")
+FIRST_BOOT = ("cloud-init", "firstrun", "ssh", "none")
+TOTAL = "VDD_IN"
+TEXT, LINES = 500, 32
+VERSION = r"\d+(\.\d+){1,3}"
+PACKAGES = ("torch", "onnxruntime", "numpy")
+
+
+@dataclass(frozen=True)
+class Image:
+    """One operating system for the board. first_boot: how it takes its settings; ``ssh``: it must run already.
+    python: that comes with it."""
+
+    name: str = field(metadata={"max_length": 200})
+    first_boot: str = field(metadata={"choices": FIRST_BOOT})
+    python: str | None = field(default=None, metadata={"pattern": VERSION})
+    note: str | None = field(default=None, metadata={"max_length": TEXT})
+
+
+@dataclass(frozen=True)
+class Wheels:
+    """python: that the agent runs on. pins: {package: its version}. source: who found that these run here."""
+
+    python: str | None = field(default=None, metadata={"pattern": VERSION})
+    pins: Mapping[str, str] = field(default_factory=dict, metadata={"pattern": VERSION})
+    source: str | None = field(default=None, metadata={"max_length": TEXT})
+
+
+@dataclass(frozen=True)
+class Can:
+    """What the board is good for. train_parameters: of the largest model; train_batch: of the largest batch; both as
+    the memory allows where they are left out. source: why these."""
+
+    serve: bool = True
+    personalize: bool = True
+    train: bool = True
+    train_parameters: int | None = field(default=None, metadata={"min": 1, "max": 10**12})
+    train_batch: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
+    source: str | None = field(default=None, metadata={"max_length": TEXT})
+
+
+@dataclass(frozen=True)
+class Power:
+    """Watts of the whole board, at its input; sensor: what it can measure itself with.
+
+    chip: the ``name`` of a hwmon meter. rails: labels of the rails that make the total; none for the meter's own total.
+    scale, offset_w: from the sum of the rails to the input, as ``correction`` says. misses: what the sensor does not
+    see.
+    """
+
+    sensor: str = field(default="none", metadata={"choices": SENSORS})
+    chip: str | None = field(default=None, metadata={"max_length": 64})
+    rails: tuple[str, ...] = field(default=(), metadata={"max_length": LINES})
+    scale: float = field(default=1.0, metadata={"above": 0, "max": 100})
+    offset_w: float = field(default=0.0, metadata={"min": -1000, "max": 1000})
+    correction: str | None = field(default=None, metadata={"max_length": TEXT})
+    misses: str | None = field(default=None, metadata={"max_length": TEXT})
+    idle_w: float | None = field(default=None, metadata={"min": 0, "max": 100_000})
+    busy_w: float | None = field(default=None, metadata={"min": 0, "max": 100_000})
+    source: str | None = field(default=None, metadata={"max_length": TEXT})
+
+
+@dataclass(frozen=True)
+class Compute:
+    """effective_flop_per_s: reached in training small models, with all cores busy."""
+
+    effective_flop_per_s: float | None = field(default=None, metadata={"above": 0, "max": 1e18})
+    source: str | None = field(default=None, metadata={"max_length": TEXT})
+
+
+@dataclass(frozen=True)
+class Radio:
+    """j_per_byte: of a byte sent or received, above idle."""
+
+    j_per_byte: float | None = field(default=None, metadata={"min": 0, "max": 1})
+    source: str | None = field(default=None, metadata={"max_length": TEXT})
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One board. name: as on the command line. arch: as ``uname -m`` says. cores: where they are known. memory_mib: of
+    each variant, as it is sold. glibc: the least that its wheels need. tried: on which hardware, or that on none."""
+
+    name: str = field(metadata={"pattern": r"[a-z0-9][a-z0-9.\-]{0,63}"})
+    title: str = field(metadata={"max_length": 200})
+    arch: str = field(metadata={"choices": ARCHITECTURES})
+    soc: str | None = field(default=None, metadata={"max_length": 200})
+    cores: int | None = field(default=None, metadata={"min": 1, "max": 4096})
+    memory_mib: tuple[int, ...] = field(default=(), metadata={"min": 16, "max": 1 << 30, "max_length": LINES})
+    glibc: str | None = field(default=None, metadata={"pattern": VERSION})
+    tried: str = field(default="not said", metadata={"max_length": TEXT})
+    images: tuple[Image, ...] = field(default=(), metadata={"max_length": LINES})
+    wheels: Wheels = field(default_factory=Wheels)
+    can: Can = field(default_factory=Can)
+    power: Power = field(default_factory=Power)
+    compute: Compute = field(default_factory=Compute)
+    radio: Radio = field(default_factory=Radio)
+
+
+def load(path: Path) -> Profile:
+    """The profile in a file. Raises ConfigError that lists every mistake as ``file:line: key: problem``."""
+    text, where = config.text_of(path), str(path)
+    tables = config.tables(text, where)
+    profile, problems = schema.read(Profile, tables)
+    known = {problem.key for problem in problems}
+    narrow = [p for p in _narrow(tables) if p.key in known]  # in place of what the schema says of it
+    problems = [p for p in problems if p.key not in {n.key for n in narrow}]
+    problems += [*narrow, *(p for p in _contradictions(tables) if p.key not in known)]
+    if profile is None or problems:
+        lines = [(config.line_of(text, p.key), config.located(p, text, where)) for p in problems]
+        raise ConfigError("\n".join(line for _, line in sorted(lines)))
+    return profile
+
+
+def is_narrow(arch: str) -> bool:
+    """Whether ``arch``, as ``uname -m`` has it, is a 32-bit system."""
+    return arch.lower().startswith(NARROW) or arch.lower() == "arm"
+
+
+def require_64_bit(arch: str, where: str) -> None:
+    """Raises ConfigError, with the reason, for a 32-bit system: call it before anything is written."""
+    if is_narrow(arch):
+        raise ConfigError(f"'{arch[:40]}' {WHY_NOT_32_BIT}", where=where, expected=" or ".join(ARCHITECTURES),
+                          hint=WIDE_HINT)
+
+
+def _narrow(tables: Mapping[str, Any]) -> Iterator[Problem]:
+    arch = tables.get("arch")
+    if isinstance(arch, str) and is_narrow(arch):
+        yield Problem("arch", f"'{arch[:40]}' {WHY_NOT_32_BIT}: {WIDE_HINT}", "x86_64" if "86" in arch else "aarch64")
+
+
+def _contradictions(tables: Mapping[str, Any]) -> Iterator[Problem]:
+    """What the types cannot say, read off the tables themselves: the file may hold other mistakes as well."""
+    for table, figures, source in (
+        ("power", ("idle_w", "busy_w"), "source"), ("power", ("scale", "offset_w"), "correction"),
+        ("compute", ("effective_flop_per_s",), "source"), ("radio", ("j_per_byte",), "source"),
+        ("can", ("train_parameters", "train_batch"), "source"), ("wheels", ("pins",), "source"),
+    ):
+        yield from _unsourced(table, _table(tables, table), figures, source)
+    yield from _watts(_table(tables, "power"))
+    pins = _table(_table(tables, "wheels"), "pins")
+    for package in pins:
+        if package not in PACKAGES:
+            yield Problem(f"wheels.pins.{package}", "is no package that an agent needs",
+                          schema.suggest(str(package), PACKAGES))
+
+
+def _unsourced(name: str, table: Mapping[str, Any], figures: Sequence[str], source: str) -> Iterator[Problem]:
+    given = [figure for figure in figures if figure in table]
+    cited = table.get(source)
+    if given and (cited is None or (isinstance(cited, str) and not cited.strip())):
+        yield Problem(f"{name}.{given[0]}", f"has no source: add {source} = \"…\" (a document, or how it was measured) "
+                      "or leave the figure out")
+
+
+def _watts(power: Mapping[str, Any]) -> Iterator[Problem]:
+    idle_w, busy_w, sensor = power.get("idle_w"), power.get("busy_w"), power.get("sensor", "none")
+    rails = power.get("rails")
+    if isinstance(idle_w, (int, float)) and isinstance(busy_w, (int, float)) and busy_w < idle_w:
+        yield Problem("power.busy_w", f"{busy_w:g} is below idle_w, {idle_w:g}")
+    if sensor == "hwmon" and "chip" not in power:
+        yield Problem("power.sensor", "hwmon needs chip = \"…\": the meter's name, as /sys/class/hwmon/*/name has it")
+    if isinstance(rails, list) and TOTAL in rails and len(rails) > 1:
+        yield Problem("power.rails", f"{TOTAL} is the whole board already: name it alone, or the others without it")
+    for key in ("rails", "chip", "misses"):
+        if key in power and sensor in ("none", "rapl"):
+            yield Problem(f"power.{key}", f"says nothing with sensor = \"{sensor}\"")
+
+
+def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = tables.get(name)
+    return found if isinstance(found, Mapping) else {}
