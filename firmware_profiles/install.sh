@@ -108,7 +108,7 @@ fi
 put_program
 put_settings
 switch
-start
 for file in home/*; do erase "$file"; done
 sync
+start
 say "$VERSION is installed"

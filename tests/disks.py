@@ -26,7 +26,8 @@ def table(path: Path, size: int, lines: str) -> Path:
     return path
 
 
-def card(path: Path, *, boot_mib: int = 16, root_mib: int = 24, label: str = "dos", bits: int = 0) -> Path:
+def card(path: Path, *, boot_mib: int = 16, root_mib: int = 24, label: str = "dos", bits: int = 0,
+         folders: tuple[str, ...] = ("etc", "opt")) -> Path:
     """An image as boards have: FAT at 1 MiB with config.txt and cmdline.txt, then ext4."""
     fat_type, root_type = ("c", "83") if label == "dos" else ("EBD0A0A2-B9E5-4433-87C0-68B6B72699C7", "L")
     lines = (f"label: {label}", f"start=2048, size={boot_mib * 2048}, type={fat_type}",
@@ -35,8 +36,8 @@ def card(path: Path, *, boot_mib: int = 16, root_mib: int = 24, label: str = "do
     bits = bits or (16 if boot_mib < 40 else 32)
     call("mkfs.vfat", "--offset", "2048", "-F", bits, "-n", "bootfs", "-i", "FEDA0001", path, boot_mib * 1024)
     root = path.with_suffix(".tree")
-    (root / "opt").mkdir(parents=True)
-    (root / "etc").mkdir()
+    for folder in folders:
+        (root / folder).mkdir(parents=True)
     call("mke2fs", "-q", "-t", "ext4", "-L", "rootfs", "-d", root, "-E", f"offset={(boot_mib + 1) * MIB}", path,
          f"{root_mib}m")
     line = "console=serial0,115200 root=PARTUUID=1234-02 rootfstype=ext4 fsck.repair=yes rootwait quiet"
