@@ -1,4 +1,7 @@
-"""A private broker as a child process: mosquitto where it is installed, else the embedded amqtt, on loopback only.
+"""A private broker as a child process: mosquitto where it is installed, else the embedded amqtt.
+
+On loopback it admits anyone. Beyond it stands mosquitto with certificates (see ``mosquitto``), or, asked for by name,
+one that admits anyone who reaches it.
 
 The child is started through a shell that watches a pipe: when this process dies, by whatever cause, the pipe ends and
 the broker is told to end too. It has a session of its own, so that Ctrl-C reaches it last.
@@ -11,6 +14,7 @@ import importlib.util
 import ipaddress
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
+from cloud_server.mosquitto import Place, address
 from fleet_core.errors import ConfigError, LinkError
 from fleet_core.storage import write_atomic
 
@@ -68,6 +73,11 @@ class Broker:
     def alive(self) -> bool:
         return self.process.poll() is None
 
+    def reload(self) -> None:
+        """mosquitto reads its access lists and certificates again; who is connected stays."""
+        if self.alive() and self.kind == "mosquitto":
+            self.process.send_signal(signal.SIGHUP)
+
     def stop(self) -> None:
         """End the broker and wait for it; mosquitto saves its retained messages first."""
         if self.alive():
@@ -80,24 +90,53 @@ class Broker:
         _dismiss_watcher(self.process)
 
 
-def start_broker(folder: Path, *, port: int = 0, host: str = "127.0.0.1", embedded: bool | None = None) -> Broker:
+def start_broker(
+    folder: Path, *, port: int = 0, host: str = "127.0.0.1", embedded: bool | None = None, plain: bool = False
+) -> Broker:
     """Start a broker that keeps its files in ``folder`` and return when it accepts connections.
 
     Args:
         port: 0 takes a free one.
-        host: a loopback address; the broker admits anyone who reaches it.
+        host: a loopback address, for the broker admits anyone who reaches it; with ``plain`` any address.
         embedded: True takes amqtt in any case; None does so when METAFLEET_BROKER is ``embedded``.
 
     Raises ConfigError for a host that is not loopback, LinkError when the port is in use or no broker can be started.
     """
-    _check_loopback(host)
+    if not plain:
+        _check_loopback(host)
     if embedded is None:
         embedded = os.environ.get("METAFLEET_BROKER") == "embedded"
     folder.mkdir(parents=True, exist_ok=True)
     mosquitto = None if embedded else find_mosquitto()
     if mosquitto is None and importlib.util.find_spec("amqtt") is None:
         raise LinkError("neither mosquitto nor the embedded broker is installed", hint=install_command())
-    return _start(folder, host, _reserve(host, port), mosquitto)
+    port = _reserve(host, port)
+    if mosquitto is None:
+        command = [sys.executable, "-m", "cloud_server.amqtt_main", host, str(port)]
+    else:
+        command = [mosquitto, "-c", str(_write_config(folder, host, port))]
+    kind: Literal["mosquitto", "amqtt"] = "amqtt" if mosquitto is None else "mosquitto"
+    return _start(folder / "broker.log", command, kind, reachable(host), port, "mqtt")
+
+
+def start_secured(config: Path, place: Place) -> Broker:
+    """Start mosquitto with the configuration that was written for ``place``; its log is ``broker.log`` beside it.
+
+    Raises LinkError when mosquitto is not installed, when a port is in use or when it does not start.
+    """
+    program = find_mosquitto()
+    if program is None:
+        raise LinkError("only mosquitto takes certificates, and it is not installed", hint=install_command())
+    host = place.listen or "0.0.0.0"
+    for port in (place.port, place.enrolment_port):
+        _reserve(host, port)
+    return _start(config.with_name("broker.log"), [program, "-c", str(config)], "mosquitto", reachable(host),
+                  place.port, "mqtts")
+
+
+def reachable(host: str) -> str:
+    """The address at which this machine itself reaches what listens on ``host``."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
 def find_mosquitto() -> str | None:
@@ -113,18 +152,14 @@ def install_command() -> str:
     return "install mosquitto (https://mosquitto.org/download)"
 
 
-def _start(folder: Path, host: str, port: int, mosquitto: str | None) -> Broker:
-    if mosquitto is None:
-        command = [sys.executable, "-m", "cloud_server.amqtt_main", host, str(port)]
-    else:
-        command = [mosquitto, "-c", str(_write_config(folder, host, port))]
-    log = folder / "broker.log"
+def _start(
+    log: Path, command: list[str], kind: Literal["mosquitto", "amqtt"], host: str, port: int, scheme: str
+) -> Broker:
     with log.open("ab") as output:
         log_from = output.tell()
         process = _launch(command, output)
-    url = f"mqtt://[{host}]:{port}" if ":" in host else f"mqtt://{host}:{port}"
     hint = install_command() if find_mosquitto() is None else None
-    broker = Broker(url, "amqtt" if mosquitto is None else "mosquitto", hint, process)
+    broker = Broker(address(host, port, scheme), kind, hint, process)
     try:
         if not _accepts(broker, host, port):
             raise _failure(log, log_from)
@@ -199,7 +234,7 @@ def _check_loopback(host: str) -> None:
             "the private broker admits anyone and therefore stays on this machine",
             where=host,
             expected="a loopback address such as 127.0.0.1",
-            hint="name a broker that checks its clients with --broker mqtts://HOST",
+            hint="'metafleet server start --host' checks its clients, and so does one named with --broker mqtts://HOST",
         )
 
 

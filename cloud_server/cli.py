@@ -8,50 +8,37 @@ from typing import Annotated
 
 import typer
 
-from cloud_server import bundle_cli, catalog, enroll, lab_cli, outcome, predict, result, serve
+from cloud_server import bundle_cli, catalog, identity, lab_cli, outcome, predict, result
 from cloud_server import demo as demonstration
 from cloud_server.datasets import datasets_app
+from cloud_server.devices_cli import BROKER_OF, FLEET, JSON, PLAIN, address_of, devices_app, url_of
 from cloud_server.fleet import Fleet, FleetConfig
 from cloud_server.found import found
 from cloud_server.ledger import Ledger
 from cloud_server.live import snapshot
+from cloud_server.mosquitto import ENROLMENT_PORT, PORT, Place
 from cloud_server.profiles import profiles_app
 from cloud_server.report import render
 from cloud_server.starting import fleet_toml, samples_of
 from fleet_core import runtime, schema, storage, terminal, topics
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.errors import ConfigError
-from fleet_core.link.mqtt import parse_url
 
 app = terminal.application("Personalized federated learning on real edge devices.")
 server_app = typer.Typer(help="The aggregator.", no_args_is_help=True)
-devices_app = typer.Typer(help="The fleet's devices.", no_args_is_help=True)
 app.add_typer(server_app, name="server")
 app.add_typer(devices_app, name="devices")
 app.add_typer(datasets_app, name="datasets")
 app.add_typer(profiles_app, name="profiles")
 app.add_typer(bundle_cli.bundle_app, name="bundle")
 
-FLEET = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet's folder.")]
 DEFAULT_METHOD, DEFAULT_ROUNDS = "pfldyn-proto", 30
-JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-
-
-def _address(url: str | None) -> str | None:
-    if url is not None and url != serve.EMBEDDED:
-        parse_url(url)
-    return url
 
 
 BROKER = Annotated[
     str | None,
-    typer.Option(envvar="METAFLEET_BROKER", callback=_address,
-                 help="mqtt://host:port; none: a private mosquitto; 'embedded': a private amqtt."),
-]
-BROKER_OF = Annotated[
-    str | None,
-    typer.Option(envvar="METAFLEET_BROKER", callback=_address,
-                 help="mqtt://host:port; else fleet.toml's, else the private one on this machine."),
+    typer.Option(envvar="METAFLEET_BROKER", callback=address_of,
+                 help="mqtt(s)://host:port; none: a private mosquitto; 'embedded': a private amqtt."),
 ]
 
 
@@ -106,7 +93,7 @@ def init(
     for remark in made.remarks():
         runtime.say(remark)
     runtime.say(f"next: metafleet server start {fleet}, and for each device: metafleet devices enroll {fleet} NAME "
-                 "--to HOME, then edge-agent run --home HOME")
+                "--to HOME, then edge-agent run --home HOME; for devices elsewhere see docs/security.md")
 
 
 def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
@@ -124,15 +111,40 @@ def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
 def start(
     fleet: FLEET,
     broker: BROKER = None,
-    port: Annotated[int, typer.Option(help="Of the private broker.")] = serve.DEFAULT_PORT,
+    host: Annotated[str, typer.Option(help="Address of the private broker; beyond loopback it takes certificates.")]
+    = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of the private broker; default 1883, or 8883 "
+                                                                     "beyond loopback.")] = None,
+    plain: PLAIN = False,
     connect_s: Annotated[float, typer.Option(help="Leave when no broker answered for so long at the start.")] = 30.0,
     until_done: Annotated[bool, typer.Option("--until-done", help="Leave after the last round.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
 ) -> None:
     """Run the aggregator; a run that was stopped goes on."""
     Fleet.load(fleet).graph_bytes()  # what is wrong is said here
-    options = {"broker": broker, "port": port, "connect_s": connect_s, "until_done": until_done, "quiet": quiet}
+    options = {"broker": broker, "host": host, "port": port, "plain": plain, "connect_s": connect_s,
+               "until_done": until_done, "quiet": quiet}
     runtime.become("cloud_server.serve", str(fleet), json.dumps(options))
+
+
+@server_app.command("config")
+def server_config(
+    fleet: FLEET,
+    host: Annotated[list[str] | None, typer.Option(help="A name or address by which devices reach the broker, the one "
+                                                        "that they are told first; may be given again.")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = PORT,
+    enrolment_port: Annotated[int, typer.Option(min=1, max=65535, help="Where tokens are taken.")] = ENROLMENT_PORT,
+    at: Annotated[str, typer.Option(help="Folder in which the broker will find these files; default: this one.")] = "",
+) -> None:
+    """Write what a mosquitto needs to be this fleet's broker: configuration, access lists, certificates."""
+    made = Fleet.load(fleet)
+    with Ledger(made.ledger_path) as ledger:
+        identity.complete(made, ledger)
+        hosts = tuple(host) if host else identity.default_hosts(made.config.link.broker)
+        place = Place(hosts, port, enrolment_port, at=at)
+        path = identity.configure(made, ledger, place)
+    print(path)
+    runtime.say(f"devices find the broker at {place.url}; all that it needs is in {path.parent}, server.key is secret")
 
 
 @server_app.command("status")
@@ -197,65 +209,6 @@ def _ask(fleet: Path, key: str, value: str) -> None:
         ledger.ask(key, value)
 
 
-@devices_app.command("list")
-def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
-    """Every device that was ever seen."""
-    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
-        listed = ledger.devices()
-    if as_json:
-        return terminal.show([schema.plain(d) for d in listed])
-    rows = [(d.name, d.status, d.state, d.phase, d.version, "yes" if d.took_part else "no", d.cannot or "")
-            for d in listed]
-    terminal.table(rows, ("device", "status", "state", "phase", "version", "took part", "cannot"))
-
-
-@devices_app.command("show")
-def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
-    """One device: state, capabilities, costs."""
-    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
-        known = ledger.device(name)
-        if known is None:
-            near = schema.suggest(name, [d.name for d in ledger.devices()])
-            raise ConfigError(f"no device '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
-                              hint=f"metafleet devices list {fleet}")
-        facts = {**schema.plain(known), "volume": schema.plain(ledger.volume("device").get(name)),
-                 "energy": schema.plain(ledger.joules("device").get(name))}
-    if as_json:
-        return terminal.show(facts)
-    terminal.table([(key, value if isinstance(value, str) else json.dumps(value)) for key, value in facts.items()],
-                   ("what", "value"))
-
-
-@devices_app.command("enroll")
-def devices_enroll(
-    fleet: FLEET,
-    name: str,
-    to: Annotated[Path, typer.Option("--to", help="Folder that the agent will run in.")],
-    broker: BROKER_OF = None,
-) -> None:
-    """Let a device into the fleet, and write the folder that its agent starts from."""
-    made = Fleet.load(fleet)
-    path = enroll.device_folder(made, name, to, _url(broker, made))
-    _ask(fleet, f"enroll/{name}", "yes")
-    print(f"{path} written; put the device's samples beside it as samples.npz, then: edge-agent run --home {to}")
-
-
-def _url(broker: str | None, fleet: Fleet) -> str:
-    """Where devices find the broker: flag or environment, else the file, else the private one on this machine."""
-    named = broker or fleet.config.link.broker
-    return serve.DEFAULT_URL if named in (None, serve.EMBEDDED) else named
-
-
-@devices_app.command("revoke")
-def devices_revoke(fleet: FLEET, name: str) -> None:
-    """Take a device out; methods with duals start them again from zero."""
-    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
-        if ledger.device(name) is None:
-            raise ConfigError(f"no device '{name}'", hint=f"metafleet devices list {fleet}")
-        ledger.ask(f"revoke/{name}", "yes")
-    print(f"{name} leaves now")
-
-
 @app.command()
 def methods(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method in full.")] = None,
@@ -279,6 +232,7 @@ def predict_command(
     device: str,
     inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array or a file of samples.")],
     broker: BROKER_OF = None,
+    plain: PLAIN = False,
     timeout_s: Annotated[float, typer.Option(help="How long to wait for the answer.")] = 20.0,
     as_json: JSON = False,
 ) -> None:
@@ -288,7 +242,9 @@ def predict_command(
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
     x = read_inputs(inputs, made.config.model.input)
-    answer = predict.ask(made.config.fleet.name, device, x, _url(broker, made), timeout_s=timeout_s)
+    url = url_of(broker, made, plain)
+    tls = identity.tls_files(made, url, "operator")
+    answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls)
     if as_json:
         return terminal.show(schema.plain(answer))
     unknown = answer.unknown or (False,) * len(answer.labels)

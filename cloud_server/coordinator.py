@@ -9,6 +9,7 @@ What cannot be written is raised out of ``step`` as StateError and ends this coo
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
@@ -18,8 +19,9 @@ from cloud_server import disk, limits
 from cloud_server.books import Books
 from cloud_server.broadcast import Broadcast
 from cloud_server.checkpoint import Checkpoint, Checkpoints
+from cloud_server.enrolment import Enrolments
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Ledger
+from cloud_server.ledger import Invitation, Ledger
 from cloud_server.publisher import Publisher
 from cloud_server.reception import Reception
 from cloud_server.roster import Roster, inability
@@ -39,7 +41,8 @@ LOOK_S = 0.1  # between two looks over all devices
 
 
 class Coordinator:
-    """Drives one fleet over an open link. ``log`` receives one line at a time of what an operator may want to read."""
+    """Drives one fleet over an open link. ``log`` receives one line at a time of what an operator may want to read.
+    access_changed(): the broker has to read again who may do what."""
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
         log: Callable[[str], None] = lambda line: None,
+        access_changed: Callable[[], None] = lambda: None,
     ):
         self.fleet, self.link, self.ledger = fleet, link, ledger
         self.config, self.method, self.hyper = fleet.config, fleet.method, fleet.hyper
@@ -80,6 +84,10 @@ class Coordinator:
         self._roster = Roster(
             ledger, everyone=fleet.config.fleet.enrolment == "open",
             cannot=lambda presence: inability(presence, self.method, fleet.config.link), clock=clock, now=now, log=log,
+        )
+        self._enrolments = Enrolments(
+            fleet, ledger, link, admit=lambda name: self._roster.enroll(name, *self._state.history()),
+            changed=access_changed, now=now, log=log,
         )
         self._waiting = Waiting(self._roster, self._rounds, fleet.config.fleet.deadline_s, clock=clock, log=log)
         self._connected_at = clock()
@@ -186,6 +194,8 @@ class Coordinator:
                 self.ledger.set_facts(paused=value)
             elif what == "enroll":
                 self._roster.enroll(name, *self._state.history())
+            elif what == "invite":
+                self._enrolments.invite(Invitation(**json.loads(value)))
             elif what == "revoke":
                 self._revoke(name)
             else:
@@ -195,6 +205,7 @@ class Coordinator:
     def _revoke(self, name: str) -> None:
         """At once, so that a round does not wait for it; its dual is made up for before the next round."""
         self._roster.revoke(name)
+        self._enrolments.revoke(name)
         self._reception.drop(name)
 
     # Devices ----------------------------------------------------------------------------------------------------------
@@ -203,6 +214,8 @@ class Coordinator:
         address = topics.parse(self.name, topic)
         if address is None or not payload:
             return
+        if address.kind == "en":
+            return self._enrolments.on_request(address.key, payload)
         if not address.device:
             return self._publisher.heard(topic, payload)
         name = address.device

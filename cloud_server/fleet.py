@@ -2,6 +2,7 @@
 
     fleet.toml            what a person decides: method, rounds, model, link
     fleet.key, fleet.pub  the signing key (mode 0600) and the public key that agents are given
+    ca.key, ca.pem, …     certificates, and all that a broker needs in mosquitto/ (see ``identity``)
     graph.safetensors     graphs, layout and golden outputs, made once by ``metafleet init``
     weights.safetensors   the first weights
     ledger.sqlite         rounds, devices, updates, bytes, joules, accuracy
@@ -60,10 +61,15 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class LinkSection:
-    """broker: mqtt(s)://host:port, or none for a private one. up, down: codecs. chunk_bytes: of one publish.
-    max_update_norm: a larger update is refused."""
+    """broker: mqtt(s)://host:port, or none for a private one. enrolment: mqtts://host:port where tokens are taken, or
+    none for the port after the broker's. ca: PEM file of who vouches for the broker, beside fleet.toml; none for the
+    fleet's own authority, ``system`` for those that the system trusts. plain: mqtt:// may leave this machine.
+    up, down: codecs. chunk_bytes: of one publish. max_update_norm: a larger update is refused."""
 
     broker: str | None = None
+    enrolment: str | None = None
+    ca: str | None = None
+    plain: bool = False
     up: str = field(default="int8", metadata={"choices": tuple(codecs.CODECS)})
     down: str = field(default="int8", metadata={"choices": tuple(codecs.CODECS)})
     chunk_bytes: int = field(default=61440, metadata={"min": 1024, "max": 1 << 24})

@@ -1,10 +1,12 @@
-"""Makes a fleet's folder: fleet.toml, keys, graph, first weights and an empty ledger; again where it is incomplete."""
+"""Makes a fleet's folder: fleet.toml, keys, certificates, graph, first weights and an empty ledger; again where it is
+incomplete."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+from cloud_server import identity
 from cloud_server.fleet import Fleet, FleetConfig, method_of
 from cloud_server.ledger import Ledger
 from fleet_core import bundle, config, storage
@@ -41,6 +43,7 @@ def found(folder: Path, text: str | None, make: Make) -> Fleet:
         facts = {"name": settings.fleet.name, "method": made.method.name, "seed": str(settings.fleet.seed)}
         if ledger.facts() != facts:
             ledger.set_facts(**facts)
+        identity.complete(made, ledger)
     if text is not None and not path.exists():
         storage.write_atomic(path, text.encode())  # last: with it the folder is a fleet
     return made

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, TypeVar
 from fleet_core.errors import StateError
 from fleet_core.power.meter import WORKING
 
-VERSION = 1
+VERSION = 2
 APPLICATION = 0x4D464C47  # "MFLG" in the file's header: this SQLite file is a ledger
 BUSY_TIMEOUT_S = 10.0
 WITHOUT_SYNC = 1  # of PRAGMA synchronous: in a WAL, NORMAL waits for the disk at checkpoints only
@@ -69,6 +69,18 @@ CREATE TABLE judgements (
     confusion TEXT NOT NULL, accuracy REAL NOT NULL, macro_f1 REAL NOT NULL, new INTEGER NOT NULL,
     PRIMARY KEY (round, device, stage));
 """
+
+ADDED = {
+    2: """
+CREATE TABLE invitations (
+    id TEXT PRIMARY KEY, device TEXT NOT NULL, public TEXT NOT NULL, made_at REAL NOT NULL, expires_at REAL NOT NULL,
+    spent_at REAL);
+CREATE TABLE certificates (
+    serial TEXT PRIMARY KEY, device TEXT NOT NULL, token TEXT NOT NULL, public TEXT NOT NULL, certificate TEXT NOT NULL,
+    issued_at REAL NOT NULL, expires_at REAL NOT NULL, revoked_at REAL);
+""",
+}
+"""What each version added to those before it."""
 
 Confusion = tuple[tuple[int, ...], ...]
 """[N, N] counts: row = true class, column = answered class."""
@@ -123,6 +135,38 @@ class Device(Row):
     cannot: str | None = None
     took_part: bool = False
     new: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invitation(Row):
+    """A token as the aggregator knows it: no secret. public: its key's public half. spent_at: it was used, or its
+    device was revoked."""
+
+    table = "invitations"
+    key = ("id",)
+    id: str
+    device: str
+    public: str
+    made_at: float
+    expires_at: float
+    spent_at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate(Row):
+    """A certificate that was issued. serial: in hex. token: the id of the one that it was given for. public: the
+    device's public key."""
+
+    table = "certificates"
+    key = ("serial",)
+    serial: str
+    device: str
+    token: str
+    public: str
+    certificate: str
+    issued_at: float
+    expires_at: float
+    revoked_at: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -463,10 +507,13 @@ class Ledger:
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.execute("PRAGMA foreign_keys = ON")
         with self.transaction():
-            if self._pragma("user_version") == 0:
-                for statement in filter(str.strip, SCHEMA.split(";")):
+            found = self._pragma("user_version")
+            for added in range(found, VERSION):
+                for statement in filter(str.strip, ADDED.get(added + 1, SCHEMA).split(";")):
                     self._db.execute(statement)
+            if not found:
                 self._db.execute(f"PRAGMA application_id = {APPLICATION}")
+            if found < VERSION:
                 self._db.execute(f"PRAGMA user_version = {VERSION}")
 
     def _pragma(self, name: str) -> int:

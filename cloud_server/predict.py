@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cloud_server.identity import TlsFiles
 from fleet_core import messages, topics
 from fleet_core.errors import LinkError, RoundError
 from fleet_core.link.base import Connected, Disconnected, Message
@@ -16,9 +17,11 @@ from fleet_core.link.mqtt import MqttLink
 from fleet_core.messages import Answer, Question
 
 
-def ask(fleet: str, device: str, x: np.ndarray[Any, Any], url: str, *, timeout_s: float = 20.0) -> Answer:
+def ask(
+    fleet: str, device: str, x: np.ndarray[Any, Any], url: str, *, timeout_s: float = 20.0, tls: TlsFiles | None = None
+) -> Answer:
     """Raises LinkError when no broker or device answers in time, RoundError with the device's own reason."""
-    link = MqttLink(url, client_id=f"{fleet}-ask-{secrets.token_hex(4)}")
+    link = MqttLink(url, client_id=f"{fleet}-ask-{secrets.token_hex(4)}", **(tls or {}))
     question_id = secrets.token_hex(8)
     little = np.ascontiguousarray(x, dtype=x.dtype.newbyteorder("<"))
     question = Question(x.shape, str(x.dtype), base64.b64encode(little.tobytes()).decode())

@@ -8,20 +8,22 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from cloud_server import disk
+from cloud_server import disk, identity
 from cloud_server.aggregator import Aggregator
-from cloud_server.broker import Broker, start_broker
+from cloud_server.broker import Broker, start_broker, start_secured
 from cloud_server.coordinator import Coordinator, will
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Ledger
 from cloud_server.live import LiveView, snapshot
-from fleet_core import memory, runtime
-from fleet_core.errors import LinkError, StateError
+from cloud_server.mosquitto import Place
+from fleet_core import memory, runtime, storage
+from fleet_core.errors import ConfigError, LinkError, StateError
 from fleet_core.link.base import Will
-from fleet_core.link.mqtt import MqttLink
+from fleet_core.link.mqtt import MqttLink, check_plain, is_loopback
 from fleet_core.link.reach import await_broker
 
 TICK_S = 0.2
@@ -30,6 +32,7 @@ VIEW_S = 1.0
 DEFAULT_PORT = 1883
 DEFAULT_URL = f"mqtt://127.0.0.1:{DEFAULT_PORT}"
 EMBEDDED = "embedded"
+STARTED = "secured-url"
 
 
 @contextlib.contextmanager
@@ -47,6 +50,52 @@ def broker_at(url: str | None, folder: Path, *, port: int, log: Callable[[str], 
         yield broker.url
     finally:
         broker.stop()
+
+
+@contextlib.contextmanager
+def private_broker(
+    fleet: Fleet, host: str, port: int | None, *, plain: bool, embedded: bool, log: Callable[[str], None]
+) -> Iterator[Broker]:
+    """A private broker that lives as long as this context: plain MQTT on loopback, mutual TLS at any other address
+    unless ``plain`` says otherwise. Raises ConfigError, LinkError."""
+    folder = fleet.folder / "broker"
+    (folder / STARTED).unlink(missing_ok=True)
+    if plain or is_loopback(host):
+        broker = start_broker(folder, port=DEFAULT_PORT if port is None else port, host=host, embedded=embedded or None,
+                              plain=plain)
+    elif embedded:
+        raise ConfigError("the embedded broker takes no certificates", where=host, expected="a loopback address")
+    else:
+        with Ledger(fleet.ledger_path) as ledger:
+            identity.complete(fleet, ledger)
+            place = _place(fleet, host, port)
+            broker = start_secured(identity.configure(fleet, ledger, place), place)
+        storage.write_atomic(folder / STARTED, broker.url.encode())
+        log(f"devices find it at {place.url}: metafleet devices enroll {fleet.folder} NAME")
+    tell_broker(broker, log)
+    try:
+        yield broker
+    finally:
+        broker.stop()
+
+
+def private_url(fleet: Fleet) -> str:
+    """Where the private broker is on this machine, as it was started last."""
+    path = fleet.folder / "broker" / STARTED
+    return storage.read_bytes(path, limit=1024).decode() if path.exists() else DEFAULT_URL
+
+
+def _place(fleet: Fleet, host: str, port: int | None) -> Place:
+    """What the broker's folder was written for, or for this address and port where they are others."""
+    place = identity.placed(fleet.folder) or Place(identity.default_hosts(fleet.config.link.broker))
+    listen = "" if host in ("0.0.0.0", "::") else host
+    if listen and listen not in place.hosts:
+        place = replace(place, hosts=(listen, *place.hosts))
+    if port == 0:
+        raise ConfigError("devices keep the broker's port", where="--port 0", expected="one that stays the same")
+    if port is not None and port != place.port:
+        place = replace(place, port=port, enrolment_port=port + 1)
+    return replace(place, listen=listen, at="")
 
 
 def check_broker(url: str, *, timeout_s: float = 5.0) -> None:
@@ -75,6 +124,7 @@ def serve(
     until_done: bool = False,
     quiet: bool = False,
     connect_s: float,
+    access_changed: Callable[[], None] = lambda: None,
 ) -> None:
     """Drives the fleet until ``stopped``, or until all rounds are closed. Raises LinkError when no broker answers, and
     StateError for a disk that cannot be written at the start and for a file that is damaged."""
@@ -86,7 +136,8 @@ def serve(
         )
         with contextlib.nullcontext() if quiet else view:
             say = disk.undisturbed(log if quiet else view.say)
-            aggregator = Aggregator(partial(_life, fleet, ledger, url, say), ledger, fleet.folder / "state", log=say)
+            life = partial(_life, fleet, ledger, url, say, access_changed)
+            aggregator = Aggregator(life, ledger, fleet.folder / "state", log=say)
             try:
                 _await_broker(aggregator, url, stopped, connect_s)
                 _drive(aggregator, None if quiet else view, stopped, until_done, say)
@@ -94,13 +145,16 @@ def serve(
                 aggregator.close()
 
 
-def _life(fleet: Fleet, ledger: Ledger, url: str, log: Callable[[str], None]) -> Coordinator:
+def _life(
+    fleet: Fleet, ledger: Ledger, url: str, log: Callable[[str], None], access_changed: Callable[[], None]
+) -> Coordinator:
     boot = secrets.token_hex(8)
     topic, payload = will(fleet.config.fleet.name, boot)
     link = MqttLink(
-        url, client_id=f"{fleet.config.fleet.name}-aggregator", will=Will(topic, payload), max_queued=MAX_QUEUED
+        url, client_id=f"{fleet.config.fleet.name}-aggregator", will=Will(topic, payload), max_queued=MAX_QUEUED,
+        **identity.tls_files(fleet, url),
     )
-    return Coordinator(fleet, link, ledger, boot=boot, log=log)
+    return Coordinator(fleet, link, ledger, boot=boot, log=log, access_changed=access_changed)
 
 
 def _await_broker(aggregator: Aggregator, url: str, stopped: Callable[[], bool], connect_s: float) -> None:
@@ -139,16 +193,28 @@ def _drive(
 
 
 def start(
-    folder: Path, *, broker: str | None, port: int, connect_s: float, until_done: bool, quiet: bool
+    folder: Path, *, broker: str | None, host: str, port: int | None, plain: bool, connect_s: float, until_done: bool,
+    quiet: bool,
 ) -> None:
     """``metafleet server start``: a broker, if none is named, and the aggregator, until a signal ends them."""
     memory.keep_freed()
     made = Fleet.load(folder)
-    with (
-        runtime.until_signal() as stopped,
-        broker_at(broker or made.config.link.broker, folder / "broker", port=port, log=runtime.say) as url,
-    ):
-        serve(made, url, stopped=stopped, log=runtime.say, until_done=until_done, quiet=quiet, connect_s=connect_s)
+    named = broker or made.config.link.broker
+    drive = partial(serve, made, log=runtime.say, until_done=until_done, quiet=quiet, connect_s=connect_s)
+    with runtime.until_signal() as stopped:
+        if named is not None and named != EMBEDDED:
+            check_plain(named, plain or made.config.link.plain)
+            return drive(url=named, stopped=stopped, access_changed=lambda: _tell_access(made))
+        with private_broker(
+            made, host, port, plain=plain, embedded=named == EMBEDDED, log=runtime.say
+        ) as own:
+            drive(url=own.url, stopped=stopped, access_changed=own.reload)
+
+
+def _tell_access(fleet: Fleet) -> None:
+    if identity.placed(fleet.folder) is not None:
+        runtime.say(f"hint: {fleet.folder / 'mosquitto'} says who may do what at the broker, and has changed: copy acl "
+                    "and crl.pem to it, and let it read them again (mosquitto: SIGHUP)")
 
 
 if __name__ == "__main__":

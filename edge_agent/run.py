@@ -13,9 +13,11 @@ from edge_agent.accounts import Accounts
 from edge_agent.agent import Agent, will
 from edge_agent.board import limits_of, profile_of, sensor_of, watts_of
 from edge_agent.home import Home
+from edge_agent.reach import tls_files
 from edge_agent.service import Service
 from edge_agent.service import service_of as service_of
 from edge_agent.settings import Settings, settings_of
+from edge_agent.watchdog import Watchdog
 from edge_agent.worker import Trainer, TrainerProcess
 from fleet_core import memory, runtime
 from fleet_core.board.fit import Limits
@@ -27,10 +29,12 @@ from fleet_core.power.choose import choose_meter
 from fleet_core.power.meter import Meter
 
 TICK_S = 0.5
+PLAIN = "--plain"
 
 
 def run(
-    home: Path, settings: Settings, *, stopped: Callable[[], bool], log: Callable[[str], None], connect_s: float
+    home: Path, settings: Settings, *, stopped: Callable[[], bool], log: Callable[[str], None], connect_s: float,
+    plain: bool = False,
 ) -> None:
     """Runs until ``stopped``. Raises LinkError when no broker answered within ``connect_s`` seconds of the start."""
     memory.keep_freed()
@@ -40,7 +44,10 @@ def run(
     boot = secrets.token_hex(8)
     topic, payload = will(settings, boot)
     identity = settings.device
-    link = MqttLink(identity.broker, client_id=f"{identity.fleet}-{identity.name}", will=Will(topic, payload))
+    link = MqttLink(
+        identity.broker, client_id=f"{identity.fleet}-{identity.name}", will=Will(topic, payload),
+        **tls_files(home, settings, plain=plain),
+    )
     service = service_of(home, settings)
     limits, accounts = limits_of(home, settings), Accounts(_meter(home, settings))
     agent = Agent(
@@ -105,11 +112,15 @@ def _meter(home: Path, settings: Settings) -> Meter | None:
 
 
 def main(arguments: list[str]) -> None:
-    """``--home HOME CONNECT_S [BROKER]``: the agent as ``edge-agent run`` leaves it."""
-    _, home, connect_s, *broker = arguments
+    """``--home HOME CONNECT_S [--plain] [BROKER]``: the agent as ``edge-agent run`` leaves it."""
+    _, home, connect_s, *rest = arguments
+    plain, broker = PLAIN in rest, [argument for argument in rest if argument != PLAIN]
     with runtime.until_signal() as stopped:
         settings = settings_of(Path(home), *broker)
-        run(Path(home), settings, stopped=stopped, log=runtime.say, connect_s=float(connect_s))
+        watchdog = Watchdog()
+        watchdog.ready()
+        run(Path(home), settings, stopped=watchdog.watching(stopped), log=runtime.say, connect_s=float(connect_s),
+            plain=plain)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,24 @@ NAME = r"[A-Za-z0-9_-]{1,64}"
 
 @dataclass(frozen=True)
 class Identity:
-    """name: of the device. fleet: that it belongs to. broker: mqtt://host:port. key: the fleet's public key, in hex."""
+    """name: of the device. fleet: that it belongs to. broker: mqtt(s)://host:port. key: the fleet's public key, in hex.
+    plain: mqtt:// may leave this machine."""
 
     name: str = field(metadata={"pattern": NAME})
     fleet: str = field(metadata={"pattern": NAME})
     key: str = field(metadata={"pattern": r"[0-9a-f]{64}"})
     broker: str = "mqtt://127.0.0.1:1883"
+    plain: bool = False
+
+
+@dataclass(frozen=True)
+class Tls:
+    """PEM files, relative to the device's home, for an mqtts:// broker. ca: whose word is taken for the broker; none
+    for those that the system trusts. certificate, key: by which the broker knows this device."""
+
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,7 @@ class Settings:
     power: Power = field(default_factory=Power)
     personalize: Personalize = field(default_factory=Personalize)
     serve: Serve = field(default_factory=Serve)
+    tls: Tls = field(default_factory=Tls)
 
     def listening(self, host: str, port: int) -> Settings:
         """The same, with answers over HTTP at ``host`` and ``port``."""

@@ -277,6 +277,24 @@ class Down:
 
 
 @dataclass(frozen=True)
+class EnrolRequest:
+    """A token's bearer asks for the certificate of its device. csr: a signing request, DER in base64. signature: of the
+    token's key over ``token.signed``, DER in base64."""
+
+    csr: str = field(metadata={"max_length": 4096})
+    signature: str = field(metadata={"max_length": 256})
+
+
+@dataclass(frozen=True)
+class EnrolAnswer:
+    """certificate: the device's own, DER in base64; it needs no other proof than its issuer's signature. refused: why
+    there is none."""
+
+    certificate: str = field(default="", metadata={"max_length": 8192})
+    refused: str = field(default="", metadata={"max_length": 500})
+
+
+@dataclass(frozen=True)
 class ServerPresence:
     """The aggregator's presence: on or off, and an epoch that changes at every start."""
 

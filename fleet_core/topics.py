@@ -8,6 +8,7 @@
     fl1/{fleet}/a/{device}/dn                aggregator to device: need, done, reject, counted
     fl1/{fleet}/a/{device}/q/{id}, an/{id}   a prediction asked for, and its answer
     fl1/{fleet}/srv                          the aggregator's presence, retained, with last will
+    fl1/{fleet}/en/{token}/req, ans          enrolment: a signing request, and the certificate
 """
 
 from __future__ import annotations
@@ -78,9 +79,18 @@ def answer(fleet: str, device: str, question_id: str) -> str:
     return f"{ROOT}/{fleet}/a/{device}/an/{question_id}"
 
 
+def enrolment_request(fleet: str, token: str) -> str:
+    return f"{ROOT}/{fleet}/en/{token}/req"
+
+
+def enrolment_answer(fleet: str, token: str) -> str:
+    return f"{ROOT}/{fleet}/en/{token}/ans"
+
+
 def from_devices(fleet: str) -> tuple[str, ...]:
     """Filters of everything that devices send to the aggregator."""
-    return (f"{ROOT}/{fleet}/a/+/st", f"{ROOT}/{fleet}/a/+/rep", f"{ROOT}/{fleet}/a/+/up/+/+")
+    device = f"{ROOT}/{fleet}/a/+"
+    return (f"{device}/st", f"{device}/rep", f"{device}/up/+/+", enrolment_request(fleet, "+"))
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,8 @@ def parse(fleet: str, topic: str) -> Address | None:
             return Address("cur")
         case ["srv"]:
             return Address("srv")
+        case ["en", token, ("req" | "ans") as part] if NAME.fullmatch(token):
+            return Address("en", key=token, part=part)
         case ["b", blob_id, _, k]:
             return Address("b", key=blob_id, part=k)
         case ["a", device, ("st" | "rep" | "dn") as kind] if NAME.fullmatch(device):

@@ -414,10 +414,11 @@ def test_init_makes_a_fleet_once_and_again_only_what_is_missing(run: Run, data: 
     fleet = tmp_path / "fleet"
     assert run("metafleet", "init", fleet, "--data", data, "--rounds", 2).code == 0
     made = contents(fleet)
-    assert set(made) == {
+    certified = {f"{name}.{kind}" for name in ("ca", "tokens-ca", "aggregator", "operator") for kind in ("key", "pem")}
+    assert {name for name in made if not name.startswith("mosquitto/")} == certified | {
         "fleet.toml", "fleet.key", "fleet.pub", "graph.safetensors", "weights.safetensors", "ledger.sqlite"
     }
-    assert (fleet / "fleet.key").stat().st_mode & 0o077 == 0
+    assert all(path.stat().st_mode & 0o077 == 0 for path in fleet.rglob("*.key"))
     assert run("metafleet", "init", fleet).code == 0
     assert contents(fleet) == made
     (fleet / "graph.safetensors").unlink()
@@ -506,10 +507,21 @@ def test_a_home_that_is_another_devices_is_refused(run: Run, place: Path, data: 
 def test_enrolling_again_changes_the_broker_and_keeps_what_a_person_wrote(run: Run, place: Path) -> None:
     path = place / "d0" / "device.toml"
     path.write_text(path.read_text() + "\n[power]\nidle_w = 3.1\nbusy_w = 6.1\n")
-    ran = run("metafleet", "devices", "enroll", place / "fleet", "d0", "--to", place / "d0", "--broker", "mqtt://pi")
+    ran = run("metafleet", "devices", "enroll", place / "fleet", "d0", "--to", place / "d0", "--broker", "mqtt://[::1]")
     assert ran.code == 0
     settings = settings_of(place / "d0")
-    assert (settings.device.broker, settings.power.busy_w) == ("mqtt://pi", 6.1)
+    assert (settings.device.broker, settings.power.busy_w) == ("mqtt://[::1]", 6.1)
+
+
+def test_plain_mqtt_to_another_machine_is_asked_for_by_name(run: Run, place: Path) -> None:
+    enroll = ("metafleet", "devices", "enroll", place / "fleet", "d0", "--to", place / "d0", "--broker", "mqtt://pi")
+    before = contents(place)
+    refused(run(*enroll), 2, "mqtt://pi: is plain MQTT that leaves this machine", "--plain")
+    refused(run("metafleet", "server", "start", place / "fleet", "--broker", "mqtt://pi"), 2, "is plain MQTT")
+    refused(run("edge-agent", "run", "--home", place / "d0", "--broker", "mqtt://pi"), 2, "is plain MQTT")
+    assert contents(place) == before
+    assert run(*enroll, "--plain").code == 0
+    assert settings_of(place / "d0").device.plain
 
 
 def test_the_broker_of_a_flag_goes_before_the_environments_and_that_before_the_files(
@@ -517,7 +529,7 @@ def test_the_broker_of_a_flag_goes_before_the_environments_and_that_before_the_f
 ) -> None:
     path = place / "fleet" / "fleet.toml"
     path.write_text(path.read_text().replace("[link]\n", '[link]\nbroker = "mqtt://file"\n'))
-    command = ("metafleet", "devices", "enroll", place / "fleet", "d0", "--to", place / "d0")
+    command = ("metafleet", "devices", "enroll", place / "fleet", "d0", "--to", place / "d0", "--plain")
 
     def broker(*flags: str) -> str:
         assert run(*command, *flags).code == 0

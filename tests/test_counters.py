@@ -236,7 +236,8 @@ def test_the_ledger_says_what_passed_each_devices_wire(desk: Desk) -> None:
     with star_with_broker(desk, 2) as (star, _):
         fleet = two_devices(desk.folder, star)
         server = desk.start(*star.command(
-            *metafleet("server", "start", fleet.folder, "--quiet", "--broker", f"mqtt://{star.wires[0].hub}:1883")
+            *metafleet("server", "start", fleet.folder, "--quiet", "--plain", "--broker",
+                       f"mqtt://{star.wires[0].hub}:1883")
         ))
         for k, wire in enumerate(star.wires):
             desk.start(*wire.command(*edge_agent("run", "--home", desk.folder / f"d{k}")))

@@ -6,6 +6,7 @@ An exception inside a session ends the connection with its text as the reason, a
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import random
 import selectors
@@ -246,6 +247,26 @@ def parse_url(url: str) -> Address:
     return Address(host, port or PORTS[scheme], scheme == "mqtts")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is this machine itself; of names only ``localhost`` is known to be."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_plain(url: str, allowed: bool) -> str:
+    """``url`` itself. Raises ConfigError for plain MQTT that leaves this machine, unless it is ``allowed`` by name."""
+    address = parse_url(url)
+    if not (address.tls or allowed or is_loopback(address.host)):
+        raise ConfigError(
+            "is plain MQTT that leaves this machine: whoever is in between reads and writes it", where=url,
+            expected="mqtts://host[:port]",
+            hint="in a network that you trust ask for it by name: --plain, or plain = true beside the broker",
+        )
+    return url
+
+
 def _tls_context(address: Address, ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
     if not address.tls:
         if ca or cert or key:
@@ -254,7 +275,8 @@ def _tls_context(address: Address, ca: Path | None, cert: Path | None, key: Path
     if (cert is None) != (key is None):
         raise ConfigError("a client certificate needs its key, and a key its certificate", where=str(cert or key))
     try:
-        context = ssl.create_default_context(cafile=ca)
+        context = ssl.create_default_context(cafile=ca)  # with a file, that one's authorities and no others
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
         if cert is not None:
             context.load_cert_chain(cert, key)
     except OSError as error:

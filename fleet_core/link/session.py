@@ -33,6 +33,13 @@ UNSUPPORTED_VERSION = 0x84
 SKIPPED_S = 10.0  # a publish that is this much older than one that was acknowledged is given up
 FAREWELL_S = 1.0  # for the broker to hang up after DISCONNECT
 NO_RETAINED = "no retained messages"
+ALERTS = {
+    "ALERT_CERTIFICATE_REVOKED": "it is revoked",
+    "ALERT_CERTIFICATE_EXPIRED": "it has expired",
+    "ALERT_UNKNOWN_CA": "another authority signed it",
+    "ALERT_CERTIFICATE_REQUIRED": "there is none",
+}
+"""What OpenSSL calls a broker's words, by their last ones: their first differ between versions."""
 
 
 class Address(NamedTuple):
@@ -381,6 +388,10 @@ def describe(error: BaseException) -> str:
     """The shortest true text of a network error."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the broker's certificate is not trusted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError) and error.reason is not None:
+        alert = next((text for word, text in ALERTS.items() if error.reason.endswith(word)), "")
+        if alert:
+            return f"the broker does not take this certificate: {alert}"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 

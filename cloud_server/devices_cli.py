@@ -1,0 +1,207 @@
+"""``metafleet devices``: who belongs to the fleet, who may join it, and who has to leave."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cloud_server import enroll, enrolment, identity, serve
+from cloud_server.fleet import Fleet
+from cloud_server.ledger import Certificate, Device, Invitation, Ledger
+from fleet_core import runtime, schema, terminal, token, topics
+from fleet_core.errors import ConfigError
+from fleet_core.link.mqtt import check_plain, parse_url
+
+devices_app = typer.Typer(help="The fleet's devices.", no_args_is_help=True)
+
+FLEET = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet's folder.")]
+JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+MAX_VALID_S = 366 * 86400.0
+
+
+def address_of(url: str | None) -> str | None:
+    """A broker's URL as an option's value. Raises ConfigError."""
+    if url is not None and url != serve.EMBEDDED:
+        parse_url(url)
+    return url
+
+
+BROKER_OF = Annotated[
+    str | None,
+    typer.Option(envvar="METAFLEET_BROKER", callback=address_of,
+                 help="mqtt(s)://host:port; else fleet.toml's, else the private one on this machine."),
+]
+PLAIN = Annotated[
+    bool, typer.Option("--plain", envvar="METAFLEET_PLAIN", help="Plain MQTT may leave this machine: anyone in between "
+                                                                  "reads and writes it.")
+]
+
+
+def url_of(broker: str | None, fleet: Fleet, plain: bool = False) -> str:
+    """Where the broker is: flag or environment, else the file, else the private one that runs, as it was started last.
+    Raises ConfigError for plain MQTT that leaves this machine, unless that is asked for."""
+    named = broker or fleet.config.link.broker
+    if named is not None and named != serve.EMBEDDED:
+        return check_plain(named, plain or fleet.config.link.plain)
+    return serve.private_url(fleet)
+
+
+# What is there --------------------------------------------------------------------------------------------------------
+
+
+@devices_app.command("list")
+def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
+    """Every device that was ever seen, and those that a token waits for."""
+    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
+        listed = [_facts(ledger, row) for row in _rows(ledger)]
+    if as_json:
+        return terminal.show(listed)
+    rows = [(d["name"], d["status"], d["state"], d["phase"], d["version"], "yes" if d["took_part"] else "no",
+             _date(d["certificate"], "expires_at"), d["cannot"] or "") for d in listed]
+    terminal.table(rows, ("device", "status", "state", "phase", "version", "took part", "certificate until", "cannot"))
+
+
+@devices_app.command("show")
+def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
+    """One device: state, capabilities, certificate, costs."""
+    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
+        facts = {**_facts(ledger, _known(ledger, fleet, name)),
+                 "volume": schema.plain(ledger.volume("device").get(name)),
+                 "energy": schema.plain(ledger.joules("device").get(name))}
+    if as_json:
+        return terminal.show(facts)
+    terminal.table([(key, value if isinstance(value, str) else json.dumps(value)) for key, value in facts.items()],
+                   ("what", "value"))
+
+
+def _rows(ledger: Ledger) -> list[Device]:
+    """The devices of the ledger, and those that a token waits for."""
+    known = {device.name: device for device in ledger.devices()}
+    for waiting in _waiting(ledger).values():
+        known.setdefault(waiting.device, Device(name=waiting.device, status="invited"))
+    return sorted(known.values(), key=lambda device: device.name)
+
+
+def _waiting(ledger: Ledger) -> dict[str, Invitation]:
+    """Device -> the newest token that may still be used; one that the aggregator has not read yet is among them."""
+    asked = [Invitation(**json.loads(text)) for key, text in ledger.asked().items() if key.startswith("invite/")]
+    rows = sorted([*ledger.rows(Invitation), *asked], key=lambda row: row.made_at)
+    return {row.device: row for row in rows if row.spent_at is None and row.expires_at > time.time()}
+
+
+def _facts(ledger: Ledger, device: Device) -> dict[str, Any]:
+    """A device with its certificate and the token that waits for it; neither with what is secret of it."""
+    held = identity.certificate_facts(ledger).get(device.name)
+    waiting = _waiting(ledger).get(device.name)
+    shown = ("serial", "issued_at", "expires_at")
+    return {
+        **schema.plain(device),
+        "certificate": None if held is None else {key: getattr(held, key) for key in shown},
+        "token": None if waiting is None else {"id": waiting.id, "expires_at": waiting.expires_at},
+    }
+
+
+def _known(ledger: Ledger, fleet: Path, name: str) -> Device:
+    """Raises ConfigError with the name that may have been meant."""
+    rows = {device.name: device for device in _rows(ledger)}
+    if name not in rows:
+        near = schema.suggest(name, list(rows))
+        raise ConfigError(f"no device '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
+                          hint=f"metafleet devices list {fleet}")
+    return rows[name]
+
+
+def _date(facts: dict[str, Any] | None, key: str) -> str:
+    return "" if facts is None else time.strftime("%Y-%m-%d", time.gmtime(facts[key]))
+
+
+# Who comes and goes ---------------------------------------------------------------------------------------------------
+
+
+@devices_app.command("enroll")
+def devices_enroll(
+    fleet: FLEET,
+    name: str,
+    to: Annotated[Path | None, typer.Option("--to", help="Folder that an agent will run in; with an mqtts:// broker "
+                                                         "the token is put there.")] = None,
+    token_path: Annotated[Path | None, typer.Option("--token", metavar="FILE", help="Default: NAME.token.")] = None,
+    valid: Annotated[str, typer.Option(help="How long the token may wait: 30m, 24h, 7d.")] = "24h",
+    broker: BROKER_OF = None,
+    plain: PLAIN = False,
+    as_json: JSON = False,
+) -> None:
+    """Let a device in: a one-time token in a file, or a folder to run an agent in on this machine."""
+    made = Fleet.load(fleet)
+    topics.check_name(name, "device")
+    url = _token_broker(broker, made) if to is None else url_of(broker, made, plain)
+    if to is not None and not parse_url(url).tls:
+        return _enroll_plainly(made, name, to, url, as_json)
+    enroll.check_folder(made, name, to)
+    path = token_path or (Path(f"{name}.token") if to is None else to / token.FILE)
+    issued, invitation = enrolment.make_token(made, name, url, enrolment.enrolment_url(made, url), _seconds(valid))
+    enrolment.save_token(path, issued)
+    with Ledger(made.ledger_path) as ledger:
+        ledger.ask(f"invite/{issued.id}", json.dumps(schema.plain(invitation)))
+    if as_json:
+        facts = {"device": name, "file": str(path), "token": issued.id, "expires_at": issued.expires, "broker": url}
+        return terminal.show(facts)
+    until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(issued.expires))
+    print(f"{path} written: good once, until {until}")
+    command = f"edge-agent run --home {to}" if to is not None else f"edge-agent enroll {path.name} --home HOME"
+    runtime.say(f"next, on the device: {command}; the aggregator has to be running")
+
+
+def _enroll_plainly(fleet: Fleet, name: str, to: Path, url: str, as_json: bool) -> None:
+    """A folder for the private broker on this machine, where nobody needs a certificate."""
+    path = enroll.device_folder(fleet, name, to, url)
+    _ask(fleet.folder, f"enroll/{name}", "yes")
+    if as_json:
+        return terminal.show({"device": name, "file": str(path), "broker": url})
+    print(f"{path} written; put the device's samples beside it as samples.npz, then: edge-agent run --home {to}")
+
+
+def _token_broker(broker: str | None, fleet: Fleet) -> str:
+    """The broker that a token names: the one that is named, or the private one beyond loopback."""
+    named = broker or fleet.config.link.broker
+    if named is not None and named != serve.EMBEDDED:
+        return named
+    place = identity.placed(fleet.folder)
+    if place is None:
+        raise ConfigError("the fleet has no certificates yet", where=str(fleet.folder),
+                          hint=f"metafleet init {fleet.folder}")
+    return place.url
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d{1,6})([mhd])", text)
+    seconds = 0.0 if found is None else int(found[1]) * UNITS_S[found[2]]
+    if not 0 < seconds <= MAX_VALID_S:
+        raise ConfigError("is no time", where=f"--valid {text[:20]}", expected="30m, 24h or 7d, a year at most")
+    return seconds
+
+
+@devices_app.command("revoke")
+def devices_revoke(fleet: FLEET, name: str, as_json: JSON = False) -> None:
+    """Take a device out, with its certificate and its tokens; methods with duals start them again from zero."""
+    made = Fleet.load(fleet)
+    with Ledger(made.ledger_path, create=False) as ledger:
+        _known(ledger, fleet, name)
+        ledger.ask(f"revoke/{name}", "yes")
+        held = [row.serial for row in ledger.rows(Certificate, device=name) if row.revoked_at is None]
+        running = made.running()
+        if not running and (made.folder / "ca.key").exists():
+            identity.write_revocations(made, ledger, also=(name,))
+    if as_json:
+        return terminal.show({"device": name, "certificates": held, "aggregator": "on" if running else "off"})
+    print(f"{name} leaves now" if running else f"{name} leaves when the aggregator runs")
+
+
+def _ask(fleet: Path, key: str, value: str) -> None:
+    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
+        ledger.ask(key, value)

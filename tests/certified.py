@@ -1,0 +1,132 @@
+"""A fleet's certificates for tests: devices' own, tokens, and a mosquitto that asks for them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from cloud_server import identity
+from cloud_server.broker import Broker, start_secured
+from cloud_server.enrolment import Enrolments, make_token
+from cloud_server.fleet import Fleet, FleetConfig, method_of
+from cloud_server.ledger import Device, Ledger
+from cloud_server.mosquitto import Place
+from fleet_core import certificates, config, messages, token
+from fleet_core.link.mqtt import MqttLink
+from fleet_core.messages import EnrolAnswer, EnrolRequest
+from fleet_core.signing import Signer
+from fleet_core.token import Token
+from tests.inprocess import config_text
+
+HOURS_S = 3600.0
+
+
+def bare_fleet(folder: Path) -> Fleet:
+    """A fleet ``t`` with keys, certificates and a ledger, and without a model."""
+    text = config_text()
+    settings = config.parse(FleetConfig, text, "text")
+    fleet = Fleet(folder, settings, *method_of(settings, folder / "fleet.toml"))
+    (folder / "fleet.pub").parent.mkdir(parents=True, exist_ok=True)
+    (folder / "fleet.toml").write_text(text)
+    (folder / "fleet.pub").write_text(Signer.create(folder / "fleet.key").public)
+    with Ledger(fleet.ledger_path) as ledger:
+        identity.complete(fleet, ledger)
+    return fleet
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def secured_broker(fleet: Fleet) -> Iterator[tuple[Broker, Place]]:
+    """A mosquitto with the fleet's own configuration, on free ports of this machine."""
+    place = Place(("127.0.0.1",), free_port(), free_port(), listen="127.0.0.1")
+    with Ledger(fleet.ledger_path) as ledger:
+        broker = start_secured(identity.configure(fleet, ledger, place), place)
+    try:
+        yield broker, place
+    finally:
+        broker.stop()
+
+
+@dataclass
+class Office:
+    """The aggregator's side of enrolment, without an aggregator. sent: (topic, payload) of every answer."""
+
+    fleet: Fleet
+    ledger: Ledger
+    now: Callable[[], float]
+    sent: list[tuple[str, bytes]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    changes: list[bool] = field(default_factory=list)
+
+    def enrolments(self) -> Enrolments:
+        link = SimpleNamespace(publish=lambda topic, payload: self.sent.append((topic, payload)))
+        return Enrolments(
+            self.fleet, self.ledger, cast("Any", link), admit=self.admit, changed=lambda: self.changes.append(True),
+            now=self.now, log=self.told.append,
+        )
+
+    def admit(self, name: str) -> None:
+        self.ledger.put(Device(name=name))
+
+    def token(self, device: str, valid_s: float = HOURS_S) -> Token:
+        made, invitation = make_token(self.fleet, device, "mqtts://h:1", "mqtts://h:2", valid_s)
+        self.enrolments().invite(invitation)
+        return made
+
+
+def asked_with(made: Token, key: certificates.PrivateKey, *, fleet: str | None = None, token_id: str = "",
+               signer: certificates.PrivateKey | None = None) -> bytes:
+    """The request that ``made``'s bearer sends for ``key``, or one that is wrong in one point."""
+    csr = certificates.request(key, made.device)
+    body = token.signed(fleet or made.fleet, token_id or made.id, csr)
+    signature = certificates.sign(signer or certificates.private_of(made.private_key, "token"), body)
+    return messages.encode(EnrolRequest(certificates._text(csr), signature))
+
+
+def answer_of(payload: bytes) -> EnrolAnswer:
+    return messages.decode(EnrolAnswer, payload)
+
+
+@dataclass(frozen=True)
+class Papers:
+    """The files of somebody who connects."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    def link(self, url: str, client_id: str, **options: Any) -> MqttLink:
+        return MqttLink(url, client_id=client_id, ca=self.ca, cert=self.cert, key=self.key, **options)
+
+
+def papers(fleet: Fleet, name: str, folder: Path, authority: Any = None) -> Papers:
+    """A valid certificate for ``name``, as the fleet's authority gives it; or as another does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    key = certificates.new_key()
+    signed = (authority or identity.authority(fleet.folder)).client(name, key.public_key())
+    certificates.save_key(folder / "own.key", key)
+    (folder / "own.pem").write_bytes(certificates.certificate_pem(signed))
+    return Papers(fleet.folder / "ca.pem", folder / "own.pem", folder / "own.key")
+
+
+def of_client(fleet: Fleet, client: str) -> Papers:
+    """The aggregator's or the operator's own."""
+    folder = fleet.folder
+    return Papers(folder / "ca.pem", folder / f"{client}.pem", folder / f"{client}.key")
+
+
+def bearer(made: Token, fleet: Fleet, folder: Path) -> Papers:
+    """What a token's certificate and key open."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "token.pem").write_bytes(certificates.pem("CERTIFICATE", made.certificate))
+    (folder / "token.key").write_bytes(certificates.pem("PRIVATE KEY", made.private_key))
+    return Papers(fleet.folder / "ca.pem", folder / "token.pem", folder / "token.key")

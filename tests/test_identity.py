@@ -1,0 +1,411 @@
+"""The fleet's certificates, tokens, and the aggregator's answer to who holds one."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ssl
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.hashes import SHA256
+
+from cloud_server import identity, mosquitto
+from cloud_server.authority import BACK_DATED, Authority
+from cloud_server.enrolment import enrolment_url, make_token
+from cloud_server.ledger import Certificate, Device, Invitation, Ledger
+from cloud_server.mosquitto import Place
+from edge_agent import enrol
+from edge_agent.reach import tls_files
+from edge_agent.settings import Identity, Settings, settings_of
+from fleet_core import certificates, messages, storage, token
+from fleet_core.errors import ConfigError, MessageError, StateError
+from fleet_core.messages import EnrolRequest
+from tests.certified import HOURS_S, Office, answer_of, asked_with, bare_fleet
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Iterator[Office]:
+    fleet = bare_fleet(tmp_path / "fleet")
+    with Ledger(fleet.ledger_path) as ledger:
+        yield Office(fleet, ledger, time.time)
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_the_owners_alone_and_nothing_is_replaced(office: Office) -> None:
+    folder = office.fleet.folder
+    keys = sorted(folder.rglob("*.key"))
+    names = {"aggregator.key", "ca.key", "fleet.key", "server.key", "operator.key", "tokens-ca.key"}
+    assert {path.name for path in keys} == names
+    assert {stat.S_IMODE(path.stat().st_mode) for path in keys} == {0o600}
+    before = {path: path.read_bytes() for path in folder.rglob("*.*") if "ledger" not in path.name}
+    identity.complete(office.fleet, office.ledger)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_what_is_missing_is_made_by_the_same_authority(office: Office) -> None:
+    folder = office.fleet.folder
+    authority = (folder / "ca.pem").read_bytes()
+    (folder / "aggregator.pem").unlink()
+    identity.complete(office.fleet, office.ledger)
+    assert (folder / "ca.pem").read_bytes() == authority
+    found = certificates.load_certificate(folder / "aggregator.pem")
+    found.verify_directly_issued_by(certificates.load_certificate(folder / "ca.pem"))
+    assert certificates.name_of(found) == ".aggregator"
+
+
+def test_a_lost_authority_is_an_error_and_not_a_new_one(office: Office) -> None:
+    (office.fleet.folder / "ca.key").write_text("nothing")
+    with pytest.raises(StateError, match=r"ca\.key: holds no private key(.|\n)*hint: put the fleet's folder back"):
+        identity.authority(office.fleet.folder)
+    (office.fleet.folder / "ca.key").write_bytes((office.fleet.folder / "tokens-ca.key").read_bytes())
+    with pytest.raises(StateError, match=r"ca\.pem: is not the certificate of the key"):
+        identity.authority(office.fleet.folder)
+
+
+def test_certificates_begin_a_day_ago_and_are_good_for_one_thing(office: Office) -> None:
+    folder = office.fleet.folder
+    now = datetime.datetime.now(datetime.UTC)
+    for path, server in ((folder / "aggregator.pem", False), (folder / "mosquitto" / "server.pem", True)):
+        found = certificates.load_certificate(path)
+        assert found.not_valid_before_utc <= now - BACK_DATED + datetime.timedelta(minutes=1)
+        assert found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
+        purposes = found.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        assert list(purposes) == [getattr(x509.oid.ExtendedKeyUsageOID, "SERVER_AUTH" if server else "CLIENT_AUTH")]
+
+
+@pytest.mark.needs("openssl")
+def test_another_implementation_takes_the_certificates_strictly(office: Office) -> None:
+    folder = office.fleet.folder
+    for path, purpose in (("aggregator.pem", "sslclient"), ("mosquitto/server.pem", "sslserver")):
+        verify = ["openssl", "verify", "-x509_strict", "-purpose", purpose, "-CAfile", str(folder / "ca.pem")]
+        assert subprocess.run([*verify, str(folder / path)], capture_output=True, check=False).returncode == 0
+        wrong = [*verify[:4], {"sslclient": "sslserver", "sslserver": "sslclient"}[purpose], *verify[5:]]
+        assert subprocess.run([*wrong, str(folder / path)], capture_output=True, check=False).returncode != 0
+
+
+def test_the_brokers_certificate_is_made_anew_for_other_hosts_only(office: Office) -> None:
+    folder = office.fleet.folder / "mosquitto"
+    identity.configure(office.fleet, office.ledger, Place(("pi.local", "10.0.0.7")))
+    first = (folder / "server.pem").read_bytes()
+    names = x509.load_pem_x509_certificate(first).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["pi.local", "localhost"]
+    assert "10.0.0.7" in map(str, names.get_values_for_type(x509.IPAddress))
+    identity.configure(office.fleet, office.ledger, Place(("pi.local", "10.0.0.7"), port=9))
+    assert (folder / "server.pem").read_bytes() == first
+    identity.configure(office.fleet, office.ledger, Place(("other",)))
+    assert (folder / "server.pem").read_bytes() != first
+    with pytest.raises(ConfigError, match="is no name of a host"):
+        identity.configure(office.fleet, office.ledger, Place(("höst",)))
+
+
+def test_a_configuration_for_another_machine_names_the_folder_there(office: Office) -> None:
+    path = identity.configure(office.fleet, office.ledger, Place(("h",), at="/etc/mosquitto/t"))
+    lines = path.read_text().splitlines()
+    assert "cafile /etc/mosquitto/t/ca.pem" in lines
+    assert str(office.fleet.folder) not in path.read_text()
+
+
+def test_a_list_of_the_revoked_is_always_newer_than_the_one_before(office: Office) -> None:
+    authority = identity.authority(office.fleet.folder)
+    lists = [authority.revocations({}, None)]
+    for serial in ("1", "2", "3"):
+        lists.append(authority.revocations({serial: 5.0}, lists[-1]))
+    updated = [x509.load_pem_x509_crl(text).last_update_utc for text in lists]
+    assert updated == sorted(set(updated))
+    last = x509.load_pem_x509_crl(lists[-1])
+    assert last.is_signature_valid(authority.certificate.public_key())  # type: ignore[arg-type]
+    assert [entry.serial_number for entry in last] == [3]
+
+
+def test_access_lists_hold_what_the_protocol_says_and_no_more() -> None:
+    device = [line for line in mosquitto.access("f", []).splitlines() if line.startswith("pattern")]
+    assert device == [
+        "pattern write fl1/f/a/%u/up/#", "pattern write fl1/f/a/%u/st", "pattern write fl1/f/a/%u/rep",
+        "pattern write fl1/f/a/%u/an/#", "pattern read fl1/f/a/%u/dn", "pattern read fl1/f/a/%u/q/#",
+        "pattern read fl1/f/r/#", "pattern read fl1/f/b/#", "pattern read fl1/f/srv",
+    ]
+    assert mosquitto.enrolment_access("f") == "pattern write fl1/f/en/%u/req\npattern read fl1/f/en/%u/ans\n"
+    assert "user d7\ntopic deny #\n" in mosquitto.access("f", ["d7"])
+
+
+# Tokens ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_is_the_owners_alone_and_says_no_secret_of_itself(office: Office, tmp_path: Path) -> None:
+    made = office.token("d0")
+    token.save(tmp_path / "x.token", made)
+    assert stat.S_IMODE((tmp_path / "x.token").stat().st_mode) == 0o600
+    assert token.load(tmp_path / "x.token") == made
+    assert made.private_key not in repr(made)
+    for damaged in ("", "id = 3\n", (tmp_path / "x.token").read_text().replace("private_key", "privat_key")):
+        (tmp_path / "y.token").write_text(damaged)
+        with pytest.raises(ConfigError) as caught:
+            token.load(tmp_path / "y.token")
+        assert made.private_key not in str(caught.value)
+
+
+def test_a_token_is_for_a_broker_with_tls(office: Office) -> None:
+    with pytest.raises(ConfigError, match="a token needs a broker with TLS"):
+        make_token(office.fleet, "d0", "mqtt://h:1", "mqtts://h:2", 60)
+    assert enrolment_url(office.fleet, "mqtts://h:7000") == "mqtts://h:7001"
+    assert enrolment_url(office.fleet, f"mqtts://h:{mosquitto.PORT}") == f"mqtts://h:{mosquitto.ENROLMENT_PORT}"
+
+
+def test_a_token_gives_its_device_one_certificate(office: Office) -> None:
+    made, key = office.token("d0"), certificates.new_key()
+    text = office.enrolments().certificate(made.id, asked_with(made, key))
+    authority = identity.authority(office.fleet.folder).certificate
+    found = certificates.check_own(text, key.public_key(), "d0", authority)
+    assert found.not_valid_after_utc > datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3000)
+    (row,) = office.ledger.rows(Certificate)
+    assert (row.device, row.serial) == ("d0", certificates.serial_of(found))
+    assert [device.name for device in office.ledger.devices()] == ["d0"]
+    assert office.enrolments().certificate(made.id, asked_with(made, key)) == text, "its answer was lost"
+    with pytest.raises(MessageError, match="the token was used before"):
+        office.enrolments().certificate(made.id, asked_with(made, certificates.new_key()))
+    assert len(office.ledger.rows(Certificate)) == 1
+
+
+def test_a_token_dies_at_its_date_whatever_the_broker_lets_through(office: Office) -> None:
+    made = office.token("d0", valid_s=60)
+    office.now = lambda: made.expires + 1.0
+    with pytest.raises(MessageError, match="the token has expired"):
+        office.enrolments().certificate(made.id, asked_with(made, certificates.new_key()))
+    assert office.ledger.rows(Certificate) == []
+    office.now = lambda: made.expires - 1.0
+    assert office.enrolments().certificate(made.id, asked_with(made, certificates.new_key()))
+
+
+def test_a_token_of_another_fleet_is_unknown(office: Office, tmp_path: Path) -> None:
+    other = bare_fleet(tmp_path / "other")
+    stranger, _ = make_token(other, "d0", "mqtts://h:1", "mqtts://h:2", HOURS_S)
+    with pytest.raises(MessageError, match="is no token of this fleet"):
+        office.enrolments().certificate(stranger.id, asked_with(stranger, certificates.new_key()))
+    made = office.token("d0")
+    with pytest.raises(MessageError, match="not signed with the token's key"):
+        office.enrolments().certificate(made.id, asked_with(made, certificates.new_key(), fleet="other"))
+
+
+def test_a_request_that_the_tokens_key_did_not_sign_is_refused(office: Office) -> None:
+    """So that a broker that was taken over, which reads every request, cannot ask in the token's name."""
+    made, other = office.token("d0"), office.token("d1")
+    key = certificates.new_key()
+    forged = [
+        asked_with(made, key, signer=key), asked_with(made, key, token_id=other.id),
+        asked_with(other, key), messages.encode(EnrolRequest("", "")),
+    ]
+    seen = messages.decode(EnrolRequest, asked_with(made, key))
+    forged.append(messages.encode(EnrolRequest(certificates._text(certificates.request(other_key(), "d0")),
+                                               seen.signature)))
+    for payload in forged:
+        with pytest.raises(MessageError, match="not signed with the token's key"):
+            office.enrolments().certificate(made.id, payload)
+    assert office.ledger.rows(Certificate) == []
+
+
+def other_key() -> certificates.PrivateKey:
+    return certificates.new_key()
+
+
+def test_what_is_no_request_is_refused_and_answered_with_the_reason(office: Office) -> None:
+    made = office.token("d0")
+    bearer = certificates.private_of(made.private_key, "token")
+    weak = rsa.generate_private_key(65537, 1024)
+    builder = x509.CertificateSigningRequestBuilder().subject_name(certificates.called("d0"))
+    for csr in (b"", b"no request", builder.sign(weak, SHA256()).public_bytes(serialization.Encoding.DER)):
+        signature = certificates.sign(bearer, token.signed("t", made.id, csr))
+        with pytest.raises(MessageError, match="is no signing request"):
+            office.enrolments().on_request(made.id, messages.encode(EnrolRequest(certificates._text(csr), signature)))
+    for payload in (b"{", b"[]", bytes(9000), b'{"csr":"%%","signature":""}'):
+        with pytest.raises(MessageError):
+            office.enrolments().on_request(made.id, payload)
+    assert {topic for topic, _ in office.sent} == {f"fl1/t/en/{made.id}/ans"}
+    assert all(answer_of(payload).refused and not answer_of(payload).certificate for _, payload in office.sent)
+
+
+def test_a_device_that_is_enrolled_anew_has_one_certificate_that_holds(office: Office) -> None:
+    first, second = office.token("d0"), office.token("d0")
+    key = certificates.new_key()
+    for made in (first, second):
+        office.enrolments().certificate(made.id, asked_with(made, key))
+    old, new = sorted(office.ledger.rows(Certificate), key=lambda row: row.issued_at)
+    assert old.revoked_at is not None
+    assert new.revoked_at is None
+    listed = x509.load_pem_x509_crl((office.fleet.folder / "mosquitto" / "crl.pem").read_bytes())
+    assert [f"{entry.serial_number:x}" for entry in listed] == [old.serial]
+    with pytest.raises(MessageError, match="used before"):
+        office.enrolments().certificate(first.id, asked_with(first, key))
+
+
+def test_a_revoked_device_loses_its_certificate_and_its_tokens(office: Office) -> None:
+    made, unused = office.token("d0"), office.token("d0")
+    office.enrolments().certificate(made.id, asked_with(made, certificates.new_key()))
+    office.ledger.put(Device(name="d0", status="revoked"))
+    before = len(office.changes)
+    office.enrolments().revoke("d0")
+    assert len(office.changes) == before + 1, "the broker is told"
+    folder = office.fleet.folder / "mosquitto"
+    assert len(list(x509.load_pem_x509_crl((folder / "crl.pem").read_bytes()))) == 1
+    assert "user d0\ntopic deny #" in (folder / "acl").read_text()
+    with pytest.raises(MessageError, match="used before"):
+        office.enrolments().certificate(unused.id, asked_with(unused, certificates.new_key()))
+    again = office.token("d0")
+    assert office.enrolments().certificate(again.id, asked_with(again, certificates.new_key()))
+    assert "user d0" not in (folder / "acl").read_text()
+
+
+def test_the_ledger_keeps_no_secret_of_a_token(office: Office) -> None:
+    made = office.token("d0")
+    (row,) = office.ledger.rows(Invitation)
+    assert made.private_key not in str(row)
+    office.ledger.close()
+    kept = b"".join(path.read_bytes() for path in office.fleet.folder.glob("ledger.sqlite*"))
+    assert row.public.encode() in kept
+    assert made.private_key.encode() not in kept
+
+
+# A device checks what it is given -------------------------------------------------------------------------------------
+
+
+def test_a_device_takes_no_certificate_but_its_own_of_the_fleets_authority(office: Office, tmp_path: Path) -> None:
+    key = certificates.new_key()
+    authority = identity.authority(office.fleet.folder)
+    stranger = Authority.create(tmp_path / "x.key", tmp_path / "x.pem", "t devices")
+    wrong = {
+        "another authority's": stranger.client("d0", key.public_key()),
+        "another device's": authority.client("d1", key.public_key()),
+        "another key's": authority.client("d0", certificates.new_key().public_key()),
+    }
+    for signed in wrong.values():
+        with pytest.raises(MessageError, match="carries"):
+            certificates.check_own(
+                certificates.certificate_text(signed), key.public_key(), "d0", authority.certificate
+            )
+    for text in ("", "%", certificates._text(b"nothing")):
+        with pytest.raises(MessageError, match="no certificate of the fleet's authority"):
+            certificates.check_own(text, key.public_key(), "d0", authority.certificate)
+
+
+def test_a_token_of_another_device_is_refused_by_a_home_that_has_one(office: Office, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "device.toml").write_text(f'[device]\nname = "d1"\nfleet = "t"\nkey = "{office.fleet.public_key()}"\n')
+    token.save(home / token.FILE, office.token("d0"))
+    with pytest.raises(ConfigError, match="is another device's home: its name is 'd1'"):
+        enrol.enroll(home, home / token.FILE, limit_s=1, log=print)
+    assert (home / token.FILE).exists()
+
+
+@dataclass
+class Correspondence:
+    """What a device asks the office in place of a broker. asked: the public key of every request."""
+
+    office: Office
+    asked: list[str] = field(default_factory=list)
+
+    def __call__(self, found: token.Token, key: certificates.PrivateKey, *_: object) -> str:
+        self.asked.append(certificates.public_text(key.public_key()))
+        return self.office.enrolments().certificate(found.id, asked_with(found, key))
+
+
+@pytest.fixture
+def correspondence(office: Office, monkeypatch: pytest.MonkeyPatch) -> Correspondence:
+    made = Correspondence(office)
+    monkeypatch.setattr(enrol, "_ask", made)
+    return made
+
+
+def test_a_token_makes_a_whole_device_and_is_erased(
+    office: Office, correspondence: Correspondence, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "device.toml").write_text("[train]\nenabled = false\n")
+    token.save(home / token.FILE, office.token("d0"))
+    waiting = enrol.token_in(home)
+    assert waiting is not None
+    assert enrol.enroll(home, waiting, limit_s=1, log=office.told.append) == "d0"
+    assert enrol.token_in(home) is None
+    settings = settings_of(home)
+    assert (settings.device.name, settings.device.fleet, settings.device.broker) == ("d0", "t", "mqtts://h:1")
+    assert settings.device.key == office.fleet.public_key()
+    assert not settings.train.enabled, "what a person wrote stays"
+    files = tls_files(home, settings)
+    assert files["ca"].read_bytes() == (office.fleet.folder / "ca.pem").read_bytes()
+    assert stat.S_IMODE(files["key"].stat().st_mode) == 0o600
+    assert load_key_pair(files["cert"], files["key"])
+
+
+def load_key_pair(cert: Path, key: Path) -> bool:
+    """Whether they are of one pair."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_cert_chain(cert, key)
+    return True
+
+
+class PowerCut(BaseException):
+    pass
+
+
+def test_a_power_cut_at_any_write_leaves_a_device_that_enrols_when_it_is_back(
+    office: Office, correspondence: Correspondence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, writes = storage.write_atomic, 0
+    for cut in range(1, 6):
+        home, count = tmp_path / f"home{cut}", 0
+        token.save(home / token.FILE, office.token(f"d{cut}"))
+
+        def failing(*arguments: Any, cut: int = cut, **options: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == cut:
+                raise PowerCut
+            write(*arguments, **options)
+
+        correspondence.asked.clear()
+        monkeypatch.setattr(storage, "write_atomic", failing)
+        with contextlib.suppress(PowerCut):
+            enrol.enroll(home, home / token.FILE, limit_s=1, log=office.told.append)
+        writes = max(writes, count)
+        monkeypatch.setattr(storage, "write_atomic", write)
+        if (home / token.FILE).exists():
+            enrol.enroll(home, home / token.FILE, limit_s=1, log=office.told.append)
+        assert tls_files(home, settings_of(home))["cert"].exists()
+        assert len(set(correspondence.asked)) == 1, "one key, however often it is asked for"
+        assert not (home / token.FILE).exists()
+        rows = office.ledger.rows(Certificate, device=f"d{cut}")
+        assert [row.revoked_at for row in rows] == [None]
+    assert writes >= 4
+
+
+def test_a_second_token_replaces_the_certificate_and_leaves_no_old_key(
+    office: Office, correspondence: Correspondence, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        token.save(tmp_path / "home" / token.FILE, office.token("d0"))
+        enrol.enroll(tmp_path / "home", tmp_path / "home" / token.FILE, limit_s=1, log=office.told.append)
+    assert len(list((tmp_path / "home").glob("identity-*"))) == 2
+    assert tls_files(tmp_path / "home", settings_of(tmp_path / "home"))["key"].exists()
+
+
+def test_plain_mqtt_leaves_a_machine_only_when_it_is_asked_for_by_name(office: Office) -> None:
+    for url in ("mqtt://10.0.0.7", "mqtt://pi.local:1883", "mqtt://localhost.evil"):
+        settings = Settings(Identity("d0", "t", "0" * 64, url))
+        with pytest.raises(ConfigError, match=r"plain MQTT that leaves this machine(.|\n)*--plain"):
+            tls_files(Path(), settings)
+        assert tls_files(Path(), settings, plain=True) == {}
+        assert tls_files(Path(), Settings(Identity("d0", "t", "0" * 64, url, plain=True))) == {}
+    for url in ("mqtt://127.0.0.1", "mqtt://localhost", "mqtt://[::1]:7"):
+        assert tls_files(Path(), Settings(Identity("d0", "t", "0" * 64, url))) == {}
