@@ -24,12 +24,35 @@ HERE = Path(".")
 @app.command()
 def run(
     home: HOME = HERE,
-    broker: Annotated[str | None, typer.Option(envvar="METAFLEET_BROKER", help="mqtt://host:port")] = None,
+    broker: Annotated[str | None, typer.Option(envvar="METAFLEET_BROKER", help="mqtt(s)://host:port")] = None,
     connect_s: Annotated[float, typer.Option(help="Leave when no broker answered for so long at the start.")] = 60.0,
+    token: Annotated[Path | None, typer.Option(envvar="METAFLEET_TOKEN", metavar="FILE",
+                                               help="A token that may wait there; HOME/enrol.token in any case.")]
+    = None,
+    plain: Annotated[bool, typer.Option("--plain", envvar="METAFLEET_PLAIN",
+                                        help="Plain MQTT may leave this machine.")] = False,
 ) -> None:
-    """Take part in rounds and answer, until stopped."""
-    settings_of(home, broker)  # what is wrong with them is said here
-    runtime.become("edge_agent.run", "--home", str(home), str(connect_s), *([] if broker is None else [broker]))
+    """Take part in rounds and answer, until stopped; a token that waits is used first."""
+    from edge_agent import enrol, reach
+
+    waiting = enrol.token_in(home, token)
+    if waiting is not None:
+        enrol.enroll(home, waiting, limit_s=connect_s, log=runtime.say)
+    reach.tls_files(home, settings_of(home, broker), plain=plain)  # what is wrong with them is said here
+    options = [*(["--plain"] if plain else []), *([] if broker is None else [broker])]
+    runtime.become("edge_agent.run", "--home", str(home), str(connect_s), *options)
+
+
+@app.command()
+def enroll(
+    token: Annotated[Path, typer.Argument(metavar="TOKENFILE", help="What 'metafleet devices enroll' wrote.")],
+    home: HOME = HERE,
+    connect_s: Annotated[float, typer.Option(help="How long to wait for broker and aggregator.")] = 60.0,
+) -> None:
+    """Become a device of a fleet: a key of its own, a certificate, device.toml; the token is erased."""
+    from edge_agent import enrol
+
+    enrol.enroll(home, token, limit_s=connect_s, log=runtime.say)
 
 
 @app.command()
