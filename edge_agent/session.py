@@ -77,7 +77,7 @@ def open_steps(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Steps
     Raises BundleError as ``open_session`` does.
     """
     weights = {name: np.ascontiguousarray(array, np.float32) for name, array in storage.flatten(params).items()}
-    inner = _opened(graph_bytes, weights, threads)
+    inner = _opened(graph_bytes, weights, threads, arena=True)
     names = [output.name.removeprefix("adapted/") for output in inner.get_outputs()]
 
     def run(inputs: dict[str, Array]) -> dict[str, Array]:
@@ -87,13 +87,15 @@ def open_steps(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Steps
     return run
 
 
-def _opened(graph_bytes: bytes, weights: dict[str, Array], threads: int) -> Any:
-    """The runtime's session, which aliases ``weights``: keep them as long as it lives."""
+def _opened(graph_bytes: bytes, weights: dict[str, Array], threads: int, *, arena: bool = False) -> Any:
+    """The runtime's session, which aliases ``weights``: keep them as long as it lives. arena: what a call has freed
+    stays with the session: gradient steps take the same arrays again and again, and end with their process.
+    """
     onnxruntime = runtime()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 4
-    options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # a batch's memory goes back after it
+    options.enable_cpu_mem_arena, options.enable_mem_pattern = arena, False  # without, a batch's memory goes back
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
     options.add_external_initializers(list(weights), values)
     try:
