@@ -7,12 +7,15 @@ from typing import Annotated
 
 import typer
 
+from edge_agent.board_cli import doctor, energy_app
 from edge_agent.settings import WAYS, settings_of
 from fleet_core import runtime, terminal
 
 app = terminal.application("The agent on a device: trains, personalizes and answers; the data stays here.")
 samples_app = typer.Typer(help="The device's own labelled samples.", no_args_is_help=True)
 app.add_typer(samples_app, name="samples")
+app.add_typer(energy_app, name="energy")
+app.command()(doctor)
 
 HOME = Annotated[
     Path, typer.Option("--home", envvar="METAFLEET_HOME", help="Folder with device.toml, samples and state.")

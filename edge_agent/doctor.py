@@ -1,0 +1,129 @@
+"""``edge-agent doctor``: the profile's side and the machine's, what the agent will do, and what is wrong."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_agent import board as boards
+from edge_agent.settings import Settings, settings_of
+from fleet_core import runtime, schema, terminal
+from fleet_core.board import fit, found
+from fleet_core.board.fit import Complaint, Limits, Wish
+from fleet_core.board.found import Machine
+from fleet_core.board.profile import Power, Profile
+from fleet_core.errors import PowerError
+from fleet_core.power.choose import sensor_of
+from fleet_core.power.rapl import Packages
+
+ABSENT = "-"
+
+
+@dataclass(frozen=True)
+class Examined:
+    """Both sides. sensor: what it says now, or why it says nothing; None where the board has none."""
+
+    board: Profile | None
+    machine: Machine
+    wish: Wish
+    limits: Limits
+    sensor: str | None
+    complaints: tuple[Complaint, ...]
+    notes: tuple[str, ...]
+
+
+def doctor(home: Path, profile: str | None, as_json: bool) -> None:
+    """Prints it, and leaves with 1 when something is wrong."""
+    seen = examine(home, profile)
+    if as_json:
+        terminal.show(plain(seen))
+    else:
+        terminal.table(rows(seen), ("what", "profile", "found"))
+        for note in seen.notes:
+            runtime.say(f"note: {note}")
+        for complaint in seen.complaints:
+            print(f"wrong: {complaint.what}: {complaint.problem}\n  hint: {complaint.hint}")
+        if not seen.complaints:
+            print("nothing is wrong")
+    if seen.complaints:
+        sys.exit(1)
+
+
+def examine(home: Path, profile: str | None, root: Path = Path("/")) -> Examined:
+    """profile: a board in place of device.toml's. Raises ConfigError for a device.toml or a profile that is wrong."""
+    settings = settings_of(home) if (home / "device.toml").exists() else None
+    board = _board(home, settings, profile)
+    wish = Wish() if settings is None else boards.wish_of(settings)
+    machine = found.machine(root)
+    power = None if settings is None else boards.sensor_of(settings)
+    said, complaint = _sensor(power or (board.power if board is not None else None), root)
+    notes = []
+    if settings is None:
+        notes.append(f"there is no device.toml in {home}: what a device's own file says is not in this")
+    if board is None:
+        notes.append("no profile is named ([board] profile, or --profile): nothing to compare with; metafleet profiles")
+    wrong = (*fit.complaints(board, machine, wish), *complaint)
+    return Examined(board, machine, wish, fit.limits(board, machine, wish), said, wrong, tuple(notes))
+
+
+def rows(seen: Examined) -> list[tuple[str, str, str]]:
+    """(what, the profile's side, the machine's)."""
+    board, machine, limits = seen.board, seen.machine, seen.limits
+    pins = {} if board is None else board.wheels.pins
+    return [
+        ("board", _text(board and board.title), _text(machine.model)),
+        ("architecture", _text(board and board.arch), f"{machine.arch}, {machine.bits}-bit"),
+        ("cores", _text(board and board.cores), str(machine.cores)),
+        ("memory MiB", ", ".join(map(str, board.memory_mib if board else ())) or ABSENT, _text(machine.memory_mib)),
+        ("glibc", f"{board.glibc} or later" if board and board.glibc else ABSENT, _text(machine.glibc)),
+        ("Python", _text(board and board.wheels.python), machine.python),
+        *((name, pins.get(name, ABSENT), machine.packages.get(name, "not installed"))
+          for name in ("torch", "onnxruntime")),
+        ("sensor", board.power.sensor if board else ABSENT, _text(seen.sensor)),
+        ("watts idle, busy", _watts(board), ABSENT),
+        ("training", ("yes" if board.can.train else "no") if board else ABSENT,
+         "on" if limits.train else f"off: {limits.why}"),
+        ("model parameters at most", _text(board and board.can.train_parameters), _text(limits.max_parameters)),
+        ("batch at most", _text(board and board.can.train_batch), _text(limits.max_batch)),
+    ]
+
+
+def plain(seen: Examined) -> dict[str, Any]:
+    """As ``--json`` has it."""
+    return {
+        "profile": schema.plain(seen.board), "found": schema.plain(seen.machine), "asked": schema.plain(seen.wish),
+        "training": schema.plain(seen.limits), "sensor": seen.sensor, "notes": list(seen.notes),
+        "wrong": [schema.plain(complaint) for complaint in seen.complaints],
+    }
+
+
+def _board(home: Path, settings: Settings | None, profile: str | None) -> Profile | None:
+    if profile is not None:
+        return boards.named(profile)
+    return None if settings is None else boards.profile_of(home, settings)
+
+
+def _sensor(power: Power | None, root: Path) -> tuple[str | None, tuple[Complaint, ...]]:
+    """(what it says, what is wrong with it)."""
+    if power is None or power.sensor == "none":
+        return None, ()
+    try:
+        if power.sensor == "rapl":
+            return f"RAPL {', '.join(package.name for package in Packages.found(root).all)}", ()
+        sensor = sensor_of(power, root)
+        return f"{sensor.source}: {sensor.read().watts:.2f} W", ()
+    except PowerError as error:
+        hint = error.hint or "energy is then modelled, or not measured: edge-agent energy calibrate"
+        return f"{power.sensor} does not read", (Complaint("sensor", str(error).partition("\nhint:")[0], hint),)
+
+
+def _watts(board: Profile | None) -> str:
+    if board is None or board.power.source is None:
+        return ABSENT
+    return f"{_text(board.power.idle_w)}, {_text(board.power.busy_w)} ({board.power.source})"
+
+
+def _text(value: Any) -> str:
+    return ABSENT if value is None else str(value)
