@@ -8,7 +8,7 @@ One model, named as the fleet; its version is the round of the meta-model. One i
 far from all that it knows. An answer's parameters say from which round, model and personalization it came.
 
 Beside the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, inputs ``x`` and ``label``, which
-personalize at once.
+personalize at once. A label that is no class is refused, unless the request's parameter ``new_classes`` is true.
 """
 
 from __future__ import annotations
@@ -63,20 +63,21 @@ class Model(typing.Protocol):
     def answer(self, x: Array) -> Answer:
         """Raises FleetError."""
 
-    def learn(self, x: Array, labels: Sequence[str]) -> Mapping[str, Any]:
-        """Raises FleetError."""
+    def learn(self, x: Array, labels: Sequence[str], *, new: bool) -> Mapping[str, Any]:
+        """new: labels that are no classes yet may become some, of this device alone. Raises FleetError."""
 
 
 @dataclass(frozen=True)
 class Asked:
     """What a request says, without its JSON. outputs: name -> whether as binary data; empty for all, as ``binary``
-    says. labels: of labelled samples."""
+    says. labels: of labelled samples; new_classes: whether they may name classes that there are not yet."""
 
     id: str | None
     x: Array
     labels: Sequence[str]
     outputs: Mapping[str, bool]
     binary: bool
+    new_classes: bool = False
 
 
 class InferenceProtocol:
@@ -180,7 +181,7 @@ class InferenceProtocol:
         facts = self._facts()
         self._check_version(version, facts.round)
         asked = self._read(request, {"x": _form(facts), "label": Form("BYTES")})
-        return as_json(self._model.learn(asked.x, asked.labels))
+        return as_json(self._model.learn(asked.x, asked.labels, new=asked.new_classes))
 
     def _read(self, request: Request, forms: Mapping[str, Form]) -> Asked:
         with self._reading:
@@ -203,9 +204,11 @@ def read_request(request: Request, forms: Mapping[str, Form]) -> Asked:
     if request_id is not None and not isinstance(request_id, str):
         raise MessageError(f"'id' is {tensors.shown(request_id)}", expected="text")
     where = "the request's parameters"
-    as_binary = tensors.flag(tensors.parameters_of(said, where), "binary_data_output", False, where)
+    parameters = tensors.parameters_of(said, where)
+    as_binary = tensors.flag(parameters, "binary_data_output", False, where)
     outputs = dict(_outputs(said.get("outputs") or [], as_binary))
-    return Asked(request_id, found["x"], found.get("label", ()), outputs, as_binary)
+    new_classes = tensors.flag(parameters, "new_classes", False, where)
+    return Asked(request_id, found["x"], found.get("label", ()), outputs, as_binary, new_classes)
 
 
 def _split(request: Request) -> tuple[dict[str, Any], memoryview]:

@@ -42,8 +42,8 @@ class ServedModel:
     def answer(self, x: np.ndarray[Any, Any]) -> Answer:
         return self._service.answers(x)
 
-    def learn(self, x: np.ndarray[Any, Any], labels: Sequence[str]) -> Mapping[str, Any]:
-        return self._service.learn(x, labels)
+    def learn(self, x: np.ndarray[Any, Any], labels: Sequence[str], *, new: bool) -> Mapping[str, Any]:
+        return self._service.learn(x, labels, new=new)
 
 
 def start(settings: Settings, service: Service, log: Callable[[str], None]) -> HttpServer:

@@ -9,6 +9,7 @@ again until the next round.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -253,9 +254,8 @@ class Service:
         mark = f"{self.graph_id} {runtime_version()}"
         if not self._checked and self.slots.pointer().checked != mark:
             check_golden(self.graph)
-            if self.slots.folder.exists():
-                with self.slots.writing():
-                    self.slots.point(replace(self.slots.pointer(), checked=mark))
+            with contextlib.suppress(StateError), self.slots.writing():  # else it is checked again
+                self.slots.point(replace(self.slots.pointer(), checked=mark))
         self._checked = True
         return self.graph
 
@@ -266,11 +266,11 @@ class Service:
             return (now.predictor.encoder or now.predictor.session).run
         return open_kind(self.checked_graph(), "embed", trees.only(served.weights.params, ("body",))).run
 
-    def learn(self, x: np.ndarray[Any, Any], labels: Sequence[str]) -> dict[str, Any]:
+    def learn(self, x: np.ndarray[Any, Any], labels: Sequence[str], *, new: bool = False) -> dict[str, Any]:
         """``teach.learn``."""
         from edge_agent import teach
 
-        return teach.learn(self, x, labels)
+        return teach.learn(self, x, labels, new=new)
 
     # From disk: answers without an aggregator -------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ def check_labels(service: Service, labels: Sequence[str], *, new: bool) -> None:
         raise ConfigError(
             f"unknown class '{label[:80]}'" + (f" (did you mean '{near}'?)" if near else ""),
             expected="one of " + ", ".join(known if wider else fleet),
-            hint="--new-class, if it is one of this device alone" if wider else hint,
+            hint="--new-class (over HTTP: new_classes), if it is one of this device alone" if wider else hint,
         )
 
 
@@ -121,15 +121,16 @@ def _takes_own_classes(service: Service) -> bool:
     return service.plan(served.method, served.hyper, trainer=False).kind in EMBEDS
 
 
-def learn(service: Service, x: Array, labels: Sequence[str]) -> dict[str, Any]:
+def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = False) -> dict[str, Any]:
     """Stores raw samples [n, *shape] with the names of their classes as ``edge-agent samples add`` does, and
-    personalizes at once. Called by several threads; answers go on meanwhile. What came of it, as plain values.
+    personalizes at once. Called by several threads; answers go on meanwhile. What came of it, as plain values. new: as
+    in ``check_labels``.
 
     Raises DataError for samples of another form, ConfigError for a class that cannot be learned.
     """
     _check(service, x, labels)
     with _learning:
-        check_labels(service, labels, new=True)
+        check_labels(service, labels, new=new)
         with service.slots.writing():
             total = service.local().add(x, labels)
         facts = {"added": len(x), "added_in_all": total}

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from edge_agent.http_messages import Request, Response
@@ -250,6 +251,23 @@ def test_bodies_together_are_bounded(client: Callable[[], Raw], echo: Echo) -> N
     assert first.response()[0] == 200
     first.send(post)
     assert first.response()[0] == 200  # what was taken is given back
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_bytes_are_answered_or_refused_and_the_others_are_served(
+    client: Callable[[], Raw], lines: list[str], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    noise = [rng.bytes(int(rng.integers(1, 400))) for _ in range(3)]
+    raw = client()
+    raw.send(b"".join([GET[: 24 * (seed % 2)], *noise, b"\r\n\r\n", noise[0]]))
+    raw.socket.shutdown(socket.SHUT_WR)
+    said = raw.file.read()
+    assert not said or said.startswith(b"HTTP/1.1 ")
+    after = client()
+    after.send(GET)
+    assert after.response()[0] == 200
+    assert lines == []
 
 
 def test_a_client_that_leaves_within_its_request_is_nobodys_concern(

@@ -45,11 +45,11 @@ class Sums:
         labels = tuple("c" if s > 0 else "a" for s in sums)
         return Answer(labels, rows, tuple(s > 0 for s in sums) if self.unknown else (), 7, "abc", "proto")
 
-    def learn(self, x: np.ndarray, labels: Sequence[str]) -> Mapping[str, Any]:
+    def learn(self, x: np.ndarray, labels: Sequence[str], *, new: bool) -> Mapping[str, Any]:
         if self.error is not None:
             raise self.error
         self.learned.append((x, labels))
-        return {"added": len(labels)}
+        return {"added": len(labels), "new": new}
 
 
 def get(path: str, model: Sums | None = None, method: str = "GET", **headers: str) -> tuple[int, Any]:
@@ -205,7 +205,7 @@ def test_a_binary_array_is_the_models_own() -> None:
     x = {"name": "x", "datatype": "FP32", "shape": [1, 2], "parameters": {"binary_data_size": 8}}
     response = post({"inputs": [x, names]}, struct.pack("<2f", 0.5, -1) + b"\x01\0\0\0b",
                     path="/v2/models/sums/samples", model=model)
-    assert (response.status, json.loads(response.body)) == (200, {"added": 1})
+    assert (response.status, json.loads(response.body)) == (200, {"added": 1, "new": False})
     ((learned, labels),) = model.learned
     assert (learned.tolist(), str(learned.dtype), list(labels)) == ([[0.5, -1]], "float32", ["b"])
     assert learned.flags.writeable
@@ -220,6 +220,9 @@ def test_labelled_samples_need_a_label_each() -> None:
     response = post({"inputs": [x_of(), {**label, "shape": [2], "data": ["b", "c"]}]}, path=path, model=model)
     assert response.status == 200
     assert model.learned[0][1] == ["b", "c"]
+    inputs, parameters = [x_of(), {**label, "shape": [2], "data": ["b", "c"]}], {"new_classes": True}
+    assert json.loads(post({"inputs": inputs, "parameters": parameters}, path=path).body)["new"]
+    refused(post({"inputs": inputs, "parameters": {"new_classes": "c"}}, path=path), "'new_classes' is 'c'")
 
 
 @pytest.mark.parametrize(("error", "status"), [

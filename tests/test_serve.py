@@ -199,7 +199,7 @@ def test_labelled_samples_personalize_at_once(server: HttpServer, service: Servi
 
 
 @pytest.mark.parametrize(("label", "x", "words"), [
-    ("d" * 65, [0.0] * 8, "unknown class 'ddd"), ("a", [0.0] * 7, "its shape is [1, 7]"),
+    ("d", [0.0] * 8, "unknown class 'd'"), ("a", [0.0] * 7, "its shape is [1, 7]"),
 ])
 def test_samples_that_cannot_be_learned_change_nothing(
     server: HttpServer, service: Service, label: str, x: list[float], words: str
@@ -211,6 +211,43 @@ def test_samples_that_cannot_be_learned_change_nothing(
     assert (status, words in found["error"]) == (400, True), found
     assert service.answers(X) == before
     assert not service.local().added_path.exists()
+
+
+def test_a_class_of_the_devices_own_is_learned_where_that_is_said(
+    server: HttpServer, client: triton.InferenceServerClient
+) -> None:
+    x = np.full((6, 8), -9, np.float32)
+    inputs = [{"name": "x", "datatype": "FP32", "shape": [6, 8], "data": x.tolist()},
+              {"name": "label", "datatype": "BYTES", "shape": [6], "data": ["frost"] * 6}]
+    request = {"inputs": inputs, "parameters": {"new_classes": True}}
+    status, _ = said(server, "POST", "/v2/models/desk/samples", json.dumps(request).encode())
+    assert status == 200
+    model, result = client.get_model_metadata("desk"), client.infer("desk", [tensor_of(x[:1])])
+    assert model["classes"] == [*CLASSES, "frost"]
+    assert model["outputs"][0]["shape"] == [-1, 4]
+    assert result.as_numpy("probabilities").shape == (1, 4)
+    assert result.as_numpy("label").tolist() == [b"frost"]
+
+
+def test_samples_that_are_far_from_all_that_is_known_are_told(home: Path, lines: list[str]) -> None:
+    with (home / "device.toml").open("a") as file:
+        file.write("\n[serve]\nunknown = true\n")
+    settings = settings_of(home)
+    service = service_of(home, settings)
+    service.restore()
+    running = serve.start(settings, service, lines.append)
+    own = service.local().own().x
+    x = np.concatenate([own, np.full((1, 8), 500, np.float32)])
+    try:
+        with triton.InferenceServerClient(f"{running.host}:{running.port}") as client:
+            assert client.get_model_metadata("desk")["outputs"][-1]["name"] == "unknown"
+            told = client.infer("desk", [tensor_of(x)]).as_numpy("unknown")
+        assert told.dtype == bool
+        assert told[-1]
+        assert told[:-1].mean() < 0.5
+        assert infer(running, x)[1]["outputs"][-1]["data"] == told.tolist()
+    finally:
+        running.stop()
 
 
 def test_a_device_that_nothing_was_served_to_is_alive_and_not_ready(home: Path, lines: list[str]) -> None:
