@@ -1,0 +1,132 @@
+"""How long the agent takes to answer beside a bare session, and gradient steps without torch beside torch's.
+
+    python -m benchmarks.on_device.latency --out benchmarks/on_device/latency.json
+
+Answers: batch 1, one thread, in a process without torch (``timed.py``): in turn a bare onnxruntime session, the agent's
+``Service.predict``, and ``Service.answers`` with names and rounding, on a device that answers by class means and on one
+that does after gradient steps. Bar: the median of ``predict`` within 10 % or 50 µs of the session's, whichever is more.
+
+Steps: 10 on 50 samples, one thread each, in turn in one process: the graph ``adapt`` through the agent's own call with
+its session open, and torch eager in a plain loop of ``torch.autograd.grad``. Bar: as fast as torch for the MLP, 0.9 ×
+for the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.func import functional_call
+
+from benchmarks.on_device import homes
+from benchmarks.on_device.cases import CASES, LR, STEPS, SUPPORT, Case, drawn, plain
+from benchmarks.on_device.homes import Place
+from cloud_server.result import environment
+from edge_agent.session import open_steps
+from export.adapt import with_adapt
+from fleet_core.learning import models
+from fleet_core.storage import write_json
+
+BARS = {"answer_us": 50.0, "answer_share": 0.10, "steps_mlp": 1.0, "steps_cnn": 0.9}
+
+Call = Callable[[], Any]
+
+
+def answers(case: Case, calls: int) -> dict[str, Any]:
+    """way -> medians in microseconds of the bare session and the agent's calls."""
+    with tempfile.TemporaryDirectory() as room:
+        return of_place(homes.made(case, Path(room) / "made"), calls)
+
+
+def of_place(place: Place, calls: int) -> dict[str, Any]:
+    """The same of what ``homes.made`` made."""
+    found = {}
+    for way, home in place.homes.items():
+        graph, weights, _ = place.bare[f"predict {way}"]
+        command = [sys.executable, "-m", "benchmarks.on_device.timed", str(home), graph, weights, str(place.x)]
+        found[way] = judged(json.loads(subprocess.check_output([*command, str(calls)])))
+    return found
+
+
+def judged(found: dict[str, Any]) -> dict[str, Any]:
+    """With how much the agent adds to the bare session, and the most that it may."""
+    added = found["predict_us"] - found["bare_us"]
+    allowed = max(BARS["answer_us"], BARS["answer_share"] * found["bare_us"])
+    return {**found, "added_us": added, "allowed_us": allowed, "met": added <= allowed}
+
+
+def steps(case: Case, repeats: int) -> dict[str, Any]:
+    """Medians in seconds of ten steps by the graph and by torch, and how many times as fast the graph is."""
+    layout = case.layout()
+    weights = models.initial(layout, 0)
+    x, y = drawn(layout, SUPPORT, 1)
+    graph = with_adapt(plain(layout), rates=False)
+    run = open_steps(graph.adapt, weights)
+    inputs = {"support_x": x, "support_y": y, "steps": np.array(STEPS), "lr": np.array(LR, np.float32)}
+    network = models.build(layout).eval()
+    times = in_turn({"graph": lambda: run(inputs), "torch": _eager(network, x, y)}, repeats)
+    pairs = [b / a for a, b in zip(times["graph"], times["torch"], strict=True)]
+    medians = {f"{name}_s": statistics.median(each) for name, each in times.items()}
+    return {**medians, "times_as_fast": medians["torch_s"] / medians["graph_s"],
+            "of_pairs": statistics.median(pairs), "each": times}
+
+
+def _eager(network: models.Network, x: Any, y: Any) -> Call:
+    """Full-batch steps as one would write them in torch."""
+    first = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    samples, labels = torch.tensor(x), torch.tensor(y)
+
+    def run() -> dict[str, torch.Tensor]:
+        w = first
+        for _ in range(STEPS):
+            w = {name: a.detach().requires_grad_() for name, a in w.items()}
+            loss = torch.nn.functional.cross_entropy(functional_call(network, w, (samples, "predict")), labels)
+            gradient = torch.autograd.grad(loss, list(w.values()))
+            w = {name: a.detach() - LR * g for (name, a), g in zip(w.items(), gradient, strict=True)}
+        return w
+
+    return run
+
+
+def in_turn(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call, one after the other ``repeats`` times, after three that do not count."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(-3, repeats):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if repeat >= 0:
+                times[name].append(time.perf_counter() - started)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--calls", type=int, default=2000, help="answers of each kind that are timed")
+    parser.add_argument("--repeats", type=int, default=20, help="times that ten steps are timed")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name in options.models:
+        found[name] = {"answers": answers(CASES[name], options.calls), "steps": steps(CASES[name], options.repeats)}
+        for way, one in found[name]["answers"].items():
+            print(f"{name} {way}: session {one['bare_us']:.0f} µs, agent +{one['added_us']:.0f} µs", flush=True)
+        print(f"{name}: ten steps {found[name]['steps']['times_as_fast']:.2f} times as fast as torch", flush=True)
+    write_json(options.out, {"support": SUPPORT, "steps": STEPS, "calls": options.calls, "repeats": options.repeats,
+                             "bars": BARS, "environment": environment(), "models": found})
+
+
+if __name__ == "__main__":
+    main()

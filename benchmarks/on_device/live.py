@@ -1,0 +1,36 @@
+"""What a process that goes on living holds around one personalization: the agent's own service, as it runs and serves.
+
+    python -m benchmarks.on_device.live HOME SAMPLE.npy        prints JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.on_device.measure import status_bytes
+from edge_agent import teach
+from edge_agent.service import service_of
+from edge_agent.settings import settings_of
+from fleet_core import memory
+
+
+def main(home: Path, sample: Path) -> None:
+    memory.keep_freed()
+    service = service_of(home, settings_of(home))
+    service.restore()
+    x = np.load(sample)[None]
+    service.answers(x)
+    before = status_bytes("VmRSS")
+    teach.personalize(service)
+    memory.trim()
+    service.answers(x)
+    print(json.dumps({"before": before, "peak": status_bytes("VmHWM"), "after": status_bytes("VmRSS"),
+                      "personalization": service.answers(x).personalization, "torch": "torch" in sys.modules}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

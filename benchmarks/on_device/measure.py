@@ -1,0 +1,47 @@
+"""Time and memory of one personalization in a process of its own, without torch.
+
+    python -m benchmarks.on_device.measure WAY GRAPH WEIGHTS SUPPORT.npz SETTING        prints JSON
+
+SETTING is JSON. The seconds run from the support set in memory to a predictor that is ready: sessions are opened, steps
+taken, the adapted weights put into the graph that answers. The peak is the kernel's high-water mark of the whole
+process, interpreter and onnxruntime included.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.on_device.ways import WAYS, load, predictor
+from edge_agent.session import runtime
+
+
+def measure(way_name: str, graph_path: str, weights_path: str, support: str, setting: str) -> dict[str, Any]:
+    """seconds, samples, and bytes before the personalization, at the peak and after it."""
+    way = next(way for way in WAYS if way.name == way_name)
+    graph, weights = load(Path(graph_path), Path(weights_path))
+    with np.load(support, allow_pickle=False) as file:
+        x, y = file["x"], file["y"]
+    runtime()
+    before = status_bytes("VmRSS")
+    started = time.perf_counter()
+    ready = predictor(way, graph, weights, x, y, json.loads(setting))
+    ready.probabilities(x[:1])
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "samples": len(y), "before_bytes": before, "peak_bytes": status_bytes("VmHWM"),
+            "after_bytes": status_bytes("VmRSS"), "torch": "torch" in sys.modules}
+
+
+def status_bytes(key: str) -> int:
+    """Of this process, from the kernel's own count. Linux only."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(*sys.argv[1:])))

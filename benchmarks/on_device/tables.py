@@ -1,0 +1,160 @@
+"""The result files of this folder as Markdown, and the accuracy by number of labels as a picture.
+
+    python -m benchmarks.on_device.tables benchmarks/on_device/*.json > tables.md
+    python -m benchmarks.on_device.tables benchmarks/on_device/accuracy.json --figure benchmarks/on_device/accuracy.png
+
+The picture needs matplotlib (``pip install "metafleet[lab]"``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Rows = Iterable[Sequence[str]]
+
+HEADLINE = {"omniglot": "accuracy", "har": "accuracy", "heartbeat": "macro_f1"}
+"""What a set is judged by first: where one class is nearly all, macro-F1."""
+NAMES = {"accuracy": "accuracy", "macro_f1": "macro-F1"}
+TITLES = {"omniglot": "Omniglot (Conv-4, 16 channels)", "har": "HAR (1-D CNN)", "heartbeat": "heartbeat-22 (1-D CNN)"}
+
+
+def markdown(head: Sequence[str], rows: Rows) -> str:
+    return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]) + "\n"
+
+
+def accuracy(found: Mapping[str, Any]) -> str:
+    """By set: what each way reaches with each number of labels, then what it costs."""
+    parts = []
+    for name, one in found["sets"].items():
+        labels = [str(n) for n in one["labels"]]
+        for figure in dict.fromkeys((HEADLINE[name], "accuracy")):
+            rows = [[way, *(_spread(cells[n][figure]) for n in labels)] for way, cells in one["table"].items()]
+            head = [f"{TITLES[name]}, {NAMES[figure]}", *(_labels(n) for n in labels)]
+            parts.append(markdown(head, rows))
+        if one.get("costs"):
+            rows = [[way, *(_cost(cells[n]) for n in labels)] for way, cells in one["costs"].items()]
+            parts.append(markdown([f"{TITLES[name]}, ms and MB at the peak", *(_labels(n) for n in labels)], rows))
+    return "\n".join(parts)
+
+
+def _labels(number: str) -> str:
+    return f"{number} label{'' if number == '1' else 's'} a class"
+
+
+def _spread(one: Mapping[str, Any]) -> str:
+    return f"{one['mean']:.3f}" + ("" if one["std"] is None else f" ± {one['std']:.3f}")
+
+
+def _cost(one: Mapping[str, float]) -> str:
+    return f"{1e3 * one['seconds']:.0f} ms, {one['peak_bytes'] / 1e6:.0f} MB"
+
+
+def unknown(found: Mapping[str, Any]) -> str:
+    """At every quantile: known samples that stay known, withheld ones that are called unknown."""
+    quantiles = found["quantiles"]
+    head = ["case", "labels a class", "AUROC", *(f"known / unseen at {q}" for q in quantiles)]
+    rows = [
+        [name, labels, _spread(one["auroc"]),
+         *(f"{1 - one[f'known_{q}']['mean']:.2f} / {one[f'unseen_{q}']['mean']:.2f}" for q in quantiles)]
+        for name, by_labels in found["cases"].items() for labels, one in by_labels.items()
+    ]  # fmt: skip
+    return markdown(head, rows)
+
+
+def parity(found: Mapping[str, Any]) -> str:
+    """The largest difference over seeds, and for how many seeds it is within its bar."""
+    figures = list(found["bars"])
+    n = len(found["seeds"])
+    head = ["model", "samples", *(f"{figure.replace('_', ' ')} ≤ {found['bars'][figure]:.0e}" for figure in figures)]
+    head += [f"{side} and double precision, logits" for side in ("device", "torch")]
+    rows = []
+    for name, supports in found["models"].items():
+        for support, one in supports.items():
+            cells = [_within(one[figure]["device-torch"], n) for figure in figures]
+            cells += [_within(one["logits_after_10"][f"{side}-exact"], n) for side in ("device", "torch")]
+            rows.append([name, support, *cells])
+    return markdown(head, rows)
+
+
+def _within(one: Mapping[str, Any], n: int) -> str:
+    return f"{one['median']:.0e}, at most {one['max']:.0e} ({one['within']} of {n})"
+
+
+def memory(found: Mapping[str, Any]) -> str:
+    """Medians in MB and seconds."""
+    head = ["model", "predict, MB", "bare", "first answer, s", "bare", "adapt, MB", "bare", "ratio", "after, MB"]
+    rows = []
+    for name, one in found["models"].items():
+        judged = one["judged"]
+        peak = [max(one[f"{who}predict {way}"]["peak"]["median"] for way in ("proto", "maml")) for who in ("", "bare ")]
+        start = [max(one[f"{who}predict {way}"]["seconds"]["median"] for way in ("proto", "maml"))
+                 for who in ("", "bare ")]
+        adapt = [one[who]["peak"]["median"] for who in ("adapt maml", "bare adapt")]
+        rows.append([name, *(f"{b / 1e6:.1f}" for b in peak), *(f"{s:.2f}" for s in start),
+                     *(f"{b / 1e6:.1f}" for b in adapt), f"{judged['adapt_ratio']:.2f}", f"{judged['after_mb']:.1f}"])
+    return markdown(head, rows)
+
+
+def latency(found: Mapping[str, Any]) -> str:
+    """Medians."""
+    head = ["model", "class means: session, agent, µs", "own weights: session, agent, µs", "ten steps, ms",
+            "torch eager, ms", "times as fast"]
+    rows = []
+    for name, one in found["models"].items():
+        answers = [f"{a['bare_us']:.0f}, +{a['added_us']:.0f}" for a in one["answers"].values()]
+        steps = one["steps"]
+        rows.append([name, *answers, f"{1e3 * steps['graph_s']:.1f}", f"{1e3 * steps['torch_s']:.1f}",
+                     f"{steps['times_as_fast']:.2f}"])
+    return markdown(head, rows)
+
+
+TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "accuracy": accuracy, "unknown": unknown, "parity": parity, "memory": memory, "latency": latency,
+}  # fmt: skip
+"""By the result file's name; other files have tables of their own."""
+
+
+def figure(found: Mapping[str, Any], path: Path) -> None:
+    """One panel a set: the headline figure by labels of a class, with one deviation over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sets = found["sets"]
+    image, panels = pyplot.subplots(1, len(sets), figsize=(4.2 * len(sets), 3.9), layout="constrained", squeeze=False)
+    for panel, (name, one) in zip(panels[0], sets.items(), strict=True):
+        for number, (way, cells) in enumerate(one["table"].items()):
+            each = [cells[str(n)][HEADLINE[name]] for n in one["labels"]]
+            places = [k + 0.04 * (number - len(one["table"]) / 2) for k in range(len(each))]
+            bars = [cell["std"] or 0.0 for cell in each]
+            panel.errorbar(places, [cell["mean"] for cell in each], bars, marker="o", markersize=4, capsize=2,
+                           linewidth=1.2, label=way, linestyle=":" if way == "not personalized" else "-")
+        panel.set_xticks(range(len(one["labels"])), [str(n) for n in one["labels"]])
+        panel.set(title=TITLES[name], xlabel="labels of a class", ylabel=NAMES[HEADLINE[name]])
+        panel.grid(axis="y", alpha=0.3)
+    handles, names = panels[0][0].get_legend_handles_labels()
+    image.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    image.savefig(path, dpi=130)
+    pyplot.close(image)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--figure", type=Path, help="PNG of accuracy.json, which is among the files")
+    options = parser.parse_args()
+    for path in options.files:
+        found = json.loads(path.read_text())
+        if path.stem in TABLES:
+            print(f"## {path.name}\n\n{TABLES[path.stem](found)}")
+        if path.stem == "accuracy" and options.figure:
+            figure(found, options.figure)
+
+
+if __name__ == "__main__":
+    main()
