@@ -37,6 +37,10 @@ FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 Feed = Callable[[IO[bytes]], None]
 
 
+class ConnectionLost(FlashError):
+    """The device was reached, and then was not any more; or what it does has no end."""
+
+
 @dataclass(frozen=True)
 class Target:
     """``ssh://[user@]host[:port]``; what is absent is ssh's own choice. config: used in place of the user's own."""
@@ -129,12 +133,12 @@ class Connection:
         """Runs a shell command on the device; its exit code is the caller's to judge.
 
         what: the step, for messages. feed: bytes for its standard input, or what writes them.
-        Raises FlashError when the connection is lost or ``timeout_s`` is over.
+        Raises ConnectionLost when it is lost or ``timeout_s`` is over.
         """
         answer = _run([*self._command(), command], what, self.target.url, feed, timeout_s)
         if answer.code == SSH_FAILED:
-            raise FlashError(f"the connection was lost: {what}: {last_line(answer.errors)}", where=self.target.url,
-                             hint="run the same command again: it goes on from there")
+            raise ConnectionLost(f"the connection was lost: {what}: {last_line(answer.errors)}", where=self.target.url,
+                                 hint="run the same command again: it goes on from there")
         return answer
 
     def _open(self) -> None:
@@ -225,8 +229,17 @@ def _unknown(errors: str) -> bool:
 
 def last_line(text: str) -> str:
     """The last line that says something, at most 300 characters, without control characters."""
+    return _line(text, -1)
+
+
+def first_line(text: str) -> str:
+    """As ``last_line``: what a program complains of first is what is wrong."""
+    return _line(text, 0)
+
+
+def _line(text: str, which: int) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return re.sub(r"[^\x20-\x7e\xa0-\uffff]", "?", lines[-1])[:300] if lines else "it said nothing"
+    return re.sub(r"[^\x20-\x7e\xa0-\uffff]", "?", lines[which])[:300] if lines else "it said nothing"
 
 
 def _options(**values: str) -> list[str]:
@@ -264,8 +277,8 @@ def _run(command: list[str], what: str, where: str, feed: Feed | bytes, timeout_
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise FlashError(f"no end within {timeout_s:g} s: {what}", where=where,
-                             hint="run the same command again: it goes on from there") from None
+            raise ConnectionLost(f"no end within {timeout_s:g} s: {what}", where=where,
+                                 hint="run the same command again: it goes on from there") from None
         finally:
             process.kill()  # nothing happens to one that has ended
             process.wait()

@@ -28,6 +28,7 @@ cp -a /etc/. "$1/etc"
 mount --bind "$1/etc" /etc
 for folder in /opt /var/lib /run; do mount -t tmpfs none $folder; done
 mkdir -p /run/sshd /run/stand-in /etc/systemd/system
+sed -i "s|^root:.*|root:*:0:0:root:$1:/bin/sh|" /etc/passwd
 grep -q '^pi:' /etc/passwd || echo 'pi:*:7654:7654::/tmp:/bin/sh' >> /etc/passwd
 "$2" -D -e -f "$1/sshd_config" 2> "$1/sshd.log" &
 wait
@@ -74,9 +75,9 @@ is-active) [ -e "$pid" ] && kill -0 "$(cat "$pid")" 2>/dev/null && echo active |
 esac
 """
 
-# {"uname": "/usr/bin/uname"}: a file of that name in /run/stand-in is what it says in place of the real one.
+# "uname -m" says what is in /run/stand-in/uname-m, where that is.
 TELLER = """#!/bin/sh
-[ -e /run/stand-in/{name} ] && {{ cat /run/stand-in/{name}; exit; }}
+[ -e "/run/stand-in/{name}$*" ] && {{ cat "/run/stand-in/{name}$*"; exit; }}
 exec {real} "$@"
 """
 
@@ -110,13 +111,10 @@ class Board:
         """A path on the board, as this process sees it."""
         return self.root / path.lstrip("/")
 
-    def says(self, program: str, text: str | None) -> None:
-        """What uname, getconf or python3 answers from now on; None for the truth."""
-        path = self.path(f"/run/stand-in/{program}")
-        if text is None:
-            path.unlink(missing_ok=True)
-        else:
-            path.write_text(f"{text}\n")
+    def says(self, command: str, text: str) -> None:
+        """What ``uname -m``, ``getconf ...`` or ``python3 --version`` answers until ``as_new``."""
+        program, arguments = command.split(maxsplit=1)
+        self.path(f"/run/stand-in/{program}{arguments}").write_text(f"{text}\n")
 
     def trust(self) -> None:
         """The operator knows the host's key."""
@@ -144,7 +142,7 @@ class Board:
 
     def as_new(self) -> None:
         """No version, no settings, no unit; the host's key is known."""
-        self.sh("for f in /run/stand-in/*.pid; do [ -e $f ] && kill -9 $(cat $f); done; pkill -9 -f device.sh;"
+        self.sh("for f in /run/stand-in/*.pid; do [ -e $f ] && kill -9 $(cat $f); done; pkill -9 -f '[d]evice.sh linger';"
                 "rm -rf /opt/* /var/lib/* /etc/metafleet /etc/systemd/system/metafleet* /run/stand-in/* /run/metafleet")
         self.trust()
 

@@ -1,0 +1,305 @@
+#!/bin/sh
+# What flashing over SSH does on the device, one verb a call, as root. POSIX sh and coreutils, util-linux, tar.
+#
+#   /opt/metafleet/VERSION        a version: the files of its MANIFEST.sha256, and .ready once it was set up
+#   /opt/metafleet/current        link to the version that runs
+#   /opt/metafleet/.VERSION.part  a version that is being uploaded
+#   /opt/metafleet/.flash         this script, and:
+#     owner      the run at work; an earlier one that comes back is refused
+#     settings   files that are to be put below /: configuration, the unit; kept until it is over
+#     armed      version, previous, run, and those files as they were: the device returns to them unless "confirm"
+#                comes in time. It is made and taken by renaming, whole: back while it returns, done when it is over.
+#
+# Exit codes: 3 the version is there with other content, 4 there is nothing armed, 5 another run has taken over,
+# 6 another run is at work. Everything else is an error of a command, with its message.
+set -eu
+export LC_ALL=C
+umask 022
+ROOT=/opt/metafleet UNITS=/etc/systemd/system AGENT=/var/lib/metafleet
+FLASH=$ROOT/.flash
+UNIT=metafleet.service GUARD=metafleet-return.service
+MANIFEST=MANIFEST.sha256
+
+say() { printf '%s=%s\n' "$1" "$2"; }
+told() { [ ! -e "$1" ] || cat "$1"; }
+current() { readlink "$ROOT/current" 2>/dev/null || :; }
+active() { systemctl is-active "$UNIT" 2>/dev/null || :; }
+
+# What the machine is; writes nothing and needs no root.
+machine() {
+    say arch "$(uname -m)"
+    say bits "$(getconf LONG_BIT 2>/dev/null || :)"
+    say glibc "$(getconf GNU_LIBC_VERSION 2>/dev/null || :)"
+    say python "$(python3 --version 2>&1 || :)"
+    say root "$(id -u)"
+    missing=
+    for program in systemctl tar sha256sum flock setsid readlink; do
+        command -v "$program" >/dev/null || missing="$missing $program"
+    done
+    say missing "$missing"
+}
+
+# What is there; writes nothing.
+facts() {
+    folder=$ROOT
+    [ -d "$folder" ] || folder=/opt
+    [ -d "$folder" ] || folder=/
+    say free_kib "$(df -Pk "$folder" | awk 'NR == 2 { print $4 }')"
+    health
+    say armed "$(told "$FLASH/armed/version")"
+    say last_return "$(told "$FLASH/last-return")"
+    for manifest in "$ROOT"/*/"$MANIFEST"; do
+        version=$(basename "$(dirname "$manifest")")
+        [ ! -f "$manifest" ] || [ "$version" = current ] || say "version $version" "$(sum_of "$manifest")"
+        [ ! -e "$ROOT/$version/.ready" ] || say "ready $version" yes
+    done
+    for path in /etc/metafleet/* "$UNITS/$UNIT" "$AGENT/device.toml" "$AGENT/enrol.token"; do
+        [ ! -f "$path" ] || say "file $path" "$(sum_of "$path")"
+    done
+    # The device.toml that the agent made its own when it enrolled; before that it is a link.
+    [ -L "$AGENT/device.toml" ] || told "$AGENT/device.toml" | sed 's/^/own=/'
+}
+
+sum_of() { [ ! -e "$1" ] || sha256sum <"$1" | cut -c1-64; }
+
+# RUN owns the device from now on; an earlier one that was cut off is refused if it comes back.
+begin() {
+    if [ -e "$FLASH/back" ]; then back "finished by the next run"; fi
+    echo "$1" >"$FLASH/owner"
+}
+
+owned() { [ "$(told "$FLASH/owner")" = "$1" ] || exit 5; }
+
+# Standard input: the manifest. Out: the files that are still to be sent. What the running version has is linked; a
+# version that is there already, from a card, needs its manifest only.
+want() {
+    part=$ROOT/.$1.part
+    cat >"$FLASH/manifest"
+    if [ -d "$ROOT/$1" ] && (cd "$ROOT/$1" && sha256sum -c "$FLASH/manifest" >/dev/null 2>&1); then
+        mv "$FLASH/manifest" "$ROOT/$1/$MANIFEST"
+        rm -rf "$part"
+        return
+    fi
+    mkdir -p "$part"
+    cd "$part"
+    mv "$FLASH/manifest" "$MANIFEST"
+    names | sort >"$FLASH/names"
+    find . ! -type d ! -path "./$MANIFEST" | cut -c3- | sort | comm -23 - "$FLASH/names" >"$FLASH/extra"
+    while IFS= read -r name; do rm -f -- "$name"; done <"$FLASH/extra"
+    wrong | sort >"$FLASH/wrong"
+    if [ -e "$ROOT/current/" ]; then
+        (cd "$ROOT/current/" && sha256sum -c "$part/$MANIFEST" 2>/dev/null | sed -n 's/: OK$//p' | sort) |
+            comm -12 - "$FLASH/wrong" >"$FLASH/same"
+        while IFS= read -r name; do
+            mkdir -p "$(dirname -- "$name")"
+            ln -f -- "$ROOT/current/$name" "$name"
+        done <"$FLASH/same"
+        wrong | sort >"$FLASH/wrong"
+    fi
+    cat "$FLASH/wrong"
+}
+
+names() { sed -n 's/^[0-9a-f]\{64\}  //p' "$MANIFEST"; }
+wrong() { sha256sum -c "$MANIFEST" 2>/dev/null | sed -n 's/: FAILED.*$//p'; }
+
+# Standard input: a .tar.gz of files. They replace what was linked, never write through it.
+take() { tar -x -z -p --no-same-owner --unlink-first -f - -C "$ROOT/.$1.part"; }
+
+# The uploaded version gets its name, once every file of it is right and on the disk; then it is set up.
+# Standard input: what it needs of the system (its user, its folders), as a script.
+place() {
+    [ ! -e "$ROOT/.$1.part" ] || named "$1"
+    rm -f "$ROOT/$1/.ready"
+    /bin/sh -eu >&2
+    : >"$ROOT/$1/.ready"
+}
+
+named() {
+    cd "$ROOT/.$1.part"
+    sha256sum -c --quiet "$MANIFEST" >&2
+    sync -f "$ROOT"
+    cd "$ROOT"
+    if [ -e "$1" ]; then
+        [ "$(current)" != "$1" ] || exit 3
+        rm -rf ".$1.old.part"
+        mv "$1" ".$1.old.part"
+    fi
+    mv ".$1.part" "$1"
+    rm -rf ".$1.old.part"
+}
+
+# The new version is the one that runs, with the settings of standard input, a tar by their paths from / on: VERSION
+# RUN SECONDS. Before anything is touched the way back is armed.
+change() {
+    rm -rf "$FLASH/settings" "$FLASH/settings.new"
+    mkdir -m 700 "$FLASH/settings.new"
+    tar -x -p -f - -C "$FLASH/settings.new"
+    mv "$FLASH/settings.new" "$FLASH/settings"
+    arm "$@"
+    flip "$1"
+}
+
+# From now on the device returns to what it is, unless "confirm" comes within SECONDS: VERSION RUN SECONDS.
+arm() {
+    rm -rf "$FLASH/arming"
+    mkdir -m 700 "$FLASH/arming" "$FLASH/arming/files"
+    echo "$1" >"$FLASH/arming/version"
+    echo "$2" >"$FLASH/arming/run"
+    current >"$FLASH/arming/previous"
+    changed >"$FLASH/arming/changed"
+    while IFS= read -r path; do
+        [ ! -e "/$path" ] || (cd / && cp -a --parents "$path" "$FLASH/arming/files/")
+    done <"$FLASH/arming/changed"
+    guard
+    sync -f "$ROOT"
+    mv -T "$FLASH/arming" "$FLASH/armed"
+    sync -f "$ROOT"
+    watch "$2" "$3"
+}
+
+changed() { (cd "$FLASH/settings" && find . -type f | cut -c3-); }
+
+# An earlier run changed over and was cut off; this one goes on with it: VERSION RUN SECONDS.
+again() {
+    [ -e "$FLASH/armed" ] || exit 4
+    echo "$2" >"$FLASH/armed/run"
+    watch "$2" "$3"
+    flip "$1"
+}
+
+# Where the device starts anew while armed, it returns at once.
+guard() {
+    cat >"$UNITS/$GUARD" <<EOF
+[Unit]
+Description=Metafleet: return to the version before, when the new one was not confirmed
+ConditionPathExists=|$FLASH/armed
+ConditionPathExists=|$FLASH/back
+RequiresMountsFor=$ROOT
+Before=$UNIT
+
+[Service]
+Type=oneshot
+ExecStart=/bin/sh $FLASH/device.sh boot
+
+[Install]
+WantedBy=multi-user.target
+EOF
+    systemctl daemon-reload
+    systemctl enable "$GUARD" >/dev/null 2>&1
+}
+
+# A timer of systemd where there is one, else a process that stays: RUN SECONDS.
+watch() {
+    systemd-run --quiet --collect --unit="metafleet-return-$1" --on-active="$2" --timer-property=AccuracySec=1s \
+        /bin/sh "$FLASH/device.sh" fire "$1" 2>/dev/null && return
+    setsid /bin/sh "$FLASH/device.sh" linger "$1" "$2" </dev/null >/dev/null 2>&1 &
+}
+
+linger() {
+    left=$2
+    while [ "$left" -gt 0 ]; do
+        [ "$(told "$FLASH/armed/run")" = "$1" ] || exit 0
+        sleep 1
+        left=$((left - 1))
+    done
+    exec /bin/sh "$FLASH/device.sh" fire "$1"
+}
+
+fire() {
+    [ "$(told "$FLASH/armed/run")" = "$1" ] || exit 0
+    back "nobody confirmed it in time"
+}
+
+boot() { back "the device was started anew before it was confirmed"; }
+
+# Settings are replaced one by one, each whole; then the link.
+flip() {
+    while IFS= read -r path; do put "$FLASH/settings/$path" "/$path"; done <"$FLASH/armed/changed"
+    link "$1"
+    run
+}
+
+put() {
+    mkdir -p "$(dirname "$2")"
+    cp -a "$1" "$2.metafleet-new"
+    mv "$2.metafleet-new" "$2"
+}
+
+link() {
+    ln -sfn "$1" "$ROOT/.current.new"
+    mv -T "$ROOT/.current.new" "$ROOT/current"
+    sync -f "$ROOT"
+}
+
+run() {
+    systemctl daemon-reload
+    systemctl enable "$UNIT" >/dev/null 2>&1
+    systemctl reset-failed "$UNIT" >/dev/null 2>&1 || :
+    systemctl restart --no-block "$UNIT"
+}
+
+# Everything as it was before "arm". Cut off, it is done again at the next start or by the next run.
+back() {
+    [ -e "$FLASH/back" ] || mv -T "$FLASH/armed" "$FLASH/back" 2>/dev/null || exit 4
+    previous=$(told "$FLASH/back/previous")
+    while IFS= read -r path; do
+        if [ -e "$FLASH/back/files/$path" ]; then put "$FLASH/back/files/$path" "/$path"; else rm -f "/$path"; fi
+    done <"$FLASH/back/changed"
+    if [ -n "$previous" ]; then
+        link "$previous"
+        run
+    else
+        systemctl disable "$UNIT" >/dev/null 2>&1 || :
+        systemctl stop "$UNIT" >/dev/null 2>&1 || :
+        systemctl daemon-reload
+        rm -f "$ROOT/current"
+    fi
+    echo "$(told "$FLASH/back/version") to ${previous:-nothing}, $(date -u +%Y-%m-%dT%H:%M:%SZ): $1" >"$FLASH/last-return"
+    sync -f "$ROOT"
+    rm -rf "$FLASH/done"
+    mv -T "$FLASH/back" "$FLASH/done"
+    rm -rf "$FLASH/done" "$FLASH/settings"
+}
+
+# What the agent says of itself; writes nothing.
+health() {
+    say current "$(current)"
+    say active "$(active)"
+    say online "$(told "$AGENT/online.json" | head -c 4096 | tr -d '\n')"
+}
+
+# The new version stays; of the others the one before it and one more.
+confirm() {
+    [ -e "$FLASH/armed" ] || exit 4
+    rm -rf "$FLASH/done"
+    mv -T "$FLASH/armed" "$FLASH/done"
+    systemctl stop "metafleet-return-$1.timer" >/dev/null 2>&1 || :
+    previous=$(told "$FLASH/done/previous")
+    rm -rf "$FLASH/done" "$FLASH/settings" "$FLASH/last-return" "$ROOT"/.*.part
+    cd "$ROOT"
+    kept=0
+    # shellcheck disable=SC2012 # names of versions have no blanks
+    for version in $previous $(ls -1t); do
+        if [ ! -d "$version" ] || [ -L "$version" ] || [ "$version" = "$(current)" ]; then continue; fi
+        if [ "$version" = "$previous" ] && [ "$kept" -gt 0 ]; then continue; fi
+        kept=$((kept + 1))
+        [ "$kept" -le 2 ] || rm -rf "./$version"
+    done
+}
+
+locked() { exec flock -w 30 -E 6 -o "$FLASH/lock" /bin/sh "$0" has-lock "$@"; }
+
+verb=$1
+shift
+case $verb in
+machine | facts | health) "$verb" "$@" </dev/null ;;
+linger) linger "$@" ;;
+begin | fire | boot | want | take | place | change | again | back | confirm) locked "$verb" "$@" ;;
+has-lock)
+    verb=$1
+    case $verb in
+    begin | fire | boot) shift; "$verb" "$@" ;;
+    *) owned "$2"; shift 2; "$verb" "$@" ;;
+    esac ;;
+*) echo "no such verb: $verb" >&2; exit 64 ;;
+esac
