@@ -1,0 +1,136 @@
+"""What HTTP costs: the latency of a request above that of the Python call, and the memory of ``edge-agent serve``.
+
+    python -m benchmarks.on_device.over_http --out benchmarks/on_device/over_http.json        memory: Linux
+
+One raw sample per request over one connection that is kept; a request, as JSON and as binary data, and a Python call of
+the same service in this process take turns. The memory is the kernel's high-water mark of the serving process, after
+the requests above and after eight clients at once. MB are 10^6 bytes. Bars: 2 ms above the call, 85 MB.
+
+Beside other work on the machine a request waits for its turn three times and a call not once: ``chrt -r 10`` before the
+command gives it the turns that a machine without other work would (Linux, root).
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.on_device import homes
+from benchmarks.on_device.asking import clients, collected, serving
+from benchmarks.on_device.cases import CASES
+from cloud_server.result import environment
+from edge_agent.service import service_of
+from edge_agent.settings import settings_of
+from edge_agent.tensors import OF_NUMPY
+from fleet_core.storage import write_json
+
+AGENT = str(Path(sys.executable).with_name("edge-agent"))
+PATH = "/v2/models/bench/infer"
+BARS = {"above_ms": 2.0, "peak_mb": 85.0}
+WARM, CLIENTS, CROWD_S = 50, 8, 5.0
+
+
+def requests(x: Any) -> dict[str, tuple[bytes, dict[str, str]]]:
+    """(body, headers) of a request for ``x``, by its form."""
+    tensor = {"name": "x", "datatype": OF_NUMPY[str(x.dtype)], "shape": list(x.shape)}
+    as_json = json.dumps({"inputs": [{**tensor, "data": x.ravel().tolist()}]}).encode()
+    head = json.dumps({"inputs": [{**tensor, "parameters": {"binary_data_size": x.nbytes}}],
+                       "parameters": {"binary_data_output": True}}).encode()
+    return {"json": (as_json, {}), "binary": (head + x.tobytes(), {"Inference-Header-Content-Length": str(len(head))})}
+
+
+def timed(ways: dict[str, Callable[[], Any]], count: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of each way, in turns."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(WARM + count):
+        for name, way in ways.items():
+            begun = time.perf_counter()
+            way()
+            if number >= WARM:
+                found[name].append(1000 * (time.perf_counter() - begun))
+    return {name: {"median": statistics.median(each), "min": min(each), "p90": sorted(each)[int(0.9 * count)]}
+            for name, each in found.items()}
+
+
+def posted(connection: http.client.HTTPConnection, body: bytes, headers: dict[str, str]) -> None:
+    connection.request("POST", PATH, body, headers)
+    response = connection.getresponse()
+    response.read()
+    assert response.status == 200
+
+
+def memory(pid: int) -> dict[str, float]:
+    """peak_mb, now_mb of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = {key: re.search(rf"{key}:\s+(\d+) kB", status) for key in ("VmHWM", "VmRSS")}
+    return {name: int(match[1]) * 1024 / 1e6 for name, match in zip(("peak_mb", "now_mb"), found.values(), strict=True)
+            if match}
+
+
+def measured(home: Path, sample: Path, count: int) -> dict[str, Any]:
+    """Every figure of one device."""
+    x = np.load(sample)[None]
+    service = service_of(home, settings_of(home))
+    service.restore()
+    asked = requests(x)
+    (home / "asked.json").write_bytes(asked["json"][0])
+    with serving([AGENT, "serve", "--home", str(home), "--port", "0"]) as (process, host, port):
+        connection = http.client.HTTPConnection(host, port, timeout=30)
+        ways: dict[str, Callable[[], Any]] = {"call": lambda: service.answers(x)}
+        for name, (body, headers) in asked.items():
+            ways[name] = lambda body=body, headers=headers: posted(connection, body, headers)  # type: ignore[misc]
+        milliseconds = timed(ways, count)
+        alone = memory(process.pid)
+        crowd = collected(clients(CLIENTS, host, port, PATH, home / "asked.json", CROWD_S))
+        assert not any(each["failed"] for each in crowd)
+        return {"milliseconds": milliseconds, "memory": alone, "memory_crowd": memory(process.pid),
+                "crowd_requests": sum(len(each["milliseconds"]) for each in crowd)}
+
+
+def judged(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """The figures that have a bar; medians over the runs."""
+    def above(form: str) -> float:
+        each = [run["milliseconds"] for run in runs]
+        return float(statistics.median(ms[form]["median"] - ms["call"]["median"] for ms in each))
+
+    return {
+        "json_above_ms": above("json"), "binary_above_ms": above("binary"),
+        "peak_mb": statistics.median(run["memory"]["peak_mb"] for run in runs),
+        "crowd_peak_mb": statistics.median(run["memory_crowd"]["peak_mb"] for run in runs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--count", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found: dict[str, Any] = {}
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as room:
+            place = homes.made(CASES[model], Path(room) / "made")
+            for way, home in place.homes.items():
+                runs = [measured(home, place.x, options.count) for _ in range(options.repeats)]
+                found[f"{model} {way}"] = {"judged": judged(runs), "runs": runs}
+                print(model, way, json.dumps({k: round(v, 3) for k, v in judged(runs).items()}), flush=True)
+    if options.out:
+        write_json(options.out, {"bars": BARS, "count": options.count, "real_time": os.sched_getscheduler(0) != 0,
+                                 "environment": environment(), "found": found})
+
+
+if __name__ == "__main__":
+    main()
