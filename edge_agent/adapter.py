@@ -122,16 +122,14 @@ def stepped(graph: Graph, weights: Weights, support: Samples, steps: int, rate: 
     how = graph.info.adapt
     if how is None:
         raise BundleError("the bundle has no graph 'adapt'", hint="its model or method does not step on a device")
-    start = graph.layout.ordered({**graph.first, **trees.only(weights.params, MODEL_GROUPS)})
-    graph.layout.check(start, MODEL_GROUPS)
-    taken = {**start, **(trees.only(weights.params, ("rates",)) if how.rates else {})}
+    taken = graph.taken(weights.params)
     run = open_steps(graph.adapt, taken)
     learned = {} if how.rates else {"lr": np.array(rate, np.float32)}
     _check(graph, support)
     moved = run({"support_x": support.x, "support_y": support.y, "steps": np.array(steps, np.int64), **learned})
     if not all(np.isfinite(array).all() for array in moved.values()):
         raise DataError(f"{steps} gradient steps ran away from these samples", hint="fewer steps, or a smaller rate")
-    return {**storage.flatten(start), **moved}
+    return {**storage.flatten(trees.only(taken, MODEL_GROUPS)), **moved}
 
 
 def _check(graph: Graph, support: Samples) -> None:

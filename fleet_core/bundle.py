@@ -95,6 +95,19 @@ class Graph:
         return {**weights, "rates": {n: np.float32(how.lr) * (1 + a) for n, a in weights["rates"].items()}}
 
 
+    def taken(self, params: Params) -> dict[str, dict[str, Any]]:
+        """What ``adapt`` takes of a judged model's ``params``: the model, first values of groups that stay on a device,
+        and the learned rates of groups that move. Raises CodecError for weights of another layout."""
+        model = self.layout.ordered({**self.first, **trees.only(params, MODEL_GROUPS)})
+        self.layout.check(model, MODEL_GROUPS)
+        if self.info.adapt is None or not self.info.adapt.rates:
+            return model
+        wide = self.layout.extended(("rates",), self.info.adapt.groups)
+        rates = wide.ordered(trees.only(params, ("rates",)))
+        wide.check(rates, ("rates",))
+        return {**model, **rates}
+
+
 def pack(graph: Graph) -> bytes:
     """The bundle as bytes, the same for equal bundles."""
     files = {**graph.graphs, **({"adapt": graph.adapt} if graph.adapt else {})}

@@ -3,6 +3,7 @@ graph."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,8 +19,8 @@ from fleet_core.algorithms import trees
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import own_steps
 from fleet_core.algorithms.steps import steps_of, trains
-from fleet_core.bundle import Graph
-from fleet_core.errors import BundleError
+from fleet_core.bundle import AdaptInfo, Graph
+from fleet_core.errors import BundleError, CodecError
 from fleet_core.layout import MODEL_GROUPS, InputSpec
 from fleet_core.learning import models
 
@@ -141,6 +142,22 @@ def test_the_first_bundle_of_a_fleet_holds_the_steps_of_its_method_and_says_what
         np.testing.assert_array_equal(graph.first["head"][name], array)
     assert said[0] == "exporting logistic: embed, predict …"
     assert said[-1].startswith("made and checked in ")
+
+
+@pytest.mark.parametrize("groups", [MODEL_GROUPS, ("head",)])
+@pytest.mark.parametrize("rates", [False, True])
+def test_steps_take_of_a_judged_model_what_their_graph_has(groups: tuple[str, ...], rates: bool) -> None:
+    graph = exported()
+    stepping = replace(graph, info=replace(graph.info, adapt=AdaptInfo(groups, rates, 0.1)))
+    judged = LAYOUT.extended(("rates",), MODEL_GROUPS).seeded(1)
+    wanted = stepping.adapt_weights(0)
+    assert {g: list(named) for g, named in stepping.taken(judged).items()} == {g: list(n) for g, n in wanted.items()}
+    kept = replace(stepping, first=trees.only(judged, ("head",)))
+    shared = {group: named for group, named in judged.items() if group != "head"}
+    np.testing.assert_array_equal(kept.taken(shared)["head"]["head.bias"], judged["head"]["head.bias"])
+    for missing in ("body", "rates")[: 1 + rates]:
+        with pytest.raises(CodecError):
+            stepping.taken({group: named for group, named in judged.items() if group != missing})
 
 
 def test_first_values_that_are_no_whole_group_are_refused() -> None:
