@@ -32,6 +32,7 @@ from cloud_server.voice import Voice
 from cloud_server.waiting import Waiting
 from fleet_core import bundle, cohort, messages, topics
 from fleet_core.errors import CodecError, FleetError, MessageError, StateError
+from fleet_core.layout import MODEL_GROUPS
 from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
 from fleet_core.messages import Down, PendingRef, Presence, Report, ServerPresence, UploadManifest
 
@@ -68,6 +69,7 @@ class Coordinator:
         self.graph = bundle.unpack(graph_data)
         self.layout = self.graph.layout
         self.wire = self.layout.extended(self.method.down, self.method.shared)
+        size = self.layout.parameters(MODEL_GROUPS)
         self._checkpoints = Checkpoints(fleet.folder / "state", log)
         self._spool = Spool(fleet.folder / "spool", self.wire, self.method.shared)
         self._publisher = Publisher(self.name, link, fleet.folder / "state" / "published.json", clock=clock, log=log)
@@ -83,7 +85,8 @@ class Coordinator:
         )
         self._roster = Roster(
             ledger, everyone=fleet.config.fleet.enrolment == "open",
-            cannot=lambda presence: inability(presence, self.method, fleet.config.link), clock=clock, now=now, log=log,
+            cannot=lambda presence: inability(presence, self.method, fleet.config.link, size), clock=clock, now=now,
+            log=log,
         )
         self._enrolments = Enrolments(
             fleet, ledger, link, admit=lambda name: self._roster.enroll(name, *self._state.history()),

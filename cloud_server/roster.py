@@ -237,12 +237,15 @@ class Roster:
             known.state = ""
 
 
-def inability(presence: Presence, method: Method, link: LinkSection) -> str | None:
-    """Why a device cannot take part in the rounds of a fleet with this method and these codecs, or None."""
+def inability(presence: Presence, method: Method, link: LinkSection, parameters: int) -> str | None:
+    """Why a device cannot take part in the rounds of a fleet with this method, these codecs and a model of so many
+    parameters, or None."""
     if presence.proto != messages.PROTOCOL:
         return f"speaks protocol {presence.proto}, this is {messages.PROTOCOL}"
     if not presence.train:
         return f"does not train: {presence.cannot}" if presence.cannot else "does not train"
+    if 0 < presence.most < parameters:
+        return f"does not train: {parameters} parameters are over its board's {presence.most}"
     if presence.methods.get(method.name) != method.version:
         return f"lacks {method.name} version {method.version}"
     if link.up not in presence.codecs or link.down not in presence.codecs:

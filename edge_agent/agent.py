@@ -30,7 +30,6 @@ from edge_agent.worker import Done, Trainer
 from fleet_core import messages, topics
 from fleet_core.board.fit import Limits
 from fleet_core.errors import FleetError, LinkError, MessageError, RoundError
-from fleet_core.layout import MODEL_GROUPS
 from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
 from fleet_core.messages import Answer, Down, Manifest, Presence, Question, ServerPresence
 from fleet_core.signing import Verifier
@@ -70,9 +69,11 @@ class Agent:
             self.fleet, self.name, link, clock, lambda size: accounts.payload("update_up", size),
             unanswered=lambda number: self._reporter.unanswered(number),
         )
-        trains = settings.train.enabled and trainer is not None
-        self._limits = limits or Limits(trains)
-        self._reporter = Reporter(settings, self.boot, link, accounts, trains=trains, clock=clock, log=log)
+        self._limits = limits or Limits(settings.train.enabled and trainer is not None)
+        trains = settings.train.enabled and trainer is not None and self._limits.train
+        self._reporter = Reporter(
+            settings, self.boot, link, accounts, trains=trains, limits=self._limits, clock=clock, log=log
+        )
         self._outbox = Outbox(self.name, self.boot, home, self._uploader, self._fetcher, self._reporter, log)
         self._graphs = Graphs(home, service, self._fetcher, lambda: self._announce())
         self._models = Models(home, service, log)
@@ -352,9 +353,7 @@ class Agent:
 
     def _announce(self, *, again: bool = False) -> None:
         graph, pending = self.service.graph, self._outbox.pending
-        size = 0 if graph is None else graph.layout.parameters(MODEL_GROUPS)
         self._reporter.announce(
-            cannot=self._limits.refuses(size),
             layouts=() if graph is None else (graph.layout.hash,),
             base=self._models.base,
             trained=max(self.home.trained(), pending.round if pending else 0),

@@ -12,6 +12,7 @@ from edge_agent.settings import Settings
 from edge_agent.uploader import UNANSWERED
 from fleet_core import __version__, codecs, messages, topics
 from fleet_core.algorithms.methods import METHODS
+from fleet_core.board.fit import Limits
 from fleet_core.errors import LinkError
 from fleet_core.link.base import Link
 from fleet_core.messages import Answer, Presence, Report
@@ -26,16 +27,16 @@ WORKING = ("train", "upload")
 class Reporter:
     """One device's side of the conversation, over an open link.
 
-    trains: whether this device can take part in training. ``round`` is that of the current manifest, None before one
-    came: until then there is nothing to report on.
+    trains: whether this device can take part in training; limits: of its board. ``round`` is that of the current
+    manifest, None before one came: until then there is nothing to report on.
     """
 
     def __init__(
-        self, settings: Settings, boot: str, link: Link, accounts: Accounts, *, trains: bool,
+        self, settings: Settings, boot: str, link: Link, accounts: Accounts, *, trains: bool, limits: Limits,
         clock: Callable[[], float], log: Callable[[str], None],
     ):
         self._settings, self._boot, self._link, self._accounts = settings, boot, link, accounts
-        self._trains, self._clock, self._log = trains, clock, log
+        self._trains, self._limits, self._clock, self._log = trains, limits, clock, log
         self._fleet, self._name = settings.device.fleet, settings.device.name
         self._asked: dict[str, tuple[str, float]] = {}
         self._last_heartbeat = clock()
@@ -89,12 +90,9 @@ class Reporter:
 
     # Presence ---------------------------------------------------------------------------------------------------------
 
-    def announce(
-        self, *, layouts: tuple[str, ...], base: str, trained: int, cannot: str = "", again: bool = False
-    ) -> None:
+    def announce(self, *, layouts: tuple[str, ...], base: str, trained: int, again: bool = False) -> None:
         """The whole presence, retained; ``unheard`` until the aggregator acknowledges it. layouts: hashes of the graphs
-        here. base: model id that this device holds. trained: the last round that its own training state knows. cannot:
-        why this board does not train the model, or empty."""
+        here. base: model id that this device holds. trained: the last round that its own training state knows."""
         if again:
             self._patience.again()
         else:
@@ -109,8 +107,9 @@ class Reporter:
             codecs=tuple(codecs.CODECS),
             layouts=layouts,
             ram=_ram_mib(),
-            train=self._trains and not cannot,
-            cannot=cannot[:200],
+            train=self._trains,
+            cannot=self._limits.why[:200],
+            most=self._limits.max_parameters or 0,
             base=base,
             trained=trained,
         )

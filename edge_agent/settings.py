@@ -51,7 +51,7 @@ class Training:
 
     enabled: bool = True
     threads: int = field(default=1, metadata={"min": 1, "max": 256})
-    max_parameters: int | None = field(default=None, metadata={"min": 1})
+    max_parameters: int | None = field(default=None, metadata={"min": 1, "max": 10**12})
     max_batch: int | None = field(default=None, metadata={"min": 1})
 
 

@@ -133,14 +133,14 @@ class World:
         return self.server
 
     def start_agent(self, name: str, samples: Samples | None = None, **data: Any) -> Agent:
-        """``train=False``: a device that only personalizes and answers. ``trainer=False``: one without torch. Other
-        keywords are of ``[data]``."""
+        """``train=False``: a device that only personalizes and answers. ``trainer=False``: one without torch.
+        ``limits``: of its board. Other keywords are of ``[data]``."""
         self.lives += 1
         home = Home(self.folder / "devices" / name)
         if samples is not None:
             home.folder.mkdir(parents=True, exist_ok=True)
             save(home.folder / "samples.npz", samples)
-        train, torch_is_there = data.pop("train", True), data.pop("trainer", True)
+        train, torch_is_there, limits = data.pop("train", True), data.pop("trainer", True), data.pop("limits", None)
         settings = Settings(Identity(name, self.name, self.fleet.public_key()), Data(**data), Training(train))
         boot = f"{name}{self.lives}"
         topic, payload = will(settings, boot)
@@ -148,7 +148,7 @@ class World:
         trainer = Bench() if torch_is_there else None
         agent = Agent(
             settings, home, link, service_of(home.folder, settings), Accounts(), trainer, boot=boot,
-            adapter=InlineAdapter(), clock=self.clock, now_ms=self.clock.ms,
+            limits=limits, adapter=InlineAdapter(), clock=self.clock, now_ms=self.clock.ms,
             log=lambda line: self.lines.append(f"{name}: {line}"),
         )
         self.agents[name] = agent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 import firmware_profiles
 from cloud_server.cli import app
+from cloud_server.ledger import Judgement
 from edge_agent.methods import capped
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.board import fit, found, known
@@ -20,6 +22,9 @@ from fleet_core.board.fit import Limits, Wish
 from fleet_core.board.found import Machine
 from fleet_core.board.profile import Can, Profile
 from fleet_core.errors import ConfigError
+from fleet_core.learning import train
+from tests.inprocess import World, config_text, toy, world
+from tests.test_fleet import finished, statuses
 
 FILES = sorted(firmware_profiles.folder().glob("*.toml"))
 WHOLE = 'name = "b"\ntitle = "B"\narch = "aarch64"\n'
@@ -331,6 +336,44 @@ def test_no_batch_of_any_method_is_above_the_boards_limit_and_nothing_else_chang
         k: v for k, v in vars(hyper).items() if k not in sizes}
     assert capped(hyper, None) is hyper
     assert capped(hyper, 10**6) == hyper
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[World]:
+    made = world(tmp_path / "w", config_text(rounds=2, devices=2))
+    yield made
+    made.close()
+
+
+def test_a_board_too_small_for_the_model_answers_and_does_not_train_and_the_operator_reads_why(fleet: World) -> None:
+    fleet.start_server()
+    for name, limits in (("d0", None), ("d1", Limits(True)), ("small", Limits(True, "", 10))):
+        fleet.start_agent(name, toy(3), limits=limits)
+    assert fleet.pump(lambda: finished(fleet))
+    devices = {device.name: device for device in fleet.server.ledger.devices()}
+    parameters = fleet.agents["small"].service.layout.parameters(("body", "head"))
+    assert devices["small"].cannot == f"does not train: {parameters} parameters are over its board's 10"
+    assert devices["d1"].cannot is None
+    assert {name for n in (1, 2) for name in statuses(fleet, n)} == {"d0", "d1"}
+    judged = fleet.server.ledger.rows(Judgement, round=2)
+    assert {j.device for j in judged} == {"d0", "d1", "small"}
+
+
+def test_a_trainer_is_told_the_boards_batch(fleet: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, set[int]] = {}
+    trained = train.train_round
+
+    def noted(*arguments: Any, **keywords: Any) -> Any:
+        seen = next(a for a in arguments if hasattr(a, "support_batch"))
+        sizes.setdefault(str(seen.support_batch), set()).add(seen.query_batch)
+        return trained(*arguments, **keywords)
+
+    monkeypatch.setattr(train, "train_round", noted)
+    fleet.start_server()
+    fleet.start_agent("d0", toy(0), limits=Limits(True, "", None, 4))
+    fleet.start_agent("d1", toy(1))
+    assert fleet.pump(lambda: finished(fleet))
+    assert sizes == {"4": {4}, "50": {50}}
 
 
 def test_the_template_can_be_copied_and_used_as_it_is(tmp_path: Path) -> None:
