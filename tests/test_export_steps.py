@@ -3,13 +3,16 @@ graph."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.on_device.exports import FAMILIES
 from export import steps
 from export.first import first
 from export.graph import export_graph
@@ -24,6 +27,7 @@ from fleet_core.errors import BundleError, CodecError
 from fleet_core.layout import MODEL_GROUPS, InputSpec
 from fleet_core.learning import models
 
+ROOT = Path(__file__).resolve().parent.parent
 LAYOUT = models.describe("mlp", InputSpec((6,)), ("a", "b", "c"), {"hidden": [5]})
 LINEAR = models.describe("logistic", InputSpec((6,)), ("a", "b", "c"), {})
 STEPPING = {name for name, method in METHODS.items() if steps_of(method, method.hyper()) is not None}
@@ -174,3 +178,66 @@ def test_first_values_that_are_no_whole_group_are_refused() -> None:
         torn = Graph(graph.layout, graph.graphs, graph.golden, graph.info, b"", first_values)
         with pytest.raises(BundleError, match="first values"):
             bundle.unpack(bundle.pack(torn))
+
+
+# Every family ---------------------------------------------------------------------------------------------------------
+
+SMALL: dict[str, tuple[InputSpec, dict[str, Any]]] = {
+    "lenet-lim": (InputSpec((1, 8, 8)), {"channels": [2, 3], "hidden": [6, 5]}),
+    "conv4": (InputSpec((1, 16, 16)), {}),
+    "logistic": (InputSpec((6,)), {}),
+}
+
+
+@pytest.mark.parametrize("model", SMALL)
+def test_a_familys_steps_pass_the_gate(model: str) -> None:
+    spec, options = SMALL[model]
+    layout = models.describe(model, spec, ("a", "b", "c"), options)
+    graph, method, said = export_graph(layout, kinds=("predict",), seed=3), METHODS["pfldyn-maml"], list[str]()
+    made = with_steps(graph, method, method.hyper(), models.initial(layout, 0), said.append)
+    assert made.info.adapt is not None
+    assert made.info.adapt.groups == MODEL_GROUPS
+    assert said == ["exporting its steps (body, head), and comparing them with torch's …"]
+
+
+def test_a_recurrent_family_steps_its_head_alone_or_says_that_it_has_no_answers() -> None:
+    options = {"width": 5, "layers": 1}
+    layout = models.describe("char-lstm", InputSpec((4,), "int64"), ("a", "b", "c"), options)
+    graph, initial = export_graph(layout, kinds=("embed", "predict"), seed=3), models.initial(layout, 0)
+    said = list[str]()
+    maml, own = METHODS["pfldyn-maml"], METHODS["lg-fedavg"]
+    made = with_steps(graph, maml, maml.hyper(), initial, said.append)
+    assert made.info.adapt is not None
+    assert made.info.adapt.groups == ("head",)
+    assert said[1] == "the model 'char-lstm' has recurrent layers (LSTM), whose steps do not become a graph"
+    assert said[-1] == "a device without torch steps the head alone; pfldyn-maml steps body and head"
+    said.clear()
+    assert with_steps(graph, own, own.hyper(), initial, said.append).adapt == b""
+    assert said[-1] == "a device without torch has no answers"
+
+
+def recorded() -> dict[str, Any]:
+    families: dict[str, Any] = json.loads((ROOT / "benchmarks" / "on_device" / "exports.json").read_text())["families"]
+    return families
+
+
+def test_the_record_of_every_method_on_every_family_is_complete() -> None:
+    families = recorded()
+    assert families.keys() == FAMILIES.keys()
+    for name, family in families.items():
+        assert family["methods"].keys() == METHODS.keys(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_every_family_a_method_has_its_graph_or_it_is_said_why_not(family: str) -> None:
+    for name, found in recorded()[family]["methods"].items():
+        method = METHODS[name]
+        how = steps_of(method, method.hyper())
+        assert set(found["graphs"]) == {*method.graphs, *(["adapt"] if found["steps"] else [])}, name
+        if how is None:
+            assert (found["steps"], bool(found["said"])) == ([], trains(method)), name
+        elif tuple(found["steps"]) == how.groups:
+            assert (found["said"], found["rates"]) == ([], how.rates), name
+        else:
+            assert found["steps"] in ([], ["head"]), name
+            assert any("without torch" in line for line in found["said"]), name

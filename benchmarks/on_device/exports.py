@@ -1,0 +1,124 @@
+"""Every method on every model family: what of it becomes a graph that passes the export gate, and what is said if not.
+
+    python -m benchmarks.on_device.exports --out benchmarks/on_device/exports.json
+
+Runs what ``metafleet init`` runs, at the sizes that the papers have; steps that move the same groups are exported once
+for all methods that take them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cloud_server.result import environment
+from export import steps
+from export.graph import export_graph
+from fleet_core.algorithms.methods import METHODS
+from fleet_core.bundle import Graph
+from fleet_core.errors import BundleError
+from fleet_core.layout import InputSpec
+from fleet_core.learning import models
+from fleet_core.storage import write_json
+
+IMAGE = InputSpec((1, 28, 28), "uint8", 1 / 255)
+OWN = "metafleet_benchmark_own:build"
+FAMILIES: Mapping[str, tuple[str, InputSpec, dict[str, Any]]] = {
+    "mlp": ("mlp", IMAGE, {}),
+    "logistic": ("logistic", IMAGE, {}),
+    "lenet": ("lenet", IMAGE, {}),
+    "lenet-lim": ("lenet-lim", InputSpec((3, 32, 32), "uint8", 1 / 255), {}),
+    "conv4": ("conv4", IMAGE, {}),
+    "cnn1d": ("cnn1d", InputSpec((2, 128)), {}),
+    "char-lstm": ("char-lstm", InputSpec((80,), "int64"), {}),
+    "own": (OWN, InputSpec((3, 28, 28)), {}),
+}
+CLASSES = tuple("abcde")
+
+
+class Own(nn.Module):
+    """A model of one's own, of ordinary layers: a residual block, a strided convolution, LayerNorm, GELU."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.first, self.block = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.down, self.norm = nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.LayerNorm(16)
+        self.head = nn.Linear(16, classes)
+
+    def embed(self, x: Tensor) -> Tensor:
+        x = nn.functional.gelu(self.first(x))
+        x = nn.functional.silu(self.down(x + self.block(x)))
+        z: Tensor = self.norm(x.mean((2, 3)))
+        return z
+
+
+def bring_own() -> None:
+    """Makes ``OWN`` a module that can be imported, as a person's installed package is."""
+    module = types.ModuleType(OWN.partition(":")[0])
+    module.__dict__["build"] = lambda shape, classes: Own(classes)
+    sys.modules[module.__name__] = module
+
+
+def family(name: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """method -> what became a graph, of one model family."""
+    model, spec, options = FAMILIES[name]
+    layout, started = models.describe(model, spec, CLASSES, options), time.monotonic()
+    seconds: dict[str, float] = {}
+    graph = export_graph(layout, kinds=("embed", "predict"))
+    seconds["embed, predict"] = round(time.monotonic() - started, 1)
+    found: dict[str, Any] = {"parameters": layout.parameters(("body", "head")), "methods": {}}
+    made: dict[Any, Graph | BundleError] = {}
+    inner = steps.with_adapt
+
+    def once(graph_: Graph, *, rates: bool, groups: tuple[str, ...]) -> Graph:
+        key = (groups, rates)
+        if key not in made:
+            begun = time.monotonic()
+            try:
+                made[key] = inner(graph_, rates=rates, groups=groups)
+            except BundleError as error:
+                made[key] = error
+            label = f"adapt: {', '.join(groups)}{' with rates' if rates else ''}"
+            seconds[label] = round(time.monotonic() - begun, 1)
+        one = made[key]
+        if isinstance(one, BundleError):
+            raise one
+        return one
+
+    steps.with_adapt = once
+    try:
+        for method in METHODS.values():
+            said: list[str] = []
+            whole = steps.with_steps(graph, method, method.hyper(), models.initial(layout, 0), said.append)
+            how = whole.info.adapt
+            found["methods"][method.name] = {
+                "graphs": [*method.graphs, *(["adapt"] if whole.adapt else [])],
+                "steps": [] if how is None else list(how.groups), "rates": how is not None and how.rates,
+                "said": [line for line in said if not line.startswith("exporting")],
+            }  # fmt: skip
+    finally:
+        steps.with_adapt = inner
+    say(f"{name}: {seconds}")
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    bring_own()
+    found = {name: family(name, print) for name in FAMILIES}
+    write_json(asked.out, {"environment": environment(), "families": found})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
