@@ -112,7 +112,8 @@ def access(fleet: str, denied: Iterable[str]) -> str:
     own = ("up/#", "st", "rep", "an/#")
     lines = [f"user {AGGREGATOR}"]
     lines += [*(f"topic write {top}/{t}" for t in writes), *(f"topic read {top}/{t}" for t in reads)]
-    lines += ["", f"user {OPERATOR}", f"topic write {top}/a/+/q/+", f"topic read {top}/a/+/an/+", ""]
+    lines += ["", f"user {OPERATOR}", f"topic write {top}/a/+/q/+"]
+    lines += [*(f"topic read {top}/a/+/{t}" for t in ("an/+", "st")), ""]
     for name in sorted(denied):
         lines += [f"user {topics.check_name(name, 'device')}", "topic deny #", ""]
     lines += [*(f"pattern write {top}/a/%u/{t}" for t in own), *(f"pattern read {top}/a/%u/{t}" for t in ("dn", "q/#"))]

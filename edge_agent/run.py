@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from edge_agent import online
 from edge_agent.accounts import Accounts
 from edge_agent.agent import Agent, will
 from edge_agent.board import limits_of, profile_of, sensor_of, watts_of
@@ -58,6 +59,8 @@ def run(
         link.open()
         try:
             await_broker(link, lambda: agent.step(TICK_S), identity.broker, stopped, connect_s)
+            if link.connected:
+                online.tell(home, boot, log)
             log(f"{identity.name} is on, fleet {identity.fleet} at {identity.broker}")
             _loop(agent, stopped)
         finally:

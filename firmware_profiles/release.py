@@ -47,13 +47,12 @@ done
 
 @dataclass(frozen=True)
 class Setting:
-    """One file below /. owner: user and group. once: only for a device that is not enrolled yet."""
+    """One file below /. owner: user and group."""
 
     path: str
     data: bytes = field(repr=False)
     mode: int = 0o644
     owner: tuple[str, str] = ("root", "root")
-    once: bool = False
 
     @property
     def sum(self) -> str:
@@ -99,15 +98,14 @@ class Release:
         """
         if not own:
             return self
-        kept = tuple(setting for setting in self.settings if not setting.once)
-        new = next((setting for setting in kept if setting.path == f"{unit.CONFIG}/device.toml"), None)
+        new = next((setting for setting in self.settings if setting.path == f"{unit.CONFIG}/device.toml"), None)
         if new is None:
-            return replace(self, settings=kept)
+            return self
         device, operators = config.tables(own, DEVICE_TOML), config.tables(new.data.decode(), new.path)
         tables = {**operators, **{name: device[name] for name in OF_THE_DEVICE if name in device}}
         data = own.encode() if tables == device else config.toml(tables).encode()
         merged = Setting(DEVICE_TOML, data, 0o600, (unit.USER, unit.USER))
-        return replace(self, settings=(*kept, merged))
+        return replace(self, settings=(*self.settings, merged))
 
     def send(self, names: Collection[str], sent: Callable[[int], None]) -> Callable[[IO[bytes]], None]:
         """What writes those files of the program as a .tar.gz. sent: told the bytes of each file that went."""
@@ -136,7 +134,7 @@ def of(package: Package) -> Release:
             settings.append(Setting(f"{unit.CONFIG}/{name}", file.data, 0o640, ("root", unit.USER)))
             links.append(name)
         elif place == "home":
-            settings.append(Setting(f"{unit.STATE}/{name}", file.data, 0o600, (unit.USER, unit.USER), once=file.secret))
+            settings.append(Setting(f"{unit.STATE}/{name}", file.data, 0o600, (unit.USER, unit.USER)))
         elif file.path == unit.NAME:
             settings.append(Setting(f"/etc/systemd/system/{unit.NAME}", file.data))
     wrong = [group for group in machine.groups if not GROUP.fullmatch(group)]

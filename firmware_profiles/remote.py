@@ -46,6 +46,13 @@ class Found:
     missing: tuple[str, ...] = ()
 
 
+    @property
+    def python_version(self) -> str | None:
+        """As ``3.11``, or None where there is none."""
+        found = re.fullmatch(r"Python (\d+\.\d+)\..*", self.python)
+        return None if found is None else found[1]
+
+
 @dataclass(frozen=True)
 class Health:
     """active: what systemd says of the unit. boot, version: what the agent wrote when it was last connected."""
@@ -167,9 +174,8 @@ def refuse(found: Found, machine: Machine, where: str) -> None:
     if glibc is None or (int(glibc[1]), int(glibc[2])) < _numbers(machine.glibc):
         raise FlashError(f"it has {found.glibc or 'no glibc'}", where=where, expected=f"glibc {machine.glibc} or newer",
                          hint="write a newer system image to the board")
-    python = re.fullmatch(r"Python (\d+\.\d+)\..*", found.python)
-    if python is None or python[1] != machine.python:
-        said = found.python if python else "no python3"
+    if found.python_version != machine.python:
+        said = found.python if found.python_version else "no python3"
         raise FlashError(f"it has {said}", where=where, expected=f"Python {machine.python}, which the wheels are for",
                          hint="name the system that it runs as os in the device's file: metafleet profiles show")
     if found.missing:

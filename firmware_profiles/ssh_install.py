@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from firmware_profiles.machine import Machine
 from firmware_profiles.release import Release, Setting, packed
-from firmware_profiles.remote import Facts, Health, NotArmed, Remote, refuse
+from firmware_profiles.remote import Facts, Health, NotArmed, Remote
 from firmware_profiles.ssh import ConnectionLost
 from fleet_core.errors import FlashError
 
@@ -86,20 +85,19 @@ class Outcome:
 
 
 def install(
-    remote: Remote, machine: Machine, release_for: Callable[[bool], Release], tell: Tell, *,
-    watch: Watch | None = None, patience_s: int = PATIENCE_S, margin_s: int = MARGIN_S,
+    remote: Remote, release_for: Callable[[bool], Release], tell: Tell, *, watch: Watch | None = None,
+    patience_s: int = PATIENCE_S, margin_s: int = MARGIN_S,
 ) -> Outcome:
-    """Makes the device run the release.
+    """Makes the device run the release, which fits it (``remote.refuse``).
 
-    release_for: gives it, told whether the device is enrolled (and needs no token). watch: None to ask the device
-    itself. patience_s: how long to wait for it to be back. Raises FlashError; where the device did not come back, after
-    it has returned to what it ran before.
+    release_for: gives it, told whether with a token; a token is asked for once, when all else is there and the device
+    is not enrolled. watch: None to ask the device itself. patience_s: how long to wait for it to be back; margin_s: how
+    much longer the device waits, before it returns by itself. Raises FlashError; where the device did not come back,
+    after it has returned to what it ran before.
     """
     watch = watch or OnDevice(remote)
-    tell("looking", "")
-    refuse(remote.machine(), machine, remote.where)
     facts = remote.facts()
-    release = release_for(bool(facts.own)).for_device(facts.own)
+    release = release_for(False).for_device(facts.own)
     if _as_wanted(facts, release) and watch.well():
         return Outcome(release.device, release.version, facts.health.current, False)
     remote.begin()
@@ -111,9 +109,13 @@ def install(
         sent = _upload(remote, release, facts, tell)
     watch.before()
     tell("restarting", "")
-    verb, changed = ("again", []) if facts.armed else ("change", _changed(facts, release))
+    if facts.armed:
+        verb, settings = "again", list[Setting]()
+    else:
+        complete = release if facts.own else release_for(True)
+        verb, settings = "change", _changed(facts, complete)
     remote.step(verb, release.version, remote.run, str(patience_s + margin_s), what="changing over",
-                feed=packed(changed))
+                feed=packed(settings))
     return _wait(remote, release, facts, watch, tell, patience_s, sent)
 
 

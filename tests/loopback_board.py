@@ -142,7 +142,8 @@ class Board:
 
     def as_new(self) -> None:
         """No version, no settings, no unit; the host's key is known."""
-        self.sh("for f in /run/stand-in/*.pid; do [ -e $f ] && kill -9 $(cat $f); done; pkill -9 -f '[d]evice.sh linger';"
+        self.sh("for f in /run/stand-in/*.pid; do [ -e $f ] && kill -9 $(cat $f); done;"
+                "pkill -9 -f '[d]evice.sh linger';"
                 "rm -rf /opt/* /var/lib/* /etc/metafleet /etc/systemd/system/metafleet* /run/stand-in/* /run/metafleet")
         self.trust()
 

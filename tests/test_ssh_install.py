@@ -88,10 +88,17 @@ def flash(board: Board, release: Release, *, user: str = "root", told: list[str]
           margin_s: int = 60, watch: ssh_install.Watch | None = None) -> Outcome:
     said = [] if told is None else told
     with ssh.Connection(ssh.parse(board.url(user), board.config)) as connection:
+        remote = Remote(connection)
+        refuse(remote.machine(), release.machine, remote.where)
         return ssh_install.install(
-            Remote(connection), release.machine, lambda enrolled: release, lambda stage, far: said.append(stage),
+            remote, lambda with_token: release if with_token else bare(release), lambda stage, far: said.append(stage),
             patience_s=patience_s, margin_s=margin_s, watch=watch,
         )
+
+
+def bare(release: Release) -> Release:
+    """Without the token."""
+    return replace(release, settings=tuple(s for s in release.settings if not s.path.endswith(".token")))
 
 
 def current(board: Board) -> str:
@@ -338,9 +345,9 @@ def test_a_run_that_was_overtaken_by_another_is_refused(board: Board, tmp_path: 
 
     with ssh.Connection(ssh.parse(board.url(), board.config)) as connection:
         remote = Remote(connection)
+        assert remote.machine().root
         with pytest.raises(FlashError, match="another run has taken over"):
-            ssh_install.install(remote, release.machine, lambda enrolled: release, lambda *told: None,
-                                watch=Overtaken(remote))
+            ssh_install.install(remote, lambda with_token: release, lambda *told: None, watch=Overtaken(remote))
 
 
 def test_files_that_are_damaged_on_the_way_are_not_installed(
