@@ -200,15 +200,15 @@ class Coordinator:
             elif what == "invite":
                 self._enrolments.invite(Invitation(**json.loads(value)))
             elif what == "revoke":
-                self._revoke(name)
+                self._revoke(name, self._now() if value == "yes" else float(value))
             else:
                 continue
             self.ledger.settle(key, value)
 
-    def _revoke(self, name: str) -> None:
+    def _revoke(self, name: str, asked_at: float) -> None:
         """At once, so that a round does not wait for it; its dual is made up for before the next round."""
         self._roster.revoke(name)
-        self._enrolments.revoke(name)
+        self._enrolments.revoke(name, asked_at)
         self._reception.drop(name)
 
     # Devices ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import typer
 
 from cloud_server import enroll, enrolment, identity, serve
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Certificate, Device, Invitation, Ledger
+from cloud_server.ledger import Certificate, Device, Ledger
 from fleet_core import runtime, schema, terminal, token, topics
 from fleet_core.errors import ConfigError
 from fleet_core.link.mqtt import check_plain, parse_url
@@ -83,22 +83,15 @@ def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
 def _rows(ledger: Ledger) -> list[Device]:
     """The devices of the ledger, and those that a token waits for."""
     known = {device.name: device for device in ledger.devices()}
-    for waiting in _waiting(ledger).values():
-        known.setdefault(waiting.device, Device(name=waiting.device, status="invited"))
+    for invited in enrolment.waiting(ledger).values():
+        known.setdefault(invited.device, Device(name=invited.device, status="invited"))
     return sorted(known.values(), key=lambda device: device.name)
-
-
-def _waiting(ledger: Ledger) -> dict[str, Invitation]:
-    """Device -> the newest token that may still be used; one that the aggregator has not read yet is among them."""
-    asked = [Invitation(**json.loads(text)) for key, text in ledger.asked().items() if key.startswith("invite/")]
-    rows = sorted([*ledger.rows(Invitation), *asked], key=lambda row: row.made_at)
-    return {row.device: row for row in rows if row.spent_at is None and row.expires_at > time.time()}
 
 
 def _facts(ledger: Ledger, device: Device) -> dict[str, Any]:
     """A device with its certificate and the token that waits for it; neither with what is secret of it."""
     held = identity.certificate_facts(ledger).get(device.name)
-    waiting = _waiting(ledger).get(device.name)
+    waiting = enrolment.waiting(ledger).get(device.name)
     shown = ("serial", "issued_at", "expires_at")
     return {
         **schema.plain(device),
@@ -144,10 +137,7 @@ def devices_enroll(
         return _enroll_plainly(made, name, to, url, as_json)
     enroll.check_folder(made, name, to)
     path = token_path or (Path(f"{name}.token") if to is None else to / token.FILE)
-    issued, invitation = enrolment.make_token(made, name, url, enrolment.enrolment_url(made, url), _seconds(valid))
-    enrolment.save_token(path, issued)
-    with Ledger(made.ledger_path) as ledger:
-        ledger.ask(f"invite/{issued.id}", json.dumps(schema.plain(invitation)))
+    issued = enrolment.invite(made, name, path, url, _seconds(valid))
     if as_json:
         facts = {"device": name, "file": str(path), "token": issued.id, "expires_at": issued.expires, "broker": url}
         return terminal.show(facts)
@@ -192,7 +182,7 @@ def devices_revoke(fleet: FLEET, name: str, as_json: JSON = False) -> None:
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:
         _known(ledger, fleet, name)
-        ledger.ask(f"revoke/{name}", "yes")
+        ledger.ask(f"revoke/{name}", repr(time.time()))
         held = [row.serial for row in ledger.rows(Certificate, device=name) if row.revoked_at is None]
         running = made.running()
         if not running and (made.folder / "ca.key").exists():

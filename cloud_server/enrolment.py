@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import datetime
+import json
 import secrets
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from cloud_server import identity
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Certificate, Invitation, Ledger
 from cloud_server.mosquitto import address
-from fleet_core import certificates, messages, token
+from fleet_core import certificates, messages, schema, token
 from fleet_core.errors import ConfigError, LinkError, MessageError, StateError
 from fleet_core.link.base import Link
 from fleet_core.link.mqtt import parse_url
@@ -29,6 +30,7 @@ from fleet_core.token import Token
 from fleet_core.topics import enrolment_answer
 
 MAX_REQUEST_BYTES = 8192
+INVITE = "invite/"
 
 
 class Enrolments:
@@ -98,11 +100,12 @@ class Enrolments:
         if not self._ledger.rows(Invitation, id=found.id):
             self._ledger.put(found)
 
-    def revoke(self, device: str) -> None:
-        """Every certificate and every token of ``device`` ends now."""
-        now = self._now()
-        held = [row for row in self._ledger.rows(Certificate, device=device) if row.revoked_at is None]
-        open_ones = [row for row in self._ledger.rows(Invitation, device=device) if row.spent_at is None]
+    def revoke(self, device: str, asked_at: float) -> None:
+        """Every certificate and every token of ``device`` that was made before ``asked_at`` ends now."""
+        now, issued = self._now(), self._ledger.rows(Certificate, device=device)
+        held = [row for row in issued if row.revoked_at is None and row.issued_at < asked_at]
+        invited = self._ledger.rows(Invitation, device=device)
+        open_ones = [row for row in invited if row.spent_at is None and row.made_at < asked_at]
         with self._ledger.transaction():
             self._ledger.put(
                 *(replace(row, revoked_at=now) for row in held), *(replace(row, spent_at=now) for row in open_ones)
@@ -158,11 +161,25 @@ def _trusted(path: Path | None, fleet: Fleet) -> str:
         raise ConfigError(error.what, where=str(path), hint="[link] ca in fleet.toml is a PEM file") from error
 
 
-def save_token(path: Path, made: Token) -> None:
-    """Mode 0600, and never over another file. Raises ConfigError."""
+def invite(fleet: Fleet, device: str, path: Path, broker: str, valid_s: float) -> Token:
+    """A token at ``path``, mode 0600 and never over another file, that the aggregator knows of.
+
+    Raises ConfigError, StateError; nothing is written then.
+    """
     if path.exists():
         raise ConfigError("is there already", where=str(path), hint="move it away, or give another --token")
+    made, invitation = make_token(fleet, device, broker, enrolment_url(fleet, broker), valid_s)
     token.save(path, made)
+    with Ledger(fleet.ledger_path) as ledger:
+        ledger.ask(f"{INVITE}{made.id}", json.dumps(schema.plain(invitation)))
+    return made
+
+
+def waiting(ledger: Ledger) -> dict[str, Invitation]:
+    """Device -> the newest token that may still be used; one that the aggregator has not read yet is among them."""
+    asked = [Invitation(**json.loads(text)) for key, text in ledger.asked().items() if key.startswith(INVITE)]
+    rows = sorted([*ledger.rows(Invitation), *asked], key=lambda row: row.made_at)
+    return {row.device: row for row in rows if row.spent_at is None and row.expires_at > time.time()}
 
 
 def enrolment_url(fleet: Fleet, broker: str) -> str:

@@ -23,6 +23,7 @@ from cloud_server.ledger import (
     Device,
     Energy,
     Flops,
+    Invitation,
     Judgement,
     Ledger,
     Round,
@@ -241,6 +242,19 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
         Ledger(ledger.path)
     assert str(ledger.path) in str(caught.value)
     assert digest(ledger.path) == before
+
+
+def test_a_ledger_of_the_first_version_is_completed_and_keeps_its_rows(ledger: Ledger) -> None:
+    before = ledger.rows(Round)
+    for table in ("invitations", "certificates"):
+        ledger._db.execute(f"DROP TABLE {table}")
+    ledger._db.execute("PRAGMA user_version = 1")
+    ledger.close()
+    with Ledger(ledger.path) as again:
+        assert again.rows(Round) == before
+        again.put(Invitation(id="a", device="d0", public="", made_at=1.0, expires_at=2.0))
+        assert [row.device for row in again.rows(Invitation)] == ["d0"]
+        assert again._pragma("user_version") == VERSION
 
 
 def test_a_page_that_is_damaged_is_found_before_anything_is_built_on_it(ledger: Ledger) -> None:

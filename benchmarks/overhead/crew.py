@@ -17,6 +17,7 @@ from cloud_server.broker import MOSQUITTO_CONFIG, find_mosquitto
 from fleet_core.runtime import WITH_PARENT
 
 START_S, STOP_S = 20.0, 15.0
+PLAIN = "METAFLEET_PLAIN"
 ROOT = Path(__file__).resolve().parents[2]
 
 Process = subprocess.Popen[bytes]
@@ -39,13 +40,14 @@ class Crew:
     def start(
         self, room: Room, *command: str, cwd: Path | None = None, environ: Mapping[str, str] | None = None
     ) -> Process:
-        """``command`` in ``room``. environ: beside this process's own, which loses what would change defaults."""
+        """``command`` in ``room``. environ: beside this process's own, which loses what would change defaults; plain
+        MQTT may go from one namespace of this machine to another."""
         log = self.folder / f"process-{len(self._logs)}.log"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("METAFLEET_")}
         with log.open("wb") as output:
             process = subprocess.Popen(
                 room.command(*command), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=cwd,
-                env={**clean, WITH_PARENT: str(os.getpid()), **(environ or {})},
+                env={**clean, WITH_PARENT: str(os.getpid()), PLAIN: "1", **(environ or {})},
                 start_new_session=True,  # Ctrl-C comes to the benchmark, which ends them in order
             )
         self._logs[process] = log
