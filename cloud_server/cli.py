@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cloud_server import bundle_cli, catalog, identity, lab_cli, outcome, predict, result
+from cloud_server import bundle_cli, catalog, flash_cli, identity, lab_cli, outcome, predict, result
 from cloud_server import demo as demonstration
 from cloud_server.datasets import datasets_app
 from cloud_server.devices_cli import BROKER_OF, FLEET, JSON, PLAIN, address_of, devices_app, url_of
@@ -265,7 +265,7 @@ def report(
     print(out)
 
 
-for command in (bundle_cli.export, lab_cli.simulate, lab_cli.compare, lab_cli.advise):
+for command in (bundle_cli.export, flash_cli.flash, lab_cli.simulate, lab_cli.compare, lab_cli.advise):
     app.command()(command)
 
 

@@ -57,7 +57,9 @@ class Wifi:
     @property
     def key(self) -> str:
         """64 hex digits, PBKDF2 as in IEEE 802.11i, annex H.4: what is written in place of the password."""
-        if self.password in (None, MASK) or re.fullmatch(r"[0-9A-Fa-f]{64}", self.password or ""):
+        if self.password == MASK:
+            return "*" * 64
+        if re.fullmatch(r"[0-9A-Fa-f]{64}", self.password or ""):
             return self.password or ""
         return hashlib.pbkdf2_hmac("sha1", (self.password or "").encode(), self.ssid.encode(), 4096, 32).hex()
 

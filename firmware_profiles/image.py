@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from firmware_profiles import fat, firstboot, partitions, stream
+from firmware_profiles import fat, firstboot, partitions, stream, system
 from firmware_profiles.device_file import DeviceFile
 from firmware_profiles.fat import Fat
 from firmware_profiles.package import FOLDER, File, Package
@@ -122,7 +122,13 @@ def _wanted(file: BinaryIO) -> int:
     at = file.tell()
     try:
         found = partitions.read(file, stream.MAX_IMAGE_BYTES)
-        boot = partitions.boot(file, found)
+        unseen = [partition.start + 512 for partition in found if partition.start + 512 > at]
+        try:
+            boot = partitions.boot(file, found)
+        except FlashError:
+            if not unseen:
+                raise
+            return min(unseen)
         after = [partition.start for partition in found if partition.start >= boot.start + boot.size]
         return max([boot.start + boot.size, *(start + 4096 for start in after[:1])])
     finally:
@@ -227,6 +233,7 @@ def _cmdline(image: Path, boot: Partition) -> str | None:
 def _fill(image: Path, package: Package, device: DeviceFile, progress: Progress) -> Plan:
     with image.open("rb") as file:
         plan = _plan(image, file, image.stat().st_size, package, device)
+    system.check(image, plan.root, package.machine)
     total = package.size_bytes
     progress("writing the package", 0, total)
     for folder in sorted({parent for each in plan.files for parent in _parents(each.path)}):

@@ -78,7 +78,8 @@ put_settings() {
         [ -f "$file" ] || continue
         name=$(basename "$file")
         put "$file" "$ROOT/etc/metafleet/$name" 0640 "root:$USER"
-        ln -sfn "/etc/metafleet/$name" "$ROOT/var/lib/metafleet/$name"
+        own=$ROOT/var/lib/metafleet/$name  # enrolment puts a file of the device's own in place of a link
+        if [ -L "$own" ] || [ ! -e "$own" ]; then ln -sfn "/etc/metafleet/$name" "$own"; fi
     done
     for file in home/*; do
         [ -f "$file" ] || continue

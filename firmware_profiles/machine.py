@@ -6,6 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fleet_core import schema
+from fleet_core.board.profile import Image, Profile
+from fleet_core.errors import ConfigError
+
 UV_KNOWS = (17, 28, *range(31, 41))
 FIRST_BOOT = ("cloud-init", "firstrun", "ssh")
 
@@ -51,3 +55,36 @@ class Machine:
     def is_raspberry_pi(self) -> bool:
         """Whether its kernel reads cmdline.txt from the first partition."""
         return re.match(r"raspberry-pi", self.board) is not None
+
+
+def of(profile: Profile, os: str | None = None, *, train: bool = True, python: str | None = None) -> Machine:
+    """The machine of a board's profile.
+
+    os: words of one of its systems' names, as ``bookworm``; None for the first. train: as the device file wishes; the
+    profile may say that the board cannot. python: that was found on the device, in place of the profile's. Raises
+    ConfigError for a system that the profile does not name.
+    """
+    image = _image(profile, os)
+    python = python or image.python or profile.wheels.python
+    if python is None:
+        raise ConfigError(f"the profile does not say which Python '{image.name}' has", where=profile.name,
+                          hint='add python = "3.13" to its [[images]]')
+    sensor = profile.power.sensor
+    return Machine(
+        board=profile.name, arch=profile.arch, python=".".join(python.split(".")[:2]), glibc=profile.glibc or "2.28",
+        first_boot=image.first_boot, os=image.name, pins=profile.wheels.pins, train=train and profile.can.train,
+        memory_max="90%" if max(profile.memory_mib, default=2048) <= 1024 else "80%",
+        groups=("video",) if sensor == "pmic" else (), devices=("/dev/vcio",) if sensor == "pmic" else (),
+    )
+
+
+def _image(profile: Profile, os: str | None) -> Image:
+    names = [image.name for image in profile.images]
+    for image in profile.images:
+        if os is None or all(word in image.name.lower() for word in os.lower().split()):
+            return image
+    words = {word.strip(",").lower() for name in names for word in name.split()}
+    near = schema.suggest(os or "", words)
+    meant = f" (did you mean '{near}'?)" if near else ""
+    raise ConfigError(f"os: the profile has no system '{(os or 'at all')[:64]}'{meant}", where=profile.name,
+                      expected=f"words of one of: {'; '.join(names) or 'none'}")

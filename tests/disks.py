@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
@@ -27,7 +28,7 @@ def table(path: Path, size: int, lines: str) -> Path:
 
 
 def card(path: Path, *, boot_mib: int = 16, root_mib: int = 24, label: str = "dos", bits: int = 0,
-         folders: tuple[str, ...] = ("etc", "opt")) -> Path:
+         folders: tuple[str, ...] = ("etc", "opt"), links: Mapping[str, str] | None = None) -> Path:
     """An image as boards have: FAT at 1 MiB with config.txt and cmdline.txt, then ext4."""
     fat_type, root_type = ("c", "83") if label == "dos" else ("EBD0A0A2-B9E5-4433-87C0-68B6B72699C7", "L")
     lines = (f"label: {label}", f"start=2048, size={boot_mib * 2048}, type={fat_type}",
@@ -38,6 +39,8 @@ def card(path: Path, *, boot_mib: int = 16, root_mib: int = 24, label: str = "do
     root = path.with_suffix(".tree")
     for folder in folders:
         (root / folder).mkdir(parents=True)
+    for name, to in (links or {}).items():
+        (root / name).symlink_to(to)
     call("mke2fs", "-q", "-t", "ext4", "-L", "rootfs", "-d", root, "-E", f"offset={(boot_mib + 1) * MIB}", path,
          f"{root_mib}m")
     line = "console=serial0,115200 root=PARTUUID=1234-02 rootfstype=ext4 fsck.repair=yes rootwait quiet"

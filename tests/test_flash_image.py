@@ -317,3 +317,32 @@ def test_a_plan_is_what_is_written_and_shows_no_secret(tmp_path, card, packing):
     assert MASK in shown["network-config"]
     assert DEVICE.wifi is not None
     assert DEVICE.wifi.key not in "".join(shown.values())
+
+
+# The system in the image ----------------------------------------------------------------------------------------------
+
+
+def with_system(path: Path, python: str | None, library: str) -> Path:
+    """A card whose root has these two marks of a system."""
+    links = {"usr/bin/python3": python} if python else {}
+    return disks.card(path, folders=("etc", f"usr/lib/{library}", "usr/bin"), links=links)
+
+
+@NEEDS
+@pytest.mark.parametrize(
+    ("python", "library", "said"),
+    [("python3.11", "aarch64-linux-gnu", r"has Python 3\.11, the package is for 3\.13"),
+     (None, "arm-linux-gnueabihf", "32-bit system.*no torch and no onnxruntime")],
+)
+def test_an_image_of_another_system_is_refused_before_anything_is_written(tmp_path, python, library, said):
+    card = with_system(tmp_path / "card.img", python, library)
+    with pytest.raises(FlashError, match=said):
+        image.write(card, tmp_path / "out.img", packed(tmp_path), DEVICE)
+    assert not list(tmp_path.glob("*out.img*"))
+
+
+@NEEDS
+def test_an_image_of_the_boards_system_is_taken(tmp_path):
+    card = with_system(tmp_path / "card.img", "/usr/bin/python3.13", "aarch64-linux-gnu")
+    image.write(card, tmp_path / "out.img", packed(tmp_path), DEVICE)
+    disks.check(tmp_path / "out.img")
