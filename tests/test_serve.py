@@ -20,6 +20,7 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
+from benchmarks.on_device import asking, swap
 from edge_agent import serve
 from edge_agent.home import Home, Weights
 from edge_agent.http_server import HttpServer
@@ -467,3 +468,29 @@ def test_edge_agent_run_answers_over_http_where_it_is_told_to(desk: Desk, home: 
     program.process.send_signal(signal.SIGTERM)
     program.ends()
     assert "Traceback" not in program.text()
+
+
+# The benchmark of swaps -----------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_of_swaps_counts_what_fails_and_what_no_model_answers() -> None:
+    answer = Answer(("a",), ((0.75, 0.25),), round=3, model="m")
+    outputs: dict[str, list[Any]] = {"probabilities": [0.75, 0.25], "label": ["a"]}
+    good = swap.print_of(answer)
+    assert good == asking.fingerprint("m", outputs), "over HTTP as in Python"
+    half = asking.fingerprint("m", {**outputs, "probabilities": [0.75, 0.250001]})
+    noted = [{"answers": {good: 5, half: 2}, "failed": ["503: no"], "milliseconds": [1.0] * 7},
+             {"answers": {good: 1}, "failed": [], "milliseconds": [3.0]}]
+    found = swap.judged([good, "another"], noted, 60)
+    assert {key: found[key] for key in ("requests", "failed", "answers_of_no_model", "models_seen", "swaps")} == {
+        "requests": 8, "failed": 1, "answers_of_no_model": 2, "models_seen": 1, "swaps": 1,
+    }
+
+
+def test_the_benchmarks_client_notes_answers_and_failures(server: HttpServer, service: Service) -> None:
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 8], "data": X[0].tolist()}
+    body = json.dumps({"inputs": [tensor]}).encode()
+    found = asking.ask(server.host, server.port, "/v2/models/desk/infer", body, 0.1)
+    assert (list(found["answers"]), found["failed"]) == ([swap.print_of(service.answers(X[:1]))], [])
+    lost = asking.ask(server.host, server.port, "/v2/models/other/infer", body, 0.01)
+    assert lost["failed"][0].startswith("404")

@@ -28,11 +28,12 @@ def fingerprint(model: str, outputs: dict[str, list[Any]]) -> str:
 
 
 def ask(host: str, port: int, path: str, body: bytes, seconds: float) -> dict[str, Any]:
-    """answers: how often each came, by fingerprint. failed: what else there was. milliseconds: of every request."""
+    """At least one request. answers: how often each came, by fingerprint. failed: what else there was. milliseconds: of
+    every request that was answered."""
     connection = http.client.HTTPConnection(host, port, timeout=30)
     answers, failed, milliseconds = Counter[str](), list[str](), list[float]()
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    while not (milliseconds or failed) or time.monotonic() < until:
         begun = time.perf_counter()
         try:
             connection.request("POST", path, body)
