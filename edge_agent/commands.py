@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent import teach
 from edge_agent.home import Home
 from edge_agent.own import Own
 from edge_agent.service import Service, service_of
@@ -60,6 +59,8 @@ def _own_facts(slots: Slots, settings: Settings) -> dict[str, Any]:
 
 def personalize(home: Path, as_json: bool, by: str | None, steps: int | None, rate: float | None) -> None:
     """Personalize the served model on this device's samples; no aggregator and no torch needed."""
+    from edge_agent import teach
+
     settings = settings_of(home)
     service = service_of(home, settings)
     with _of_one_model(home):
@@ -160,6 +161,8 @@ def _of_one_model(home: Path) -> Iterator[None]:
 
 def add(file: Path, label: str, home: Path, *, new_class: bool) -> None:
     """Add labelled samples to the device's own; the next personalization counts them."""
+    from edge_agent import teach
+
     settings = settings_of(home)
     service = service_of(home, settings)
     service.known_classes()

@@ -15,11 +15,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edge_agent import adapter
 from edge_agent import own as owns
 from edge_agent.health import Judge, finite
 from edge_agent.home import Home, Weights
@@ -31,7 +30,6 @@ from edge_agent.session import check_golden, open_kind, runtime_version
 from edge_agent.settings import Personalize, Serve, Settings
 from edge_agent.slots import RolledBack, Slots, facts_of
 from edge_agent.ways import EMBEDS, Plan, is_whole, plan_of
-from edge_agent.worker import Job
 from fleet_core import bundle, schema
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.methods import METHODS
@@ -40,6 +38,9 @@ from fleet_core.bundle import Graph
 from fleet_core.errors import BundleError, CodecError, FleetError, MessageError, StateError
 from fleet_core.layout import MODEL_GROUPS, Layout
 from fleet_core.messages import Answer, Judgement, ModelRef, Question
+
+if TYPE_CHECKING:
+    from edge_agent.worker import Job
 
 NO_TRAINER = 'its trainer needs torch: pip install "metafleet[train]"'
 
@@ -190,6 +191,8 @@ class Service:
 
     def steps(self, plan: Plan) -> Job:
         """The gradient steps of the graph ``adapt`` on the model that came last, as a job for the adapter."""
+        from edge_agent import adapter
+
         graph = self._home.graph_path(self.graph_id or "")
         return adapter.job(graph, f"slots/{self._slot}/serve", self.model or "", self.local(), plan.steps, plan.rate)
 

@@ -6,15 +6,18 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from fleet_core import __version__, runtime
+
+if TYPE_CHECKING:
+    import typer
 
 
 def application(description: str) -> typer.Typer:
     """A Typer application with ``--version`` and ``--verbose``."""
+    import typer  # not needed where only tables are shown
+
     app = typer.Typer(
         help=description, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -33,6 +36,8 @@ def application(description: str) -> typer.Typer:
 
 def _version(wanted: bool) -> None:
     if wanted:
+        import typer
+
         print(__version__)
         raise typer.Exit()
 

@@ -1,0 +1,65 @@
+"""A plain ``edge-agent predict`` answers without the command line's libraries, and just as with them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edge_agent.start import Asked, plain
+from tests import homes
+from tests.desk import called, clean_environ, edge_agent
+from tests.inprocess import toy
+
+ROOT = Path(__file__).resolve().parent.parent
+BARE = """
+import sys
+sys.modules.update(dict.fromkeys(("typer", "rich", "pydantic", "cryptography", "paho", "torch", "onnx")))
+from edge_agent.start import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("arguments", "asked"), [
+    (["predict", "x.npy"], Asked(Path("x.npy"), Path("at"), False)),
+    (["predict", "--json", "x.npy", "--home", "d"], Asked(Path("x.npy"), Path("d"), True)),
+    (["predict", "--home=d", "x.npy"], Asked(Path("x.npy"), Path("d"), False)),
+    (["predict"], None),
+    (["predict", "x.npy", "y.npy"], None),
+    (["predict", "x.npy", "--help"], None),
+    (["predict", "x.npy", "--verbose"], None),
+    (["predict", "x.npy", "--home"], None),
+    (["predict", "x.npy", "--home="], None),
+    (["status"], None),
+    ([], None),
+])
+def test_only_a_plain_question_is_answered_without_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], asked: Asked | None
+) -> None:
+    monkeypatch.setenv("METAFLEET_HOME", "at")
+    assert plain(arguments) == asked
+    monkeypatch.delenv("METAFLEET_HOME")
+    assert plain(["predict", "x.npy"]) == Asked(Path("x.npy"), Path("."), False)
+
+
+def test_it_answers_as_the_command_line_does(tmp_path: Path) -> None:
+    place = homes.home(tmp_path / "d0", toy(1))
+    homes.furnished(place, "pfldyn-proto")
+    np.save(tmp_path / "x.npy", toy(5).x[:3])
+
+    def bare(*arguments: object) -> Any:
+        command = [sys.executable, "-c", BARE, *map(str, arguments)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=clean_environ())
+
+    for arguments in (
+        ("predict", tmp_path / "x.npy", "--home", place, "--json"), ("predict", tmp_path / "x.npy", "--home", place),
+        ("predict", tmp_path / "none.npy", "--home", place), ("predict", tmp_path / "x.npy", "--home", tmp_path),
+    ):
+        fast, usual = bare(*arguments), called(edge_agent(*arguments))
+        assert (fast.returncode, fast.stdout, fast.stderr) == (usual.returncode, usual.stdout, usual.stderr)
+    assert json.loads(bare("predict", tmp_path / "x.npy", "--home", place, "--json").stdout)["round"] == 1
