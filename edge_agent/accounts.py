@@ -35,16 +35,14 @@ class Accounts:
     def payload(self, kind: str, count: int) -> None:
         """``count`` bytes of a payload (``model_down``, ``update_up``, …) went over the radio."""
         self._payload[kind] = self._payload.get(kind, 0) + count
-        with self._book.phase("radio") as work:
-            work.payload_bytes = count
+        self._book.sent(count)
 
     def begin(self, phase: str) -> None:
         """``train``, ``adapt`` or ``serve`` begins; it may last over many steps of the loop."""
         stack = ExitStack()
-        self._book.settle()
+        self._open[phase] = (stack, stack.enter_context(self._book.phase(phase)))
         known = self._book.figures().get(phase)
         self._before[phase] = 0.0 if known is None else known.joules
-        self._open[phase] = (stack, stack.enter_context(self._book.phase(phase)))
 
     def end(self, phase: str, flops: float | None = None) -> None:
         stack, work = self._open.pop(phase)

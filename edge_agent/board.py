@@ -35,6 +35,14 @@ def limits_of(home: Path, settings: Settings) -> Limits:
     return fit.limits(profile_of(home, settings), found.machine(), wish_of(settings))
 
 
+def remarks(home: Path, settings: Settings) -> list[str]:
+    """What differs from the profile that device.toml names, a line each. Raises ConfigError."""
+    board = profile_of(home, settings)
+    if board is None:
+        return []
+    return [f"{one.what}: {one.problem}" for one in fit.complaints(board, found.machine(), wish_of(settings))]
+
+
 def sensor_of(settings: Settings) -> profiles.Power | None:
     """The sensor that device.toml chooses in place of the profile's, or None."""
     power = settings.power

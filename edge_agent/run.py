@@ -12,7 +12,7 @@ from pathlib import Path
 from edge_agent import online
 from edge_agent.accounts import Accounts
 from edge_agent.agent import Agent, will
-from edge_agent.board import limits_of, profile_of, sensor_of, watts_of
+from edge_agent.board import limits_of, profile_of, remarks, sensor_of, watts_of
 from edge_agent.home import Home
 from edge_agent.reach import tls_files
 from edge_agent.service import Service
@@ -51,6 +51,8 @@ def run(
     )
     service = service_of(home, settings)
     limits, accounts = limits_of(home, settings), Accounts(_meter(home, settings))
+    for remark in remarks(home, settings):
+        log(f"{remark} ('edge-agent doctor' says more)")
     agent = Agent(
         settings, place, link, service, accounts, _trainer(settings, limits, log), limits=limits, boot=boot, log=log,
     )

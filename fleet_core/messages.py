@@ -153,8 +153,8 @@ class Manifest:
 @dataclass(frozen=True)
 class Presence:
     """A device's state. boot: changes at every start. ph: phase. train: it can train. base: model id that it holds.
-    cannot: why it does not, or empty. most: parameters of the largest model that it trains, 0 for any. trained: the last
-    round that its own training state knows. beat: a heartbeat; it says nothing but the phase."""
+    cannot: why it does not, or empty. most: parameters of the largest model that it trains, 0 for any. trained: the
+    last round that its own training state knows. beat: a heartbeat; it says nothing but the phase."""
 
     st: str = field(metadata={"choices": ("on", "off")})
     boot: str = field(default="", metadata={"max_length": 64})

@@ -199,6 +199,14 @@ def test_a_profile_may_be_a_file_beside_device_toml(tmp_path: Path) -> None:
     assert agents_board.limits_of(home, settings_of(home)).train is False
 
 
+def test_an_agent_says_at_its_start_what_differs_from_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleet_core.board.found.machine", lambda: FOUND)
+    home = home_with(tmp_path, '[board]\nprofile = "raspberry-pi-4b"\n')
+    assert agents_board.remarks(home, settings_of(home)) == ["cores: 6 instead of 4"]
+
+
 @pytest.mark.parametrize(("more", "expected"), [
     ({"sensor": '"pmci"'}, "device.toml:8: power.sensor: unknown value 'pmci'"),
     ({"chips": '"x"'}, "did you mean 'chip'"),

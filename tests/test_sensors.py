@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge_agent.accounts import Accounts
 from fleet_core.board import known
-from fleet_core.board.profile import Power, Profile
+from fleet_core.board.profile import Power, Profile, Radio
 from fleet_core.errors import PowerError
 from fleet_core.power import hwmon, ina3221, pmic
 from fleet_core.power.book import EnergyBook
@@ -274,6 +275,21 @@ def test_a_gap_is_named_in_the_figures_of_the_phases_in_which_it_fell_and_in_the
     machine.run(1, 0, {A: 1})
     book.settle()
     assert gap not in book.figures()["idle"].absent_terms
+
+
+def test_bytes_are_counted_without_a_reading(machine: Machine) -> None:
+    dial = Dial(5.0)
+    accounts = Accounts(meter(machine, dial))
+    reads = dial.reads
+    for _ in range(50):
+        accounts.payload("model_down", 61_440)
+    assert dial.reads == reads
+
+
+def test_bytes_that_a_model_knows_the_joules_of_are_booked_to_the_radio() -> None:
+    book = EnergyBook(BoardModel(Profile("b", "B", "aarch64", radio=Radio(2e-6, "s"))))
+    book.sent(1_000_000)
+    assert book.figures()["radio"].joules == pytest.approx(2)
 
 
 def test_two_processes_on_one_sensor_share_what_it_measured(machine: Machine) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from fleet_core.errors import PowerError
@@ -20,12 +21,12 @@ log = logging.getLogger(__name__)
 TERM_OF = {"idle": "idle", "radio": "radio"}  # every other phase is computing
 
 
+@dataclass
 class Work:
     """What a phase does, for models that count work: add to it while the phase is open."""
 
-    def __init__(self) -> None:
-        self.flops = 0.0
-        self.payload_bytes = 0
+    flops: float = 0.0
+    payload_bytes: int = 0
 
 
 class EnergyBook:
@@ -63,6 +64,11 @@ class EnergyBook:
             with self._lock:
                 self._open.remove(name)
                 self._count(name, work)
+
+    def sent(self, payload_bytes: int) -> None:
+        """So many bytes went over the radio, up or down. Costs no reading: it may be called for every chunk."""
+        with self._lock:
+            self._count("radio", Work(payload_bytes=payload_bytes))
 
     def settle(self) -> None:
         """Books the joules up to now. Call it at least every half hour, as a counter that wraps twice misleads; every
