@@ -10,19 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from cloud_server import bundle_cli
 from cloud_server import cli as operator_cli
 from cloud_server.checkpoint import Checkpoints
 from export import gate as torch_gate
+from export import int8
 from export import whole as making
 from fleet_core import bundle, bundle_files, codecs, storage
 from fleet_core.algorithms.methods import METHODS
+from fleet_core.algorithms.steps import steps_of
+from fleet_core.bundle import Graph
 from fleet_core.data.samples import save
 from fleet_core.errors import BundleError
 from fleet_core.layout import Layout
-from tests.bundles import bundle_of, judged_fleet, judged_params, samples
+from fleet_core.learning import models
+from tests.bundles import bundle_of, graph_of, judged_fleet, judged_params, plain, samples
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -99,8 +104,21 @@ def test_an_int8_encoder_comes_with_its_cost(fleet: Path, run: Run, tmp_path: Pa
     assert abs(cost["int8"] - cost["fp32"]) < 0.1
     assert 0 < cost["difference"] < 0.3
     assert "accuracy" in err
-    assert (tmp_path / "b" / "embed-int8.onnx").stat().st_size > 0
+    model = onnx.load(tmp_path / "b" / "embed-int8.onnx")
+    assert (model.ir_version, model.opset_import[0].version) == (10, 18)
+    scales = {t.name: list(t.dims) for t in model.graph.initializer if t.name.endswith("weight_scale")}
+    assert scales == {"body/layers.0.weight_scale": [100]}, "one for each channel"
+    assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in model.graph.node}
     assert run("bundle", "verify", tmp_path / "b")[0] == 0
+
+
+def test_what_calibrates_does_not_judge() -> None:
+    y = np.repeat([0, 1, 2], [600, 30, 4])
+    chosen, rest = int8._divided(y)
+    assert not set(chosen) & set(rest)
+    assert len(chosen) <= int8.CALIBRATED
+    assert set(y[rest]) == {0, 1, 2}
+    assert set(y[int8._divided(y[y > 0])[0] + 600]) == {1, 2}
 
 
 def test_data_that_do_not_calibrate_are_refused(fleet: Path, run: Run, tmp_path: Path) -> None:
@@ -179,6 +197,38 @@ def test_a_method_that_has_no_answers_without_training_is_not_exported() -> None
     judged = making.Judged("desk", made.manifest.key, method, method.hyper(), 1, {}, {})
     with pytest.raises(BundleError, match="a device without torch has no answers by fedproto"):
         making.whole(judged, made.graph, stored="fp32", data=None, say=lambda line: None)
+
+
+def whole_of(graph: Graph, name: str, **hyper: Any) -> bundle_files.Bundle:
+    method, layout = METHODS[name], graph.layout
+    initial = models.initial(layout, 1)
+    params = judged_params(method, layout)
+    judged = making.Judged("desk", "0f" * 32, method, method.hyper(**hyper), 1, params, initial)
+    return making.whole(judged, graph, stored="fp32", data=None, say=lambda line: None)
+
+
+def test_a_fleet_whose_graph_has_no_steps_yet_gets_them_at_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def with_steps(graph: Graph, method: Any, *rest: Any) -> Graph:
+        asked.append(method.name)
+        return graph_of("fedper")
+
+    monkeypatch.setattr(making, "with_steps", with_steps)
+    made = whole_of(plain(), "fedper")
+    assert (asked, made.manifest.adaptation) == (["fedper"], steps_of(METHODS["fedper"], METHODS["fedper"].hyper()))
+    assert whole_of(graph_of("fedper"), "fedper").graph.adapt == made.graph.adapt
+    assert asked == ["fedper"]
+
+
+def test_a_method_that_was_told_not_to_step_has_no_steps_in_its_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="no answers by fedper"):
+        whole_of(graph_of("fedper"), "fedper", finetune_steps=0)
+    made = whole_of(graph_of("pfldyn-maml"), "fedavg", finetune_steps=0)
+    assert (made.graph.adapt, made.graph.info.adapt, made.manifest.adaptation) == (b"", None, None)
+    bundle_files.write(tmp_path / "b", made)
+    assert not (tmp_path / "b" / "adapt.onnx").exists()
+    assert bundle_files.read(tmp_path / "b").manifest.graph.adapt is None
 
 
 def test_a_bundle_that_is_not_sound_is_told(run: Run, tmp_path: Path) -> None:
