@@ -17,7 +17,8 @@
     [data]                                    # these go into the device's own device.toml as they are
     samples = "/srv/samples.npz"
 
-All mistakes are reported at once. The Wi-Fi password is in no message, and in no object's text.
+All mistakes are reported at once. The Wi-Fi password is in no message, and in no object's text. METAFLEET_SSH_KEY may
+hold a key, or the file of one, in place of authorized_keys.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from fleet_core.errors import ConfigError
 from fleet_core.schema import Problem
 
 PASSWORD = "METAFLEET_WIFI_PASSWORD"
+SSH_KEY = "METAFLEET_SSH_KEY"
+"""A public key, or a file that holds some, in place of [ssh] authorized_keys."""
 MASK = "********"
 """Stands wherever a password or a token would be shown."""
 NAME = r"[A-Za-z0-9_-]{1,64}"
@@ -69,7 +72,7 @@ class Ssh:
     """user: that may log in, by key only. authorized_keys: public keys, or files that hold them."""
 
     user: str = field(metadata={"pattern": r"[a-z_][a-z0-9_-]{0,31}"})
-    authorized_keys: tuple[str, ...] = field(metadata={"max_length": 100})
+    authorized_keys: tuple[str, ...] = field(default=(), metadata={"max_length": 100})
 
 
 @dataclass(frozen=True)
@@ -104,15 +107,25 @@ class DeviceFile:
         return {name: dict(getattr(self, name)) for name in named if getattr(self, name)}
 
     def masked(self) -> DeviceFile:
-        """The same with MASK in place of the Wi-Fi password: what may be shown."""
-        return self if self.wifi is None else replace(self, wifi=replace(self.wifi, password=MASK))
+        """The same with stars in place of the Wi-Fi password and the ssh keys: what may be shown."""
+        wifi = None if self.wifi is None else replace(self.wifi, password=MASK)
+        keys = () if self.ssh is None else tuple(map(_starred, self.ssh.authorized_keys))
+        ssh = None if self.ssh is None else replace(self.ssh, authorized_keys=keys)
+        return replace(self, wifi=wifi, ssh=ssh)
 
 
 Check = Callable[[Mapping[str, Mapping[str, Any]]], list[Problem]]
 
 
+def _starred(key: str) -> str:
+    """As long as it is, without the key itself."""
+    kind, _, rest = key.partition(" ")
+    blob, space, comment = rest.partition(" ")
+    return f"{kind} {'*' * len(blob)}{space}{comment}"
+
+
 def load(path: Path, environ: Mapping[str, str], check: Check | None = None) -> DeviceFile:
-    """The file, with keys read from where they lie and the password of ``environ`` in place of the file's.
+    """The file, with keys read from where they lie; a password and a key in ``environ`` take the place of the file's.
 
     check: finds mistakes in the tables that go into device.toml. Raises ConfigError that lists every mistake.
     """
@@ -124,7 +137,7 @@ def load(path: Path, environ: Mapping[str, str], check: Check | None = None) -> 
         problems += check({name: t for name in own if isinstance(t := tables.get(name), dict) and t})
     if device is None:
         raise _listed(problems, text, path)
-    device = _with_password(device, environ.get(PASSWORD))
+    device = _with_environment(device, environ)
     device, wrong = _with_keys(device, path.parent)
     problems += [*wrong, *_network_problems(device)]
     if problems:
@@ -136,10 +149,12 @@ def _listed(problems: list[Problem], text: str, path: Path) -> ConfigError:
     return ConfigError("\n".join(config.located(problem, text, str(path)) for problem in problems))
 
 
-def _with_password(device: DeviceFile, password: str | None) -> DeviceFile:
-    if device.wifi is None or not password:
-        return device
-    return replace(device, wifi=replace(device.wifi, password=password))
+def _with_environment(device: DeviceFile, environ: Mapping[str, str]) -> DeviceFile:
+    if device.wifi is not None and environ.get(PASSWORD):
+        device = replace(device, wifi=replace(device.wifi, password=environ[PASSWORD]))
+    if device.ssh is not None and environ.get(SSH_KEY):
+        device = replace(device, ssh=replace(device.ssh, authorized_keys=(environ[SSH_KEY],)))
+    return device
 
 
 def _network_problems(device: DeviceFile) -> list[Problem]:
@@ -171,7 +186,7 @@ def _with_keys(device: DeviceFile, folder: Path) -> tuple[DeviceFile, list[Probl
         else:
             keys += found
     if not device.ssh.authorized_keys:
-        problems.append(Problem("ssh.authorized_keys", "is empty: nobody could log in"))
+        problems.append(Problem("ssh.authorized_keys", f"is empty, and {SSH_KEY} is not set: nobody could log in"))
     return replace(device, ssh=replace(device.ssh, authorized_keys=tuple(dict.fromkeys(keys)))), problems
 
 

@@ -69,7 +69,8 @@ def desk(tmp_path_factory):
 def built(tmp_path, monkeypatch):
     """A program that was made already."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("METAFLEET_WIFI_PASSWORD", raising=False)
+    for variable in ("METAFLEET_WIFI_PASSWORD", "METAFLEET_SSH_KEY", "METAFLEET_PROFILES"):
+        monkeypatch.delenv(variable, raising=False)
     path = tmp_path / "program.tar.gz"
     path.write_bytes(os.urandom(MIB))
     made = Program("0.1.0-abc", path, sha256_of(path), MIB, MIB, "3.13", "aarch64", "a test", ())

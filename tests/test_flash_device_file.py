@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from firmware_profiles import device_file
-from firmware_profiles.device_file import MASK, PASSWORD, DeviceFile, is_public_key, load
+from firmware_profiles.device_file import MASK, PASSWORD, SSH_KEY, DeviceFile, is_public_key, load
 from fleet_core.errors import ConfigError
 from fleet_core.schema import Problem
 
@@ -73,6 +73,20 @@ def test_what_is_written_is_the_derived_key_of_ieee_802_11i(tmp_path):
     spoken = read(tmp_path, WHOLE, {PASSWORD: "a password"}).wifi
     assert spoken is not None
     assert spoken.key == derived
+
+
+def test_a_key_of_the_environment_takes_the_place_of_the_files_and_is_masked_too(tmp_path):
+    text = WHOLE.replace('authorized_keys = ["id.pub",', '# ["id.pub",')
+    for spoken in (public_key("ssh-rsa"), "id.pub"):
+        device = read(tmp_path, text, {SSH_KEY: spoken})
+        assert device.ssh is not None
+        assert device.ssh.authorized_keys == ((spoken,) if " " in spoken else (public_key(),))
+        masked = device.masked().ssh
+        assert masked is not None
+        assert device.ssh.authorized_keys[0].split()[1] not in masked.authorized_keys[0]
+        assert len(masked.authorized_keys[0]) == len(device.ssh.authorized_keys[0])
+    with pytest.raises(ConfigError, match=f"is empty, and {SSH_KEY} is not set"):
+        read(tmp_path, text)
 
 
 def test_every_mistake_is_told_at_once_with_line_and_suggestion(tmp_path):
