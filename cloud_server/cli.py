@@ -243,8 +243,8 @@ def predict_command(
     topics.check_name(device, "device")
     x = read_inputs(inputs, made.config.model.input)
     url = url_of(broker, made, plain)
-    tls = identity.tls_files(made, url, "operator")
-    answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls)
+    with identity.as_operator(made, url) as tls:
+        answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls)
     if as_json:
         return terminal.show(schema.plain(answer))
     unknown = answer.unknown or (False,) * len(answer.labels)

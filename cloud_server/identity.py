@@ -3,7 +3,7 @@
     ca.key, ca.pem                    the authority of devices, of the aggregator and of the broker
     tokens-ca.key, tokens-ca.pem      another one, for the port where tokens are taken
     aggregator.key, aggregator.pem    by which the aggregator speaks to the broker
-    operator.key, operator.pem        by which 'metafleet predict' does
+    operators/                        by which the operator's commands do, each with a name of its own at a time
     mosquitto/                        all that a broker needs: configuration, access lists, its certificate, crl.pem
 
 Keys have mode 0600.
@@ -11,9 +11,11 @@ Keys have mode 0600.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypedDict
 
@@ -21,14 +23,13 @@ from cloud_server import mosquitto
 from cloud_server.authority import Authority
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Certificate, Ledger
-from cloud_server.mosquitto import AGGREGATOR, OPERATOR, Place
+from cloud_server.mosquitto import AGGREGATOR, OPERATORS, Place
 from fleet_core import certificates, config, storage
-from fleet_core.errors import ConfigError
+from fleet_core.errors import ConfigError, StateError
 from fleet_core.link.mqtt import parse_url
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 SYSTEM = "system"
-CLIENTS = {"aggregator": AGGREGATOR, "operator": OPERATOR}
 
 
 class TlsFiles(TypedDict, total=False):
@@ -55,11 +56,7 @@ def complete(fleet: Fleet, ledger: Ledger) -> None:
     for stem, title in (("ca", f"{name} devices"), ("tokens-ca", f"{name} tokens")):
         if not (folder / f"{stem}.pem").exists():
             Authority.create(folder / f"{stem}.key", folder / f"{stem}.pem", title)
-    for stem, common_name in CLIENTS.items():
-        if not (folder / f"{stem}.pem").exists():
-            key = _key(folder / f"{stem}.key")
-            found = authority(folder).client(common_name, key.public_key())
-            storage.write_atomic(folder / f"{stem}.pem", certificates.certificate_pem(found))
+    _client(fleet, folder / "aggregator", AGGREGATOR)
     if not (folder / "mosquitto" / "mosquitto.conf").exists():
         configure(fleet, ledger, Place(default_hosts(fleet.config.link.broker)))
 
@@ -123,17 +120,54 @@ def _address() -> str:
         return ""
 
 
-def tls_files(fleet: Fleet, url: str, client: str = "aggregator") -> TlsFiles:
-    """For a link to ``url`` as ``client``: aggregator | operator. Nothing for mqtt://. Raises ConfigError."""
+def as_aggregator(fleet: Fleet, url: str) -> TlsFiles:
+    """For the aggregator's link to ``url``; nothing for mqtt://. Raises ConfigError, StateError."""
+    return _tls_files(fleet, fleet.folder / "aggregator", AGGREGATOR) if parse_url(url).tls else {}
+
+
+@contextlib.contextmanager
+def as_operator(fleet: Fleet, url: str) -> Iterator[TlsFiles]:
+    """For the link of one of the operator's commands to ``url``; nothing for mqtt://. No other has the same name while
+    this context lasts, for a broker keeps one connection a name. Raises ConfigError, StateError."""
     if not parse_url(url).tls:
-        return {}
-    files: TlsFiles = {
-        "ca": broker_authority(fleet), "cert": fleet.folder / f"{client}.pem", "key": fleet.folder / f"{client}.key"
-    }
-    if not files["cert"].exists():
-        raise ConfigError("the fleet has no certificates yet", where=str(files["cert"]),
+        yield {}
+        return
+    folder = fleet.folder / "operators"
+    folder.mkdir(exist_ok=True)
+    for name in OPERATORS:
+        handle = os.open(folder / f"{name[1:]}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if _locked(handle):
+                yield _tls_files(fleet, folder / name[1:], name)
+                return
+        finally:
+            os.close(handle)
+    raise StateError(f"{len(OPERATORS)} commands speak to the broker already", where=str(folder), hint="wait for one")
+
+
+def _locked(handle: int) -> bool:
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _tls_files(fleet: Fleet, stem: Path, name: str) -> TlsFiles:
+    if not (fleet.folder / "ca.pem").exists():
+        raise ConfigError("the fleet has no certificates yet", where=str(fleet.folder),
                           hint=f"metafleet init {fleet.folder}")
-    return files
+    _client(fleet, stem, name)
+    return {"ca": broker_authority(fleet), "cert": stem.with_suffix(".pem"), "key": stem.with_suffix(".key")}
+
+
+def _client(fleet: Fleet, stem: Path, name: str) -> None:
+    """A key and a certificate for ``name``; made where they are missing."""
+    if not stem.with_suffix(".pem").exists():
+        found = authority(fleet.folder).client(name, _key(stem.with_suffix(".key")).public_key())
+        storage.write_atomic(stem.with_suffix(".pem"), certificates.certificate_pem(found))
 
 
 def broker_authority(fleet: Fleet) -> Path | None:

@@ -18,8 +18,10 @@ from pathlib import Path
 from fleet_core import config, schema, storage, topics
 from fleet_core.topics import ROOT
 
-AGGREGATOR, OPERATOR = ".aggregator", ".operator"
-"""Names in certificates that no device can have, for the dot is in no device's name."""
+AGGREGATOR = ".aggregator"
+OPERATORS = tuple(f".operator-{n}" for n in range(32))
+"""Names in certificates that no device can have, for the dot is in no device's name. The operator has several: a broker
+keeps one connection a name."""
 PORT, ENROLMENT_PORT = 8883, 8884
 
 CONFIG = """\
@@ -112,8 +114,10 @@ def access(fleet: str, denied: Iterable[str]) -> str:
     own = ("up/#", "st", "rep", "an/#")
     lines = [f"user {AGGREGATOR}"]
     lines += [*(f"topic write {top}/{t}" for t in writes), *(f"topic read {top}/{t}" for t in reads)]
-    lines += ["", f"user {OPERATOR}", f"topic write {top}/a/+/q/+"]
-    lines += [*(f"topic read {top}/a/+/{t}" for t in ("an/+", "st")), ""]
+    for name in OPERATORS:
+        lines += ["", f"user {name}", f"topic write {top}/a/+/q/+"]
+        lines += [f"topic read {top}/a/+/{t}" for t in ("an/+", "st")]
+    lines.append("")
     for name in sorted(denied):
         lines += [f"user {topics.check_name(name, 'device')}", "topic deny #", ""]
     lines += [*(f"pattern write {top}/a/%u/{t}" for t in own), *(f"pattern read {top}/a/%u/{t}" for t in ("dn", "q/#"))]

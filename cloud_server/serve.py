@@ -152,7 +152,7 @@ def _life(
     topic, payload = will(fleet.config.fleet.name, boot)
     link = MqttLink(
         url, client_id=f"{fleet.config.fleet.name}-aggregator", will=Will(topic, payload), max_queued=MAX_QUEUED,
-        **identity.tls_files(fleet, url),
+        **identity.as_aggregator(fleet, url),
     )
     return Coordinator(fleet, link, ledger, boot=boot, log=log, access_changed=access_changed)
 

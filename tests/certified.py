@@ -118,10 +118,8 @@ def papers(fleet: Fleet, name: str, folder: Path, authority: Any = None) -> Pape
     return Papers(fleet.folder / "ca.pem", folder / "own.pem", folder / "own.key")
 
 
-def of_client(fleet: Fleet, client: str) -> Papers:
-    """The aggregator's or the operator's own."""
-    folder = fleet.folder
-    return Papers(folder / "ca.pem", folder / f"{client}.pem", folder / f"{client}.key")
+def of_aggregator(fleet: Fleet) -> Papers:
+    return Papers(fleet.folder / "ca.pem", fleet.folder / "aggregator.pem", fleet.folder / "aggregator.key")
 
 
 def bearer(made: Token, fleet: Fleet, folder: Path) -> Papers:

@@ -414,7 +414,7 @@ def test_init_makes_a_fleet_once_and_again_only_what_is_missing(run: Run, data: 
     fleet = tmp_path / "fleet"
     assert run("metafleet", "init", fleet, "--data", data, "--rounds", 2).code == 0
     made = contents(fleet)
-    certified = {f"{name}.{kind}" for name in ("ca", "tokens-ca", "aggregator", "operator") for kind in ("key", "pem")}
+    certified = {f"{name}.{kind}" for name in ("ca", "tokens-ca", "aggregator") for kind in ("key", "pem")}
     assert {name for name in made if not name.startswith("mosquitto/")} == certified | {
         "fleet.toml", "fleet.key", "fleet.pub", "graph.safetensors", "weights.safetensors", "ledger.sqlite"
     }

@@ -46,7 +46,7 @@ def office(tmp_path: Path) -> Iterator[Office]:
 def test_keys_are_the_owners_alone_and_nothing_is_replaced(office: Office) -> None:
     folder = office.fleet.folder
     keys = sorted(folder.rglob("*.key"))
-    names = {"aggregator.key", "ca.key", "fleet.key", "server.key", "operator.key", "tokens-ca.key"}
+    names = {"aggregator.key", "ca.key", "fleet.key", "server.key", "tokens-ca.key"}
     assert {path.name for path in keys} == names
     assert {stat.S_IMODE(path.stat().st_mode) for path in keys} == {0o600}
     before = {path: path.read_bytes() for path in folder.rglob("*.*") if "ledger" not in path.name}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from fleet_core.errors import ConfigError
 from fleet_core.link import Connected, Disconnected, Message, Will
 from fleet_core.link.mqtt import MqttLink
 from tests.brokers import NEEDS_MOSQUITTO, Watched, until
-from tests.certified import HOURS_S, Papers, bare_fleet, bearer, of_client, papers, secured_broker
+from tests.certified import HOURS_S, Papers, bare_fleet, bearer, of_aggregator, papers, secured_broker
 
 pytestmark = NEEDS_MOSQUITTO
 
@@ -32,7 +33,7 @@ TOLD = ("a/{0}/dn", "a/{0}/q/x")
 EVERYONES = ("r/cur", "b/00/0/0", "srv")
 TOKENS = ("en/abc/req", "en/abc/ans")
 EVERYTHING = (
-    *(t.format(d) for d in ("good", "evil", ".aggregator", ".operator") for t in (*OWN, *TOLD)), *EVERYONES, *TOKENS,
+    *(t.format(d) for d in ("good", "evil", ".aggregator", ".operator-0") for t in (*OWN, *TOLD)), *EVERYONES, *TOKENS,
     "en/evil/req", "en/evil/ans", "r", "x", "a/evil", "a/evil/x", "a/evil/up", "a/evil/st/x", "a//st",
     "a/evil/../good/st",
 )
@@ -66,7 +67,17 @@ class Yard:
         return self.connect(papers(self.fleet, name, self.folder / name), name, *filters, **options)
 
     def aggregator(self, *filters: str) -> Watched:
-        return self.connect(of_client(self.fleet, "aggregator"), "aggregator", *filters)
+        return self.connect(of_aggregator(self.fleet), "aggregator", *filters)
+
+    @contextmanager
+    def operator(self, *filters: str) -> Iterator[Watched]:
+        with identity.as_operator(self.fleet, self.broker.url) as tls:
+            assert tls["ca"] is not None
+            watched = self.connect(Papers(tls["ca"], tls["cert"], tls["key"]), "operator", *filters)
+            try:
+                yield watched
+            finally:
+                watched.link.close()
 
     def turned_away(self, link: MqttLink, why: str = "") -> None:
         """Fails when the broker lets it in, or never says ``why`` not: its word may be lost when it hangs up."""
@@ -84,6 +95,12 @@ class Yard:
 
 
 @pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+@pytest.fixture
 def yard(tmp_path: Path) -> Iterator[Yard]:
     folder = tmp_path / "yard"
     fleet = bare_fleet(folder / "fleet")
@@ -96,12 +113,12 @@ def came_through(watched: Watched, *others: Watched) -> None:
     until(lambda: not watched.link.unacknowledged, watched, *others)
 
 
-def test_a_hostile_device_writes_nothing_but_its_own_topics(yard: Yard) -> None:
+def test_a_hostile_device_writes_nothing_but_its_own_topics(yard: Yard, stack: ExitStack) -> None:
     evil = yard.device("evil", protocol=5)
     good = yard.device("good", *(f"{TOP}/{t.format('good')}" for t in TOLD), *(f"{TOP}/{t}" for t in EVERYONES))
     server = yard.aggregator(f"{TOP}/r/#", f"{TOP}/b/#", f"{TOP}/a/+/st", f"{TOP}/a/+/rep", f"{TOP}/a/+/up/#",
                              f"{TOP}/en/+/req")
-    operator = yard.connect(of_client(yard.fleet, "operator"), "operator", f"{TOP}/a/+/an/+")
+    operator = stack.enter_context(yard.operator(f"{TOP}/a/+/an/+"))
     for retain in (False, True):
         for topic in (*(f"{TOP}/{t}" for t in EVERYTHING), *ELSEWHERE):
             evil.link.publish(topic, b"evil", retain=retain)
@@ -119,18 +136,20 @@ def test_a_hostile_device_writes_nothing_but_its_own_topics(yard: Yard) -> None:
     late.link.publish(f"{TOP}/r/end", b"end")
     until(lambda: f"{TOP}/r/end" in late.topics(), late)
     assert {m.topic for m in late.of(Message) if m.payload == b"evil"} == allowed - {f"{TOP}/a/evil/an/x"}
-    for each in (evil, good, late, operator):
+    for each in (evil, good, late):
         each.link.close()
 
 
-def test_a_hostile_device_reads_nothing_but_what_is_told_to_it_and_to_everyone(yard: Yard) -> None:
+def test_a_hostile_device_reads_nothing_but_what_is_told_to_it_and_to_everyone(
+    yard: Yard, stack: ExitStack
+) -> None:
     server = yard.aggregator()
     for topic in (*(t.format("good") for t in TOLD[:1]), "en/abc/ans", "r/kept", "b/kept"):
         server.link.publish(f"{TOP}/{topic}", b"secret", retain=True)
     came_through(server)
     evil = yard.device("evil", *WILDCARDS, protocol=5)
     good = yard.device("good", f"{TOP}/a/good/dn", f"{TOP}/a/good/q/+")
-    operator = yard.connect(of_client(yard.fleet, "operator"), "operator")
+    operator = stack.enter_context(yard.operator())
     for topic in (*(t.format("good") for t in OWN), "a/good/st"):
         good.link.publish(f"{TOP}/{topic}", b"secret")
     for device in ("good", "evil"):
@@ -143,7 +162,7 @@ def test_a_hostile_device_reads_nothing_but_what_is_told_to_it_and_to_everyone(y
     read = {topic for topic in evil.topics() if not topic.startswith((f"{TOP}/r/", f"{TOP}/b/"))}
     assert read <= {f"{TOP}/a/evil/dn", f"{TOP}/a/evil/q/x", f"{TOP}/srv"}
     assert f"{TOP}/r/kept" in evil.topics(), "what is everyone's it may read"
-    for each in (evil, good, server, operator):
+    for each in (evil, good, server):
         each.link.close()
 
 
@@ -158,6 +177,18 @@ def test_nobody_is_disconnected_by_another_who_takes_the_same_client_id(yard: Ya
     assert not server.of(Disconnected)
     for each in (good, server):
         each.link.close()
+
+
+def test_the_operators_commands_do_not_disconnect_one_another(yard: Yard) -> None:
+    good = yard.device("good", f"{TOP}/a/good/q/+")
+    with yard.operator() as first, yard.operator() as second:
+        for watched in (first, second, first):
+            watched.link.publish(f"{TOP}/a/good/q/x", b"?")
+            came_through(watched, first, second)
+        until(lambda: len(good.of(Message)) == 3, good, first, second)
+        assert not [*first.of(Disconnected), *second.of(Disconnected)]
+    assert len(list((yard.fleet.folder / "operators").glob("*.key"))) == 2
+    good.link.close()
 
 
 def test_a_will_in_another_devices_name_is_not_published(yard: Yard) -> None:
