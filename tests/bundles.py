@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ from cloud_server.checkpoint import Checkpoint, Checkpoints
 from cloud_server.fleet import Fleet
 from cloud_server.found import found
 from cloud_server.starting import fleet_toml
+from export.adapt import with_adapt
 from export.first import first
 from export.graph import export_graph
-from export.steps import with_steps
 from export.whole import Judged, whole
 from fleet_core import bundle
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method, ServerState
+from fleet_core.algorithms.steps import steps_of
 from fleet_core.algorithms.trees import Params
 from fleet_core.bundle import Graph
 from fleet_core.bundle_files import Bundle
@@ -54,10 +56,18 @@ def plain() -> Graph:
 
 
 @cache
+def stepping(rates: bool, groups: tuple[str, ...]) -> Graph:
+    return with_adapt(plain(), rates=rates, groups=groups)
+
+
+@cache
 def graph_of(name: str) -> Graph:
     """As ``metafleet init`` makes it."""
-    method = METHODS[name]
-    return with_steps(plain(), method, method.hyper(), models.initial(LAYOUT, 1), lambda line: None)
+    method, initial = METHODS[name], models.initial(LAYOUT, 1)
+    how = steps_of(method, method.hyper())
+    if how is None:
+        return plain()
+    return replace(stepping(how.rates, how.groups), first=trees.only(initial, method.personal))
 
 
 @cache
