@@ -49,8 +49,13 @@ def calibrate(
     commands.calibrate(home, *meter_watts)
 
 
-def doctor(home: HOME = HERE, profile: PROFILE = None, as_json: JSON = False) -> None:
+def doctor(
+    home: HOME = HERE,
+    profile: PROFILE = None,
+    run: Annotated[bool, typer.Option("--run", help="Also run torch and onnxruntime once, each in a process.")] = False,
+    as_json: JSON = False,
+) -> None:
     """What the profile says, what the board has, what the agent will do, and what is wrong (exit code 1)."""
     from edge_agent import doctor as commands
 
-    commands.doctor(home, profile, as_json)
+    commands.doctor(home, profile, run, as_json)

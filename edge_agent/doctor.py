@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,11 @@ from fleet_core.power.choose import sensor_of
 from fleet_core.power.rapl import Packages
 
 ABSENT = "-"
+PROBES = {
+    "torch": "import torch; w = torch.ones(64, 64, requires_grad=True); (w @ w).sum().backward()",
+    "onnxruntime": "import onnxruntime; onnxruntime.get_available_providers()",
+}
+PROBE_S = 300
 
 
 @dataclass(frozen=True)
@@ -34,9 +42,11 @@ class Examined:
     notes: tuple[str, ...]
 
 
-def doctor(home: Path, profile: str | None, as_json: bool) -> None:
-    """Prints it, and leaves with 1 when something is wrong."""
+def doctor(home: Path, profile: str | None, run: bool, as_json: bool) -> None:
+    """Prints it, and leaves with 1 when something is wrong. run: also try the libraries."""
     seen = examine(home, profile)
+    if run:
+        seen = replace(seen, complaints=(*seen.complaints, *tried(seen.machine.packages)))
     if as_json:
         terminal.show(plain(seen))
     else:
@@ -66,6 +76,33 @@ def examine(home: Path, profile: str | None, root: Path = Path("/")) -> Examined
         notes.append("no profile is named ([board] profile, or --profile): nothing to compare with; metafleet profiles")
     wrong = (*fit.complaints(board, machine, wish), *complaint)
     return Examined(board, machine, wish, fit.limits(board, machine, wish), said, wrong, tuple(notes))
+
+
+def tried(packages: Mapping[str, str], probes: Mapping[str, str] = PROBES) -> tuple[Complaint, ...]:
+    """Each of ``packages`` that there is a probe for, run once in a child process: a wheel that was built for another
+    processor dies there of a signal, and cannot be caught in this one."""
+    wrong = []
+    for name, program in probes.items():
+        if name in packages:
+            why = _died(program)
+            if why:
+                wrong.append(Complaint(name, f"{packages[name]} {why}",
+                                       "install the version that the profile pins: metafleet profiles show NAME"))
+    return tuple(wrong)
+
+
+def _died(program: str) -> str:
+    """Why it did not run to its end, or empty."""
+    try:
+        done = subprocess.run([sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              timeout=PROBE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"did not end within {PROBE_S} s"
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        return f"dies of {name}" + (": this processor lacks instructions that it uses" if name == "SIGILL" else "")
+    said = done.stderr.strip().splitlines()
+    return f"does not run: {said[-1][:200] if said else done.returncode}" if done.returncode else ""
 
 
 def rows(seen: Examined) -> list[tuple[str, str, str]]:

@@ -183,6 +183,22 @@ def test_what_is_wrong_is_printed_with_hints_and_exit_code_1(tmp_path: Path) -> 
     assert told["training"]["train"] is True
 
 
+@pytest.mark.parametrize(("program", "expected"), [
+    ("import os, signal; os.kill(os.getpid(), signal.SIGILL)",
+     "2.10.0 dies of SIGILL: this processor lacks instructions that it uses"),
+    ("raise ImportError('no libgomp')", "2.10.0 does not run: ImportError: no libgomp"),
+    ("", None),
+])
+def test_a_library_that_dies_on_this_processor_is_found_in_a_child(program: str, expected: str | None) -> None:
+    probes = {"torch": program, "onnxruntime": "raise SystemExit(1)"}
+    told = doctor.tried({"torch": "2.10.0"}, probes)
+    assert [complaint.problem for complaint in told] == ([] if expected is None else [expected])
+
+
+def test_the_libraries_that_are_here_run() -> None:
+    assert doctor.tried({"onnxruntime": "this one"}) == ()
+
+
 @pytest.mark.usefixtures("on_orin")
 def test_without_a_device_or_a_profile_it_is_noted_and_not_wrong(tmp_path: Path) -> None:
     seen = doctor.examine(tmp_path, None, tmp_path)
