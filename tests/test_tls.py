@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cloud_server import authority as authority_module
 from cloud_server import identity
 from cloud_server.broker import Broker
 from cloud_server.enrolment import make_token
@@ -296,3 +299,16 @@ def test_a_link_over_tls_asks_for_1_2_at_least(yard: Yard, tmp_path: Path) -> No
     assert link._settings.tls.check_hostname
     with pytest.raises(ConfigError, match="needs its key"):
         MqttLink("mqtts://h", client_id="g", ca=own.ca, cert=own.cert)
+
+
+def test_a_device_whose_clock_is_wrong_is_told_what_it_says(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The certificates begin a day ago; a clock that is further behind cannot be helped, but named."""
+    monkeypatch.setattr(authority_module, "BACK_DATED", -datetime.timedelta(days=2))
+    folder = yard.fleet.folder / "mosquitto"
+    key = certificates.load_key(folder / "server.key").public_key()
+    signed = identity.authority(yard.fleet.folder).server(["127.0.0.1"], key)
+    (folder / "server.pem").write_bytes(certificates.certificate_pem(signed))
+    yard.broker.reload()
+    own = papers(yard.fleet, "good", yard.folder / "good")
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    yard.turned_away(own.link(yard.broker.url, "g"), f"not yet valid; the clock here says {today}")

@@ -33,6 +33,7 @@ UNSUPPORTED_VERSION = 0x84
 SKIPPED_S = 10.0  # a publish that is this much older than one that was acknowledged is given up
 FAREWELL_S = 1.0  # for the broker to hang up after DISCONNECT
 NO_RETAINED = "no retained messages"
+OF_THE_DATE = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 ALERTS = {
     "ALERT_CERTIFICATE_REVOKED": "it is revoked",
     "ALERT_CERTIFICATE_EXPIRED": "it has expired",
@@ -387,7 +388,9 @@ def _largest(items: Iterable[_Outgoing]) -> _Outgoing:
 def describe(error: BaseException) -> str:
     """The shortest true text of a network error."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the broker's certificate is not trusted: {error.verify_message}"
+        dated = error.verify_code in OF_THE_DATE
+        clock = time.strftime("; the clock here says %Y-%m-%d", time.gmtime()) if dated else ""
+        return f"the broker's certificate is not trusted: {error.verify_message}{clock}"
     if isinstance(error, ssl.SSLError) and error.reason is not None:
         alert = next((text for word, text in ALERTS.items() if error.reason.endswith(word)), "")
         if alert:
