@@ -58,20 +58,40 @@ class Prepared:
 
 
 def flash(
-    device: Annotated[Path, typer.Argument(metavar="DEVICE.toml", help="The device: name, fleet, board, network.")],
-    to: Annotated[str, typer.Option("--to", metavar="image:PATH|/dev/NAME", help="An image to make, or a card.")],
+    device: Annotated[Path | None, typer.Argument(metavar="DEVICE.toml", help="The device: name, fleet, board, "
+                                                  "network.")] = None,
+    to: Annotated[str | None, typer.Option("--to", metavar="image:PATH|/dev/NAME|ssh://USER@HOST", help="An image to "
+                                           "make, a card, or a device that runs.")] = None,
     source: Annotated[Path | None, typer.Option("--image", metavar="FILE", help="The system's image to begin from: "
                                                 ".img, .img.xz, .img.zst; default: the device file's.")] = None,
     yes_erase: Annotated[str | None, typer.Option("--yes-erase", metavar="NAME", help="The card's name, as sdb: do not "
                                                   "ask before it is erased.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be written, and write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    inventory: Annotated[Path | None, typer.Option("--all", metavar="INVENTORY.toml", help="All devices of a "
+                                                   "file, over SSH, side by side.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=24, help="With --all: how many at a time.")] = 4,
+    accept_host_key: Annotated[str | None, typer.Option(metavar="FINGERPRINT", help="Over SSH: take up the host's key, "
+                                                        "SHA256:..., where none is known.")] = None,
+    ssh_config: Annotated[Path | None, typer.Option(metavar="FILE", help="Over SSH: not ~/.ssh/config.")] = None,
+    patience_s: Annotated[int, typer.Option(min=1, max=3600, help="Over SSH: how long the device may take to be back, "
+                                            "before it returns to the version before.")] = 120,
     rehearse: Annotated[bool, typer.Option("--rehearse", hidden=True, help="A loop device or a plain file is a card.")]
     = False,
 ) -> None:
-    """Make a device of an image or a card: the agent, its wheels, settings and a one-time token, and its first boot."""
-    if to.startswith(SSH):
-        raise ConfigError("not an image and not a card", where=f"--to {to}", expected="image:PATH or /dev/NAME")
+    """Make a device of an image, a card or a board that runs: the agent, its wheels, settings and a one-time token."""
+    if inventory is not None or (to or "").startswith(SSH):
+        from cloud_server import flash_ssh  # which needs what is made here
+
+        choices = flash_ssh.Choices(ssh_config, patience_s, dry_run, as_json)
+        if inventory is None:
+            return flash_ssh.one(_named(device), to or "", choices, accept=accept_host_key)
+        if device is not None or to is not None:
+            raise ConfigError("--all INVENTORY.toml has its devices, and where they are, in the file")
+        return flash_ssh.every(inventory, choices, jobs=jobs)
+    device = _named(device)
+    if to is None:
+        raise ConfigError("where is it?", expected="--to image:PATH, --to /dev/NAME or --to ssh://USER@HOST")
     made = prepare(device)
     begin = _source(made, device, source)
     found = None if to.startswith(IMAGE) else _card(to, rehearse)
@@ -88,6 +108,12 @@ def flash(
     print(f"{made.device.name} is on {to.removeprefix(IMAGE)}: {made.machine.os or made.machine.board}, agent "
           f"{packed.program.version}")
     runtime.say(f"next: start it, with the aggregator running; then: metafleet devices list {made.fleet.folder}")
+
+
+def _named(device: Path | None) -> Path:
+    if device is None:
+        raise ConfigError("which device?", expected="DEVICE.toml, or --all INVENTORY.toml")
+    return device
 
 
 # What there is before anything is written -----------------------------------------------------------------------------

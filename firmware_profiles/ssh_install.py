@@ -84,6 +84,29 @@ class Outcome:
         return f"{self.version} runs{since}; {self.sent_bytes / 1e6:.1f} MB sent"
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What ``install`` would do. runs: the version there now, or empty. send_bytes: of the program, at most; what the
+    device has of it in another version is not sent. settings: paths that would be replaced, the token's among them.
+    unconfirmed: a version of an earlier run that was cut off, or empty."""
+
+    version: str
+    runs: str
+    enrolled: bool
+    send_bytes: int
+    settings: tuple[str, ...]
+    unconfirmed: str
+
+
+def plan(remote: Remote, release_for: Callable[[bool], Release]) -> Plan:
+    """Writes nothing. release_for: as for ``install``; it is asked for no token where the device needs none."""
+    facts = remote.facts()
+    release = release_for(not facts.own).for_device(facts.own)
+    size = 0 if _is_there(facts, release) else sum(size for _, size in release.content.files.values())
+    paths = tuple(setting.path for setting in _changed(facts, release))
+    return Plan(release.version, facts.health.current, bool(facts.own), size, paths, facts.armed)
+
+
 def install(
     remote: Remote, release_for: Callable[[bool], Release], tell: Tell, *, watch: Watch | None = None,
     patience_s: int = PATIENCE_S, margin_s: int = MARGIN_S,

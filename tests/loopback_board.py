@@ -7,15 +7,22 @@ All that it started ends with it. Needs Linux, root, openssh-server and util-lin
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
+import platform
 import shutil
 import socket
 import subprocess
+import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from firmware_profiles.program import Program, sha256_of
 
 SBIN = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 PATIENCE_S = 20.0
@@ -86,6 +93,14 @@ SUDO = """#!/bin/sh
 echo "sudo: a password is required" >&2
 exit 1
 """
+
+
+GOOD = """#!/bin/sh
+echo "{\\"boot\\": \\"$$\\", \\"version\\": \\"VERSION\\"}" > /var/lib/metafleet/online.json
+exec sleep 1000
+"""
+DEAF = "#!/bin/sh\nexec sleep 1000\n"
+DIES = "#!/bin/sh\nexit 1\n"
 
 
 @dataclass(frozen=True)
@@ -177,6 +192,23 @@ def board(folder: Path) -> Iterator[Board]:
     finally:
         process.kill()  # its child ends with it, and with that one all in its namespace
         process.wait()
+
+
+def a_program(folder: Path, version: str, agent: str = GOOD) -> Program:
+    """A program of three files for this machine, whose agent is a script that only says that it has come up."""
+    files = {
+        "bin/edge-agent": agent.replace("VERSION", version.partition("-")[0]).encode(),
+        "lib/same.py": b"same\n" * 10_000, "lib/with blank (1).py": version.encode(),
+    }
+    path = folder / f"{version}.tar.gz"
+    with gzip.open(path, "wb") as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(f"{version}/{name}")
+            entry.size, entry.mode = len(data), 0o755 if name.startswith("bin/") else 0o644
+            archive.addfile(entry, io.BytesIO(data))
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    size = path.stat().st_size
+    return Program(version, path, sha256_of(path), size, 0, python, platform.machine(), "a test", ())
 
 
 def until(true: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import os
 import platform
@@ -21,22 +19,15 @@ import pytest
 from firmware_profiles import package, ssh, ssh_install
 from firmware_profiles import release as releases
 from firmware_profiles.machine import Machine
-from firmware_profiles.program import Program, sha256_of
 from firmware_profiles.release import Release
 from firmware_profiles.remote import Found, Remote, refuse
 from firmware_profiles.ssh_install import Outcome
 from fleet_core.errors import FlashError
-from tests.loopback_board import USER, Board, until
+from tests.loopback_board import DEAF, DIES, GOOD, USER, Board, a_program, until
 from tests.loopback_board import board as a_board
 
 pytestmark = pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock")
 
-GOOD = """#!/bin/sh
-echo "{\\"boot\\": \\"$$\\", \\"version\\": \\"VERSION\\"}" > /var/lib/metafleet/online.json
-exec sleep 1000
-"""
-DIES = "#!/bin/sh\nexit 1\n"
-DEAF = "#!/bin/sh\nexec sleep 1000\n"
 DEVICE_TOML = b'[device]\nname = "kitchen"\nfleet = "lab"\nbroker = "mqtts://hub:8883"\n\n[data]\nsamples = "s.npz"\n'
 STEPS = ("want", "take", "place", "change", "confirm")
 
@@ -67,21 +58,9 @@ def a_machine() -> Machine:
 
 def a_release(folder: Path, version: str = "1.0-aaa", agent: str = GOOD, settings: bytes = DEVICE_TOML,
               **home: bytes) -> Release:
-    """A program of three files whose agent is a script."""
-    files = {
-        "bin/edge-agent": agent.replace("VERSION", version.partition("-")[0]).encode(),
-        "lib/same.py": b"same\n" * 10_000, "lib/with blank (1).py": version.encode(),
-    }
-    path = folder / f"{version}.tar.gz"
-    with gzip.open(path, "wb") as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
-        for name, data in files.items():
-            entry = tarfile.TarInfo(f"{version}/{name}")
-            entry.size, entry.mode = len(data), 0o755 if name.startswith("bin/") else 0o644
-            archive.addfile(entry, io.BytesIO(data))
-    board = a_machine()
-    program = Program(version, path, sha256_of(path), path.stat().st_size, 0, board.python, board.arch, "here", ())
+    program = a_program(folder, version, agent)
     named = {"device.toml": settings, "enrol.token": b"secret", **home}
-    return releases.of(package.make("kitchen", board, program, named))
+    return releases.of(package.make("kitchen", a_machine(), program, named))
 
 
 def flash(board: Board, release: Release, *, user: str = "root", told: list[str] | None = None, patience_s: int = 15,
