@@ -27,10 +27,11 @@ from edge_agent.http_server import HttpServer
 from edge_agent.service import Service, service_of
 from edge_agent.settings import Identity, Settings, settings_of
 from edge_agent.slots import Slots
-from fleet_core import codecs, messages, topics
+from fleet_core import bundle, codecs, messages, topics
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.messages import Answer, Question
+from tests import homes
 from tests.desk import CLASSES, Desk, desk_in, edge_agent
 from tests.inprocess import World, config_text, toy, world
 from tests.test_fleet import FakeDevice
@@ -274,22 +275,37 @@ def test_a_port_that_others_reach_is_said_to_be_open(home: Path, service: Servic
 
 
 @pytest.mark.parametrize("method", ["pfldyn-proto", "per-fedavg-fo"])
-def test_an_agent_answers_alike_over_mqtt_and_over_http(tmp_path: Path, method: str) -> None:
+def test_an_agent_answers_alike_over_mqtt_and_over_http_and_learns_at_once(tmp_path: Path, method: str) -> None:
     w = world(tmp_path, config_text(method, rounds=2, devices=1))
+    (w.fleet.folder / "graph.safetensors").write_bytes(bundle.pack(homes.graph_for(method)))
     w.start_server()
     agent = w.start_agent("d0", toy(0))
     running = serve.start(settings_with(w), agent.service, w.lines.append)
     try:
         assert infer(running, X, w.name)[0] == 503
         assert w.pump(lambda: fleet_finished(w))
-        over_mqtt = asked(w, X)
+        before = asked(w, X)
         with triton.InferenceServerClient(f"{running.host}:{running.port}") as client:
             for binary in (True, False):
-                same(client.infer(w.name, [tensor_of(X, binary)]), over_mqtt)
-        assert over_mqtt.round == 2
+                same(client.infer(w.name, [tensor_of(X, binary)]), before)
+            assert before.round == 2
+            taught = teach(running, w.name, np.full((30, 8), -4, np.float32), "c")
+            after = asked(w, X)
+            same(client.infer(w.name, [tensor_of(X)]), after)
+            assert (taught["personalization"], taught["added"]) == (after.personalization, 30)
+            assert after.probabilities != before.probabilities
     finally:
         running.stop()
         w.close()
+
+
+def teach(server: HttpServer, name: str, x: np.ndarray, label: str) -> Any:
+    """What the device says of samples that it was taught."""
+    inputs = [{"name": "x", "datatype": "FP32", "shape": list(x.shape), "data": x.tolist()},
+              {"name": "label", "datatype": "BYTES", "shape": [len(x)], "data": [label] * len(x)}]
+    status, found = said(server, "POST", f"/v2/models/{name}/samples", json.dumps({"inputs": inputs}).encode())
+    assert status == 200, found
+    return found
 
 
 def settings_with(w: World) -> Settings:
@@ -450,6 +466,8 @@ def test_edge_agent_serve_answers_follows_and_ends_in_order(desk: Desk, home: Pa
         program.until(lambda: np.array_equal(
             client.infer("desk", [tensor_of(X)]).as_numpy("probabilities"), wanted
         ))
+    if Path("/proc/self/maps").exists():
+        assert "torch" not in Path(f"/proc/{program.process.pid}/maps").read_text()
     program.process.send_signal(signal.SIGTERM)
     assert program.ends() == 0
     assert "Traceback" not in program.text()
