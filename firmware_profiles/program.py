@@ -168,15 +168,16 @@ def _unpack(machine: Machine, wheel: Wheel, lib: Path, index: Sequence[str]) -> 
     pins.write_text("".join(f"{name}=={version}\n" for name, version in sorted(machine.pins.items())))
     wanted = f"metafleet{'[train]' if machine.train else ''} @ {wheel.path.as_uri()}"
     command = [
-        uv(), "pip", "install", "--quiet", "--no-config", "--target", str(lib), "--link-mode", "copy",
+        uv(), "pip", "install", "--quiet", "--target", str(lib), "--link-mode", "copy",
         "--python", sys.executable, "--python-platform", machine.platform, "--python-version", machine.python,
-        "--only-binary", ":all:", "--constraints", str(pins), *index, wanted,
+        "--only-binary", ":all:", "--constraints", str(pins), *(["--no-config"] if index else []), *index, wanted,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    folder = wheel.path.parent  # not the caller's: uv reads the configuration of a project that it stands in
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=folder)
     if done.returncode != 0:
         told = "\n".join(done.stderr.strip().splitlines()[-12:])
         raise FlashError(f"uv found no set of wheels for Python {machine.python} on {machine.platform}:\n{told}",
-                         where=machine.board, hint="is there a network? programs made before are in the cache")
+                         where=machine.board, hint="is there a network? UV_DEFAULT_INDEX names an index of your own")
     for name in NEEDLESS:
         path = lib / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

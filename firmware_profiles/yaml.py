@@ -1,11 +1,10 @@
 """Plain values as block YAML (1.1 and 1.2 alike) for cloud-init; no more of YAML than that needs.
 
-Texts are quoted as in JSON, which YAML contains, and texts of many lines are literal blocks.
+Texts are quoted, and those of many lines are literal blocks.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -37,21 +36,35 @@ def _entry(head: str, item: Any) -> list[str]:
 
 
 def _item(item: Any) -> list[str]:
-    if isinstance(item, Mapping) and item:
-        first, *rest = _lines(item)
-        return [f"- {first}", *(f"  {line}" if line else "" for line in rest)]
     if isinstance(item, (list, tuple)) and all(isinstance(part, str) for part in item):
         return [f"- [{', '.join(_scalar(part) for part in item)}]"]
+    if isinstance(item, (Mapping, list, tuple)) and item:
+        first, *rest = _lines(item)
+        return [f"- {first}", *(f"  {line}" if line else "" for line in rest)]
     return [f"- {_scalar(item)}"]
 
 
 def _key(key: Any) -> str:
-    return key if PLAIN_KEY.fullmatch(key) and key not in NOT_PLAIN else json.dumps(key)
+    return key if PLAIN_KEY.fullmatch(key) and key not in NOT_PLAIN else _quoted(key)
 
 
 def _scalar(item: Any) -> str:
-    if isinstance(item, (bool, int, str)):
-        return json.dumps(item)
+    if isinstance(item, str):
+        return _quoted(item)
+    if isinstance(item, (bool, int)):
+        return str(item).lower()
     if isinstance(item, (Mapping, list, tuple)) and not item:
         return "{}" if isinstance(item, Mapping) else "[]"
     raise TypeError(f"{type(item).__name__} in YAML")
+
+
+def _quoted(text: str) -> str:
+    """In double quotes; unlike JSON's, YAML's escapes name whole characters (YAML 1.2.2, section 5.7)."""
+    return '"' + "".join(_escaped(character) for character in text) + '"'
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if 0x20 <= code < 0x7F:
+        return "\\" + character if character in '"\\' else character
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import lzma
 import os
 import re
+import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 from backports import zstd
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from firmware_profiles import firstboot, image, package, stream
+from firmware_profiles import yaml as firmware_yaml
 from firmware_profiles.device_file import MASK, DeviceFile, Ssh, Wifi
 from firmware_profiles.machine import Machine
 from firmware_profiles.program import Program, sha256_of
@@ -65,6 +69,19 @@ def test_cloud_init_is_told_all_in_sound_yaml():
     points = yaml.safe_load(made["network-config"])["wifis"]["wlan0"]["access-points"]
     assert points == {'Café: "x"': {"password": DEVICE.wifi.key}}  # type: ignore[union-attr]
     assert yaml.safe_load(made["meta-data"])["instance-id"] == "i-1"
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\x85\ufeff"), max_size=20)
+VALUES = st.recursive(
+    st.booleans() | st.integers(-9, 9) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3), max_leaves=10,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(WORDS, VALUES, min_size=1, max_size=4))
+def test_what_is_written_as_yaml_is_read_as_it_was(value):
+    assert yaml.safe_load(firmware_yaml.text(value)) == value
 
 
 def test_without_wifi_the_systems_own_network_is_left_as_it_is():
@@ -271,9 +288,16 @@ def test_a_run_that_is_cut_off_leaves_nothing_that_looks_finished_and_the_next_f
         with pytest.raises(KeyboardInterrupt):
             image.write(card, out, made, DEVICE)
     assert {path.name for path in tmp_path.iterdir()} == {"program.tar.gz"}
-    (tmp_path / ".out.img.unfinished").write_bytes(b"left by a run that was killed")
+    killed = os.fork()
+    if killed == 0:
+        image.write(card, out, made, DEVICE, lambda what, done, total: os.kill(os.getpid(), signal.SIGKILL)
+                    if what != "copying" else None)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
+    assert {path.name for path in tmp_path.iterdir()} == {"program.tar.gz", ".out.img.unfinished"}
     image.write(card, out, made, DEVICE)
     assert {path.name for path in tmp_path.iterdir()} == {"program.tar.gz", "out.img"}
+    disks.check(out)
 
 
 @NEEDS
