@@ -11,6 +11,7 @@ from typing import Any
 from edge_agent import board as boards
 from edge_agent.settings import Settings, settings_of
 from fleet_core import config, runtime, storage, terminal
+from fleet_core.board.profile import Power, Profile
 from fleet_core.errors import ConfigError, PowerError
 from fleet_core.power import live
 from fleet_core.power.live import Tally
@@ -96,7 +97,7 @@ def with_values(text: str, table: str, values: dict[str, float]) -> str:
     return "\n".join([*lines[: start + 1], *written, *kept, *lines[end:]]) + "\n"
 
 
-def _chosen(home: Path, profile: str | None) -> tuple[Any, Any, Any]:
+def _chosen(home: Path, profile: str | None) -> tuple[Profile | None, Power | None, tuple[float, float] | None]:
     """(board, sensor, watts) of the device here, and of the board that is named; none of them where there is no
     device."""
     board = None if profile is None else boards.named(profile)
