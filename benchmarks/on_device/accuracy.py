@@ -3,8 +3,8 @@
     METAFLEET_DATA=CACHE python -m benchmarks.on_device.accuracy --out benchmarks/on_device/accuracy.json
 
 CACHE: as ``benchmarks/papers/prepare.py`` fills it. Trains by the laboratory (resumable, under build/on-device), judges
-in a process without torch, and measures every way once for each number of labels, in processes of their own. One core;
-what was taken is in the file. ``python -m benchmarks.on_device.tables accuracy.json`` writes the tables and the figure.
+in a process without torch, and measures every way in processes of their own. What was taken is in the file.
+``python -m benchmarks.on_device.tables accuracy.json`` writes the tables and the figure.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ def judge(plan: Plan, seed: int, draws: int, room: Path, say: Say) -> dict[str, 
 
 
 def costs(plan: Plan, seed: int, found: dict[str, Any], repeats: int, room: Path) -> dict[str, Any]:
-    """way -> labels -> medians over ``repeats`` processes, with the settings that this seed chose."""
+    """way -> labels -> medians over ``repeats`` processes, with the settings that this seed chose; for the middle
+    number of labels."""
     folder = room / plan.folder / f"seed-{seed}"
     job = json.loads((folder / "job.json").read_text())
     first = json.loads((folder / "division.json").read_text())["unseen"][0]
     pool = stored.load(folder / "pool.npz").of_client(first)
+    labels = plan.labels[len(plan.labels) // 2]
+    rows = drawn(pool.y, labels, np.random.default_rng(0))
+    np.savez(folder / "support.npz", x=pool.x[rows], y=pool.y[rows])
     costs: dict[str, Any] = {}
-    for labels in plan.labels:
-        rows = drawn(pool.y, labels, np.random.default_rng(0))
-        np.savez(folder / "support.npz", x=pool.x[rows], y=pool.y[rows])
-        for way in WAYS:
-            arguments = [way.name, job["graphs"][way.graph], str(folder / f"{way.method}.safetensors"),
-                         str(folder / "support.npz"), json.dumps(found[way.name][str(labels)]["setting"])]
-            command = [sys.executable, "-m", "benchmarks.on_device.measure", *arguments]
-            runs = [json.loads(subprocess.check_output(command)) for _ in range(repeats)]
-            assert not any(run["torch"] for run in runs)
-            costs.setdefault(way.name, {})[str(labels)] = {
-                key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "torch"
-            }
+    for way in WAYS:
+        arguments = [way.name, job["graphs"][way.graph], str(folder / f"{way.method}.safetensors"),
+                     str(folder / "support.npz"), json.dumps(found[way.name][str(labels)]["setting"])]
+        command = [sys.executable, "-m", "benchmarks.on_device.measure", *arguments]
+        runs = [json.loads(subprocess.check_output(command)) for _ in range(repeats)]
+        assert not any(run["torch"] for run in runs)
+        medians = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "torch"}
+        costs[way.name] = {str(labels): medians}
     return costs
 
 

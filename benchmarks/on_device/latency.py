@@ -9,11 +9,14 @@ that does after gradient steps. Bar: the median of ``predict`` within 10 % or 50
 Steps: 10 on 50 samples, one thread each, in turn in one process: the graph ``adapt`` through the agent's own call with
 its session open, and torch eager in a plain loop of ``torch.autograd.grad``. Bar: as fast as torch for the MLP, 0.9 ×
 for the others.
+
+What ``--out`` holds already of other models, or the other part, stays.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -113,19 +116,26 @@ def in_turn(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--parts", nargs="+", choices=("answers", "steps"), default=["answers", "steps"])
     parser.add_argument("--calls", type=int, default=2000, help="answers of each kind that are timed")
     parser.add_argument("--repeats", type=int, default=20, help="times that ten steps are timed")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    for name in options.models:
-        found[name] = {"answers": answers(CASES[name], options.calls), "steps": steps(CASES[name], options.repeats)}
-        for way, one in found[name]["answers"].items():
-            print(f"{name} {way}: session {one['bare_us']:.0f} µs, agent +{one['added_us']:.0f} µs", flush=True)
-        print(f"{name}: ten steps {found[name]['steps']['times_as_fast']:.2f} times as fast as torch", flush=True)
+    known = json.loads(options.out.read_text())["models"] if options.out.exists() else {}
+    found: dict[str, Any] = {name: dict(one) for name, one in known.items()}
+    for name, part in itertools.product(options.models, options.parts):
+        one = answers(CASES[name], options.calls) if part == "answers" else steps(CASES[name], options.repeats)
+        found.setdefault(name, {})[part] = one
+        print(f"{name}: {said(part, one)}", flush=True)
     write_json(options.out, {"support": SUPPORT, "steps": STEPS, "calls": options.calls, "repeats": options.repeats,
                              "bars": BARS, "environment": environment(), "models": found})
+
+
+def said(part: str, found: dict[str, Any]) -> str:
+    if part == "steps":
+        return f"ten steps {found['times_as_fast']:.2f} times as fast as torch"
+    return ", ".join(f"{way}: session {a['bare_us']:.0f} µs, agent +{a['added_us']:.0f} µs" for way, a in found.items())
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from benchmarks.overhead.memory import Watch
 from cloud_server.result import environment
 from fleet_core.storage import write_json
 
-AGENT = str(Path(sys.executable).with_name("edge-agent"))
+AGENT = [sys.executable, "-c", "from edge_agent.start import main; main()"]  # as the command edge-agent does
 BARE = [sys.executable, str(Path(__file__).with_name("bare.py"))]
 BARS = {"predict_mb": 65.0, "first_answer_s": 0.8, "adapt_ratio": 1.10, "after_mb": 80.0}
 
@@ -70,9 +70,9 @@ def together(command: Sequence[str]) -> int:
 
 def commands(place: Place) -> dict[str, list[str]]:
     """What is compared, by name."""
-    agents = {f"predict {name}": [AGENT, "predict", str(place.x), "--home", str(home)]
+    agents = {f"predict {name}": [*AGENT, "predict", str(place.x), "--home", str(home)]
               for name, home in place.homes.items()}
-    agents |= {f"adapt {name}": [AGENT, "personalize", "--home", str(home)] for name, home in place.homes.items()}
+    agents |= {f"adapt {name}": [*AGENT, "personalize", "--home", str(home)] for name, home in place.homes.items()}
     bare = {f"bare {name}": [*BARE, name.partition(" ")[0], *arguments] for name, arguments in place.bare.items()}
     return {**bare, **agents}
 

@@ -36,8 +36,9 @@ def accuracy(found: Mapping[str, Any]) -> str:
             head = [f"{TITLES[name]}, {NAMES[figure]}", *(_labels(n) for n in labels)]
             parts.append(markdown(head, rows))
         if one.get("costs"):
-            rows = [[way, *(_cost(cells[n]) for n in labels)] for way, cells in one["costs"].items()]
-            parts.append(markdown([f"{TITLES[name]}, ms and MB at the peak", *(_labels(n) for n in labels)], rows))
+            rows = [[way, *map(_cost, cells.values())] for way, cells in one["costs"].items()]
+            measured = [_labels(n) for n in next(iter(one["costs"].values()))]
+            parts.append(markdown([f"{TITLES[name]}, what it costs", *measured], rows))
     return "\n".join(parts)
 
 
