@@ -32,12 +32,13 @@ from fleet_core.compression import compress, decompress
 from fleet_core.errors import FleetError
 from fleet_core.layout import Layout
 from fleet_core.messages import Question, UploadManifest
-from tests.inprocess import World, config_text, toy, world
+from tests.inprocess import CLASSES, World, config_text, toy, world
 from tests.test_fleet import FakeDevice, finished
 
 Array = np.ndarray[Any, Any]
 
 ANGLE = 0.02
+TAUGHT = 12
 LEAST = 6  # numbers that a secret has; the direction of fewer is not telling
 
 
@@ -149,9 +150,12 @@ def _in_json(value: Any) -> Iterator[bytes | Array]:
 
 
 def samples_of(agent: Agent) -> Array:
-    """Raw samples [n, D], as they lie in the device's file."""
-    with np.load(agent.home.folder / "samples.npz") as file:
-        return np.asarray(file["x"], np.float64)
+    """Raw samples [n, D], as they lie in the device's files: its recording, and what it was taught."""
+    found = []
+    for name in ("samples.npz", "added.npz"):
+        with np.load(agent.home.folder / name) as file:
+            found.append(np.asarray(file["x"], np.float64))
+    return np.concatenate(found)
 
 
 def personal_files(agent: Agent) -> list[dict[str, Array]]:
@@ -216,13 +220,16 @@ def _directions(rows: Array) -> Array:
 
 
 def fleet_of(folder: Path, method: str, **options: Any) -> tuple[World, Wire]:
-    """A fleet at the end of its rounds, in which a stranger has asked d0 as well, and what d0 has sent."""
+    """A fleet at the end of its rounds, in which d0 was taught samples and asked by a stranger as well, and what d0 has
+    sent."""
     text = config_text(method, rounds=3, devices=2, **options).replace("hidden = [6]", "hidden = [12]")
     w, wire = world(folder, text), Wire()
     w.start_server()
     w.start_agent("d1", toy(1))
     wire.tap(w.start_agent("d0", toy(0)))
     assert w.pump(lambda: finished(w))
+    taught = toy(7, TAUGHT)
+    w.agents["d0"].service.learn(taught.x, [CLASSES[k] for k in taught.y])
     x = np.random.default_rng(5).normal(size=(20, 8)).astype(np.float32)
     asker = FakeDevice(w, "asker")
     question = Question(x.shape, "float32", base64.b64encode(x.tobytes()).decode())
@@ -275,8 +282,9 @@ def test_the_class_means_that_fedproto_shares_by_its_design_are_found_and_said(t
     (kept,) = _kept_in_training(agent)
     body = storage.unflatten({name: array for name, array in kept.items() if name.startswith("body/")})
     own = agent.service.local().own()
-    z = open_kind(agent.service.graph, "embed", agent.service.layout.ordered(body)).run(own.x)
-    means = [z[own.y == k].mean(0) for k in range(3)]
+    x, y = own.x[:-TAUGHT], own.y[:-TAUGHT]  # it was taught the others after its last round
+    z = open_kind(agent.service.graph, "embed", agent.service.layout.ordered(body)).run(x)
+    means = [z[y == k].mean(0) for k in range(3)]
     assert found(sent, means) == 3
     assert found(sent, samples_of(agent)) == 0
     assert "prototypes" in catalog.crossing(METHODS["fedproto"], "up")
