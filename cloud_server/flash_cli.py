@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -39,7 +40,9 @@ from fleet_core.link.mqtt import check_plain, is_loopback, parse_url
 from fleet_core.schema import Problem
 
 IMAGE, SSH = "image:", "ssh://"
-VALID_S = 30 * 86400.0
+DAY_S = 86400.0
+VALID_S = 30 * DAY_S
+CARD = "card-"
 TABLES = {"data": agents.Data, "train": agents.Training, "personalize": agents.Personalize, "serve": agents.Serve,
           "power": agents.Power}
 MAX_SHOWN_BYTES = 16_384
@@ -222,7 +225,8 @@ def _write(
         return dict(expires)
     cache = program.cache_folder().parent
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix="card-") as folder:
+    _forget_killed(cache)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=CARD) as folder:
         path = Path(folder) / "card.img"
         image.write(begin, path, packed, made.device, progress)
         again = block.inspect(found.path, rehearse=rehearse)  # in the meantime it may have been mounted
@@ -231,6 +235,13 @@ def _write(
         done = card.write(path, again, progress)
     runtime.say("ejected: it may be taken out" if done.ejected else "it may be taken out")
     return {**expires, "card": {**schema.plain(done), "model": again.model, "size_bytes": again.size_bytes}}
+
+
+def _forget_killed(cache: Path) -> None:
+    """A run that was killed leaves its image, which holds a token; one that still writes is younger than a day."""
+    for folder in cache.glob(f"{CARD}*"):
+        if folder.stat().st_mtime < time.time() - DAY_S:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _card(to: str, rehearse: bool) -> Card:

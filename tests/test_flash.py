@@ -149,6 +149,10 @@ def test_a_card_is_written_after_its_name_was_given_and_not_without(desk, tmp_pa
     assert set(path.read_bytes()) == {0xAA}
     assert invitations(desk) == before
     capsys.readouterr()
+    killed = tmp_path / "cache/metafleet/card-killed"
+    killed.mkdir(parents=True)
+    (killed / "card.img").write_bytes(b"a token")
+    os.utime(killed, (0, 0))
     flash(desk, str(path), rehearse=True, yes_erase="sdx")
     told = capsys.readouterr()
     assert "a plain file in place of a card, 0.1 GB: everything on it will be erased" in told.err
@@ -222,7 +226,7 @@ def test_every_board_that_boots_from_a_card_says_which_python_it_has():
                 found[name, system.name] = machine.of(profile, system.name)
     assert {m.board for m in found.values()} >= {
         "raspberry-pi-5", "raspberry-pi-4b", "raspberry-pi-3b-plus", "raspberry-pi-zero-2-w"}
-    assert {m.python for m in found.values()} == {"3.11", "3.13"}
+    assert {m.python for m in found.values()} == {"3.11", "3.12", "3.13"}
     assert all(m.pins["torch"] == "2.9.1" for m in found.values())
 
 
