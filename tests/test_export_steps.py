@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.on_device.exports import FAMILIES
-from export import steps
+from export import adapt, steps
 from export.first import first
 from export.graph import export_graph
 from export.steps import with_steps
@@ -182,17 +182,11 @@ def test_first_values_that_are_no_whole_group_are_refused() -> None:
 
 # Every family ---------------------------------------------------------------------------------------------------------
 
-SMALL: dict[str, tuple[InputSpec, dict[str, Any]]] = {
-    "lenet-lim": (InputSpec((1, 8, 8)), {"channels": [2, 3], "hidden": [6, 5]}),
-    "conv4": (InputSpec((1, 16, 16)), {}),
-    "logistic": (InputSpec((6,)), {}),
-}
-
-
-@pytest.mark.parametrize("model", SMALL)
-def test_a_familys_steps_pass_the_gate(model: str) -> None:
-    spec, options = SMALL[model]
-    layout = models.describe(model, spec, ("a", "b", "c"), options)
+def test_the_steps_of_a_whole_lenet_pass_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other families: ``test_export_adapt``, and all of them with every method on record."""
+    monkeypatch.setattr(adapt, "PASS_BYTES", 20_000)
+    options = {"channels": [2, 3], "hidden": [6, 5]}
+    layout = models.describe("lenet-lim", InputSpec((1, 8, 8)), ("a", "b", "c"), options)
     graph, method, said = export_graph(layout, kinds=("predict",), seed=3), METHODS["pfldyn-maml"], list[str]()
     made = with_steps(graph, method, method.hyper(), models.initial(layout, 0), said.append)
     assert made.info.adapt is not None
