@@ -139,7 +139,7 @@ def test_an_ina219_is_found_by_name_whatever_its_number_and_reads_microwatts(tmp
     boards.ina219(tmp_path, 7, 3_250_000)
     sensor = sensor_of(Power("hwmon", "ina219"), tmp_path)
     assert sensor.read().watts == pytest.approx(3.25)
-    assert sensor.source == "ina219 ina219"
+    assert sensor.source == "ina219"
     assert hwmon.seen(tmp_path) == ["ina219: ina219"]
 
 

@@ -51,7 +51,7 @@ class Rails:
 
     @property
     def source(self) -> str:
-        return f"{self.chip} {' + '.join(channel.label for channel in self.counted)}"
+        return f"{self.chip} {' + '.join(c.label for c in self.counted if c.label != self.chip)}".rstrip()
 
     def read(self) -> Reading:
         """The others' rails are left out: reading them costs as much again."""
