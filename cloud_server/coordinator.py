@@ -218,6 +218,8 @@ class Coordinator:
         if address is None or not payload:
             return
         if address.kind == "en":
+            self._asked_at = -math.inf
+            self._requests()  # its token may have been made a moment ago
             return self._enrolments.on_request(address.key, payload)
         if not address.device:
             return self._publisher.heard(topic, payload)

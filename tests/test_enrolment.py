@@ -17,7 +17,7 @@ from fleet_core.data.samples import load, save
 from fleet_core.errors import ConfigError
 from tests.brokers import NEEDS_MOSQUITTO
 from tests.certified import bare_fleet, free_port
-from tests.desk import Desk, called, closed_rounds, command_of, descendants, desk_in, edge_agent, found_fleet, metafleet
+from tests.desk import Desk, closed_rounds, command_of, descendants, desk_in, edge_agent, found_fleet, metafleet
 from tests.test_cli import Run, place, run
 
 __all__ = ["place", "run"]  # fixtures
@@ -48,18 +48,19 @@ def commands_of(desk: Desk) -> str:
     return "".join(command_of(pid) for pid in pids)
 
 
-def test_two_devices_enrol_by_token_train_and_answer_over_tls_and_no_secret_is_told(desk: Desk) -> None:
+def test_two_devices_enrol_by_token_train_and_answer_over_tls_and_no_secret_is_told(run: Run, desk: Desk) -> None:
     fleet, ports = found_fleet(desk.folder / "fleet", rounds=ROUNDS), (free_port(), free_port())
     said, seen = [], dict[str, bytes]()
 
-    def ran(command: list[str], code: int = 0) -> str:
-        done = called(command, timeout_s=120)
-        said.append(done.stdout + done.stderr)
-        assert done.returncode == code, said[-1]
-        return done.stdout
+    def ran(*command: object, code: int = 0) -> str:
+        program, *arguments = str(command[0]).split()
+        done = run(program, *arguments, *command[1:])
+        said.append(done.out + done.err)
+        assert done.code == code, said[-1]
+        return done.out
 
-    ran(metafleet("server", "config", fleet.folder, "--host", "127.0.0.1", "--port", ports[0],
-                  "--enrolment-port", ports[1]))
+    ran("metafleet server config", fleet.folder, "--host", "127.0.0.1", "--port", ports[0],
+        "--enrolment-port", ports[1])
     server = desk.start(*metafleet("server", "start", fleet.folder, "--host", "0.0.0.0", "--quiet"))
     server.says("broker: mosquitto at mqtts://")
     homes = {name: desk.folder / name for name in ("d0", "d1")}
@@ -69,10 +70,10 @@ def test_two_devices_enrol_by_token_train_and_answer_over_tls_and_no_secret_is_t
     (homes["d1"] / "device.toml").write_text("[train]\nenabled = false\n")
 
     by_file = desk.folder / "d0.token"
-    made = json.loads(ran(metafleet("devices", "enroll", fleet.folder, "d0", "--token", by_file, "--json")))
+    made = json.loads(ran("metafleet devices enroll", fleet.folder, "d0", "--token", by_file, "--json"))
     assert set(made) == {"device", "file", "token", "expires_at", "broker"}
-    ran(metafleet("devices", "enroll", fleet.folder, "d1", "--to", homes["d1"]))
-    listed = json.loads(ran(metafleet("devices", "list", fleet.folder, "--json")))
+    ran("metafleet devices enroll", fleet.folder, "d1", "--to", homes["d1"])
+    listed = json.loads(ran("metafleet devices list", fleet.folder, "--json"))
     assert [(row["name"], row["status"], row["token"] is not None) for row in listed] == [
         ("d0", "invited", True), ("d1", "invited", True)
     ]
@@ -80,9 +81,9 @@ def test_two_devices_enrol_by_token_train_and_answer_over_tls_and_no_secret_is_t
     seen |= secrets_in(desk.folder)
     stolen = shutil.copy(by_file, desk.folder / "stolen")
 
-    ran(edge_agent("enroll", by_file, "--home", homes["d0"]))
+    ran("edge-agent enroll", by_file, "--home", homes["d0"])
     assert not by_file.exists()
-    ran(edge_agent("enroll", stolen, "--home", desk.folder / "thief"), code=1)
+    ran("edge-agent enroll", stolen, "--home", desk.folder / "thief", code=1)
     assert "the token was used before" in said[-1]
     assert not (desk.folder / "thief" / "device.toml").exists()
 
@@ -102,17 +103,17 @@ def test_two_devices_enrol_by_token_train_and_answer_over_tls_and_no_secret_is_t
             assert volume.mqtt.up < volume.wire.up
             assert volume.mqtt.down < volume.wire.down
 
-    ran(metafleet("predict", fleet.folder, "d1", desk.folder / "all.npz", "--json"))
+    ran("metafleet predict", fleet.folder, "d1", desk.folder / "all.npz", "--json")
     for verb in ("list", "show d0", "show d1"):
         command, *rest = verb.split()
-        ran(metafleet("devices", command, fleet.folder, *rest, "--json"))
-        ran(metafleet("devices", command, fleet.folder, *rest))
-    ran(metafleet("report", fleet.folder, "--out", desk.folder / "report.html"))
-    ran(edge_agent("status", "--home", homes["d0"], "--json"))
-    left = json.loads(ran(metafleet("devices", "revoke", fleet.folder, "d1", "--json")))
+        ran(f"metafleet devices {command}", fleet.folder, *rest, "--json")
+        ran(f"metafleet devices {command}", fleet.folder, *rest)
+    ran("metafleet report", fleet.folder, "--out", desk.folder / "report.html")
+    ran("edge-agent status", "--home", homes["d0"], "--json")
+    left = json.loads(ran("metafleet devices revoke", fleet.folder, "d1", "--json"))
     assert len(left["certificates"]) == 1
     server.says("d1 revoked")
-    ran(metafleet("predict", fleet.folder, "d1", desk.folder / "all.npz", "--timeout-s", "1"), code=1)
+    ran("metafleet predict", fleet.folder, "d1", desk.folder / "all.npz", "--timeout-s", "1", code=1)
     commands += commands_of(desk)
     seen |= secrets_in(desk.folder)
     assert len(seen) >= 10
