@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -243,6 +244,26 @@ def test_the_package_is_on_the_first_partition_the_systems_are_sound_and_the_ori
     assert PASSWORD.encode() not in out.read_bytes()  # its derived key is there, the password is not
     assert out.stat().st_mode & 0o777 == 0o600
     disks.check(out)
+
+
+@NEEDS
+def test_no_secret_is_in_the_command_line_of_a_program_or_left_in_a_temporary_file(tmp_path, card, monkeypatch):
+    commands, run_it = [], subprocess.run
+
+    def noted(command, **how):
+        commands.append(" ".join(map(str, command)))
+        return run_it(command, **how)
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    image.write(card, tmp_path / "out.img", packed(tmp_path), DEVICE)
+    assert DEVICE.wifi is not None
+    said = " ".join(commands)
+    assert "mcopy" in said
+    for secret in (TOKEN.decode(), PASSWORD, DEVICE.wifi.key):
+        assert secret not in said
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 @NEEDS
