@@ -30,6 +30,7 @@ from fleet_core.errors import LinkError
 
 RECEIVE_BYTES = 1 << 16
 BACKLOG = 64
+ACCEPT_S = 1.0
 LINGER_S, LINGER_BYTES = 1.0, 1 << 20
 
 
@@ -64,6 +65,7 @@ class HttpServer:
     ):
         self._answer, self._log, self.limits = answer, log, limits or Limits()
         self._listener = _listener(host, port)
+        self._listener.settimeout(ACCEPT_S)
         self.host, self.port = host, int(self._listener.getsockname()[1])
         self._bodies = Budget(self.limits.bodies_bytes)
         self._changed = threading.Condition()
@@ -87,10 +89,10 @@ class HttpServer:
             for connection in self._connections:
                 connection.end_if_idle()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends the waiting accept
-        self._listener.close()
+            self._listener.shutdown(socket.SHUT_RDWR)  # on Linux this ends the waiting accept at once
         if self._accepting.ident is not None:
             self._accepting.join()
+        self._listener.close()
         with self._changed:
             self._changed.wait_for(lambda: not self._connections, self.limits.stop_s)
             for connection in self._connections:
@@ -100,6 +102,8 @@ class HttpServer:
         while not self._stopping.is_set():
             try:
                 peer, _ = self._listener.accept()
+            except TimeoutError:
+                continue
             except OSError as error:
                 if self._stopping.is_set():
                     return
