@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 
 from cloud_server import identity, mosquitto
 from cloud_server.authority import BACK_DATED, Authority
-from cloud_server.enrolment import enrolment_url, make_token
+from cloud_server.enrolment import enrolment_url, invite, make_token
 from cloud_server.ledger import Certificate, Device, Invitation, Ledger
 from cloud_server.mosquitto import Place
 from edge_agent import enrol
@@ -29,8 +29,12 @@ from edge_agent.reach import tls_files
 from edge_agent.settings import Identity, Settings, settings_of
 from fleet_core import certificates, messages, storage, token
 from fleet_core.errors import ConfigError, MessageError, StateError
+from fleet_core.link import Message
+from fleet_core.link.loopback import LoopbackLink
 from fleet_core.messages import EnrolRequest
+from fleet_core.topics import enrolment_answer, enrolment_request
 from tests.certified import HOURS_S, Office, answer_of, asked_with, bare_fleet
+from tests.inprocess import config_text, world
 
 
 @pytest.fixture
@@ -410,3 +414,22 @@ def test_plain_mqtt_leaves_a_machine_only_when_it_is_asked_for_by_name(office: O
         assert tls_files(Path(), Settings(Identity("d0", "t", "0" * 64, url, plain=True))) == {}
     for url in ("mqtt://127.0.0.1", "mqtt://localhost", "mqtt://[::1]:7"):
         assert tls_files(Path(), Settings(Identity("d0", "t", "0" * 64, url))) == {}
+
+
+def test_a_token_of_this_moment_is_known_and_one_that_was_revoked_in_it_is_not(tmp_path: Path) -> None:
+    """The aggregator looks for what the command line asks four times a second; a device is not made to wait for it."""
+    w = world(tmp_path, config_text())
+    server, device = w.start_server(), LoopbackLink(w.broker, "bearer")
+    assert w.pump(lambda: server.link.connected)
+    device.open()
+    device.poll(0)
+    for revoked in (False, True):
+        made = invite(w.fleet, "d9", tmp_path / f"{revoked}.token", "mqtts://h:1", HOURS_S)
+        if revoked:
+            server.ledger.ask("revoke/d9", repr(time.time() + 1))
+        device.subscribe(enrolment_answer("t", made.id))
+        device.publish(enrolment_request("t", made.id), asked_with(made, certificates.new_key()))
+        w.step(tick_s=0)
+        (answer,) = [answer_of(event.payload) for event in device.poll(0) if isinstance(event, Message)]
+        assert (bool(answer.certificate), bool(answer.refused)) == (not revoked, revoked)
+    w.close()
