@@ -9,11 +9,9 @@ again until the next round.
 from __future__ import annotations
 
 import base64
-import contextlib
-import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +24,12 @@ from edge_agent.local import LocalData
 from edge_agent.methods import hyper_of
 from edge_agent.own import Own
 from edge_agent.personalize import Predictor
-from edge_agent.session import check_golden, open_kind, runtime_version
 from edge_agent.settings import Personalize, Serve, Settings
-from edge_agent.slots import RolledBack, Slots, facts_of
-from edge_agent.ways import EMBEDS, Plan, is_whole, plan_of
-from fleet_core import bundle, schema
+from edge_agent.shelf import Answering, Served, Shelf, not_made
+from edge_agent.slots import RolledBack, facts_of
+from edge_agent.ways import EMBEDS, Plan, is_whole
+from fleet_core import schema
 from fleet_core.algorithms import trees
-from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.bundle import Graph
 from fleet_core.errors import BundleError, CodecError, FleetError, MessageError, StateError
@@ -41,38 +38,6 @@ from fleet_core.messages import Answer, Judgement, ModelRef, Question
 
 if TYPE_CHECKING:
     from edge_agent.worker import Job
-
-NO_TRAINER = 'its trainer needs torch: pip install "metafleet[train]"'
-
-
-@dataclass(frozen=True, eq=False)
-class Answering:
-    """What answers. model, round: of the judged model that it was made from. how: it is the device's own, ``none``
-    where it is not. classes: of the probabilities, the fleet's and then the device's own. slot: where it lies."""
-
-    predictor: Predictor
-    model: str
-    round: int
-    how: str
-    layout: Layout
-    classes: tuple[str, ...]
-    slot: str
-
-
-    @property
-    def tells_unknown(self) -> bool:
-        """Whether the answers say which samples are of no class that is known here."""
-        return self.predictor.familiar is not None
-
-
-@dataclass(frozen=True, eq=False)
-class Served:
-    """A judged model in its slot: its method, that one's hyper-parameters, and its weights."""
-
-    slot: str
-    method: Method
-    hyper: Any
-    weights: Weights
 
 
 def service_of(home: Path, settings: Settings) -> Service:
@@ -87,9 +52,8 @@ class Service:
     def __init__(
         self, home: Home, data: Mapping[str, Any], choice: Personalize | None = None, serve: Serve | None = None
     ):
-        self._home, self._data = home, dict(data)
-        self._choice, self._serve = choice or Personalize(), serve or Serve()
-        self.slots = Slots(home)
+        self.shelf = Shelf(home, data, choice or Personalize(), serve or Serve())
+        self.slots = self.shelf.slots
         self.graph: Graph | None = None
         self.graph_id: str | None = None
         self.model: str | None = None
@@ -103,7 +67,6 @@ class Service:
         self._plain: Predictor | None = None
         self._latest: Answering | None = None  # the last that was checked, whether it answers or not
         self._judge = Judge()
-        self._checked = False
         self._changing = threading.RLock()
         self._stamp: tuple[Any, ...] = ()
 
@@ -117,25 +80,25 @@ class Service:
     def install(self, graph_id: str, graph: Graph) -> None:
         """Takes a graph. Before it answers anything it must give its golden outputs here: onnxruntime and its memory
         are not needed on a device that only trains. What answered before goes on until weights came."""
-        self.graph, self.graph_id, self._checked = graph, graph_id, False
+        self.graph, self.graph_id = graph, graph_id
+        self.shelf.hold(graph_id, graph)
         self.model, self._plain, self._latest = None, None, None
 
     def known_classes(self) -> tuple[str, ...]:
         """The fleet's classes, from the graph on disk. Raises StateError before one came."""
         if self.graph is None:
-            path = self._graph_path(self.slots.weights())
+            path = self.shelf.graph_path(self.slots.weights())
             if path is None or not path.exists():
                 raise StateError(
-                    "the fleet's classes are not known here yet", where=str(self._home.folder),
+                    "the fleet's classes are not known here yet", where=str(self.slots.folder.parent),
                     hint="run 'edge-agent run' once while the aggregator is up",
                 )
-            self.install(path.stem.partition("-")[2], bundle.unpack(path.read_bytes()))
+            self.install(*self.shelf.graph_at(path))
         return self.layout.classes
 
     def local(self) -> LocalData:
-        path = self._home.folder / self._data["samples"]
-        split = {key: self._data[key] for key in ("train_fraction", "support_seconds")}
-        return LocalData(path, self.layout.classes, **split)
+        """The device's samples. Raises BundleError before a graph came."""
+        return self.shelf.local(self.layout)
 
     def answers_with(self, ref: ModelRef, method: Method) -> bool:
         """Whether this model came last, or was rolled back; where groups stay on the device, as in its round."""
@@ -151,11 +114,9 @@ class Service:
 
     # New weights ------------------------------------------------------------------------------------------------------
 
-    def plan(self, method: Method, hyper: Any, *, trainer: bool, choice: Personalize | None = None) -> Plan:
-        """What is to make this method's weights the device's own. hyper: as ``hyper_of`` reads it. trainer: there is
-        one. choice: in place of what was chosen here. Raises ConfigError."""
-        trained, chosen = self._home.trained_by(method.name), choice or self.slots.way() or self._choice
-        return plan_of(chosen, method, hyper, self.checked_graph(), trainer=trainer, trained=trained)
+    def plan(self, method: Method, hyper: Any, *, trainer: bool) -> Plan:
+        """What is to make new weights of this method the device's own, as ``Shelf.plan`` says."""
+        return self.shelf.plan(self.checked_graph(), method, hyper, trainer=trainer)
 
     def load(self, method: Method, hyper: Mapping[str, Any], weights: Weights, *, trainer: bool = False) -> Plan:
         """New weights to answer with. What needs no gradient steps is personalized, checked and answers at once;
@@ -164,44 +125,42 @@ class Service:
         with self._changing:
             read = hyper_of(method, hyper)
             plan = self.plan(method, read, trainer=trainer)
-            graph, plain = self.graph_id or "", self._plain_of(method, weights)
-            kept = replace(weights, facts=facts_of(method.name, hyper, graph))
+            graph, graph_id, plain = self.checked_graph(), self.graph_id or "", self._plain_of(method, weights)
+            kept = replace(weights, facts=facts_of(method.name, hyper, graph_id))
             with self.slots.writing():
-                slot = self.slots.other()
-                self.slots.stage(slot, kept)
-            own = self.of_samples(plan, kept) if plan.kind in EMBEDS else None
-            self.method, self._plain, self._latest, self._how, self._slot = method, plain, None, plan.how, slot
+                served = Served(self.slots.other(), method, read, kept, graph_id, graph)
+                self.slots.stage(served.slot, kept)
+            own = self._of_samples(plan, served) if plan.kind in EMBEDS else None
+            self.method, self._plain, self._latest, self._how, self._slot = method, plain, None, plan.how, served.slot
             self.model, self.round = weights.model, weights.round
             if own is not None:
-                self._offer(own, kept)
+                self._offer(own, served)
             elif plain is not None and (plan.kind in ("none", "left") or self._not_own):
-                self._offer(None, kept)
+                self._offer(None, served)
             return plan
 
     def adapted(self, arrays: Mapping[str, Any]) -> None:
         """The device's own weights, made from its samples; they stay here. Raises StateError when they cannot be
         kept: then the weights are wanted anew."""
         with self._changing:
-            model, weights = self.model, self.slots.weights(self._slot)
-            if model is None or weights is None or weights.model != model:
+            model = self.model
+            if model is None or self.slots.slot_of(model) == "":
                 raise StateError("no model has been served to this device yet")
             self.model = None
-            self._offer(owns.of_weights(self._how, weights, self.layout.classes, arrays), weights)
+            served = self.shelf.served(self._slot)
+            self._offer(owns.of_weights(self._how, served.weights, self.layout.classes, arrays), served)
             self.model = model
 
     def steps(self, plan: Plan) -> Job:
         """The gradient steps of the graph ``adapt`` on the model that came last, as a job for the adapter."""
         from edge_agent import adapter
 
-        graph = self._home.graph_path(self.graph_id or "")
+        graph = self.shelf.home.graph_path(self.graph_id or "")
         return adapter.job(graph, f"slots/{self._slot}/serve", self.model or "", self.local(), plan.steps, plan.rate)
 
-    def of_samples(self, plan: Plan, weights: Weights, known: Own | None = None) -> Own:
-        """Class means, a fitted head or neighbours, from all samples of this device. known: what was made before."""
-        if known is None and self.answering is not None:
-            known = self.kept(self.answering.slot)
-        data, quantile = self.local(), self._serve.unknown_quantile
-        return owns.of_samples(plan, self.checked_graph(), weights, data.every(), known, quantile=quantile)
+    def _of_samples(self, plan: Plan, served: Served) -> Own:
+        known = None if self.answering is None else self.shelf.kept(self.answering.slot)
+        return self.shelf.of_samples(plan, served, known)
 
     @property
     def _not_own(self) -> bool:
@@ -213,19 +172,19 @@ class Service:
             return None
         return Predictor.head(self.checked_graph(), trees.only(weights.params, MODEL_GROUPS))
 
-    def _offer(self, own: Own | None, weights: Weights) -> None:
+    def _offer(self, own: Own | None, served: Served) -> None:
         """The weights that came last, personalized or as they are, answer from now on, if they may."""
         try:
-            found = self.opened(own, weights, self._slot)
+            found = self.shelf.opened(own, served)
         except CodecError as error:  # steps that ran away
-            return self._roll_back(weights, str(error))
+            return self._roll_back(served.weights, str(error))
         self._latest = found
         why = self._ill(found)
         if why:
-            return self._roll_back(weights, why)
+            return self._roll_back(served.weights, why)
         with self.slots.writing():
             if own is not None:
-                own.save(self.slots.path(self._slot, "personal"))
+                own.save(self.slots.path(served.slot, "personal"))
             self._turn(found)
 
     def _turn(self, found: Answering) -> None:
@@ -242,7 +201,7 @@ class Service:
         before = self.answering
         if before is None or before.layout.hash != found.layout.hash:
             return ""
-        return self._judge.worse(found.predictor, before.predictor, self.local(), self._serve.worse_by)
+        return self._judge.worse(found.predictor, before.predictor, self.local(), self.shelf.serve.worse_by)
 
     def _roll_back(self, weights: Weights, why: str) -> None:
         with self.slots.writing():
@@ -254,20 +213,8 @@ class Service:
         """Raises BundleError before a graph came, and for one that does not give its golden outputs."""
         if self.graph is None:
             raise BundleError("no graph has arrived yet")
-        mark = f"{self.graph_id} {runtime_version()}"
-        if not self._checked and self.slots.pointer().checked != mark:
-            check_golden(self.graph)
-            with contextlib.suppress(StateError), self.slots.writing():  # else it is checked again
-                self.slots.point(replace(self.slots.pointer(), checked=mark))
-        self._checked = True
+        self.shelf.check(self.graph_id or "", self.graph)
         return self.graph
-
-    def encoder(self, served: Served) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
-        """Raw samples -> embeddings, with the session that answers where it does so by embedding."""
-        now = self.answering
-        if now is not None and now.model == served.weights.model and now.how in EMBEDS:
-            return (now.predictor.encoder or now.predictor.session).run
-        return open_kind(self.checked_graph(), "embed", trees.only(served.weights.params, ("body",))).run
 
     def learn(self, x: np.ndarray[Any, Any], labels: Sequence[str], *, new: bool = False) -> dict[str, Any]:
         """``teach.learn``."""
@@ -284,31 +231,15 @@ class Service:
             self._stamp, failed = self.slots.stamp(), None
             for slot in self.slots.in_order():
                 try:
-                    served = self.served(slot)
-                    self._take(served, self._restored(served))
+                    served = self.shelf.served(slot)
+                    self._take(served, self.shelf.restored(served))
                     return "" if failed is None else f"the weights of round {self.round} answer: {failed}"
                 except FleetError as error:
                     failed = failed or error
-            raise failed or StateError(
-                "no model has been served to this device yet", where=str(self._home.folder),
-                hint="run 'edge-agent run' until a round was served",
-            )
-
-    def served(self, slot: str = "") -> Served:
-        """The judged model in a slot, or in the first that holds one; its graph is installed. Raises FleetError."""
-        slot = slot or next(iter(self.slots.in_order()), "")
-        weights = self.slots.weights(slot) if slot else None
-        back = self.rolled_back
-        path = self._graph_path(weights)
-        if weights is None or path is None or (back is not None and back.model == weights.model and slot != self._at):
-            raise StateError(
-                "no model has been served to this device yet", where=str(self._home.folder),
-                hint="run 'edge-agent run' until a round was served",
-            )
-        method, hyper = _remembered(weights, str(self.slots.path(slot, "serve")))
-        if self.graph is None or self.graph_id != path.stem.partition("-")[2]:
-            self.install(path.stem.partition("-")[2], bundle.unpack(path.read_bytes()))
-        return Served(slot, method, hyper, weights)
+            if failed is not None:
+                raise failed
+            self.shelf.served()  # says that there is none
+            return ""
 
     def follow(self) -> bool:
         """Takes up what another process has put on the disk since: weights, or a personalization. True when something
@@ -316,70 +247,34 @@ class Service:
         if self.slots.stamp() == self._stamp:
             return False
         with self._changing:
-            stamp = self.slots.stamp()
-            if stamp == self._stamp or not self._at:
+            stamp, slot = self.slots.stamp(), self.slots.pointer().slot
+            if stamp == self._stamp or not slot:
                 return False
             if self.answering is None:
                 self.restore()
                 return True
             self._stamp = stamp
-            served = self.served(self._at)
-            found = self._restored(served)
+            served = self.shelf.served(slot)
+            found = self.shelf.restored(served)
             if self.answering is None or self.model in (None, self.answering.model):
                 self._take(served, found)
             else:
                 self.answering = found  # a newer model is being made the device's own
             return True
 
-    def opened(self, own: Own | None, weights: Weights, slot: str) -> Answering:
-        """What answers with these weights, personalized by ``own`` or as they are. Raises FleetError."""
-        graph = self.checked_graph()
-        if own is None:
-            predictor: Predictor = Predictor.head(graph, trees.only(weights.params, MODEL_GROUPS))
-        else:
-            anew = self.local().every if own.embeds and own.support is None else lambda: None
-            predictor = owns.opened(own, graph, weights, unknown=self._serve.unknown, samples=anew())
-        classes, how = (self.layout.classes, "none") if own is None else (own.classes, own.how)
-        return Answering(predictor, weights.model, weights.round, how, self.layout, classes, slot)
-
-    def kept(self, slot: str) -> Own | None:
-        """The personalization in ``slot``, where it is whole and was made with the weights there."""
-        weights = self._home.held(f"slots/{slot}/serve")
-        try:
-            found = Own.load(self.slots.path(slot, "personal"))
-        except StateError:
-            return None
-        return found if found.model == weights else None
-
-    @property
-    def _at(self) -> str:
-        return self.slots.pointer().slot
-
-    def _restored(self, served: Served) -> Answering:
-        """What the slot answers with, made anew where that takes no more than samples."""
-        own = self.kept(served.slot)
-        if own is None or own.round != served.weights.round:
-            plan = self.plan(served.method, served.hyper, trainer=False)
-            if plan.kind not in EMBEDS and not is_whole(served.method, self.checked_graph()):
-                raise _not_made(served.method, self._home)
-            own = self.of_samples(plan, served.weights) if plan.kind in EMBEDS else None
-        return self.opened(own, served.weights, served.slot)
-
     def _take(self, served: Served, found: Answering) -> None:
+        """A slot's model answers, and none that is newer is under way."""
+        if self.graph is None or self.graph_id != served.graph_id:
+            self.install(served.graph_id, served.graph)
         self.answering, self.method, self._slot = found, served.method, served.slot
         self.model, self.round = found.model, found.round
-
-    def _graph_path(self, weights: Weights | None) -> Path | None:
-        graph = "" if weights is None else weights.facts.get("graph", "")
-        path = self._home.graph_path(graph)
-        return path if graph and path.exists() else self._home.latest_graph()
 
     def take_up(self, own: Own | None, served: Served, base: tuple[Any, ...]) -> bool:
         """A personalization of the model in a slot answers from now on, here and on the disk; False where the disk is
         not as it was at ``base`` (``Slots.stamp``). Raises FleetError."""
         with self._changing:
-            found = self.opened(own, served.weights, served.slot)
-            if not finite(found.predictor, self.checked_graph()):
+            found = self.shelf.opened(own, served)
+            if not finite(found.predictor, served.graph):
                 raise StateError("the personalized model gives answers that are no probabilities")
             with self.slots.writing():
                 if self.slots.stamp() != base:
@@ -439,7 +334,7 @@ class Service:
             return self.answering
         if self.method is None or self.model is None:
             raise StateError("no model has been served to this device yet", hint="wait for a served round")
-        raise _not_made(self.method, self._home)
+        raise not_made(self.method, self.shelf.home)
 
     def answer(self, question: Question) -> Answer:
         """Raises FleetError for a question that has no answer."""
@@ -459,22 +354,3 @@ class Service:
         told = () if unknown is None else tuple(map(bool, unknown))
         classes = now.classes if len(now.classes) > len(now.layout.classes) else ()
         return Answer(labels, rows, told, now.round, now.model, now.how, classes=classes)
-
-
-def _remembered(weights: Weights, where: str) -> tuple[Method, Any]:
-    """The method that weights on the disk are of, and its hyper-parameters. Raises StateError, ConfigError."""
-    name = weights.facts.get("method", "")
-    method = METHODS.get(name)
-    if method is None:
-        raise StateError(f"is of method {name[:64]}", where=where, hint="update this agent")
-    try:
-        return method, hyper_of(method, json.loads(weights.facts["hyper"]))
-    except (KeyError, ValueError, RecursionError) as error:
-        raise StateError("says no hyper-parameters", where=where, hint="'edge-agent run' fetches it again") from error
-
-
-def _not_made(method: Method, home: Home) -> StateError:
-    return StateError(
-        f"{method.name} answers with weights of a device's own, which are not made yet", where=str(home.folder),
-        hint=NO_TRAINER,
-    )

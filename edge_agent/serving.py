@@ -11,7 +11,8 @@ from edge_agent.home import Weights
 from edge_agent.methods import hyper_of, method_of
 from edge_agent.models import MAX_MODEL_BYTES, Models
 from edge_agent.reporter import Reporter
-from edge_agent.service import NO_TRAINER, Answering, Service
+from edge_agent.service import Service
+from edge_agent.shelf import NO_TRAINER, Answering
 from edge_agent.slots import RolledBack
 from edge_agent.ways import Plan
 from edge_agent.worker import Done, Job, Trainer

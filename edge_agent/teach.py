@@ -17,10 +17,14 @@ import numpy as np
 from edge_agent import adapter
 from edge_agent import own as owns
 from edge_agent.own import Own
-from edge_agent.service import Served, Service
+from edge_agent.service import Service
+from edge_agent.session import open_kind
 from edge_agent.settings import Personalize
+from edge_agent.shelf import Served, Shelf
+from edge_agent.support import Embed
 from edge_agent.ways import EMBEDS, Plan, working
 from fleet_core import schema
+from fleet_core.algorithms import trees
 from fleet_core.data.samples import Samples
 from fleet_core.errors import ConfigError, DataError, RoundError, StateError
 
@@ -53,18 +57,18 @@ def personalize(service: Service, choice: Personalize | None = None) -> Personal
     without samples.
     """
     for _ in range(TRIES):
-        base, served = service.slots.stamp(), service.served(service.slots.pointer().slot)
-        plan = service.plan(served.method, served.hyper, trainer=False, choice=choice)
-        made, said = _made(service, served, plan)
+        base, served = service.slots.stamp(), service.shelf.served(service.slots.pointer().slot)
+        plan = service.shelf.plan(served.graph, served.method, served.hyper, choice=choice)
+        made, said = _made(service.shelf, served, plan)
         if service.take_up(made, served, base):
             return said
     raise StateError("new weights come faster than they are personalized", where=str(service.slots.folder))
 
 
-def _made(service: Service, served: Served, plan: Plan) -> tuple[Own | None, Personalized]:
-    data = service.local()
+def _made(shelf: Shelf, served: Served, plan: Plan) -> tuple[Own | None, Personalized]:
+    data = shelf.local(served.graph.layout)
     if plan.kind == "left":
-        ways = ", ".join(way for way in working(served.method, service.checked_graph()) if way != "method")
+        ways = ", ".join(way for way in working(served.method, served.graph) if way != "method")
         raise StateError(
             f"{served.method.name} personalizes by gradient steps",
             hint=LEAVES + (f"; here works: --by {ways}" if ways else ""),
@@ -74,16 +78,14 @@ def _made(service: Service, served: Served, plan: Plan) -> tuple[Own | None, Per
     every = data.every()
     per_class = _per_class(every)
     if plan.kind in EMBEDS:
-        made = service.of_samples(plan, served.weights, service.kept(served.slot))
-        made = replace(made, settings={**made.settings, "added": data.added()})
+        made = shelf.of_samples(plan, served, shelf.kept(served.slot))
         return made, Personalized(plan.how, len(every), len(every), 0, per_class)
-    graph = service.slots.folder.parent / f"graph-{service.graph_id}.safetensors"
-    name = f"slots/{served.slot}/serve"
+    graph, name = shelf.home.graph_path(served.graph_id), f"slots/{served.slot}/serve"
     done = adapter.waited(adapter.job(graph, name, served.weights.model, data, plan.steps, plan.rate))
     if done.error:
         raise RoundError(f"the gradient steps failed: {done.error}")
     used, there = int(done.header["samples"]), int(done.header["of"])
-    own = owns.of_weights(plan.how, served.weights, service.layout.classes, done.arrays)
+    own = owns.of_weights(plan.how, served.weights, data.classes, done.arrays)
     return own, Personalized(plan.how, used, there, len(every) - there, per_class)
 
 
@@ -117,8 +119,8 @@ def check_labels(service: Service, labels: Sequence[str], *, new: bool) -> None:
 def _takes_own_classes(service: Service) -> bool:
     if not service.slots.in_order():
         return False
-    served = service.served(service.slots.pointer().slot)
-    return service.plan(served.method, served.hyper, trainer=False).kind in EMBEDS
+    served = service.shelf.served(service.slots.pointer().slot)
+    return service.shelf.plan(served.graph, served.method, served.hyper).kind in EMBEDS
 
 
 def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = False) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = Fals
         facts = {"added": len(x), "added_in_all": total}
         try:
             how = _extended(service, x, labels, total) or personalize(service).how
-        except StateError as error:  # the trainer's steps count them, with the next round
+        except (StateError, RoundError) as error:  # the trainer's steps count them, with the next round
             return {**facts, **_now(service), "counts_later": error.what}
         return {**facts, **_now(service), "personalization": how}
 
@@ -149,17 +151,25 @@ def _now(service: Service) -> dict[str, Any]:
 def _extended(service: Service, x: Array, labels: Sequence[str], total: int) -> str:
     """How the answers are the device's own with these samples, each of which was embedded once and none besides; empty
     where everything must be made anew."""
-    base, served = service.slots.stamp(), service.served(service.slots.pointer().slot)
-    own, plan = service.kept(served.slot), service.plan(served.method, served.hyper, trainer=False)
+    base, served = service.slots.stamp(), service.shelf.served(service.slots.pointer().slot)
+    own, plan = service.shelf.kept(served.slot), service.shelf.plan(served.graph, served.method, served.hyper)
     if own is None or own.how != plan.kind or own.settings.get("added") != total - len(x):
         return ""
     names = tuple(dict.fromkeys((*own.classes, *labels)))
     more = Samples(x, np.array([names.index(label) for label in labels], np.int64), classes=names)
-    wider = owns.extended(own, service.encoder(served), more)
+    wider = owns.extended(own, _encoder(service, served), more)
     if wider is None:
         return ""
     wider = replace(wider, settings={**wider.settings, "added": total})
     return wider.how if service.take_up(wider, served, base) else ""
+
+
+def _encoder(service: Service, served: Served) -> Embed:
+    """The session that answers, where it does so by embedding."""
+    now = service.answering
+    if now is not None and now.model == served.weights.model and now.how in EMBEDS:
+        return (now.predictor.encoder or now.predictor.session).run
+    return open_kind(served.graph, "embed", trees.only(served.weights.params, ("body",))).run
 
 
 def _check(service: Service, x: Array, labels: Sequence[str]) -> None:

@@ -257,7 +257,7 @@ def test_every_device_is_judged_and_answers_with_what_is_its_own(played: Played)
         answer = service.answers(toy(5).x[:4])
         assert (answer.round, answer.personalization, len(answer.labels)) == (ROUNDS, method.personalizer, 4)
         np.testing.assert_allclose(np.sum(answer.probabilities, axis=1), 1, atol=1e-5)
-        again = Service(Home(w.folder / "devices" / name), service._data)
+        again = Service(Home(w.folder / "devices" / name), service.shelf._data)
         again.restore()
         assert again.answers(toy(5).x[:4]) == answer, "also from the disk alone"
 
@@ -641,7 +641,7 @@ def test_a_device_answers_with_what_it_had_until_its_own_weights_are_made(fleet)
     assert (first.round, first.personalization) == (1, "own")
     assert w.pump(lambda: (service.round, service.personalization) == (2, "none"))
     assert service.answers(toy(5).x[:4]) == first
-    from_disk = Service(Home(w.folder / "devices" / "d0"), service._data)
+    from_disk = Service(Home(w.folder / "devices" / "d0"), service.shelf._data)
     from_disk.restore()
     assert from_disk.answers(toy(5).x[:4]) == first
     assert w.pump(lambda: finished(w))

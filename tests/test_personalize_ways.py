@@ -173,7 +173,7 @@ def test_running_means_are_exact_where_too_much_would_be_kept(
     monkeypatch.setattr("edge_agent.support.MAX_KEPT", 10)
     service = device(tmp_path, HEADLESS)
     teach.personalize(service)
-    kept = service.kept(service.slots.pointer().slot)
+    kept = service.shelf.kept(service.slots.pointer().slot)
     assert kept is not None
     assert kept.support is None
     rows.clear()
@@ -389,7 +389,7 @@ def test_samples_far_from_all_that_is_known_are_told_where_that_is_on(tmp_path: 
     own = service.local().own()
     z, at = (embedded(service, HEADED, x) for x in (own.x, far))
     means = losses.prototypes(torch.tensor(z), torch.tensor(own.y), 3)[0].numpy()
-    kept = service.kept(service.slots.pointer().slot)
+    kept = service.shelf.kept(service.slots.pointer().slot)
     assert kept is not None
     np.testing.assert_allclose(kept.prototypes.prototypes, means, atol=1e-5)
     limit = Thresholds.calibrate(z, own.y, kept.prototypes, 0.8).distances[0]

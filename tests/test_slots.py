@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_agent import commands, service, session, teach
+from edge_agent import commands, service, session, shelf, teach
 from edge_agent.home import Home
 from edge_agent.settings import Personalize
 from edge_agent.slots import Pointer, Slots
@@ -169,7 +169,7 @@ def test_a_damaged_personalization_is_made_anew_from_the_samples(tmp_path: Path)
         assert homes.restored(place).answers(X) == before
     device = homes.restored(place)
     teach.personalize(device)
-    assert homes.restored(place).kept(slots.pointer().slot) is not None
+    assert homes.restored(place).shelf.kept(slots.pointer().slot) is not None
 
 
 # The check ------------------------------------------------------------------------------------------------------------
@@ -291,10 +291,10 @@ def test_the_golden_check_is_made_once_for_a_graph_and_a_runtime(
 ) -> None:
     place = served(tmp_path)
     checked: list[int] = []
-    monkeypatch.setattr(service, "check_golden", lambda graph: checked.append(1))
+    monkeypatch.setattr(shelf, "check_golden", lambda graph: checked.append(1))
     homes.restored(place)
     assert checked == []
-    monkeypatch.setattr(service, "runtime_version", lambda: "99.0")
+    monkeypatch.setattr(shelf, "runtime_version", lambda: "99.0")
     homes.restored(place)
     assert checked == [1]
     homes.restored(place)

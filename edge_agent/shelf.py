@@ -1,0 +1,192 @@
+"""What a device has on its disk to answer with, opened: a slot's weights with their graph and personalization.
+
+Nothing here changes what answers; ``service`` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from edge_agent import own as owns
+from edge_agent.home import Home, Weights
+from edge_agent.local import LocalData
+from edge_agent.methods import hyper_of
+from edge_agent.own import Own
+from edge_agent.personalize import Predictor
+from edge_agent.session import check_golden, runtime_version
+from edge_agent.settings import Personalize, Serve
+from edge_agent.slots import Slots
+from edge_agent.ways import EMBEDS, Plan, is_whole, plan_of
+from fleet_core import bundle
+from fleet_core.algorithms import trees
+from fleet_core.algorithms.methods import METHODS
+from fleet_core.algorithms.seam import Method
+from fleet_core.bundle import Graph
+from fleet_core.errors import StateError
+from fleet_core.layout import MODEL_GROUPS, Layout
+
+NO_TRAINER = 'its trainer needs torch: pip install "metafleet[train]"'
+
+
+@dataclass(frozen=True, eq=False)
+class Answering:
+    """What answers. model, round: of the judged model that it was made from. how: it is the device's own, ``none``
+    where it is not. classes: of the probabilities, the fleet's and then the device's own. slot: where it lies."""
+
+    predictor: Predictor
+    model: str
+    round: int
+    how: str
+    layout: Layout
+    classes: tuple[str, ...]
+    slot: str
+
+    @property
+    def tells_unknown(self) -> bool:
+        """Whether the answers say which samples are of no class that is known here."""
+        return self.predictor.familiar is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Served:
+    """A judged model in its slot: its method, that one's hyper-parameters, its weights, and the graph that they fit."""
+
+    slot: str
+    method: Method
+    hyper: Any
+    weights: Weights
+    graph_id: str
+    graph: Graph
+
+
+class Shelf:
+    """data: the table ``[data]`` of device.toml; choice, serve: its tables ``[personalize]`` and ``[serve]``."""
+
+    def __init__(self, home: Home, data: Mapping[str, Any], choice: Personalize, serve: Serve):
+        self.home, self.slots, self.serve = home, Slots(home), serve
+        self._data, self._choice = dict(data), choice
+        self._graph: tuple[str, Graph] | None = None
+        self._checked: set[str] = set()
+
+    def local(self, layout: Layout) -> LocalData:
+        """The device's samples, of the layout's classes."""
+        split = {key: self._data[key] for key in ("train_fraction", "support_seconds")}
+        return LocalData(self.home.folder / self._data["samples"], layout.classes, **split)
+
+    # Graphs -----------------------------------------------------------------------------------------------------------
+
+    def graph_path(self, weights: Weights | None) -> Path | None:
+        """The graph that ``weights`` fit, or else the one that came last; None where there is none."""
+        graph = "" if weights is None else weights.facts.get("graph", "")
+        path = self.home.graph_path(graph)
+        return path if graph and path.exists() else self.home.latest_graph()
+
+    def graph_at(self, path: Path) -> tuple[str, Graph]:
+        """(its id, the graph). Raises BundleError."""
+        graph_id = path.stem.partition("-")[2]
+        if self._graph is None or self._graph[0] != graph_id:
+            self._graph = graph_id, bundle.unpack(path.read_bytes())
+        return self._graph
+
+    def hold(self, graph_id: str, graph: Graph) -> None:
+        """A graph that came need not be read again."""
+        self._graph = graph_id, graph
+
+    def check(self, graph_id: str, graph: Graph) -> None:
+        """Raises BundleError for a graph that does not give its golden outputs; once for each runtime."""
+        mark = f"{graph_id} {runtime_version()}"
+        if mark not in self._checked and self.slots.pointer().checked != mark:
+            check_golden(graph)
+            with contextlib.suppress(StateError), self.slots.writing():  # else it is checked again
+                self.slots.point(replace(self.slots.pointer(), checked=mark))
+        self._checked.add(mark)
+
+    # Slots ------------------------------------------------------------------------------------------------------------
+
+    def served(self, slot: str = "") -> Served:
+        """The judged model in a slot, or in the first that holds one. Raises FleetError."""
+        slot = slot or next(iter(self.slots.in_order()), "")
+        weights = self.slots.weights(slot) if slot else None
+        pointer, path = self.slots.pointer(), self.graph_path(weights)
+        back = pointer.rolled_back
+        gone = back is not None and weights is not None and back.model == weights.model and slot != pointer.slot
+        if weights is None or path is None or gone:
+            raise StateError(
+                "no model has been served to this device yet", where=str(self.home.folder),
+                hint="run 'edge-agent run' until a round was served",
+            )
+        method, hyper = _remembered(weights, str(self.slots.path(slot, "serve")))
+        return Served(slot, method, hyper, weights, *self.graph_at(path))
+
+    def kept(self, slot: str) -> Own | None:
+        """The personalization in ``slot``, where it is whole and was made with the weights there."""
+        try:
+            found = Own.load(self.slots.path(slot, "personal"))
+        except StateError:
+            return None
+        return found if found.model == self.home.held(f"slots/{slot}/serve") else None
+
+    def restored(self, served: Served) -> Answering:
+        """What the slot answers with, made anew where that takes no more than samples. Raises FleetError."""
+        own = self.kept(served.slot)
+        if own is None or own.round != served.weights.round:
+            plan = self.plan(served.graph, served.method, served.hyper)
+            if plan.kind not in EMBEDS and not is_whole(served.method, served.graph):
+                raise not_made(served.method, self.home)
+            own = self.of_samples(plan, served) if plan.kind in EMBEDS else None
+        return self.opened(own, served)
+
+    # Ways -------------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, graph: Graph, method: Method, hyper: Any, *, trainer: bool = False, choice: Personalize | None = None
+    ) -> Plan:
+        """What is to make this method's weights the device's own. hyper: as ``hyper_of`` reads it. trainer: there is
+        one. choice: in place of what was chosen here. Raises ConfigError."""
+        trained, chosen = self.home.trained_by(method.name), choice or self.slots.way() or self._choice
+        return plan_of(chosen, method, hyper, graph, trainer=trainer, trained=trained)
+
+    def of_samples(self, plan: Plan, served: Served, known: Own | None = None) -> Own:
+        """Class means, a fitted head or neighbours, from all samples of this device. known: what was made before.
+        Raises FleetError."""
+        self.check(served.graph_id, served.graph)
+        data, quantile = self.local(served.graph.layout), self.serve.unknown_quantile
+        own = owns.of_samples(plan, served.graph, served.weights, data.every(), known, quantile=quantile)
+        return replace(own, settings={**own.settings, "added": data.added()})
+
+    def opened(self, own: Own | None, served: Served) -> Answering:
+        """What answers with these weights, personalized by ``own`` or as they are. Raises FleetError."""
+        self.check(served.graph_id, served.graph)
+        weights, layout = served.weights, served.graph.layout
+        if own is None:
+            predictor = Predictor.head(served.graph, trees.only(weights.params, MODEL_GROUPS))
+        else:
+            samples = self.local(layout).every() if own.how == "knn" and own.support is None else None
+            predictor = owns.opened(own, served.graph, weights, unknown=self.serve.unknown, samples=samples)
+        classes, how = (layout.classes, "none") if own is None else (own.classes, own.how)
+        return Answering(predictor, weights.model, weights.round, how, layout, classes, served.slot)
+
+
+def _remembered(weights: Weights, where: str) -> tuple[Method, Any]:
+    """The method that weights on the disk are of, and its hyper-parameters. Raises StateError, ConfigError."""
+    name = weights.facts.get("method", "")
+    method = METHODS.get(name)
+    if method is None:
+        raise StateError(f"is of method {name[:64]}", where=where, hint="update this agent")
+    try:
+        return method, hyper_of(method, json.loads(weights.facts["hyper"]))
+    except (KeyError, ValueError, RecursionError) as error:
+        raise StateError("says no hyper-parameters", where=where, hint="'edge-agent run' fetches it again") from error
+
+
+def not_made(method: Method, home: Home) -> StateError:
+    """Said where a method answers with nothing else."""
+    return StateError(
+        f"{method.name} answers with weights of a device's own, which are not made yet", where=str(home.folder),
+        hint=NO_TRAINER,
+    )
