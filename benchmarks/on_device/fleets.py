@@ -125,7 +125,7 @@ PLANS = {
     for plan in (
         Plan(
             "omniglot", drawings, "conv4", validation=4, unseen=12, options={"channels": 16}, cohort=8,
-            fraction=0.75, labels=(1, 5, 15),
+            fraction=0.75, labels=(1, 5),
             training={
                 "pfldyn-proto": Training(50, {"local_steps": 5, **EPISODE}),
                 "per-fedavg-fo": Training(50, {"local_steps": 5, "client_lr": 0.1, "inner_lr": 0.1, **EPISODE}),

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.on_device.ways import WAYS
+
 Rows = Iterable[Sequence[str]]
 
 HEADLINE = {"omniglot": "accuracy", "har": "accuracy", "heartbeat": "macro_f1"}
@@ -26,17 +28,30 @@ def markdown(head: Sequence[str], rows: Rows) -> str:
     return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]) + "\n"
 
 
+def _models(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Files have their keys in alphabetical order."""
+    return [(name, found["models"][name]) for name in ("MLP", "1-D CNN", "LeNet", "Conv-4") if name in found["models"]]
+
+
+def _ways(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(way.name, found[way.name]) for way in WAYS]
+
+
+def _by_number(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return sorted(found.items(), key=lambda pair: int(pair[0]))
+
+
 def accuracy(found: Mapping[str, Any]) -> str:
     """By set: what each way reaches with each number of labels, then what it costs."""
     parts = []
     for name, one in found["sets"].items():
         labels = [str(n) for n in one["labels"]]
         for figure in dict.fromkeys((HEADLINE[name], "accuracy")):
-            rows = [[way, *(_spread(cells[n][figure]) for n in labels)] for way, cells in one["table"].items()]
+            rows = [[way, *(_spread(cells[n][figure]) for n in labels)] for way, cells in _ways(one["table"])]
             head = [f"{TITLES[name]}, {NAMES[figure]}", *(_labels(n) for n in labels)]
             parts.append(markdown(head, rows))
         if one.get("costs"):
-            rows = [[way, *map(_cost, cells.values())] for way, cells in one["costs"].items()]
+            rows = [[way, *map(_cost, cells.values())] for way, cells in _ways(one["costs"])]
             measured = [_labels(n) for n in next(iter(one["costs"].values()))]
             parts.append(markdown([f"{TITLES[name]}, what it costs", *measured], rows))
     return "\n".join(parts)
@@ -61,20 +76,20 @@ def unknown(found: Mapping[str, Any]) -> str:
     rows = [
         [name, labels, _spread(one["auroc"]),
          *(f"{1 - one[f'known_{q}']['mean']:.2f} / {one[f'unseen_{q}']['mean']:.2f}" for q in quantiles)]
-        for name, by_labels in found["cases"].items() for labels, one in by_labels.items()
+        for name, by_labels in found["cases"].items() for labels, one in _by_number(by_labels)
     ]  # fmt: skip
     return markdown(head, rows)
 
 
 def parity(found: Mapping[str, Any]) -> str:
     """The largest difference over seeds, and for how many seeds it is within its bar."""
-    figures = list(found["bars"])
+    figures = ["proto_probabilities", "weights_after_1", "logits_after_10"]
     n = len(found["seeds"])
     head = ["model", "samples", *(f"{figure.replace('_', ' ')} ≤ {found['bars'][figure]:.0e}" for figure in figures)]
     head += [f"{side} and double precision, logits" for side in ("device", "torch")]
     rows = []
-    for name, supports in found["models"].items():
-        for support, one in supports.items():
+    for name, supports in _models(found):
+        for support, one in _by_number(supports):
             cells = [_within(one[figure]["device-torch"], n) for figure in figures]
             cells += [_within(one["logits_after_10"][f"{side}-exact"], n) for side in ("device", "torch")]
             rows.append([name, support, *cells])
@@ -89,7 +104,7 @@ def memory(found: Mapping[str, Any]) -> str:
     """Medians in MB and seconds."""
     head = ["model", "predict, MB", "bare", "first answer, s", "bare", "adapt, MB", "bare", "ratio", "after, MB"]
     rows = []
-    for name, one in found["models"].items():
+    for name, one in _models(found):
         judged = one["judged"]
         peak = [max(one[f"{who}predict {way}"]["peak"]["median"] for way in ("proto", "maml")) for who in ("", "bare ")]
         start = [max(one[f"{who}predict {way}"]["seconds"]["median"] for way in ("proto", "maml"))
@@ -105,8 +120,8 @@ def latency(found: Mapping[str, Any]) -> str:
     head = ["model", "class means: session, agent, µs", "own weights: session, agent, µs", "ten steps, ms",
             "torch eager, ms", "times as fast"]
     rows = []
-    for name, one in found["models"].items():
-        answers = [f"{a['bare_us']:.0f}, +{a['added_us']:.0f}" for a in one["answers"].values()]
+    for name, one in _models(found):
+        answers = [f"{a['bare_us']:.0f}, +{a['added_us']:.0f}" for a in map(one["answers"].get, ("proto", "maml"))]
         steps = one["steps"]
         rows.append([name, *answers, f"{1e3 * steps['graph_s']:.1f}", f"{1e3 * steps['torch_s']:.1f}",
                      f"{steps['times_as_fast']:.2f}"])
@@ -129,7 +144,7 @@ def figure(found: Mapping[str, Any], path: Path) -> None:
     sets = found["sets"]
     image, panels = pyplot.subplots(1, len(sets), figsize=(4.2 * len(sets), 3.9), layout="constrained", squeeze=False)
     for panel, (name, one) in zip(panels[0], sets.items(), strict=True):
-        for number, (way, cells) in enumerate(one["table"].items()):
+        for number, (way, cells) in enumerate(_ways(one["table"])):
             each = [cells[str(n)][HEADLINE[name]] for n in one["labels"]]
             places = [k + 0.04 * (number - len(one["table"]) / 2) for k in range(len(each))]
             bars = [cell["std"] or 0.0 for cell in each]

@@ -18,7 +18,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def _one(label: int) -> Callable[[Array, np.random.Generator], Array | None]:
 
 
 CASES = {
-    "Omniglot, new characters": Case(PLANS["omniglot"], _some),
+    "Omniglot, new characters": Case(replace(PLANS["omniglot"], labels=(1, 5, 15)), _some),
     "heartbeat, S new to the fleet": Case(fleets.withheld(PLANS["heartbeat"], S), _one(S)),
     "heartbeat, S new to the device": Case(PLANS["heartbeat"], _one(S)),
     "heartbeat, V new to the device": Case(PLANS["heartbeat"], _one(V)),
