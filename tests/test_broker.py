@@ -16,11 +16,14 @@ from pathlib import Path
 import pytest
 
 import cloud_server.broker as broker_module
-from cloud_server.broker import Broker, start_broker
+from cloud_server import serve
+from cloud_server.broker import Broker, start_broker, start_secured
+from cloud_server.mosquitto import Place
 from fleet_core.errors import ConfigError, LinkError
 from fleet_core.link import Connected, Message, Will
 from fleet_core.link.mqtt import MqttLink, parse_url
 from tests.brokers import NEEDS_MOSQUITTO, Watched, private_mosquitto, until
+from tests.certified import bare_fleet
 
 
 @pytest.fixture
@@ -79,6 +82,30 @@ def test_an_address_that_others_can_reach_is_refused(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "192.168.1.2", "broker.example"):
         with pytest.raises(ConfigError, match="loopback"):
             start_broker(tmp_path, host=host)
+
+
+@NEEDS_MOSQUITTO
+def test_an_address_that_others_can_reach_is_taken_when_plain_mqtt_is_asked_for_by_name(tmp_path: Path) -> None:
+    broker = start_broker(tmp_path, host="0.0.0.0", embedded=False, plain=True)
+    try:
+        assert parse_url(broker.url).host == "127.0.0.1", "as this machine itself reaches it"
+        socket.create_connection(("127.0.0.2", parse_url(broker.url).port), timeout=5).close()
+    finally:
+        broker.stop()
+
+
+def test_the_embedded_broker_takes_no_certificates_and_stays_on_this_machine(tmp_path: Path) -> None:
+    fleet = bare_fleet(tmp_path)
+    with pytest.raises(ConfigError, match="the embedded broker takes no certificates"):
+        serve.private_broker(fleet, "0.0.0.0", None, plain=False, embedded=True, log=print).__enter__()
+
+
+def test_without_mosquitto_a_broker_with_certificates_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_module, "find_mosquitto", lambda: None)
+    with pytest.raises(LinkError, match=r"only mosquitto takes certificates(.|\n)*hint: .*mosquitto"):
+        start_secured(tmp_path / "mosquitto.conf", Place(("h",)))
 
 
 @NEEDS_MOSQUITTO

@@ -23,6 +23,8 @@ from fleet_core.messages import (
     Counted,
     Down,
     Energy,
+    EnrolAnswer,
+    EnrolRequest,
     Judgement,
     Manifest,
     MethodRef,
@@ -39,7 +41,7 @@ from fleet_core.messages import (
 from fleet_core.signing import Signer, Verifier, load_public
 from fleet_core.transfer import Inbox, chunks
 
-KINDS = (Manifest, UploadManifest, Presence, Report, Down, ServerPresence, Question, Answer)
+KINDS = (Manifest, UploadManifest, Presence, Report, Down, ServerPresence, Question, Answer, EnrolRequest, EnrolAnswer)
 
 names = st.text(string.ascii_letters + string.digits + "-_", min_size=1, max_size=64)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -72,8 +74,8 @@ manifests = st.builds(
     open=st.booleans(),
 )
 uploads = st.builds(
-    UploadManifest, blobs, names, ids, names, names, st.sampled_from(["delta", "gradient"]), st.integers(0, 9),
-    st.integers(0, 9), st.dictionaries(names, numbers, max_size=3), st.dictionaries(names, numbers, max_size=3),
+    UploadManifest, blobs, names, ids, names, names, st.integers(0, 9), st.integers(0, 9),
+    st.dictionaries(names, numbers, max_size=3), st.dictionaries(names, numbers, max_size=3),
     st.builds(Cost, st.integers(0, 9), st.floats(0, 9), st.none() | st.floats(0, 9)),
 )
 reports = st.builds(
