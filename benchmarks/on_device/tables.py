@@ -121,7 +121,7 @@ def latency(found: Mapping[str, Any]) -> str:
             "torch eager, ms", "times as fast"]
     rows = []
     for name, one in _models(found):
-        answers = [f"{a['bare_us']:.0f}, +{a['added_us']:.0f}" for a in map(one["answers"].get, ("proto", "maml"))]
+        answers = [f"{a['bare_us']:.0f}, {a['added_us']:+.0f}" for a in map(one["answers"].get, ("proto", "maml"))]
         steps = one["steps"]
         rows.append([name, *answers, f"{1e3 * steps['graph_s']:.1f}", f"{1e3 * steps['torch_s']:.1f}",
                      f"{steps['times_as_fast']:.2f}"])
