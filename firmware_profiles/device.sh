@@ -287,7 +287,13 @@ confirm() {
     done
 }
 
-locked() { exec flock -w 30 -E 6 -o "$FLASH/lock" /bin/sh "$0" has-lock "$@"; }
+# A run waits for another one's step, but not for long; the way back waits for as long as it takes.
+locked() {
+    case $1 in
+    fire | boot) exec flock -o "$FLASH/lock" /bin/sh "$0" has-lock "$@" ;;
+    *) exec flock -w 30 -E 6 -o "$FLASH/lock" /bin/sh "$0" has-lock "$@" ;;
+    esac
+}
 
 verb=$1
 shift

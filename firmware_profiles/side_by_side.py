@@ -22,7 +22,7 @@ from rich.text import Text
 
 from firmware_profiles.inventory import Entry
 from firmware_profiles.ssh_install import Outcome, Tell
-from fleet_core.errors import FleetError
+from fleet_core.errors import FlashError, FleetError
 
 MARKS = {"waiting": ("·", "dim"), "going": ("…", "cyan"), "done": ("✓", "green"), "failed": ("✗", "red")}
 
@@ -53,22 +53,30 @@ Work = Callable[[Entry, Tell], Outcome]
 def flash_all(entries: Sequence[Entry], work: Work, show: Show, jobs: int) -> list[Result]:
     """``work`` for every entry, ``jobs`` at a time; results in the entries' order.
 
-    An error that is no FleetError, and an interrupt, end all: what has not begun does not begin.
+    An error that is no FleetError, and an interrupt, end all: what has not begun does not begin, and the others end at
+    their next step. What is not confirmed by then returns by itself.
     """
-    pool = ThreadPoolExecutor(max(1, min(jobs, len(entries))))
+    pool, stop = ThreadPoolExecutor(max(1, min(jobs, len(entries)))), threading.Event()
     try:
         with show:
-            begun = [pool.submit(_one, entry, work, show) for entry in entries]
+            begun = [pool.submit(_one, entry, work, show, stop) for entry in entries]
             return [task.result() for task in begun]
     finally:
+        stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _one(entry: Entry, work: Work, show: Show) -> Result:
+def _one(entry: Entry, work: Work, show: Show, stop: threading.Event) -> Result:
     start = time.monotonic()
     show.told(entry, "going", "connecting", "")
+
+    def tell(stage: str, far: str) -> None:
+        if stop.is_set():
+            raise FlashError("interrupted", where=entry.to, hint="run the same command again")
+        show.told(entry, "going", stage, far)
+
     try:
-        outcome = work(entry, lambda stage, far: show.told(entry, "going", stage, far))
+        outcome = work(entry, tell)
     except FleetError as error:
         show.told(entry, "failed", _first(str(error)), "")
         return Result(entry, time.monotonic() - start, error=error)

@@ -133,7 +133,7 @@ class Connection:
         """Runs a shell command on the device; its exit code is the caller's to judge.
 
         what: the step, for messages. feed: bytes for its standard input, or what writes them.
-        Raises ConnectionLost when it is lost or ``timeout_s`` is over.
+        Raises ConnectionLost when it is lost or ``timeout_s`` is over, and FlashError that ``feed`` raised.
         """
         answer = _run([*self._command(), command], what, self.target.url, feed, timeout_s)
         if answer.code == SSH_FAILED:
@@ -270,8 +270,9 @@ def _run(command: list[str], what: str, where: str, feed: Feed | bytes, timeout_
         assert process.stdin is not None
         assert process.stdout is not None
         kept: list[bytes] = []
+        wrong: list[FlashError] = []
         threads = [threading.Thread(target=_read, args=(process.stdout, kept), daemon=True),
-                   threading.Thread(target=_write, args=(process.stdin, feed), daemon=True)]
+                   threading.Thread(target=_write, args=(process.stdin, feed, wrong), daemon=True)]
         for thread in threads:
             thread.start()
         try:
@@ -284,6 +285,8 @@ def _run(command: list[str], what: str, where: str, feed: Feed | bytes, timeout_
             process.wait()
             for thread in threads:
                 thread.join(5)
+        if wrong:
+            raise wrong[0]
         errors.seek(0)
         told = errors.read(MAX_OUTPUT_BYTES).decode(errors="replace")
         return Answer(process.returncode, b"".join(kept).decode(errors="replace"), told)
@@ -299,9 +302,13 @@ def _read(stream: IO[bytes], kept: list[bytes]) -> None:
             size += len(piece)
 
 
-def _write(stream: IO[bytes], feed: Feed | bytes) -> None:
+def _write(stream: IO[bytes], feed: Feed | bytes, wrong: list[FlashError]) -> None:
+    """What keeps ``feed`` from going on here goes into ``wrong``."""
     with contextlib.suppress(OSError, ValueError), stream:  # the other side may have ended: its exit code says why
-        if isinstance(feed, bytes):
-            stream.write(feed)
-        else:
-            feed(stream)
+        try:
+            if isinstance(feed, bytes):
+                stream.write(feed)
+            else:
+                feed(stream)
+        except FlashError as error:
+            wrong.append(error)

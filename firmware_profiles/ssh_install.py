@@ -25,7 +25,7 @@ MARGIN_S = 60
 """The device waits for so much longer than the operator before it returns by itself."""
 POLL_S = 1.0
 SLOWEST_BYTES_PER_S = 50_000
-SETUP_S = 120.0
+SETUP_S = CHANGE_S = 120.0
 SPARE_BYTES = 64 << 20
 
 Tell = Callable[[str, str], None]
@@ -137,8 +137,16 @@ def install(
     else:
         complete = release if facts.own else release_for(True)
         verb, settings = "change", _changed(facts, complete)
-    remote.step(verb, release.version, remote.run, str(patience_s + margin_s), what="changing over",
-                feed=packed(settings))
+    seconds = str(patience_s + margin_s)
+    try:
+        remote.step(verb, release.version, remote.run, seconds, what="changing over", feed=packed(settings),
+                    timeout_s=CHANGE_S)
+    except ConnectionLost as error:
+        raise _left_alone(remote, release, error) from error
+    except FlashError as error:
+        with contextlib.suppress(FlashError):
+            remote.step("back", str(error)[:200].replace("\n", " "), what="returning")
+        raise
     return _wait(remote, release, facts, watch, tell, patience_s, sent)
 
 
@@ -183,12 +191,16 @@ def _wait(
             time.sleep(POLL_S)
         remote.step("confirm", remote.run, what="confirming")
     except ConnectionLost as error:
-        raise FlashError(f"{error.what}; {release.version} was not confirmed: the device returns by itself",
-                         where=remote.where, hint=error.hint) from error
+        raise _left_alone(remote, release, error) from error
     except NotArmed as error:
         raise FlashError(f"{release.version} was back too late: the device has returned", where=remote.where,
                          hint="run the same command again") from error
     return Outcome(release.device, release.version, facts.health.current, True, sent)
+
+
+def _left_alone(remote: Remote, release: Release, error: ConnectionLost) -> FlashError:
+    return FlashError(f"{error.what}; {release.version} was not confirmed: the device returns by itself",
+                      where=remote.where, hint=error.hint)
 
 
 def _returned(remote: Remote, release: Release, patience_s: int, missing: str, tell: Tell) -> FlashError:

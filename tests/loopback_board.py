@@ -25,7 +25,7 @@ from pathlib import Path
 from firmware_profiles.program import Program, sha256_of
 
 SBIN = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 USER = "pi"
 
 SETUP = """set -e

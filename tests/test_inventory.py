@@ -84,16 +84,23 @@ def test_as_many_as_asked_for_are_at_work_side_by_side() -> None:
     assert all(result.outcome for result in flash_all(ENTRIES, together, Lines(ENTRIES, io.StringIO()), jobs=3))
 
 
-def test_an_error_of_the_program_itself_ends_all() -> None:
-    begun = []
+def test_an_error_of_the_program_itself_ends_the_others_at_their_next_step() -> None:
+    ended, meet = [], threading.Barrier(2, timeout=20)
 
     def broken(entry: Entry, tell: Tell) -> Outcome:
-        begun.append(entry.name)
-        raise ZeroDivisionError
+        meet.wait()
+        if entry.name == "attic":
+            raise ZeroDivisionError
+        try:
+            while True:
+                tell("waiting", "")
+        except FlashError as error:
+            ended.append(error.what)
+            raise
 
     with pytest.raises(ZeroDivisionError):
-        flash_all(ENTRIES, broken, Lines(ENTRIES, io.StringIO()), jobs=1)
-    assert "attic" in begun
+        flash_all(ENTRIES[:2], broken, Lines(ENTRIES, io.StringIO()), jobs=2)
+    assert ended == ["interrupted"]
 
 
 def test_a_terminal_shows_one_line_for_each_device() -> None:

@@ -19,7 +19,7 @@ import pytest
 from firmware_profiles import package, ssh, ssh_install
 from firmware_profiles import release as releases
 from firmware_profiles.machine import Machine
-from firmware_profiles.release import Release
+from firmware_profiles.release import Release, Setting
 from firmware_profiles.remote import Found, Remote, refuse
 from firmware_profiles.ssh_install import Outcome
 from fleet_core.errors import FlashError
@@ -63,7 +63,7 @@ def a_release(folder: Path, version: str = "1.0-aaa", agent: str = GOOD, setting
     return releases.of(package.make("kitchen", a_machine(), program, named))
 
 
-def flash(board: Board, release: Release, *, user: str = "root", told: list[str] | None = None, patience_s: int = 15,
+def flash(board: Board, release: Release, *, user: str = "root", told: list[str] | None = None, patience_s: int = 60,
           margin_s: int = 60, watch: ssh_install.Watch | None = None) -> Outcome:
     said = [] if told is None else told
     with ssh.Connection(ssh.parse(board.url(user), board.config)) as connection:
@@ -224,6 +224,30 @@ def test_an_update_that_does_not_come_back_is_taken_back_with_its_settings(board
     assert not flash(board, a_release(tmp_path)).changed
 
 
+def test_a_change_that_fails_half_way_is_taken_back_at_once(board: Board, tmp_path: Path) -> None:
+    flash(board, a_release(tmp_path))
+    new = a_release(tmp_path, "1.1-bbb", settings=DEVICE_TOML.replace(b"s.npz", b"t.npz"))
+    broken = replace(new, settings=(*new.settings, Setting("/etc/passwd/no-folder", b"")))
+    with pytest.raises(FlashError, match="changing over failed"):
+        flash(board, broken)
+    assert current(board) == "1.0-aaa"
+    assert board.sh("cat /etc/metafleet/device.toml") == DEVICE_TOML.decode()
+    assert not board.path("/opt/metafleet/.flash/armed").exists()
+
+
+def test_an_archive_that_is_damaged_here_while_it_is_sent_is_said(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = a_release(tmp_path)
+    assert release.content.files
+    whole = release.archive.read_bytes()
+    monkeypatch.setattr(Release, "content", release.content)
+    release.archive.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(FlashError, match=r"tar\.gz: cannot be read"):
+        flash(board, release)
+    assert current(board) == ""
+
+
 def test_a_first_install_that_does_not_come_back_leaves_nothing_running(board: Board, tmp_path: Path) -> None:
     with pytest.raises(FlashError, match="nothing ran there before, and nothing runs now"):
         flash(board, a_release(tmp_path, agent=DEAF), patience_s=0)
@@ -236,9 +260,9 @@ def test_a_broken_update_goes_back_by_itself_when_operator_and_connection_die(bo
     flash(board, a_release(tmp_path))
     boot = online(board)
     operator = os.fork()
-    if operator == 0:  # it waits for a minute, the device for two seconds
+    if operator == 0:  # it waits for a minute, the device for five seconds
         try:
-            flash(board, a_release(tmp_path, "1.1-bbb", DEAF), patience_s=60, margin_s=-58)
+            flash(board, a_release(tmp_path, "1.1-bbb", DEAF), patience_s=60, margin_s=-55)
         finally:
             os._exit(1)
     until(lambda: current(board) == "1.1-bbb", "the update is changed over to")
