@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from cloud_server import comeback
+from cloud_server import comeback, identity
 from cloud_server.comeback import OverMqtt
 from fleet_core import messages, topics
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
+from fleet_core.link.mqtt import MqttLink
 from fleet_core.messages import Presence
+from tests.certified import bare_fleet, papers, secured_broker
 
 TOPIC = topics.presence("lab", "kitchen")
 
@@ -98,3 +104,32 @@ def test_a_broker_that_goes_away_while_waiting_is_said() -> None:
     watch.before()
     broker.stop()
     assert "the broker does not answer here" in watch.missing("1.0")
+
+
+@pytest.mark.needs("mosquitto")
+def test_the_operators_certificate_sees_a_device_come_back_over_tls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comeback, "REACH_S", 30.0)
+    fleet, other = bare_fleet(tmp_path / "fleet"), Asked()
+    name = fleet.config.fleet.name
+    with secured_broker(fleet) as (broker, _), identity.as_operator(fleet, broker.url) as tls:
+        device = papers(fleet, "kitchen", tmp_path / "kitchen").link(broker.url, "kitchen")
+        device.open()
+        watch = OverMqtt(name, "kitchen", MqttLink(broker.url, client_id="flash", **tls), other)
+        watch.before()
+        assert "not heard of" in watch.missing("1.1")
+        until(lambda: device.connected, lambda: device.poll(0.05))
+        presence = Presence(st="on", boot="first", ver="1.1")
+        device.publish(topics.presence(name, "kitchen"), messages.encode(presence), retain=True)
+        until(lambda: watch.missing("1.1") == "", lambda: device.poll(0.05))
+        watch.close()
+        device.close()
+    assert other.calls == []
+
+
+def until(true: Callable[[], bool], meanwhile: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        meanwhile()

@@ -21,7 +21,7 @@ from fleet_core.signing import Signer
 from tests.loopback_board import DEAF, Board, a_program
 from tests.loopback_board import board as a_board
 
-pytestmark = pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock")
+pytestmark = pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill")
 
 FLEET = """
 [fleet]

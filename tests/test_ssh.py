@@ -14,7 +14,7 @@ from fleet_core.errors import ConfigError, FlashError
 from tests.loopback_board import USER, Board
 from tests.loopback_board import board as a_board
 
-needs_board = pytest.mark.needs("sshd", "ssh", "unshare", "nsenter")
+needs_board = pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "pkill")
 
 
 @pytest.fixture(scope="module")

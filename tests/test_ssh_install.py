@@ -26,7 +26,7 @@ from fleet_core.errors import FlashError
 from tests.loopback_board import DEAF, DIES, GOOD, USER, Board, a_program, until
 from tests.loopback_board import board as a_board
 
-pytestmark = pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock")
+pytestmark = pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill")
 
 DEVICE_TOML = b'[device]\nname = "kitchen"\nfleet = "lab"\nbroker = "mqtts://hub:8883"\n\n[data]\nsamples = "s.npz"\n'
 STEPS = ("want", "take", "place", "change", "confirm")
