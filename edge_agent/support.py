@@ -5,7 +5,6 @@ Shapes: S samples, D embedding width.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -64,5 +63,7 @@ class Support:
 
 def marks_of(x: Array) -> Array:
     """uint8 [S, 16]: a hash of each raw sample."""
+    import hashlib  # loads OpenSSL: 4 MB that answering does without
+
     found = b"".join(hashlib.blake2b(row.tobytes(), digest_size=MARK_BYTES).digest() for row in x)
     return np.frombuffer(found, np.uint8).reshape(len(x), MARK_BYTES)

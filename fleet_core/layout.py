@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -66,6 +65,8 @@ class Layout:
     @cached_property
     def hash(self) -> str:
         """First 16 hex digits of the sha256 of the layout's JSON; the key that states and updates carry."""
+        import hashlib  # loads OpenSSL: 4 MB that answering does without
+
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def extended(self, groups: tuple[str, ...], mirrored: tuple[str, ...]) -> Layout:

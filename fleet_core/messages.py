@@ -6,7 +6,6 @@ device at a time. Every parser is bounded.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -43,6 +42,8 @@ class Blob:
 
     @staticmethod
     def of(data: bytes, chunk: int) -> Blob:
+        import hashlib  # loads OpenSSL: 4 MB that answering does without
+
         view = memoryview(data)
         digests = [hashlib.sha256(view[k : k + chunk]).digest() for k in range(0, max(1, len(data)), chunk)]
         root = hashlib.sha256(b"".join(digests)).hexdigest()
@@ -331,6 +332,8 @@ class Answer:
 
 def mark(round_number: int, device: str, update_id: str) -> str:
     """An update in a list of counted ones: other devices, and other rounds, may have sent the same bytes."""
+    import hashlib
+
     return hashlib.sha256(f"{round_number}/{device}/{update_id}".encode()).hexdigest()[:32]
 
 

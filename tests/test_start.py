@@ -19,7 +19,7 @@ from tests.inprocess import toy
 ROOT = Path(__file__).resolve().parent.parent
 BARE = """
 import sys
-sys.modules.update(dict.fromkeys(("typer", "rich", "pydantic", "cryptography", "paho", "torch", "onnx")))
+sys.modules.update(dict.fromkeys(("typer", "rich", "pydantic", "cryptography", "paho", "torch", "onnx", "hashlib")))
 from edge_agent.start import main
 main()
 """
