@@ -125,9 +125,10 @@ def test_the_methods_say_what_they_send_and_what_stays(run: Run) -> None:
     assert "paper_models" not in vers
     assert listed["per-fedavg-hf"]["hyper"]["difference"] == METHODS["per-fedavg-hf"].hyper().difference
     rows = run("metafleet", "methods").out.splitlines()
-    assert re.match(r"metavers( +1 model: body, margin \(a number\)){2} +class means", rows[17])
-    assert re.match(r"fedper +part of a model: body +part of a model: body +head ", rows[19])
-    assert rows[18].split()[:3] == ["local", "nothing", "nothing"]
+    shown = {row.split()[0]: row for row in rows[1:]}
+    assert re.match(r"metavers( +1 model: body, margin \(a number\)){2} +class means", shown["metavers"])
+    assert re.match(r"fedper +part of a model: body +part of a model: body +head ", shown["fedper"])
+    assert shown["local"].split()[:3] == ["local", "nothing", "nothing"]
     assert all(row.rstrip().endswith(METHODS[row.split()[0]].source) for row in rows[1:])
 
 

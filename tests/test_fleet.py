@@ -127,7 +127,7 @@ class Faults:
 
 
 QUICK = {
-    "fedavg": "finetune_steps = 2",
+    **dict.fromkeys(("fedavg", "fedprox", "feddyn", "scaffold"), "finetune_steps = 2"),
     **dict.fromkeys(("fedmeta-maml", "fedmeta-fomaml", "fedmeta-metasgd", "metavers"), "server_lr = 0.05"),
     **dict.fromkeys(("local", "fedbabu"), "client_lr = 0.3\nfinetune_lr = 0.3"),
     "fedrep": "head_steps = 1\nclient_lr = 0.3\nfinetune_lr = 0.3",
