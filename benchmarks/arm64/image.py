@@ -32,6 +32,15 @@ def write(root: Path, path: Path) -> None:
     cmdline.unlink()
 
 
+def put(path: Path, file: Path, folder: str, name: str) -> None:
+    """A file into a folder of the root that is there, readable by everybody."""
+    commands = path.with_suffix(".commands")
+    fields = "".join(f"set_inode_field {folder}/{name} {field}\n" for field in ("uid 0", "gid 0", "mode 0100644"))
+    commands.write_text(f"cd {folder}\nwrite {file} {name}\n{fields}")
+    _run("debugfs", "-w", "-f", str(commands), f"{path}?offset={(FAT_AT + FAT_MIB) * MIB}")
+    commands.unlink()
+
+
 def cmdline(path: Path) -> str:
     """What a board's firmware would give the kernel: cmdline.txt of the FAT partition."""
     return _run("mtype", "-i", f"{path}@@{FAT_AT * MIB}", "::cmdline.txt").strip()

@@ -40,7 +40,7 @@ FILES = {
     "etc/pam.d/common-password": "password required pam_permit.so\n",
     "etc/pam.d/common-session": "session required pam_permit.so\n",
     "etc/pam.d/common-session-noninteractive": "session required pam_permit.so\n",
-    "etc/ssh/sshd_config": "PasswordAuthentication no\nUsePAM no\nSubsystem sftp /usr/lib/openssh/sftp-server\n",
+    "etc/ssh/sshd_config": "PasswordAuthentication no\nUsePAM yes\nSubsystem sftp /usr/lib/openssh/sftp-server\n",
     # An emulated processor is slow: nothing here is to be given up on too early.
     "etc/systemd/system.conf.d/slow.conf": "[Manager]\nDefaultTimeoutStartSec=300s\nDefaultDeviceTimeoutSec=300s\n",
 }

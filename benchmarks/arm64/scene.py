@@ -1,0 +1,268 @@
+"""A fleet on this machine and a board that is emulated: what the proofs on arm64 play in.
+
+The broker is mosquitto with the fleet's own configuration (TLS, certificates); the aggregator, an agent that trains and
+the operator's commands are processes here. The board's card is made by ``metafleet flash`` from an image that knows of
+no device, with a recording at /srv/samples.npz as if the board had made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.arm64 import image, initrd, root
+from benchmarks.arm64.machine import DOOR, Board, Machine
+from cloud_server import identity
+from cloud_server.fleet import Fleet
+from cloud_server.ledger import Ledger
+from cloud_server.mosquitto import Place
+from fleet_core.data import heartbeat
+from fleet_core.data import samples as stored
+
+PROGRAMS = (*root.PROGRAMS, *image.PROGRAMS, "qemu-system-aarch64", "mosquitto", "debugfs", "fsck.vfat", "e2fsck")
+BIN = Path(sys.executable).parent
+BOARD = "board"
+DESK = "desk"
+"""The devices: the emulated one, and the one that trains on this machine."""
+
+
+class Base:
+    """What does not depend on a fleet: kernel, initrd and the untouched image, made once in ``folder``."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]):
+        self.folder, self.kernel, self.initrd = folder, folder / "vmlinuz", folder / "initrd.gz"
+        self.image = folder / "base.img"
+        if not self.image.exists():
+            self._make(say)
+
+    def _make(self, say: Callable[[str], None]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tree = self.folder / "root"
+        if not tree.exists():
+            say("a root file system for arm64, out of packages")
+            root.make(tree)
+        shutil.copy(root.kernel(tree), self.kernel)
+        initrd.write(tree, self.initrd)
+        part = self.folder / "base.part"
+        image.write(tree, part)
+        part.rename(self.image)
+
+
+class Scene:
+    """One fleet with its processes, in ``folder``; used as a context."""
+
+    def __init__(self, folder: Path, base: Base, say: Callable[[str], None]):
+        self.folder, self.base, self.say = folder, base, say
+        self.fleet = folder / "fleet"
+        self.card = folder / "card.img"
+        self.port, self.enrolment_port, self.ssh_port = free_port(), free_port(), free_port()
+        self._started: list[subprocess.Popen[bytes]] = []
+        self.machine: Machine | None = None
+        self.began = time.monotonic()
+
+    def __enter__(self) -> Scene:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.machine is not None:
+            self.machine.kill()
+        for process in reversed(self._started):
+            process.send_signal(signal.SIGTERM)
+        for process in self._started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+            process.kill()
+
+    # The fleet --------------------------------------------------------------------------------------------------------
+
+    def found(self, method: str = "pfldyn-proto", rounds: int = 2) -> None:
+        """A fleet of heart beats with its broker and aggregator; rounds begin when there is a device that trains."""
+        self.metafleet("init", str(self.fleet), "--data", "heartbeat", "--method", method, "--rounds", str(rounds))
+        text = (self.fleet / "fleet.toml").read_text()
+        (self.fleet / "fleet.toml").write_text(_set(text, "fleet", "serve_every = 1"))
+        fleet = Fleet.load(self.fleet)
+        with Ledger(fleet.ledger_path) as ledger:
+            place = Place((DOOR,), self.port, self.enrolment_port, listen="127.0.0.1")
+            config = identity.configure(fleet, ledger, place)
+        self.start("mosquitto", "-c", str(config))
+        self.until(lambda: listens(self.port), 20)
+        self.start("metafleet", "server", "start", str(self.fleet), "--broker", self.broker, "--quiet")
+
+    @property
+    def broker(self) -> str:
+        return f"mqtts://127.0.0.1:{self.port}"
+
+    def desk(self) -> Path:
+        """The device that trains on this machine, with the board's recording; its agent runs."""
+        home = self.folder / DESK
+        self.metafleet("devices", "enroll", str(self.fleet), DESK, "--to", str(home), "--broker", self.broker)
+        self.samples(home / "samples.npz")
+        self.start("edge-agent", "run", "--home", str(home))
+        return home
+
+    def samples(self, path: Path) -> None:
+        """One patient's heart beats."""
+        found = heartbeat.load_heartbeat()
+        stored.save(path, found.of_client(found.clients[0]))
+
+    # The board --------------------------------------------------------------------------------------------------------
+
+    def flash(self, board: str, *more: str, tables: str = "") -> None:
+        """The card of ``BOARD``, by the product's own command."""
+        source = self.folder / "system.img"
+        subprocess.run(["cp", "--sparse=always", str(self.base.image), str(source)], check=True)
+        recording = self.folder / "recording.npz"
+        self.samples(recording)
+        image.put(source, recording, "/srv", "samples.npz")
+        self.key()
+        (self.folder / "board.toml").write_text(
+            f'name = "{BOARD}"\nfleet = "{self.fleet}"\nboard = "{board}"\nos = "bookworm"\n'
+            f'broker = "mqtts://{DOOR}:{self.port}"\n[ssh]\nuser = "me"\n'
+            f'authorized_keys = ["{self.folder}/key.pub"]\n[data]\nsamples = "/srv/samples.npz"\n{tables}'
+        )
+        self.metafleet("flash", str(self.folder / "board.toml"), "--to", f"image:{self.card}", "--image", str(source),
+                       *more)  # fmt: skip
+
+    def key(self) -> Path:
+        """A key to log in to the board with."""
+        path = self.folder / "key"
+        if not path.exists():
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
+        return path
+
+    def boot(self, cpu: str = "cortex-a53", memory_mib: int = 512) -> Machine:
+        """The board with its card, switched on."""
+        doors = {self.port: self.port, self.enrolment_port: self.enrolment_port}
+        board = Board(cpu, memory_mib, doors=doors, ssh=self.ssh_port)
+        console = self.folder / "console.log"
+        self.machine = Machine(board, self.card, self.base.kernel, self.base.initrd, console).start()
+        return self.machine
+
+    def first_boot(self, **how: Any) -> None:
+        """The start at which the system makes the device of itself; it ends by wanting to start again."""
+        self.boot(**how).ended(600)
+
+    def on_board(self, command: str, timeout_s: float = 120) -> str:
+        """What ``command`` prints on the board, over SSH."""
+        done = subprocess.run(
+            ["ssh", "-i", str(self.key()), "-p", str(self.ssh_port), "-o", "BatchMode=yes",
+             "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR",
+             "me@127.0.0.1", command],
+            capture_output=True, text=True, timeout=timeout_s,
+        )  # fmt: skip
+        if done.returncode:
+            raise AssertionError(f"{command}: {done.returncode}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def power_off(self) -> None:
+        """In order, so that the file systems are closed."""
+        assert self.machine is not None
+        with contextlib.suppress(AssertionError):
+            self.on_board("sudo systemctl poweroff")
+        self.machine.ended(300)
+
+    # What is asked ----------------------------------------------------------------------------------------------------
+
+    def devices(self) -> dict[str, dict[str, Any]]:
+        return {row["name"]: row for row in json.loads(self.metafleet("devices", "list", str(self.fleet), "--json"))}
+
+    def answer(self, device: str, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+        """What the device answers over MQTT."""
+        path = self.folder / "question.npy"
+        np.save(path, x)
+        found: dict[str, Any] = json.loads(self.metafleet(
+            "predict", str(self.fleet), device, str(path), "--broker", self.broker, "--timeout-s", "60", "--json"
+        ))
+        return found
+
+    # Processes --------------------------------------------------------------------------------------------------------
+
+    def metafleet(self, *arguments: str) -> str:
+        done = subprocess.run([str(BIN / "metafleet"), *arguments], capture_output=True, text=True, cwd=self.folder,
+                              stdin=subprocess.DEVNULL, env=clean())  # fmt: skip
+        if done.returncode:
+            raise AssertionError(f"metafleet {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    def start(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
+        found = BIN / program if (BIN / program).exists() else Path(which(program))
+        with (self.folder / f"{program}-{len(self._started)}.log").open("wb") as log:
+            process = subprocess.Popen([str(found), *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                       cwd=self.folder, env=clean())  # fmt: skip
+        self._started.append(process)
+        return process
+
+    def until(self, condition: Callable[[], object], timeout_s: float) -> None:
+        """Waits until ``condition`` holds. Fails when the board or a process ends before, or after ``timeout_s``."""
+        until_s = time.monotonic() + timeout_s
+        while not condition():
+            ended = [process.args for process in self._started if process.poll()]
+            if ended or time.monotonic() > until_s:
+                raise AssertionError(f"ended: {ended}" if ended else f"not within {timeout_s:g} s:\n{self.said()}")
+            if self.machine is not None and not self.machine.runs:
+                raise AssertionError(f"the machine has ended:\n{self.said()}")
+            time.sleep(0.5)
+
+    def said(self) -> str:
+        """The last that the processes and the board's console said."""
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
+
+    def passed(self, what: str) -> float:
+        """Seconds since the scene began, said."""
+        seconds = time.monotonic() - self.began
+        self.say(f"[{seconds:.0f} s] {what}")
+        return seconds
+
+
+def _set(text: str, table: str, line: str) -> str:
+    """fleet.toml with a line more in ``table``, in place of one with the same key."""
+    key = line.partition("=")[0].strip()
+    kept = [each for each in text.splitlines() if each.partition("=")[0].strip() != key]
+    at = kept.index(f"[{table}]") + 1
+    return "\n".join([*kept[:at], line, *kept[at:]]) + "\n"
+
+
+def clean() -> dict[str, str]:
+    """This environment without what would change the commands' defaults."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("METAFLEET_")}
+
+
+def which(program: str) -> str:
+    found = shutil.which(program, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
+    if found is None:
+        raise FileNotFoundError(program)
+    return found
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def scene(folder: Path, base: Path, say: Callable[[str], None]) -> Iterator[Scene]:
+    """A scene that leaves no process behind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Scene(folder, Base(base, say), say) as found:
+        yield found
