@@ -10,6 +10,7 @@ from typing import Any
 from fleet_core import schema
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method, own_steps
+from fleet_core.algorithms.steps import steps_of, trains
 from fleet_core.errors import ConfigError
 from fleet_core.layout import MODEL_GROUPS
 
@@ -53,10 +54,14 @@ def stays(method: Method) -> list[str]:
 
 
 def without_torch(method: Method) -> str:
-    """What a device answers with that has no torch."""
+    """What a device answers with that has no torch. The graph of a method's steps is made at ``metafleet init``, which
+    says which model has none."""
     if method.personalizer in ("proto", "knn"):
         return MADE_HERE[method.personalizer]
-    return "the fleet's model" if set(method.shared) >= set(MODEL_GROUPS) else "nothing"
+    as_it_is = "the fleet's model" if set(method.shared) >= set(MODEL_GROUPS) else "nothing"
+    if trains(method) or steps_of(method, method.hyper()) is None:
+        return as_it_is
+    return f"tuned weights; {as_it_is} where its steps are no graph"
 
 
 def crossing(method: Method, way: str) -> str:

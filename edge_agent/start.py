@@ -1,5 +1,6 @@
-"""``edge-agent`` from its first line: a plain ``predict`` answers without the command line's libraries, which take
-longer to load than the model; everything else, what is wrong and ``--help`` too, is ``edge_agent.cli``'s.
+"""``edge-agent`` from its first line: a plain ``predict`` or ``personalize`` does without the command line's libraries,
+which take longer to load than the model, and more memory; everything else, what is wrong and ``--help`` too, is
+``edge_agent.cli``'s.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Asked(NamedTuple):
+class Predict(NamedTuple):
     """A plain ``predict``."""
 
     inputs: Path
@@ -19,21 +20,55 @@ class Asked(NamedTuple):
     as_json: bool
 
 
-def plain(arguments: Sequence[str]) -> Asked | None:
-    """``predict INPUT [--home HOME] [--json]``, or None for anything else."""
-    if list(arguments[:1]) != ["predict"]:
+class Personalize(NamedTuple):
+    """A plain ``personalize``."""
+
+    home: Path
+    as_json: bool
+    by: str | None
+    steps: int | None
+    rate: float | None
+
+
+VALUED = {"predict": ("--home",), "personalize": ("--home", "--by", "--steps", "--rate")}
+
+
+def plain(arguments: Sequence[str]) -> Predict | Personalize | None:
+    """``predict INPUT`` or ``personalize``, with options that are understood; None for anything else."""
+    parted = _parted(arguments)
+    if parted is None:
         return None
-    home, as_json, inputs, rest = os.environ.get("METAFLEET_HOME") or ".", False, [], iter(arguments[1:])
+    command, named, rest = parted
+    home, as_json = Path(named.get("--home") or os.environ.get("METAFLEET_HOME") or "."), "--json" in named
+    if command == "predict":
+        return Predict(Path(rest[0]), home, as_json) if len(rest) == 1 else None
+    try:
+        steps, rate = named.get("--steps"), named.get("--rate")
+        numbers = None if steps is None else int(steps), None if rate is None else float(rate)
+    except ValueError:
+        return None
+    return None if rest else Personalize(home, as_json, named.get("--by"), *numbers)
+
+
+def _parted(arguments: Sequence[str]) -> tuple[str, dict[str, str], list[str]] | None:
+    """(command, options by name, the other arguments)."""
+    named, others, rest = dict[str, str](), list[str](), iter(arguments[1:])
+    valued = VALUED.get(arguments[0]) if arguments else None
+    if valued is None:
+        return None
     for argument in rest:
+        name, _, value = argument.partition("=")
         if argument == "--json":
-            as_json = True
-        elif argument == "--home" or argument.startswith("--home="):
-            home = argument.partition("=")[2] or next(rest, "")
+            named[name] = ""
+        elif name in valued:
+            named[name] = value or next(rest, "")
+            if not named[name]:
+                return None
         elif argument.startswith("-"):
             return None
         else:
-            inputs.append(argument)
-    return Asked(Path(inputs[0]), Path(home), as_json) if len(inputs) == 1 and home else None
+            others.append(argument)
+    return arguments[0], named, others
 
 
 def main() -> None:
@@ -45,7 +80,9 @@ def main() -> None:
     from edge_agent import commands
     from fleet_core import runtime
 
-    runtime.guarded(lambda: commands.predict(*asked))
+    if isinstance(asked, Predict):
+        return runtime.guarded(lambda: commands.predict(*asked))
+    runtime.guarded(lambda: commands.personalize(*asked))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ START = """#!/bin/sh
 # The agent of this folder, with the modules beside it and the system's Python.
 here=$(dirname "$(dirname "$(readlink -f "$0")")")
 export PYTHONPATH="$here/lib" PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1
-exec python3 -m edge_agent.cli "$@"
+exec python3 -m edge_agent.start "$@"
 """
 
 
