@@ -203,7 +203,7 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
 
 def build(
     ledger: Ledger, *, method: str, seed: int, config: Mapping[str, Any], baseline: Baseline | None = None,
-    baseline_method: str = "fedavg-meta",
+    baseline_method: str = "fedavg",
 ) -> Result:  # fmt: skip
     """The result of a run, finished or interrupted.
 
