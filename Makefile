@@ -16,7 +16,7 @@ demo: setup
 	@$(BIN)/metafleet demo $(ARGS)
 
 test: setup
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check

@@ -178,6 +178,14 @@ class Scene:
     def devices(self) -> dict[str, dict[str, Any]]:
         return {row["name"]: row for row in json.loads(self.metafleet("devices", "list", str(self.fleet), "--json"))}
 
+    def serves(self, device: str, rounds: int = 2) -> bool:
+        """Whether the device answers from the last round's judged model, as its own."""
+        try:
+            found = self.answer(device, np.zeros((1, 3, 128), np.float32))
+        except AssertionError:
+            return False
+        return bool(found.get("round") == rounds and found.get("personalization") != "none")
+
     def answer(self, device: str, x: np.ndarray[Any, Any]) -> dict[str, Any]:
         """What the device answers over MQTT."""
         path = self.folder / "question.npy"
