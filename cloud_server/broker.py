@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from cloud_server.mosquitto import Place, address
+from cloud_server.mosquitto import KEEPING, Place, address
 from fleet_core.errors import ConfigError, LinkError
 from fleet_core.storage import write_atomic
 
@@ -41,24 +41,10 @@ INSTALLERS = {
 # it means that the parent died.
 WATCHED = 'exec 3<&0; { read -r _ <&3 || kill -TERM $$; } & exec 3<&-; exec "$@" </dev/null'
 
-# What is retained is saved at an orderly stop and after every 100 changes: each save rewrites the whole store, so that
-# saving after every change would write a model's chunks hundreds of times over. What a kill loses, its publisher
-# publishes again when it is connected again. The queue has a number because 0, no limit, dropped messages.
 MOSQUITTO_CONFIG = """\
 listener {port} {host}
 allow_anonymous true
-persistence true
-persistence_location {folder}/
-autosave_on_changes true
-autosave_interval 100
-max_queued_messages 4000
-set_tcp_nodelay true
-sys_interval 0
-log_dest stderr
-log_type error
-log_type warning
-log_type notice
-"""
+""" + KEEPING
 
 
 @dataclass(frozen=True)
@@ -170,7 +156,7 @@ def _start(
 
 
 def _write_config(folder: Path, host: str, port: int) -> Path:
-    text = MOSQUITTO_CONFIG.format(port=port, host=host, folder=folder.resolve())
+    text = MOSQUITTO_CONFIG.format(port=port, host=host, data=folder.resolve())
     if os.geteuid() == 0:
         text += "user root\n"
     path = folder.resolve() / "mosquitto.conf"

@@ -132,7 +132,7 @@ def devices_enroll(
     """Let a device in: a one-time token in a file, or a folder to run an agent in on this machine."""
     made = Fleet.load(fleet)
     topics.check_name(name, "device")
-    url = _token_broker(broker, made) if to is None else url_of(broker, made, plain)
+    url = token_broker(broker, made) if to is None else url_of(broker, made, plain)
     if to is not None and not parse_url(url).tls:
         return _enroll_plainly(made, name, to, url, as_json)
     enroll.check_folder(made, name, to)
@@ -156,7 +156,7 @@ def _enroll_plainly(fleet: Fleet, name: str, to: Path, url: str, as_json: bool) 
     print(f"{path} written; put the device's samples beside it as samples.npz, then: edge-agent run --home {to}")
 
 
-def _token_broker(broker: str | None, fleet: Fleet) -> str:
+def token_broker(broker: str | None, fleet: Fleet) -> str:
     """The broker that a token names: the one that is named, or the private one beyond loopback."""
     named = broker or fleet.config.link.broker
     if named is not None and named != serve.EMBEDDED:

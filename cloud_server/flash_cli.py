@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cloud_server import enroll, enrolment, identity, serve
+from cloud_server import devices_cli, enroll, enrolment
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Invitation, Ledger
 from edge_agent import settings as agents
@@ -131,25 +131,13 @@ def prepare(path: Path, *, python: str | None = None) -> Prepared:
     train = device.train.get("enabled", True) is not False
     system = machine.of(boards.load(profile), device.os, train=train, python=python)
     program.check_python(system)
-    broker = _broker(device, fleet)
+    broker = devices_cli.token_broker(device.broker, fleet)
     url = parse_url(broker)
     if is_loopback(url.host):
         raise ConfigError(f"the device would look for the broker at {url.host} on itself", where=str(path),
                           hint='broker = "mqtts://ADDRESS" as the device reaches it')
     check_plain(broker, fleet.config.link.plain)
     return Prepared(device, fleet, profile, system, broker, not url.tls)
-
-
-def _broker(device: DeviceFile, fleet: Fleet) -> str:
-    """The device file's, else fleet.toml's, else the one that the fleet's mosquitto folder was written for."""
-    named = device.broker or fleet.config.link.broker
-    if named is not None and named != serve.EMBEDDED:
-        return named
-    place = identity.placed(fleet.folder)
-    if place is None:
-        raise ConfigError("no broker is named, and the fleet has no certificates yet", where=str(fleet.folder),
-                          hint=f"metafleet init {fleet.folder}")
-    return place.url
 
 
 def _table_problems(tables: Mapping[str, Mapping[str, Any]]) -> list[Problem]:

@@ -24,10 +24,10 @@ OPERATORS = tuple(f".operator-{n}" for n in range(32))
 keeps one connection a name."""
 PORT, ENROLMENT_PORT = 8883, 8884
 
-CONFIG = """\
-# Written by 'metafleet server config'. When a device is revoked acl and crl.pem are written again.
-# The paths are those of the folder that --at names. mosquitto's user must be able to read server.key.
-per_listener_settings true
+# What is retained is saved at an orderly stop and after every 100 changes: each save rewrites the whole store, so that
+# saving after every change would write a model's chunks hundreds of times over. What a kill loses, its publisher
+# publishes again when it is connected again. The queue has a number because 0, no limit, dropped messages.
+KEEPING = """\
 persistence true
 persistence_location {data}/
 autosave_on_changes true
@@ -39,7 +39,13 @@ log_dest stderr
 log_type error
 log_type warning
 log_type notice
+"""
 
+CONFIG = """\
+# Written by 'metafleet server config'. When a device is revoked acl and crl.pem are written again.
+# The paths are those of the folder that --at names. mosquitto's user must be able to read server.key.
+per_listener_settings true
+""" + KEEPING + """
 # Devices, the aggregator and the operator: a certificate of the fleet's authority that is not revoked.
 listener {port}{listen}
 cafile {at}/ca.pem

@@ -101,7 +101,7 @@ def _quantized(graph: Graph, params: Params, x: Array) -> bytes:
     return bytes(made.SerializeToString(deterministic=True))
 
 
-class _Reader(CalibrationDataReader):  # type: ignore[misc]
+class _Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime comes without types
     """Raw samples, a few at a time."""
 
     def __init__(self, x: Array) -> None:

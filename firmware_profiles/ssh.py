@@ -10,6 +10,7 @@ Options: ssh_config(5). Exit codes: ssh(1), 255 is ssh's own.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -296,7 +297,7 @@ def _read(stream: IO[bytes], kept: list[bytes]) -> None:
     """All of it, so that the other side can go on; the first mebibyte is kept."""
     size = 0
     with contextlib.suppress(OSError, ValueError), stream:
-        while piece := stream.read1(65536):  # type: ignore[attr-defined]
+        while piece := os.read(stream.fileno(), 65536):
             if size < MAX_OUTPUT_BYTES:
                 kept.append(piece[: MAX_OUTPUT_BYTES - size])
             size += len(piece)

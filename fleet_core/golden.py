@@ -19,7 +19,8 @@ DTYPES = ("float32", "uint8", "int64")
 def pack(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
     """The same bytes for equal arrays."""
     buffer = io.BytesIO()
-    np.savez(buffer, **{name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)})  # type: ignore[arg-type]
+    ordered: dict[str, Any] = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
+    np.savez(buffer, **ordered)
     return buffer.getvalue()
 
 

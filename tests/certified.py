@@ -39,6 +39,28 @@ def bare_fleet(folder: Path) -> Fleet:
     return fleet
 
 
+LAB = """
+[fleet]
+name = "lab"
+
+[model]
+name = "cnn1d"
+classes = ["N", "S"]
+input = {shape = [1, 8], dtype = "float32"}
+"""
+
+
+def lab(folder: Path) -> None:
+    """A fleet in ``folder``/lab with keys, certificates, a ledger and a broker's folder, and without a model."""
+    (folder / "lab").mkdir()
+    (folder / "lab/fleet.toml").write_text(LAB)
+    (folder / "lab/fleet.pub").write_text(Signer.create(folder / "lab/fleet.key").public)
+    fleet = Fleet.load(folder / "lab")
+    with Ledger(fleet.ledger_path) as ledger:
+        identity.complete(fleet, ledger)
+        identity.configure(fleet, ledger, Place(("192.0.2.7",)))
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Generator
+import tempfile
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.loopback_board import Board
 
 SHARED_VARIABLE = "METAFLEET_SHARED"
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
@@ -29,6 +34,24 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.desk import finished_fleet
 
     return finished_fleet(tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture(scope="module")
+def ssh_machine() -> Iterator[Board]:
+    """A machine with an SSH server on loopback, in namespaces of its own."""
+    from tests.loopback_board import board
+
+    with tempfile.TemporaryDirectory(prefix="mf-b-") as folder:
+        Path(folder).chmod(0o755)
+        with board(Path(folder)) as made:
+            yield made
+
+
+@pytest.fixture
+def board(ssh_machine: Board) -> Board:
+    """The same with nothing installed."""
+    ssh_machine.as_new()
+    return ssh_machine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -110,7 +110,7 @@ def test_without_mosquitto_a_broker_with_certificates_says_how_to_install_it(
 
 @NEEDS_MOSQUITTO
 def test_a_broker_that_ends_at_its_start_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_module, "MOSQUITTO_CONFIG", "listener {port} {host}\nnonsense true\n# {folder}\n")
+    monkeypatch.setattr(broker_module, "MOSQUITTO_CONFIG", "listener {port} {host}\nnonsense true\n# {data}\n")
     with pytest.raises(LinkError, match=r"broker\.log: the broker ended at its start: .*mosquitto\.conf"):
         start_broker(tmp_path, embedded=False)
 

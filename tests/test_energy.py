@@ -131,7 +131,7 @@ def test_the_users_watts_are_shown_as_modelled(tmp_path: Path) -> None:
     assert code == 0
     (source,) = (s for s in json.loads(text)["sources"] if "--meter-watts" in s["source"])
     assert not source["measured"]
-    assert 1.98 <= source["watts"]["least"] <= source["watts"]["mean"] <= source["watts"]["most"]
+    assert 2.0 <= source["watts"]["least"] <= source["watts"]["mean"] <= source["watts"]["most"]
     assert source["readings"] >= 3
 
 

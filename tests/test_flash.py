@@ -10,31 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from cloud_server import flash_cli, identity
-from cloud_server.fleet import Fleet
+from cloud_server import flash_cli
 from cloud_server.ledger import Ledger
-from cloud_server.mosquitto import Place
 from firmware_profiles import block, image, machine, program
 from firmware_profiles.program import Program, sha256_of
 from firmware_profiles.progress import Progress, span
 from fleet_core import token
 from fleet_core.board import known
 from fleet_core.errors import ConfigError
-from fleet_core.signing import Signer
 from tests import disks
+from tests.certified import lab
 from tests.disks import MIB
 
 PASSWORD = "hunter2-and-more"
 NEEDS = pytest.mark.needs("mcopy", "mkfs.vfat", "mke2fs", "debugfs", "sfdisk")
-FLEET = """
-[fleet]
-name = "lab"
-
-[model]
-name = "cnn1d"
-classes = ["N", "S"]
-input = {shape = [1, 8], dtype = "float32"}
-"""
 DEVICE = f"""name = "kitchen"
 fleet = "lab"
 board = "raspberry-pi-4b"
@@ -54,13 +43,7 @@ samples = "/srv/samples.npz"
 def desk(tmp_path_factory):
     """A fleet with its certificates, a device file and a system's image, side by side."""
     folder = tmp_path_factory.mktemp("desk")
-    (folder / "lab").mkdir()
-    (folder / "lab/fleet.toml").write_text(FLEET)
-    (folder / "lab/fleet.pub").write_text(Signer.create(folder / "lab/fleet.key").public)
-    fleet = Fleet.load(folder / "lab")
-    with Ledger(fleet.ledger_path) as ledger:
-        identity.complete(fleet, ledger)
-        identity.configure(fleet, ledger, Place(("192.0.2.7",)))
+    lab(folder)
     disks.card(folder / "os.img")
     return folder
 

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cloud_server import comeback, flash_cli, identity
-from cloud_server.fleet import Fleet
+from cloud_server import comeback, flash_cli
 from cloud_server.ledger import Ledger
-from cloud_server.mosquitto import Place
 from firmware_profiles import program, ssh_install
 from fleet_core import __version__, token
 from fleet_core.errors import ConfigError, FlashError
-from fleet_core.signing import Signer
+from tests.certified import lab
 from tests.loopback_board import DEAF, Board, a_program
-from tests.loopback_board import board as a_board
 
 pytestmark = pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill")
 
-FLEET = """
-[fleet]
-name = "lab"
-
-[model]
-name = "cnn1d"
-classes = ["N", "S"]
-input = {shape = [1, 8], dtype = "float32"}
-"""
 DEVICE = """name = "kitchen"
 fleet = "lab"
 board = "x86-64"
@@ -42,30 +28,10 @@ samples = "/srv/samples.npz"
 """
 
 
-@pytest.fixture(scope="module")
-def machine() -> Iterator[Board]:
-    with tempfile.TemporaryDirectory(prefix="mf-b-") as folder:
-        Path(folder).chmod(0o755)
-        with a_board(Path(folder)) as made:
-            yield made
-
-
-@pytest.fixture
-def board(machine: Board) -> Board:
-    machine.as_new()
-    return machine
-
-
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A fleet with its certificates, a device file beside it, and a program that was made already."""
-    (tmp_path / "lab").mkdir()
-    (tmp_path / "lab/fleet.toml").write_text(FLEET)
-    (tmp_path / "lab/fleet.pub").write_text(Signer.create(tmp_path / "lab/fleet.key").public)
-    fleet = Fleet.load(tmp_path / "lab")
-    with Ledger(fleet.ledger_path) as ledger:
-        identity.complete(fleet, ledger)
-        identity.configure(fleet, ledger, Place(("192.0.2.7",)))
+    lab(tmp_path)
     (tmp_path / "kitchen.toml").write_text(DEVICE)
     monkeypatch.setattr(ssh_install, "POLL_S", 0.05)
     monkeypatch.setattr(comeback, "REACH_S", 0.1)

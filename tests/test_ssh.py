@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,23 +10,8 @@ import pytest
 from firmware_profiles import ssh
 from fleet_core.errors import ConfigError, FlashError
 from tests.loopback_board import USER, Board
-from tests.loopback_board import board as a_board
 
 needs_board = pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "pkill")
-
-
-@pytest.fixture(scope="module")
-def machine() -> Iterator[Board]:
-    with tempfile.TemporaryDirectory(prefix="mf-b-") as folder:
-        Path(folder).chmod(0o755)
-        with a_board(Path(folder)) as made:
-            yield made
-
-
-@pytest.fixture
-def board(machine: Board) -> Board:
-    machine.as_new()
-    return machine
 
 
 def target(board: Board, user: str = "root") -> ssh.Target:

@@ -8,8 +8,7 @@ import platform
 import signal
 import sys
 import tarfile
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,26 +23,11 @@ from firmware_profiles.remote import Found, Remote, refuse
 from firmware_profiles.ssh_install import Outcome
 from fleet_core.errors import FlashError
 from tests.loopback_board import DEAF, DIES, GOOD, USER, Board, a_program, until
-from tests.loopback_board import board as a_board
 
 pytestmark = pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill")
 
 DEVICE_TOML = b'[device]\nname = "kitchen"\nfleet = "lab"\nbroker = "mqtts://hub:8883"\n\n[data]\nsamples = "s.npz"\n'
 STEPS = ("want", "take", "place", "change", "confirm")
-
-
-@pytest.fixture(scope="module")
-def machine() -> Iterator[Board]:
-    with tempfile.TemporaryDirectory(prefix="mf-b-") as folder:
-        Path(folder).chmod(0o755)
-        with a_board(Path(folder)) as made:
-            yield made
-
-
-@pytest.fixture
-def board(machine: Board) -> Board:
-    machine.as_new()
-    return machine
 
 
 @pytest.fixture(autouse=True)

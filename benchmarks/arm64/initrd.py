@@ -23,9 +23,9 @@ INIT = """\
 for driver in {drivers}; do /bin/busybox insmod /lib/$driver; done
 n=0
 until [ -b /dev/vda2 ] || [ $n = 120 ]; do /bin/busybox sleep 1; n=$((n + 1)); done
-/bin/busybox mount -t ext4 /dev/vda2 /root || exec /bin/busybox sh
-for place in dev proc sys; do /bin/busybox mount --move /$place /root/$place; done
-exec /bin/busybox switch_root /root /sbin/init
+/bin/busybox mount -t ext4 /dev/vda2 /card || exec /bin/busybox sh
+for place in dev proc sys; do /bin/busybox mount --move /$place /card/$place; done
+exec /bin/busybox switch_root /card /sbin/init
 """
 
 
@@ -34,7 +34,7 @@ def write(root: Path, path: Path) -> None:
     modules = {each.name.split(".ko")[0].replace("-", "_"): each for each in (root / "lib/modules").rglob("*.ko*")}
     drivers = [modules[name] for name in DRIVERS if name in modules]
     archive = Archive()
-    for folder in ("bin", "lib", "dev", "proc", "sys", "root"):
+    for folder in ("bin", "lib", "dev", "proc", "sys", "card"):
         archive.add(folder, b"", stat.S_IFDIR | 0o755)
     archive.add("bin/busybox", (root / "bin/busybox").read_bytes(), stat.S_IFREG | 0o755)
     for driver in drivers:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 RELEASE = "bookworm"
 PACKAGES = (
@@ -130,8 +131,8 @@ def _append(path: Path, lines: Sequence[str]) -> None:
         file.writelines(f"{line}\n" for line in lines)
 
 
-def _run(*command: str, stdin: object = None) -> None:
-    subprocess.run(command, check=True, stdin=stdin, stdout=subprocess.DEVNULL)  # type: ignore[call-overload]
+def _run(*command: str, stdin: IO[bytes] | None = None) -> None:
+    subprocess.run(command, check=True, stdin=stdin, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def measured(home: Path, sample: Path, count: int) -> dict[str, Any]:
         connection = http.client.HTTPConnection(host, port, timeout=30)
         ways: dict[str, Callable[[], Any]] = {"call": lambda: service.answers(x)}
         for name, (body, headers) in asked.items():
-            ways[name] = lambda body=body, headers=headers: posted(connection, body, headers)  # type: ignore[misc]
+            ways[name] = partial(posted, connection, body, headers)
         milliseconds = timed(ways, count)
         alone = memory(process.pid)
         crowd = collected(clients(CLIENTS, host, port, PATH, home / "asked.json", CROWD_S))

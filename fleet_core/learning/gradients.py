@@ -56,7 +56,8 @@ class Episode:
     def stacked(several: Sequence[Episode]) -> Episode:
         """Episodes of equal sizes, the axis of clients in front."""
         named = zip(*(vars(episode).values() for episode in several), strict=True)
-        return Episode(*(None if part[0] is None else torch.stack(part) for part in named))  # type: ignore[arg-type]
+        parts: list[Any] = [None if part[0] is None else torch.stack(part) for part in named]
+        return Episode(*parts)
 
 
 def leaves(at: Params) -> Params:

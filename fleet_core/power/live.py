@@ -12,7 +12,8 @@ from fleet_core.board.profile import Power, Profile
 from fleet_core.errors import PowerError
 from fleet_core.power import hwmon
 from fleet_core.power.choose import sensor_of
-from fleet_core.power.model import BoardModel, Watts
+from fleet_core.power.cpu import machine_cpu_s
+from fleet_core.power.model import BoardModel
 from fleet_core.power.rapl import Packages
 from fleet_core.power.sensor import Reading
 
@@ -121,13 +122,13 @@ def _model(
 
 
 def _busy(idle_w: float, busy_w: float, root: Path, clock: Clock) -> Source:
-    watts = Watts(idle_w, (busy_w - idle_w) / (os.cpu_count() or 1), root, clock)
-    last = [(clock(), watts.read_uj())]
+    each_w = (busy_w - idle_w) / (os.cpu_count() or 1)
+    last = [(clock(), machine_cpu_s(root))]
 
     def read() -> Reading:
-        (before_s, before_uj), now = last[0], (clock(), watts.read_uj())
+        (before_s, before_cpu_s), now = last[0], (clock(), machine_cpu_s(root))
         last[0] = now
-        seconds = now[0] - before_s
-        return Reading(watts.advance_j(before_uj, now[1]) / seconds if seconds > 0 else idle_w)
+        seconds, cpu_s = now[0] - before_s, max(0.0, now[1] - before_cpu_s)
+        return Reading(idle_w + each_w * cpu_s / seconds if seconds > 0 else idle_w)
 
     return Source(f"model: {idle_w:g} W idle, {busy_w:g} W with all processors busy (--meter-watts)", False, "", read)
