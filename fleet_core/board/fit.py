@@ -1,7 +1,7 @@
 """What an agent may do on a machine: a pure function of the board's profile, of what was found, and of the user's wish.
 
 Limits from memory are a rule of thumb, kept on the safe side. Its figures: a CIFAR LeNet (797,962 parameters) trained
-in an emulated ARM64 machine with 512 MB at a peak of 377 MB; on x86-64 a round takes 31 to 42 bytes per parameter
+in an emulated ARM64 machine with 512 MB at a peak of 377 MB; on x86-64 a round takes 30 to 43 bytes per parameter
 beside what torch itself takes, and about 1.2 MiB per sample of a LeNet's batch
 (``benchmarks/boards/training_memory.json``). A profile or device.toml that names a limit is believed instead.
 """
