@@ -101,7 +101,7 @@ def start_broker(crew: Crew, house: House) -> str:
     folder.mkdir()
     port = 1883 if house.hub.namespace else _free_port()
     config = folder / "mosquitto.conf"
-    text = MOSQUITTO_CONFIG.format(port=port, host=house.address, folder=folder)
+    text = MOSQUITTO_CONFIG.format(port=port, host=house.address, data=folder)
     config.write_text(text + "log_type information\n" + ("user root\n" if os.geteuid() == 0 else ""))
     crew.says(crew.start(house.hub, program, "-c", str(config)), "running")
     return f"mqtt://{house.address}:{port}"

@@ -88,6 +88,7 @@ class Processes:
             while waiting:
                 yield from waiting.popleft().result()
         except BrokenProcessPool as error:
+            self._pool.shutdown()  # who is still at work would write beside the run that goes on
             raise _died("a process") from error
         finally:
             for future in waiting:
@@ -123,17 +124,21 @@ class RayCrew:
         """One task at a time for each actor, the next as it becomes free."""
         free, todo = list(self._actors), deque(enumerate(parts))
         at_work, done = dict[Any, tuple[int, Any]](), dict[int, Any]()
-        for told in range(len(parts)):
-            while told not in done:
-                while free and todo:
-                    number, part = todo.popleft()
-                    actor = free.pop()
-                    at_work[getattr(actor, what).remote(part)] = number, actor
-                (ready, *_), _ = self._ray.wait(list(at_work))
-                number, actor = at_work.pop(ready)
-                free.append(actor)
-                done[number] = self._result(ready)
-            yield from done.pop(told)
+        try:
+            for told in range(len(parts)):
+                while told not in done:
+                    while free and todo:
+                        number, part = todo.popleft()
+                        actor = free.pop()
+                        at_work[getattr(actor, what).remote(part)] = number, actor
+                    (ready, *_), _ = self._ray.wait(list(at_work))
+                    number, actor = at_work.pop(ready)
+                    free.append(actor)
+                    done[number] = self._result(ready)
+                yield from done.pop(told)
+        finally:
+            if at_work:  # an error: who is still at work would write beside the run that goes on
+                self._ray.wait(list(at_work), num_returns=len(at_work))
 
     def _result(self, ready: Any) -> Any:
         try:
