@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -155,11 +156,12 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
         now, totals, devices = snapshot(ledger), ledger.totals(), ledger.devices()
         on = [d.name for d in devices if d.state == "on" and d.status == "enrolled"]
         silent = [d.name for d in devices if d.state == "off" and d.status == "enrolled" and d.took_part]
+        programs = Counter(d.version for d in devices if d.status == "enrolled" and d.version)
         running = made.running()
         facts = {"fleet": made.config.fleet.name, "method": made.method.name, "running": running,
                  "rounds_closed": totals.rounds,
                  "rounds": made.config.fleet.rounds, "open_round": now.open_round, "on": on, "off": silent,
-                 "totals": result.plain_sums(ledger)}
+                 "programs": dict(sorted(programs.items())), "totals": result.plain_sums(ledger)}
         stalled = ledger.facts().get("stalled")
         if stalled:
             facts["stalled"] = stalled
@@ -172,6 +174,9 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
     if silent:
         print(f"off since they took part: {', '.join(silent)}; one that never comes back biases the model: "
               f"metafleet devices revoke {fleet} NAME")
+    if programs:
+        told = (f"{version} on {count}" for version, count in sorted(programs.items()))
+        print(f"agents, by what each device said last: {', '.join(told)}")
     if totals.volume is not None:
         print(f"payload up {totals.volume.payload.up} bytes, down {totals.volume.payload.down} bytes")
 

@@ -10,7 +10,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from fleet_core import __version__, storage
+from edge_agent.version import running
+from fleet_core import storage
 from fleet_core.errors import StateError
 
 NAME = "online.json"
@@ -18,7 +19,7 @@ NAME = "online.json"
 
 def tell(home: Path, boot: str, log: Callable[[str], None]) -> None:
     """A disk that does not take it is said, and does not keep the agent from its work."""
-    note = json.dumps({"boot": boot, "version": __version__})
+    note = json.dumps({"boot": boot, "version": running()})
     try:
         storage.write_atomic(home / NAME, note.encode(), durable=False)
     except StateError as error:

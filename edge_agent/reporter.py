@@ -10,7 +10,8 @@ from edge_agent.accounts import Accounts
 from edge_agent.fetcher import MISSING
 from edge_agent.settings import Settings
 from edge_agent.uploader import UNANSWERED
-from fleet_core import __version__, codecs, messages, topics
+from edge_agent.version import running
+from fleet_core import codecs, messages, topics
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.board.fit import Limits
 from fleet_core.errors import LinkError
@@ -102,7 +103,7 @@ class Reporter:
             st="on",
             boot=self._boot,
             ph=self.phase,
-            ver=__version__,
+            ver=running(),
             methods={name: method.version for name, method in METHODS.items()},
             codecs=tuple(codecs.CODECS),
             layouts=layouts,
@@ -130,7 +131,7 @@ class Reporter:
         self._heard = self._heard or boot == self._boot
 
     def leave(self) -> None:
-        off = messages.encode(Presence(st="off", boot=self._boot, ver=__version__))
+        off = messages.encode(Presence(st="off", boot=self._boot, ver=running()))
         self._send(topics.presence(self._fleet, self._name), off, retain=True)
 
     def enter(self, phase: str) -> None:
@@ -147,7 +148,7 @@ class Reporter:
     def _beat(self) -> None:
         """Still here, and at what; not retained."""
         self._last_heartbeat = self._clock()
-        beat = Presence(st="on", boot=self._boot, ph=self.phase, ver=__version__, beat=True)
+        beat = Presence(st="on", boot=self._boot, ph=self.phase, ver=running(), beat=True)
         self._send(topics.presence(self._fleet, self._name), messages.encode(beat))
 
     def _send(self, topic: str, payload: bytes, *, retain: bool = False) -> None:

@@ -88,11 +88,6 @@ class Release:
         status = self.archive.stat()
         return _content(self.archive, status.st_mtime_ns, status.st_size)
 
-    @property
-    def agent_version(self) -> str:
-        """What the agent says of itself: the part before the content's own hash."""
-        return self.version.rpartition("-")[0] or self.version
-
     def for_device(self, own: str) -> Release:
         """The same for a device with this device.toml of its own, or none (empty): what enrolment made stays its own.
         """

@@ -39,7 +39,7 @@ class Watch(Protocol):
         """Called before the restart."""
 
     def missing(self, version: str) -> str:
-        """What is still missing for the agent of ``version``, started since ``before``, to be back; empty when it is.
+        """What is still missing for the program ``version``, started since ``before``, to be back; empty when it is.
         Must not take much longer than a second."""
 
     def well(self) -> bool:
@@ -184,7 +184,7 @@ def _wait(
     tell("waiting for it to be back", "")
     end = time.monotonic() + patience_s
     try:
-        while missing := watch.missing(release.agent_version):
+        while missing := watch.missing(release.version):
             if time.monotonic() > end:
                 raise _returned(remote, release, patience_s, missing, tell)
             tell("waiting for it to be back", missing)

@@ -202,7 +202,7 @@ def board(folder: Path) -> Iterator[Board]:
 def a_program(folder: Path, version: str, agent: str = GOOD) -> Program:
     """A program of three files for this machine, whose agent is a script that only says that it has come up."""
     files = {
-        "bin/edge-agent": agent.replace("VERSION", version.partition("-")[0]).encode(),
+        "bin/edge-agent": agent.replace("VERSION", version).encode(),
         "lib/same.py": b"same\n" * 10_000, "lib/with blank (1).py": version.encode(),
     }
     path = folder / f"{version}.tar.gz"

@@ -198,6 +198,7 @@ def test_the_status_of_a_finished_fleet_says_what_was_counted(run: Run, place: P
     facts = json.loads(run("metafleet", "server", "status", place / "fleet", "--json").out)
     assert (facts["rounds_closed"], facts["rounds"], facts["running"]) == (2, 2, False)
     assert facts["totals"]["payload_bytes"]["up"] > 0
+    assert facts["programs"] == {__version__: 2}
     with Fleet.load(place / "fleet").lock():
         assert json.loads(run("metafleet", "server", "status", place / "fleet", "--json").out)["running"] is True
 
