@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import table as markdown
 from benchmarks.on_device.ways import WAYS
-
-Rows = Iterable[Sequence[str]]
 
 HEADLINE = {"omniglot": "accuracy", "har": "accuracy", "heartbeat": "macro_f1"}
 """What a set is judged by first: where one class is nearly all, macro-F1."""
 NAMES = {"accuracy": "accuracy", "macro_f1": "macro-F1"}
 TITLES = {"omniglot": "Omniglot (Conv-4, 16 channels)", "har": "HAR (1-D CNN)", "heartbeat": "heartbeat-22 (1-D CNN)"}
-
-
-def markdown(head: Sequence[str], rows: Rows) -> str:
-    return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]) + "\n"
 
 
 def _models(found: Mapping[str, Any]) -> list[tuple[str, Any]]:

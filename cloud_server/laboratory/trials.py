@@ -18,7 +18,8 @@ from fleet_core.algorithms.methods import METHODS
 from fleet_core.errors import ConfigError, DataError, StateError
 
 DEVICES, NOVEL = "devices", "novel"
-JUDGED_SO = ("new_devices", "validation", "support", "novel_classes", "novel", "devices", "test_step")
+JUDGED_SO = ("new_devices", "validation", "support", "support_split", "within_training", "novel_classes", "novel",
+             "devices", "test_step")
 NO_CHOICE = ("judge", "data", "partition", "model")
 OF_ONE_RUN = ("demo.seed", "demo.baseline", "fleet.fleet.seed", "fleet.fleet.name", "fleet.link.broker")
 MAX_RUNS = 10_000
@@ -80,7 +81,7 @@ def gather(places: Sequence[Path]) -> tuple[list[Trial], list[str]]:
 def read(path: Path) -> Trial:
     """The run of a result.json, or of a fleet's folder. Raises StateError where it was not judged."""
     data = outcome.read(path) if path.is_file() else outcome.of_fleet(path)
-    made = _of_simulation(data, path) if data.get("kind") == outcome.SIMULATION else _of_fleet(data, path)
+    made = of_simulation(data, path) if data.get("kind") == outcome.SIMULATION else _of_fleet(data, path)
     if not made.last.get(DEVICES):
         raise StateError("no round of it was judged", where=str(path))
     return made
@@ -161,7 +162,8 @@ class Simulated:
     seconds: float = field(default=0.0, metadata=AMOUNT)
 
 
-def _of_simulation(data: Mapping[str, Any], path: Path) -> Trial:
+def of_simulation(data: Mapping[str, Any], path: Path) -> Trial:
+    """The run of a simulation's result, or of as many rounds as there are. Raises StateError."""
     run, problems = schema.read(Simulated, data, unknown="ignore")
     if run is None:
         raise StateError(f"is no result of a simulation: {'; '.join(map(str, problems[:5]))}", where=str(path))

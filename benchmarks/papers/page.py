@@ -1,0 +1,156 @@
+"""Makes a paper's page of what its runs gave: result.json, curves, and the tables of README.md.
+
+    python -m benchmarks.papers.page PAPER … [--out build/papers]
+
+It collects the runs below OUT/PAPER into PAPER/result.json (``collect``); what is on the page comes from there and from
+PAPER/paper.json, the paper's own figures with their source. With ``--kept`` nothing is collected: the page is made anew
+of the result.json that is there. PAPER/table.py has what is special about a paper:
+
+    tables(result, paper) -> {NAME: Markdown}     for the places <!-- table NAME --> … <!-- end --> of README.md
+    draw(result, folder)                          its pictures, where it has any (they need matplotlib)
+    details(experiment, label, judged rounds)     what result.json takes of a run besides, where it takes more
+
+A page can also have the table ``runs``: how far every run is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import markdown
+from benchmarks.papers import collect, run
+from cloud_server.figures import ABSENT
+from fleet_core.storage import write_atomic, write_json
+
+RESULT, PAPER, PAGE = "result.json", "paper.json", "README.md"
+RUNS = "runs"
+
+Result = Mapping[str, Any]
+
+
+def made(folder: Path, out: Path | None) -> None:
+    """The page in ``folder``; collected anew from ``out`` where it is given."""
+    special = importlib.import_module(f"benchmarks.papers.{folder.name}.table")
+    if out is not None:
+        found = collect.collected(run.files(folder.name), out / folder.name, getattr(special, "details", None))
+        write_json(folder / RESULT, found)
+    result = json.loads((folder / RESULT).read_text())
+    if hasattr(special, "draw"):
+        special.draw(result, folder)
+    write_atomic(folder / PAGE, page(folder, result).encode())
+
+
+def page(folder: Path, result: Result) -> str:
+    """README.md with the tables that ``result`` gives."""
+    special = importlib.import_module(f"benchmarks.papers.{folder.name}.table")
+    text = (folder / PAGE).read_text()
+    paper = json.loads((folder / PAPER).read_text()) if (folder / PAPER).exists() else {}
+    tables = dict(special.tables(result, paper))
+    if f"<!-- table {RUNS} -->" in text:
+        tables[RUNS] = runs(result)
+    return markdown.filled(text, tables)
+
+
+def runs(result: Result) -> str:
+    """How far every run is."""
+    head = ["experiment", "method", "rounds by seed", "hours"]
+    return markdown.table(head, _runs(result))
+
+
+def _runs(result: Result) -> Iterator[list[str]]:
+    for name, one in result["experiments"].items():
+        for label, method in one["methods"].items():
+            seeds = method["seeds"]
+            rounds = ", ".join(f"{seed}: {progress(found)}" for seed, found in seeds.items())
+            yield [name, label, rounds, f"{sum(found['seconds'] for found in seeds.values()) / 3600:.1f}"]
+
+
+def progress(found: Mapping[str, Any]) -> str:
+    """800, or 120 of 800 where the run has not ended."""
+    return f"{found['round']:,}" if found["ended"] else f"{found['round']:,} of {found['of']:,}, unfinished"
+
+
+# For the tables of a paper --------------------------------------------------------------------------------------------
+
+
+def method_of(result: Result, experiment: str, label: str) -> Mapping[str, Any] | None:
+    """What a label's runs gave; None where none has begun."""
+    found: Mapping[str, Any] | None = result["experiments"].get(experiment, {}).get("methods", {}).get(label)
+    return found
+
+
+def mean(result: Result, experiment: str, label: str, figure: str) -> float | None:
+    """Over seeds; None where it was not taken."""
+    one = (method_of(result, experiment, label) or {}).get("over", {}).get("figures", {}).get(figure)
+    return None if one is None else float(one["mean"])
+
+
+def cell(result: Result, experiment: str, label: str, figure: str, *, percent: bool = True) -> str:
+    """``94.18 ± 0.06``, with the round where the runs have not ended: ``91.20 (round 120 of 800)``; a dash for none."""
+    method = method_of(result, experiment, label)
+    one = (method or {}).get("over", {}).get("figures", {}).get(figure)
+    if method is None or one is None:
+        return ABSENT
+    times, digits = (100, 2) if percent else (1, 4)
+    text = f"{times * one['mean']:.{digits}f}"
+    text += f" ± {times * one['std']:.{digits}f}" if one.get("std") is not None else ""
+    ends = {found["of"] for found in method["seeds"].values()}
+    unfinished = method["over"]["round"] not in ends
+    return text + (f" (round {method['over']['round']:,} of {max(ends):,})" if unfinished else "")
+
+
+def seeds(result: Result, experiment: str, label: str) -> str:
+    """How many seeds the figures are over."""
+    method = method_of(result, experiment, label)
+    return str(len(method["over"]["seeds"])) if method and "over" in method else "0"
+
+
+def curves(
+    path: Path, panels: Mapping[str, Mapping[str, list[list[Any]]]], *, ylabel: str = "accuracy, mean over devices",
+    lines: Mapping[str, Mapping[str, float]] | None = None,
+) -> None:
+    """A PNG with a panel for each title: accuracy by rounds, a band of one deviation over seeds.
+
+    panels: {title: {label: [[round, mean, deviation], …]}}. lines: {title: {name: height}} of the paper's figures.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    image, axes = pyplot.subplots(1, len(panels), figsize=(4.8 * len(panels), 4.2), layout="constrained", squeeze=False)
+    for panel, (title, by_label) in zip(axes[0], panels.items(), strict=True):
+        for number, (label, curve) in enumerate(by_label.items()):
+            rounds, means = [point[0] for point in curve], [point[1] for point in curve]
+            around = [point[2] or 0.0 for point in curve]
+            color = f"C{number}"
+            panel.plot(rounds, means, label=label, color=color, linewidth=1.3, marker="." if len(rounds) < 3 else "")
+            panel.fill_between(rounds, [m - s for m, s in zip(means, around, strict=True)],
+                               [m + s for m, s in zip(means, around, strict=True)], alpha=0.2, color=color, linewidth=0)
+            height = (lines or {}).get(title, {}).get(label)
+            if height is not None:
+                panel.axhline(height, color=color, linestyle=":", linewidth=1)
+        panel.set(title=title, xlabel="rounds", ylabel=ylabel)
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False, fontsize="small", loc="lower right")
+    image.savefig(path, dpi=130)
+    pyplot.close(image)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("papers", nargs="+", choices=run.papers(), metavar="PAPER")
+    parser.add_argument("--out", type=Path, default=run.OUT)
+    parser.add_argument("--kept", action="store_true", help="make the page of the result.json that is there")
+    options = parser.parse_args()
+    for paper in options.papers:
+        made(run.HERE / paper, None if options.kept else options.out)
+
+
+if __name__ == "__main__":
+    main()
