@@ -235,6 +235,7 @@ run() {
     systemctl daemon-reload
     systemctl enable "$UNIT" >/dev/null 2>&1
     systemctl reset-failed "$UNIT" >/dev/null 2>&1 || :
+    rm -f /run/metafleet/starts # it does not pay for how often the one before it ended
     systemctl restart --no-block "$UNIT"
 }
 

@@ -73,9 +73,14 @@ def of(profile: Profile, os: str | None = None, *, train: bool = True, python: s
     return Machine(
         board=profile.name, arch=profile.arch, python=".".join(python.split(".")[:2]), glibc=profile.glibc or "2.28",
         first_boot=image.first_boot, os=image.name, pins=profile.wheels.pins, train=train and profile.can.train,
-        memory_max="90%" if max(profile.memory_mib, default=2048) <= 1024 else "80%",
+        memory_max=profile.memory_max or _share(profile),
         groups=("video",) if sensor == "pmic" else (), devices=("/dev/vcio",) if sensor == "pmic" else (),
     )
+
+
+def _share(profile: Profile) -> str:
+    """Of the memory, for the agent, where the profile does not say: a small board is for little else."""
+    return "90%" if max(profile.memory_mib, default=2048) <= 1024 else "80%"
 
 
 def _image(profile: Profile, os: str | None) -> Image:

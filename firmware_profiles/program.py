@@ -4,6 +4,7 @@ uv picks the wheels for the board's Python and architecture and unpacks them her
 ``python3`` and no network, no pip and no venv. The archive holds one folder, named by version and content:
 
     0.1.0-3fa9c1d2e0/bin/edge-agent     starts the agent with lib/ on its path
+    0.1.0-3fa9c1d2e0/bin/pause          what the unit waits for between two starts
     0.1.0-3fa9c1d2e0/lib/               modules and their *.dist-info
     0.1.0-3fa9c1d2e0/manifest.json      what is in it, with licences and sizes
 
@@ -48,6 +49,8 @@ here=$(dirname "$(dirname "$(readlink -f "$0")")")
 export PYTHONPATH="$here/lib" PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1
 exec python3 -m edge_agent.start "$@"
 """
+PAUSE = Path(__file__).with_name("pause.sh").read_text(encoding="utf-8")
+SCRIPTS = {"bin/edge-agent": START, "bin/pause": PAUSE}
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def check_python(machine: Machine) -> None:
 
 def _key(machine: Machine, wheel: Wheel, index: Sequence[str]) -> str:
     asked = [FORMAT, wheel.digest, machine.platform, machine.python, sorted(machine.pins.items()), machine.train,
-             list(index), START]
+             list(index), SCRIPTS]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
 
 
@@ -140,14 +143,14 @@ def _make(
         + ("" if machine.train else ", without torch"))
     _unpack(machine, wheel, lib, index)
     parts = tuple(_parts(lib))
-    digest = hashlib.sha256(json.dumps([wheel.digest, [schema.plain(p) for p in parts]]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([wheel.digest, SCRIPTS, [schema.plain(p) for p in parts]]).encode()).hexdigest()
     version = f"{__version__}-{digest[:10]}"
     about = {"version": version, "python": machine.python, "arch": machine.arch, "built_from": wheel.source}
     manifest = json.dumps({"format": FORMAT, **about, "parts": schema.plain(parts)}, indent=1).encode()
     (folder / MANIFEST).write_bytes(manifest)
-    start = folder / "bin" / "edge-agent"
-    start.parent.mkdir()
-    start.write_text(START)
+    (folder / "bin").mkdir()
+    for name, text in SCRIPTS.items():
+        (folder / name).write_text(text)
     packed = folder / "program.tar.gz"
     installed = _pack(folder, version, packed)
     path = kept.with_name(f"{version}-{machine.arch}-cp{machine.python.replace('.', '')}.tar.gz")
@@ -228,7 +231,7 @@ def _licence(told: Any) -> str:
 
 def _pack(folder: Path, version: str, path: Path) -> int:
     """``bin``, ``lib`` and the manifest of ``folder`` under ``version``/; returns the bytes of the files in it."""
-    names = (MANIFEST, "bin/edge-agent")
+    names = (MANIFEST, *SCRIPTS)
     files = [folder / name for name in names] + sorted(p for p in (folder / "lib").rglob("*") if p.is_file())
     total = 0
     with open(path, "wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed, \

@@ -1,8 +1,13 @@
 """The systemd unit of the agent: its own user, nothing to write but its state, restarted with growing pauses.
 
 ``systemd.exec(5)``, ``systemd.service(5)``. The agent tells systemd that it is ready and, until it hangs, that it lives
-(``sd_notify(3)``). RestartSteps and RestartMaxDelaySec are of systemd 254 (Debian 13, Ubuntu 24.04); an older one says
-that it does not know them, and restarts every RestartSec.
+(``sd_notify(3)``). It is written for systemd 237 (Ubuntu 18.04) and newer:
+
+* pauses between starts grow by the program's own ``bin/pause``, for RestartSteps is of 254;
+* system calls are denied by group, never allowed by group: an older systemd leaves out a group that it does not know,
+  so that ``@system-service`` (239) alone would allow next to nothing there;
+* a key that an older one does not know is left out there with a word in the journal, and confines less: OOMPolicy and
+  ProtectHostname, RestrictSUIDSGID (242, 243), ProtectKernelLogs (244), ProtectClock (245).
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import re
 
 from firmware_profiles.machine import Machine
+from fleet_core.board.profile import MEMORY_MAX
 from fleet_core.errors import ConfigError
 
 NAME = "metafleet.service"
@@ -32,12 +38,12 @@ NotifyAccess=main
 User={user}
 Group={user}
 Environment=PYTHONPYCACHEPREFIX=/var/cache/metafleet HOME={state}
+ExecStartPre=-{programs}/current/bin/pause before
 ExecStart={programs}/current/bin/edge-agent run --home {state} --connect-s 31536000
+ExecStopPost=-{programs}/current/bin/pause stopped
 WorkingDirectory={state}
 Restart=always
 RestartSec=5
-RestartSteps=6
-RestartMaxDelaySec=300
 WatchdogSec={watchdog_s}
 TimeoutStartSec=infinity
 TimeoutStopSec=60
@@ -49,6 +55,9 @@ Nice=5
 
 StateDirectory=metafleet
 StateDirectoryMode=0700
+RuntimeDirectory=metafleet
+RuntimeDirectoryMode=0700
+RuntimeDirectoryPreserve=restart
 CacheDirectory=metafleet
 CacheDirectoryMode=0700
 ConfigurationDirectory=metafleet
@@ -72,7 +81,7 @@ RestrictRealtime=yes
 RestrictSUIDSGID=yes
 LockPersonality=yes
 SystemCallArchitectures=native
-SystemCallFilter=@system-service
+SystemCallFilter=~@clock @cpu-emulation @debug @keyring @module @mount @obsolete @raw-io @reboot @swap
 SystemCallErrorNumber=EPERM
 
 [Install]
@@ -82,7 +91,7 @@ WantedBy=multi-user.target
 
 def text(machine: Machine) -> str:
     """The unit for ``machine``. Raises ConfigError for a memory limit or device that systemd would not read."""
-    if not re.fullmatch(r"[0-9]{1,3}%|[0-9]+[KMG]?", machine.memory_max):
+    if not re.fullmatch(MEMORY_MAX, machine.memory_max):
         raise ConfigError(f"'{machine.memory_max}' is no memory limit", where=machine.board, expected="as 80% or 400M")
     for device in machine.devices:
         if not re.fullmatch(r"/dev/[A-Za-z0-9/_.-]+", device):

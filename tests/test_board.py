@@ -131,15 +131,18 @@ def test_a_32_bit_system_is_refused_with_the_reason_and_once(tmp_path: Path, arc
     assert "32-bit system, for which there is no torch and no onnxruntime wheel" in told
 
 
-@pytest.mark.parametrize("arch", ["armv7l", "armv6l", "ARMv7l", "arm", "i386"])
-def test_a_32_bit_system_is_refused_before_anything_is_written(arch: str) -> None:
-    with pytest.raises(ConfigError, match="hint: write the 64-bit image"):
-        profiles.require_64_bit(arch, "the image")
+@pytest.mark.parametrize(
+    ("arch", "narrow"),
+    [("armv7l", True), ("armv6l", True), ("ARMv7l", True), ("arm", True), ("i386", True), ("aarch64", False),
+     ("arm64", False), ("x86_64", False)],
+)
+def test_what_a_kernel_calls_itself_tells_whether_it_has_64_bits(arch: str, narrow: bool) -> None:
+    assert profiles.is_narrow(arch) is narrow
 
 
-@pytest.mark.parametrize("arch", ["aarch64", "arm64", "x86_64"])
-def test_a_64_bit_system_passes(arch: str) -> None:
-    profiles.require_64_bit(arch, "the image")
+@pytest.mark.parametrize("limit", ["80", "0%", "101%", "800 M", "80%\\nUser=root", "-1M"])
+def test_a_memory_limit_that_systemd_would_misread_is_refused(tmp_path: Path, limit: str) -> None:
+    assert "board.toml:4: memory_max: " in mistakes(tmp_path, f'{WHOLE}memory_max = "{limit}"\n')
 
 
 # Names and folders ----------------------------------------------------------------------------------------------------

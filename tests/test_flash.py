@@ -223,6 +223,8 @@ def test_a_board_asks_for_what_its_sensor_needs_and_trains_where_it_can():
         program.check_python(machine.of(nano))
     small = machine.of(known.load("raspberry-pi-zero-2-w"))
     assert (small.memory_max, machine.of(five).memory_max) == ("90%", "80%")
+    assert machine.of(dataclasses.replace(five, memory_max="800M")).memory_max == "800M"
+    assert machine.of(dataclasses.replace(five, memory_max=None, memory_mib=(1024,))).memory_max == "90%"
 
 
 def test_progress_tells_share_speed_and_time_left():

@@ -6,6 +6,7 @@ import configparser
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -22,6 +23,7 @@ from tests import wheels
 
 PI = Machine("raspberry-pi-4b", "aarch64", "3.13", pins={"torch": "2.9.1", "onnxruntime": "1.23.2"}, groups=("video",))
 TOKEN = b"one-time-7d3f"
+PAUSE = package.INSTALL.with_name("pause.sh")
 
 
 @pytest.fixture(scope="module")
@@ -139,17 +141,48 @@ def test_the_unit_confines_the_agent_and_restarts_it():
     }
     assert {key: service[key] for key in wanted} == wanted
     assert int(service["WatchdogSec"]) > 0
-    assert int(service["RestartMaxDelaySec"]) > int(service["RestartSec"])
+    assert not [key for key in service if key.startswith("RestartS") and key != "RestartSec"]  # of systemd 254
+    assert service["SystemCallFilter"].startswith("~"), "an older systemd leaves unknown groups out of what is allowed"
+    assert service["ExecStartPre"] == "-/opt/metafleet/current/bin/pause before"
 
 
 @pytest.mark.needs("systemd-analyze")
 def test_systemd_reads_the_unit_without_a_complaint(tmp_path):
     path = tmp_path / unit.NAME
-    text = unit.text(PI).replace("/opt/metafleet/current/bin/edge-agent", "/bin/true")
-    newer = ("RestartSteps=", "RestartMaxDelaySec=")  # of systemd 254; an older one names just these two
-    path.write_text("\n".join(line for line in text.splitlines() if not line.startswith(newer)))
+    path.write_text(re.sub(r"/opt/metafleet/current/bin/\S+", "/bin/true", unit.text(PI)))
     done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(path)], capture_output=True, text=True)
     assert [line for line in done.stderr.splitlines() if unit.NAME in line] == []
+
+
+def paused(folder: Path, seconds: int) -> str:
+    """What the pause before a start is, ``seconds`` after the kernel's."""
+    (folder / "uptime").write_text(f"{seconds}.25 17.0\n")
+    (folder / "slept").write_text("")
+    (folder / "sleep").write_text(f'#!/bin/sh\necho "$1" >{folder}/slept\n')
+    (folder / "sleep").chmod(0o755)
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "METAFLEET_UPTIME": str(folder / "uptime")}
+    done = subprocess.run(["sh", str(PAUSE), "before", str(folder / "starts")], env=environ, capture_output=True,
+                          text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return (folder / "slept").read_text().strip()
+
+
+def test_pauses_between_starts_grow_and_a_long_life_begins_anew(tmp_path):
+    """Five seconds of each are the unit's own RestartSec."""
+    assert [paused(tmp_path, 20 + n) for n in range(9)] == ["", "", "5", "15", "35", "75", "155", "295", "295"]
+    assert paused(tmp_path, 28 + 599) == "295"
+    assert [paused(tmp_path, 1227), paused(tmp_path, 1300), paused(tmp_path, 1400)] == ["", "", "5"]
+    (tmp_path / "starts").write_text("no number\n")
+    assert paused(tmp_path, 1401) == ""
+
+
+def test_an_end_that_was_meant_begins_the_pauses_anew_and_a_crash_does_not(tmp_path):
+    starts = tmp_path / "starts"
+    for result, there in (("watchdog", True), ("success", False), ("success", False)):
+        if there:
+            starts.write_text("3 17\n")
+        done = subprocess.run(["sh", str(PAUSE), "stopped", str(starts)], env={**os.environ, "SERVICE_RESULT": result})
+        assert (done.returncode, starts.exists()) == (0, there)
 
 
 @pytest.mark.parametrize("change", [{"memory_max": "80%\nUser=root"}, {"devices": ("/dev/x rw\nUser=root",)}])
@@ -232,5 +265,6 @@ def test_a_package_shows_no_secret_and_takes_plain_names_only(made):
 
 def test_the_installer_is_plain_posix_shell():
     shell = "dash" if os.path.exists("/bin/dash") else "sh"
-    done = subprocess.run([shell, "-n", str(package.INSTALL)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    for script in (package.INSTALL, PAUSE):
+        done = subprocess.run([shell, "-n", str(script)], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")

@@ -24,6 +24,8 @@ FIRST_BOOT = ("cloud-init", "firstrun", "ssh", "none")
 TOTAL = "VDD_IN"
 TEXT, LINES = 500, 32
 VERSION = r"\d+(\.\d+){1,3}"
+MEMORY_MAX = r"([1-9]\d?|100)%|[1-9]\d{0,11}[KMG]"
+"""As systemd.resource-control(5) spells it: a share of the memory that the system sees, or bytes."""
 PACKAGES = ("torch", "onnxruntime", "numpy")
 
 
@@ -100,7 +102,8 @@ class Radio:
 @dataclass(frozen=True)
 class Profile:
     """One board. name: as on the command line. arch: as ``uname -m`` says. cores: where they are known. memory_mib: of
-    each variant, as it is sold. glibc: the least that its wheels need. tried: on which hardware, or that on none."""
+    each variant, as it is sold. memory_max: that the agent may take, of what the system sees; by a rule where it is
+    left out. glibc: the least that its wheels need. tried: on which hardware, or that on none."""
 
     name: str = field(metadata={"pattern": r"[a-z0-9][a-z0-9.\-]{0,63}"})
     title: str = field(metadata={"max_length": 200})
@@ -108,6 +111,7 @@ class Profile:
     soc: str | None = field(default=None, metadata={"max_length": 200})
     cores: int | None = field(default=None, metadata={"min": 1, "max": 4096})
     memory_mib: tuple[int, ...] = field(default=(), metadata={"min": 16, "max": 1 << 30, "max_length": LINES})
+    memory_max: str | None = field(default=None, metadata={"pattern": MEMORY_MAX})
     glibc: str | None = field(default=None, metadata={"pattern": VERSION})
     tried: str = field(default="not said", metadata={"max_length": TEXT})
     images: tuple[Image, ...] = field(default=(), metadata={"max_length": LINES})
@@ -136,13 +140,6 @@ def load(path: Path) -> Profile:
 def is_narrow(arch: str) -> bool:
     """Whether ``arch``, as ``uname -m`` has it, is a 32-bit system."""
     return arch.lower().startswith(NARROW) or arch.lower() == "arm"
-
-
-def require_64_bit(arch: str, where: str) -> None:
-    """Raises ConfigError, with the reason, for a 32-bit system: call it before anything is written."""
-    if is_narrow(arch):
-        raise ConfigError(f"'{arch[:40]}' {WHY_NOT_32_BIT}", where=where, expected=" or ".join(ARCHITECTURES),
-                          hint=WIDE_HINT)
 
 
 def _narrow(tables: Mapping[str, Any]) -> Iterator[Problem]:
