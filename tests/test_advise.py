@@ -206,7 +206,7 @@ def test_the_words_have_the_figures() -> None:
         "Take pfldyn-proto with mlp, int8 on the wire.",
         "answers 91.0 % ± 1.4 of its later samples right (mean over 6 devices, ± over 2 seeds), the worst device "
         "70.0 %.",
-        "The 2 devices that took no part and learn from 20 % of their samples reach 80.0 %.",
+        "The 2 devices that took no part and learn from the first 20 % of their time reach 80.0 %.",
         "Why: its macro-F1 over all devices, old and new, is 0.910, the best of 4 pairs",
         "Training alone, without any fleet, comes to 0.700.",
         "With fedavg with mlp instead: macro-F1 -0.110, accuracy -11.0 points, the worst device -20.0, "

@@ -149,6 +149,8 @@ MANY = list(range(1, 600))
          "6: judge.new_devices: nobody is left to train"),
         ("[model]", "[judge]\nnovel = {devices = 2}\n[model]",
          "6: judge.novel: no class is novel: name some with novel_classes"),
+        ("[model]", "[judge]\nnovel_classes = [1]\nwithin_training = true\n[model]",
+         "7: judge.within_training: nothing of a novel class is in what devices train on"),
         ("[model]", "[judge]\nnovel_classes = [1]\nnovel = {shot = 2}\n[model]",
          "7: judge.novel.shot: unknown key (did you mean 'shots'?)"),
         ("[model]", "[judge]\ntargets = [80]\n[model]", "6: judge.targets[0]: 80 is over the limit of 1"),

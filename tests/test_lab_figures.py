@@ -186,6 +186,47 @@ def test_new_devices_are_held_out_and_judged_after_learning_from_a_share_of_thei
     assert "new_devices" not in store.rounds()[0]
 
 
+def test_a_new_device_can_learn_from_the_first_of_its_time(data: Path) -> None:
+    asked = lab.experiment(data, "fedavg", FEDAVG, cohort=0,
+                           judge={"every": 0, "new_devices": 0.3, "support": [0.25], "support_split": "time"})
+    work = workload.build(asked)
+    (share,) = work.new
+    time = work.samples.time
+    assert time is not None
+    support, query = work.divided(share, 0.25, seed=0)
+    rows = np.sort(share.rows)
+    assert len(support.y) + len(query.y) == len(rows) == 90
+    early = rows[np.argsort(time[rows], kind="stable")][: len(support.y)]
+    np.testing.assert_array_equal(support.x, work.samples.x[early])
+    end = 0.75 * time[rows].min() + 0.25 * time[rows].max()
+    assert time[early].max() < end <= np.setdiff1d(time[rows], time[early]).min()
+    last = lab.go(asked, data.parent / "run").rounds()[-1]
+    answers = Plain(judged(Store(data.parent / "run"))).answers(query.x)
+    assert last["new_devices"]["0.25"]["devices"][share.name] == pytest.approx((answers == query.y).mean())
+
+
+@pytest.mark.parametrize("partition", [
+    {"kind": "natural", "options": {"split": "time", "train_fraction": 0.6}},
+    {"kind": "iid", "options": {"devices": 6}},
+])
+def test_within_training_nothing_that_is_judged_otherwise_is_looked_at(data: Path, partition: dict[str, Any]) -> None:
+    judge = {"every": 0, "new_devices": 0.34, "support": [0.5]}
+    outside = workload.build(lab.experiment(data, "fedavg", FEDAVG, cohort=0, partition=partition, judge=judge))
+    asked = lab.experiment(data, "fedavg", FEDAVG, cohort=0, partition=partition,
+                           judge={**judge, "within_training": True})
+    inside = workload.build(asked)
+    learned_from = {share.name: set(share.train.tolist()) for share in outside.train}
+    assert {share.name for share in (*inside.train, *inside.new)} == set(learned_from)
+    assert inside.new
+    for share in (*inside.train, *inside.new):
+        assert set(share.rows.tolist()) == learned_from[share.name]
+        assert 0.5 < len(share.train) / len(share.rows) < 0.8
+        assert share.test.size
+    if inside.samples.time is not None and partition["kind"] == "natural":
+        time = inside.samples.time
+        assert all(time[share.train].max() <= time[share.test].min() for share in inside.train)
+
+
 def test_the_judged_model_as_it_is_stands_beside_what_devices_make_of_it(data: Path) -> None:
     asked = lab.experiment(data, "fedavg", {**FEDAVG, "finetune_steps": 20}, cohort=0)
     store, work = lab.go(asked, data.parent / "run"), workload.build(asked)

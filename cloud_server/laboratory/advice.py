@@ -165,8 +165,8 @@ def _what(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     yield (f"A device then answers {_points(one.mean)} of its later samples right (mean over {facts['devices']} devices"
            f"{_over(one.mean)}), the worst device {_points(one.worst)}.")
     if one.new is not None:
-        yield (f"The {facts['new_devices']} devices that took no part and learn from {100 * facts['support']:g} % of "
-               f"their samples reach {_points(one.new)}.")
+        yield (f"The {facts['new_devices']} devices that took no part and learn from the first "
+               f"{100 * facts['support']:g} % of their time reach {_points(one.new)}.")
 
 
 def _why(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:

@@ -202,7 +202,7 @@ class _Work:
                 "max_clients": MAX_CLIENTS if many else 0}},
             "method": [{"name": name, "label": name + ending} for name in methods], "seeds": list(seeds),
             "judge": {"every": 0 if stage == "pace" else math.ceil(rounds / 2), "new_devices": NEW_DEVICES,
-                      "support": [SUPPORT]},
+                      "support": [SUPPORT], "support_split": "time"},
             "budget": {"rounds": rounds}, "cohort": cohort, "codec_up": codec, "codec_down": codec,
             "board": self._options.board,
         })

@@ -29,6 +29,8 @@ SHARE: dict[str, Any] = {"min": 0.01, "max": 0.99}
 LABEL = r"[A-Za-z0-9_.=,+-]{1,100}"
 LONGEST_LABEL = 200  # with the values of a grid; it is a folder's name
 MAX_RUNS = 1000
+SEVERAL = ("method", "seeds")
+"""Of an experiment: what its runs differ in."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +70,25 @@ class ModelSection:
 class JudgeSection:
     """every: rounds between judgements, 0 for the last alone. devices: how many of those that train are judged, by
     the seed's draw; 0 for all. new_devices: the share of devices that never train and are judged as new ones; another
-    share, validation, is left out altogether. support: shares of a new device's samples that it learns from.
+    share, validation, is left out altogether. support: shares of a new device's samples that it learns from, drawn at
+    ``random`` by class or the first of its ``time`` (support_split). within_training: for choosing hyper-parameters;
+    all of it is done inside what the devices train on, and nothing that is judged otherwise is looked at.
     novel_classes: that no device trains on; ``novel`` says how many devices with how many of them are judged (devices,
     classes_per_device, shots, queries). test_step: as in Fallah's table, the gradient step at test takes the test
-    samples (their labels are seen!). targets: accuracies whose cost is told."""
+    samples (their labels are seen!). also_test_step: the devices are judged so besides, under ``test_step``. targets:
+    accuracies whose cost is told."""
 
     every: int = field(default=10, metadata={"min": 0, "max": 1_000_000})
     devices: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
     new_devices: float = field(default=0.0, metadata={"min": 0, "max": 0.9})
     validation: float = field(default=0.0, metadata={"min": 0, "max": 0.9})
     support: tuple[float, ...] = field(default=(0.2,), metadata=SHARE)
+    support_split: str = field(default="random", metadata={"choices": ("random", "time")})
+    within_training: bool = False
     novel_classes: tuple[int, ...] = field(default=(), metadata={"min": 0})
     novel: Mapping[str, int] = field(default_factory=dict)
     test_step: bool = False
+    also_test_step: bool = False
     targets: tuple[float, ...] = field(default=(), metadata={"above": 0, "max": 1})
 
 
@@ -107,8 +115,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Experiment:
-    """cohort: devices asked per round, 0 for all. codec_up, codec_down: ``none`` counts four bytes a value and loses
-    nothing. board: a profile, or a file, whose constants give joules."""
+    """cohort: devices asked per round, 0 for all. averaged: how many of these the server averages, 0 for all: the others
+    train and keep their state, as in pFedMe's paper, which a fleet does not do. codec_up, codec_down: ``none`` counts
+    four bytes a value and loses nothing. board: a profile, or a file, whose constants give joules."""
 
     data: DataSection
     model: ModelSection
@@ -118,6 +127,7 @@ class Experiment:
     judge: JudgeSection = field(default_factory=JudgeSection)
     seeds: tuple[int, ...] = field(default=(0,), metadata={"min": 0, "max": 2**53})
     cohort: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
+    averaged: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
     codec_up: str = field(default=PLAIN, metadata={"choices": (PLAIN, *CODECS)})
     codec_down: str = field(default=PLAIN, metadata={"choices": (PLAIN, *CODECS)})
     board: str | None = field(default=None, metadata={"max_length": 4096})
@@ -178,6 +188,21 @@ def runs(experiment: Experiment) -> tuple[Run, ...]:
     return tuple(made)
 
 
+def settled(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run was asked (``run.json``), with the defaults of keys that it is too old to have; as it is where it
+    cannot be read."""
+    method = METHODS.get(str(asked.get("method")))
+    experiment, hyper = asked.get("experiment"), asked.get("hyper")
+    if method is None or not isinstance(experiment, Mapping):
+        return dict(asked)
+    found, _ = schema.read(Experiment, {**experiment, "method": []})
+    read_hyper, _ = schema.read(method.hyper, hyper)
+    if found is None or read_hyper is None:
+        return dict(asked)
+    plain = {key: value for key, value in schema.plain(found).items() if key not in SEVERAL}
+    return dict(json.loads(json.dumps({**asked, "experiment": plain, "hyper": schema.plain(read_hyper)})))
+
+
 def _combinations(section: MethodSection) -> Iterator[tuple[str, dict[str, Any]]]:
     names = sorted(section.grid)
     for values in itertools.product(*(section.grid[name] for name in names)):
@@ -201,6 +226,8 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
     yield from _judge_checks(found.judge)
     if found.budget.joules and found.board is None:
         yield schema.Problem("budget.joules", "are modelled for a board: name one with board")
+    if found.averaged > (found.cohort or found.averaged):
+        yield schema.Problem("averaged", f"are more than the cohort of {found.cohort}")
     if not found.seeds or len(set(found.seeds)) != len(found.seeds):
         yield schema.Problem("seeds", "expected one or more, all different")
     if not found.method:
@@ -219,6 +246,8 @@ def _judge_checks(judge: JudgeSection) -> Iterator[schema.Problem]:
     for name in judge.novel:
         if name not in known:
             yield schema.Problem(f"judge.novel.{name}", "unknown key", schema.suggest(name, known))
+    if judge.within_training and judge.novel_classes:
+        yield schema.Problem("judge.within_training", "nothing of a novel class is in what devices train on")
     if judge.novel and not judge.novel_classes:
         yield schema.Problem("judge.novel", "no class is novel: name some with novel_classes")
 

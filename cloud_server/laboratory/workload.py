@@ -22,14 +22,17 @@ from fleet_core.data.partitions import (
     partition,
     pool,
     support_query,
+    time_split,
+    within,
 )
 from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.named import load_set
 from fleet_core.errors import ConfigError, DataError
 from fleet_core.layout import MODEL_GROUPS, InputSpec, Layout
 
-SYNTHETIC = "synthetic"
+SYNTHETIC, TIME = "synthetic", "time"
 NAMED_AT_ONCE = 10
+WITHIN = 0.75  # of what a device trains on, where the partition has no fraction of its own
 Array = np.ndarray[Any, Any]
 
 
@@ -44,7 +47,8 @@ class Part:
 @dataclass(frozen=True, eq=False)
 class Workload:
     """train: the devices of the fleet. new: those that never train. novel: whose classes nobody trains on. samples: the
-    pool that shares index. spec: of the model's input. classes: of the model's head."""
+    pool that shares index. spec: of the model's input. classes: of the model's head. support_split: how a new device's
+    samples are divided."""
 
     samples: Samples
     train: tuple[Share, ...]
@@ -52,6 +56,7 @@ class Workload:
     novel: tuple[Share, ...]
     spec: InputSpec
     classes: tuple[str, ...]
+    support_split: str = "random"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,8 +71,11 @@ class Workload:
         return self.part(share, share.test)
 
     def divided(self, share: Share, support: float, seed: int) -> tuple[Part, Part]:
-        """(support, query) of a new device that learns from a share of all its samples."""
-        first, second = support_query(share, self.samples.y, support, seed=seed)
+        """(support, query) of a new device that learns from a share of all its samples, or of its time."""
+        if self.support_split == TIME:
+            first, second = time_split(share, self.samples, support)
+        else:
+            first, second = support_query(share, self.samples.y, support, seed=seed)
         return self.part(share, first), self.part(share, second)
 
     def part(self, share: Share, rows: Array) -> Part:
@@ -87,19 +95,29 @@ def build(experiment: Experiment) -> Workload:
     section, judge = experiment.partition, experiment.judge
     options, _ = schema.read(PARTITIONS[section.kind].options, section.options)
     unseen = set(judge.novel_classes)
-    shares = partition(section.kind, options, train, test, seed=section.seed, without=unseen)
-    fractions = (1 - judge.new_devices - judge.validation, judge.validation, judge.new_devices)
-    new: tuple[Share, ...] = ()
-    if judge.new_devices or judge.validation:
-        shares, _, new = hold_out(shares, fractions, seed=section.seed)
+    samples = pool(train, test)
+    everybody = partition(section.kind, options, train, test, seed=section.seed, without=unseen)
+    shares, new = _held_out(everybody, experiment)
+    if judge.within_training:
+        split, fraction = getattr(options, "split", "random"), getattr(options, "train_fraction", WITHIN)
+        shares, new = _held_out(within(shares, samples, split, fraction, seed=section.seed), experiment)
     novel: tuple[Share, ...] = ()
     if unseen:
         asked = Newcomers(**{**{"classes_per_device": len(unseen)}, **judge.novel})
         novel = newcomers(asked, train, test, unseen, seed=section.seed)
-    samples = pool(train, test)
     if experiment.cohort > len(shares):
         raise ConfigError(f"a cohort of {experiment.cohort} out of {len(shares)} devices", hint="lower cohort")
-    return Workload(samples, shares, new, novel, spec, _classes(samples, shares))
+    return Workload(samples, shares, new, novel, spec, _classes(samples, shares), judge.support_split)
+
+
+def _held_out(shares: tuple[Share, ...], experiment: Experiment) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
+    """(devices that train, new devices); those for validation are on neither side."""
+    judge = experiment.judge
+    if not judge.new_devices and not judge.validation:
+        return shares, ()
+    fractions = (1 - judge.new_devices - judge.validation, judge.validation, judge.new_devices)
+    train, _, new = hold_out(shares, fractions, seed=experiment.partition.seed)
+    return train, new
 
 
 def layout_of(experiment: Experiment, workload: Workload) -> Layout:
@@ -116,7 +134,7 @@ def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload:
     for method in methods:
         _check_groups(method, layout)
     episodic = sorted({run.method.name for run in runs if not hasattr(run.hyper, "batch")})
-    _check_devices(workload, episodic, experiment.judge.support)
+    _check_devices(workload, episodic, () if workload.support_split == TIME else experiment.judge.support)
     ways = max((len(share.labels or ()) for share in workload.novel), default=0)
     if ways > len(layout.classes):
         raise ConfigError(f"novel devices with {ways} classes, and the model has {len(layout.classes)}",

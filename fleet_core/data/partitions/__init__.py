@@ -6,7 +6,7 @@ Everything is numpy and a function of its arguments and a seed.
 from __future__ import annotations
 
 from fleet_core.data.partitions.named import PARTITIONS, Partition, partition
-from fleet_core.data.partitions.new_devices import Newcomers, hold_out, newcomers, support_query
+from fleet_core.data.partitions.new_devices import Newcomers, hold_out, newcomers, support_query, time_split, within
 from fleet_core.data.partitions.shares import Share, pool
 
 __all__ = [
@@ -19,4 +19,6 @@ __all__ = [
     "partition",
     "pool",
     "support_query",
+    "time_split",
+    "within",
 ]

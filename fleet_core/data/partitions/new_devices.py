@@ -10,7 +10,7 @@ program, which divides all images of five classes among ten devices: each device
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from fleet_core.data.partitions.shares import (
     split_rows,
 )
 from fleet_core.data.samples import Samples
+from fleet_core.data.split import by_time
 from fleet_core.errors import DataError
 
 
@@ -82,6 +83,26 @@ def support_query(share: Share, y: NDArray[np.int64], support_fraction: float, *
         raise DataError(f"no class has two samples among {rows.size}", where=share.name)
     before = np.maximum(cut(counts[None], support_fraction)[0], 1)
     return split_rows(rows, y[rows], before, generator(seed, "support", share.name))
+
+
+def time_split(share: Share, samples: Samples, fraction: float) -> tuple[Rows, Rows]:
+    """(support, query): of all rows of the device those in the first ``fraction`` of its time (``by_time``), and the
+    rest. A class that comes later is not in the support. samples: the pool."""
+    rows = np.sort(share.rows)
+    time = None if samples.time is None else samples.time[rows]
+    early, late = by_time(Samples(rows[:, None], samples.y[rows], time=time), fraction)
+    return np.sort(early.x[:, 0]), np.sort(late.x[:, 0])
+
+
+def within(shares: Sequence[Share], samples: Samples, split: str, fraction: float, *, seed: int) -> tuple[Share, ...]:
+    """The same devices with nothing but what they train on, split again: by ``time``, or at ``random`` by class. What
+    they are judged on otherwise is on none of them."""
+    alone = [replace(share, test=share.train[:0]) for share in shares]
+    if split == "time":
+        parts = [time_split(share, samples, fraction) for share in alone]
+    else:
+        parts = [support_query(share, samples.y, fraction, seed=seed) for share in alone]
+    return tuple(replace(share, train=own, test=later) for share, (own, later) in zip(alone, parts, strict=True))
 
 
 def newcomers(
