@@ -96,6 +96,7 @@ class Coordinator:
         self._connected_at = clock()
         self._asked_at = self._looked_at = -math.inf
         self._idle: int | None = None
+        self._taken_up = False  # the open round is of an earlier life, and its devices are not back yet
         self.broker_said = ""
         self.open: OpenRound | None = None
         self.paused = ledger.facts().get("paused") == "yes"
@@ -298,7 +299,7 @@ class Coordinator:
         )
         if not before:
             self._rounds.begin(self.open, len(self._roster.members()))
-        self._idle = None
+        self._idle, self._taken_up = None, before is not None
         self._waiting.begin()
         self._reception.begin(self.open)
         self._broadcast.round(self.open, self.checkpoint)
@@ -315,7 +316,7 @@ class Coordinator:
         open_ones = [name for name in asked if name not in opened.received and name not in opened.failed]
         wanted = max(1, math.ceil(self.config.fleet.quorum * len(asked)))
         due = self._clock() > opened.deadline
-        if len(opened.received) >= wanted and (due or not any(map(self._roster.alive, open_ones))):
+        if len(opened.received) >= wanted and (due or not open_ones or self._all_gone(open_ones)):
             return self._close(opened)
         if not asked:
             return self._abandon(opened)
@@ -323,6 +324,12 @@ class Coordinator:
             return self._waiting.all_answered(opened, wanted)
         if due and self._waiting.at_deadline(opened, wanted, open_ones):
             self._broadcast.round(opened, self.checkpoint)
+
+    def _all_gone(self, names: list[str]) -> bool:
+        """Whether none of these delivers any more. A round of an earlier life is given what a new one is given: its
+        devices may be starting as this aggregator is."""
+        self._taken_up = self._taken_up and not self._enough_there()
+        return not self._taken_up and not any(map(self._roster.alive, names))
 
     def _abandon(self, opened: OpenRound) -> None:
         """Everybody who was asked has been revoked: the round is opened again for others."""

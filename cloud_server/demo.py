@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,16 +222,10 @@ class _Children:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._running.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        until = time.monotonic() + STOP_S
-        for process in self._running.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, until - time.monotonic()))
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        """The aggregator, which was started first, ends first: it closes no round without devices that leave."""
+        processes = list(self._running.values())
+        _end(processes[:1])
+        _end(processes[1:])
 
     def start(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
         """``python -m module …`` with its own log file; it ends with this process."""
@@ -259,6 +253,20 @@ class _Children:
             if process.poll() is not None:
                 lines = (self._logs / f"{name}.log").read_text(errors="replace").strip().splitlines()
                 yield name, process.returncode, "\n".join(lines[-5:])
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """All at once, in order where they do so in time."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    until = time.monotonic() + STOP_S
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.1, until - time.monotonic()))
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 def _watch(

@@ -1038,6 +1038,41 @@ def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet
     check_duals(w, feedback=True)
 
 
+def test_a_round_that_is_taken_up_again_waits_for_devices_that_are_starting_too(fleet):
+    """Everybody left in order with two of three updates received, which is a quorum: all three are counted."""
+    faults = Faults()
+    w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="quorum = 0.5\ndeadline_s = 1000")
+    unheld = faults.drop("/a/d2/up/1/")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 1) and len(w.server.open.received) == 2)
+    w.kill_server()
+    for name in ("d0", "d1", "d2"):
+        w.agents.pop(name).close()
+    unheld()
+    w.start_server()
+    w.start_agent("d0")
+    assert not w.pump(lambda: w.closed() == 1, steps=500), "ten seconds"
+    for name in ("d1", "d2"):
+        w.start_agent(name)
+    assert w.pump(lambda: finished(w))
+    assert statuses(w, 1) == dict.fromkeys(("d0", "d1", "d2"), "counted")
+
+
+def test_a_round_that_is_taken_up_again_ends_at_its_deadline_without_those_that_do_not_come_back(fleet):
+    faults = Faults()
+    w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="quorum = 0.5\ndeadline_s = 20")
+    faults.drop("/a/d2/up/1/")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 1) and len(w.server.open.received) == 2)
+    w.kill_server()
+    w.agents.pop("d2").close()
+    began = w.clock.seconds
+    w.start_server()
+    assert w.pump(lambda: w.closed() == 1)
+    assert w.clock.seconds - began > 20
+    assert statuses(w, 1) == {"d0": "counted", "d1": "counted"}
+
+
 # f. deadline, quorum, failures --------------------------------------------------------------------------------------
 
 
