@@ -21,6 +21,7 @@ from fleet_core.learning import architectures, losses, models
 TEN = tuple(map(str, range(10)))
 SMALL: dict[str, tuple[InputSpec, dict[str, Any]]] = {
     "char-lstm": (InputSpec((5,), "int64"), {"vocabulary": 7, "character_width": 3, "width": 4}),
+    "cnn-leaf": (InputSpec((2, 6, 5)), {"channels": (3, 4), "hidden": (6,)}),
     "cnn1d": (InputSpec((2, 12)), {"channels": (4, 8), "width": 5}),
     "conv4": (InputSpec((2, 16, 16)), {"channels": 4, "groups": 2}),
     "lenet": (InputSpec((1, 16, 16)), {}),
@@ -98,6 +99,8 @@ def assert_close(left: trees.Params, right: trees.Params) -> None:
         # Lim as printed: 32 -> 31 -> 15 -> 14 -> 7; with kernels of 5 the network of pFedHN: 32 -> 28 -> 14 -> 10 -> 5
         ("lenet-lim", InputSpec((3, 32, 32)), 10, {}, 13 * 16 + 65 * 32 + 1569 * 120 + 121 * 84, 85 * 10),
         ("lenet-lim", InputSpec((3, 32, 32)), 10, {"kernel": 5}, 76 * 16 + 401 * 32 + 801 * 120 + 121 * 84, 85 * 10),
+        # LEAF: 28 -> 28 -> 14 -> 14 -> 7
+        ("cnn-leaf", InputSpec((1, 28, 28)), 10, {}, 26 * 32 + 801 * 64 + 3137 * 2048, 2049 * 10),
         # 28 -> 14 -> 7 -> 3 -> 1 and 84 -> 42 -> 21 -> 10 -> 5; two values of GroupNorm per channel
         ("conv4", InputSpec((1, 28, 28)), 5, {}, 10 * 64 + 3 * 577 * 64 + 4 * 128, 65 * 5),
         ("conv4", InputSpec((3, 84, 84)), 5, {"channels": 32}, 28 * 32 + 3 * 289 * 32 + 4 * 64, 801 * 5),
@@ -122,6 +125,7 @@ def test_parameters_are_those_counted_by_hand(
         ("logistic", InputSpec((2, 3, 4)), 24),
         ("lenet", InputSpec((1, 28, 28)), 192),
         ("lenet-lim", InputSpec((1, 28, 28)), 84),
+        ("cnn-leaf", InputSpec((1, 28, 28)), 2048),
         ("conv4", InputSpec((1, 28, 28)), 64),
         ("conv4", InputSpec((3, 32, 32), "uint8", 1 / 255), 256),
         ("cnn1d", InputSpec((9, 128)), 64),
@@ -315,19 +319,33 @@ def test_every_model_is_either_batchable_or_said_not_to_be() -> None:
 # What a model computes
 
 
-@pytest.mark.parametrize("model", ["lenet", "lenet-lim"])
-def test_a_lenet_is_two_convolutions_and_two_hidden_layers(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "padding", "hidden"),
+    [("lenet", 0, ("fc1", "fc2")), ("lenet-lim", 0, ("fc1", "fc2")), ("cnn-leaf", 2, ("fc1",))],
+)
+def test_a_lenet_is_two_convolutions_and_its_hidden_layers(model: str, padding: int, hidden: tuple[str, ...]) -> None:
     layout = small(model)
     (x, _), w = samples(layout, 2), weights(layout)["body"]
     z = x.double()
     for name in ("conv1", "conv2"):
-        z = nn.functional.conv2d(z, w[f"{name}.weight"], w[f"{name}.bias"]).clamp(min=0)
+        z = nn.functional.conv2d(z, w[f"{name}.weight"], w[f"{name}.bias"], padding=padding).clamp(min=0)
         even = z[..., : z.shape[2] // 2 * 2, : z.shape[3] // 2 * 2]
         z = even.reshape(*z.shape[:2], z.shape[2] // 2, 2, z.shape[3] // 2, 2).amax((3, 5))
     z = z.flatten(1)
-    for name in ("fc1", "fc2"):
+    for name in hidden:
         z = (z @ w[f"{name}.weight"].T + w[f"{name}.bias"]).clamp(min=0)
     torch.testing.assert_close(models.outputs(models.build(layout), {"body": w}, x, "embed"), z)
+
+
+def test_a_relu_before_the_pool_would_give_the_same_bits_and_gradients() -> None:
+    x = torch.randint(-3, 4, (2, 3, 8, 8)).double()  # many equal values, in the windows and around zero
+    results: list[tuple[Tensor, ...]] = []
+    for after in (True, False):
+        leaf = x.clone().requires_grad_()
+        pooled = nn.functional.max_pool2d(leaf if after else torch.relu(leaf), 2)
+        out = torch.relu(pooled) if after else pooled
+        results.append((out, *torch.autograd.grad((out * torch.arange(96).reshape(out.shape)).sum(), leaf)))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_char_lstm_is_the_textbook_recurrence() -> None:
@@ -380,6 +398,7 @@ def test_conv4_is_four_blocks_of_normalised_convolutions() -> None:
         ("lenet-lim", {"kernel": 2.0, "channels": [8], "hidden": "ab"},
          ["kernel is 2.0", "channels is [8], expected 2 whole numbers", "hidden is 'ab'"]),
         ("lenet-lim", {"kernal": 5}, ["did you mean 'kernel'?"]),
+        ("cnn-leaf", {"hidden": [8, 9, 10], "channels": [8]}, ["hidden is [8, 9, 10]", "expected 2 whole numbers"]),
         ("conv4", {"groups": 3}, ["channels is 64 and groups 3, expected groups that divide the channels"]),
         ("conv4", {"groups": 0, "channels": "64"}, ["groups is 0", "channels is '64'"]),
         ("char-lstm", {"vocabulary": 1, "width": -1, "layers": 0, "character_width": None},
@@ -396,6 +415,7 @@ def test_options_that_a_model_cannot_have_are_all_named(
 
 SPECS = {
     "char-lstm": InputSpec((80,), "int64"),
+    "cnn-leaf": InputSpec((1, 28, 28)),
     "cnn1d": InputSpec((3, 128)),
     "conv4": InputSpec((1, 28, 28)),
     "lenet": InputSpec((1, 28, 28)),
@@ -412,6 +432,7 @@ SPECS = {
         ("conv4", InputSpec((28, 28)), "it takes images [C, H, W], not samples of shape [28, 28]"),
         ("conv4", InputSpec((1, 28, 15)), "16 pixels or more on each side, not 15"),
         ("lenet", InputSpec((1, 15, 28)), "16 pixels or more on each side, not 15"),
+        ("cnn-leaf", InputSpec((1, 3, 28)), "4 pixels or more on each side, not 3"),
         ("lenet-lim", InputSpec((1, 6, 28)), "7 pixels or more on each side, not 6"),
         ("char-lstm", InputSpec((2, 80), "int64"), "it takes tokens [T], not samples of shape [2, 80]"),
         ("char-lstm", InputSpec((80,)), "takes tokens, not float32; expected input.dtype int64"),
@@ -425,7 +446,10 @@ def test_a_model_for_other_samples_is_refused(model: str, spec: InputSpec, compl
     assert complaint in str(caught.value)
 
 
-@pytest.mark.parametrize(("model", "spec"), [("lenet", (1, 16, 16)), ("lenet-lim", (1, 7, 7)), ("conv4", (1, 16, 16))])
+@pytest.mark.parametrize(
+    ("model", "spec"),
+    [("lenet", (1, 16, 16)), ("lenet-lim", (1, 7, 7)), ("cnn-leaf", (1, 4, 4)), ("conv4", (1, 16, 16))],
+)
 def test_the_smallest_images_pass(model: str, spec: tuple[int, ...]) -> None:
     assert models.describe(model, InputSpec(spec), TEN, {}).embedding > 0
 

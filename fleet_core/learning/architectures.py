@@ -6,6 +6,7 @@
 | logistic | the head alone, on the flattened sample | pFedMe: MLR |
 | lenet | conv5×5-64, maxpool2, conv5×5-64, maxpool2, fc 384, fc 192 | Acar et al., ICML 2021 |
 | lenet-lim | conv2×2-16, maxpool2, conv2×2-32, maxpool2, fc 120, fc 84 | Lim et al. 2024, §4.1 |
+| cnn-leaf | conv5×5-32, maxpool2, conv5×5-64, maxpool2, fc 2048, padded | Chen et al. 2018, A.1; LEAF |
 | conv4 | four times conv3×3-64, GroupNorm, ReLU, maxpool2 | Snell et al., NeurIPS 2017; Vinyals et al. 2016 |
 | cnn1d | strided convolutions with GroupNorm on series | of this project |
 | char-lstm | characters 8 wide, two LSTM layers of 256, the last state | Chen et al. 2018, A.1; LEAF |
@@ -88,31 +89,37 @@ class Cnn1d(nn.Module):
 
 
 class TwoConvolutions(nn.Module):
-    """LeNet's form on images [C, H, W]: twice conv, ReLU, maxpool2, without padding; then two hidden layers with ReLU.
+    """LeNet's form on images [C, H, W]: twice conv, ReLU, maxpool2; then one or two hidden layers with ReLU.
 
-    Embedding: the second hidden layer after its ReLU.
+    padded: a convolution of an odd kernel keeps the image's size. The ReLU comes after the pool, where there are a
+    quarter as many values: what is positive has the same maximum, so that numbers and gradients are the same bits.
+    Embedding: the last hidden layer after its ReLU.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], classes: int, kernel: int, channels: Sequence[int], hidden: Sequence[int]
-    ) -> None:
+        self, shape: tuple[int, ...], classes: int, kernel: int, channels: Sequence[int], hidden: Sequence[int],
+        padded: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         _refuse(
-            _axes(shape, 3, "images [C, H, W]"), _size("kernel", kernel),
-            _sizes("channels", channels, least=2, most=2), _sizes("hidden", hidden, least=2, most=2),
+            _axes(shape, 3, "images [C, H, W]"), _size("kernel", kernel), _sizes("channels", channels, least=2, most=2),
+            _sizes("hidden", hidden, least=1, most=2),
         )  # fmt: skip
-        _refuse(_pixels(shape, least=3 * kernel + 1))
-        height, width = (((side - kernel + 1) // 2 - kernel + 1) // 2 for side in shape[1:])
-        self.conv1 = nn.Conv2d(shape[0], channels[0], kernel)
-        self.conv2 = nn.Conv2d(channels[0], channels[1], kernel)
+        _refuse(_pixels(shape, least=4 if padded else 3 * kernel + 1))
+        around = kernel // 2 if padded else 0
+        lost = kernel - 1 - 2 * around
+        height, width = (((side - lost) // 2 - lost) // 2 for side in shape[1:])
+        self.conv1 = nn.Conv2d(shape[0], channels[0], kernel, padding=around)
+        self.conv2 = nn.Conv2d(channels[0], channels[1], kernel, padding=around)
         self.fc1 = nn.Linear(channels[1] * height * width, hidden[0])
-        self.fc2 = nn.Linear(hidden[0], hidden[1])
-        self.head = nn.Linear(hidden[1], classes)
+        self.fc2 = nn.Linear(hidden[0], hidden[1]) if len(hidden) > 1 else None
+        self.head = nn.Linear(hidden[-1], classes)
 
     def embed(self, x: Tensor) -> Tensor:
         for conv in (self.conv1, self.conv2):
-            x = nn.functional.max_pool2d(torch.relu(conv(x)), 2)
-        return torch.relu(self.fc2(torch.relu(self.fc1(x.flatten(1)))))
+            x = torch.relu(nn.functional.max_pool2d(conv(x), 2))
+        z_ND = torch.relu(self.fc1(x.flatten(1)))
+        return z_ND if self.fc2 is None else torch.relu(self.fc2(z_ND))
 
 
 class LeNet(TwoConvolutions):
@@ -142,6 +149,16 @@ class LimLeNet(TwoConvolutions):
         super().__init__(shape, classes, kernel, channels, hidden)
 
 
+class LeafCnn(TwoConvolutions):
+    """The network of LEAF and of Chen et al. on handwriting: embedding 2048 wide; 6,497,162 parameters for 1×28×28 and
+    ten classes. ``channels`` and ``hidden``, a single layer, are options for devices that it is too wide for."""
+
+    def __init__(
+        self, shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 64), hidden: Sequence[int] = (2048,)
+    ) -> None:
+        super().__init__(shape, classes, 5, channels, hidden, padded=True)
+
+
 class Conv4(nn.Module):
     """The few-shot network of Vinyals et al. and Snell et al. on images [C, H, W], with GroupNorm for their BatchNorm.
 
@@ -162,7 +179,7 @@ class Conv4(nn.Module):
 
     def embed(self, x: Tensor) -> Tensor:
         for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = nn.functional.max_pool2d(torch.relu(norm(conv(x))), 2)
+            x = torch.relu(nn.functional.max_pool2d(norm(conv(x)), 2))
         return x.flatten(1)
 
 
@@ -199,6 +216,7 @@ class CharLstm(nn.Module):
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "char-lstm": CharLstm,
+    "cnn-leaf": LeafCnn,
     "cnn1d": Cnn1d,
     "conv4": Conv4,
     "lenet": LeNet,
