@@ -13,7 +13,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,12 +101,15 @@ def flash(
     found = None if to.startswith(IMAGE) else _card(to, rehearse)
     packed = package_of(made, program.make(made.machine, say=runtime.say), secret=None)
     plan = image.planned(begin, packed, made.device.masked())
+    if dry_run:
+        with _scratch() as folder:
+            image.examine(begin, packed, made.device.masked(), folder, Progress())
     facts = {**facts_of(packed), **_plan_facts(plan), "to": to, "image": str(begin), "written": not dry_run}
     if dry_run:
         return terminal.show(facts) if as_json else _show(facts, packed)
     if found is not None:
         confirm(found, yes_erase)
-    facts.update(_write(made, packed.program, begin, to, found, rehearse))
+    facts.update(_write(made, packed, begin, to, found, rehearse))
     if as_json:
         return terminal.show(facts)
     print(f"{made.device.name} is on {to.removeprefix(IMAGE)}: {made.machine.os or made.machine.board}, agent "
@@ -203,26 +207,37 @@ def _token(made: Prepared) -> tuple[bytes, Invitation]:
 
 
 def _write(
-    made: Prepared, built: Program, begin: Path, to: str, found: Card | None, rehearse: bool
+    made: Prepared, shown: Package, begin: Path, to: str, found: Card | None, rehearse: bool
 ) -> dict[str, Any]:
-    """The token is made only now. Returns what there is to tell."""
+    """shown: the package without a token; one is made when the image is known to fit. Returns what there is to tell."""
     expires = {} if made.plain else {"token_expires": int(time.time() + VALID_S)}
-    packed, progress = package_of(made, built, invited(made)), Progress()
+    progress = Progress()
+
+    def last() -> Package:
+        return package_of(made, shown.program, invited(made))
+
     if found is None:
-        image.write(begin, Path(to.removeprefix(IMAGE)), packed, made.device, progress)
+        image.write(begin, Path(to.removeprefix(IMAGE)), shown, made.device, progress, last=last)
         return dict(expires)
-    cache = program.cache_folder().parent
-    cache.mkdir(parents=True, exist_ok=True)
-    _forget_killed(cache)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=CARD) as folder:
-        path = Path(folder) / "card.img"
-        image.write(begin, path, packed, made.device, progress)
+    with _scratch() as folder:
+        path = folder / "card.img"
+        image.write(begin, path, shown, made.device, progress, last=last)
         again = block.inspect(found.path, rehearse=rehearse)  # in the meantime it may have been mounted
         if (again.model, again.size_bytes) != (found.model, found.size_bytes):
             raise ConfigError("is another card than it was", where=str(found.path), hint="run it again")
         done = card.write(path, again, progress)
     runtime.say("ejected: it may be taken out" if done.ejected else "it may be taken out")
     return {**expires, "card": {**schema.plain(done), "model": again.model, "size_bytes": again.size_bytes}}
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder for an unpacked image, on the disk: where /tmp is memory there is no room for one."""
+    cache = program.cache_folder().parent
+    cache.mkdir(parents=True, exist_ok=True)
+    _forget_killed(cache)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=CARD) as folder:
+        yield Path(folder)
 
 
 def _forget_killed(cache: Path) -> None:

@@ -51,19 +51,31 @@ class Plan:
 
 
 def write(
-    source: Path, to: Path, package: Package, device: DeviceFile, progress: Progress = lambda what, done, total: None
+    source: Path, to: Path, package: Package, device: DeviceFile, progress: Progress = lambda what, done, total: None,
+    *, last: Callable[[], Package] | None = None,
 ) -> Plan:
     """The image at ``to``, readable by its owner alone because it holds the token; in place of one that was there.
 
-    Raises ConfigError where ``to`` is the source or a device, FlashError for an image that cannot be used.
+    last: gives what is written in place of ``package``, with the same files; asked when all that can be refused has
+    been. Raises ConfigError where ``to`` is the source or a device, FlashError for an image that cannot be used.
     """
     _check(source, to)
     temporary = to.with_name(f".{to.name}.unfinished")
+    with _of(source, str(to)), _held(temporary):
+        copy(source, temporary, progress)
+        _looked_at(temporary, package, device)
+        plan = _fill(temporary, package if last is None else last(), device, progress)
+        _take_name(temporary, to)
+        return plan
+
+
+@contextlib.contextmanager
+def _of(source: Path, where: str) -> Iterator[None]:
+    """Errors say which image they are of. where: for those of the system."""
     try:
-        with _held(temporary):
-            return _made(source, temporary, to, package, device, progress)
+        yield
     except OSError as error:
-        raise FlashError(f"cannot be written: {error.strerror or error}", where=str(to)) from error
+        raise FlashError(f"cannot be written: {error.strerror or error}", where=where) from error
     except FlashError as error:
         if error.where is None:
             raise FlashError(error.what, where=str(source), expected=error.expected, hint=error.hint) from error
@@ -89,18 +101,34 @@ def _held(temporary: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _made(
-    source: Path, temporary: Path, to: Path, package: Package, device: DeviceFile, progress: Progress
-) -> Plan:
-    copy(source, temporary, progress)
-    plan = _fill(temporary, package, device, progress)
+def _take_name(temporary: Path, to: Path) -> None:
+    """With all of it on the disk."""
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, to)
     folder = os.open(to.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
-    return plan
+
+
+def examine(
+    source: Path, package: Package, device: DeviceFile, folder: Path,
+    progress: Progress = lambda what, done, total: None,
+) -> None:
+    """Refuses what ``write`` would refuse for what is in the whole image: a 32-bit system, another Python. A packed one
+    is unpacked in ``folder`` for it, and gone in the end. Raises as ``write``."""
+    with _of(source, str(folder)):
+        if not is_packed(source):
+            return _looked_at(source, package, device)
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            copy(source, Path(file.name), progress)
+            _looked_at(Path(file.name), package, device)
+
+
+def _looked_at(image: Path, package: Package, device: DeviceFile) -> None:
+    with image.open("rb") as file:
+        plan = _plan(image, file, image.stat().st_size, package, device)
+    system.check(image, plan.root, package.machine)
 
 
 def planned(source: Path, package: Package, device: DeviceFile) -> Plan:
@@ -136,10 +164,14 @@ def _wanted(file: BinaryIO) -> int:
 
 
 def _size(source: Path) -> int:
+    return stream.MAX_IMAGE_BYTES if is_packed(source) else source.stat().st_size
+
+
+def is_packed(source: Path) -> bool:
+    """Whether it is an .img.xz or .img.zst, by its content."""
     with source.open("rb") as file:
         start = file.read(6)
-    packed = start == stream.XZ or start[:4] == stream.ZST
-    return stream.MAX_IMAGE_BYTES if packed else source.stat().st_size
+    return start == stream.XZ or start[:4] == stream.ZST
 
 
 def _check(source: Path, to: Path) -> None:
@@ -233,7 +265,6 @@ def _cmdline(image: Path, boot: Partition) -> str | None:
 def _fill(image: Path, package: Package, device: DeviceFile, progress: Progress) -> Plan:
     with image.open("rb") as file:
         plan = _plan(image, file, image.stat().st_size, package, device)
-    system.check(image, plan.root, package.machine)
     total = package.size_bytes
     progress("writing the package", 0, total)
     for folder in sorted({parent for each in plan.files for parent in _parents(each.path)}):

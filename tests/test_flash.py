@@ -17,7 +17,7 @@ from firmware_profiles.program import Program, sha256_of
 from firmware_profiles.progress import Progress, span
 from fleet_core import token
 from fleet_core.board import known
-from fleet_core.errors import ConfigError
+from fleet_core.errors import ConfigError, FlashError
 from tests import disks
 from tests.certified import lab
 from tests.disks import MIB
@@ -177,6 +177,17 @@ def test_what_cannot_work_is_refused_before_a_token_is_made(desk, tmp_path, chan
         flash(desk, f"image:{tmp_path / 'out.img'}", device(desk, DEVICE.replace(*change), "wrong.toml"))
     assert said in str(told.value)
     assert invitations(desk) == before
+
+
+@NEEDS
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_an_image_of_another_system_costs_no_token_and_a_dry_run_says_so_too(desk, tmp_path, dry_run):
+    card = disks.card(tmp_path / "old.img", folders=("etc", "usr/lib/arm-linux-gnueabihf"))
+    before = invitations(desk)
+    with pytest.raises(FlashError, match="32-bit system"):
+        flash(desk, f"image:{tmp_path / 'out.img'}", source=card, dry_run=dry_run)
+    assert invitations(desk) == before
+    assert not list(tmp_path.glob("*out.img*"))
 
 
 def test_a_32_bit_board_is_refused_with_the_reason(desk, tmp_path):

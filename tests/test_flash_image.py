@@ -387,6 +387,21 @@ def test_an_image_of_another_system_is_refused_before_anything_is_written(tmp_pa
 
 
 @NEEDS
+@pytest.mark.parametrize("packing", ["img", "xz"])
+def test_an_image_of_another_system_is_refused_by_a_rehearsal_too_and_before_the_token_is_asked_for(tmp_path, packing):
+    card = with_system(tmp_path / "plain.img", None, "arm-linux-gnueabihf")
+    source = tmp_path / f"card.{packing}"
+    source.write_bytes(card.read_bytes() if packing == "img" else lzma.compress(card.read_bytes(), preset=0))
+    (tmp_path / "scratch").mkdir()
+    made, asked = packed(tmp_path), list[bool]()
+    with pytest.raises(FlashError, match=rf"card\.{packing}: is a 32-bit system"):
+        image.examine(source, made, DEVICE.masked(), tmp_path / "scratch")
+    with pytest.raises(FlashError, match="32-bit system"):
+        image.write(source, tmp_path / "out.img", made, DEVICE, last=lambda: asked.append(True) or made)
+    assert (asked, list((tmp_path / "scratch").iterdir())) == ([], [])
+
+
+@NEEDS
 def test_an_image_of_the_boards_system_is_taken(tmp_path):
     card = with_system(tmp_path / "card.img", "/usr/bin/python3.13", "aarch64-linux-gnu")
     image.write(card, tmp_path / "out.img", packed(tmp_path), DEVICE)
