@@ -34,6 +34,11 @@ Progress = Callable[[int, int], None]
 CHUNK = 256
 """Samples per pass where a whole data set is gone through, so that memory does not grow with it."""
 
+EPISODIC = ("proto", "metavers")
+"""Gradients that know which samples are of one class and nothing more of a label: its number in the fleet costs them
+nothing, which may have a thousand classes where a device has two."""
+
+
 @dataclass(frozen=True)
 class TrainResult:
     """What a device's round produced.
@@ -180,9 +185,13 @@ class _Round:
         self, clients: Sequence[Participant], plans: Sequence[_Plan], classes: int, values: list[Tensor],
         progress: Progress | None,
     ) -> Iterator[GradFn]:
+        labels = [one.y.astype(np.int64) for one in clients]
+        if self._method.adaptation in EPISODIC:
+            labels = [np.unique(y, return_inverse=True)[1].reshape(-1) for y in labels]
+            classes = max(int(y.max()) + 1 for y in labels)
         estimators = Estimators(self._model, classes, self._hyper, clients=len(clients) > 1)
         estimate = estimators.of(self._method.adaptation)
-        data = [(self._tensor(one.x), self._tensor(one.y.astype(np.int64)), one.rng) for one in clients]
+        data = [(self._tensor(one.x), self._tensor(y), one.rng) for one, y in zip(clients, labels, strict=True)]
         total = len(plans[0].draws)
         for step in range(total):
             episodes = [self._episode(*parts, plan.draws[step]) for parts, plan in zip(data, plans, strict=True)]
