@@ -50,16 +50,21 @@ MAX_KEY_BYTES = 1 << 14
 
 @dataclass(frozen=True)
 class Wifi:
-    """A WPA2 network. password: 8 to 63 characters, or the 64 hex digits that are derived from it."""
+    """A network that takes a password. security: ``wpa2`` for all that take WPA2, with WPA3 beside it or not; ``wpa3``
+    for one that takes WPA3 alone. password: 8 to 63 characters; for WPA2 also the 64 hex digits derived from it."""
 
     ssid: str = field(metadata={"max_length": 32})
     country: str = field(metadata={"pattern": r"[A-Z]{2}"})
     password: str | None = field(default=None, repr=False, metadata={"max_length": 64})
     hidden: bool = False
+    security: str = field(default="wpa2", metadata={"choices": ("wpa2", "wpa3")})
 
     @property
     def key(self) -> str:
-        """64 hex digits, PBKDF2 as in IEEE 802.11i, annex H.4: what is written in place of the password."""
+        """What is written: for WPA2 64 hex digits in place of the password, PBKDF2 as in IEEE 802.11i, annex H.4; WPA3
+        (SAE) derives nothing beforehand and needs the password itself."""
+        if self.security == "wpa3":
+            return self.password or ""
         if self.password == MASK:
             return "*" * 64
         if re.fullmatch(r"[0-9A-Fa-f]{64}", self.password or ""):
@@ -108,10 +113,15 @@ class DeviceFile:
 
     def masked(self) -> DeviceFile:
         """The same with stars in place of the Wi-Fi password and the ssh keys: what may be shown."""
-        wifi = None if self.wifi is None else replace(self.wifi, password=MASK)
+        wifi = None if self.wifi is None else replace(self.wifi, password=_stars(self.wifi))
         keys = () if self.ssh is None else tuple(map(_starred, self.ssh.authorized_keys))
         ssh = None if self.ssh is None else replace(self.ssh, authorized_keys=keys)
         return replace(self, wifi=wifi, ssh=ssh)
+
+
+def _stars(wifi: Wifi) -> str:
+    """As long as the password is, where it is written as it is."""
+    return "*" * len(wifi.password or MASK) if wifi.security == "wpa3" else MASK
 
 
 Check = Callable[[Mapping[str, Mapping[str, Any]]], list[Problem]]
@@ -167,6 +177,8 @@ def _network_problems(device: DeviceFile) -> list[Problem]:
             problems.append(Problem("wifi.password", f"missing, and {PASSWORD} is not set"))
         elif not re.fullmatch(r"[ -~]{8,63}|[0-9A-Fa-f]{64}", password):
             problems.append(Problem("wifi.password", "expected 8 to 63 characters of ASCII, or 64 hex digits"))
+        elif device.wifi.security == "wpa3" and len(password) == 64:
+            problems.append(Problem("wifi.password", "is a key that was derived for WPA2; WPA3 needs the password"))
     if device.ssh is not None and device.ssh.user in RESERVED:
         problems.append(Problem("ssh.user", f"'{device.ssh.user}' is the system's own, expected another name"))
     return problems

@@ -5,7 +5,7 @@ NoCloud. ``firstrun`` (Raspberry Pi OS Bookworm): firstrun.sh, named in cmdline.
 that may log in and the Wi-Fi, and leave a service that installs the package from the first partition, at every start
 until it has; it erases the token and the Wi-Fi key there.
 
-The Wi-Fi password itself is never written, only the key that WPA2 derives from it.
+For WPA2 the Wi-Fi password itself is never written, only the key that is derived from it; WPA3 needs the password.
 """
 
 from __future__ import annotations
@@ -119,6 +119,8 @@ def _user_data(device: DeviceFile, serial: str) -> dict[str, Any]:
 def _network(wifi: Wifi) -> dict[str, Any]:
     """https://docs.cloud-init.io, network configuration version 2; the cable works as well."""
     point: dict[str, Any] = {"password": wifi.key}
+    if wifi.security == "wpa3":
+        point = {"auth": {"key-management": "sae", "password": wifi.key}}
     if wifi.hidden:
         point["hidden"] = True
     return {
@@ -172,9 +174,11 @@ def _user(name: str, keys: tuple[str, ...]) -> list[str]:
 def _connection(wifi: Wifi) -> str:
     """nm-settings-keyfile(5); the network's name as numbers, which need no escapes."""
     ssid = "".join(f"{byte};" for byte in wifi.ssid.encode())
+    kind = "sae" if wifi.security == "wpa3" else "wpa-psk"
+    key = wifi.key.replace("\\", "\\\\").replace(" ", "\\s")
     return "\n".join([
         "[connection]", "id=metafleet", "type=wifi", "",
         "[wifi]", "mode=infrastructure", f"ssid={ssid}", *(["hidden=true"] if wifi.hidden else []), "",
-        "[wifi-security]", "key-mgmt=wpa-psk", f"psk={wifi.key}", "",
+        "[wifi-security]", f"key-mgmt={kind}", f"psk={key}", "",
         "[ipv4]", "method=auto", "", "[ipv6]", "method=auto", "",
     ])

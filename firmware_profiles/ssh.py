@@ -126,8 +126,7 @@ class Connection:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._folder is not None
-        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
-            subprocess.run(self._command("-O", "exit"), capture_output=True, timeout=5, check=False)
+        self._end()
         self._folder.cleanup()
 
     def run(self, command: str, *, what: str, feed: Feed | bytes = b"", timeout_s: float = STEP_S) -> Answer:
@@ -141,6 +140,15 @@ class Connection:
             raise ConnectionLost(f"the connection was lost: {what}: {last_line(answer.errors)}", where=self.target.url,
                                  hint="run the same command again: it goes on from there")
         return answer
+
+    def reopen(self) -> None:
+        """Connects anew where the connection was lost. Raises FlashError with the reason when there is none."""
+        self._end()
+        self._open()
+
+    def _end(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+            subprocess.run(self._command("-O", "exit"), capture_output=True, timeout=5, check=False)
 
     def _open(self) -> None:
         answer = self._connect()

@@ -180,22 +180,42 @@ def _upload(remote: Remote, release: Release, facts: Facts, tell: Tell) -> int:
 def _wait(
     remote: Remote, release: Release, facts: Facts, watch: Watch, tell: Tell, patience_s: int, sent: int
 ) -> Outcome:
-    """Until the device is back; else it is made to return."""
+    """Until the device is back; else it is made to return. A connection that breaks meanwhile is taken up again."""
     tell("waiting for it to be back", "")
     end = time.monotonic() + patience_s
-    try:
-        while missing := watch.missing(release.version):
+    while True:
+        try:
+            while missing := watch.missing(release.version):
+                if time.monotonic() > end:
+                    raise _returned(remote, release, patience_s, missing, tell)
+                tell("waiting for it to be back", missing)
+                time.sleep(POLL_S)
+            remote.step("confirm", remote.run, what="confirming")
+        except ConnectionLost as error:
+            _take_up(remote, release, error, end, tell)
+            continue
+        except NotArmed as error:
+            if not _confirmed(remote.facts(), release):
+                raise FlashError(f"{release.version} was back too late: the device has returned", where=remote.where,
+                                 hint="run the same command again") from error
+        return Outcome(release.device, release.version, facts.health.current, True, sent)
+
+
+def _take_up(remote: Remote, release: Release, lost: ConnectionLost, end: float, tell: Tell) -> None:
+    """Connects again. Raises FlashError when there is no connection by ``end``: the device goes its own way then."""
+    while True:
+        tell("the connection was lost: connecting again", "")
+        try:
+            return remote.connection.reopen()
+        except FlashError as error:
             if time.monotonic() > end:
-                raise _returned(remote, release, patience_s, missing, tell)
-            tell("waiting for it to be back", missing)
-            time.sleep(POLL_S)
-        remote.step("confirm", remote.run, what="confirming")
-    except ConnectionLost as error:
-        raise _left_alone(remote, release, error) from error
-    except NotArmed as error:
-        raise FlashError(f"{release.version} was back too late: the device has returned", where=remote.where,
-                         hint="run the same command again") from error
-    return Outcome(release.device, release.version, facts.health.current, True, sent)
+                raise _left_alone(remote, release, lost) from error
+        time.sleep(POLL_S)
+
+
+def _confirmed(facts: Facts, release: Release) -> bool:
+    """The answer to "confirm" was lost, and not the question."""
+    return facts.health.current == release.version and not facts.armed and not facts.last_return
 
 
 def _left_alone(remote: Remote, release: Release, error: ConnectionLost) -> FlashError:

@@ -48,6 +48,12 @@ def read(folder: Path, text: str, environ: dict[str, str] | None = None) -> Devi
     return load(path, environ or {})
 
 
+def test_a_key_that_was_derived_for_wpa2_is_none_for_wpa3(tmp_path):
+    text = WHOLE.replace(f'"{SECRET}"', f'"{"ab" * 32}"\nsecurity = "wpa3"')
+    with pytest.raises(ConfigError, match=r"kitchen\.toml:10: wifi\.password: is a key that was derived for WPA2"):
+        read(tmp_path, text)
+
+
 def test_a_whole_file_is_read_with_its_keys_and_tables(tmp_path):
     device = read(tmp_path, WHOLE)
     assert device.host == "kitchen-1"

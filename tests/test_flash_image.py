@@ -85,6 +85,27 @@ def test_what_is_written_as_yaml_is_read_as_it_was(value):
     assert yaml.safe_load(firmware_yaml.text(value)) == value
 
 
+def test_a_network_of_wpa3_alone_gets_the_password_itself():
+    assert DEVICE.wifi is not None
+    made = replace(DEVICE, wifi=replace(DEVICE.wifi, security="wpa3", password=r"back\slash and more"))
+    points = yaml.safe_load(files(device=made)["network-config"])["wifis"]["wlan0"]["access-points"]
+    auth = {"key-management": "sae", "password": r"back\slash and more"}
+    assert points == {'Café: "x"': {"auth": auth}}
+    assert "key-mgmt=sae\npsk=back\\\\slash\\sand\\smore\n" in files(BOOKWORM, made)["firstrun.sh"]
+    plain = replace(DEVICE, wifi=replace(DEVICE.wifi, security="wpa3"))
+    shown, whole = files(device=plain.masked()), files(device=plain)
+    assert PASSWORD not in "".join(shown.values())
+    assert {name: len(text) for name, text in shown.items()} == {name: len(text) for name, text in whole.items()}
+
+
+@pytest.mark.parametrize("machine", [TRIXIE, BOOKWORM])
+def test_what_grows_the_root_at_the_first_start_stays_in_the_kernels_line(machine):
+    """As pi-gen writes it; firstboot grows the root, and takes itself out of the line."""
+    line = ("console=tty1 root=PARTUUID=4f5e-02 rootfstype=ext4 fsck.repair=yes rootwait quiet resize "
+            "init=/usr/lib/raspberrypi-sys-mods/firstboot")
+    assert files(machine, cmdline=line + "\n")["cmdline.txt"].startswith(line + " ")
+
+
 def test_without_wifi_the_systems_own_network_is_left_as_it_is():
     assert set(files(device=replace(DEVICE, wifi=None))) == {"user-data", "meta-data", "cmdline.txt"}
 

@@ -269,6 +269,30 @@ def test_a_device_that_is_started_anew_before_it_was_confirmed_goes_back(board: 
     assert current(board) == "1.0-aaa"
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_a_connection_that_breaks_while_waiting_is_taken_up_again(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    """Before the device is told that all is well, or after, when only its answer is lost."""
+    flash(board, a_release(tmp_path))
+    step, said, broken = Remote.step, list[str](), list[str]()
+
+    def breaking(self: Remote, verb: str, *arguments: str, **options: Any) -> str:
+        if verb != "confirm" or broken:
+            return step(self, verb, *arguments, **options)
+        broken.append(verb)
+        if after:
+            step(self, verb, *arguments, **options)
+        board.sh("pkill -9 -f 'sshd: root'")
+        raise ssh.ConnectionLost("the connection was lost: confirming", where=self.where)
+
+    monkeypatch.setattr(Remote, "step", breaking)
+    assert flash(board, a_release(tmp_path, "1.1-bbb"), told=said).changed
+    assert "the connection was lost: connecting again" in said
+    assert current(board) == "1.1-bbb"
+    assert not board.path("/opt/metafleet/.flash/armed").exists()
+
+
 class Cut(Exception):
     """The operator's machine is gone."""
 
