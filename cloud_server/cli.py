@@ -19,6 +19,7 @@ from cloud_server.ledger import Ledger
 from cloud_server.live import snapshot
 from cloud_server.mosquitto import ENROLMENT_PORT, PORT, Place
 from cloud_server.profiles import profiles_app
+from cloud_server.programs_cli import programs_app
 from cloud_server.report import render
 from cloud_server.starting import fleet_toml, samples_of
 from fleet_core import runtime, schema, storage, terminal, topics
@@ -31,6 +32,7 @@ app.add_typer(server_app, name="server")
 app.add_typer(devices_app, name="devices")
 app.add_typer(datasets_app, name="datasets")
 app.add_typer(profiles_app, name="profiles")
+app.add_typer(programs_app, name="programs")
 app.add_typer(bundle_cli.bundle_app, name="bundle")
 
 DEFAULT_METHOD, DEFAULT_ROUNDS = "pfldyn-proto", 30

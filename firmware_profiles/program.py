@@ -9,7 +9,7 @@ uv picks the wheels for the board's Python and architecture and unpacks them her
     0.1.0-3fa9c1d2e0/manifest.json      what is in it, with licences and sizes
 
 It lies in the user's cache folder under a hash of what was asked for: the same agent, pins, Python and architecture are
-fetched once, and again never.
+fetched once, and again only when it was cleared (``cache``).
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from typing import Any
 
 from firmware_profiles import agent_wheel
 from firmware_profiles.agent_wheel import Wheel
+from firmware_profiles.cache import MAKING, Cache
+from firmware_profiles.cache import sha256_of as sha256_of
 from firmware_profiles.machine import Machine
-from fleet_core import __version__, schema, storage
-from fleet_core.errors import ConfigError, FlashError, StateError
+from fleet_core import __version__, schema
+from fleet_core.errors import ConfigError, FlashError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 1 << 20
 MTIME = 315532800  # 1 January 1980, for every file: the same program, the same bytes
 ORIGIN = ("direct_url.json", "uv_cache.json", "uv_build.json")
 NEEDLESS = ("bin", "share", "isympy.py", ".lock")
@@ -96,15 +97,12 @@ def make(
     check_python(machine)
     cache = cache_folder() if cache is None else cache
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as name:
+        kept = Cache(cache)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=MAKING) as name:
             folder = Path(name)
             wheel = agent_wheel.make(folder)
-            kept = cache / f"{_key(machine, wheel, index)}.json"
-            found = _kept(kept)
-            if found is not None:
-                return found
-            return _make(machine, wheel, folder, kept, index, say)
+            key = _key(machine, wheel, index)
+            return _kept(kept, key) or _make(machine, wheel, folder, kept, key, index, say)
     except OSError as error:
         raise FlashError(f"cannot be written: {error.strerror or error}", where=str(cache)) from error
 
@@ -123,20 +121,23 @@ def _key(machine: Machine, wheel: Wheel, index: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
 
 
-def _kept(path: Path) -> Program | None:
+def _kept(cache: Cache, key: str) -> Program | None:
     """What was made before, or None when it is absent or not whole."""
+    found = cache.take(key)
+    if found is None:
+        return None
+    told, path = found
     try:
-        told = json.loads(storage.read_bytes(path, limit=MAX_MANIFEST_BYTES))
-        told["path"] = str(path.with_name(told.pop("file")))
+        del told["file"]
         parts = tuple(Part(**part) for part in told.pop("parts"))
-        program = Program(**{**told, "path": Path(told["path"]), "parts": parts})
-        return program if sha256_of(program.path) == program.sha256 else None
-    except (StateError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Program(**{**told, "path": path, "parts": parts})
+    except (KeyError, TypeError):
         return None
 
 
 def _make(
-    machine: Machine, wheel: Wheel, folder: Path, kept: Path, index: Sequence[str], say: Callable[[str], None]
+    machine: Machine, wheel: Wheel, folder: Path, cache: Cache, key: str, index: Sequence[str],
+    say: Callable[[str], None],
 ) -> Program:
     lib = folder / "lib"
     say(f"wheels for {machine.board}: CPython {machine.python}, {machine.platform}"
@@ -153,12 +154,10 @@ def _make(
         (folder / name).write_text(text)
     packed = folder / "program.tar.gz"
     installed = _pack(folder, version, packed)
-    path = kept.with_name(f"{version}-{machine.arch}-cp{machine.python.replace('.', '')}.tar.gz")
-    sha256 = sha256_of(packed)
-    size = packed.stat().st_size
-    storage.move(packed, path)
-    told = {**about, "file": path.name, "sha256": sha256, "size_bytes": size, "installed_bytes": installed}
-    storage.write_json(kept, {**told, "parts": schema.plain(parts)})
+    sha256, size = sha256_of(packed), packed.stat().st_size
+    told = {**about, "file": f"{version}-{machine.arch}-cp{machine.python.replace('.', '')}.tar.gz", "sha256": sha256,
+            "size_bytes": size, "installed_bytes": installed, "parts": schema.plain(parts)}
+    path = cache.add(key, packed, told)
     return Program(path=path, sha256=sha256, size_bytes=size, installed_bytes=installed, parts=parts, **about)
 
 
@@ -249,15 +248,6 @@ def _pack(folder: Path, version: str, path: Path) -> int:
         raw.flush()
         os.fsync(raw.fileno())
     return total
-
-
-def sha256_of(path: Path) -> str:
-    """In hex, of a file of any size."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def listing(program: Program) -> list[tuple[str, str, str, str]]:

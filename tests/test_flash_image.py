@@ -415,10 +415,15 @@ def test_an_image_of_another_system_is_refused_by_a_rehearsal_too_and_before_the
     source.write_bytes(card.read_bytes() if packing == "img" else lzma.compress(card.read_bytes(), preset=0))
     (tmp_path / "scratch").mkdir()
     made, asked = packed(tmp_path), list[bool]()
+
+    def last() -> package.Package:
+        asked.append(True)
+        return made
+
     with pytest.raises(FlashError, match=rf"card\.{packing}: is a 32-bit system"):
         image.examine(source, made, DEVICE.masked(), tmp_path / "scratch")
     with pytest.raises(FlashError, match="32-bit system"):
-        image.write(source, tmp_path / "out.img", made, DEVICE, last=lambda: asked.append(True) or made)
+        image.write(source, tmp_path / "out.img", made, DEVICE, last=last)
     assert (asked, list((tmp_path / "scratch").iterdir())) == ([], [])
 
 

@@ -1,0 +1,51 @@
+"""``metafleet programs``: what flashing keeps in the user's cache folder, and how to be rid of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from cloud_server.figures import bytes_text
+from firmware_profiles import program
+from firmware_profiles.cache import Cache
+from fleet_core import runtime, schema, terminal
+from fleet_core.errors import FlashError
+
+programs_app = typer.Typer(help="The programs for boards that flashing keeps.", invoke_without_command=True)
+
+JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+@programs_app.callback()
+def programs(context: typer.Context, as_json: JSON = False) -> None:
+    """The programs for boards that flashing keeps: of each Python and architecture the newest few."""
+    if context.invoked_subcommand is not None:
+        return
+    kept = _cache().entries()
+    if as_json:
+        return terminal.show([schema.plain(one) for one in kept])
+    terminal.table(
+        [(one.version, one.arch, one.python, bytes_text(one.size_bytes), bytes_text(one.installed_bytes),
+          time.strftime("%Y-%m-%d", time.gmtime(one.used_at)), "yes" if one.in_use else "no") for one in kept],
+        ("version", "architecture", "Python", "packed", "installed", "used", "in use"),
+    )
+    runtime.say(f"{len(kept)} in {program.cache_folder()}; metafleet programs clear")
+
+
+@programs_app.command()
+def clear(as_json: JSON = False) -> None:
+    """Delete all that no flash is using; the next one makes its program anew."""
+    gone = _cache().clear()
+    if as_json:
+        return terminal.show([schema.plain(one) for one in gone])
+    print(f"{len(gone)} deleted, {bytes_text(sum(one.size_bytes for one in gone))}")
+
+
+def _cache() -> Cache:
+    folder = program.cache_folder()
+    try:
+        return Cache(folder)
+    except OSError as error:
+        raise FlashError(f"cannot be read: {error.strerror or error}", where=str(folder)) from error
