@@ -17,11 +17,14 @@ is parsed. Nothing here needs onnxruntime: whether the graphs run is another che
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,7 @@ LIMITS: Mapping[str, int] = {
 
 MAX_BYTES = 2 << 30
 SUFFIX = ".bundle"
+WRITING = ".writing"
 
 
 @dataclass(frozen=True)
@@ -142,17 +146,13 @@ def write(path: Path, made: Bundle, *, check: Callable[[Path], None] = lambda pl
     """A folder, or one file where ``path`` ends in ``.bundle``; whole or not at all.
 
     check(place): is called with the bundle as it lies on the disk, before it gets its name; an error leaves nothing.
-    Raises ConfigError where something is there already, StateError for a disk that does not take it.
+    What a process that was killed has left of this bundle is deleted. Raises ConfigError where something is there
+    already, StateError for a disk that does not take it.
     """
     refuse_what_is_there(path)
     files = _files(made)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as error:
-        raise StateError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
-    try:
-        place = beside / path.name
+    with _beside(path) as folder:
+        place = folder / path.name
         if path.suffix == SUFFIX:
             storage.write_atomic(place, _contained(files))
         else:
@@ -161,8 +161,37 @@ def write(path: Path, made: Bundle, *, check: Callable[[Path], None] = lambda pl
         check(place)
         refuse_what_is_there(path)
         storage.move(place, path)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A folder beside ``path`` to write in, which is gone afterwards. Raises StateError.
+
+    It holds the file ``WRITING``, locked as long as this process lives; the file is locked before it has that name.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _delete_left(path)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise StateError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock").rename(folder / WRITING)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _delete_left(path: Path) -> None:
+    """The folders beside ``path`` in which it was written by processes that do not live any more."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.????????"):
+        with contextlib.suppress(OSError), (left / WRITING).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused where one is at work
+            if not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def refuse_what_is_there(path: Path) -> None:

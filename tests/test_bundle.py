@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import io
 import json
+import subprocess
+import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,76 @@ def test_a_bundle_that_fails_its_check_is_not_written(tmp_path: Path, form: str)
     with pytest.raises(BundleError, match="not this one"):
         bundle_files.write(tmp_path / form, made("proto"), check=refuse)
     assert list(tmp_path.iterdir()) == []
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from fleet_core import bundle_files
+source, to = map(Path, sys.argv[1:])
+bundle_files.write(to, bundle_files.read(source), check=lambda place: (print("here", flush=True), sys.stdin.read()))
+"""
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts a process that writes the bundle of this name and waits before it is done, until its input ends."""
+    bundle_files.write(tmp_path / "source", made("proto"))
+    begun: list[subprocess.Popen[str]] = []
+
+    def start(name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", WRITER, str(tmp_path / "source"), str(tmp_path / name)]
+        begun.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        stdout = begun[-1].stdout
+        assert stdout is not None
+        assert stdout.readline() == "here\n"
+        return begun[-1]
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_killed_export_left_is_deleted_by_the_next_and_nothing_else_is(
+    tmp_path: Path, writer: Callable[[str], subprocess.Popen[str]], form: str
+) -> None:
+    killed, at_work = writer(form), writer("other")
+    killed.kill()
+    killed.wait()
+    (left,) = tmp_path.glob(f".{form}.*")
+    assert (left / form).exists()
+    of_another = {tmp_path / f".{form}.abcdefgh", tmp_path / f".{form}.kept"}
+    for folder in of_another:
+        folder.mkdir()
+        (folder / "notes").write_text("a person's")
+    bundle_files.write(tmp_path / form, made("proto"))
+    assert not left.exists()
+    assert all((folder / "notes").exists() for folder in of_another)
+    at_work.communicate("")
+    assert at_work.returncode == 0
+    bundle_files.read(tmp_path / "other")
+    hidden = {path for path in tmp_path.iterdir() if path.name.startswith(".")}
+    assert hidden == of_another
+
+
+def test_an_export_at_work_keeps_its_folder_while_another_writes_the_same_name(
+    tmp_path: Path, writer: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    at_work = writer("b")
+    (folder,) = tmp_path.glob(".b.*")
+    with pytest.raises(RuntimeError, match="stop"):
+        bundle_files.write(tmp_path / "b", made("proto"), check=stopping)
+    assert (folder / "b").exists()
+    at_work.communicate("")
+    assert at_work.returncode == 0
+    bundle_files.read(tmp_path / "b")
+    assert {path.name for path in tmp_path.iterdir()} == {"b", "source"}
+
+
+def stopping(place: Path) -> None:
+    raise RuntimeError("stop")
 
 
 # Malformed ------------------------------------------------------------------------------------------------------------
