@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from cloud_server.laboratory.crew import Crew
 from cloud_server.laboratory.experiment import PLAIN, Experiment, Run
 from cloud_server.laboratory.figures import Costs
 from cloud_server.laboratory.store import Store
-from cloud_server.laboratory.work import Learned, Lesson, Question, Verdict
+from cloud_server.laboratory.work import TEST_STEP, Learned, Lesson, Question, Verdict
 from cloud_server.laboratory.workload import Workload
 from fleet_core import codecs, cohort, storage
 from fleet_core.algorithms import closing, trees
@@ -116,10 +116,11 @@ class Engine:
         broadcast = Payload(sent.decoded, {**sent.scalars, "round": float(number), "seed": float(self._run.seed)})
         taken = _Taken(self._store.folder / "spool")
         lesson = Lesson(number, tuple(asked), broadcast, before.round)
-        learned = [self._take(one, taken) for one in self._lab.crew.learn(lesson)]
+        sending = self._averaged(number, asked)
+        learned = [self._take(one, taken, one.client in sending) for one in self._lab.crew.learn(lesson)]
         counted = [one for one in learned if not one.error]
-        if not counted:
-            raise RoundError(f"round {number}: no update counts: {learned[0].error}")
+        if not any(one.averaged for one in counted):
+            raise RoundError(f"round {number}: no update counts: {next(one.error for one in learned if one.averaged)}")
         heard = self._method.server.heard(before.state, trees.widened(sent.decoded))
         members = len(self._lab.workload.names)
         state = self._method.server.apply(replace(heard, round=number), taken, members, self._hyper)
@@ -139,6 +140,10 @@ class Engine:
 
     def _asked(self, number: int) -> list[str]:
         return cohort.select(self._run.seed, number, self._lab.workload.names, self._lab.experiment.cohort)
+
+    def _averaged(self, number: int, asked: Sequence[str]) -> set[str]:
+        """Whose updates the server has: all, or the draw that would be a cohort of so many."""
+        return set(cohort.select(self._run.seed, number, asked, self._lab.experiment.averaged))
 
     @property
     def _codec_down(self) -> str:
@@ -164,11 +169,11 @@ class Engine:
         whole = len(codecs.encode("fp32", sent.decoded)) if lacking else 0
         return (len(asked) - lacking) * sent.size + lacking * whole
 
-    def _take(self, one: Learned, taken: _Taken) -> Learned:
+    def _take(self, one: Learned, taken: _Taken, averaged: bool) -> Learned:
         """Keeps the update for the closing, and the rest for the figures."""
-        if one.update is not None:
+        if one.update is not None and averaged:
             taken.add(Update(one.client, one.update, one.samples))
-        return replace(one, update=None)
+        return replace(one, update=None, averaged=averaged)
 
     # Judge ------------------------------------------------------------------------------------------------------------
 
@@ -181,6 +186,7 @@ class Engine:
         work, judge, seed = self._lab.workload, self._lab.experiment.judge, self._lab.experiment.partition.seed
         chosen = cohort.select(seed, 0, work.names, judge.devices)
         asked = [Question(number, tuple(chosen), served)]
+        asked += [Question(number, tuple(chosen), served, TEST_STEP)] if judge.also_test_step else []
         new, novel = (tuple(share.name for share in shares) for shares in (work.new, work.novel))
         asked += [Question(number, new, served, "new", support) for support in judge.support if new]
         asked += [Question(number, novel, served, "novel")] if novel else []

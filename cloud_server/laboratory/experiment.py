@@ -115,9 +115,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Experiment:
-    """cohort: devices asked per round, 0 for all. averaged: how many of these the server averages, 0 for all: the others
-    train and keep their state, as in pFedMe's paper, which a fleet does not do. codec_up, codec_down: ``none`` counts
-    four bytes a value and loses nothing. board: a profile, or a file, whose constants give joules."""
+    """cohort: devices asked per round, 0 for all. averaged: how many of these the server averages, 0 for all; the
+    others train for themselves, as in pFedMe's paper, which a fleet does not do. codec_up, codec_down: ``none``
+    counts four bytes a value and loses nothing. board: a profile, or a file, whose constants give joules."""
 
     data: DataSection
     model: ModelSection
@@ -273,6 +273,9 @@ def _run_checks(found: Experiment) -> Iterator[schema.Problem]:
             times[label] += 1
             _, problems = schema.read(METHODS[section.name].hyper, hyper)
             wrong |= dict.fromkeys(problems)
+        if found.averaged and set(METHODS[section.name].client.keeps) - {"personal"}:
+            kept = ", ".join(METHODS[section.name].client.keeps)
+            yield schema.Problem("averaged", f"{section.name} keeps a {kept} that moves only with what is averaged")
         for problem in wrong:
             table = "grid" if problem.key in section.grid else "hyper"
             yield from _below(f"method[{i}].{table}", [problem])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.laboratory.work import Learned, Verdict
+from cloud_server.laboratory.work import TEST_STEP, Learned, Verdict
 from fleet_core.algorithms.seam import Method
 
 Array = np.ndarray[Any, Any]
@@ -55,15 +55,16 @@ def of_round(
 ) -> dict[str, Any]:
     """A round's figures, before it is judged. A figure that was not taken is absent. down_bytes: to all devices."""
     counted = [one for one in learned if not one.error]
+    sent = [one for one in counted if one.averaged]
     paper = method.paper_models or (method.models_down, method.models_up)
-    up = sum(one.payload_bytes for one in counted)
+    up = sum(one.payload_bytes for one in sent)
     row: dict[str, Any] = {
         "round": number,
         "loss": float(np.mean([one.loss for one in counted])),
         "participants": len(counted),
         "refused": len(learned) - len(counted),
-        "models_transmitted": float(len(counted) * (method.models_down + method.models_up)),
-        "models_transmitted_paper": float(len(counted) * sum(paper)),
+        "models_transmitted": float(len(counted) * method.models_down + len(sent) * method.models_up),
+        "models_transmitted_paper": float(len(counted) * paper[0] + len(sent) * paper[1]),
         "payload_bytes": {"up": up, "down": down_bytes},
     }
     if counted and all(one.flops is not None for one in counted):
@@ -76,7 +77,8 @@ def of_round(
 
 
 def judged(verdicts: Iterable[Verdict]) -> dict[str, Any]:
-    """Accuracy over devices and pooled, macro-F1, variance; new devices by support; novel classes; nVAR."""
+    """Accuracy over devices and pooled, macro-F1, variance; with the step at test; new devices by support; novel
+    classes; nVAR."""
     of: dict[tuple[str, float], list[Verdict]] = {}
     for verdict in verdicts:
         of.setdefault((verdict.kind, verdict.support), []).append(verdict)
@@ -91,6 +93,8 @@ def judged(verdicts: Iterable[Verdict]) -> dict[str, Any]:
             row |= {"nvar": value} if (value := nvar(sound)) is not None else {}
         elif kind == "new":
             row.setdefault("new_devices", {})[f"{support:g}"] = summary
+        elif kind == TEST_STEP:
+            row["test_step"] = {key: value for key, value in summary.items() if key != "before"}
         else:
             row["novel_classes"] = summary
     return row

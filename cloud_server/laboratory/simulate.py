@@ -23,7 +23,7 @@ from cloud_server.laboratory import experiment as experiments
 from cloud_server.laboratory import workload as workloads
 from cloud_server.laboratory.crew import Crew, Inline, Processes, RayCrew, end_with_parent
 from cloud_server.laboratory.engine import Engine, Laboratory, Stopped
-from cloud_server.laboratory.experiment import Experiment, Run
+from cloud_server.laboratory.experiment import SEVERAL, Experiment, Run
 from cloud_server.laboratory.figures import Costs
 from cloud_server.laboratory.store import Store, read_table
 from cloud_server.laboratory.work import Setting, device_of
@@ -71,9 +71,6 @@ class Order:
                  "hyper": schema.plain(run.hyper), "seed": run.seed, "device": self.device}
         return dict(json.loads(json.dumps(asked)))
 
-
-SEVERAL = ("method", "seeds")
-"""Of an experiment: what its runs differ in."""
 
 Told = Callable[[str, Mapping[str, Any]], None]
 
@@ -178,7 +175,8 @@ def _claim(experiment: Experiment, orders: Sequence[Order], out: Path) -> None:
     """Raises ConfigError where another experiment lies, or another run, before anything is written."""
     path, plain = out / "experiment.json", schema.plain(experiment)
     if path.exists():
-        before = read_table(path)
+        known, _ = schema.read(Experiment, read_table(path))
+        before = json.loads(json.dumps(schema.plain(known))) if known else read_table(path)
         differ = [key for key, value in json.loads(json.dumps(plain)).items() if before.get(key) != value]
         if wrong := [key for key in differ if key not in SEVERAL]:
             raise ConfigError(f"holds another experiment: {', '.join(wrong)} differ", where=str(out),

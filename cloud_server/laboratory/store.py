@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cloud_server.checkpoint import Checkpoint, Checkpoints
+from cloud_server.laboratory.experiment import settled
 from fleet_core import storage
 from fleet_core.algorithms.trees import Params
 from fleet_core.errors import ConfigError, StateError
@@ -85,7 +86,7 @@ class Store:
     def check(self, asked: Mapping[str, Any]) -> None:
         """Raises ConfigError where another run lies, or something else."""
         if (self.folder / "run.json").exists():
-            if self.asked() != json.loads(json.dumps(asked)):
+            if settled(self.asked()) != json.loads(json.dumps(asked)):
                 raise ConfigError("holds a run with other settings", where=str(self.folder), hint="give another --out")
         elif self.folder.exists() and any(not path.name.startswith(".") for path in self.folder.iterdir()):
             raise ConfigError("is not empty and holds no run", where=str(self.folder), hint="give another --out")

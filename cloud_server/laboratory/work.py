@@ -28,7 +28,7 @@ from fleet_core.errors import CodecError, ConfigError, DataError, FleetError, Ro
 from fleet_core.learning import models, personal, train
 from fleet_core.nearest import Neighbours, Prototypes, softmax
 
-RESIDUAL = "residual"
+RESIDUAL, TEST_STEP = "residual", "test_step"
 FAILURES = (RoundError, DataError, CodecError)
 """Of one device: the others go on."""
 Array = np.ndarray[Any, Any]
@@ -47,7 +47,7 @@ class Lesson:
 @dataclass(frozen=True, eq=False)
 class Learned:
     """What a device's round gave; ``error`` and nothing else where it failed. update: as the server decodes it.
-    payload_bytes: of the update on the wire."""
+    payload_bytes: of the update on the wire. averaged: whether the server is to have the update."""
 
     client: str
     update: Payload | None = None
@@ -57,12 +57,14 @@ class Learned:
     payload_bytes: int = 0
     stateful: bool = False
     error: str = ""
+    averaged: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Devices to judge under the judged model ``served`` of ``round``. kind: ``train``, ``new`` or ``novel``. support:
-    the share that a new device learns from."""
+    """Devices to judge under the judged model ``served`` of ``round``. kind: ``train``, ``new`` or ``novel``, or
+    ``test_step``: those that train, with the step taken on what they are judged on. support: the share that a new
+    device learns from."""
 
     round: int
     clients: tuple[str, ...]
@@ -203,7 +205,7 @@ class Worker:
 
     def _judged(self, question: Question, client: str) -> Verdict:
         kind, support = question.kind, question.support
-        share = self._shares[kind, client]
+        share = self._shares["train" if kind == TEST_STEP else kind, client]
         try:
             own, query = self._parts(question, share)
             state = self._clients.load(client, question.round) if kind == "train" else {}
@@ -217,7 +219,7 @@ class Worker:
         if question.kind == "new":
             return self.workload.divided(share, question.support, self._experiment.partition.seed)
         own, later = self.workload.own(share), self.workload.later(share)
-        return (later if self._experiment.judge.test_step else own), later
+        return (later if self._experiment.judge.test_step or question.kind == TEST_STEP else own), later
 
     def _answers(self, question: Question, support: Part, query: Part, state: ClientState) -> Array:
         """Classes int64 [N] of the query, by the device's own model."""

@@ -6,7 +6,8 @@ minimises f_i(θ) + λ/2 ‖θ − w‖², found by a few SGD steps on one fresh
 
 Left open by the paper: where the search for θ starts. ``warm_start`` is the authors' program, which goes on from the
 last θ of the round; without it, from w. Deviation: in the paper every device trains in every round and only some are
-averaged; here a cohort both trains and is averaged, and a device that was not asked finds its θ when it is judged.
+averaged; here a cohort both trains and is averaged (``averaged`` of a laboratory's experiment is the paper's form), and
+a device finds its θ from the judged w when it is judged, unless ``answer`` says otherwise.
 """
 
 from __future__ import annotations
@@ -16,18 +17,34 @@ from dataclasses import dataclass
 
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.average import Averaging
-from fleet_core.algorithms.seam import ClientRule, ClientState, GradFn, Payload, count, descend, positive, rate, weight
+from fleet_core.algorithms.seam import (
+    ClientRule,
+    ClientState,
+    GradFn,
+    Payload,
+    count,
+    descend,
+    one_of,
+    positive,
+    rate,
+    weight,
+)
 from fleet_core.algorithms.trees import Params
+
+ANSWERS = ("new", "last")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moreau(Averaging):
-    """envelope: λ. personal_lr, personal_steps: of the search for θ (the paper's K). client_lr: η. local_steps: R."""
+    """envelope: λ. personal_lr, personal_steps: of the search for θ (the paper's K). client_lr: η. local_steps: R.
+    answer: with ``new``, a θ that the device finds from the judged model; with ``last``, as the paper judges, that of
+    the last round that it took part in, where there is one."""
 
     envelope: float = positive(15.0)
     personal_lr: float = positive(0.1)
     personal_steps: int = count(5)
     warm_start: bool = True
+    answer: str = one_of("new", ANSWERS)
     client_lr: float = positive(0.01)
     clip_norm: float = weight(0.0)
 

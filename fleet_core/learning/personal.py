@@ -40,6 +40,8 @@ def adapt(
     own = first_personal(method, layout, known) if mine is None or method.personalizer == "moreau" else mine
     params = layout.ordered({**trees.only(served, MODEL_GROUPS), **own})
     if method.personalizer == "moreau":
+        if mine is not None and hyper.answer == "last":
+            return layout.ordered(mine)
         return by_training(method, model, layout, params, x, y, hyper, known)
     if method.personalizer == "fleet-proto" and mine is None:
         tuned = replace(hyper, local_steps=hyper.finetune_steps, client_lr=hyper.finetune_lr, lr_decay=1.0)
