@@ -82,7 +82,7 @@ def _candidate(group: Sequence[Trial], cohort: int) -> Candidate:
         return sum(spent) / len(spent) if len(spent) == len(group) else None
 
     return Candidate(
-        method, model, stat([_score(trial) for trial in group]),
+        method, model, stat([score(trial) for trial in group]),
         stat([trial.last[DEVICES]["mean"] for trial in group]),
         stat([trial.last[DEVICES]["worst"] for trial in group]),
         stat([scores["mean"] for scores in new]) if all(new) else None, each("payload_bytes") or 0.0,
@@ -94,8 +94,8 @@ def _new(trial: Trial) -> Scores:
     return next((scores for kind, scores in trial.last.items() if kind.startswith("new")), {})
 
 
-def _score(trial: Trial) -> float:
-    """Each device weighs the same."""
+def score(trial: Trial) -> float:
+    """Macro-F1 of the devices that train and of the new ones; each device weighs the same."""
     judged = [scores for scores in (trial.last[DEVICES], _new(trial)) if scores]
     return sum(of["macro_f1"] * of["devices"] for of in judged) / sum(of["devices"] for of in judged)
 

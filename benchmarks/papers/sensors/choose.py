@@ -1,0 +1,106 @@
+"""Chooses every method's hyper-parameters from a small grid; nothing that the page judges is looked at.
+
+    METAFLEET_DATA=CACHE python -m benchmarks.papers.sensors.choose [--only heartbeat|har] [--minutes M]
+        [--out build/papers/sensors-grid] [--jobs N]
+
+``grid/SET.toml`` are experiments with ``judge.within_training``: what the devices train on is split once more, in time,
+and a part of those devices stands for new ones. The measure is that of ``metafleet advise``: macro-F1 of the devices
+that train and of the new ones, each device counting the same; of equals the first. The same command goes on where it
+was. When a set's grid is done, ``chosen.json`` has all its candidates, and SET.toml the chosen settings below its line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.papers.run import told
+from cloud_server.laboratory import experiment as experiments
+from cloud_server.laboratory import trials
+from cloud_server.laboratory.advice import score
+from cloud_server.laboratory.engine import Stopped
+from cloud_server.laboratory.simulate import Options, simulate
+from fleet_core import schema
+from fleet_core.algorithms.methods import METHODS
+from fleet_core.errors import FleetError
+from fleet_core.storage import write_atomic, write_json
+
+HERE = Path(__file__).parent
+OUT = Path("build/papers/sensors-grid")
+CHOSEN = HERE / "chosen.json"
+LINE = "# ---- chosen: python -m benchmarks.papers.sensors.choose\n"
+DIGITS = 4
+
+Candidate = dict[str, Any]
+
+
+def candidates(folders: Sequence[Path]) -> dict[str, list[Candidate]]:
+    """By method, in the order of the grid: {hyper: what differs from the defaults, macro_f1}, of runs that ended."""
+    found: dict[str, list[Candidate]] = {}
+    for folder in folders:
+        path = folder / "result.json"
+        trial = trials.read(path)
+        hyper = differing(trial.method, json.loads(path.read_text())["config"]["hyper"])
+        found.setdefault(trial.method, []).append({"hyper": hyper, "macro_f1": round(score(trial), DIGITS)})
+    return found
+
+
+def differing(method: str, hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not the method's own default."""
+    own = schema.plain(METHODS[method].hyper())
+    return {key: value for key, value in hyper.items() if own[key] != value}
+
+
+def best(several: Sequence[Candidate]) -> Candidate:
+    return max(several, key=lambda one: float(one["macro_f1"]))
+
+
+def settings(found: Mapping[str, Sequence[Candidate]]) -> Iterator[str]:
+    """The ``[[method]]`` tables of an experiment, in the order of ``metafleet methods``."""
+    for name in METHODS:
+        if name in found:
+            values = ", ".join(f"{key} = {json.dumps(value)}" for key, value in best(found[name])["hyper"].items())
+            yield f'\n[[method]]\nname = "{name}"\nhyper = {{ {values} }}\n'
+
+
+def written(path: Path, found: Mapping[str, Sequence[Candidate]]) -> None:
+    """The experiment in ``path`` with the chosen settings below its line."""
+    head, line, _ = path.read_text().partition(LINE)
+    write_atomic(path, (head + line + "".join(settings(found))).encode())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sets = sorted(path.stem for path in (HERE / "grid").glob("*.toml"))
+    parser.add_argument("--only", choices=sets, nargs="+", default=sets)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--jobs", type=int, default=0)
+    options = parser.parse_args()
+    ends = time.monotonic() + 60 * options.minutes
+    try:
+        for name in options.only:
+            asked = experiments.load(HERE / "grid" / f"{name}.toml")
+            folders = simulate(asked, options.out / name, Options(jobs=options.jobs, device="cpu"), told=told(name),
+                               say=lambda line: print(line, file=sys.stderr),
+                               stopped=lambda: time.monotonic() > ends)
+            found = candidates(folders)
+            every = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
+            write_json(CHOSEN, {**every, name: {"rounds": asked.budget.rounds, "seeds": list(asked.seeds),
+                                                "methods": found}})
+            written(HERE / f"{name}.toml", found)
+    except Stopped:
+        print("the time is over: the same command goes on", file=sys.stderr)
+        sys.exit(1)
+    except FleetError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
