@@ -421,6 +421,14 @@ def test_small_clients_are_left_out_and_no_more_are_chosen_than_asked() -> None:
         partition("natural", Natural(), Samples(np.zeros((18, 1)), y), seed=0)
 
 
+def test_of_a_large_client_a_random_part_is_taken_and_small_ones_stay_whole() -> None:
+    samples = Samples(np.zeros((18, 1)), np.zeros(18, np.int64), np.repeat(["a", "b"], [12, 6]))
+    draws = [partition("natural", Natural(max_samples=8), samples, seed=seed) for seed in range(5)]
+    assert all([share.rows.size for share in shares] == [8, 6] for shares in draws)
+    assert all(set(share.rows) <= set(range(12)) for share, _ in draws)
+    assert len({tuple(sorted(share.rows)) for share, _ in draws}) > 1
+
+
 def test_a_split_by_time_is_that_of_by_time() -> None:
     rng = np.random.default_rng(0)
     samples = replace(labelled([40, 40], clients=3), time=rng.random(80))

@@ -20,14 +20,15 @@ from fleet_core.errors import DataError
 
 @dataclass(frozen=True)
 class Natural:
-    """min_samples: clients with fewer are left out. max_clients: chosen at random, 0 for all. split: ``random``,
-    stratified by class, or ``time`` (``by_time``). train_fraction: of a client's samples, or of its time. A train and
-    a test set count as one."""
+    """min_samples: clients with fewer are left out. max_clients: chosen at random, 0 for all. max_samples: of each
+    client, chosen at random, 0 for all. split: ``random``, stratified by class, or ``time`` (``by_time``).
+    train_fraction: of a client's samples, or of its time. A train and a test set count as one."""
 
     min_samples: int = field(default=2, metadata={"min": 2, "max": 10_000_000})
     max_clients: int = field(default=0, metadata={"min": 0, "max": 10_000_000})
     split: str = field(default="random", metadata={"choices": ("random", "time")})
     train_fraction: float = field(default=0.75, metadata=FRACTION)
+    max_samples: int = field(default=0, metadata={"min": 0, "max": 10_000_000})
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ def natural(options: Natural, source: Source, rng: np.random.Generator) -> list[
     if options.max_clients:
         chosen = np.sort(rng.permutation(chosen)[: options.max_clients])
     groups = np.split(rows[np.argsort(index, kind="stable")], np.cumsum(counts)[:-1])
+    if options.max_samples:
+        groups = [np.sort(rng.permutation(group)[: options.max_samples]) for group in groups]
     split = _by_time if options.split == "time" else _at_random
     return [Share(str(names[k]), *split(groups[k], source, options.train_fraction, rng)) for k in chosen]
 
