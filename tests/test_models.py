@@ -160,6 +160,12 @@ def test_operations_are_those_counted_by_hand(model: str, spec: InputSpec, optio
     assert models.flops_per_sample(models.build(layout), layout) == flops
 
 
+def test_operations_are_counted_where_the_model_is() -> None:
+    layout = small("lenet")
+    here, elsewhere = models.build(layout), models.build(layout).to("meta")
+    assert models.flops_per_sample(elsewhere, layout) == models.flops_per_sample(here, layout)
+
+
 class Reads(nn.Module):
     """A recurrent model of one's own."""
 

@@ -145,7 +145,8 @@ def _count_flops(network: nn.Module, layout: Layout) -> int | None:
     hooks = [m.register_forward_hook(count) for m in network.modules() if isinstance(m, COUNTED)]
     try:
         with torch.no_grad():
-            network(_blank(layout.input, 1), "predict" if layout.parameters(("head",)) else "embed")
+            x = _blank(layout.input, 1).to(next(network.parameters()).device)
+            network(x, "predict" if layout.parameters(("head",)) else "embed")
     finally:
         for hook in hooks:
             hook.remove()
