@@ -15,7 +15,7 @@
 set -eu
 export LC_ALL=C
 umask 022
-ROOT=/opt/metafleet UNITS=/etc/systemd/system AGENT=/var/lib/metafleet
+ROOT=/opt/metafleet UNITS=/etc/systemd/system AGENT=/var/lib/metafleet CACHE=/var/cache/metafleet
 FLASH=$ROOT/.flash
 UNIT=metafleet.service GUARD=metafleet-return.service
 MANIFEST=MANIFEST.sha256
@@ -285,6 +285,14 @@ confirm() {
         if [ "$version" = "$previous" ] && [ "$kept" -gt 0 ]; then continue; fi
         kept=$((kept + 1))
         [ "$kept" -le 2 ] || rm -rf "./$version"
+    done
+    forget
+}
+
+# What Python has compiled of versions that are gone: the unit has it put there, and for torch it is a lot.
+forget() {
+    for folder in "$CACHE$ROOT"/*; do
+        [ -d "$ROOT/${folder##*/}" ] || rm -rf "$folder"
     done
 }
 

@@ -1,6 +1,6 @@
 """A stand-in for a board, for tests of flashing over SSH: a real sshd on a random port of loopback, in namespaces of
-its own (mounts and processes), where /etc is a copy and /opt, /var/lib and /run are empty. systemctl, uname, getconf,
-python3 and sudo are stand-ins; systemd-run fails there as it does wherever systemd does not run.
+its own (mounts and processes), where /etc is a copy and /opt, /var/lib, /var/cache and /run are empty. systemctl,
+uname, getconf, python3 and sudo are stand-ins; systemd-run fails there as it does wherever systemd does not run.
 
 All that it started ends with it. Needs Linux, root, openssh-server and util-linux.
 """
@@ -35,7 +35,7 @@ mkdir -p "$1/etc"
 mount -t tmpfs none "$1/etc"
 cp -a /etc/. "$1/etc"
 mount --bind "$1/etc" /etc
-for folder in /opt /var/lib /run; do mount -t tmpfs none $folder; done
+for folder in /opt /var/lib /var/cache /run; do mount -t tmpfs none $folder; done
 mkdir -p /run/sshd /run/stand-in /etc/systemd/system
 sed -i "s|^root:.*|root:*:0:0:root:$1:/bin/sh|" /etc/passwd
 grep -q '^pi:' /etc/passwd || echo 'pi:*:7654:7654::/tmp:/bin/sh' >> /etc/passwd

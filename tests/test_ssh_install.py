@@ -114,6 +114,15 @@ def test_an_update_sends_what_has_changed_and_two_versions_before_it_are_kept(bo
     assert kept(board) == {"1.1-bbb", "1.2-ccc", "1.3-ddd"}
 
 
+def test_what_python_has_compiled_of_a_version_goes_with_it(board: Board, tmp_path: Path) -> None:
+    versions = ("1.0-aaa", "1.1-bbb", "1.2-ccc", "1.3-ddd")
+    compiled = board.path("/var/cache/metafleet/opt/metafleet")
+    for version in versions:
+        (compiled / version / "lib").mkdir(parents=True)
+        flash(board, a_release(tmp_path, version))
+    assert {path.name for path in compiled.iterdir()} == set(versions[1:])
+
+
 def test_changed_settings_alone_restart_the_agent_and_send_no_program(board: Board, tmp_path: Path) -> None:
     flash(board, a_release(tmp_path))
     boot = online(board)
