@@ -38,7 +38,8 @@ NO_FIGURES = ("round", "loss", "participants", "refused", "models_transmitted", 
 
 Row = Mapping[str, Any]
 Details = Callable[[str, str, Sequence[Row]], Mapping[str, Any]]
-"""(experiment, label, judged rounds) -> what a paper wants of a run besides."""
+"""(experiment, label, judged rounds) -> what a paper wants of a run besides. A round has, besides the figures of its
+line, ``spent``: by measure, from the first round up to the end of this one."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def _of_run(name: str, one: Made, details: Details | None) -> dict[str, Any]:
     }
     if one.trial is not None:
         found |= {"judged": one.judged[-1]["round"], "figures": figures(one.judged[-1]), "spent": one.trial.spent}
-        more = details(name, one.run.label, one.judged) if details else {}
+        rows = [{**row, "spent": point.spent} for row, point in zip(one.judged, one.trial.points, strict=True)]
+        more = details(name, one.run.label, rows) if details else {}
         found |= {"details": dict(more)} if more else {}
     return found
 
