@@ -101,12 +101,15 @@ def personalize(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Gradient steps, in place of the method's.")] = None,
     rate: Annotated[float | None, typer.Option(help="Of gradient steps, in place of the method's.")] = None,
+    int8: Annotated[
+        bool | None, typer.Option("--int8/--fp32", help="Embed by the quantized encoder, where a bundle brought one.")
+    ] = None,
     as_json: JSON = False,
 ) -> None:
     """Personalize the served model on this device's samples; no aggregator and no torch needed."""
     from edge_agent import commands
 
-    commands.personalize(home, as_json, by, steps, rate)
+    commands.personalize(home, as_json, by, steps, rate, int8)
 
 
 @app.command()
@@ -134,6 +137,25 @@ def add(
     from edge_agent import commands
 
     commands.add(file, label, home, new_class=new_class)
+
+
+@samples_app.command("list")
+def listed(home: HOME = HERE, as_json: JSON = False) -> None:
+    """How many samples of each class this device has."""
+    from edge_agent import commands
+
+    commands.listed(home, as_json)
+
+
+@samples_app.command("drop")
+def drop(
+    last: Annotated[int, typer.Option("--last", min=1, help="How many of those that were added last.")],
+    home: HOME = HERE,
+) -> None:
+    """Forget the labelled samples that were added last; 'edge-agent personalize' then does without them."""
+    from edge_agent import commands
+
+    commands.drop(home, last)
 
 
 def main() -> None:

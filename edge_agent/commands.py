@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from edge_agent.home import Home
 from edge_agent.own import Own
 from edge_agent.service import Service, service_of
 from edge_agent.settings import Personalize, Settings, settings_of
+from edge_agent.shelf import graph_of
 from edge_agent.slots import Slots
 from fleet_core import runtime, schema, terminal
 from fleet_core.data import samples as files
@@ -51,29 +53,33 @@ def _own_facts(slots: Slots, settings: Settings) -> dict[str, Any]:
     way = slots.way() or settings.personalize
     facts: dict[str, Any] = {"personalize_by": way.by, "personalized": own is not None}
     if own is not None:
-        facts["personalization"] = own.how
+        facts |= {"personalization": own.how, "graph": graph_of(own)}
     if back is not None:
         facts["rolled_back"] = {"round": back.round, "id": back.model, "why": back.why}
     return facts
 
 
-def personalize(home: Path, as_json: bool, by: str | None, steps: int | None, rate: float | None) -> None:
+def personalize(
+    home: Path, as_json: bool, by: str | None, steps: int | None, rate: float | None, int8: bool | None = None
+) -> None:
     """Personalize the served model on this device's samples; no aggregator and no torch needed."""
     from edge_agent import teach
 
     settings = settings_of(home)
     service = service_of(home, settings)
     with _of_one_model(home):
-        choice = _choice(service.slots.way() or settings.personalize, by, steps, rate)
+        choice = _choice(service.slots.way() or settings.personalize, by, steps, rate, int8)
         before = _before(service)
         done = teach.personalize(service, choice)
-        with service.slots.writing():
-            service.slots.set_way(choice)
+        if choice is not None:
+            with service.slots.writing():
+                service.slots.set_way(choice)
     now = service.answering
     after = None if now is None else service.held_back(now.predictor)
     facts: dict[str, Any] = {
         "round": service.round, "model": service.model, "personalization": done.how, "samples": done.samples,
         "samples_there": done.of, "left_out": done.left_out, "per_class": done.per_class,
+        "graph": service.graph_that_answers,
     }
     if after is not None:
         was = None if before is None else before[1]
@@ -88,7 +94,8 @@ def _say_personalized(facts: dict[str, Any]) -> None:
     classes = ", ".join(f"{name} {n}" for name, n in facts["per_class"].items())
     of = f" of {there}" if there > number else ""
     on = f" on {number}{of} samples ({classes})" if number else ""
-    print(f"personalized by {facts['personalization']}{on}, meta-model of round {facts['round']}")
+    graph = ", embedded in int8" if facts["graph"] == "embed-int8" else ""
+    print(f"personalized by {facts['personalization']}{on}{graph}, meta-model of round {facts['round']}")
     if facts["left_out"]:
         print(f"{facts['left_out']} samples of this device's own classes are left out: this way cannot learn them")
     judged = facts.get("held_back")
@@ -97,11 +104,15 @@ def _say_personalized(facts: dict[str, Any]) -> None:
         print(f"accuracy on {judged['samples']} held-back samples: {judged['accuracy']:.3f}{before}")
 
 
-def _choice(now: Personalize, by: str | None, steps: int | None, rate: float | None) -> Personalize:
-    """What was chosen before, unless options say otherwise. Raises ConfigError."""
-    if by is None and steps is None and rate is None:
-        return now
-    said = {"by": by or now.by, "steps": steps, "rate": rate}
+def _choice(
+    now: Personalize, by: str | None, steps: int | None, rate: float | None, int8: bool | None
+) -> Personalize | None:
+    """What the options say; None where they say nothing. The encoder stays as it was chosen ``now`` for ways that
+    embed. Raises ConfigError."""
+    if by is None and steps is None and rate is None and int8 is None:
+        return None
+    kept = now.int8 and by not in ("adapt", "none")
+    said = {"by": by or now.by, "steps": steps, "rate": rate, "int8": kept if int8 is None else int8}
     found, problems = schema.read(Personalize, said)
     if found is None:
         raise ConfigError("; ".join(f"--{problem}" for problem in problems))
@@ -130,7 +141,8 @@ def predict(inputs: Path, home: Path, as_json: bool) -> None:
         for n, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))
     ]
     terminal.table(rows, ("sample", "answer", "probabilities"))
-    runtime.say(f"meta-model of round {answer.round}, personalization: {answer.personalization}")
+    runtime.say(f"meta-model of round {answer.round}, personalization: {answer.personalization}, "
+                f"graph: {answer.graph}")
 
 
 def _mark(answer: Answer, n: int) -> str:
@@ -171,6 +183,31 @@ def add(file: Path, label: str, home: Path, *, new_class: bool) -> None:
     with service.slots.writing():
         total = service.local().add(x, [label] * len(x))
     print(f"{len(x)} samples of class {label} added, {total} added by now")
+
+
+def listed(home: Path, as_json: bool) -> None:
+    """How many samples of each class there are: recorded, held back, and added."""
+    service = service_of(home, settings_of(home))
+    service.known_classes()
+    counts = service.local().counts()
+    if as_json:
+        names = ("class", "recorded", "held_back", "added")
+        return terminal.show([dict(zip(names, row, strict=True)) for row in counts])
+    terminal.table([tuple(map(str, row)) for row in counts], ("class", "recorded", "held back", "added"))
+
+
+def drop(home: Path, number: int) -> None:
+    """Forget the samples that were added last; the next personalization is made without them."""
+    service = service_of(home, settings_of(home))
+    service.known_classes()
+    with service.slots.writing():
+        left = service.local().drop_last(number)
+        for slot in service.slots.in_order():
+            own = service.shelf.kept(slot)
+            if own is not None:  # it holds what was dropped: the next sample that is taught does not extend it
+                replace(own, settings={**own.settings, "added": -1}).save(service.slots.path(slot, "personal"))
+    print(f"{number} samples dropped, {left} of those that were added are left")
+    runtime.say("answers change with the next personalization: edge-agent personalize")
 
 
 def read_inputs(path: Path, spec: InputSpec) -> np.ndarray[Any, Any]:

@@ -9,34 +9,63 @@ import numpy as np
 
 from edge_agent.local import LocalData
 from edge_agent.personalize import Predictor
+from edge_agent.session import Session
 from fleet_core.bundle import Graph
+from fleet_core.errors import StateError
 
 Array = np.ndarray[Any, Any]
 
 LEAST = 10
 """Held-back samples below which nothing is compared."""
 
+MAX_KEPT = 1 << 20
+"""Numbers of a session's outputs on the held-back samples that are kept in memory (4 MiB)."""
+
+WORSE_BY = "[serve] worse_by in device.toml says how much worse may be"
+
+
+class Worse(StateError):
+    """What was asked for would answer the held-back samples worse; what answered before goes on."""
+
+    def __init__(self, why: str):
+        super().__init__(f"{why}: what answered before goes on", hint=WORSE_BY)
+
 
 class Judge:
-    """Confusion counts on the samples that nothing here learns from, made once for each predictor."""
+    """Confusion counts on the samples that nothing here learns from, made once for each predictor. A session is run on
+    them once, so that one more labelled sample costs its own embedding alone."""
 
     def __init__(self) -> None:
         self._stamp = ""
+        self._outputs: WeakKeyDictionary[Session, Array] = WeakKeyDictionary()
         self._counts: WeakKeyDictionary[Predictor, Array] = WeakKeyDictionary()
 
     def counts(self, predictor: Predictor, data: LocalData) -> Array | None:
         """int64 [N, N] over the fleet's N classes, rows the true ones; None where nothing is held back. Of an answer
         only the fleet's classes count."""
-        if data.stamp() != self._stamp:
-            self._stamp, self._counts = data.stamp(), WeakKeyDictionary()
+        if data.judge_stamp() != self._stamp:
+            self._stamp, self._counts, self._outputs = data.judge_stamp(), WeakKeyDictionary(), WeakKeyDictionary()
         if predictor not in self._counts:
             samples, n = data.judge(), len(data.classes)
             if samples is None or not len(samples):
                 return None
             counts = np.zeros((n, n), np.int64)
-            np.add.at(counts, (samples.y, predictor.probabilities(samples.x)[:, :n].argmax(1)), 1)
+            np.add.at(counts, (samples.y, self._probabilities(predictor, samples.x)[:, :n].argmax(1)), 1)
             self._counts[predictor] = counts
         return self._counts[predictor]
+
+    def _probabilities(self, predictor: Predictor, x: Array) -> Array:
+        out = self._run(predictor.session, x)
+        z = out if predictor.encoder is None else self._run(predictor.encoder, x)
+        return predictor.of_outputs(out, z)[0]
+
+    def _run(self, session: Session, x: Array) -> Array:
+        found = self._outputs.get(session)
+        if found is None:
+            found = session.run(x)
+            if found.size <= MAX_KEPT:
+                self._outputs[session] = found
+        return found
 
     def worse(self, new: Predictor, before: Predictor | None, data: LocalData, worse_by: float) -> str:
         """Why ``new`` may not answer in the place of ``before``; empty where it may."""

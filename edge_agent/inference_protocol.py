@@ -42,13 +42,16 @@ NOT_READY = "no model has been served to this device yet"
 
 @dataclass(frozen=True)
 class Facts:
-    """What answers now. shape, dtype: of one raw sample. unknown: whether that is told."""
+    """What answers now. shape, dtype: of one raw sample. unknown: whether that is told. graph: that answers, as in
+    ``messages.Answer``. ready: False while the device waits for its first labelled samples to answer from."""
 
     shape: tuple[int, ...]
     dtype: str
     classes: tuple[str, ...]
     round: int
     unknown: bool
+    graph: str = ""
+    ready: bool = True
 
 
 class Model(typing.Protocol):
@@ -132,12 +135,13 @@ class InferenceProtocol:
 
     def _ready(self, request: Request, version: str | None) -> Response:
         """A 4xx status means no."""
-        ready = self._model.facts() is not None
+        facts = self._model.facts()
+        ready = facts is not None and facts.ready
         return as_json({"live": True, "ready": ready}, 200 if ready else 400)
 
     def _model_ready(self, request: Request, version: str | None) -> Response:
         facts = self._model.facts()
-        ready = facts is not None and version in (None, str(facts.round))
+        ready = facts is not None and facts.ready and version in (None, str(facts.round))
         return as_json({"name": self._model.name, "ready": ready}, 200 if ready else 400)
 
     def _of_server(self, request: Request, version: str | None) -> Response:
@@ -154,7 +158,7 @@ class InferenceProtocol:
         x = {"name": "x", "datatype": tensors.OF_NUMPY[facts.dtype], "shape": [-1, *facts.shape]}
         return as_json({
             "name": self._model.name, "versions": [str(facts.round)], "platform": "onnxruntime_onnx", "inputs": [x],
-            "outputs": outputs, "classes": facts.classes,
+            "outputs": outputs, "classes": facts.classes, "graph": facts.graph,
         })
 
     def _facts(self) -> Facts:
@@ -270,7 +274,8 @@ def _answered(asked: Asked, answer: Answer, name: str) -> Response:
     said = {
         "model_name": name, "model_version": str(answer.round),
         **({} if asked.id is None else {"id": asked.id}),
-        "parameters": {"round": answer.round, "model": answer.model, "personalization": answer.personalization},
+        "parameters": {"round": answer.round, "model": answer.model, "personalization": answer.personalization,
+                       "graph": answer.graph},
         "outputs": outputs,
     }
     response = as_json(said)

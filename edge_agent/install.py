@@ -135,7 +135,7 @@ def _put(found: Bundle, place: Home, slots: Slots) -> None:
         identity(found.params), found.manifest.model.round,
         {group: dict(named) for group, named in found.params.items()}, facts_of(method.name, method.hyper, graph),
     )  # fmt: skip
-    slots.stage(slots.other(), weights)
+    slots.stage(slots.other(), weights, found.int8)
 
 
 def _personalized(service: Service) -> tuple[Personalized | None, str]:

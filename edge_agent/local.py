@@ -95,10 +95,52 @@ class LocalData:
         at = np.array([names.index(name) for name in found.classes], np.int64)
         return Samples(found.x, at[found.y], classes=names), names
 
+    def take_back(self, start: int, x: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bool:
+        """The samples x [n, *shape] that were added at the places ``start``… are gone again; False where others lie
+        there. Raises DataError, StateError."""
+        found, end = self._added()[0], start + len(x)
+        if found is None or not np.array_equal(found.x[start:end], x):
+            return False
+        self._keep(found.take(np.r_[0:start, end : len(found)]))
+        return True
+
+    def drop_last(self, number: int) -> int:
+        """The ``number`` samples that were added last are gone; how many are left of those that were added. Raises
+        DataError, StateError."""
+        found = self._added()[0]
+        if found is None or len(found) < number:
+            raise DataError(f"{0 if found is None else len(found)} samples were added", where=str(self.added_path),
+                            expected=f"at least {number}")
+        self._keep(found.take(range(len(found) - number)))
+        return len(found) - number
+
+    def _keep(self, kept: Samples) -> None:
+        """Of the samples that were added these alone; a class of this device alone without a sample is gone too."""
+        if not len(kept):
+            return self.added_path.unlink()
+        everyone, fleet = kept.classes or (), len(self.classes)
+        used = [k for k in range(len(everyone)) if k < fleet or (kept.y == k).any()]
+        y = np.searchsorted(np.array(used), kept.y)
+        samples.save(self.added_path, Samples(kept.x, y, classes=tuple(everyone[k] for k in used)))
+
+    def counts(self) -> list[tuple[str, int, int, int]]:
+        """(class, recorded samples that are learned from, recorded ones that judge, added ones) of each class."""
+        added, names = self._added()
+        recorded = self._parts() if self.path.exists() else (None, None)
+        own, later, more = (
+            [0] * len(names) if part is None else np.bincount(part.y, minlength=len(names)).tolist()
+            for part in (*recorded, added)
+        )
+        return [(name, own[k], later[k], more[k]) for k, name in enumerate(names)]
+
     def stamp(self) -> str:
         """Changes whenever the files do."""
         times = [p.stat().st_mtime_ns for p in (self.path, self.added_path) if p.exists()]
         return f"{self}{times}"
+
+    def judge_stamp(self) -> str:
+        """Changes whenever what ``judge`` gives does."""
+        return f"{self}{self.path.stat().st_mtime_ns if self.path.exists() else 0}"
 
     def _parts(self) -> tuple[Samples, Samples]:
         everything = samples.load(self.path, classes=self.classes)

@@ -3,6 +3,9 @@
 By class means, a fitted head or neighbours: arrays ``prototypes`` [N, D] and ``counts`` [N] of the classes, ``limit``
 [N] beyond which a sample is unknown, ``weight`` and ``bias`` of a fitted head, and ``z``, ``y``, ``marks`` of the
 embedded samples. By gradient steps: the weights, as ``group/name``. None of it leaves the device.
+
+Samples that are asked for are embedded by the encoder that the device's own were embedded by, in fp32 or int8: the
+class means of one mean nothing to the other.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import numpy as np
 
 from edge_agent.home import FORMAT, MAX_STATE_BYTES, Weights
 from edge_agent.personalize import Familiar, Predictor, widened
-from edge_agent.session import Session, open_kind
+from edge_agent.session import Session, open_kind, open_session
 from edge_agent.support import Embed, Support
 from edge_agent.ways import EMBEDS, Plan
 from fleet_core import storage
@@ -67,6 +70,11 @@ class Own:
         return self.how in EMBEDS
 
     @property
+    def int8(self) -> bool:
+        """Whether the quantized encoder embedded the samples."""
+        return bool(self.settings.get("int8"))
+
+    @property
     def support(self) -> Support | None:
         """The embedded samples, where they are kept."""
         return Support.kept(dict(self.arrays))
@@ -86,19 +94,28 @@ def of_weights(how: str, weights: Weights, classes: tuple[str, ...], arrays: Map
 
 
 def of_samples(
-    plan: Plan, graph: Graph, weights: Weights, own: Samples, known: Own | None = None, *, quantile: float
+    plan: Plan, graph: Graph, weights: Weights, own: Samples, known: Own | None = None, *, quantile: float,
+    int8: bytes = b"",
 ) -> Own:
     """Class means, a fitted head or neighbours from the raw samples; ``known``: what was made before, whose embeddings
-    are taken where they are under the same weights. Raises StateError, DataError, BundleError, CodecError."""
-    encoder = open_kind(graph, "embed", trees.only(weights.params, ("body",)))
-    before = known.support if known is not None and known.model == weights.model else None
-    support = Support.of(encoder.run, own.x, own.y, before)
+    are taken where they are by the same encoder. int8: the quantized encoder, in place of the graph's. Raises
+    StateError, DataError, BundleError, CodecError."""
+    encoder = encoder_of(graph, weights, int8)
+    alike = known is not None and (known.model, known.int8) == (weights.model, bool(int8))
+    support = Support.of(encoder.run, own.x, own.y, known.support if known is not None and alike else None)
     classes = own.classes or graph.layout.classes
     settings = {"distance": plan.distance, "neighbours": plan.neighbours, "mixture": plan.mixture, "steps": plan.steps,
-                "quantile": quantile}
+                "quantile": quantile, "int8": bool(int8)}
     if plan.kind == "knn":
         settings["share"] = _share(plan, graph, weights, own, support, len(classes))
     return _fitted(Own(plan.kind, weights.model, weights.round, classes, {}, settings), support, None)
+
+
+def encoder_of(graph: Graph, weights: Weights, int8: bytes = b"") -> Session:
+    """Raw samples -> embeddings; ``int8`` has its weights inside. Raises BundleError, CodecError."""
+    if int8:
+        return open_session(int8, {})
+    return open_kind(graph, "embed", trees.only(weights.params, ("body",)))
 
 
 def _share(plan: Plan, graph: Graph, weights: Weights, own: Samples, support: Support, n_classes: int) -> float:
@@ -151,9 +168,13 @@ def _padded(limit_N: Array, n_classes: int) -> Array:
 # Opened ---------------------------------------------------------------------------------------------------------------
 
 
-def opened(own: Own, graph: Graph, weights: Weights, *, unknown: bool, samples: Samples | None = None) -> Predictor:
+def opened(
+    own: Own, graph: Graph, weights: Weights, *, unknown: bool, samples: Samples | None = None, int8: bytes = b"",
+    before: Predictor | None = None,
+) -> Predictor:
     """What answers. unknown: tell it where it can be told. samples: the device's own, for neighbours whose embeddings
-    were too many to be kept.
+    were too many to be kept. int8: the quantized encoder, where it embedded the samples. before: an answer from
+    embeddings by the same encoder of the same weights, whose sessions are taken.
 
     Raises StateError, BundleError, CodecError.
     """
@@ -162,14 +183,17 @@ def opened(own: Own, graph: Graph, weights: Weights, *, unknown: bool, samples: 
     means = own.prototypes
     thresholds = Thresholds(_checked(own.arrays, "limit", (len(means.counts),)))
     familiar = Familiar(means, thresholds) if unknown else None
-    encoder = open_kind(graph, "embed", trees.only(weights.params, ("body",)))
+    if before is None and own.int8 and not int8:
+        raise StateError("the int8 encoder that it was made with is not here", hint="personalize again")
+    encoder = encoder_of(graph, weights, int8 if own.int8 else b"") if before is None else before.embedder
     if own.how == "proto":
         return Predictor(encoder, means, familiar=familiar)
     if own.how == "head":
         shape = means.prototypes.shape
         head = Head(_checked(own.arrays, "weight", shape), _checked(own.arrays, "bias", shape[:1]))
         return Predictor(encoder, fitted=head, familiar=familiar)
-    return _with_neighbours(own, graph, weights, encoder, familiar, samples)
+    beside = None if before is None or before.encoder is None else before.session
+    return _with_neighbours(own, graph, weights, encoder, beside, familiar, samples)
 
 
 def _with_weights(own: Own, graph: Graph, weights: Weights) -> Predictor:
@@ -181,7 +205,8 @@ def _with_weights(own: Own, graph: Graph, weights: Weights) -> Predictor:
 
 
 def _with_neighbours(
-    own: Own, graph: Graph, weights: Weights, encoder: Session, familiar: Familiar | None, samples: Samples | None
+    own: Own, graph: Graph, weights: Weights, encoder: Session, head: Session | None, familiar: Familiar | None,
+    samples: Samples | None,
 ) -> Predictor:
     support = own.support
     if support is None:
@@ -192,7 +217,7 @@ def _with_neighbours(
     near = Neighbours(support.z, support.y, n_classes, int(settings["neighbours"]), float(settings["share"]))
     if settings["mixture"] == 1.0:
         return Predictor(encoder, neighbours=near, familiar=familiar)
-    head = open_kind(graph, "predict", trees.only(weights.params, MODEL_GROUPS))
+    head = head or open_kind(graph, "predict", trees.only(weights.params, MODEL_GROUPS))
     return Predictor(head, None, encoder, near, familiar=familiar)
 
 

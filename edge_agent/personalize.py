@@ -65,11 +65,20 @@ class Predictor:
         head = open_kind(graph, "predict", params, threads=threads)
         return cls(head, None, encoder, Neighbours.of(encoder.run(x), y, softmax(head.run(x)), count, share))
 
+    @property
+    def embedder(self) -> Session:
+        """That gives the embeddings, where the answers are of those."""
+        return self.encoder or self.session
+
     def answers(self, x: Array) -> tuple[Array, Array | None]:
         """(probabilities float32 [n, N], bool [n] whether each sample is unknown) of raw samples [n, *shape]; None
         where that is not told. Raises DataError, and StateError while there is no prototype."""
         out = self.session.run(x)
-        z = out if self.encoder is None else self.encoder.run(x)
+        return self.of_outputs(out, out if self.encoder is None else self.encoder.run(x))
+
+    def of_outputs(self, out: Array, z: Array) -> tuple[Array, Array | None]:
+        """As ``answers``, from what the session and the encoder give of the samples; one and the same without an
+        encoder beside the session."""
         unknown = None if self.familiar is None else self.familiar.unknown(z)
         if self.neighbours is not None:
             alone = self.encoder is None  # without a head beside them

@@ -35,9 +35,19 @@ class ServedModel:
     def facts(self) -> Facts | None:
         now = self._service.answering
         if now is None:
-            return None
+            return self._waiting()
         spec = now.layout.input
-        return Facts(tuple(spec.shape), spec.dtype, now.classes, now.round, unknown=now.tells_unknown)
+        return Facts(tuple(spec.shape), spec.dtype, now.classes, now.round, now.tells_unknown, now.graph)
+
+    def _waiting(self) -> Facts | None:
+        """Of a model that was served and answers nothing yet: labelled samples may be what it waits for."""
+        try:
+            served = self._service.shelf.served()
+        except FleetError:
+            return None
+        spec = served.graph.layout.input
+        classes = served.graph.layout.classes
+        return Facts(tuple(spec.shape), spec.dtype, classes, served.weights.round, unknown=False, ready=False)
 
     def answer(self, x: np.ndarray[Any, Any]) -> Answer:
         return self._service.answers(x)

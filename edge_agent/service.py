@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edge_agent import own as owns
-from edge_agent.health import Judge, finite
+from edge_agent.health import Judge, Worse, finite
 from edge_agent.home import Home, Weights
 from edge_agent.local import LocalData
 from edge_agent.methods import hyper_of
 from edge_agent.own import Own
 from edge_agent.personalize import Predictor
 from edge_agent.settings import Personalize, Serve, Settings
-from edge_agent.shelf import Answering, Served, Shelf, not_made
+from edge_agent.shelf import Answering, Served, Shelf
 from edge_agent.slots import RolledBack, facts_of
 from edge_agent.ways import EMBEDS, Plan, is_whole
 from fleet_core import schema
@@ -198,6 +198,10 @@ class Service:
         """Why it may not answer; empty where it may."""
         if not finite(found.predictor, self.checked_graph()):
             return "answers that are no probabilities"
+        return self._worse(found)
+
+    def _worse(self, found: Answering) -> str:
+        """Why it may not answer in the place of what answers now; empty where it may."""
         before = self.answering
         if before is None or before.layout.hash != found.layout.hash:
             return ""
@@ -271,11 +275,15 @@ class Service:
 
     def take_up(self, own: Own | None, served: Served, base: tuple[Any, ...]) -> bool:
         """A personalization of the model in a slot answers from now on, here and on the disk; False where the disk is
-        not as it was at ``base`` (``Slots.stamp``). Raises FleetError."""
+        not as it was at ``base`` (``Slots.stamp``). Raises FleetError, of which Worse where the held-back samples
+        would be answered worse: then nothing has changed."""
         with self._changing:
-            found = self.shelf.opened(own, served)
+            found = self.shelf.opened(own, served, self.answering)
             if not finite(found.predictor, served.graph):
                 raise StateError("the personalized model gives answers that are no probabilities")
+            why = self._worse(found)
+            if why:
+                raise Worse(why)
             with self.slots.writing():
                 if self.slots.stamp() != base:
                     return False
@@ -295,6 +303,11 @@ class Service:
         """How the answers of the model that came last are the device's own: ``none``, or its method's personalizer."""
         now = self.answering
         return now.how if now is not None and (now.model, now.round) == (self.model, self.round) else "none"
+
+    @property
+    def graph_that_answers(self) -> str:
+        """As ``Answering.graph``; empty while nothing answers."""
+        return "" if self.answering is None else self.answering.graph
 
     @property
     def answers_as_it_is(self) -> bool:
@@ -332,9 +345,7 @@ class Service:
     def _answering(self) -> Answering:
         if self.answering is not None:
             return self.answering
-        if self.method is None or self.model is None:
-            raise StateError("no model has been served to this device yet", hint="wait for a served round")
-        raise not_made(self.method, self.shelf.home)
+        raise self.shelf.not_made(self.shelf.served())
 
     def answer(self, question: Question) -> Answer:
         """Raises FleetError for a question that has no answer."""
@@ -353,4 +364,4 @@ class Service:
         rows = tuple(tuple(round(float(p), 6) for p in row) for row in probabilities)
         told = () if unknown is None else tuple(map(bool, unknown))
         classes = now.classes if len(now.classes) > len(now.layout.classes) else ()
-        return Answer(labels, rows, told, now.round, now.model, now.how, classes=classes)
+        return Answer(labels, rows, told, now.round, now.model, now.how, classes=classes, graph=now.graph)

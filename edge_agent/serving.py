@@ -59,6 +59,8 @@ class Serving:
             return
         plan = self._service.load(method, manifest.method.hyper, weights, trainer=trains)
         self._models.judged = None
+        if plan.int8 and self._service.graph_that_answers == "embed":
+            self._log(f"the weights of round {weights.round} came without an int8 encoder: those of the graph embed")
         if worker is None:
             return self._judge(self._without_trainer(method) if plan.kind == "left" else "")
         self._accounts.begin("adapt")

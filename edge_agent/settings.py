@@ -80,11 +80,12 @@ WAYS = ("method", "proto", "head", "knn", "adapt", "none")
 class Personalize:
     """by: what makes answers the device's own: what the fleet's method says, class means, a head fitted here on
     embedded samples, the nearest samples, gradient steps, or nothing. steps, rate: of gradient steps (steps also of a
-    fitted head), in place of the method's."""
+    fitted head), in place of the method's. int8: embed by the quantized encoder, where a bundle brought one."""
 
     by: str = field(default="method", metadata={"choices": WAYS})
     steps: int | None = field(default=None, metadata={"min": 1, "max": 10_000})
     rate: float | None = field(default=None, metadata={"above": 0, "max": 1000})
+    int8: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ class Serve:
     ``edge-agent run``.
 
     unknown: tell samples that are far from all that the device knows; unknown_quantile: the share of its own samples
-    that is to stay known. worse_by: a new model that answers the device's held-back samples worse by more than this
-    accuracy is rolled back.
+    that is to stay known. worse_by: what answers the device's held-back samples worse by more than this accuracy does
+    not take the place of what answered before: a new model, another personalization, or more labelled samples.
     """
 
     host: str = field(default="127.0.0.1", metadata={"max_length": 255})

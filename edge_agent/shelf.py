@@ -27,7 +27,7 @@ from fleet_core.algorithms import trees
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.bundle import Graph
-from fleet_core.errors import StateError
+from fleet_core.errors import DataError, StateError
 from fleet_core.layout import MODEL_GROUPS, Layout
 
 NO_TRAINER = 'its trainer needs torch: pip install "metafleet[train]"'
@@ -36,7 +36,9 @@ NO_TRAINER = 'its trainer needs torch: pip install "metafleet[train]"'
 @dataclass(frozen=True, eq=False)
 class Answering:
     """What answers. model, round: of the judged model that it was made from. how: it is the device's own, ``none``
-    where it is not. classes: of the probabilities, the fleet's and then the device's own. slot: where it lies."""
+    where it is not. classes: of the probabilities, the fleet's and then the device's own. slot: where it lies. graph:
+    ``embed`` or ``embed-int8``, which embedded the device's samples and embeds those that are asked for; ``predict``
+    where none are."""
 
     predictor: Predictor
     model: str
@@ -45,6 +47,7 @@ class Answering:
     layout: Layout
     classes: tuple[str, ...]
     slot: str
+    graph: str
 
     @property
     def tells_unknown(self) -> bool:
@@ -129,6 +132,8 @@ class Shelf:
             found = Own.load(self.slots.path(slot, "personal"))
         except StateError:
             return None
+        if found.int8 and not self.slots.int8(slot):
+            return None
         return found if found.model == self.home.held(f"slots/{slot}/serve") else None
 
     def restored(self, served: Served) -> Answering:
@@ -137,7 +142,7 @@ class Shelf:
         if own is None or own.round != served.weights.round:
             plan = self.plan(served.graph, served.method, served.hyper)
             if plan.kind not in EMBEDS and not is_whole(served.method, served.graph):
-                raise not_made(served.method, self.home)
+                raise self.not_made(served)
             own = self.of_samples(plan, served) if plan.kind in EMBEDS else None
         return self.opened(own, served)
 
@@ -152,24 +157,46 @@ class Shelf:
         return plan_of(chosen, method, hyper, graph, trainer=trainer, trained=trained)
 
     def of_samples(self, plan: Plan, served: Served, known: Own | None = None) -> Own:
-        """Class means, a fitted head or neighbours, from all samples of this device. known: what was made before.
-        Raises FleetError."""
+        """Class means, a fitted head or neighbours, from all samples of this device. known: what was made before. By
+        the int8 encoder where the plan wants it and the slot has it. Raises FleetError."""
         self.check(served.graph_id, served.graph)
         data, quantile = self.local(served.graph.layout), self.serve.unknown_quantile
-        own = owns.of_samples(plan, served.graph, served.weights, data.every(), known, quantile=quantile)
+        int8 = self.slots.int8(served.slot) if plan.int8 else b""
+        own = owns.of_samples(plan, served.graph, served.weights, data.every(), known, quantile=quantile, int8=int8)
         return replace(own, settings={**own.settings, "added": data.added()})
 
-    def opened(self, own: Own | None, served: Served) -> Answering:
-        """What answers with these weights, personalized by ``own`` or as they are. Raises FleetError."""
+    def opened(self, own: Own | None, served: Served, before: Answering | None = None) -> Answering:
+        """What answers with these weights, personalized by ``own`` or as they are. before: what answers now, whose
+        sessions are taken where they are the same. Raises FleetError."""
         self.check(served.graph_id, served.graph)
         weights, layout = served.weights, served.graph.layout
         if own is None:
             predictor = Predictor.head(served.graph, trees.only(weights.params, MODEL_GROUPS))
         else:
             samples = self.local(layout).every() if own.how == "knn" and own.support is None else None
-            predictor = owns.opened(own, served.graph, weights, unknown=self.serve.unknown, samples=samples)
+            alike = before is not None and (before.model, before.slot) == (weights.model, served.slot)
+            same = before.predictor if before is not None and alike and before.graph == graph_of(own) else None
+            predictor = owns.opened(
+                own, served.graph, weights, unknown=self.serve.unknown, samples=samples,
+                int8=self.slots.int8(served.slot) if own.int8 and same is None else b"",
+                before=same if own.embeds else None,
+            )  # fmt: skip
         classes, how = (layout.classes, "none") if own is None else (own.classes, own.how)
-        return Answering(predictor, weights.model, weights.round, how, layout, classes, served.slot)
+        return Answering(predictor, weights.model, weights.round, how, layout, classes, served.slot, graph_of(own))
+
+    def not_made(self, served: Served) -> StateError:
+        """Said where a method answers with nothing but what is made on a device, and what would make it."""
+        plan = self.plan(served.graph, served.method, served.hyper)
+        of = "from its own samples" if plan.kind in EMBEDS else "with weights of its own"
+        what, hint = f"a device answers {of} by {served.method.name}", "edge-agent personalize"
+        try:
+            self.local(served.graph.layout).every()
+        except DataError as error:
+            what, hint = f"{what}, and {error.what}", "'edge-agent samples add', then 'edge-agent personalize'"
+        else:
+            what = f"{what}, which are not made yet"
+            hint = hint if plan.kind in ("steps", *EMBEDS) else NO_TRAINER
+        return StateError(what, where=str(self.home.folder), hint=hint)
 
 
 def _remembered(weights: Weights, where: str) -> tuple[Method, Any]:
@@ -184,9 +211,8 @@ def _remembered(weights: Weights, where: str) -> tuple[Method, Any]:
         raise StateError("says no hyper-parameters", where=where, hint="'edge-agent run' fetches it again") from error
 
 
-def not_made(method: Method, home: Home) -> StateError:
-    """Said where a method answers with nothing else."""
-    return StateError(
-        f"{method.name} answers with weights of a device's own, which are not made yet", where=str(home.folder),
-        hint=NO_TRAINER,
-    )
+def graph_of(own: Own | None) -> str:
+    """As ``Answering.graph``."""
+    if own is None or not own.embeds:
+        return "embed" if own is not None and own.how == "fleet-proto" else "predict"
+    return "embed-int8" if own.int8 else "embed"

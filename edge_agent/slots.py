@@ -2,6 +2,7 @@
 
     slots/a, slots/b     serve.safetensors     a judged model's weights, with its method, hyper-parameters and graph
                          personal.safetensors  what makes the answers the device's own; absent where nothing does
+                         int8.safetensors      their encoder, quantized; absent where no bundle brought one
     slots/serving.json   which of the two answers, the model that was rolled back, the graph that was checked here
     slots/way.json       how a person wants to personalize, in place of device.toml's word
 
@@ -19,18 +20,22 @@ import contextlib
 import fcntl
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edge_agent.home import Home, Weights
+import numpy as np
+
+from edge_agent.home import FORMAT, Home, Weights
 from edge_agent.settings import Personalize
 from fleet_core import schema, storage
 from fleet_core.errors import StateError
 
 NAMES = ("a", "b")
 MAX_POINTER_BYTES = 1 << 16
+MAX_INT8_BYTES = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -96,13 +101,28 @@ class Slots:
     # What lies in a slot ----------------------------------------------------------------------------------------------
 
     def path(self, slot: str, kind: str) -> Path:
-        """kind: serve or personal."""
+        """kind: serve, personal or int8."""
         return self.folder / slot / f"{kind}.safetensors"
 
-    def stage(self, slot: str, weights: Weights) -> None:
-        """``weights`` in a slot that does not answer, without a personalization. Raises StateError."""
+    def stage(self, slot: str, weights: Weights, int8: bytes = b"") -> None:
+        """``weights`` in a slot that does not answer, without a personalization. int8: their quantized encoder, ONNX.
+        Raises StateError."""
         self.drop_personal(slot)
+        self.path(slot, "int8").unlink(missing_ok=True)
         self._home.save_weights(f"slots/{slot}/serve", weights)
+        if int8:
+            facts = {"format": str(FORMAT), "weights": weights.model, "crc32": str(zlib.crc32(int8))}
+            storage.write_arrays(self.path(slot, "int8"), {"embed": np.frombuffer(int8, np.uint8)}, facts)
+
+    def int8(self, slot: str) -> bytes:
+        """The quantized encoder (ONNX) of the weights in ``slot``; empty where there is none, or a damaged one."""
+        try:
+            arrays, facts = storage.unpack(storage.read_bytes(self.path(slot, "int8"), limit=MAX_INT8_BYTES))
+            data = arrays["embed"].tobytes()
+            whole = facts["crc32"] == str(zlib.crc32(data))
+            return data if whole and facts["weights"] == self._home.held(f"slots/{slot}/serve") else b""
+        except (StateError, KeyError):
+            return b""
 
     def drop_personal(self, slot: str) -> None:
         self.path(slot, "personal").unlink(missing_ok=True)

@@ -16,15 +16,14 @@ import numpy as np
 
 from edge_agent import adapter
 from edge_agent import own as owns
+from edge_agent.health import Worse
 from edge_agent.own import Own
 from edge_agent.service import Service
-from edge_agent.session import open_kind
 from edge_agent.settings import Personalize
-from edge_agent.shelf import Served, Shelf
+from edge_agent.shelf import Served, Shelf, graph_of
 from edge_agent.support import Embed
 from edge_agent.ways import EMBEDS, Plan, working
 from fleet_core import schema
-from fleet_core.algorithms import trees
 from fleet_core.data.samples import Samples
 from fleet_core.errors import ConfigError, DataError, RoundError, StateError
 
@@ -54,10 +53,15 @@ def personalize(service: Service, choice: Personalize | None = None) -> Personal
     chosen here before. Blocks its thread while gradient steps are taken, in a process of their own.
 
     Raises ConfigError for a choice that cannot be, StateError where only the trainer takes the steps, DataError
-    without samples.
+    without samples, Worse where the held-back samples would be answered worse: then nothing has changed.
     """
     for _ in range(TRIES):
         base, served = service.slots.stamp(), service.shelf.served(service.slots.pointer().slot)
+        if choice is not None and choice.int8 and not service.slots.int8(served.slot):
+            raise ConfigError(
+                f"the weights of round {served.weights.round} came without an int8 encoder",
+                hint="metafleet export FLEET --int8 DATA --to BUNDLE, then here: edge-agent install BUNDLE",
+            )  # fmt: skip
         plan = service.shelf.plan(served.graph, served.method, served.hyper, choice=choice)
         made, said = _made(service.shelf, served, plan)
         if service.take_up(made, served, base):
@@ -128,8 +132,10 @@ def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = Fals
     personalizes at once. Called by several threads; answers go on meanwhile. What came of it, as plain values. new: as
     in ``check_labels``.
 
-    Raises DataError for samples of another form, ConfigError for a class that cannot be learned.
+    Raises DataError for samples of another form, and for those with which the held-back samples would be answered
+    worse: they are not kept. Raises ConfigError for a class that cannot be learned.
     """
+    service.known_classes()
     _check(service, x, labels)
     with _learning:
         check_labels(service, labels, new=new)
@@ -138,6 +144,10 @@ def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = Fals
         facts = {"added": len(x), "added_in_all": total}
         try:
             how = _extended(service, x, labels, total) or personalize(service).how
+        except Worse as error:
+            with service.slots.writing():
+                service.local().take_back(total - len(x), x)
+            raise DataError(f"not kept, for with these samples: {error.what}", hint=error.hint) from error
         except (StateError, RoundError) as error:  # the trainer's steps count them, with the next round
             return {**facts, **_now(service), "counts_later": error.what}
         return {**facts, **_now(service), "personalization": how}
@@ -157,19 +167,20 @@ def _extended(service: Service, x: Array, labels: Sequence[str], total: int) -> 
         return ""
     names = tuple(dict.fromkeys((*own.classes, *labels)))
     more = Samples(x, np.array([names.index(label) for label in labels], np.int64), classes=names)
-    wider = owns.extended(own, _encoder(service, served), more)
+    wider = owns.extended(own, _encoder(service, served, own), more)
     if wider is None:
         return ""
     wider = replace(wider, settings={**wider.settings, "added": total})
     return wider.how if service.take_up(wider, served, base) else ""
 
 
-def _encoder(service: Service, served: Served) -> Embed:
-    """The session that answers, where it does so by embedding."""
+def _encoder(service: Service, served: Served, own: Own) -> Embed:
+    """The session that answers, where that is the one by which ``own`` was embedded."""
     now = service.answering
-    if now is not None and now.model == served.weights.model and now.how in EMBEDS:
-        return (now.predictor.encoder or now.predictor.session).run
-    return open_kind(served.graph, "embed", trees.only(served.weights.params, ("body",))).run
+    if now is not None and (now.model, now.graph) == (served.weights.model, graph_of(own)):
+        return now.predictor.embedder.run
+    int8 = service.slots.int8(served.slot) if own.int8 else b""
+    return owns.encoder_of(served.graph, served.weights, int8).run
 
 
 def _check(service: Service, x: Array, labels: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ Li et al. 2017 (the steps of MAML and Meta-SGD). Gradient steps are those of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edge_agent.settings import Personalize
@@ -26,7 +26,8 @@ HEAD_STEPS = 50
 class Plan:
     """kind: proto, head, knn, none; ``steps`` of the graph ``adapt``; ``trainer`` for steps with torch; ``left`` where
     the method's own way cannot be gone here. how: what the answers then say of themselves. steps, rate: of gradient
-    steps, or of a fitted head; rate None where rates are learned. distance, neighbours, mixture: of nearest samples."""
+    steps, or of a fitted head; rate None where rates are learned. distance, neighbours, mixture: of nearest samples.
+    int8: embed by the quantized encoder, where there is one."""
 
     kind: str
     how: str
@@ -35,6 +36,7 @@ class Plan:
     distance: str = "squared"
     neighbours: int = NEIGHBOURS
     mixture: float | None = None
+    int8: bool = False
 
 
 def plan_of(
@@ -45,6 +47,18 @@ def plan_of(
     Raises ConfigError for a choice that this method, graph or device has not what it takes for; it names those that
     work.
     """
+    plan = _chosen(choice, method, hyper, graph, trainer=trainer, trained=trained)
+    if choice.int8 and plan.kind not in EMBEDS:
+        raise ConfigError(
+            "the int8 encoder for answers that are of no embedded samples", expected="one of " + ", ".join(EMBEDS),
+            hint="leave out int8 (at the command line: --fp32)",
+        )  # fmt: skip
+    return replace(plan, int8=choice.int8)
+
+
+def _chosen(
+    choice: Personalize, method: Method, hyper: Any, graph: Graph, *, trainer: bool, trained: bool
+) -> Plan:
     if choice.by == "method":
         return _of_method(choice, method, hyper, graph, trainer=trainer, trained=trained)
     why = _lacking(choice.by, method, graph)

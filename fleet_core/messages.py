@@ -318,7 +318,8 @@ class Question:
 class Answer:
     """labels: class names. probabilities: one row a sample. unknown: which samples are far from all that the device
     knows, empty where that is not told. round: of the meta-model. error: why there is no answer. classes: the names
-    of the probabilities, where the device has classes of its own after the fleet's; else empty."""
+    of the probabilities, where the device has classes of its own after the fleet's; else empty. graph: that answered,
+    ``predict``, or ``embed`` or ``embed-int8`` where it is compared with the device's own samples."""
 
     labels: tuple[str, ...] = ()
     probabilities: tuple[tuple[float, ...], ...] = ()
@@ -328,6 +329,7 @@ class Answer:
     personalization: str = ""
     error: str = field(default="", metadata={"max_length": 1000})
     classes: tuple[str, ...] = field(default=(), metadata={"max_length": 11_000})
+    graph: str = field(default="", metadata={"max_length": 32})
 
 
 def mark(round_number: int, device: str, update_id: str) -> str:

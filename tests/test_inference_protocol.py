@@ -30,7 +30,7 @@ class Sums:
     name = "sums"
 
     def __init__(self, dtype: str = "float32", *, unknown: bool = False, error: FleetError | None = None):
-        self.now: Facts | None = Facts((2,), dtype, CLASSES, 7, unknown)
+        self.now: Facts | None = Facts((2,), dtype, CLASSES, 7, unknown, "embed")
         self.unknown, self.error = unknown, error
         self.learned: list[tuple[np.ndarray, Sequence[str]]] = []
 
@@ -43,7 +43,8 @@ class Sums:
         sums = [float(row.sum()) for row in x]
         rows = tuple((0.125, 0.25, 0.625) if s > 0 else (0.625, 0.25, 0.125) for s in sums)
         labels = tuple("c" if s > 0 else "a" for s in sums)
-        return Answer(labels, rows, tuple(s > 0 for s in sums) if self.unknown else (), 7, "abc", "proto")
+        told = tuple(s > 0 for s in sums) if self.unknown else ()
+        return Answer(labels, rows, told, 7, "abc", "proto", graph="embed")
 
     def learn(self, x: np.ndarray, labels: Sequence[str], *, new: bool) -> Mapping[str, Any]:
         if self.error is not None:
@@ -117,6 +118,7 @@ def test_the_model_says_its_tensors_classes_and_version() -> None:
     shapes = {output["name"]: (output["datatype"], output["shape"]) for output in said["outputs"]}
     assert shapes == {"probabilities": ("FP32", [-1, 3]), "label": ("BYTES", [-1]), "unknown": ("BOOL", [-1])}
     assert (said["name"], said["versions"], said["classes"]) == ("sums", ["7"], list(CLASSES))
+    assert said["graph"] == "embed"
     assert get("/v2/models/sums/versions/7", Sums(unknown=True)) == (status, said)
 
 
@@ -152,7 +154,7 @@ def test_an_answer_says_its_probabilities_label_and_where_they_come_from() -> No
     assert found["label"] == {"name": "label", "datatype": "BYTES", "shape": [2], "data": ["c", "a"]}
     assert "unknown" not in found
     assert (said["model_name"], said["model_version"], said["id"]) == ("sums", "7", "42")
-    assert said["parameters"] == {"round": 7, "model": "abc", "personalization": "proto"}
+    assert said["parameters"] == {"round": 7, "model": "abc", "personalization": "proto", "graph": "embed"}
     assert response.headers["Content-Type"] == "application/json"
 
 

@@ -96,7 +96,7 @@ def test_answers_from_embedded_samples_are_those_of_torchs_embeddings(tmp_path: 
 
 
 def test_the_fleets_model_answers_as_it_is_where_nothing_is_chosen(tmp_path: Path) -> None:
-    service = device(tmp_path)
+    service = device(tmp_path, toml="[serve]\nworse_by = 1.0\n")
     by(service, "adapt")
     own = service.predict(X)
     assert by(service, "none").how == "none"
