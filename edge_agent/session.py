@@ -96,6 +96,8 @@ def _opened(graph_bytes: bytes, weights: dict[str, Array], threads: int, *, aren
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 4
     options.enable_cpu_mem_arena, options.enable_mem_pattern = arena, False  # without, a batch's memory goes back
+    if arena:  # pools alone would take blocked channels, and lose more to the reordering than they gain
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
     options.add_external_initializers(list(weights), values)
     try:

@@ -388,12 +388,13 @@ def value(found: Any) -> Any:
     ("stride", "padding", "dilation", "groups", "transposed"),
     [(1, 0, 1, 1, False), (2, 1, 1, 1, False), (1, 2, 2, 2, False), (2, 0, 1, 4, False), (2, 1, 1, 1, True)],
 )
+@pytest.mark.parametrize("channels", [4, lowering.FEW])
 def test_a_convolutions_gradients_are_torchs(
-    axes: int, stride: int, padding: int, dilation: int, groups: int, transposed: bool
+    axes: int, stride: int, padding: int, dilation: int, groups: int, transposed: bool, channels: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn((3, 4, *[8, 9][:axes]), generator=generator)
-    weight = torch.randn((4 if transposed else 8, 4 // groups, *[3] * axes), generator=generator)
+    x = torch.randn((3, channels, *[8, 9][:axes]), generator=generator)
+    weight = torch.randn((channels if transposed else 8, channels // groups, *[3] * axes), generator=generator)
     how: Any = [*([size] * axes for size in (stride, padding, dilation)), transposed, [0] * axes, groups]
     grad = torch.randn(aten.convolution(x, weight, None, *how).shape, generator=generator)
     wanted = aten.convolution_backward(grad, x, weight, [grad.shape[1]], *how, [True] * 3)
