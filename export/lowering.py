@@ -2,7 +2,7 @@
 
 The gradient to a convolution's weight is one matrix product per offset of the kernel: the samples, their channels last,
 shifted by that offset, against the outgoing gradient; of few channels one product of all offsets. Max pools find their
-indices by comparison with the maxima, and MaxUnpool takes them back; the stock form pools twice to make torch's of them.
+indices by comparing with the maxima, and MaxUnpool takes them back; the stock form pools twice to make torch's of them.
 
 Shapes: N samples, G groups, M values of one channel of a sample; C channels of a group, in a convolution I that come in
 and O that go out; P positions that come out.
