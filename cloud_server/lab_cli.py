@@ -139,6 +139,10 @@ def compare(
         list[float] | None,
         typer.Option("--target", min=0.001, max=1, help="An accuracy whose cost is told; may be given again."),
     ] = None,
+    target_of: Annotated[
+        str, typer.Option(metavar="FIGURE", help="What targets are of, over the devices that train: accuracy (their "
+                                                 "mean) or macro-f1 (pooled).")
+    ] = comparing.ACCURACY,
     baseline: Annotated[
         str | None, typer.Option(metavar="LABEL", help="Gains are over this one; default: Per-FedAvg.")
     ] = None,
@@ -146,10 +150,14 @@ def compare(
     as_json: JSON = False,
 ) -> None:
     """Curves and tables over several runs: mean and spread over seeds, costs of an accuracy."""
+    if target_of not in comparing.TARGETS_OF:
+        raise ConfigError(f"'{target_of}' can be no target", where="--target-of",
+                          expected=f"one of {', '.join(comparing.TARGETS_OF)}")
     found, remarks = trials.gather(folders)
     for remark in remarks:
         runtime.say(f"note: {remark}")
-    compared = comparing.compare(found, targets=target or (), baseline=baseline, mixed=mixed, remarks=remarks)
+    compared = comparing.compare(found, targets=target or (), baseline=baseline, mixed=mixed, remarks=remarks,
+                                 target_of=target_of)
     written = write(compared, out)
     if as_json:
         return terminal.show({**comparing.to_json(compared), "files": [str(path) for path in written]})

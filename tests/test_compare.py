@@ -206,6 +206,18 @@ def test_targets_come_from_the_experiment_or_are_the_highest_that_were_reached_w
     assert [one.seeds for one in of(found, "best").reached] == [2, 2]
 
 
+def test_a_target_can_be_of_macro_f1(tmp_path: Path) -> None:
+    ended(tmp_path, "fedavg", [0.5, 0.7, 0.9], targets=[0.5])  # macro-F1 is 0.2 below
+    found = compared(tmp_path, target_of="macro-f1")
+    assert found.targets == (0.7,)
+    assert found.entries[0].reached[0].at["rounds"].value == 3
+    found = compared(tmp_path, targets=[0.45], target_of="macro-f1")
+    assert found.entries[0].reached[0].at["rounds"].value == 2
+    assert tables.targets_text(found).startswith("to macro-f1 0.45 ")
+    assert "What a macro-f1 of 0.45 costs" in page.render(found, title="x")
+    assert compared(tmp_path).entries[0].reached[0].at["rounds"].value == 1
+
+
 def test_gains_are_over_exact_per_fedavg_then_any_form_then_the_label_asked_for(tmp_path: Path) -> None:
     ended(tmp_path, "first-order", [0.9], method="per-fedavg-fo")
     assert compared(tmp_path).baseline == "first-order"

@@ -21,6 +21,9 @@ from fleet_core.errors import ConfigError
 
 FORMAT = 1
 EXACT, FAMILY = "per-fedavg-exact", "per-fedavg"
+ACCURACY = "accuracy"
+TARGETS_OF = {ACCURACY: "mean", "macro-f1": "macro_f1"}
+"""What a target may be of, and its name in ``Point.scores``."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,8 @@ class Entry:
 @dataclass(frozen=True)
 class Comparison:
     """entries: the best first. settings: what was asked for beside methods, by letter. mixed: the parts that differ,
-    which makes this no comparison of methods. baseline: the label that gains are over."""
+    which makes this no comparison of methods. baseline: the label that gains are over. target_of: what ``targets`` are
+    of, of ``TARGETS_OF``."""
 
     entries: tuple[Entry, ...]
     targets: tuple[float, ...]
@@ -120,17 +124,18 @@ class Comparison:
     settings: Mapping[str, Mapping[str, str]]
     mixed: tuple[str, ...]
     remarks: tuple[str, ...] = ()
+    target_of: str = ACCURACY
 
 
 def compare(
     trials: Sequence[Trial], *, targets: Sequence[float] = (), baseline: str | None = None, mixed: bool = False,
-    remarks: Sequence[str] = (),
+    remarks: Sequence[str] = (), target_of: str = ACCURACY,
 ) -> Comparison:
     """Raises ConfigError for runs of different data, partitions or models (unless ``mixed``), for a run that is there
     twice, and for an unknown ``baseline``.
 
-    targets: accuracies; without them those of the experiments; without those, the highest that Per-FedAvg reached with
-    every seed, and the highest that any method did.
+    targets: accuracies, or what ``target_of`` says; without them those of the experiments, which are accuracies;
+    without those, the highest that Per-FedAvg reached with every seed, and the highest that any method did.
     """
     settings = _settings(trials)
     differing = tuple(part for part in settings["A"] if len({one[part] for one in settings.values()}) > 1)
@@ -141,16 +146,18 @@ def compare(
     ranked = sorted(groups.items(), key=lambda group: (-_final(group[1]), group[0]))
     plain = [_entry(label, group, letters[tuple(group[0].setting.items())]) for label, group in ranked]
     base = _baseline(plain, baseline)
-    wanted = sorted(set(targets) or {t for trial in trials for t in trial.targets}) or _highest(dict(ranked), base)
-    of_base = {target: _cost(groups[base.label], target) for target in wanted} if base else {}
+    figure, asked = TARGETS_OF[target_of], {t for trial in trials for t in trial.targets if target_of == ACCURACY}
+    wanted = sorted(set(targets) or asked) or _highest(dict(ranked), base, figure)
+    of_base = {target: _cost(groups[base.label], target, figure) for target in wanted} if base else {}
     entries = tuple(
         replace(entry, reached=tuple(
-            _reached(groups[entry.label], target, of_base.get(target) if _like(entry, base) else None)
+            _reached(groups[entry.label], target, figure, of_base.get(target) if _like(entry, base) else None)
             for target in wanted
         ))
         for entry in plain
     )
-    return Comparison(entries, tuple(wanted), base.label if base else None, settings, differing, tuple(remarks))
+    return Comparison(entries, tuple(wanted), base.label if base else None, settings, differing, tuple(remarks),
+                      target_of)
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
@@ -271,20 +278,20 @@ def _like(entry: Entry, base: Entry | None) -> bool:
     return base is not None and entry is not base and entry.setting == base.setting
 
 
-def _highest(groups: Mapping[str, Sequence[Trial]], base: Entry | None) -> list[float]:
-    """The highest accuracies that the baseline, and that any label, reached with every seed; cut to three digits."""
+def _highest(groups: Mapping[str, Sequence[Trial]], base: Entry | None, figure: str) -> list[float]:
+    """The highest that the baseline, and that any label, reached with every seed; cut to three digits."""
     tops = {
-        label: min(max((p.scores[DEVICES]["mean"] for p in t.points), default=0.0) for t in group)
+        label: min(max((p.scores[DEVICES].get(figure, 0.0) for p in t.points), default=0.0) for t in group)
         for label, group in groups.items()
     }
     chosen = {max(tops.values()), *([tops[base.label]] if base else [])}
     return sorted({cut for top in chosen if (cut := math.floor(top * 1000) / 1000) > 0})
 
 
-def _cost(group: Sequence[Trial], target: float) -> dict[str, Bound]:
+def _cost(group: Sequence[Trial], target: float, figure: str) -> dict[str, Bound]:
     """By measure, the mean over seeds of what was spent up to the first judged round at ``target``; where that was not
     reached, of what was spent in all."""
-    first = [_first(trial, target) for trial in group]
+    first = [_first(trial, target, figure) for trial in group]
     spent = [trial.spent if point is None else point.spent for trial, point in zip(group, first, strict=True)]
     costs = {key: stat([one[key] for one in spent]) for key in _common(spent)}
     if all(first):
@@ -292,14 +299,14 @@ def _cost(group: Sequence[Trial], target: float) -> dict[str, Bound]:
     return {key: Bound(cost.mean, ">") for key, cost in costs.items() if cost.mean}
 
 
-def _first(trial: Trial, target: float) -> Point | None:
-    return next((point for point in trial.points if point.scores[DEVICES]["mean"] >= target), None)
+def _first(trial: Trial, target: float, figure: str) -> Point | None:
+    return next((point for point in trial.points if point.scores[DEVICES].get(figure, 0.0) >= target), None)
 
 
-def _reached(group: Sequence[Trial], target: float, base: Mapping[str, Bound] | None) -> Reached:
-    at = _cost(group, target)
+def _reached(group: Sequence[Trial], target: float, figure: str, base: Mapping[str, Bound] | None) -> Reached:
+    at = _cost(group, target, figure)
     gain = {key: found for key in at if base and key in base and (found := _gain(base[key], at[key]))}
-    return Reached(target, sum(_first(trial, target) is not None for trial in group), at, gain)
+    return Reached(target, sum(_first(trial, target, figure) is not None for trial in group), at, gain)
 
 
 def _gain(base: Bound, own: Bound) -> Bound | None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from cloud_server.figures import ABSENT, bytes_text, flops_text, phase_text
 from cloud_server.laboratory import plots
-from cloud_server.laboratory.compare import MEASURES, Comparison, Entry, Measure, Reached, Stat, number_text
-from cloud_server.laboratory.tables import bound_text, gain_text, kind_text, kinds, share, small, stat_text
+from cloud_server.laboratory.compare import ACCURACY, MEASURES, Comparison, Entry, Measure, Reached, Stat, number_text
+from cloud_server.laboratory.tables import bound_text, gain_text, kind_text, kinds, share, small, stat_text, target_head
 from cloud_server.laboratory.trials import DEVICES, flat
 from cloud_server.report import STYLE
 
@@ -152,7 +152,7 @@ def _cheapest_card(comparison: Comparison) -> str:
             least, one, label = min(costs, key=lambda found: found[0].value)
             gain = gain_text(one.gain.get("payload_bytes"))
             under = f"{label}; {comparison.baseline} takes {gain}" if gain else label
-            return _card(f"Least payload to {one.target:g}", escape(bytes_text(least.value)), under)
+            return _card(f"Least payload {target_head(comparison, one.target)}", escape(bytes_text(least.value)), under)
     return ""
 
 
@@ -232,14 +232,14 @@ def _stats(
 
 def _targets(comparison: Comparison) -> str:
     over = f"; below, the gain over {comparison.baseline}" if comparison.baseline else ""
-    parts = []
+    what, parts = "an accuracy" if comparison.target_of == ACCURACY else f"a {comparison.target_of}", []
     for k, target in enumerate(comparison.targets):
         taken = [m for m in MEASURES if any(m.key in entry.reached[k].at for entry in comparison.entries)]
         rows = [
             _row(comparison, place, _target_cells(entry, entry.reached[k], taken))
             for place, entry in enumerate(comparison.entries)
         ]
-        parts.append(f"<h2>What an accuracy of {target:g} costs{escape(over)}</h2>"
+        parts.append(f"<h2>What {what} of {target:g} costs{escape(over)}</h2>"
                      + _table(["seeds", *(m.title for m in taken)], rows))
     return "".join(parts)
 

@@ -7,7 +7,17 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 
 from cloud_server.figures import ABSENT, bytes_text, phase_text, plain_text
-from cloud_server.laboratory.compare import MEASURES, Bound, Comparison, Entry, Measure, Reached, Stat, number_text
+from cloud_server.laboratory.compare import (
+    ACCURACY,
+    MEASURES,
+    Bound,
+    Comparison,
+    Entry,
+    Measure,
+    Reached,
+    Stat,
+    number_text,
+)
 from cloud_server.laboratory.trials import DEVICES, NOVEL
 
 TIMES = "\u00d7"
@@ -85,10 +95,15 @@ def targets_text(comparison: Comparison) -> str:
     taken = [m for m in MEASURES if any(m.key in one.at for entry in comparison.entries for one in entry.reached)]
     blocks = []
     for place, target in enumerate(comparison.targets):
-        heads = (f"to {target:g}", *(measure.head for measure in taken))
+        heads = (target_head(comparison, target), *(measure.head for measure in taken))
         rows = [(plain_text(entry.label), *_costs(entry.reached[place], taken)) for entry in comparison.entries]
         blocks.append("\n".join(aligned([heads, *rows])))
     return "\n\n".join(blocks) + "\n" if blocks else ""
+
+
+def target_head(comparison: Comparison, target: float) -> str:
+    """``to 0.9``, or ``to macro-f1 0.9``."""
+    return f"to {target:g}" if comparison.target_of == ACCURACY else f"to {comparison.target_of} {target:g}"
 
 
 def _line(entry: Entry, others: Sequence[str]) -> tuple[str, ...]:
