@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import lzma
 import stat
 from pathlib import Path
 
@@ -38,8 +39,10 @@ def write(root: Path, path: Path) -> None:
         archive.add(folder, b"", stat.S_IFDIR | 0o755)
     archive.add("bin/busybox", (root / "bin/busybox").read_bytes(), stat.S_IFREG | 0o755)
     for driver in drivers:
-        archive.add(f"lib/{driver.name}", driver.read_bytes(), stat.S_IFREG | 0o644)
-    init = INIT.format(drivers=" ".join(driver.name for driver in drivers))
+        data = driver.read_bytes()
+        archive.add(f"lib/{driver.stem}", lzma.decompress(data) if driver.suffix == ".xz" else data,
+                    stat.S_IFREG | 0o644)
+    init = INIT.format(drivers=" ".join(driver.stem for driver in drivers))
     archive.add("init", init.encode(), stat.S_IFREG | 0o755)
     path.write_bytes(gzip.compress(archive.finished(), 1))
 

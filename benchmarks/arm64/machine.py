@@ -63,6 +63,8 @@ class Machine:
         relay = self.card.with_name("relay.py")
         relay.write_text(RELAY)
         board = self.board
+        # cache=unsafe: nothing waits for this machine's own disk; what the board wrote is there when QEMU is killed.
+        disk = f"if=none,id=card,format=raw,cache=unsafe,file={self.card}"
         net = "user,id=net,restrict=on" + "".join(
             f",guestfwd=tcp:{DOOR}:{port}-cmd:{sys.executable} {relay} {here}" for port, here in board.doors.items()
         )
@@ -72,7 +74,7 @@ class Machine:
             [
                 QEMU, "-machine", "virt", "-cpu", board.cpu, "-accel", "tcg,thread=multi", "-smp", str(board.cores),
                 "-m", str(board.memory_mib), "-kernel", str(self._kernel), "-initrd", str(self._initrd),
-                "-append", image.cmdline(self.card), "-drive", f"if=none,id=card,format=raw,file={self.card}",
+                "-append", image.cmdline(self.card), "-drive", disk,
                 "-device", "virtio-blk-pci,drive=card", "-netdev", net,
                 "-device", "virtio-net-pci,netdev=net,romfile=", "-device", "virtio-rng-pci", "-display", "none",
                 "-monitor", "none", "-serial", f"file:{self.console}", "-no-reboot",

@@ -1,10 +1,11 @@
 """A Debian root file system for arm64, unpacked from packages on this machine: not one foreign instruction is run.
 
-    python -m benchmarks.arm64.root FOLDER
+    python -m benchmarks.arm64.root FOLDER [bookworm|trixie]
 
 debootstrap fetches and checks the packages (first stage); what its second stage would do in the foreign system by
 running the packages' scripts is done here by hand: accounts, mount points, links. It is a small Debian with systemd, a
-network by DHCP, an SSH server and a FAT partition at /boot/firmware, as Raspberry Pi OS has one, and no desktop.
+network by DHCP, an SSH server and a FAT partition at /boot/firmware, as Raspberry Pi OS has one, and no desktop. Trixie
+has cloud-init besides, with the settings of Raspberry Pi OS (RPi-Distro/pi-gen, stage2/04-cloud-init).
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-RELEASE = "bookworm"
 PACKAGES = (
     "systemd", "systemd-sysv", "systemd-timesyncd", "udev", "dbus", "python3", "ca-certificates", "iproute2", "procps",
     "kmod", "openssh-server", "sudo", "busybox-static", "linux-image-cloud-arm64",
@@ -29,6 +30,7 @@ FILES = {
     "etc/hostname": "board\n",
     "etc/hosts": "127.0.0.1 localhost board\n",
     "etc/machine-id": "",
+    "etc/default/locale": "LANG=C.UTF-8\n",
     "etc/fstab": (
         "LABEL=rootfs / ext4 defaults,noatime 0 1\n"
         "LABEL=bootfs /boot/firmware vfat defaults,x-systemd.device-timeout=180s 0 2\n"
@@ -52,21 +54,48 @@ LINKS = {
         "/lib/systemd/system/systemd-networkd.service",
     "etc/systemd/system/multi-user.target.wants/ssh.service": "/lib/systemd/system/ssh.service",
     "etc/systemd/system/default.target": "/lib/systemd/system/multi-user.target",
-    "usr/bin/python3": "python3.11",
     "usr/bin/awk": "/bin/busybox",
 }  # fmt: skip
+CLOUD_INIT = {
+    "etc/cloud/cloud.cfg.d/99_raspberry-pi.cfg": (
+        "datasource_list: [ NoCloud, None ]\ndatasource:\n  NoCloud:\n    seedfrom: file:///boot/firmware\n"
+        "ssh_deletekeys: false\nssh_genkeytypes: []\n"
+    ),
+    "etc/systemd/system/cloud-init-local.service.d/boot.conf": "[Unit]\nRequiresMountsFor=/boot/firmware\n",
+}
+CLOUD_INIT_UNITS = ("cloud-init-main", "cloud-init-local", "cloud-init-network", "cloud-config", "cloud-final")
+CLOUD_INIT_LINKS = {
+    "usr/bin/nc": "nc.openbsd",
+    **{f"etc/systemd/system/cloud-init.target.wants/{name}.service": f"/lib/systemd/system/{name}.service"
+       for name in CLOUD_INIT_UNITS},
+}
 FOLDERS = ("boot/firmware", "proc", "sys", "dev", "run", "tmp", "mnt", "media", "srv", "home", "opt", "var/lib/dbus")
 
 
-def make(root: Path) -> None:
+@dataclass(frozen=True)
+class Debian:
+    """A release: its Python, and the packages, files and links that it has besides those of every one."""
+
+    release: str
+    python: str
+    packages: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    links: Mapping[str, str] = field(default_factory=dict)
+
+
+BOOKWORM = Debian("bookworm", "3.11")
+TRIXIE = Debian("trixie", "3.13", ("cloud-init", "e2fsprogs"), CLOUD_INIT, CLOUD_INIT_LINKS)
+
+
+def make(root: Path, debian: Debian = BOOKWORM) -> None:
     """The file system in the new folder ``root``. Raises CalledProcessError. Needs to be run as root."""
     staged = root.with_name(root.name + ".part")
     shutil.rmtree(staged, ignore_errors=True)
     staged.parent.mkdir(parents=True, exist_ok=True)
-    include = "--include=" + ",".join(PACKAGES)
-    _run("debootstrap", "--arch=arm64", "--foreign", "--variant=minbase", include, RELEASE, str(staged))
+    include = "--include=" + ",".join((*PACKAGES, *debian.packages))
+    _run("debootstrap", "--arch=arm64", "--foreign", "--variant=minbase", include, debian.release, str(staged))
     _unpack(staged)
-    _settle(staged)
+    _settle(staged, debian)
     _run("ssh-keygen", "-A", "-f", str(staged))
     _run("depmod", "-b", str(staged), kernel(staged).name.removeprefix("vmlinuz-"))
     staged.rename(root)
@@ -94,7 +123,7 @@ def _extract(package: Path, root: Path) -> None:
         raise subprocess.CalledProcessError(reader.returncode, reader.args)
 
 
-def _settle(root: Path) -> None:
+def _settle(root: Path, debian: Debian) -> None:
     for name in ("passwd", "group"):
         shutil.copy(root / f"usr/share/base-passwd/{name}.master", root / f"etc/{name}")
     _append(root / "etc/passwd", USERS)
@@ -111,14 +140,16 @@ def _settle(root: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
     (root / "tmp").chmod(0o1777)
     (root / "root").mkdir(mode=0o700, exist_ok=True)
-    for name, text in FILES.items():
+    for name, text in {**FILES, **debian.files}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    for name, target in LINKS.items():
+    for name, target in {**LINKS, **debian.links, "usr/bin/python3": f"python{debian.python}"}.items():
         link = root / name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.unlink(missing_ok=True)
         link.symlink_to(target)
+    trusted = sorted((root / "usr/share/ca-certificates").rglob("*.crt"))
+    (root / "etc/ssl/certs/ca-certificates.crt").write_text("".join(path.read_text() for path in trusted))
     nsswitch = root / "usr/share/libc-bin/nsswitch.conf"
     if nsswitch.exists() and not (root / "etc/nsswitch.conf").exists():
         shutil.copy(nsswitch, root / "etc/nsswitch.conf")
@@ -136,4 +167,4 @@ def _run(*command: str, stdin: IO[bytes] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(Path(sys.argv[1]), TRIXIE if TRIXIE.release in sys.argv[2:] else BOOKWORM)

@@ -22,12 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.arm64 import image, initrd, root
+from benchmarks.arm64 import image, root
+from benchmarks.arm64.base import Base
 from benchmarks.arm64.machine import DOOR, Board, Machine
+from benchmarks.arm64.root import BOOKWORM, Debian
 from cloud_server import identity
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Ledger
+from cloud_server.ledger import Ledger, Round, Update
 from cloud_server.mosquitto import Place
+from fleet_core import schema
 from fleet_core.data import heartbeat
 from fleet_core.data import samples as stored
 
@@ -38,30 +41,10 @@ DESK = "desk"
 """The devices: the emulated one, and the one that trains on this machine."""
 
 
-class Base:
-    """What does not depend on a fleet: kernel, initrd and the untouched image, made once in ``folder``."""
-
-    def __init__(self, folder: Path, say: Callable[[str], None]):
-        self.folder, self.kernel, self.initrd = folder, folder / "vmlinuz", folder / "initrd.gz"
-        self.image = folder / "base.img"
-        if not self.image.exists():
-            self._make(say)
-
-    def _make(self, say: Callable[[str], None]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        tree = self.folder / "root"
-        if not tree.exists():
-            say("a root file system for arm64, out of packages")
-            root.make(tree)
-        shutil.copy(root.kernel(tree), self.kernel)
-        initrd.write(tree, self.initrd)
-        part = self.folder / "base.part"
-        image.write(tree, part)
-        part.rename(self.image)
-
-
 class Scene:
-    """One fleet with its processes, in ``folder``; used as a context."""
+    """One fleet with its processes, in ``folder``; used as a context. cores: of the emulated board."""
+
+    cores = 2
 
     def __init__(self, folder: Path, base: Base, say: Callable[[str], None]):
         self.folder, self.base, self.say = folder, base, say
@@ -87,11 +70,14 @@ class Scene:
 
     # The fleet --------------------------------------------------------------------------------------------------------
 
-    def found(self, method: str = "pfldyn-proto", rounds: int = 2) -> None:
-        """A fleet of heart beats with its broker and aggregator; rounds begin when there is a device that trains."""
+    def found(self, method: str = "pfldyn-proto", rounds: int = 2, **settings: float) -> None:
+        """A fleet of heart beats with its broker and aggregator; rounds begin when there are devices that train.
+        settings: of [fleet] in fleet.toml."""
         self.metafleet("init", str(self.fleet), "--data", "heartbeat", "--method", method, "--rounds", str(rounds))
         text = (self.fleet / "fleet.toml").read_text()
-        (self.fleet / "fleet.toml").write_text(_set(text, "fleet", "serve_every = 1"))
+        for key, value in {"serve_every": 1, **settings}.items():
+            text = _set(text, "fleet", f"{key} = {value}")
+        (self.fleet / "fleet.toml").write_text(text)
         fleet = Fleet.load(self.fleet)
         with Ledger(fleet.ledger_path) as ledger:
             place = Place((DOOR,), self.port, self.enrolment_port, listen="127.0.0.1")
@@ -104,22 +90,22 @@ class Scene:
     def broker(self) -> str:
         return f"mqtts://127.0.0.1:{self.port}"
 
-    def desk(self) -> Path:
-        """The device that trains on this machine, with the board's recording; its agent runs."""
-        home = self.folder / DESK
-        self.metafleet("devices", "enroll", str(self.fleet), DESK, "--to", str(home), "--broker", self.broker)
-        self.samples(home / "samples.npz")
+    def desk(self, name: str = DESK, patient: int = 0) -> Path:
+        """A device that trains on this machine, by default with the board's recording; its agent runs."""
+        home = self.folder / name
+        self.metafleet("devices", "enroll", str(self.fleet), name, "--to", str(home), "--broker", self.broker)
+        self.samples(home / "samples.npz", patient)
         self.start("edge-agent", "run", "--home", str(home))
         return home
 
-    def samples(self, path: Path) -> None:
-        """One patient's heart beats."""
+    def samples(self, path: Path, patient: int = 0) -> None:
+        """The heart beats of one of the patients, by his place in the list."""
         found = heartbeat.load_heartbeat()
-        stored.save(path, found.of_client(found.clients[0]))
+        stored.save(path, found.of_client(found.clients[patient]))
 
     # The board --------------------------------------------------------------------------------------------------------
 
-    def flash(self, board: str, *more: str, tables: str = "") -> None:
+    def flash(self, board: str, *more: str, system: str = "bookworm", tables: str = "") -> None:
         """The card of ``BOARD``, by the product's own command."""
         source = self.folder / "system.img"
         subprocess.run(["cp", "--sparse=always", str(self.base.image), str(source)], check=True)
@@ -127,13 +113,18 @@ class Scene:
         self.samples(recording)
         image.put(source, recording, "/srv", "samples.npz")
         self.key()
-        (self.folder / "board.toml").write_text(
-            f'name = "{BOARD}"\nfleet = "{self.fleet}"\nboard = "{board}"\nos = "bookworm"\n'
+        device = self.device_file(board, system=system, tables=tables)
+        self.metafleet("flash", str(device), "--to", f"image:{self.card}", "--image", str(source), *more)
+
+    def device_file(self, board: str, *, system: str = "bookworm", tables: str = "") -> Path:
+        """What ``BOARD`` is, for ``metafleet flash``. tables: more of them."""
+        path = self.folder / "board.toml"
+        path.write_text(
+            f'name = "{BOARD}"\nfleet = "{self.fleet}"\nboard = "{board}"\nos = "{system}"\n'
             f'broker = "mqtts://{DOOR}:{self.port}"\n[ssh]\nuser = "me"\n'
             f'authorized_keys = ["{self.folder}/key.pub"]\n[data]\nsamples = "/srv/samples.npz"\n{tables}'
         )
-        self.metafleet("flash", str(self.folder / "board.toml"), "--to", f"image:{self.card}", "--image", str(source),
-                       *more)  # fmt: skip
+        return path
 
     def key(self) -> Path:
         """A key to log in to the board with."""
@@ -145,7 +136,7 @@ class Scene:
     def boot(self, cpu: str = "cortex-a53", memory_mib: int = 512) -> Machine:
         """The board with its card, switched on."""
         doors = {self.port: self.port, self.enrolment_port: self.enrolment_port}
-        board = Board(cpu, memory_mib, doors=doors, ssh=self.ssh_port)
+        board = Board(cpu, memory_mib, self.cores, doors, self.ssh_port)
         console = self.folder / "console.log"
         self.machine = Machine(board, self.card, self.base.kernel, self.base.initrd, console).start()
         return self.machine
@@ -154,17 +145,24 @@ class Scene:
         """The start at which the system makes the device of itself; it ends by wanting to start again."""
         self.boot(**how).ended(600)
 
+    def ssh(self, command: str) -> list[str]:
+        """The command line that runs ``command`` on the board."""
+        return ["ssh", "-i", str(self.key()), "-p", str(self.ssh_port), "-o", "BatchMode=yes",
+                "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR",
+                "me@127.0.0.1", command]
+
     def on_board(self, command: str, timeout_s: float = 120) -> str:
         """What ``command`` prints on the board, over SSH."""
-        done = subprocess.run(
-            ["ssh", "-i", str(self.key()), "-p", str(self.ssh_port), "-o", "BatchMode=yes",
-             "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR",
-             "me@127.0.0.1", command],
-            capture_output=True, text=True, timeout=timeout_s,
-        )  # fmt: skip
+        done = subprocess.run(self.ssh(command), capture_output=True, text=True, timeout=timeout_s)
         if done.returncode:
             raise AssertionError(f"{command}: {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout
+
+    def host_key(self) -> str:
+        """The fingerprint of the key that the image was made with."""
+        key = self.base.root / "etc/ssh/ssh_host_ed25519_key.pub"
+        return subprocess.run(["ssh-keygen", "-lf", str(key)], check=True, capture_output=True,
+                              text=True).stdout.split()[1]  # fmt: skip
 
     def power_off(self) -> None:
         """In order, so that the file systems are closed."""
@@ -177,6 +175,21 @@ class Scene:
 
     def devices(self) -> dict[str, dict[str, Any]]:
         return {row["name"]: row for row in json.loads(self.metafleet("devices", "list", str(self.fleet), "--json"))}
+
+    def updates(self, device: str) -> list[Update]:
+        """What the ledger has of the device's updates, by round."""
+        with Ledger(self.fleet / "ledger.sqlite", create=False) as ledger:
+            return sorted(ledger.rows(Update, device=device), key=lambda update: update.round)
+
+    def rounds(self) -> list[Round]:
+        with Ledger(self.fleet / "ledger.sqlite", create=False) as ledger:
+            return ledger.rounds()
+
+    def device(self, name: str = BOARD) -> dict[str, Any]:
+        """What the ledger has of the device; empty where it has nothing."""
+        with Ledger(self.fleet / "ledger.sqlite", create=False) as ledger:
+            found = ledger.device(name)
+        return {} if found is None else schema.plain(found)
 
     def serves(self, device: str, rounds: int = 2) -> bool:
         """Whether the device answers from the last round's judged model, as its own."""
@@ -198,6 +211,7 @@ class Scene:
     # Processes --------------------------------------------------------------------------------------------------------
 
     def metafleet(self, *arguments: str) -> str:
+        """What the command prints. Raises AssertionError when it fails."""
         done = subprocess.run([str(BIN / "metafleet"), *arguments], capture_output=True, text=True, cwd=self.folder,
                               stdin=subprocess.DEVNULL, env=clean())  # fmt: skip
         if done.returncode:
@@ -269,8 +283,8 @@ def listens(port: int) -> bool:
 
 
 @contextlib.contextmanager
-def scene(folder: Path, base: Path, say: Callable[[str], None]) -> Iterator[Scene]:
-    """A scene that leaves no process behind."""
+def scene(folder: Path, base: Path, say: Callable[[str], None], debian: Debian = BOOKWORM) -> Iterator[Scene]:
+    """A scene that leaves no process behind. base: where the untouched images are kept."""
     folder.mkdir(parents=True, exist_ok=True)
-    with Scene(folder, Base(base, say), say) as found:
+    with Scene(folder, Base(base, say, debian), say) as found:
         yield found

@@ -1,0 +1,197 @@
+"""``metafleet flash`` over SSH into the running board, with the board's own systemd: an update that comes, and updates
+that do not, with the operator there, with the operator gone, and with the power cut in between.
+
+The versions are other checkouts on the operator's machine: the modules that run here, changed in one place.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+from benchmarks.arm64 import proof, scene
+from benchmarks.arm64.proof import Notes, Proof
+from benchmarks.arm64.scene import Scene
+from fleet_core import __version__
+
+BOARD_KIND = "raspberry-pi-3b-plus"
+SERVES = "[train]\nenabled = false\n"
+PACKAGES = ("fleet_core", "edge_agent", "cloud_server", "firmware_profiles", "export")
+GOOD, BROKEN = f"{__version__}.post1", f"{__version__}.post2"
+PATIENCE_S = 240
+SHORT_S = 45
+"""Of the operator, for an update that will not come; the device waits for a minute longer."""
+FLASH = "/opt/metafleet/.flash"
+SLOW_S = 600.0
+
+
+def play(world: Scene, notes: Notes) -> None:
+    world.found(rounds=1)
+    world.flash(BOARD_KIND, tables=SERVES)
+    world.desk()
+    world.passed("flashed; first start")
+    world.first_boot()
+    world.boot()
+    proof.is_on(world)
+    notes.facts["systemd"] = world.on_board("systemctl --version").split()[1]
+    first, before = _current(world), proof.identity(world)
+    _update(world, notes, first)
+    _restart(world, notes, before)
+    good = _current(world)
+    _operator_there(world, notes, good)
+    _operator_gone(world, notes, good)
+    _power_cut(world, notes, good)
+    notes.same("after all of it the identity is the same", proof.identity(world), before)
+    notes.holds("it enrolled once", proof.certificates(world) == 1)
+    proof.switched_off(world, notes)
+
+
+def _update(world: Scene, notes: Notes, first: str) -> None:
+    """A version that works."""
+    told = _flash(world, checkout(world.folder / "good", GOOD), PATIENCE_S)
+    world.passed(f"updated: {told.strip()}")
+    notes.holds("an update over SSH was confirmed", _current(world).startswith(f"{GOOD}-"))
+    notes.same("the version before is kept", world.on_board(f"ls -d /opt/metafleet/{first}").strip(),
+               f"/opt/metafleet/{first}")
+    world.until(lambda: world.device()["version"].startswith(GOOD), SLOW_S)
+    notes.holds("the aggregator hears of the new version", True)
+    again = _flash(world, world.folder / "good", PATIENCE_S)
+    notes.holds("flashing it again finds nothing to do", "runs already" in again)
+    notes.same("the timer of the way back is taken down", _timers(world), "")
+
+
+def _restart(world: Scene, notes: Notes, before: dict[str, str]) -> None:
+    assert world.machine is not None
+    subprocess.run(world.ssh("sudo systemctl reboot"), capture_output=True)
+    world.machine.ended(300)
+    proof.is_off(world)
+    world.boot()
+    proof.is_on(world)
+    notes.same("after a reboot it is the same device: key, certificate and settings", proof.identity(world), before)
+    notes.holds("and runs the new version", _current(world).startswith(f"{GOOD}-"))
+
+
+def _operator_there(world: Scene, notes: Notes, good: str) -> None:
+    """A version whose agent does not start; the command waits, and takes it back."""
+    _well(world)
+    try:
+        told = _flash(world, checkout(world.folder / "broken", BROKEN, broken=True), SHORT_S)
+    except AssertionError as error:
+        told = str(error)
+    notes.holds("flashing a version whose agent does not start fails, and says so", "did not come back" in told)
+    _is_back(world, notes, good, "a broken update is taken back", f"not back within {SHORT_S} s")
+
+
+def _operator_gone(world: Scene, notes: Notes, good: str) -> None:
+    """The same, and the operator's machine is gone before it could take it back."""
+    _armed(world)
+    notes.holds("systemd has the timer of the way back", "metafleet-return-" in _timers(world))
+    _is_back(world, notes, good, "with the operator gone, the board returns by its timer",
+             "nobody confirmed it in time")
+
+
+def _power_cut(world: Scene, notes: Notes, good: str) -> None:
+    """The same, and the board's power is cut before the timer ends."""
+    _armed(world)
+    proof.cut_the_power(world)
+    world.boot()
+    _is_back(world, notes, good, "cut off while unconfirmed, the board returns when it starts",
+             "started anew before it was confirmed")
+
+
+def _is_back(world: Scene, notes: Notes, good: str, what: str, why: str) -> None:
+    world.until(lambda: _last_return(world), SLOW_S)
+    world.passed(what)
+    told = _last_return(world)
+    notes.holds(f"{what} ({why})", why in told and told.startswith(f"{BROKEN}-"))
+    notes.same(f"{what}: it runs the version before", _current(world), good)
+    _well(world)
+    notes.holds(f"{what}: its agent is up, and on at the broker", True)
+
+
+def _armed(world: Scene) -> None:
+    """A broken version runs unconfirmed, and the command that put it there is killed with its connection."""
+    command = _command(world, SHORT_S)
+    process = subprocess.Popen(command, env=_environ(world.folder / "broken"), cwd=world.folder, start_new_session=True,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        world.until(lambda: _current(world).startswith(f"{BROKEN}-"), SLOW_S)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    world.passed("a broken version is there, and the operator gone")
+
+
+# What is asked of the board -------------------------------------------------------------------------------------------
+
+
+def _asked(world: Scene, command: str) -> str:
+    """Empty where it does not answer."""
+    try:
+        return world.on_board(command).strip()
+    except (AssertionError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _current(world: Scene) -> str:
+    return _asked(world, "readlink /opt/metafleet/current")
+
+
+def _last_return(world: Scene) -> str:
+    """Why the board returned; empty while an update is not confirmed, and where none was taken back."""
+    return _asked(world, f"sudo sh -c '[ -e {FLASH}/armed ] || [ -e {FLASH}/back ] || cat {FLASH}/last-return'")
+
+
+def _timers(world: Scene) -> str:
+    return _asked(world, "systemctl list-timers --all --no-legend 'metafleet-return-*'")
+
+
+def _well(world: Scene) -> None:
+    """Waits until the agent is up and its presence is that of the good version."""
+    world.until(lambda: _asked(world, "systemctl is-active metafleet") == "active", SLOW_S)
+    world.until(lambda: world.device()["state"] == "on" and world.device()["version"].startswith(GOOD), SLOW_S)
+
+
+# The operator ---------------------------------------------------------------------------------------------------------
+
+
+def checkout(folder: Path, version: str, *, broken: bool = False) -> Path:
+    """The modules that run here as another version; broken: its agent ends as soon as it starts."""
+    here = Path(__file__).resolve().parent.parent.parent
+    for package in PACKAGES:
+        shutil.copytree(here / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"),
+                        dirs_exist_ok=True)
+    init = folder / "fleet_core" / "__init__.py"
+    init.write_text(init.read_text().replace(f'"{__version__}"', f'"{version}"'))
+    if broken:
+        start = folder / "edge_agent" / "start.py"
+        start.write_text(start.read_text().replace("from __future__ import annotations",
+                                                   'from __future__ import annotations\n\nraise SystemExit("broken")'))
+    return folder
+
+
+def _flash(world: Scene, source: Path, patience_s: int) -> str:
+    """What the command of the checkout ``source`` prints. Raises AssertionError when it fails."""
+    done = subprocess.run(_command(world, patience_s), capture_output=True, text=True, cwd=world.folder,
+                          stdin=subprocess.DEVNULL, env=_environ(source))  # fmt: skip
+    if done.returncode:
+        raise AssertionError(f"flash: {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def _command(world: Scene, patience_s: int) -> list[str]:
+    config = world.folder / "ssh_config"
+    config.write_text(f"IdentityFile {world.key()}\nUserKnownHostsFile {world.folder}/known_hosts\n")
+    device = world.device_file(BOARD_KIND, tables=SERVES)
+    return [str(scene.BIN / "metafleet"), "flash", str(device), "--to", f"ssh://me@127.0.0.1:{world.ssh_port}",
+            "--ssh-config", str(config), "--accept-host-key", world.host_key(), "--patience-s", str(patience_s)]
+
+
+def _environ(source: Path) -> dict[str, str]:
+    return {**scene.clean(), "PYTHONPATH": str(source)}
+
+
+PROOF = Proof("over-ssh", "Flashed over SSH with a real systemd: an update comes, a broken one goes by itself", play)

@@ -1,0 +1,115 @@
+"""A proof: a scene that is played with an emulated board, what held in it, and what was found besides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.arm64 import image, scene
+from benchmarks.arm64.root import BOOKWORM, Debian
+from benchmarks.arm64.scene import Scene
+from cloud_server.ledger import Certificate, Ledger
+
+PARTS = {"0xd03": "Cortex-A53", "0xd08": "Cortex-A72"}
+"""CPU part numbers of Arm's cores, as /proc/cpuinfo has them."""
+HOME = "/var/lib/metafleet"
+BOOT_S = 900.0
+
+
+@dataclass
+class Notes:
+    """held: sentences that were found true. facts: what else there is to know, by name."""
+
+    say: Callable[[str], None]
+    held: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def holds(self, sentence: str, condition: object) -> None:
+        """Raises AssertionError where ``condition`` does not hold."""
+        if not condition:
+            raise AssertionError(f"does not hold: {sentence}")
+        if sentence not in self.held:
+            self.held.append(sentence)
+        self.say(f"  holds: {sentence}")
+
+    def same(self, sentence: str, found: object, expected: object) -> None:
+        """Raises AssertionError with both where they differ."""
+        if found != expected:
+            raise AssertionError(f"does not hold: {sentence}\nfound    {found}\nexpected {expected}")
+        self.holds(sentence, True)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """play: plays the scene and notes what held; raises AssertionError where something does not."""
+
+    name: str
+    title: str
+    play: Callable[[Scene, Notes], None]
+    debian: Debian = BOOKWORM
+
+
+# What is looked at in several proofs ----------------------------------------------------------------------------------
+
+
+def is_on(world: Scene) -> None:
+    """Waits until the board is on in the fleet's ledger."""
+    world.until(lambda: world.device().get("state") == "on", BOOT_S)
+    world.passed("the board is on")
+
+
+def is_off(world: Scene) -> None:
+    """The machine has ended; waits until the fleet's ledger says so of the board."""
+    world.machine = None
+    world.until(lambda: world.device()["state"] == "off", 120)
+
+
+def cut_the_power(world: Scene) -> None:
+    """Nothing is closed in order."""
+    assert world.machine is not None
+    world.machine.kill()
+    world.passed("the power is cut")
+    is_off(world)
+
+
+def identity(world: Scene) -> dict[str, str]:
+    """{file: SHA-256} of what makes the board this device: its key, its certificate, its own settings."""
+    told = world.on_board(f"sudo sh -c 'cd {HOME} && sha256sum *.pem *.key device.toml'")
+    return sums(told)
+
+
+def state(world: Scene) -> dict[str, str]:
+    """{file: SHA-256} of the training state that is committed on the board."""
+    return sums(world.on_board(f"sudo sh -c 'cd {HOME} && sha256sum methods/*/state.safetensors'"))
+
+
+def sums(told: str) -> dict[str, str]:
+    """What sha256sum prints."""
+    return {name: digest for digest, name in (line.split(maxsplit=1) for line in told.splitlines())}
+
+
+def certificates(world: Scene, device: str = scene.BOARD) -> int:
+    """How many certificates the fleet has ever given to the device."""
+    with Ledger(world.fleet / "ledger.sqlite", create=False) as ledger:
+        return len(ledger.rows(Certificate, device=device))
+
+
+def processor(world: Scene) -> str:
+    """The core that the kernel finds, by its part number; and never another machine's."""
+    found = re.search(r"CPU part\s*: (\S+)", world.on_board("cat /proc/cpuinfo"))
+    part = "" if found is None else found[1]
+    return PARTS.get(part, part)
+
+
+def closed(world: Scene) -> int:
+    """How many rounds are closed."""
+    return sum(each.status == "closed" for each in world.rounds())
+
+
+def switched_off(world: Scene, notes: Notes) -> None:
+    """The board is switched off in order, and its card checked."""
+    world.power_off()
+    image.check(world.card)
+    notes.holds("both file systems of the card are clean afterwards", True)

@@ -1,0 +1,120 @@
+"""``make prove-arm64``: what the product does on an emulated ARM64 board, proof by proof, into result.json.
+
+    python -m benchmarks.arm64.prove [--only NAME ...] [--keep FOLDER]
+
+Emulated: nothing here is a board's time, watt or joule; seconds are the emulator's, of this machine and of what else it
+did. Needs Linux, root (a root file system is made), and the programs that ``scene`` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import markdown
+from benchmarks.arm64 import cloud_init, over_ssh, power_cut, training
+from benchmarks.arm64.proof import Notes, Proof
+from benchmarks.arm64.scene import PROGRAMS, scene, which
+from fleet_core import storage
+
+HERE = Path(__file__).parent
+RESULT, PAGE = HERE / "result.json", HERE / "README.md"
+BASE = HERE.parent.parent / "build" / "arm64"
+PROOFS = {each.name: each for each in (cloud_init.PROOF, power_cut.PROOF, training.PROOF, over_ssh.PROOF)}
+LABEL = "emulated ARM64: no board, and no time of a board"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """1 where a proof failed."""
+    parser = argparse.ArgumentParser(description="What the product does on an emulated ARM64 board.")
+    parser.add_argument("--only", action="append", choices=tuple(PROOFS), help="one proof; may be given again")
+    parser.add_argument("--keep", type=Path, help="a folder that keeps cards, logs and the fleet, for looking at them")
+    chosen = parser.parse_args(arguments)
+    if sys.platform != "linux" or os.geteuid() != 0:
+        parser.error("a root file system for the board is made by root, on Linux")
+    for program in PROGRAMS:
+        which(program)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is torn down
+    failed = [name for name in chosen.only or PROOFS if not prove(PROOFS[name], chosen.keep)]
+    _say(f"failed: {', '.join(failed)}" if failed else "all held")
+    return int(bool(failed))
+
+
+def prove(proof: Proof, keep: Path | None) -> bool:
+    """Plays the proof and writes down what came of it; whether all of it held."""
+    _say(f"{proof.name}: {proof.title}")
+    notes = Notes(_say)
+    folder = Path(tempfile.mkdtemp(prefix="metafleet-arm64-")) if keep is None else keep.resolve() / proof.name
+    shutil.rmtree(folder, ignore_errors=True)
+    began, trouble = time.monotonic(), ""
+    try:
+        with scene(folder, BASE, _say, proof.debian) as world:
+            world.cores = 1
+            proof.play(world, notes)
+    except (AssertionError, subprocess.SubprocessError) as error:
+        trouble = str(error)
+        _say(f"{proof.name} failed: {trouble}")
+    finally:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    write(proof, notes, time.monotonic() - began, trouble.splitlines()[0] if trouble else "")
+    return not trouble
+
+
+def write(proof: Proof, notes: Notes, seconds: float, trouble: str) -> None:
+    """The proof's part of result.json, and the page's tables."""
+    told: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {"label": LABEL, "proofs": {}}
+    told["proofs"][proof.name] = {
+        "title": proof.title, "passed": not trouble, **({"failed": trouble} if trouble else {}), "held": notes.held,
+        "facts": notes.facts, "debian": proof.debian.release, "emulator": emulator(),
+        "emulator_seconds": round(seconds), "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+    told["proofs"] = {name: told["proofs"][name] for name in PROOFS if name in told["proofs"]}
+    storage.write_atomic(RESULT, (json.dumps(told, indent=1) + "\n").encode())
+    storage.write_atomic(PAGE, markdown.filled(PAGE.read_text(), tables(told)).encode())
+
+
+def tables(told: dict[str, Any]) -> dict[str, str]:
+    """The page's tables: one row a proof, and what was found."""
+    proofs = told["proofs"].items()
+    rows = [(name, each["title"], "held" if each["passed"] else f"failed: {each['failed']}", str(len(each["held"])),
+             str(each["emulator_seconds"])) for name, each in proofs]
+    facts = [(name, fact, str(value)) for name, each in proofs for fact, value in each["facts"].items()]
+    held = [(name, sentence) for name, each in proofs for sentence in each["held"]]
+    return {"proofs": markdown.table(("proof", "what is shown", "outcome", "checks", "emulator's seconds"), rows),
+            "held": markdown.table(("proof", "what held"), held),
+            "facts": markdown.table(("proof", "fact", "found"), facts)}
+
+
+def emulator() -> str:
+    return subprocess.run(["qemu-system-aarch64", "--version"], capture_output=True, text=True,
+                          check=True).stdout.splitlines()[0]  # fmt: skip
+
+
+def commit() -> str:
+    """Of this checkout, with a mark where it has changes in what a board runs."""
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=HERE)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", *(f":/{name}" for name in ("edge_agent", "fleet_core", "cloud_server",
+                                                                            "firmware_profiles")))
+    return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
