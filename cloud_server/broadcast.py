@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from cloud_server.publisher import Publisher
 from cloud_server.rounds import OpenRound
 from fleet_core import codecs, cohort, messages, schema
 from fleet_core.algorithms import trees
+from fleet_core.algorithms.seam import ServerState
 from fleet_core.algorithms.trees import Params
 from fleet_core.layout import Layout
-from fleet_core.messages import Blob, Cohort, Counted, Manifest, MethodRef, ModelRef, UploadRules
+from fleet_core.messages import Blob, Cohort, Counted, Given, Manifest, MethodRef, ModelRef, UploadRules
 
 EXPIRY_MS = 30 * 24 * 3600 * 1000
 COUNTED_ROUNDS = 4
@@ -76,6 +77,7 @@ class Broadcast:
         self._ledger, self._checkpoints, self._publisher = ledger, checkpoints, publisher
         self._upload_limit, self._next_seq, self._now = upload_limit, next_seq, now
         self._known: tuple[Params, str] | None = None
+        self._given: tuple[Mapping[str, Params], Blob, frozenset[str]] | None = None
         self.served: ModelRef | None = None
 
     # The training model -----------------------------------------------------------------------------------------------
@@ -108,12 +110,33 @@ class Broadcast:
     def _blob(self, data: bytes) -> Blob:
         return self._publisher.blob(Blob.of(data, self._config.link.chunk_bytes), data)
 
+    def given(self, state: ServerState, cohort: Sequence[str]) -> dict[str, Params]:
+        """What each device of the cohort alone receives, float32; empty where the method has nothing of the kind."""
+        if not self._method.given:
+            return {}
+        rule = self._method.server
+        return {
+            name: self._layout.ordered(trees.apply(lambda a: a.astype(np.float32), rule.given(state, name)))
+            for name in cohort
+        }
+
+    def _given_to(self, given: Mapping[str, Params]) -> tuple[Blob | None, frozenset[str]]:
+        """(the list that a manifest names, the ids of the blobs in it): each device's own, whole and in fp32."""
+        if not given:
+            self._given = None
+            return None, frozenset()
+        if self._given is None or self._given[0] is not given:
+            blobs = {name: self._blob(codecs.encode("fp32", groups)) for name, groups in given.items()}
+            listed = messages.encode(Given(tuple(blobs), tuple(blobs.values())))
+            self._given = given, self._blob(listed), frozenset(blob.id for blob in blobs.values())
+        return self._given[1:]
+
     # The manifest -----------------------------------------------------------------------------------------------------
 
     def round(self, opened: OpenRound, after: Checkpoint) -> None:
         """Announces the open round that follows ``after``."""
         chosen = cohort.announce(self._config.fleet.seed, opened.number, list(opened.cohort))
-        self._manifest(after, opened.number, chosen, opened.model, opened.scalars, is_open=True)
+        self._manifest(after, opened.number, chosen, opened.model, opened.scalars, is_open=True, given=opened.given)
 
     def idle(self, after: Checkpoint) -> None:
         """While nobody is asked to train: what was counted, and the judged model."""
@@ -123,9 +146,10 @@ class Broadcast:
 
     def _manifest(
         self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float], *,
-        is_open: bool,
+        is_open: bool, given: Mapping[str, Params] | None = None,
     ) -> None:
         fleet, link = self._config.fleet, self._config.link
+        own, theirs = self._given_to(given or {})
         graph = self._blob(self._graph)
         manifest = Manifest(
             v=messages.PROTOCOL,
@@ -145,8 +169,9 @@ class Broadcast:
             counted=self._counted(after.round),
             up=UploadRules(self._upload_limit, link.chunk_bytes, (self._codec_up,)),
             open=is_open,
+            given=own,
         )
-        keep = {blob.id for blob in manifest.blobs()}
+        keep = {blob.id for blob in manifest.blobs()} | theirs
         self._publisher.manifest(self._signer.sign(messages.encode(manifest)), keep)
 
     def _counted(self, closed: int) -> tuple[Counted, ...]:

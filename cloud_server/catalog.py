@@ -15,8 +15,8 @@ from fleet_core.errors import ConfigError
 from fleet_core.layout import MODEL_GROUPS
 
 MADE_HERE = {
-    "proto": "class means", "knn": "embedded samples", "sgd": "tuned weights", "meta-sgd": "tuned weights",
-    "moreau": "personal model",
+    "proto": "class means", "gp": "embedded samples", "knn": "embedded samples", "sgd": "tuned weights",
+    "meta-sgd": "tuned weights", "moreau": "personal model",
 }
 """What a device makes of its samples to answer with, by personalizer, where that is none of the groups it keeps."""
 
@@ -38,7 +38,7 @@ def facts(method: Method) -> dict[str, Any]:
     return {
         "name": method.name, "title": method.title, "source": method.source, "version": method.version,
         "adaptation": method.adaptation, "personalizer": method.personalizer,
-        "down": {"models": method.models_down, "groups": list(method.down), "scalars": list(method.down_scalars)},
+        "down": {"models": method.models_down, "groups": list(method.received), "scalars": list(method.down_scalars)},
         "up": {"models": method.models_up, "groups": list(method.shared), "scalars": list(method.up_scalars)},
         **differs, "lossy_codecs": method.cumulative, "stays": stays(method),
         "without_torch": without_torch(method), "hyper": schema.plain(method.hyper()),
@@ -50,13 +50,14 @@ def stays(method: Method) -> list[str]:
     kept = [role for role in method.client.keeps if role != "personal"]
     as_it_is = method.personalizer == "sgd" and not own_steps(method, method.hyper())[1]
     made = None if as_it_is else MADE_HERE.get(method.personalizer)
-    return [*method.personal, *kept, *([made] if made else [])]
+    weights = method.personal or (method.shared if method.given else ())
+    return [*weights, *kept, *([made] if made else [])]
 
 
 def without_torch(method: Method) -> str:
     """What a device answers with that has no torch. The graph of a method's steps is made at ``metafleet init``, which
     says which model has none."""
-    if method.personalizer in ("proto", "knn"):
+    if method.personalizer in ("proto", "gp", "knn"):
         return MADE_HERE[method.personalizer]
     as_it_is = "the fleet's model" if set(method.shared) >= set(MODEL_GROUPS) else "nothing"
     if trains(method) or steps_of(method, method.hyper()) is None:
@@ -71,6 +72,7 @@ def crossing(method: Method, way: str) -> str:
     if not parts:
         return "nothing"
     models = "part of a model" if method.personal else f"{told['models']} model{'s' if told['models'] > 1 else ''}"
+    models += " of its own" if way == "down" and method.given else ""
     return f"{models}: {', '.join(parts)}" if told["models"] else ", ".join(parts)
 
 

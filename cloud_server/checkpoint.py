@@ -100,7 +100,8 @@ class Checkpoints:
         return int(metadata["round"]), storage.unflatten(arrays)
 
     def load(self, round_number: int, order: Params) -> Checkpoint:
-        """The checkpoint after ``round_number``, arrays in the order of ``order``. Raises StateError."""
+        """The checkpoint after ``round_number``, arrays in the order of ``order``; groups that it lacks, which a server
+        rule has for itself, by their names. Raises StateError."""
         path = self.path(round_number)
         if not path.exists():
             raise StateError(f"is missing, and round {round_number} is closed", where=str(path), hint=RESTORE)
@@ -108,10 +109,7 @@ class Checkpoints:
         if found is None:
             raise StateError("is damaged", where=str(path), hint=RESTORE)
         arrays, metadata = found
-        roles = {
-            role: {g: {n: tree[g][n] for n in named} for g, named in order.items() if g in tree}
-            for role, tree in storage.unflatten_roles(arrays).items()
-        }
+        roles = {role: _ordered(tree, order) for role, tree in storage.unflatten_roles(arrays).items()}
         if "dual_epoch" not in metadata or metadata["round"] != str(round_number):
             raise StateError("is no checkpoint of this round", where=str(path), hint=RESTORE)
         memory = {role[len("memory."):]: tree for role, tree in roles.items() if role.startswith("memory.")}
@@ -135,6 +133,11 @@ def judged(path: Path) -> tuple[int, Params]:
         return int(metadata["round"]), storage.unflatten(arrays)
     roles = storage.unflatten_roles(arrays)
     return int(metadata["round"]), roles.get("judged", roles.get("model", {}))
+
+
+def _ordered(tree: Params, order: Params) -> Params:
+    known = {g: {n: tree[g][n] for n in named} for g, named in order.items() if g in tree}
+    return known | {g: {n: tree[g][n] for n in sorted(tree[g])} for g in sorted(tree) if g not in order}
 
 
 def _write(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:

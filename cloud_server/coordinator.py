@@ -284,7 +284,8 @@ class Coordinator:
         before = self._rounds.interrupted(number)
         if before is None and not self._enough_there():
             return
-        sent = self.method.server.broadcast(self._state.opening(before))
+        state = self._state.opening(before)
+        sent = self.method.server.broadcast(state)
         had = self._rounds.cohort(self.checkpoint.round)
         reference, made = self._broadcast.model(
             sent.groups, self.checkpoint, number, lambda base: self._roster.someone_lacks(base, besides=had)
@@ -295,7 +296,7 @@ class Coordinator:
         started = before.opened_at if before else self._now()
         self.open = OpenRound(
             number, chosen, started, self._clock() + self.config.fleet.deadline_s, reference, made.decoded, made.lost,
-            sent.scalars,
+            sent.scalars, self._broadcast.given(state, chosen),
         )
         if not before:
             self._rounds.begin(self.open, len(self._roster.members()))

@@ -120,7 +120,7 @@ class Fleet:
 
     def remarks(self) -> list[str]:
         """What the method sends, and makes of the settings, where a person may expect something else."""
-        if not self.method.down:
+        if not self.method.received:
             nothing = len(codecs.encode("fp32", {}))
             text = f"a device fetches a model of {nothing} bytes once, and sends as many a round"
             return [f"{self.method.name} shares nothing: {text}"]

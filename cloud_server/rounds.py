@@ -17,6 +17,7 @@ class OpenRound:
 
     opened_at: Unix seconds. deadline: on the aggregator's clock. model: as announced; published: its decoded
     float32 weights, which devices hold; lost: what a lossy codec left out of them, or None. scalars: sent beside it.
+    given: float32, what each device of the cohort alone receives; empty for most methods.
     failed: device -> why it will not deliver.
     """
 
@@ -28,6 +29,7 @@ class OpenRound:
     published: Params
     lost: Params | None
     scalars: Mapping[str, float]
+    given: Mapping[str, Params] = field(default_factory=dict)
     received: dict[str, UploadManifest] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 

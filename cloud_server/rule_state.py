@@ -33,7 +33,7 @@ class RuleState:
         closed = ledger.rounds("closed")
         number = closed[-1].round if closed else 0
         if not closed and not self._checkpoints.exists(0):
-            state = self._method.server.init(trees.widened(trees.only(first, self._method.down)), self._hyper)
+            state = self._method.server.init(trees.widened(trees.only(first, self._method.received)), self._hyper)
             return Checkpoint(0, state, facts={"method": name, "members": "0", "leaves": "0", "epoch_start": "1"})
         found = self._checkpoints.load(number, first)
         theirs = found.facts.get("method", name)

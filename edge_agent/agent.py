@@ -15,6 +15,7 @@ from edge_agent.accounts import Accounts
 from edge_agent.adapter import AdapterProcess
 from edge_agent.disk import Disk
 from edge_agent.fetcher import Fetcher
+from edge_agent.given import Given
 from edge_agent.graphs import Graphs
 from edge_agent.home import Home
 from edge_agent.methods import method_of
@@ -79,6 +80,7 @@ class Agent:
         self._models = Models(home, service, log)
         self._training = LocalTraining(settings, self.boot, home, service, accounts, trainer, self._limits)
         self._serving = Serving(
+        self._given = Given(self.name, home, service, self._fetcher)
             service, self._models, self._fetcher, accounts, self._reporter, trainer, self.adapter,
             self._training.header, log,
         )
@@ -201,7 +203,7 @@ class Agent:
         self.home.set_clock(manifest.seq, max(self._signed_ms, manifest.seq))
         self._seq, self._signed_ms = manifest.seq, max(self._signed_ms, manifest.seq)
         self.manifest, self._reporter.round = manifest, manifest.round
-        self._fetcher.keep({blob.id for blob in manifest.blobs()})
+        self._fetcher.keep({blob.id for blob in manifest.blobs()} | self._given.named(manifest))
         self._advance()
 
     def _on_server(self, presence: ServerPresence) -> None:
@@ -229,6 +231,8 @@ class Agent:
             ref = manifest.serve
             self._attempt("serve", lambda: self._models.take_judged(manifest, ref, blob_id, data))
         self._advance()
+        elif manifest.open and self._given.is_of(manifest, blob_id):
+            self._attempt("model", lambda: self._given.take(manifest, blob_id, data))
 
     def _on_down(self, payload: bytes) -> None:
         if payload.startswith(b"ed25519:"):
@@ -287,7 +291,7 @@ class Agent:
         if able and self._training.wanted(manifest):
             self._attempt("train", lambda: self._take_part(manifest))
         ref = manifest.serve
-        if ref is not None and not (method_of(manifest).personal and self._outbox.undecided(ref.round)):
+        if ref is not None and not (method_of(manifest).keeps_weights and self._outbox.undecided(ref.round)):
             self._attempt("serve", lambda: self._serving.want(manifest, ref))
         self._rest(manifest)
 
@@ -330,8 +334,10 @@ class Agent:
 
     def _take_part(self, manifest: Manifest) -> None:
         if self._models.base == manifest.model.model:
-            self._reporter.enter("train")
-            return self._training.begin(manifest)
+            if self._given.is_here(manifest):
+                self._reporter.enter("train")
+                self._training.begin(manifest, "" if self._given.blob is None else self._given.blob.id)
+            return
         blob = self._models.blob_for(manifest.model)
         if blob is not None:
             self._fetcher.start(blob, MAX_MODEL_BYTES, "model")

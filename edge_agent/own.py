@@ -23,11 +23,13 @@ from edge_agent.personalize import Familiar, Predictor, widened
 from edge_agent.session import Session, open_kind, open_session
 from edge_agent.support import Embed, Support
 from edge_agent.ways import EMBEDS, Plan
-from fleet_core import storage
+from fleet_core import schema, storage
 from fleet_core.algorithms import trees
+from fleet_core.algorithms.gaussian import Gaussian
 from fleet_core.bundle import Graph
 from fleet_core.data.samples import Samples
 from fleet_core.errors import StateError
+from fleet_core.gaussian import Processes
 from fleet_core.head import Head
 from fleet_core.layout import MODEL_GROUPS
 from fleet_core.nearest import Neighbours, Prototypes, softmax
@@ -106,6 +108,8 @@ def of_samples(
     classes = own.classes or graph.layout.classes
     settings = {"distance": plan.distance, "neighbours": plan.neighbours, "mixture": plan.mixture, "steps": plan.steps,
                 "quantile": quantile, "int8": bool(int8)}
+    if plan.gaussian is not None:
+        settings["gaussian"] = schema.plain(plan.gaussian)
     if plan.kind == "knn":
         settings["share"] = _share(plan, graph, weights, own, support, len(classes))
     return _fitted(Own(plan.kind, weights.model, weights.round, classes, {}, settings), support, None)
@@ -192,6 +196,8 @@ def opened(
         shape = means.prototypes.shape
         head = Head(_checked(own.arrays, "weight", shape), _checked(own.arrays, "bias", shape[:1]))
         return Predictor(encoder, fitted=head, familiar=familiar)
+    if own.how == "gp":
+        return Predictor(encoder, processes=_processes(own, encoder, samples), familiar=familiar)
     beside = None if before is None or before.encoder is None else before.session
     return _with_neighbours(own, graph, weights, encoder, beside, familiar, samples)
 
@@ -208,17 +214,30 @@ def _with_neighbours(
     own: Own, graph: Graph, weights: Weights, encoder: Session, head: Session | None, familiar: Familiar | None,
     samples: Samples | None,
 ) -> Predictor:
-    support = own.support
-    if support is None:
-        if samples is None:
-            raise StateError("the embedded samples are not here", hint="personalize again")
-        support = Support.of(encoder.run, samples.x, samples.y)
+    support = _support(own, encoder, samples)
     n_classes, settings = len(own.classes), own.settings
     near = Neighbours(support.z, support.y, n_classes, int(settings["neighbours"]), float(settings["share"]))
     if settings["mixture"] == 1.0:
         return Predictor(encoder, neighbours=near, familiar=familiar)
     head = head or open_kind(graph, "predict", trees.only(weights.params, MODEL_GROUPS))
     return Predictor(head, None, encoder, near, familiar=familiar)
+
+
+def _support(own: Own, encoder: Session, samples: Samples | None) -> Support:
+    """The embedded samples that were kept; of ``samples`` where they were too many."""
+    if own.support is not None:
+        return own.support
+    if samples is None:
+        raise StateError("the embedded samples are not here", hint="personalize again")
+    return Support.of(encoder.run, samples.x, samples.y)
+
+
+def _processes(own: Own, encoder: Session, samples: Samples | None) -> Processes:
+    how, _ = schema.read(Gaussian, own.settings.get("gaussian"))
+    if how is None:
+        raise StateError("the Gaussian processes' settings are not here", hint="personalize again")
+    support = _support(own, encoder, samples)
+    return Processes.of(support.z, support.y, len(own.classes), how)
 
 
 def _checked(arrays: Mapping[str, Array], name: str, shape: tuple[int, ...]) -> Array:

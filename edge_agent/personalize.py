@@ -14,6 +14,7 @@ from edge_agent.session import Session, open_kind
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.trees import Params
 from fleet_core.bundle import Graph
+from fleet_core.gaussian import Processes
 from fleet_core.head import Head
 from fleet_core.nearest import Neighbours, Prototypes, softmax
 from fleet_core.unknown import Thresholds
@@ -36,14 +37,15 @@ class Familiar:
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """Raw samples -> answers: an encoder with prototypes or a fitted head, a model with a head, or either with
-    neighbours (``encoder`` beside a model with a head)."""
+    """Raw samples -> answers: an encoder with prototypes, a fitted head or Gaussian processes, a model with a head, or
+    either with neighbours (``encoder`` beside a model with a head)."""
 
     session: Session
     prototypes: Prototypes | None = None
     encoder: Session | None = None
     neighbours: Neighbours | None = None
     fitted: Head | None = None
+    processes: Processes | None = None
     familiar: Familiar | None = None
 
     @classmethod
@@ -86,6 +88,8 @@ class Predictor:
             return self.neighbours.probabilities(z, known), unknown
         if self.fitted is not None:
             return self.fitted.probabilities(z), unknown
+        if self.processes is not None:
+            return self.processes.probabilities(z), unknown
         return (softmax(out) if self.prototypes is None else self.prototypes.probabilities(z)), unknown
 
     def probabilities(self, x: Array) -> Array:

@@ -173,7 +173,7 @@ class Shelf:
         if own is None:
             predictor = Predictor.head(served.graph, trees.only(weights.params, MODEL_GROUPS))
         else:
-            samples = self.local(layout).every() if own.how == "knn" and own.support is None else None
+            samples = self.local(layout).every() if own.how in ("knn", "gp") and own.support is None else None
             alike = before is not None and (before.model, before.slot) == (weights.model, served.slot)
             same = before.predictor if before is not None and alike and before.graph == graph_of(own) else None
             predictor = owns.opened(

@@ -63,7 +63,7 @@ class Workshop:
         weights = order.weights("model", manifest.model.model)
         state = dict(order.home.state(key) or {})
         residual = state.pop("residual", None)
-        result = self.round(order, Payload(weights, manifest.scalars), state)
+        result = self.round(order, Payload(weights, manifest.scalars).beside(order.given()), state)
         update.keep(
             order.home, order.life, manifest, order.layout, result.update, result.pending, residual,
             samples=result.samples, loss=result.loss,
@@ -108,7 +108,8 @@ class Workshop:
 
 @dataclass(frozen=True)
 class Order:
-    """What a job says, read. life: of the agent that gives it. seed: of everything random in the round."""
+    """What a job says, read. life: of the agent that gives it. seed: of everything random in the round. given_id: of
+    the weights that this device alone received, empty where there are none."""
 
     life: str
     manifest: Manifest
@@ -118,6 +119,7 @@ class Order:
     home: Home
     data: LocalData
     seed: tuple[int, ...]
+    given_id: str = ""
 
     @staticmethod
     def read(header: Mapping[str, Any]) -> Order:
@@ -130,7 +132,11 @@ class Order:
         layout, home = Layout.from_json(header["layout"]), Home(Path(header["home"]))
         seed = int(manifest.scalars.get("seed", 0)), manifest.round, zlib.crc32(header["device"].encode())
         data = LocalData(home.folder / header["samples"], layout.classes, **header["split"])
-        return Order(header["life"], manifest, method, hyper, layout, home, data, seed)
+        return Order(header["life"], manifest, method, hyper, layout, home, data, seed, str(header.get("given", "")))
+
+    def given(self) -> trees.Params:
+        """What this device alone received; empty for most methods. Raises StateError when it is not on the disk."""
+        return self.weights("given", self.given_id) if self.method.given else {}
 
     def judged(self, model: str) -> trees.Params:
         """Raises StateError when the judged model is not on the disk."""

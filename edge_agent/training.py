@@ -49,13 +49,13 @@ class LocalTraining:
         """The same round may be begun again."""
         self._seen = None
 
-    def begin(self, manifest: Manifest) -> None:
-        """The training model is on the disk."""
+    def begin(self, manifest: Manifest, given: str = "") -> None:
+        """The training model is on the disk, and the weights ``given`` to this device alone, where there are any."""
         if self._trainer is None:
             return
         self._seen, self._begun = identity(manifest), manifest
         self._accounts.begin("train")
-        self._trainer.submit(Job("train", self.header(manifest)))
+        self._trainer.submit(Job("train", {**self.header(manifest), "given": given}))
 
     def header(self, manifest: Manifest) -> dict[str, Any]:
         """What every job of the trainer is told: the round, the layout, and where weights, state and samples are."""

@@ -10,12 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edge_agent.settings import Personalize
+from fleet_core.algorithms.gaussian import Gaussian, gaussian_of
 from fleet_core.algorithms.seam import Method
 from fleet_core.algorithms.steps import Steps, steps_of, trains
 from fleet_core.bundle import Graph
 from fleet_core.errors import ConfigError
 
-EMBEDS = ("proto", "head", "knn")
+CHOSEN = ("proto", "head", "knn")
+"""The ways that can be chosen on any encoder that the fleet shares."""
+
+EMBEDS = (*CHOSEN, "gp")
 """The ways that need embedded samples and nothing else, and take classes that the fleet does not have."""
 
 NEIGHBOURS = 10
@@ -27,7 +31,7 @@ class Plan:
     """kind: proto, head, knn, none; ``steps`` of the graph ``adapt``; ``trainer`` for steps with torch; ``left`` where
     the method's own way cannot be gone here. how: what the answers then say of themselves. steps, rate: of gradient
     steps, or of a fitted head; rate None where rates are learned. distance, neighbours, mixture: of nearest samples.
-    int8: embed by the quantized encoder, where there is one."""
+    gaussian: of Gaussian processes. int8: embed by the quantized encoder, where there is one."""
 
     kind: str
     how: str
@@ -36,6 +40,7 @@ class Plan:
     distance: str = "squared"
     neighbours: int = NEIGHBOURS
     mixture: float | None = None
+    gaussian: Gaussian | None = None
     int8: bool = False
 
 
@@ -78,7 +83,7 @@ def _chosen(
 
 def working(method: Method, graph: Graph) -> list[str]:
     """The choices that work with this method and graph."""
-    return ["method", *(by for by in (*EMBEDS, "adapt", "none") if not _lacking(by, method, graph))]
+    return ["method", *(by for by in (*CHOSEN, "adapt", "none") if not _lacking(by, method, graph))]
 
 
 def by_trainer(method: Method, hyper: Any) -> bool:
@@ -99,6 +104,9 @@ def _of_method(
     if method.personalizer == "proto":
         _refuse_unused(choice)
         return Plan("proto", "proto", distance=hyper.distance)
+    if method.personalizer == "gp":
+        _refuse_unused(choice)
+        return Plan("gp", "gp", gaussian=gaussian_of(hyper))
     if method.personalizer == "knn":
         _refuse_unused(choice)
         return _knn(method, hyper)
@@ -137,7 +145,7 @@ def _refuse_unused(choice: Personalize) -> None:
 def _lacking(by: str, method: Method, graph: Graph) -> str:
     """Why this way cannot be gone; empty where it can."""
     groups = {tensor.group for tensor in graph.layout.tensors}
-    if by in EMBEDS:
+    if by in CHOSEN:
         if "embed" not in graph.graphs:
             return "the fleet's bundle has no graph 'embed'"
         if not groups - {"head"} <= set(method.shared):

@@ -81,7 +81,7 @@ def _check_answers(judged: Judged, graph: Graph, how: Steps | None) -> None:
     """Raises BundleError where nothing of it answers."""
     method = judged.method
     as_it_is = {tensor.group for tensor in graph.layout.tensors} <= set(method.shared)
-    if not (as_it_is or how or method.personalizer in ("proto", "knn")):
+    if not (as_it_is or how or method.personalizer in ("proto", "gp", "knn")):
         raise BundleError(
             f"a device without torch has no answers by {method.name}: its own model comes of training alone",
             hint="take a method whose personalization becomes a graph: metafleet methods",

@@ -124,7 +124,9 @@ class UploadRules:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The current round, signed. open: updates are being collected. exp: Unix ms after which it is void."""
+    """The current round, signed. open: updates are being collected. exp: Unix ms after which it is void. given: a list
+    (``Given``) of blobs, one for each device that is asked, of what it alone receives to train on; none for most
+    methods."""
 
     v: int
     fleet: str = field(metadata={"max_length": 64})
@@ -143,12 +145,26 @@ class Manifest:
     counted: tuple[Counted, ...] = ()
     up: UploadRules = field(default_factory=UploadRules)
     open: bool = True
+    given: Blob | None = None
 
     def blobs(self) -> list[Blob]:
         """Every blob that it names."""
-        single = [self.graph, *(record.blob for record in self.counted)]
+        single = [self.graph, self.given, *(record.blob for record in self.counted)]
         models = [model for model in (self.model, self.serve) if model is not None]
         return [blob for blob in single if blob is not None] + [blob for model in models for blob in model.blobs()]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What every device of a round fetches for itself alone, in fp32: devices by name, and the blob of each. It is a
+    blob of its own, so that the manifest has one size for any cohort; the manifest's signature covers it by its id."""
+
+    devices: tuple[str, ...] = field(metadata={"max_length": 1_000_000})
+    blobs: tuple[Blob, ...] = field(metadata={"max_length": 1_000_000})
+
+    def of(self, device: str) -> Blob | None:
+        """None for a device that is not listed."""
+        return dict(zip(self.devices, self.blobs, strict=False)).get(device)
 
 
 @dataclass(frozen=True)

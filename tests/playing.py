@@ -17,6 +17,7 @@ from fleet_core.algorithms import closing, trees
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import ClientState, Method, Payload, Update
 from fleet_core.algorithms.trees import Params
+from fleet_core.gaussian import Processes
 from fleet_core.layout import InputSpec, Layout
 from fleet_core.learning import models, personal, train
 from fleet_core.learning.train import Participant, TrainResult
@@ -67,7 +68,7 @@ class Fleet:
         self.model = models.build(self.layout)
         self.wire = self.layout.extended(self.method.down, self.method.shared)
         first = self.wire.ordered({**self.wire.zeros(self.method.down), **models.initial(self.layout, SEED)})
-        self.state = self.method.server.init(trees.widened(trees.only(first, self.method.down)), self.hyper)
+        self.state = self.method.server.init(trees.widened(trees.only(first, self.method.received)), self.hyper)
         self.states: list[ClientState] = [{} for _ in self.data]
         self.number = 0
 
@@ -77,11 +78,15 @@ class Fleet:
         scalars = {**sent.scalars, "round": float(self.number + 1), "seed": float(SEED)}
         return Payload(trees.apply(lambda a: a.astype(np.float32), sent.groups), scalars)
 
+    def given(self, i: int) -> Params:
+        """What a device alone receives in the next round."""
+        return trees.apply(lambda a: a.astype(np.float32), self.method.server.given(self.state, f"device-{i}"))
+
     def trained(self, active: Sequence[int] = ()) -> dict[int, TrainResult]:
         """Device -> what its next round would give; nothing changes."""
         chosen, sent = list(active) or list(range(len(self.data))), self.broadcast()
         several = [
-            Participant(self.states[i], *self.data[i], np.random.default_rng([SEED, self.number + 1, i]))
+            Participant(self.states[i], *self.data[i], np.random.default_rng([SEED, self.number + 1, i]), self.given(i))
             for i in chosen
         ]
         if self.together:
@@ -89,7 +94,8 @@ class Fleet:
             return dict(zip(chosen, found, strict=True))
         return {
             i: train.train_round(
-                self.method, self.model, self.layout, sent, one.state, one.x, one.y, self.hyper, one.rng
+                self.method, self.model, self.layout, sent.beside(one.given), one.state, one.x, one.y, self.hyper,
+                one.rng,
             )
             for i, one in zip(chosen, several, strict=True)
         }
@@ -125,6 +131,11 @@ class Fleet:
             own = Prototypes.empty(classes, z.shape[1]).add(z, support[1])
             means = own if personalizer == "proto" else Prototypes.of_fleet(self.judged)
             return np.asarray(means.probabilities(train.embed(self.model, params, x)).argmax(1))
+        if personalizer == "gp":
+            z = train.embed(self.model, params, support[0])
+            classes = max(len(self.layout.classes), int(support[1].max()) + 1)
+            processes = Processes.of(z, support[1], classes, self.hyper)
+            return np.asarray(processes.probabilities(train.embed(self.model, params, x)).argmax(1))
         head = train.predict_logits(self.model, params, x)
         if personalizer == "knn":
             z, known = (run(self.model, params, support[0]) for run in (train.embed, train.predict_logits))

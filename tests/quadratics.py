@@ -129,7 +129,8 @@ class Device:
 class Cohort:
     """A fleet. ``send`` encodes updates; ``publish`` gives what devices decode of what the server sends down.
 
-    down, personal: the groups that go down, and those that stay on a device, all zero at first. measures: gradients
+    down, given, personal: the groups that go down, to all alike or one device's own, and those that stay on a device,
+    all zero at first. measures: gradients
     that a device's round takes beyond its steps.
     commits_anyway: a device commits whether its update was counted or not (wrong).
     role: the device's and the server's state whose mean the identities speak of.
@@ -143,6 +144,7 @@ class Cohort:
     send: Send = exact
     publish: Callable[[Params], Params] = whole
     down: tuple[str, ...] = GROUPS
+    given: tuple[str, ...] = ()
     personal: tuple[str, ...] = ()
     measures: int = 0
     commits_anyway: bool = False
@@ -151,9 +153,9 @@ class Cohort:
 
     def __post_init__(self) -> None:
         self.devices = {name: Device(loss, i) for i, (name, loss) in enumerate(self.losses.items(), start=1)}
-        first = trees.widened(LAYOUT.extended(self.down, GROUPS).zeros((*self.down, *self.personal)))
+        first = trees.widened(LAYOUT.extended(self.down, GROUPS).zeros((*self.down, *self.given, *self.personal)))
         self.first = trees.only(first, self.personal)
-        self.state = self.server.init(trees.only(first, self.down), self.hyper)
+        self.state = self.server.init(trees.only(first, (*self.down, *self.given)), self.hyper)
         self.number = 0
         self.counted: dict[int, set[str]] = {}
 
@@ -169,7 +171,8 @@ class Cohort:
         broadcast = Payload(self.publish(sent.groups), {**sent.scalars, "round": float(self.number)})
         before = replace(self.server.heard(self.state, broadcast.groups), round=self.number)
         names = closing.order(n for n in active or self.devices if self.devices[n].pending is None)
-        updates = {name: self._train(self.devices[name], name, broadcast) for name in names}
+        given = {name: self.server.given(self.state, name) for name in names}
+        updates = {name: self._train(self.devices[name], name, broadcast.beside(given[name])) for name in names}
         counted = [update for name, update in updates.items() if name not in lost]
         self.counted[self.number] = {update.device for update in counted}
         if counted:
@@ -259,7 +262,7 @@ def fleet_of(name: str, hyper: Any, losses: Mapping[str, Quadratic], **how: Any)
     """A fleet that runs the named method."""
     method = METHODS[name]
     return Cohort(
-        method.client, method.server, hyper, losses, down=method.down, personal=method.personal,
+        method.client, method.server, hyper, losses, down=method.down, given=method.given, personal=method.personal,
         measures=int("prototypes" in method.shared), **how,
     )  # fmt: skip
 

@@ -25,9 +25,11 @@ CLASSES, WIDTH = 3, 5
 HYPER: dict[str, Any] = {
     "inner_lr": 0.1, "inner_steps": 2, "difference": 1e-5, "distance": "squared", "pull": 0.7, "loss_share": 0.6,
     "triplet_sum": True, "margin_divisor": "printed", "negative": "positive",
+    "kernel": "rbf", "output_scale": 8.0, "length_scale": 1.0, "augmentation_steps": 5,
 }  # fmt: skip
 ADAPTATIONS = (
-    "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "metavers", "fedproto"
+    "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "metavers", "fedproto",
+    "gp",
 )  # fmt: skip
 
 

@@ -38,10 +38,11 @@ from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import ClientState, Payload, ServerState
 from fleet_core.data.samples import Samples
 from fleet_core.errors import ConfigError, StateError
+from fleet_core.gaussian import Processes
 from fleet_core.learning import losses, models, personal, train
 from fleet_core.link.base import Message
 from fleet_core.link.loopback import LoopbackBroker
-from fleet_core.messages import Manifest, UploadManifest
+from fleet_core.messages import Given, Manifest, UploadManifest
 from fleet_core.nearest import Neighbours, softmax
 from tests.inprocess import CLASSES, World, config_text, toy, without_fsync, world
 from tests.test_fleet import FakeDevice, Faults, Slow, finished, opened, settled, state_key, statuses
@@ -104,7 +105,7 @@ class Plain:
         self.network = models.build(self.layout)
         self.samples = {name: own_samples(w, name) for name in names}
         self.states: dict[str, ClientState] = {name: {} for name in names}
-        first = trees.only(w.fleet.first(self.layout), self.method.down)
+        first = trees.only(w.fleet.first(self.layout), self.method.received)
         self.after = Checkpoint(0, self.method.server.init(trees.widened(first), self.hyper))
 
     def round(self, lost: Collection[str] = ()) -> None:
@@ -114,10 +115,17 @@ class Plain:
         made = encode_model(sent.groups, before, self.fleet.codec_down, self.wire, self.method.down)
         scalars = self.scalars(before.round + 1)
         broadcast = Payload(made.decoded, {**sent.scalars, **scalars})
-        updates = [self.device(name, broadcast) for name in closing.order(self.samples) if name not in lost]
+        updates = [
+            self.device(name, broadcast.beside(self.given(before.state, name)))
+            for name in closing.order(self.samples) if name not in lost
+        ]
         heard = replace(rule.heard(before.state, trees.widened(made.decoded)), round=before.round + 1)
         state = rule.apply(heard, updates, len(self.samples), self.hyper)
         self.after = Checkpoint(before.round + 1, state, made.decoded, made.lost)
+
+    def given(self, state: ServerState, name: str) -> trees.Params:
+        own = self.method.server.given(state, name)
+        return self.wire.ordered(trees.apply(lambda a: a.astype(np.float32), own))
 
     def device(self, name: str, broadcast: Payload) -> seam.Update:
         own, state = self.samples[name], dict(self.states[name])
@@ -240,7 +248,7 @@ def bits_of_tree(tree: trees.Params) -> dict[str, bytes]:
 def test_something_is_learned_in_every_round_and_by_every_device(played: Played) -> None:
     """Else equal bits would say little."""
     before, after = Plain(played.w), played.plain
-    if after.method.down:
+    if after.method.received:
         assert state_bits(before.after.state) != state_bits(after.after.state)
     for role in after.method.client.keeps:
         assert all(trees.norm(state[role]) > 0 for state in after.states.values())
@@ -285,6 +293,9 @@ def expected_answer(plain: Plain, own: Samples, state: ClientState | None, x: An
         z_own, z = (torch.tensor(train.embed(network, served, samples)) for samples in (own.x, x))
         means = losses.prototypes(z_own, torch.tensor(own.y), len(CLASSES))
         return torch.softmax(losses.proto_logits(z, *means, plain.hyper.distance), 1).numpy()
+    if method.personalizer == "gp":
+        stored, asked = (train.embed(network, served, samples) for samples in (own.x, x))
+        return Processes.of(stored, own.y, len(CLASSES), plain.hyper).probabilities(asked)
     if method.personalizer == "knn":
         heads = [softmax(train.predict_logits(network, served, samples)) for samples in (own.x, x)]
         stored, asked = (train.embed(network, served, samples) for samples in (own.x, x))
@@ -413,12 +424,14 @@ def test_what_crosses_the_wire_is_what_the_method_states(played: Played) -> None
     method, wire, codec = plain.method, plain.wire, plain.fleet.config.link.up
     manifests, blobs, uploads = crossed(w, played.seen)
     one_model = plain.layout.parameters(method.shared)
+    alone = plain.layout.parameters(method.given)
     besides = wire.parameters(("prototypes",))
     for number in range(1, ROUNDS + 1):
         manifest = manifests[number]
         down = codecs.decode(manifest.model.codec, blobs[manifest.model.blob.id], wire, method.down)
         assert set(down) == set(method.down)
-        assert values(down) == method.models_down * one_model + besides
+        assert values(down) + alone == method.models_down * one_model + besides
+        assert (manifest.given is None) is (not method.given)
         assert set(manifest.scalars) == {"round", "seed", *method.down_scalars}
         assert manifest.up.codecs == (codec if method.cumulative else "fp32",)
         assert manifest.model.codec == ("fp32" if manifest.model.base is None or not method.cumulative else codec)
@@ -427,6 +440,10 @@ def test_what_crosses_the_wire_is_what_the_method_states(played: Played) -> None
             up = codecs.decode(upload.codec, data, wire, method.shared)
             assert set(up) == set(method.shared)
             assert values(up) == method.models_up * one_model + besides
+            if manifest.given is not None:
+                own = messages.decode(Given, blobs[manifest.given.id], limit=1 << 24).of(name)
+                assert own is not None
+                assert set(codecs.decode("fp32", blobs[own.id], wire, method.given)) == set(method.given)
             assert set(upload.scalars) == set(method.up_scalars)
             assert (upload.codec, upload.blob.size) == (manifest.up.codecs[0], len(data))
     assert len(uploads) == ROUNDS * len(NAMES)
@@ -522,8 +539,8 @@ def test_a_device_that_joins_when_the_delta_is_the_whole_model_too_takes_it_as_t
 
 # What devices keep, through deaths and losses -------------------------------------------------------------------------
 
-KEEPERS = ("pflscaf-proto", "fedrep", "metavers", "fedmeta-maml", "fedproto", "local")
-"""A control; a head of one's own; scalars; a server's moments; prototypes; nothing shared."""
+KEEPERS = ("pflscaf-proto", "fedrep", "metavers", "fedmeta-maml", "fedproto", "local", "pfedhn")
+"""A control; a head of one's own; scalars; a server's moments; prototypes; nothing shared; a model for each device."""
 
 
 def pending_of(w: World, name: str) -> int:

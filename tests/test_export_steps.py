@@ -66,7 +66,7 @@ def test_the_methods_that_step_are_those_of_maml_meta_sgd_fine_tuning_and_own_gr
     for name in METHODS.keys() - STEPPING:
         method = METHODS[name]
         as_it_is = method.personalizer == "sgd" and own_steps(method, method.hyper())[1] == 0
-        assert as_it_is or trains(method) or method.personalizer in ("proto", "knn"), name
+        assert as_it_is or trains(method) or method.personalizer in ("proto", "gp", "knn"), name
 
 
 @pytest.mark.parametrize("name", sorted(STEPPING))
@@ -75,7 +75,7 @@ def test_a_stepping_method_is_exported_with_what_moves_its_rates_and_what_stays_
 ) -> None:
     method = METHODS[name]
     graph, asked, said = made_of(monkeypatch, name)
-    model = (*method.shared, *method.personal) if method.personalizer != "own" else method.personal
+    model = method.moving if method.personalizer == "own" else (*method.shared, *method.personal)
     assert asked == [(tuple(g for g in MODEL_GROUPS if g in model), method.personalizer == "meta-sgd")]
     assert graph.adapt
     kept = trees.only(models.initial(LAYOUT, 1), method.personal)

@@ -353,7 +353,7 @@ def test_every_method_is_a_row_of_choices_that_exist(name: str) -> None:
     assert method.name == name
     assert set(method.shared) | set(method.besides) | set(method.personal) <= groups
     assert not set(method.shared) & set(method.personal)
-    assert ("head" in method.shared + method.personal) is (method.personalizer != "proto")
+    assert ("head" in method.shared + method.personal) is (method.personalizer not in ("proto", "gp"))
     assert method.title
     assert method.source
     assert bool(method.personal) is (isinstance(method.client, KeepingClient))

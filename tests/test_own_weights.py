@@ -52,7 +52,7 @@ def test_own_weights_are_the_same_every_time_and_leave_the_judged_model_alone(na
     one, again = fleet.own(MINE, state), fleet.own(MINE, state)
     assert same(one, again)
     assert same(before, fleet.judged)
-    wanted = ("body",) if METHODS[name].personalizer == "proto" else ("body", "head")
+    wanted = ("body",) if METHODS[name].personalizer in ("proto", "gp") else ("body", "head")
     fleet.layout.check(one, wanted)
     assert {a.dtype for a in flat(one)} == {np.dtype(np.float32)}
 
@@ -74,7 +74,7 @@ def test_no_fine_tuning_leaves_the_judged_model() -> None:
     assert same(fleet.own(MINE), fleet.judged)
 
 
-@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.personalizer in ("proto", "knn")])
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.personalizer in ("proto", "gp", "knn")])
 def test_answers_from_samples_need_no_other_weights(name: str) -> None:
     fleet = played(name)
     assert same(fleet.own(MINE), fleet.judged)
@@ -103,8 +103,11 @@ def test_a_device_that_never_took_part_tunes_its_own_groups_and_no_others(name: 
     fleet = played(name)
     start = fleet.layout.ordered({**fleet.judged, **trees.only(first(fleet), fleet.method.personal)})
     found = fleet.own(MINE)
-    assert gap(found, stepped(fleet, start, 0.1, 3, fleet.method.personal)) < 1e-6
-    assert same(trees.only(found, fleet.method.shared), fleet.judged)
+    moving = fleet.method.moving
+    assert moving == (fleet.method.personal or fleet.method.given)
+    assert gap(found, stepped(fleet, start, 0.1, 3, moving)) < 1e-6
+    others = [group for group in fleet.method.shared if group not in moving]
+    assert same(trees.only(found, others), trees.only(fleet.judged, others))
     assert gap(found, start) > 1e-3
     assert same(fleet.own(MINE, {}), found)
 
@@ -152,10 +155,10 @@ def test_a_fedproto_device_that_never_took_part_trains_towards_the_fleets_class_
 @every_method
 def test_samples_that_do_not_fit_are_refused(name: str) -> None:
     fleet = played(name)
-    if METHODS[name].personalizer in ("proto", "knn", "own", "fleet-proto"):
+    if METHODS[name].personalizer in ("proto", "gp", "knn", "own", "fleet-proto"):
         fleet.states[0] = {}
     x, y = MINE
-    if METHODS[name].personalizer not in ("proto", "knn"):  # which take no steps
+    if METHODS[name].personalizer not in ("proto", "gp", "knn"):  # which take no steps
         with pytest.raises(DataError):
             fleet.own((x[:, :5], y))
         with pytest.raises(DataError):

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from typing import Any, Protocol
 
 from cloud_server.laboratory.work import Learned, Lesson, Question, Setting, Verdict, Worker, chunks
@@ -37,7 +38,10 @@ class Crew(Protocol):
 
 
 def lessons(lesson: Lesson, size: int) -> list[Lesson]:
-    return [Lesson(lesson.round, part, lesson.broadcast, lesson.after) for part in chunks(lesson.clients, size)]
+    return [
+        replace(lesson, clients=part, given={one: lesson.given[one] for one in part if one in lesson.given})
+        for part in chunks(lesson.clients, size)
+    ]
 
 
 def questions(question: Question) -> list[Question]:

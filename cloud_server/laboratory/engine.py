@@ -26,7 +26,7 @@ from cloud_server.laboratory.work import TEST_STEP, Learned, Lesson, Question, V
 from cloud_server.laboratory.workload import Workload
 from fleet_core import codecs, cohort, storage
 from fleet_core.algorithms import closing, trees
-from fleet_core.algorithms.seam import Payload, ServerState, Update
+from fleet_core.algorithms.seam import Method, Payload, ServerState, Update
 from fleet_core.algorithms.trees import Params
 from fleet_core.errors import RoundError
 from fleet_core.layout import MODEL_GROUPS, Layout
@@ -74,6 +74,7 @@ class Engine:
         self._lab, self._run, self._store = lab, run, store
         self._method, self._hyper = run.method, run.hyper
         self._wire = lab.layout.extended(self._method.down, self._method.shared)
+        self._given_bytes = _given_bytes(run.method, lab.layout, plain=lab.experiment.codec_down == PLAIN)
         self._spent = figures.Spent()
         self._saved, self._unsaved = lab.clock(), set[str]()
 
@@ -99,7 +100,7 @@ class Engine:
             self._spent.add(row)
         if kept is not None:
             return kept
-        state = self._method.server.init(trees.widened(trees.only(first, self._method.down)), self._hyper)
+        state = self._method.server.init(trees.widened(trees.only(first, self._method.received)), self._hyper)
         return Checkpoint(0, state)
 
     def _save(self, checkpoint: Checkpoint) -> None:
@@ -115,7 +116,7 @@ class Engine:
         asked = closing.order(self._asked(number))
         broadcast = Payload(sent.decoded, {**sent.scalars, "round": float(number), "seed": float(self._run.seed)})
         taken = _Taken(self._store.folder / "spool")
-        lesson = Lesson(number, tuple(asked), broadcast, before.round)
+        lesson = Lesson(number, tuple(asked), broadcast, before.round, self._given(before.state, asked))
         sending = self._averaged(number, asked)
         learned = [self._take(one, taken, one.client in sending) for one in self._lab.crew.learn(lesson)]
         counted = [one for one in learned if not one.error]
@@ -160,6 +161,13 @@ class Engine:
         made = encode_model(sent.groups, before, codec, self._wire, self._method.down)
         return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), made.delta)
 
+    def _given(self, state: ServerState, asked: Sequence[str]) -> dict[str, Params]:
+        """What each device alone receives, float32, whole and without a codec."""
+        if not self._method.given:
+            return {}
+        rule = self._method.server
+        return {name: trees.apply(lambda a: np.asarray(a, np.float32), rule.given(state, name)) for name in asked}
+
     def _down_bytes(self, sent: _Sent, number: int) -> int:
         """To all that were asked. As in the fleet a delta is for those that hold the model of the last round, having
         been asked in it; the others take the model whole."""
@@ -167,7 +175,7 @@ class Engine:
         held = self._asked(number - 1) if sent.delta else asked
         lacking = len(set(asked) - set(held))
         whole = len(codecs.encode("fp32", sent.decoded)) if lacking else 0
-        return (len(asked) - lacking) * sent.size + lacking * whole
+        return (len(asked) - lacking) * sent.size + lacking * whole + len(asked) * self._given_bytes
 
     def _take(self, one: Learned, taken: _Taken, averaged: bool) -> Learned:
         """Keeps the update for the closing, and the rest for the figures."""
@@ -192,6 +200,13 @@ class Engine:
         asked += [Question(number, novel, served, "novel")] if novel else []
         verdicts: list[Verdict] = [verdict for question in asked for verdict in self._lab.crew.judge(question)]
         return figures.judged(verdicts)
+
+
+def _given_bytes(method: Method, layout: Layout, *, plain: bool) -> int:
+    """Of what a device alone receives in a round."""
+    if not method.given:
+        return 0
+    return 4 * layout.parameters(method.given) if plain else len(codecs.encode("fp32", layout.zeros(method.given)))
 
 
 class _Taken(Iterable[Update]):

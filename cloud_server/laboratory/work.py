@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fleet_core.algorithms.trees import Params
 from fleet_core.data.partitions import Share
 from fleet_core.errors import CodecError, ConfigError, DataError, FleetError, RoundError
 from fleet_core.learning import models, personal, train
+from fleet_core.gaussian import Processes
 from fleet_core.nearest import Neighbours, Prototypes, softmax
 
 RESIDUAL, TEST_STEP = "residual", "test_step"
@@ -36,13 +37,15 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """One round of some devices. broadcast: float32 as decoded. after: the last round that counts."""
+    """One round of some devices. broadcast: float32 as decoded. after: the last round that counts. given: what a device
+    alone receives beside it, by its name; empty for most methods."""
 
     round: int
     clients: tuple[str, ...]
     broadcast: Payload
     after: int
 
+    given: Mapping[str, Params] = field(default_factory=dict)
 
 @dataclass(frozen=True, eq=False)
 class Learned:
@@ -150,7 +153,8 @@ class Worker:
         one = self._participant(lesson, client, state)
         try:
             return train.train_round(
-                self._method, self._model, self.layout, lesson.broadcast, one.state, one.x, one.y, self._hyper, one.rng
+                self._method, self._model, self.layout, lesson.broadcast.beside(one.given), one.state, one.x, one.y,
+                self._hyper, one.rng,
             )
         except FAILURES as error:
             return error
@@ -167,7 +171,7 @@ class Worker:
     def _participant(self, lesson: Lesson, client: str, state: ClientState) -> train.Participant:
         own = self.workload.own(self._shares["train", client])
         rng = np.random.default_rng((self._run.seed, lesson.round, zlib.crc32(client.encode())))
-        return train.Participant(state, own.x, own.y, rng)
+        return train.Participant(state, own.x, own.y, rng, lesson.given.get(client, {}))
 
     def _sent(
         self, lesson: Lesson, client: str, result: train.TrainResult | FleetError, residual: Params | None
@@ -235,6 +239,10 @@ class Worker:
         if method.personalizer == "fleet-proto":
             means = Prototypes.of_fleet(question.served)
             return _chosen(means.probabilities(train.embed(model, params, query.x)))
+        if method.personalizer == "gp":
+            z = train.embed(model, params, support.x)
+            processes = Processes.of(z, support.y, len(self.layout.classes), self._hyper)
+            return _chosen(processes.probabilities(train.embed(model, params, query.x)))
         head = train.predict_logits(model, params, query.x)
         if method.personalizer == "knn":
             known = softmax(train.predict_logits(model, params, support.x))

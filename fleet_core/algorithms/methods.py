@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fleet_core.algorithms.average import LARGEST_BETA, AverageClient, AverageServer, Averaging
 from fleet_core.algorithms.dyn import Dyn, DynClient, DynServer
 from fleet_core.algorithms.fedproto import PrototypeClient, PrototypeServer, Pull
+from fleet_core.algorithms.gaussian import Gaussian
+from fleet_core.algorithms.hyper import Hyper, HyperClient, HyperServer
 from fleet_core.algorithms.meta import FedMeta, GradientClient, GradientServer, RatesServer, RatesStart
 from fleet_core.algorithms.metavers import MARGIN, Margins, VersClient, VersServer
 from fleet_core.algorithms.moreau import Moreau, MoreauClient
@@ -198,6 +200,16 @@ class FedProto(Pull, FineTune):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PFedHN(Hyper, FineTune):
+    """pFedHN."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedGP(Averaging, Gaussian, Episodic):
+    """pFedGP."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class KnnPer(Averaging, Plain):
     """neighbours: k. mixture: λ, the neighbours' share of the answer; None for the share that answers the device's own
     samples best, each without itself."""
@@ -281,6 +293,12 @@ METHODS: dict[str, Method] = {
         Method("fedproto", "Only class means are shared", "Tan et al. 2022, FedProto, Alg. 1", FedProto,
                PrototypeClient(), PrototypeServer(), adaptation="fedproto", personalizer="fleet-proto",
                shared=("prototypes",), personal=("body", "head"), models_down=0, models_up=0, cumulative=False),
+        Method("pfedhn", "A hypernetwork makes every device's model", "Shamsian et al. 2021, Personalized Federated "
+               "Learning using Hypernetworks, Alg. 1", PFedHN, HyperClient(), HyperServer(),
+               adaptation="none", personalizer="own", given=("body", "head")),
+        Method("pfedgp", "Gaussian processes on a shared representation", "Achituve et al. 2021, Personalized "
+               "Federated Learning with Gaussian Processes, Section 4", PFedGP, AverageClient(), AverageServer(),
+               adaptation="gp", personalizer="gp", shared=HEADLESS),
         Method("knn-per", "Federated averaging, answered with a device's own neighbours", "Marfoq et al. 2022, "
                "Personalized Federated Learning through Local Memorization, Alg. 1", KnnPer,
                AverageClient(), AverageServer(), adaptation="none", personalizer="knn"),

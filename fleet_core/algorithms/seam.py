@@ -32,6 +32,10 @@ class Payload:
     groups: Params
     scalars: Mapping[str, float] = field(default_factory=dict)
 
+    def beside(self, given: Params) -> Payload:
+        """This with groups that one device alone received."""
+        return Payload({**self.groups, **given}, self.scalars) if given else self
+
 
 @dataclass(frozen=True)
 class Update:
@@ -135,6 +139,10 @@ class ServerRule:
         """What a cohort receives, the same for every device."""
         return Payload(state.model)
 
+    def given(self, state: ServerState, device: str) -> Params:
+        """What ``device`` alone receives beside the broadcast: the groups that the row calls ``given``."""
+        return {}
+
     def heard(self, state: ServerState, groups: Params) -> ServerState:
         """``state`` with what devices decoded of its broadcast in the place of what was meant."""
         return replace(state, model=groups)
@@ -159,8 +167,10 @@ class Method:
     adaptation: gradient estimator in training, a name of ``fleet_core.learning.gradients``.
     personalizer: what a device does at deployment: ``none``; ``proto``, class means; ``sgd``, gradient steps;
     ``meta-sgd``, steps with learned rates; ``own``, its own groups, trained; ``moreau``, its own envelope's minimiser;
-    ``knn``, its samples' neighbours beside the head; ``fleet-proto``, its own encoder and the fleet's class means.
-    shared: groups that go down, come up and are judged. besides: groups that only go down, in training.
+    ``knn``, its samples' neighbours beside the head; ``gp``, Gaussian processes of its samples;
+    ``fleet-proto``, its own encoder and the fleet's class means.
+    shared: groups that go down, come up and are judged. besides: groups that only go down, in training. given: groups
+    among the shared ones of which every device receives its own in training, made for it.
     personal: groups of the model that stay on the device. Groups in neither are not used.
     down_scalars, up_scalars: numbers that cross the wire beside the round and the seed.
     models_down, models_up: models transmitted per device and round. paper_models: as the paper counts, if it differs.
@@ -178,6 +188,7 @@ class Method:
     shared: tuple[str, ...] = ("body", "head")
     personal: tuple[str, ...] = ()
     besides: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
     down_scalars: tuple[str, ...] = ()
     up_scalars: tuple[str, ...] = ()
     models_down: int = 1
@@ -188,13 +199,28 @@ class Method:
 
     @property
     def down(self) -> tuple[str, ...]:
+        """The groups that all devices receive alike to train on."""
+        return tuple(group for group in self.received if group not in self.given)
+
+    @property
+    def received(self) -> tuple[str, ...]:
         """The groups that a device receives to train on."""
         return self.shared + self.besides
 
     @property
+    def moving(self) -> tuple[str, ...]:
+        """The groups that a device's own gradient steps move when the judged model is made its own."""
+        return self.personal or self.shared if self.personalizer == "own" else (*self.shared, *self.personal)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether a device answers with weights that its own rounds leave on it."""
+        return bool(self.personal or self.given)
+
+    @property
     def graphs(self) -> tuple[str, ...]:
         """The graphs that a device answers with: ``embed`` for class means, ``predict`` for a head, both for kNN."""
-        return {"proto": ("embed",), "fleet-proto": ("embed",), "knn": ("embed", "predict")}.get(
+        return {"proto": ("embed",), "gp": ("embed",), "fleet-proto": ("embed",), "knn": ("embed", "predict")}.get(
             self.personalizer, ("predict",)
         )
 

@@ -29,8 +29,7 @@ def steps_of(method: Method, hyper: Any) -> Steps | None:
     lr, number = own_steps(method, hyper)
     if not number:
         return None
-    moving = method.personal if method.personalizer == "own" else (*method.shared, *method.personal)
-    return Steps(_of_model(moving), False, lr, number)
+    return Steps(_of_model(method.moving), False, lr, number)
 
 
 def trains(method: Method) -> bool:

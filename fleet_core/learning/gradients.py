@@ -9,6 +9,7 @@
   the 2 and with the vectors exchanged; this one is around w, divided by 2δ, δ relative to ‖w‖/‖v‖.
 - ``meta-sgd``: the gradient in the weights and in the learned rates of one inner step (Chen et al., eq. 3).
 - ``metavers``: proto with a triplet term and its margin (Lim et al. 2024, eq. 1-5).
+- ``gp``: the predictive likelihood of Gaussian processes (Achituve et al. 2021), see ``learning.gaussian``.
 - ``fedproto``: cross-entropy and the distance of the batch's class means to the fleet's (Tan et al. 2022, eq. 7-8).
 
 A gradient here is a function of named tensors (float32 or float64) that returns the loss and its gradient, alike in
@@ -31,7 +32,7 @@ from torch.func import functional_call
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.seam import GradFn
 from fleet_core.algorithms.trees import Params
-from fleet_core.learning import losses
+from fleet_core.learning import gaussian, losses
 from fleet_core.learning.models import outputs
 
 Loss = Callable[[Params], Tensor]
@@ -182,6 +183,7 @@ class Estimators:
             "meta-sgd": lambda e: meta_sgd(*self._both(e)),
             "metavers": self._metavers,
             "fedproto": self._fedproto,
+            "gp": lambda e: direct(self._gp(e)),
         }[adaptation]
 
     def measure(self, x: Tensor, y: Tensor) -> Gradient:
@@ -238,6 +240,20 @@ class Estimators:
             return losses.proto_loss(support, sy, query, qy, self._classes, self._hyper.distance)
 
         return self._loss(loss, e.support_x, e.support_y, e.query_x, e.query_y)
+
+    def _gp(self, e: Episode) -> Loss:
+        """Clients side by side one after the other: each has a tree of its own."""
+
+        def loss(w: Params, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor) -> Tensor:
+            support, query = self._embedded(w, sx, qx)
+            return gaussian.loss(support, sy, query, qy, self._hyper)
+
+        batch = e.support_x, e.support_y, e.query_x, e.query_y
+        if not self._clients:
+            return lambda w: loss(w, *batch)
+        return lambda w: torch.stack([
+            loss(trees.apply(lambda a, i=i: a[i], w), *(part[i] for part in batch)) for i in range(len(e.query_y))
+        ])
 
     def _metavers(self, e: Episode) -> Gradient:
         hyper, batch = self._hyper, (e.support_x, e.support_y, e.query_x, e.query_y)

@@ -53,8 +53,7 @@ def adapt(
     lr, steps = own_steps(method, hyper, trained=mine is not None)
     if steps:
         check(method, layout, x, y)
-    moving = method.personal if method.personalizer == "own" else tuple(params)
-    rates = {g: {n: lr if g in moving else 0.0 for n in named} for g, named in params.items()}
+    rates = {g: {n: lr if g in method.moving else 0.0 for n in named} for g, named in params.items()}
     return _stepped(model, params, rates, steps, x, y)
 
 

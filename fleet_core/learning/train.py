@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 CHUNK = 256
 """Samples per pass where a whole data set is gone through, so that memory does not grow with it."""
 
-EPISODIC = ("proto", "metavers")
+EPISODIC = ("proto", "metavers", "gp")
 """Gradients that know which samples are of one class and nothing more of a label: its number in the fleet costs them
 nothing, which may have a thousand classes where a device has two."""
 
@@ -61,12 +61,13 @@ class TrainResult:
 @dataclass(frozen=True, eq=False)
 class Participant:
     """One client of a round: its state (empty for one that never took part), raw samples x [N, *shape] with labels
-    y int64 [N], and the only source of its randomness."""
+    y int64 [N], and the only source of its randomness. given: groups that it alone received beside the broadcast."""
 
     state: ClientState
     x: Samples
     y: Samples
     rng: np.random.Generator
+    given: Params = field(default_factory=dict)
 
 
 def train_round(
@@ -157,8 +158,9 @@ class _Round:
         started = time.perf_counter()
         classes = max(check(self._method, self._layout, one.x, one.y) for one in clients)
         several = len(clients) > 1
-        anchor = Payload(self._stacked([self._groups] * len(clients)) if several else self._groups, self._scalars)
-        before = [self._state(one.state) for one in clients]
+        groups = [self._received(one) for one in clients]
+        anchor = Payload(self._stacked(groups) if several else groups[0], self._scalars)
+        before = [self._state(one.state, received) for one, received in zip(clients, groups, strict=True)]
         roles = {role: self._stacked([state[role] for state in before]) for role in before[0]} if several else before[0]
         values: list[Tensor] = []
         steps = self._steps(clients, plans, classes, values, progress)
@@ -174,12 +176,15 @@ class _Round:
             for i, (one, plan) in enumerate(zip(clients, plans, strict=True))
         ]
 
-    def _state(self, state: ClientState) -> ClientState:
+    def _received(self, one: Participant) -> Params:
+        return {**self._groups, **to_torch(one.given, self._device)} if one.given else self._groups
+
+    def _state(self, state: ClientState, received: Params) -> ClientState:
         if state:
             return {role: to_torch(tree, self._device) for role, tree in state.items()}
         if self._personal is None:
             self._personal = to_torch(first_personal(self._method, self._layout, self._scalars), self._device)
-        return self._method.client.init(self._groups, self._personal, self._hyper)
+        return self._method.client.init(received, self._personal, self._hyper)
 
     def _steps(
         self, clients: Sequence[Participant], plans: Sequence[_Plan], classes: int, values: list[Tensor],
@@ -287,7 +292,7 @@ def flops_of(
     forward passes per inner step, and six more where the step is differentiated or its Hessian's product taken by two
     gradients; on a third batch the exact product counts nine, with the pass that it differentiates.
     """
-    if adaptation in ("proto", "metavers"):
+    if adaptation in EPISODIC:
         return 3 * forward * (support + query)
     second = 6 * support
     if adaptation == "maml-first-order":
@@ -325,7 +330,7 @@ def check(method: Method, layout: Layout, x: Samples, y: Samples) -> int:
             raise DataError(f"a token is {x.max() if x.min() >= 0 else x.min()}", expected=f"0 to {vocabulary - 1}")
     if y.min() < 0:
         raise DataError(f"the label {y.min()} is negative")
-    if y.max() >= len(layout.classes) and method.personalizer != "proto":
+    if y.max() >= len(layout.classes) and method.personalizer not in ("proto", "gp"):
         raise DataError(
             f"the label {y.max()} is no class of the fleet, which has {len(layout.classes)}",
             hint="a method whose class means stay on the device takes labels of one's own",
