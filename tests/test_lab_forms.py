@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cloud_server.laboratory import experiment as experiments
@@ -105,3 +106,12 @@ def test_a_run_that_is_older_than_a_key_goes_on_where_the_key_has_its_default(da
     last = {**PFEDME, "answer": "last"}
     with pytest.raises(ConfigError, match="holds a run with other settings"):
         simulate(lab.experiment(data, "pfedme", last), out, Options(jobs=1, device="cpu"))
+
+
+def test_features_are_standardized_over_all_samples_where_that_is_asked(data: Path) -> None:
+    found = workload.build(lab.experiment(data, data={"path": str(data), "standardize": True}))
+    plain = workload.build(lab.experiment(data))
+    mean, deviation = plain.samples.x.mean(0), plain.samples.x.std(0)
+    assert np.allclose(found.samples.x, (plain.samples.x - mean) / (deviation + 1e-3), atol=1e-5)
+    assert (found.spec.scale, found.spec.mean) == (1.0, ())
+    assert found.samples.x.dtype == np.float32

@@ -37,7 +37,8 @@ SEVERAL = ("method", "seeds")
 class DataSection:
     """set: a named one (``metafleet datasets``), or path: a file or folder of one's own. limit: of samples, at random
     from the seed; 0 for all. options: of the set ``synthetic``. scale, mean, std: of the model's input, in place of the
-    set's own."""
+    set's own. standardize: each feature to mean 0 and deviation 1 over all samples of all devices, which a fleet does
+    not know, in place of these three."""
 
     set: str | None = field(default=None, metadata=TEXT)
     path: str | None = field(default=None, metadata={"max_length": 4096})
@@ -46,6 +47,7 @@ class DataSection:
     scale: float | None = field(default=None, metadata={"above": 0, "max": 1e9})
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    standardize: bool = False
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,8 @@ def _data(experiment: Experiment) -> tuple[Samples, Samples | None, InputSpec]:
         train, test, spec = named.train, named.test, named.entry.input_spec
     if section.options and section.set != SYNTHETIC:
         raise ConfigError("data.options are for the synthetic set")
+    if section.standardize:
+        train, test, spec = standardized(train, test)
     spec = replace(
         spec,
         scale=spec.scale if section.scale is None else section.scale,
@@ -209,6 +211,16 @@ def _data(experiment: Experiment) -> tuple[Samples, Samples | None, InputSpec]:
         rng = np.random.default_rng(experiment.partition.seed)
         train = train.take(np.sort(rng.permutation(len(train))[: section.limit]))
     return train, test, spec
+
+
+def standardized(train: Samples, test: Samples | None) -> tuple[Samples, Samples | None, InputSpec]:
+    """Every feature as (x − mean) / (deviation + 0.001) over all samples, float32: so does the program of Dinh et al.
+    (pFedMe)."""
+    parts = [train] if test is None else [train, test]
+    whole = np.concatenate([part.x for part in parts]).astype(np.float32)
+    mean, deviation = whole.mean(0), whole.std(0)
+    made = [replace(part, x=((part.x - mean) / (deviation + np.float32(1e-3))).astype(np.float32)) for part in parts]
+    return made[0], made[1] if test is not None else None, InputSpec(train.x.shape[1:], "float32")
 
 
 def _synthetic(options: Mapping[str, Any], seed: int) -> Samples:

@@ -1,10 +1,49 @@
-"""Fallah's Table 1 beside ours."""
+"""Fallah's Table 1 beside ours: the step at test as the paper takes it, on test samples, and on the device's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from benchmarks import markdown
+from benchmarks.papers import page
+from cloud_server.figures import ABSENT
 
-def tables(result: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]:
-    return {}
+Result = Mapping[str, Any]
+
+OWN, THEIRS, BEFORE = "accuracy.mean", "test_step.accuracy.mean", "before.accuracy.mean"
+EXPERIMENTS = {
+    "mnist-tau-10": "MNIST, τ = 10, rate 0.01",
+    "mnist-tau-4": "MNIST, τ = 4, rate 0.01",
+    "cifar-10-tau-10": "CIFAR-10, τ = 10, rate 0.001",
+    "cifar-10-tau-4": "CIFAR-10, τ = 4, rate 0.01",
+}
+NAMES = {"fedavg-update": "FedAvg + update", "per-fedavg-fo": "Per-FedAvg (FO)", "per-fedavg-hf": "Per-FedAvg (HF)"}
+
+
+def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
+    head = ["setting", "row", "paper", "step on test data", "difference", "step on own data", "without a step", "seeds"]
+    return {"accuracy": markdown.table(head, _rows(result, paper))}
+
+
+def _rows(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
+    for experiment, title in EXPERIMENTS.items():
+        for label, name in NAMES.items():
+            theirs, around = paper[experiment][label]
+            ours = page.mean(result, experiment, label, THEIRS)
+            apart = ABSENT if ours is None else f"{100 * ours - theirs:+.2f}"
+            own, stepped, plain = (page.cell(result, experiment, label, figure) for figure in (OWN, THEIRS, BEFORE))
+            yield [title, name, f"{theirs:.2f} ± {around:.2f}", stepped, apart, own, plain,
+                   page.seeds(result, experiment, label)]
+
+
+def draw(result: Result, folder: Path) -> None:
+    """The accuracy by rounds, with the step on a device's own data."""
+    panels = {
+        title: {NAMES[label]: found["curve"] for label, found in result["experiments"][name]["methods"].items()
+                if found.get("curve")}
+        for name, title in EXPERIMENTS.items() if name in result["experiments"]
+    }
+    if panels:
+        page.curves(folder / "curves.png", panels)
