@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -21,8 +22,17 @@ from fleet_core.errors import ConfigError, StateError
 BACK_DATED = datetime.timedelta(days=1)
 AUTHORITY_LIFE = datetime.timedelta(days=30 * 365)
 LIFE = datetime.timedelta(days=10 * 365)
-"""Of a device's, the aggregator's and the broker's certificate, and of a list of revoked ones."""
+"""Of the aggregator's and the broker's certificate, which are made anew from its middle on, and of a list of revoked
+ones."""
+DEVICE_LIFE, SPREAD = datetime.timedelta(days=5 * 365), datetime.timedelta(days=365)
+"""Of a device's certificate, and by how much, at most, it is shorter by chance: devices that were made on one day are
+neither renewed on one day nor end on one."""
 LOST = "put the fleet's folder back from a backup, or make a new fleet in an empty one with 'metafleet init'"
+
+
+def devices_until() -> datetime.datetime:
+    """The end of a device's certificate that begins now."""
+    return _now() + DEVICE_LIFE - datetime.timedelta(seconds=secrets.randbelow(int(SPREAD.total_seconds())))
 
 
 class Authority:

@@ -24,6 +24,7 @@ from cloud_server.fleet import Fleet
 from cloud_server.ledger import Invitation, Ledger
 from cloud_server.publisher import Publisher
 from cloud_server.reception import Reception
+from cloud_server.renewal import Renewals
 from cloud_server.roster import Roster, inability
 from cloud_server.rounds import OpenRound, Rounds
 from cloud_server.rule_state import RuleState
@@ -34,7 +35,7 @@ from fleet_core import bundle, cohort, messages, topics
 from fleet_core.errors import CodecError, FleetError, MessageError, StateError
 from fleet_core.layout import MODEL_GROUPS
 from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
-from fleet_core.messages import Down, PendingRef, Presence, Report, ServerPresence, UploadManifest
+from fleet_core.messages import Down, PendingRef, Presence, RenewalRequest, Report, ServerPresence, UploadManifest
 
 REQUESTS_S = 0.25
 GRACE_S = 3.0
@@ -92,6 +93,7 @@ class Coordinator:
             fleet, ledger, link, admit=lambda name: self._roster.enroll(name, *self._state.history()),
             changed=access_changed, now=now, log=log,
         )
+        self._renewals = Renewals(fleet, ledger, now=now, log=log)
         self._waiting = Waiting(self._roster, self._rounds, fleet.config.fleet.deadline_s, clock=clock, log=log)
         self._connected_at = clock()
         self._asked_at = self._looked_at = -math.inf
@@ -247,6 +249,8 @@ class Coordinator:
             self._reception.on_chunk(name, round_number, topics.number(address.part), payload)
 
     def _on_report(self, device: str, report: Report) -> None:
+        if report.renew is not None:
+            return self._renew(device, report.renew)
         opened, closed = self.open, self.checkpoint.round
         if report.round > closed + 1 or (report.judged_round or 0) > closed:
             raise MessageError(f"a report of round {report.round}, judged {report.judged_round}", where=device)
@@ -265,6 +269,15 @@ class Coordinator:
         if report.pending is not None:
             self._tell_fate(device, report.pending)
         self._books.report(device, report)
+
+    def _renew(self, device: str, asked: RenewalRequest) -> None:
+        """The device's next certificate, or why there is none."""
+        try:
+            answer = Down("renewed", 0, device=device, certificate=self._renewals.certificate(device, asked))
+        except MessageError as error:
+            answer = Down("renewed", 0, ok=False, device=device, reason=error.what[:500])
+            self._log(f"{device} gets no new certificate: {error.what}")
+        self._voice.attest(device, answer)
 
     def _tell_fate(self, device: str, pending: PendingRef) -> None:
         """Whether an update of a closed round was counted; an open one is not decided yet."""

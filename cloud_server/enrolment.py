@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from cloud_server import identity
+from cloud_server import authority, identity
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Certificate, Invitation, Ledger
 from cloud_server.mosquitto import address
@@ -81,7 +81,7 @@ class Enrolments:
         return row.certificate
 
     def _sign(self, found: Invitation, key: certificates.PublicKey, public: str) -> str:
-        signed = identity.authority(self._fleet.folder).client(found.device, key)
+        signed = identity.authority(self._fleet.folder).client(found.device, key, authority.devices_until())
         now, text = self._now(), certificates.certificate_text(signed)
         row = Certificate(
             serial=certificates.serial_of(signed), device=found.device, token=found.id, public=public, certificate=text,

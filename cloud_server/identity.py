@@ -69,7 +69,7 @@ def configure(fleet: Fleet, ledger: Ledger, place: Place) -> Path:
     before = placed(fleet.folder)
     for stem in ("ca", "tokens-ca"):
         storage.write_atomic(folder / f"{stem}.pem", storage.read_bytes(fleet.folder / f"{stem}.pem", limit=1 << 16))
-    if before is None or before.hosts != place.hosts or not (folder / "server.pem").exists():
+    if before is None or before.hosts != place.hosts or not _fresh(folder / "server.pem"):
         key = _key(folder / "server.key")
         storage.write_atomic(
             folder / "server.pem", certificates.certificate_pem(authority(fleet.folder).server(hosts, key.public_key()))
@@ -164,10 +164,16 @@ def _tls_files(fleet: Fleet, stem: Path, name: str) -> TlsFiles:
 
 
 def _client(fleet: Fleet, stem: Path, name: str) -> None:
-    """A key and a certificate for ``name``; made where they are missing."""
-    if not stem.with_suffix(".pem").exists():
+    """A key and a certificate for ``name``; made where they are missing, the certificate also from the middle of its
+    life on."""
+    if not _fresh(stem.with_suffix(".pem")):
         found = authority(fleet.folder).client(name, _key(stem.with_suffix(".key")).public_key())
         storage.write_atomic(stem.with_suffix(".pem"), certificates.certificate_pem(found))
+
+
+def _fresh(path: Path) -> bool:
+    """Whether there is a certificate that need not be made anew."""
+    return path.exists() and time.time() < certificates.renew_after(certificates.load_certificate(path))
 
 
 def broker_authority(fleet: Fleet) -> Path | None:

@@ -21,6 +21,7 @@ from edge_agent.home import Home
 from edge_agent.methods import method_of
 from edge_agent.models import MAX_MODEL_BYTES, Models
 from edge_agent.outbox import Outbox
+from edge_agent.renewal import Renewal
 from edge_agent.reporter import LOOK_S, Reporter
 from edge_agent.service import Service
 from edge_agent.serving import Serving
@@ -50,6 +51,7 @@ class Agent:
         *,
         adapter: Trainer | None = None,
         limits: Limits | None = None,
+        renewal: Renewal | None = None,
         boot: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
@@ -78,13 +80,13 @@ class Agent:
         self._outbox = Outbox(self.name, self.boot, home, self._uploader, self._fetcher, self._reporter, log)
         self._graphs = Graphs(home, service, self._fetcher, lambda: self._announce())
         self._models = Models(home, service, log)
+        self._given = Given(self.name, home, service, self._fetcher)
         self._training = LocalTraining(settings, self.boot, home, service, accounts, trainer, self._limits)
         self._serving = Serving(
-        self._given = Given(self.name, home, service, self._fetcher)
             service, self._models, self._fetcher, accounts, self._reporter, trainer, self.adapter,
             self._training.header, log,
         )
-        self._disk = Disk(home.folder, clock)
+        self._disk, self._renewal = Disk(home.folder, clock), renewal
         self._held_up: tuple[str, bytes] | None = None  # what arrived and could not be written down
         self._gave_up: dict[str, int] = {}
         self._server_boot = ""
@@ -136,6 +138,8 @@ class Agent:
         self._fetcher.tick()
         self._uploader.tick()
         self._reporter.tick()
+        if self._renewal is not None and self._reporter.known:
+            self._renewal.tick(max(self._now_ms(), self._signed_ms) / 1000)
         if self._reporter.unheard and self._server_boot and self.link.connected:
             self._announce(again=True)
         if self._clock() - self._looked > LOOK_S:
@@ -227,16 +231,19 @@ class Agent:
             self._outbox.settle(counted.round, data.decode("ascii", "replace").split())
         elif manifest.open and blob_id in (blob.id for blob in manifest.model.blobs()):
             self._attempt("model", lambda: self._models.take_training(manifest, blob_id, data))
+        elif manifest.open and self._given.is_of(manifest, blob_id):
+            self._attempt("model", lambda: self._given.take(manifest, blob_id, data))
         elif manifest.serve is not None and blob_id in (blob.id for blob in manifest.serve.blobs()):
             ref = manifest.serve
             self._attempt("serve", lambda: self._models.take_judged(manifest, ref, blob_id, data))
         self._advance()
-        elif manifest.open and self._given.is_of(manifest, blob_id):
-            self._attempt("model", lambda: self._given.take(manifest, blob_id, data))
 
     def _on_down(self, payload: bytes) -> None:
         if payload.startswith(b"ed25519:"):
-            self._outbox.on_fate(messages.decode(Down, self._verifier.verify(payload)))
+            attested = messages.decode(Down, self._verifier.verify(payload))
+            if attested.t == "renewed" and self._renewal is not None:
+                return self._renewal.on_answer(attested)
+            self._outbox.on_fate(attested)
             return self._advance()
         down = messages.decode(Down, payload)
         if down.t == "heard":

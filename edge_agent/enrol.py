@@ -56,6 +56,7 @@ def enroll(
     if found.broker_authority != SYSTEM:
         text = found.broker_authority or found.authority
         storage.write_atomic(home / "ca.pem", certificates.pem("CERTIFICATE", text))
+    wanted["tls"]["renew_after"] = certificates.renew_after(certificates.load_certificate(home / f"{name}.pem"))
     storage.write_atomic(home / "device.toml", config.toml(wanted).encode())  # with it the folder is a device's
     _forget(home, name, path, log)
     log(f"enrolled as {found.device} of fleet {found.fleet}")

@@ -121,6 +121,11 @@ class Reporter:
         """Whether the presence should be said again: a broker drops it when many devices come at once."""
         return not self._heard and self._patience.over
 
+    @property
+    def known(self) -> bool:
+        """Whether an aggregator is there and has heard of this life."""
+        return self._heard
+
     def forgotten(self) -> None:
         """Another aggregator is there: it should hear of this device soon, from the broker or from here."""
         self._heard = False

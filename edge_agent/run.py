@@ -15,6 +15,7 @@ from edge_agent.agent import Agent, will
 from edge_agent.board import limits_of, profile_of, remarks, sensor_of, watts_of
 from edge_agent.home import Home
 from edge_agent.reach import tls_files
+from edge_agent.renewal import Renewal
 from edge_agent.service import Service
 from edge_agent.service import service_of as service_of
 from edge_agent.settings import Settings, settings_of
@@ -53,8 +54,12 @@ def run(
     limits, accounts = limits_of(home, settings), Accounts(_meter(home, settings))
     for remark in remarks(home, settings):
         log(f"{remark} ('edge-agent doctor' says more)")
+    renewal = None
+    if settings.tls.renew_after is not None:
+        renewal = Renewal(home, settings, link, boot=boot, take_up=link.take_up, log=log)
     agent = Agent(
-        settings, place, link, service, accounts, _trainer(settings, limits, log), limits=limits, boot=boot, log=log,
+        settings, place, link, service, accounts, _trainer(settings, limits, log), limits=limits, renewal=renewal,
+        boot=boot, log=log,
     )
     _answer_as_before(service, log)
     with accounts.metering(), _over_http(settings, service, log):

@@ -27,11 +27,13 @@ class Identity:
 @dataclass(frozen=True)
 class Tls:
     """PEM files, relative to the device's home, for an mqtts:// broker. ca: whose word is taken for the broker; none
-    for those that the system trusts. certificate, key: by which the broker knows this device."""
+    for those that the system trusts. certificate, key: by which the broker knows this device. renew_after: Unix seconds
+    from which it asks the aggregator for the next ones; none for a certificate that is not the fleet's."""
 
     ca: str | None = None
     certificate: str | None = None
     key: str | None = None
+    renew_after: int | None = field(default=None, metadata={"min": 0, "max": 1 << 40})
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,17 @@ def serial_of(certificate: x509.Certificate) -> str:
     return f"{certificate.serial_number:x}"
 
 
+def renewal(fleet: str, serial: str, request: bytes) -> bytes:
+    """What the key of the present certificate signs to be given another: the signing request, bound to both."""
+    return f"renew {fleet}/{serial}\n".encode() + request
+
+
+def renew_after(certificate: x509.Certificate) -> int:
+    """Unix seconds: the middle of its life, from which its bearer asks for the next one."""
+    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return int((begin + (end - begin) / 2).timestamp())
+
+
 def check_own(text: str, key: PublicKey, name: str, authority: x509.Certificate) -> x509.Certificate:
     """The certificate in ``text`` (DER in base64), when ``authority`` issued it to ``name`` for ``key``.
 

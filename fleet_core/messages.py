@@ -260,10 +260,20 @@ class PendingRef:
 
 
 @dataclass(frozen=True)
+class RenewalRequest:
+    """A device asks for its next certificate. csr: a signing request with a new key, DER in base64. signature: of the
+    present key over ``certificates.renewal``, DER in base64. serial: of the present certificate, in hex."""
+
+    csr: str = field(metadata={"max_length": 4096})
+    signature: str = field(metadata={"max_length": 256})
+    serial: str = field(metadata={"pattern": r"[0-9a-f]{1,40}"})
+
+
+@dataclass(frozen=True)
 class Report:
     """Metrics and costs outside an upload. failed: why the device delivers nothing this round. want: ``full`` when it
     lacks the base of the round's model, ``chunks`` when what is retained does not come. pending: an update of an older
-    round whose fate it asks for. flops: since boot."""
+    round whose fate it asks for. flops: since boot. renew: asks for the next certificate, and reports nothing else."""
 
     round: int = field(metadata=_whole(1_000_000_000))
     boot: str = field(default="", metadata={"max_length": 64})
@@ -276,15 +286,17 @@ class Report:
     pending: PendingRef | None = None
     new: bool = False
     failed: str = field(default="", metadata={"max_length": 500})
+    renew: RenewalRequest | None = None
 
 
 @dataclass(frozen=True)
 class Down:
     """Aggregator to device. t: ``need`` grants, acknowledges and asks again for the chunks in ``miss`` (``0-7,12``), or
     for none yet; ``done`` ends an upload; ``reject`` refuses it; ``counted`` says what became of an old update and is
-    signed; ``heard`` acknowledges the presence of the life ``boot``."""
+    signed; ``heard`` acknowledges the presence of the life ``boot``; ``renewed`` is signed and brings the next
+    certificate of ``device``, DER in base64, or says the reason why there is none."""
 
-    t: str = field(metadata={"choices": ("need", "done", "reject", "counted", "heard")})
+    t: str = field(metadata={"choices": ("need", "done", "reject", "counted", "heard", "renewed")})
     r: int = field(metadata=_whole(1_000_000_000))
     id: str = field(default="", metadata={"pattern": ID + "|"})
     miss: str = field(default="", metadata={"max_length": 10_000})
@@ -292,6 +304,7 @@ class Down:
     reason: str = field(default="", metadata={"max_length": 500})
     device: str = field(default="", metadata={"max_length": 64})
     boot: str = field(default="", metadata={"max_length": 64})
+    certificate: str | None = field(default=None, metadata={"max_length": 8192})
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ PACKAGES = (CORE, "edge_agent", "cloud_server", "export", "firmware_profiles")
 # Files that compose the other packages: the operator's command lines, the simulation and the demo with its baseline.
 COMPOSERS = tuple(
     f"cloud_server/{name}.py"
-    for name in ("cli", "bundle_cli", "flash_cli", "flash_ssh", "lab_cli", "demo", "baseline", "simulation")
+    for name in (
+        "cli", "bundle_cli", "flash_cli", "flash_ssh", "lab_cli", "programs_cli", "demo", "baseline", "simulation",
+    )
 )
 
 # A heavy module, and the files (or folders, with a slash at the end) that may import it.

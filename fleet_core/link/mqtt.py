@@ -144,6 +144,11 @@ class MqttLink:
         if known and self._session is not None and self._renewed:
             self._session.unsubscribe(known)
 
+    def take_up(self, cert: Path, key: Path) -> None:
+        """Shows another certificate from the next connection on. Raises ConfigError."""
+        if self._settings.tls is not None:
+            _load(self._settings.tls, cert, key)
+
     def close(self, *, flush_s: float = 5.0) -> None:
         until_s = time.monotonic() + flush_s
         while self.connected and self.unacknowledged and (left_s := until_s - time.monotonic()) > 0:
@@ -277,9 +282,15 @@ def _tls_context(address: Address, ca: Path | None, cert: Path | None, key: Path
     try:
         context = ssl.create_default_context(cafile=ca)  # with a file, that one's authorities and no others
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        if cert is not None:
-            context.load_cert_chain(cert, key)
     except OSError as error:
-        where = ", ".join(str(path) for path in (ca, cert, key) if path)
-        raise ConfigError(f"cannot be read as PEM: {error.strerror or error}", where=where) from error
+        raise ConfigError(f"cannot be read as PEM: {error.strerror or error}", where=str(ca)) from error
+    if cert is not None and key is not None:
+        _load(context, cert, key)
     return context
+
+
+def _load(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    try:
+        context.load_cert_chain(cert, key)
+    except OSError as error:
+        raise ConfigError(f"cannot be read as PEM: {error.strerror or error}", where=f"{cert}, {key}") from error
