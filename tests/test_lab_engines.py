@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from cloud_server.laboratory import experiment as experiments
+from cloud_server.laboratory import work
 from cloud_server.laboratory.crew import Crew, Processes, RayCrew
 from cloud_server.laboratory.engine import Stopped
 from cloud_server.laboratory.experiment import Experiment
@@ -299,3 +300,19 @@ rounds = {rounds}
 name = "pfldyn-proto"
 hyper = {{local_steps = 2, support_batch = 12, query_batch = 12}}
 """
+
+
+def test_what_a_gpu_computes_is_repeatable_and_in_whole_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    backends = torch.backends
+    before = backends.cudnn.benchmark, backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        work.repeatable()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not any((backends.cudnn.benchmark, backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        backends.cudnn.benchmark, backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = before
+        del os.environ["CUBLAS_WORKSPACE_CONFIG"]

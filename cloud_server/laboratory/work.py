@@ -6,6 +6,7 @@ Needs torch. A device's work is a function of the run, the round and the device,
 from __future__ import annotations
 
 import contextlib
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,8 @@ from fleet_core.algorithms.seam import ClientState, Payload
 from fleet_core.algorithms.trees import Params
 from fleet_core.data.partitions import Share
 from fleet_core.errors import CodecError, ConfigError, DataError, FleetError, RoundError
-from fleet_core.learning import models, personal, train
 from fleet_core.gaussian import Processes
+from fleet_core.learning import models, personal, train
 from fleet_core.nearest import Neighbours, Prototypes, softmax
 
 RESIDUAL, TEST_STEP = "residual", "test_step"
@@ -44,8 +45,8 @@ class Lesson:
     clients: tuple[str, ...]
     broadcast: Payload
     after: int
-
     given: Mapping[str, Params] = field(default_factory=dict)
+
 
 @dataclass(frozen=True, eq=False)
 class Learned:
@@ -121,6 +122,8 @@ class Worker:
     def __init__(self, setting: Setting, workload: Workload | None = None):
         torch.set_num_threads(1)
         memory.keep_freed()
+        if setting.device == "cuda":
+            repeatable()
         self._experiment, self._run = setting.experiment, setting.run
         self._method, self._hyper = setting.run.method, setting.run.hyper
         self.workload = workload or workloads.build(setting.experiment)
@@ -236,13 +239,13 @@ class Worker:
             z = train.embed(model, params, support.x)
             own = Prototypes.empty(len(self.layout.classes), z.shape[1]).add(z, support.y)
             return _chosen(own.probabilities(train.embed(model, params, query.x)))
-        if method.personalizer == "fleet-proto":
-            means = Prototypes.of_fleet(question.served)
-            return _chosen(means.probabilities(train.embed(model, params, query.x)))
         if method.personalizer == "gp":
             z = train.embed(model, params, support.x)
             processes = Processes.of(z, support.y, len(self.layout.classes), self._hyper)
             return _chosen(processes.probabilities(train.embed(model, params, query.x)))
+        if method.personalizer == "fleet-proto":
+            means = Prototypes.of_fleet(question.served)
+            return _chosen(means.probabilities(train.embed(model, params, query.x)))
         head = train.predict_logits(model, params, query.x)
         if method.personalizer == "knn":
             known = softmax(train.predict_logits(model, params, support.x))
@@ -295,6 +298,15 @@ def device_of(wanted: str, *, gpu: bool) -> str:
         raise ConfigError("there is no GPU that torch can use here" if gpu else "Ray's actors compute on processors",
                           where="--device cuda", hint="--device cpu")
     return "cuda" if gpu and there and wanted != "cpu" else "cpu"
+
+
+def repeatable() -> None:
+    """From now on a GPU gives the same bits for the same work, in whole float32: the kernels that torch knows to be
+    repeatable, in cuBLAS and cuDNN too, and no TF32. Where torch has no such kernel it warns."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def chunks(clients: Sequence[str], most: int) -> list[tuple[str, ...]]:
