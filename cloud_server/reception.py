@@ -21,6 +21,7 @@ from fleet_core.messages import Down, UploadManifest
 
 REFUSALS_NOTED = 8
 REASON = 500  # characters
+BATCHES = ("batch", "support_batch", "query_batch")
 
 
 class Reception:
@@ -42,6 +43,7 @@ class Reception:
         self._current, self._closed, self._now, self._log = current, closed, now, log
         self.limit = upload_limit(layout, fleet.method.shared)
         self._intake = Intake(tell, clock, self.limit)
+        self._cut = set[str]()
 
     # A round's course -------------------------------------------------------------------------------------------------
 
@@ -120,8 +122,17 @@ class Reception:
             return self._refuse(device, number, manifest, str(error))
         self._spool.put(number, device, manifest, data)
         opened.received[device] = manifest
+        self._say_cut(device, manifest)
         opened.failed.pop(device, None)
         self._tell(device, Down("done", number, manifest.id))
+
+    def _say_cut(self, device: str, manifest: UploadManifest) -> None:
+        """Once for each device: its board has no room for the round's batches."""
+        cut = [f"{name} {manifest.metrics[name]:g}" for name in BATCHES if name in manifest.metrics]
+        if cut and device not in self._cut:
+            self._cut.add(device)
+            told = ", ".join(cut)
+            self._log(f"{device} trains with a smaller batch than the round asks for, its board's limit: {told}")
 
     def was_counted(self, device: str, number: int, update_id: str) -> bool:
         closed, _ = self._closed()

@@ -39,6 +39,12 @@ def capped(hyper: Any, most: int | None) -> Any:
     return hyper if most is None else replace(hyper, **{name: min(size, most) for name, size in known.items()})
 
 
+def cut(asked: Any, used: Any) -> dict[str, float]:
+    """{batch: samples} of those that ``capped`` made smaller: a round with other batches than the others' is told."""
+    sizes = {f.name: (getattr(asked, f.name), getattr(used, f.name)) for f in fields(used) if f.name in BATCHES}
+    return {name: float(less) for name, (size, less) in sizes.items() if less < size}
+
+
 def wire(layout: Layout, method: Method) -> Layout:
     """The arrays that cross the wire: the model's ``layout`` and what ``method`` has besides."""
     return layout.extended(method.down, method.shared)

@@ -22,7 +22,7 @@ import torch
 from edge_agent import update
 from edge_agent.home import Home, state_key
 from edge_agent.local import LocalData
-from edge_agent.methods import capped, hyper_of, method_of, wire
+from edge_agent.methods import capped, cut, hyper_of, method_of, wire
 from edge_agent.slots import Slots
 from edge_agent.worker import Done, Job, parse_frame, write_frame
 from fleet_core import memory, schema, storage
@@ -66,7 +66,7 @@ class Workshop:
         result = self.round(order, Payload(weights, manifest.scalars).beside(order.given()), state)
         update.keep(
             order.home, order.life, manifest, order.layout, result.update, result.pending, residual,
-            samples=result.samples, loss=result.loss,
+            samples=result.samples, metrics={"loss": result.loss, **order.cut},
         )
         return {
             "loss": result.loss, "samples": result.samples, "steps": result.steps, "flops": result.flops,
@@ -120,6 +120,11 @@ class Order:
     data: LocalData
     seed: tuple[int, ...]
     given_id: str = ""
+
+    @property
+    def cut(self) -> dict[str, float]:
+        """The batches that the board made smaller than the round asks for."""
+        return cut(hyper_of(self.method, self.manifest.method.hyper), self.hyper)
 
     @staticmethod
     def read(header: Mapping[str, Any]) -> Order:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from edge_agent.home import Home, state_key
 from edge_agent.methods import hyper_of, method_of, wire
 from fleet_core import codecs
@@ -13,11 +15,12 @@ from fleet_core.messages import Blob, Manifest, UploadManifest
 
 def keep(
     home: Home, life: str, manifest: Manifest, layout: Layout, update: Payload, state: ClientState,
-    residual: trees.Params | None, *, samples: int, loss: float,
+    residual: trees.Params | None, *, samples: int, metrics: Mapping[str, float],
 ) -> None:
     """The update, in the first of the round's codecs that is known here, and ``state`` after it are on disk.
 
-    life: of the agent that asked. residual: what earlier updates left out, or None. Raises CodecError for an update
+    life: of the agent that asked. residual: what earlier updates left out, or None. metrics: the loss, and
+    what else the aggregator is told of the training. Raises CodecError for an update
     that cannot be encoded.
     """
     method = method_of(manifest)
@@ -39,6 +42,6 @@ def keep(
         dual_epoch=manifest.dual_epoch,
         samples=samples,
         scalars=dict(update.scalars),
-        metrics={"loss": loss},
+        metrics=dict(metrics),
     )
     home.leave_made(state_key(manifest), life, manifest.round, upload, sent.data, after)

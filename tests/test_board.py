@@ -377,6 +377,9 @@ def test_a_trainer_is_told_the_boards_batch(fleet: World, monkeypatch: pytest.Mo
     fleet.start_agent("d1", toy(1))
     assert fleet.pump(lambda: finished(fleet))
     assert sizes == {"4": {4}, "50": {50}}
+    told = [line for line in fleet.lines if "a smaller batch" in line]
+    assert told == ["d0 trains with a smaller batch than the round asks for, its board's limit: support_batch 4, "
+                    "query_batch 4"], "once, and in the update's metrics"
 
 
 def test_the_template_can_be_copied_and_used_as_it_is(tmp_path: Path) -> None:
