@@ -23,6 +23,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from cloud_server import catalog
 from edge_agent.agent import Agent
 from edge_agent.home import read_state
+from edge_agent.http_messages import Head, Request
+from edge_agent.inference_protocol import InferenceProtocol
+from edge_agent.serve import ServedModel
 from edge_agent.session import open_kind
 from fleet_core import codecs, messages, storage, topics
 from fleet_core.algorithms import trees
@@ -38,7 +41,7 @@ from tests.test_fleet import FakeDevice, finished
 Array = np.ndarray[Any, Any]
 
 ANGLE = 0.02
-TAUGHT = 12
+TAUGHT, ASKED = 12, 20
 LEAST = 6  # numbers that a secret has; the direction of fewer is not telling
 
 
@@ -47,13 +50,16 @@ LEAST = 6  # numbers that a secret has; the direction of fewer is not telling
 
 @dataclass
 class Wire:
-    """Everything that one agent publishes, and the models that its updates were trained from."""
+    """Everything that one agent lets out: what it publishes, its will, what it logs, and what its HTTP server answers
+    to whoever asks; and the models that its updates were trained from."""
 
     sent: list[tuple[str, bytes]] = field(default_factory=list)
     bases: dict[str, Params] = field(default_factory=dict)
 
     def tap(self, agent: Agent) -> None:
         publish = agent.link.publish
+        will = agent.link.will  # type: ignore[attr-defined]  # of the link of these tests
+        self.sent.append((will.topic, will.payload))
 
         def listening(topic: str, payload: bytes, **how: Any) -> None:
             self.sent.append((topic, payload))
@@ -64,6 +70,23 @@ class Wire:
             publish(topic, payload, **how)
 
         agent.link.publish = listening  # type: ignore[method-assign]
+
+    def ask(self, agent: Agent, x: Array) -> None:
+        """All that the agent's HTTP server has to say, labelled samples among it."""
+        protocol = InferenceProtocol(ServedModel("t", agent.service))
+        tensors = [{"name": "x", "datatype": "FP32", "shape": list(x.shape), "data": x.tolist()}]
+        label = {"name": "label", "datatype": "BYTES", "shape": [len(x)], "data": [CLASSES[0]] * len(x)}
+        asked: list[tuple[str, str, Any]] = [
+            *(("GET", path, None) for path in ("/v2", "/v2/health/ready", "/v2/models/t", "/v2/models/none")),
+            ("POST", "/v2/models/t/infer", {"inputs": tensors}),
+            ("POST", "/v2/models/t/infer", {"inputs": tensors, "parameters": {"binary_data_output": True}}),
+            ("POST", "/v2/models/t/samples", {"inputs": [*tensors, label]}),
+            ("POST", "/v2/models/t/samples", {"inputs": tensors}),
+        ]
+        for verb, path, said in asked:
+            body = b"" if said is None else json.dumps(said).encode()
+            response = protocol.answer(Request(Head(verb, path, {"content-length": str(len(body))}), body))
+            self.sent.append((f"http {verb} {path} {response.status}", response.body))
 
     def arrays(self, w: World) -> Iterator[Array]:
         """All numbers that can be read out of what was sent, as flat arrays."""
@@ -176,6 +199,8 @@ def own_weights(agent: Agent) -> list[Array]:
     fleet, found = served(agent), []
     for arrays in [*personal_files(agent), *_kept_in_training(agent)]:
         for name, array in arrays.items():
+            if "/" not in name:
+                continue  # not of the model: see ``of_its_own``
             own = array - fleet[name] if name in fleet else array
             if own.size >= LEAST and np.abs(own).max() > 0:
                 found.append(own.ravel().astype(np.float64))
@@ -230,15 +255,29 @@ def fleet_of(folder: Path, method: str, **options: Any) -> tuple[World, Wire]:
     assert w.pump(lambda: finished(w))
     taught = toy(7, TAUGHT)
     w.agents["d0"].service.learn(taught.x, [CLASSES[k] for k in taught.y])
-    x = np.random.default_rng(5).normal(size=(20, 8)).astype(np.float32)
+    x = np.random.default_rng(5).normal(size=(ASKED, 8)).astype(np.float32)
     asker = FakeDevice(w, "asker")
     question = Question(x.shape, "float32", base64.b64encode(x.tobytes()).decode())
     asker.link.publish(topics.question(w.name, "d0", "q"), messages.encode(question))
     w.agents["d0"].step(0)
+    wire.ask(w.agents["d0"], x)
     w.agents["d0"].close()
-    kinds = {topic.split("/")[4] for topic, _ in wire.sent}
+    kinds = {topic.split("/")[4] for topic, _ in wire.sent if not topic.startswith("http")}
     assert kinds == {"st", "rep", "up", "an"}, "presence, reports, updates and answers were all seen"
+    answered = {topic.split()[-1] for topic, _ in wire.sent if topic.startswith("http")}
+    assert answered == {"200", "400", "404"}, "answers and refusals over HTTP as well"
+    wire.sent += [("log", line.encode()) for line in w.lines if line.startswith("d0: ")]
     return w, wire
+
+
+def of_its_own(agent: Agent) -> list[Array]:
+    """Whatever makes the device's answers its own: class means, a head and embedded samples; weights, less the fleet's.
+    """
+    rows = [
+        row for arrays in personal_files(agent) for name in ("prototypes", "weight", "z")
+        for row in arrays.get(name, np.empty((0, LEAST))) if np.abs(row).max() > 0
+    ]
+    return [*rows, *own_weights(agent)]
 
 
 # The tests ------------------------------------------------------------------------------------------------------------
@@ -268,6 +307,24 @@ def test_no_personal_weight_and_no_sample_leaves_a_device_with_weights_of_its_ow
     w.server.close()
 
 
+BY_PERSONALIZER = {method.personalizer: method.name for method in reversed(METHODS.values()) if method.received}
+MORE = [name for kind, name in BY_PERSONALIZER.items() if kind not in ("proto", "sgd", "own", "fleet-proto")]
+"""A method of each kind of personalization that the other tests here have not."""
+
+
+@pytest.mark.parametrize("method", MORE)
+def test_nothing_of_its_own_leaves_a_device_whatever_makes_its_answers_its_own(tmp_path: Path, method: str) -> None:
+    w, wire = fleet_of(tmp_path, method)
+    agent = w.agents["d0"]
+    own = of_its_own(agent)
+    assert len(own) >= 3
+    against = [array for base, update in wire.updates(w) for array in less_served(agent, base, update)]
+    sent = [*wire.arrays(w), *against]
+    assert found(sent, own) == 0
+    assert found(sent, samples_of(agent)) == 0
+    w.server.close()
+
+
 def less_served(agent: Agent, base: Params, update: Params) -> Iterator[Array]:
     """A model that was sent, less the one that answers: what adaptation adds, were it the adapted one."""
     fleet, whole = served(agent), storage.flatten(base)
@@ -282,12 +339,14 @@ def test_the_class_means_that_fedproto_shares_by_its_design_are_found_and_said(t
     (kept,) = _kept_in_training(agent)
     body = storage.unflatten({name: array for name, array in kept.items() if name.startswith("body/")})
     own = agent.service.local().own()
-    x, y = own.x[:-TAUGHT], own.y[:-TAUGHT]  # it was taught the others after its last round
+    x, y = own.x[: -TAUGHT - ASKED], own.y[: -TAUGHT - ASKED]  # it was taught the others after its last round
     z = open_kind(agent.service.graph, "embed", agent.service.layout.ordered(body)).run(x)
     means = [z[y == k].mean(0) for k in range(3)]
     assert found(sent, means) == 3
     assert found(sent, samples_of(agent)) == 0
     assert "prototypes" in catalog.crossing(METHODS["fedproto"], "up")
+    (said,) = [line for line in w.fleet.remarks() if "class means" in line]
+    assert "leave it by this method's design" in said, "by 'metafleet init' and 'metafleet server start'"
     w.server.close()
 
 
