@@ -36,8 +36,8 @@ from fleet_core.layout import Layout
 ENGINES = ("local", "ray")
 LOOK_S = 0.2
 SIDE_BY_SIDE = 16
-BATCHED = ("mlp", "logistic")
-"""Models whose clients are trained side by side on a processor: convolutions are slower so."""
+BATCHED = ("mlp", "logistic", "cnn1d")
+"""Models whose clients are trained side by side on a processor: convolutions over images are slower so."""
 
 
 @dataclass(frozen=True)
