@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -128,10 +129,9 @@ def _named(device: Path | None) -> Path:
 
 def prepare(path: Path, *, python: str | None = None) -> Prepared:
     """The device file with its fleet, board and broker. python: that was found on the device. Raises ConfigError."""
-    device = device_file.load(path, os.environ, _table_problems)
+    device = device_file.load(path, os.environ, partial(_problems, path.parent))
     fleet = Fleet.load(path.parent / Path(device.fleet).expanduser())
-    own = device.board.endswith(".toml")
-    profile = path.parent / device.board if own else known.path_of(device.board)
+    profile = _profile(device.board, path.parent)
     train = device.train.get("enabled", True) is not False
     system = machine.of(boards.load(profile), device.os, train=train, python=python)
     program.check_python(system)
@@ -144,13 +144,38 @@ def prepare(path: Path, *, python: str | None = None) -> Prepared:
     return Prepared(device, fleet, profile, system, broker, not url.tls)
 
 
-def _table_problems(tables: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """What is wrong with the tables that the agent will read, by its own rules."""
+def _profile(board: str, folder: Path) -> Path:
+    """The board's file. Raises ConfigError."""
+    return folder / board if board.endswith(".toml") else known.path_of(board)
+
+
+def _problems(folder: Path, tables: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with what a device file names, and with the tables that the agent will read, by its own rules."""
     found = []
-    for name, table in tables.items():
-        _, problems = schema.read(TABLES[name], table)
-        found += [Problem(f"{name}.{problem.key}", problem.what, problem.hint) for problem in problems]
+    for name, kind in TABLES.items():
+        if isinstance(table := tables.get(name), dict):
+            _, problems = schema.read(kind, table)
+            found += [Problem(f"{name}.{problem.key}", problem.what, problem.hint) for problem in problems]
+    fleet, board = tables.get("fleet"), tables.get("board")
+    if isinstance(fleet, str) and not (folder / Path(fleet).expanduser() / "fleet.toml").is_file():
+        found.append(Problem("fleet", f"there is no fleet here: '{fleet[:200]}' (metafleet init makes one)"))
+    if isinstance(board, str):
+        with _noted("board", found):
+            if not (path := _profile(board, folder)).is_file():
+                raise ConfigError(f"there is no file '{path}'")
+    if isinstance(tables.get("broker"), str):
+        with _noted("broker", found):
+            parse_url(tables["broker"])
     return found
+
+
+@contextmanager
+def _noted(key: str, found: list[Problem]) -> Iterator[None]:
+    """A ConfigError becomes a mistake of ``key``."""
+    try:
+        yield
+    except ConfigError as error:
+        found.append(Problem(key, error.what + (f", expected {error.expected}" if error.expected else "")))
 
 
 def _source(made: Prepared, path: Path, named: Path | None) -> Path:

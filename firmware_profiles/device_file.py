@@ -54,7 +54,7 @@ class Wifi:
     for one that takes WPA3 alone. password: 8 to 63 characters; for WPA2 also the 64 hex digits derived from it."""
 
     ssid: str = field(metadata={"max_length": 32})
-    country: str = field(metadata={"pattern": r"[A-Z]{2}"})
+    country: str = field(metadata={"pattern": r"[A-Z]{2}", "words": "two capital letters, as DE"})
     password: str | None = field(default=None, repr=False, metadata={"max_length": 64})
     hidden: bool = False
     security: str = field(default="wpa2", metadata={"choices": ("wpa2", "wpa3")})
@@ -76,7 +76,9 @@ class Wifi:
 class Ssh:
     """user: that may log in, by key only. authorized_keys: public keys, or files that hold them."""
 
-    user: str = field(metadata={"pattern": r"[a-z_][a-z0-9_-]{0,31}"})
+    user: str = field(metadata={
+        "pattern": r"[a-z_][a-z0-9_-]{0,31}", "words": "1 to 32 small letters, digits, '-' or '_'",
+    })
     authorized_keys: tuple[str, ...] = field(default=(), metadata={"max_length": 100})
 
 
@@ -84,13 +86,15 @@ class Ssh:
 class DeviceFile:
     """The whole file. os: a release that the board's profile names. hostname: default, the name in lower case."""
 
-    name: str = field(metadata={"pattern": NAME})
+    name: str = field(metadata={"pattern": NAME, "words": "1 to 64 letters, digits, '-' or '_'"})
     fleet: str = field(metadata={"max_length": 4096})
     board: str = field(metadata={"max_length": 64})
     os: str | None = field(default=None, metadata={"max_length": 64})
     image: str | None = field(default=None, metadata={"max_length": 4096})
     broker: str | None = field(default=None, metadata={"max_length": 512})
-    hostname: str | None = field(default=None, metadata={"pattern": HOSTNAME})
+    hostname: str | None = field(default=None, metadata={
+        "pattern": HOSTNAME, "words": "1 to 63 small letters, digits or '-'",
+    })
     wifi: Wifi | None = None
     ssh: Ssh | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -124,7 +128,7 @@ def _stars(wifi: Wifi) -> str:
     return "*" * len(wifi.password or MASK) if wifi.security == "wpa3" else MASK
 
 
-Check = Callable[[Mapping[str, Mapping[str, Any]]], list[Problem]]
+Check = Callable[[Mapping[str, Any]], list[Problem]]
 
 
 def _starred(key: str) -> str:
@@ -137,69 +141,61 @@ def _starred(key: str) -> str:
 def load(path: Path, environ: Mapping[str, str], check: Check | None = None) -> DeviceFile:
     """The file, with keys read from where they lie; a password and a key in ``environ`` take the place of the file's.
 
-    check: finds mistakes in the tables that go into device.toml. Raises ConfigError that lists every mistake.
+    check: finds what else is wrong with its tables. Raises ConfigError that lists every mistake, by line.
     """
     text = config.text_of(path)
     tables = config.tables(text, str(path))
     device, problems = schema.read(DeviceFile, tables)
-    if check is not None:
-        own = ("data", "train", "personalize", "serve", "power")
-        problems += check({name: t for name in own if isinstance(t := tables.get(name), dict) and t})
-    if device is None:
+    wifi, wrong = _wifi(tables.get("wifi"), environ)
+    ssh, more = _ssh(tables.get("ssh"), environ, path.parent)
+    problems += [*wrong, *more, *(() if check is None else check(tables))]
+    if device is None or problems:
         raise _listed(problems, text, path)
-    device = _with_environment(device, environ)
-    device, wrong = _with_keys(device, path.parent)
-    problems += [*wrong, *_network_problems(device)]
-    if problems:
-        raise _listed(problems, text, path)
-    return device
+    return replace(device, wifi=wifi, ssh=ssh)
 
 
 def _listed(problems: list[Problem], text: str, path: Path) -> ConfigError:
-    return ConfigError("\n".join(config.located(problem, text, str(path)) for problem in problems))
+    ordered = sorted(problems, key=lambda problem: config.line_of(text, problem.key))
+    return ConfigError("\n".join(config.located(problem, text, str(path)) for problem in ordered))
 
 
-def _with_environment(device: DeviceFile, environ: Mapping[str, str]) -> DeviceFile:
-    if device.wifi is not None and environ.get(PASSWORD):
-        device = replace(device, wifi=replace(device.wifi, password=environ[PASSWORD]))
-    if device.ssh is not None and environ.get(SSH_KEY):
-        device = replace(device, ssh=replace(device.ssh, authorized_keys=(environ[SSH_KEY],)))
-    return device
+def _wifi(table: Any, environ: Mapping[str, str]) -> tuple[Wifi | None, list[Problem]]:
+    """The network with the environment's password, and what is wrong beside what its types say."""
+    wifi = None if table is None else schema.read(Wifi, table)[0]
+    if wifi is None:
+        return None, []
+    password, problems = environ.get(PASSWORD) or wifi.password, []
+    if not 1 <= len(wifi.ssid.encode()) <= 32 or not wifi.ssid.isprintable():
+        problems.append(Problem("wifi.ssid", "expected 1 to 32 bytes of printable text"))
+    if password is None:
+        problems.append(Problem("wifi.password", f"missing, and {PASSWORD} is not set"))
+    elif not re.fullmatch(r"[ -~]{8,63}|[0-9A-Fa-f]{64}", password):
+        problems.append(Problem("wifi.password", "expected 8 to 63 characters of ASCII, or 64 hex digits"))
+    elif wifi.security == "wpa3" and len(password) == 64:
+        problems.append(Problem("wifi.password", "is a key that was derived for WPA2; WPA3 needs the password"))
+    return replace(wifi, password=password), problems
 
 
-def _network_problems(device: DeviceFile) -> list[Problem]:
-    problems = []
-    if device.wifi is not None:
-        ssid, password = device.wifi.ssid, device.wifi.password
-        if not 1 <= len(ssid.encode()) <= 32 or not ssid.isprintable():
-            problems.append(Problem("wifi.ssid", "expected 1 to 32 bytes of printable text"))
-        if password is None:
-            problems.append(Problem("wifi.password", f"missing, and {PASSWORD} is not set"))
-        elif not re.fullmatch(r"[ -~]{8,63}|[0-9A-Fa-f]{64}", password):
-            problems.append(Problem("wifi.password", "expected 8 to 63 characters of ASCII, or 64 hex digits"))
-        elif device.wifi.security == "wpa3" and len(password) == 64:
-            problems.append(Problem("wifi.password", "is a key that was derived for WPA2; WPA3 needs the password"))
-    if device.ssh is not None and device.ssh.user in RESERVED:
-        problems.append(Problem("ssh.user", f"'{device.ssh.user}' is the system's own, expected another name"))
-    return problems
-
-
-def _with_keys(device: DeviceFile, folder: Path) -> tuple[DeviceFile, list[Problem]]:
-    """The same with the files' keys in place of the files."""
-    if device.ssh is None:
-        return device, []
+def _ssh(table: Any, environ: Mapping[str, str], folder: Path) -> tuple[Ssh | None, list[Problem]]:
+    """Who may log in, with the environment's key or the files' in place of the files, and what is wrong."""
+    ssh = None if table is None else schema.read(Ssh, table)[0]
+    if ssh is None:
+        return None, []
+    entries = (environ[SSH_KEY],) if environ.get(SSH_KEY) else ssh.authorized_keys
     keys: list[str] = []
     problems: list[Problem] = []
-    for number, entry in enumerate(device.ssh.authorized_keys):
+    if ssh.user in RESERVED:
+        problems.append(Problem("ssh.user", f"'{ssh.user}' is the system's own, expected another name"))
+    for number, entry in enumerate(entries):
         found = [entry.strip()] if re.match(r"(ssh-|ecdsa-|sk-)", entry) else _keys_in(entry, folder)
         if not found or not all(map(is_public_key, found)):
             what = "is no public key, and no file of public keys (as in ~/.ssh/id_ed25519.pub)"
             problems.append(Problem(f"ssh.authorized_keys[{number}]", what))
         else:
             keys += found
-    if not device.ssh.authorized_keys:
+    if not entries:
         problems.append(Problem("ssh.authorized_keys", f"is empty, and {SSH_KEY} is not set: nobody could log in"))
-    return replace(device, ssh=replace(device.ssh, authorized_keys=tuple(dict.fromkeys(keys)))), problems
+    return replace(ssh, authorized_keys=tuple(dict.fromkeys(keys))), problems
 
 
 def _keys_in(entry: str, folder: Path) -> list[str]:

@@ -1,7 +1,8 @@
 """Untrusted mappings (JSON messages, TOML tables) into frozen dataclasses, every mistake reported at once.
 
 A field's annotation is its type: bool, int, float, str, tuple[T, ...], Mapping[str, T], a dataclass, or ``T | None``.
-Limits come from ``field(metadata={"min": …, "max": …, "pattern": …, "choices": …, "max_length": …})``.
+Limits come from ``field(metadata={"min": …, "max": …, "pattern": …, "choices": …, "max_length": …})``; ``words`` says
+to people what the pattern is.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ def _scalar_problem(kind: Any, data: Any, limits: Mapping[str, Any]) -> str | No
     if len(data) > limits.get("max_length", MAX_TEXT):
         return f"{len(data)} characters are over the limit of {limits.get('max_length', MAX_TEXT)}"
     if "pattern" in limits and not re.fullmatch(limits["pattern"], data):
-        return f"'{data[:80]}' does not match {limits['pattern']}"
+        words = f", expected {limits['words']}" if "words" in limits else f" {limits['pattern']}"
+        return f"'{data[:80]}' does not match{words}"
     if "choices" in limits and data not in limits["choices"]:
         return f"unknown value '{data[:80]}', expected one of {', '.join(sorted(limits['choices']))}"
     return None

@@ -179,6 +179,22 @@ def test_what_cannot_work_is_refused_before_a_token_is_made(desk, tmp_path, chan
     assert invitations(desk) == before
 
 
+def test_all_mistakes_of_a_device_file_are_told_at_once_and_by_line(desk, tmp_path):
+    text = DEVICE.replace('"kitchen"', '"kit chen"').replace('"lab"', '"lap"').replace("raspberry", "rasberry")
+    text = text.replace("mqtts://", "https://").replace(PASSWORD, "short").replace('"DE"', '"Germany"')
+    text = text.replace("samples =", "sampels =") + '\n[ssh]\nuser = "root"\nauthorized_keys = ["none.pub"]\n'
+    with pytest.raises(ConfigError) as told:
+        flash(desk, f"image:{tmp_path / 'out.img'}", device(desk, text, "wrong.toml"))
+    lines = [line.rpartition("wrong.toml:")[2] for line in str(told.value).splitlines()]
+    assert [line.split(": ")[:2] for line in lines] == [
+        ["1", "name"], ["2", "fleet"], ["3", "board"], ["4", "broker"], ["8", "wifi.country"],
+        ["12", "data.sampels"], ["15", "ssh.user"], ["16", "ssh.authorized_keys[0]"]]
+    assert "expected 1 to 64 letters" in lines[0]
+    assert "did you mean 'raspberry-pi-4b'" in lines[2]
+    with pytest.raises(ConfigError, match=r"wrong\.toml:9: wifi\.password: expected 8 to 63"):
+        flash(desk, "image:x", device(desk, text.replace("Germany", "DE"), "wrong.toml"))
+
+
 @NEEDS
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_an_image_of_another_system_costs_no_token_and_a_dry_run_says_so_too(desk, tmp_path, dry_run):

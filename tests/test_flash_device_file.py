@@ -146,7 +146,7 @@ def test_mistakes_in_the_tables_for_the_device_are_told_with_the_others(tmp_path
     path.write_text('name = "a b"\nfleet = "f"\nboard = "b"\n\n[data]\nsample = 1\n')
 
     def check(tables):
-        assert tables == {"data": {"sample": 1}}
+        assert (tables["board"], tables["data"]) == ("b", {"sample": 1})
         return [Problem("data.sample", "unknown key", "samples")]
 
     with pytest.raises(ConfigError) as told:
