@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.on_device import accuracy, answers, fleets, homes, latency, memory, parity, tables, unknown, ways
+from benchmarks.on_device import accuracy, answers, fleets, homes, int8, latency, memory, parity, tables, unknown, ways
 from benchmarks.on_device.cases import CLASSES, Case
 from benchmarks.on_device.fleets import Plan
 from fleet_core import bundle, storage
@@ -131,6 +131,35 @@ def test_every_way_is_judged_on_the_unseen_devices_without_torch(bundles: dict[s
 def test_macro_f1_is_the_mean_over_the_classes_that_are_asked_for() -> None:
     counts = np.array([[8, 2, 0], [0, 0, 0], [5, 0, 5]])
     assert answers.macro_f1(counts) == pytest.approx((16 / 23 + 10 / 15) / 2)
+
+
+def test_the_quantized_encoder_answers_the_same_labels_as_the_encoder_as_it_is(
+    bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    division, layout = fleets.divided(PLAN, 0)[0], TINY.layout()
+    (tmp_path / f"{layout.hash}-plain.bundle").write_bytes(bundles["plain"].read_bytes())
+    folder = tmp_path / "tiny" / "seed-0"
+    folder.mkdir(parents=True)
+    stored.save(folder / "train.npz", division.train)
+    (folder / "layout.json").write_text(layout.to_json())
+    for method, _ in int8.WAYS.values():
+        storage.write_arrays(folder / f"{method}.safetensors", storage.flatten(models.initial(layout, 0)))
+    encoders = int8.encoders(PLAN, "fedavg", 0, tmp_path, lambda line: None)
+    x = division.train.x[:40]
+    off = np.abs(encoders["int8"].run(x) - encoders["fp32"].run(x)).max()
+    assert 0 < off < 0.1 * np.abs(encoders["fp32"].run(x)).max(), "another encoder, of the same weights"
+    found = int8.judged(PLAN, 0, 1, tmp_path, lambda line: None)
+    assert set(found) == set(int8.WAYS)
+    for cells in found.values():
+        assert cells["5"]["int8"]["accuracy"] > 0.8 < cells["5"]["fp32"]["accuracy"]
+    cell = int8.table(PLAN, [found, found])["Proto"]["5"]["accuracy"]
+    assert cell["difference"]["mean"] == pytest.approx(cell["int8"]["mean"] - cell["fp32"]["mean"])
+
+
+def test_an_int8_encoder_is_smaller_and_both_are_timed() -> None:
+    found = int8.cost(TINY, 3, lambda line: None)
+    assert found["times_as_fast"] == found["fp32_us"] / found["int8_us"]
+    assert min(found["fp32_bytes"], found["int8_bytes"], found["fp32_us"]) > 0
 
 
 # Unknown --------------------------------------------------------------------------------------------------------------

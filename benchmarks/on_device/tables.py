@@ -123,8 +123,26 @@ def latency(found: Mapping[str, Any]) -> str:
     return markdown(head, rows)
 
 
+def int8(found: Mapping[str, Any]) -> str:
+    """Size and speed by model, then by set what answers from few labels lose."""
+    rows = [[name, f"{one['fp32_bytes'] / 1e3:.0f} → {one['int8_bytes'] / 1e3:.0f}",
+             f"{one['fp32_us']:.0f} → {one['int8_us']:.0f}", f"{one['times_as_fast']:.2f}"]
+            for name, one in _models(found)]
+    parts = [markdown(["encoder", "kB, fp32 → int8", "µs a sample", "times as fast"], rows)]
+    for name, one in found["sets"].items():
+        labels, figure = [str(n) for n in one["labels"]], HEADLINE[name]
+        rows = [[way, *(_both(cells[n][figure]) for n in labels)] for way, cells in one["table"].items()]
+        parts.append(markdown([f"{TITLES[name]}, {NAMES[figure]}, fp32 → int8", *map(_labels, labels)], rows))
+    return "\n".join(parts)
+
+
+def _both(one: Mapping[str, Any]) -> str:
+    lost = one["difference"]
+    return f"{one['fp32']['mean']:.3f} → {one['int8']['mean']:.3f} ({lost['mean']:+.3f} ± {lost['std'] or 0:.3f})"
+
+
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "accuracy": accuracy, "unknown": unknown, "parity": parity, "memory": memory, "latency": latency,
+    "accuracy": accuracy, "unknown": unknown, "parity": parity, "memory": memory, "latency": latency, "int8": int8,
 }  # fmt: skip
 """By the result file's name; other files have tables of their own."""
 
