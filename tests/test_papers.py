@@ -43,7 +43,7 @@ DEVICES: dict[str, dict[str, int]] = {
 }
 """Options of the partitions."""
 HYPER = {"local_steps": 1, "personal_steps": 1, "inner_steps": 1, "finetune_steps": 1, "head_steps": 1,
-         "support_batch": 4, "query_batch": 4, "batch": 4, "shots": 1, "query_shots": 1}
+         "support_batch": 4, "query_batch": 4, "batch": 4, "shots": 1, "query_shots": 1, "hyper_width": 2}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,270 @@
+"""Gradient inversion: what an aggregator that is not honest can make of one device's gradient of one image.
+
+    METAFLEET_DATA=CACHE python -m benchmarks.papers.lim.attack [--data SET …] [--networks NAME …] [--cases CASE …]
+        [--images N] [--restarts N] [--iterations 300] [--parts build/papers/lim/attack] [--out FOLDER]
+
+Zhu, Liu, Han, "Deep Leakage from Gradients", NeurIPS 2019, as Lim et al. use it (Section 4.1, Figure 3): a dummy image
+is moved by L-BFGS, at rate 1, until its gradient is the one that was sent. The attacker knows the network, its weights
+and the image's class. Of several starts the one whose gradient comes nearest counts. It writes attack.json (distance
+of the gradients, mean square error of pixels in 0 to 1, PSNR in dB) and attack.png.
+
+What the device sends is, by case:
+
+* fedavg: the gradient of the cross-entropy of its head's logits.
+* proto, metavers: of the loss to class means, which stay on the device: the attacker moves dummy means too.
+* …-leak: the same, and the attacker has been told the means (the paper's "prototype leakage").
+* …-episode: what a device really sends, the gradient of a whole episode of five samples of each class beside the
+  image, through which the means move; the attacker has the means.
+
+Networks: ``dlg`` is the LeNet of DLG's program (sigmoids, strides, weights from U(−1/2, 1/2)), ``lenet-lim`` the
+network of the table with its first weights, whose ReLUs and pools make the attack harder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fleet_core.data.sets.named import load_set
+from fleet_core.learning import losses
+from fleet_core.learning.architectures import MODELS
+from fleet_core.storage import write_json
+
+HERE = Path(__file__).parent
+CLASSES, SHOTS, WIDTH = 2, 5, 84
+CASES = (
+    "fedavg", "proto", "proto-leak", "proto-episode", "metavers", "metavers-leak", "metavers-episode",
+)  # fmt: skip
+NETWORKS = ("dlg", "lenet-lim")
+SETS = ("cifar-10", "omniglot")
+SHARE = 0.5  # γ
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Dlg(nn.Module):
+    """The LeNet of DLG's program, with a hidden layer as wide as lenet-lim's for class means."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            nn.Conv2d(a, 12, 5, padding=2, stride=s) for a, s in ((shape[0], 2), (12, 2), (12, 1), (12, 1))
+        )
+        side = math.ceil(math.ceil(shape[1] / 2) / 2)
+        self.hidden = nn.Linear(12 * side * side, WIDTH)
+        self.head = nn.Linear(WIDTH, classes)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5)
+
+    def embed(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = torch.sigmoid(conv(x))
+        return torch.sigmoid(self.hidden(x.flatten(1)))
+
+
+def network_of(name: str, shape: tuple[int, ...], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return (Dlg(shape, CLASSES) if name == "dlg" else MODELS[name](shape, CLASSES)).double()
+
+
+def loss_of(case: str, network: Any, label: Tensor, margin: Tensor) -> Loss:
+    """(image [1, C, H, W], class means [K, D]) -> the loss that the attacker plays through."""
+
+    def fedavg(x: Tensor, means: Tensor) -> Tensor:
+        return losses.cross_entropy(network.head(network.embed(x)), label)
+
+    def to_means(x: Tensor, means: Tensor) -> Tensor:
+        return episode_loss(case, means, torch.arange(CLASSES), network.embed(x), label, margin)
+
+    return fedavg if case == "fedavg" else to_means
+
+
+def episode_loss(case: str, support: Tensor, of: Tensor, query: Tensor, label: Tensor, margin: Tensor) -> Tensor:
+    """The product's losses on embedded samples: Proto's, or MetaVers' with its triplets."""
+    if case.startswith("proto"):
+        return losses.proto_loss(support, of, query, label, CLASSES)
+    entropy = losses.proto_loss(support, of, query, label, CLASSES, "norm")
+    z, y = torch.cat([support, query]), torch.cat([of, label])
+    triplets = losses.centroid_triplets(z, y, CLASSES, margin, "norm", total=True, to_centroid=False)
+    return SHARE * entropy + (1 - SHARE) * triplets
+
+
+def gradient(loss: Tensor, network: nn.Module, *, create_graph: bool = False) -> list[Tensor]:
+    """Of every array that the loss moves; zeros for the others."""
+    return list(torch.autograd.grad(
+        loss, list(network.parameters()), create_graph=create_graph, allow_unused=True, materialize_grads=True
+    ))
+
+
+def distance(found: Sequence[Tensor], sent: Sequence[Tensor]) -> Tensor:
+    return torch.stack([(a - b).square().sum() for a, b in zip(found, sent, strict=True)]).sum()
+
+
+def sent_by_device(
+    case: str, network: Any, image: Tensor, label: Tensor, support: Tensor
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """(the gradient, the device's class means, its margin). support: [K · shots, C, H, W], class by class."""
+    of = torch.arange(CLASSES).repeat_interleave(SHOTS)
+    z = network.embed(support)
+    means = losses.prototypes(z, of, CLASSES)[0].detach()
+    margin = losses.spread(torch.cat([z, network.embed(image)]), torch.cat([of, label]), CLASSES, "norm", True).detach()
+    if case.endswith("-episode"):
+        value = episode_loss(case, z, of, network.embed(image), label, margin)
+    else:
+        value = loss_of(case, network, label, margin)(image, means)
+    return gradient(value, network), means, margin
+
+
+def attacked(
+    case: str, network: nn.Module, image: Tensor, label: Tensor, support: Tensor, iterations: int, seed: int
+) -> tuple[Tensor, float]:
+    """(the attacker's image, the squared distance of its gradient over that of nothing)."""
+    sent, means, margin = sent_by_device(case, network, image, label, support)
+    generator = torch.Generator().manual_seed(seed)
+    dummy = torch.rand(image.shape, generator=generator, dtype=image.dtype).requires_grad_()
+    known = case == "fedavg" or case.endswith(("-leak", "-episode"))
+    guess = means if known else torch.rand(means.shape, generator=generator, dtype=means.dtype).requires_grad_()
+    loss = loss_of(case, network, label, margin)
+    scale = float(distance(sent, [torch.zeros_like(g) for g in sent]))
+    moving = [dummy] if known else [dummy, guess]
+    optimizer: Any = torch.optim.LBFGS(moving, lr=1, max_iter=iterations, max_eval=4 * iterations, history_size=100,
+                                  tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = distance(gradient(loss(dummy, guess), network, create_graph=True), sent) / scale
+        for array, slope in zip(moving, torch.autograd.grad(value, moving), strict=True):
+            array.grad = slope
+        return value.detach()
+
+    optimizer.step(closure)
+    return dummy.detach(), float(closure())
+
+
+def best(
+    case: str, network: nn.Module, image: Tensor, label: Tensor, support: Tensor, options: argparse.Namespace
+) -> tuple[Tensor, dict[str, float]]:
+    """Of several starts the one whose gradient comes nearest, which the attacker can tell without the image."""
+    starts = range(options.restarts)
+    tries = [attacked(case, network, image, label, support, options.iterations, seed) for seed in starts]
+    found, match = min(tries, key=lambda one: one[1] if math.isfinite(one[1]) else math.inf)
+    error = float((found.clamp(0, 1) - image).square().mean())
+    return found, {"gradient": match, "mse": error, "psnr": -10 * math.log10(max(error, 1e-12))}
+
+
+def images_of(name: str, number: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(images [n, C, H, W], support [n, K · shots, C, H, W]) in 0 to 1, of two classes drawn for each image; the
+    image is of the first."""
+    samples = load_set(name).train
+    rng = np.random.default_rng(seed)
+    chosen, supports = [], []
+    for _ in range(number):
+        pair = rng.choice(np.unique(samples.y), CLASSES, replace=False)
+        rows = [rng.choice(np.flatnonzero(samples.y == label), SHOTS + 1, replace=False) for label in pair]
+        chosen.append(samples.x[rows[0][0]])
+        supports.append(np.concatenate([samples.x[own[1:]] for own in rows]))
+    return torch.tensor(np.stack(chosen)).double() / 255, torch.tensor(np.stack(supports)).double() / 255
+
+
+def part(data: str, name: str, case: str, options: argparse.Namespace) -> tuple[Any, list[dict[str, float]]]:
+    """(pictures [n, C, H, W], figures of each) of one case."""
+    images, supports = images_of(data, options.images, 0)
+    label = torch.zeros(1, dtype=torch.int64)
+    seen, each = [], []
+    for place in range(options.images):
+        network = network_of(name, tuple(images.shape[1:]), place)
+        found, figure = best(case, network, images[place : place + 1], label, supports[place], options)
+        each.append(figure)
+        seen.append(found[0].clamp(0, 1).numpy())
+        print(f"{data} {name} {case} {place}: {figure}", flush=True)
+    return np.stack(seen), each
+
+
+def kept(path: Path) -> tuple[Any, list[dict[str, float]]] | None:
+    """A part that was made before."""
+    if not path.exists():
+        return None
+    with np.load(path, allow_pickle=False) as file:
+        return file["pictures"], json.loads(str(file["figures"]))
+
+
+def collected(folder: Path, how: dict[str, int]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """(attack.json, pictures by title and case) of the parts that are there."""
+    attacks: dict[str, Any] = {}
+    pictures: dict[str, dict[str, Any]] = {}
+    for data, name in itertools.product(SETS, NETWORKS):
+        title = f"{data}, {name}"
+        for case in CASES:
+            found = kept(folder / f"{data}-{name}-{case}.npz")
+            if found is None:
+                continue
+            if title not in pictures:
+                pictures[title] = {"image": images_of(data, len(found[0]), 0)[0].numpy()}
+            pictures[title][case] = found[0]
+            middle = {key: float(np.median([one[key] for one in found[1]])) for key in found[1][0]}
+            attacks.setdefault(title, {})[case] = {**middle, "images": found[1]}
+    return {**how, "attacks": attacks}, pictures
+
+
+def draw(path: Path, pictures: dict[str, dict[str, Any]]) -> None:
+    """A row for each image, a column for each case."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [(title, place) for title, found in pictures.items() for place in range(len(found["image"]))]
+    columns = ("image", *CASES)
+    picture, axes = pyplot.subplots(len(rows), len(columns), figsize=(1.5 * len(columns), 1.6 * len(rows)),
+                                    layout="constrained", squeeze=False)
+    for (title, place), line in zip(rows, axes, strict=True):
+        for case, axis in zip(columns, line, strict=True):
+            if case not in pictures[title]:
+                axis.set_axis_off()
+                continue
+            shown = np.moveaxis(pictures[title][case][place], 0, -1)
+            axis.imshow(shown[..., 0] if shown.shape[-1] == 1 else shown, cmap="gray", vmin=0, vmax=1)
+            axis.set_xticks([])
+            axis.set_yticks([])
+            if (title, place) == rows[0]:
+                axis.set_title(case, fontsize="small")
+        if place == 0:
+            line[0].set_ylabel(title, fontsize="small")
+    picture.savefig(path, dpi=100)
+    pyplot.close(picture)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--images", type=int, default=2)
+    parser.add_argument("--restarts", type=int, default=1)
+    parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--parts", type=Path, default=Path("build/papers/lim/attack"))
+    parser.add_argument("--out", type=Path, default=HERE)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.parts.mkdir(parents=True, exist_ok=True)
+    for data, name, case in itertools.product(options.data, options.networks, options.cases):
+        path = options.parts / f"{data}-{name}-{case}.npz"
+        if not path.exists():
+            pictures, figures = part(data, name, case, options)
+            np.savez(path, pictures=pictures, figures=json.dumps(figures))
+    how = {"restarts": options.restarts, "iterations": options.iterations}
+    found, pictures = collected(options.parts, how)
+    write_json(options.out / "attack.json", found)
+    draw(options.out / "attack.png", pictures)
+
+
+if __name__ == "__main__":
+    main()

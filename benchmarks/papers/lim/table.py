@@ -1,0 +1,82 @@
+"""MetaVers' tables beside ours: the mean over devices of each device's accuracy, as the paper has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import markdown
+from benchmarks.papers import page
+from cloud_server.figures import ABSENT
+
+Result = Mapping[str, Any]
+
+ACCURACY, NOVEL = "accuracy.mean", "novel_classes.accuracy.mean"
+METHODS = (
+    "local", "fedavg", "lg-fedavg", "pfedme", "fedproto", "per-fedavg-fo", "pfedhn", "pfedgp", "fedper", "fedrep",
+    "knn-per", "fedbabu", "p-avg-proto", "metavers",
+)  # fmt: skip
+"""In the paper's order; p-avg-proto, which it has in Table 3 alone, before MetaVers."""
+SETTINGS = ("cifar-10-50", "cifar-10-100", "omniglot-50", "omniglot-100")
+LOSSES = {"metavers-entropy": "cross-entropy alone", "metavers-triplet": "triplets alone", "metavers": "both"}
+NOVEL_SETTINGS = ("cifar-10-novel", "omniglot-50", "omniglot-100")
+ATTACK = "attack.json"
+
+
+def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "accuracy": markdown.table(["method", *(title(name) for name in SETTINGS)], _accuracy(result, paper)),
+        "losses": markdown.table(["loss", "CINIC-10, 50 (paper)", *SETTINGS], _losses(result, paper)),
+        "novel": markdown.table(["method", "CIFAR-100 (paper)", *NOVEL_SETTINGS], _novel(result, paper)),
+        "attack": attack(Path(__file__).parent / ATTACK),
+    }
+
+
+def title(name: str) -> str:
+    return f"{name} (paper)" if name.startswith("cifar") else name
+
+
+def _accuracy(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
+    for method in METHODS:
+        cells = []
+        for name in SETTINGS:
+            theirs = paper.get(name, {}).get(method)
+            cells.append(page.cell(result, name, method, ACCURACY) + ("" if theirs is None else f" ({theirs:.1f})"))
+        yield [method, *cells]
+
+
+def _losses(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
+    for label, name in LOSSES.items():
+        cells = [page.cell(result, setting, label, ACCURACY) for setting in SETTINGS]
+        yield [name, f"{paper['ablation']['50'][label]:.1f}", *cells]
+
+
+def _novel(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
+    for method in dict.fromkeys((*METHODS, "fedavg-meta", *LOSSES)):
+        cells = [page.cell(result, setting, method, NOVEL) for setting in NOVEL_SETTINGS]
+        theirs = paper["novel"].get(method)
+        if theirs is not None or any(page.mean(result, name, method, NOVEL) is not None for name in NOVEL_SETTINGS):
+            yield [method, ABSENT if theirs is None else f"{theirs:.1f}", *cells]
+
+
+def attack(path: Path) -> str:
+    """Medians over the images."""
+    found = json.loads(path.read_text())["attacks"] if path.exists() else {}
+    rows = [
+        [where, case, str(len(one["images"])), f"{one['gradient']:.1e}", f"{one['mse']:.4f}", f"{one['psnr']:.1f}"]
+        for where, cases in found.items() for case, one in cases.items()
+    ]
+    return markdown.table(["images, network", "case", "images", "gradient left", "MSE", "PSNR in dB"], rows)
+
+
+def draw(result: Result, folder: Path) -> None:
+    panels = {
+        name: {label: method["curve"] for label, method in result["experiments"][name]["methods"].items()
+               if method.get("curve")}
+        for name in SETTINGS if name in result["experiments"]
+    }
+    panels = {name: found for name, found in panels.items() if found}
+    if panels:
+        page.curves(folder / "curves.png", panels)
