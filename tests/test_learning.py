@@ -22,7 +22,7 @@ from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Payload
 from fleet_core.errors import ConfigError, DataError, RoundError
 from fleet_core.layout import MODEL_GROUPS, InputSpec, Layout
-from fleet_core.learning import models, train
+from fleet_core.learning import models, personal, train
 from fleet_core.learning.train import TrainResult
 from tests.playing import SEED, TOY, Fleet, flat, gap, hyper_of, same, toy_layout, toy_samples
 
@@ -293,6 +293,37 @@ def biggest(tree: trees.Params) -> float:
 def unlike(result: TrainResult) -> dict[str, Any]:
     """What two ways of computing may differ in."""
     return {key: getattr(result, key) for key in ("update", "pending", "loss", "seconds")}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's device without numbers stands for a GPU: it refuses arrays of another device as a GPU does. What comes
+    back from it is zeros."""
+    cpu, number = Tensor.cpu, Tensor.__float__
+    monkeypatch.setattr(Tensor, "cpu", lambda self: torch.zeros_like(self, device="cpu") if self.is_meta else cpu(self))
+    monkeypatch.setattr(Tensor, "__float__", lambda self: 1.0 if self.is_meta else number(self))
+
+
+@every_method
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_every_array_of_a_round_and_of_an_answer_is_where_the_model_is(name: str, together: bool) -> None:
+    played = fleet(name, *(toy_samples(40, seed=i) for i in range(2)), together=together)
+    played.model.to("meta")
+    trained = played.trained()
+    served = trees.apply(lambda a: a.astype(np.float32), trees.only(played.state.judged, played.method.shared))
+    params = personal.adapt(
+        played.method, played.model, played.layout, served, *toy_samples(), played.hyper, trained[0].pending,
+        {"round": 1.0, "seed": float(SEED)},
+    )
+    assert np.isfinite(trained[0].loss)
+    assert all(not array.any() for array in flat(trained[0].update.groups))
+    assert train.embed(played.model, params, toy_samples()[0]).shape == (60, 8)
+
+
+def test_arrays_of_two_devices_are_refused_there(as_on_a_gpu: None) -> None:
+    with pytest.raises(RuntimeError, match="expected device"):
+        models.build(toy_layout()).to("meta")(torch.zeros(2, 6))
 
 
 def test_side_by_side_the_client_that_diverges_is_found_as_alone() -> None:
