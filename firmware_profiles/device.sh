@@ -193,6 +193,9 @@ watch() {
     setsid /bin/sh "$FLASH/device.sh" linger "$1" "$2" </dev/null >/dev/null 2>&1 &
 }
 
+# There is nothing to return to any more: RUN.
+unwatch() { systemctl stop "metafleet-return-$1.timer" >/dev/null 2>&1 || :; }
+
 linger() {
     left=$2
     while [ "$left" -gt 0 ]; do
@@ -255,6 +258,7 @@ back() {
     fi
     echo "$(told "$FLASH/back/version") to ${previous:-nothing}, $(date -u +%Y-%m-%dT%H:%M:%SZ): $1" >"$FLASH/last-return"
     sync -f "$ROOT"
+    unwatch "$(told "$FLASH/back/run")"
     rm -rf "$FLASH/done"
     mv -T "$FLASH/back" "$FLASH/done"
     rm -rf "$FLASH/done" "$FLASH/settings"
@@ -272,7 +276,7 @@ confirm() {
     [ -e "$FLASH/armed" ] || exit 4
     rm -rf "$FLASH/done"
     mv -T "$FLASH/armed" "$FLASH/done"
-    systemctl stop "metafleet-return-$1.timer" >/dev/null 2>&1 || :
+    unwatch "$1"
     previous=$(told "$FLASH/done/previous")
     rm -rf "$FLASH/done" "$FLASH/settings" "$FLASH/last-return" "$ROOT"/.*.part
     cd "$ROOT"

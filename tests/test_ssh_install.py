@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 import sys
 import tarfile
@@ -214,6 +215,8 @@ def test_an_update_that_does_not_come_back_is_taken_back_with_its_settings(board
         flash(board, a_release(tmp_path, "1.1-bbb", DIES, DEVICE_TOML.replace(b"s.npz", b"t.npz")), patience_s=0)
     assert current(board) == "1.0-aaa"
     assert board.sh("cat /etc/metafleet/device.toml") == DEVICE_TOML.decode()
+    asked = board.path("/run/stand-in/asked").read_text().splitlines()
+    assert len([line for line in asked if re.fullmatch(r"stop metafleet-return-[0-9a-f]{16}\.timer", line)]) == 2
     assert not flash(board, a_release(tmp_path)).changed
 
 
