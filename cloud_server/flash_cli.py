@@ -182,12 +182,12 @@ def _source(made: Prepared, path: Path, named: Path | None) -> Path:
     if made.machine.first_boot not in ("cloud-init", "firstrun"):
         raise ConfigError(f"{made.machine.os} takes no first boot from an image or a card", where=made.machine.board,
                           hint="--to ssh://USER@HOST, once it runs")
-    if named is not None:
-        return named
-    if made.device.image is None:
+    if named is None and made.device.image is None:
         raise ConfigError("no image to begin from is named", where=str(path),
                           hint=f'image = "FILE.img.xz", or --image FILE: {made.machine.os}')
-    return path.parent / Path(made.device.image).expanduser()
+    begin = named or path.parent / Path(made.device.image or "").expanduser()
+    image.check_source(begin)
+    return begin
 
 
 # The package ----------------------------------------------------------------------------------------------------------

@@ -176,14 +176,32 @@ def is_packed(source: Path) -> bool:
 
 def _check(source: Path, to: Path) -> None:
     needed("mcopy", "mtools")
-    if not source.is_file():
-        raise ConfigError("there is no image here", where=str(source), hint="--image FILE.img.xz")
+    check_source(source)
     if not to.parent.is_dir():
         raise ConfigError("there is no such folder", where=str(to.parent))
     if to.exists() and not to.is_file():
         raise ConfigError("is no plain file", where=str(to), hint="a card is flashed with --to /dev/NAME")
     if to.exists() and to.samefile(source):
         raise ConfigError("is the image to begin from, which stays as it is", where=str(to), hint="another name")
+    if to.exists() and to.stat().st_size and not _is_ours(to):
+        raise ConfigError("is there already, and no image that flash made", where=str(to),
+                          hint="delete it, or take another name")
+
+
+def check_source(source: Path) -> None:
+    """Raises ConfigError where there is no file."""
+    if not source.is_file():
+        raise ConfigError("there is no image here", where=str(source), hint="--image FILE.img.xz")
+
+
+def _is_ours(image: Path) -> bool:
+    """Whether a package is on the first partition of an image that is not packed."""
+    try:
+        with image.open("rb") as file:
+            boot = partitions.boot(file, partitions.read(file, image.stat().st_size))
+    except FlashError:
+        return False
+    return _holds(image, boot, FOLDER)
 
 
 def needed(program: str, of: str) -> str:

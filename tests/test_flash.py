@@ -214,6 +214,12 @@ def test_a_32_bit_board_is_refused_with_the_reason(desk, tmp_path):
         flash(desk, f"image:{tmp_path / 'out.img'}", path)
 
 
+def test_an_image_that_is_not_there_is_said_before_anything_is_made(desk, tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "make", lambda *_, **__: pytest.fail("a program was made"))
+    with pytest.raises(ConfigError, match=r"none\.img: there is no image here"):
+        flash(desk, f"image:{tmp_path / 'out.img'}", source=tmp_path / "none.img")
+
+
 def test_without_a_named_broker_the_device_is_given_the_fleets_own(desk):
     path = device(desk, DEVICE.replace('broker = "mqtts://broker.example"\n', ""), "own.toml")
     assert flash_cli.prepare(path).broker == "mqtts://192.0.2.7:8883"

@@ -365,6 +365,10 @@ def test_the_original_is_never_written_to_and_a_device_is_no_image(tmp_path, car
                      (tmp_path / "no" / "out.img", "no such folder")):
         with pytest.raises(ConfigError, match=said):
             image.write(card, to, packed(tmp_path), DEVICE)
+    (tmp_path / "other.img").write_bytes(card.read_bytes())
+    with pytest.raises(ConfigError, match="no image that flash made"):
+        image.write(card, tmp_path / "other.img", packed(tmp_path), DEVICE)
+    assert (tmp_path / "other.img").read_bytes() == card.read_bytes()
     with pytest.raises(ConfigError, match="no image here"):
         image.write(tmp_path / "none.img", tmp_path / "out.img", packed(tmp_path), DEVICE)
 
