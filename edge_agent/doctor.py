@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from fleet_core.board import fit, found
 from fleet_core.board.fit import Complaint, Limits, Wish
 from fleet_core.board.found import Machine
 from fleet_core.board.profile import Power, Profile
-from fleet_core.errors import PowerError
+from fleet_core.errors import PowerError, StateError
 from fleet_core.power.choose import sensor_of
 from fleet_core.power.rapl import Packages
 
@@ -74,8 +75,28 @@ def examine(home: Path, profile: str | None, root: Path = Path("/")) -> Examined
         notes.append(f"there is no device.toml in {home}: what a device's own file says is not in this")
     if board is None:
         notes.append("no profile is named ([board] profile, or --profile): nothing to compare with; metafleet profiles")
-    wrong = (*fit.complaints(board, machine, wish), *complaint)
+    wrong = (*fit.complaints(board, machine, wish), *complaint, *certificate_of(home, settings))
     return Examined(board, machine, wish, fit.limits(board, machine, wish), said, wrong, tuple(notes))
+
+
+def certificate_of(home: Path, settings: Settings | None, now: float | None = None) -> tuple[Complaint, ...]:
+    """What is wrong with the certificate that device.toml names. now: Unix seconds, for the clock's."""
+    if settings is None or settings.tls.certificate is None:
+        return ()
+    from fleet_core import certificates
+
+    token = "a token gives a new one: metafleet devices enroll FLEET NAME"
+    try:
+        found = certificates.load_certificate(home / settings.tls.certificate)
+    except StateError as error:
+        return (Complaint("certificate", error.what, token),)
+    now, begin, end = time.time() if now is None else now, found.not_valid_before_utc, found.not_valid_after_utc
+    if now > end.timestamp():
+        return (Complaint("certificate", f"ended on {end:%Y-%m-%d}: the broker turns this device away", token),)
+    if now < begin.timestamp():
+        return (Complaint("certificate", f"begins on {begin:%Y-%m-%d}, which this clock has not reached",
+                          "set the clock: timedatectl"),)
+    return ()
 
 
 def tried(packages: Mapping[str, str], probes: Mapping[str, str] = PROBES) -> tuple[Complaint, ...]:

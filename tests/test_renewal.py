@@ -17,6 +17,7 @@ from cloud_server.coordinator import Coordinator
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Certificate, Device, Ledger
 from cloud_server.renewal import DAY_S, Renewals
+from edge_agent import doctor
 from edge_agent.accounts import Accounts
 from edge_agent.agent import Agent
 from edge_agent.home import Home
@@ -285,6 +286,21 @@ def test_a_certificate_of_another_authority_is_never_asked_about(fleet: Fleet, l
     line = Line()
     device(home, line, Clock(), []).tick(1e11)
     assert line.sent == []
+
+
+def test_the_doctor_says_of_a_certificate_that_it_ended_or_that_the_clock_is_behind(
+    fleet: Fleet, ledger: Ledger, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    issued(fleet, ledger, "d0", home)
+    settings = settings_of(home)
+    assert doctor.certificate_of(home, settings) == doctor.certificate_of(home, None) == ()
+    for at, said in ((time.time() + 6 * YEAR_S, "ended on 20"), (0.0, "begins on 20")):
+        (complaint,) = doctor.certificate_of(home, settings, at)
+        assert complaint.problem.startswith(said)
+    (home / "identity-first.pem").unlink()
+    (complaint,) = doctor.certificate_of(home, settings)
+    assert "devices enroll" in complaint.hint
 
 
 class PowerCut(BaseException):
