@@ -52,7 +52,10 @@ class Session:
         """Raw samples [n, *shape] in the layout's dtype -> float32 [n, width]. Raises DataError for other input."""
         self._check(x)
         batches = (np.ascontiguousarray(x[i : i + BATCH]) for i in range(0, len(x), BATCH))
-        return np.concatenate([self._inner.run(None, {"x": batch})[0] for batch in batches])
+        try:
+            return np.concatenate([self._inner.run(None, {"x": batch})[0] for batch in batches])
+        except Exception as error:  # of many classes, none of them documented: a token that the model does not know
+            raise DataError(f"the model does not take these samples: {str(error)[-200:]}") from error
 
     def _check(self, x: Array) -> None:
         shape, dtype = list(self._input.shape[1:]), _DTYPES[self._input.type]

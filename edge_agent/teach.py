@@ -144,7 +144,7 @@ def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = Fals
         facts = {"added": len(x), "added_in_all": total}
         try:
             how = _extended(service, x, labels, total) or personalize(service).how
-        except Worse as error:
+        except (Worse, DataError) as error:
             with service.slots.writing():
                 service.local().take_back(total - len(x), x)
             raise DataError(f"not kept, for with these samples: {error.what}", hint=error.hint) from error
@@ -192,3 +192,5 @@ def _check(service: Service, x: Array, labels: Sequence[str]) -> None:
         )
     if not np.isfinite(x).all():
         raise DataError("a sample holds a value that is not finite")
+    if spec.dtype == "int64" and service.answering is not None:
+        service.predict(x)  # tokens that the model does not know would fail whatever is made of them later
