@@ -47,7 +47,12 @@ def one(path: Path, to: str, choices: Choices, *, accept: str | None = None) -> 
     entry = Entry(str(path), to, accept)
     if choices.dry_run:
         plan = _planned(entry, choices)
-        return terminal.show(_facts(entry, plan)) if choices.as_json else _show_plan(entry, plan)
+        if choices.as_json:
+            return terminal.show(_facts(entry, plan))
+        _show_plan(entry, plan)
+        for name, content in plan.settings.items():
+            print(f"\n--- {name}\n{content}", end="")
+        return
     result, = _flash((entry,), choices, 1)
     if result.error is not None:
         raise result.error

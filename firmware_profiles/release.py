@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from firmware_profiles import unit
+from firmware_profiles.device_file import MASK
 from firmware_profiles.machine import Machine
 from firmware_profiles.package import Package
 from fleet_core import config
@@ -47,12 +48,18 @@ done
 
 @dataclass(frozen=True)
 class Setting:
-    """One file below /. owner: user and group."""
+    """One file below /. owner: user and group. secret: its content is shown nowhere."""
 
     path: str
     data: bytes = field(repr=False)
     mode: int = 0o644
     owner: tuple[str, str] = ("root", "root")
+    secret: bool = False
+
+    @property
+    def shown(self) -> str:
+        """For people: stars in place of a secret."""
+        return f"{MASK}\n" if self.secret else self.data.decode(errors="replace")
 
     @property
     def sum(self) -> str:
@@ -129,7 +136,7 @@ def of(package: Package) -> Release:
             settings.append(Setting(f"{unit.CONFIG}/{name}", file.data, 0o640, ("root", unit.USER)))
             links.append(name)
         elif place == "home":
-            settings.append(Setting(f"{unit.STATE}/{name}", file.data, 0o600, (unit.USER, unit.USER)))
+            settings.append(Setting(f"{unit.STATE}/{name}", file.data, 0o600, (unit.USER, unit.USER), file.secret))
         elif file.path == unit.NAME:
             settings.append(Setting(f"/etc/systemd/system/{unit.NAME}", file.data))
     wrong = [group for group in machine.groups if not GROUP.fullmatch(group)]

@@ -87,14 +87,15 @@ class Outcome:
 @dataclass(frozen=True)
 class Plan:
     """What ``install`` would do. runs: the version there now, or empty. send_bytes: of the program, at most; what the
-    device has of it in another version is not sent. settings: paths that would be replaced, the token's among them.
+    device has of it in another version is not sent. settings: {path: content} of what would be replaced, the token's
+    among them, with stars in place of secrets.
     unconfirmed: a version of an earlier run that was cut off, or empty."""
 
     version: str
     runs: str
     enrolled: bool
     send_bytes: int
-    settings: tuple[str, ...]
+    settings: dict[str, str]
     unconfirmed: str
 
 
@@ -103,8 +104,8 @@ def plan(remote: Remote, release_for: Callable[[bool], Release]) -> Plan:
     facts = remote.facts()
     release = release_for(not facts.own).for_device(facts.own)
     size = 0 if _is_there(facts, release) else sum(size for _, size in release.content.files.values())
-    paths = tuple(setting.path for setting in _changed(facts, release))
-    return Plan(release.version, facts.health.current, bool(facts.own), size, paths, facts.armed)
+    settings = {setting.path: setting.shown for setting in _changed(facts, release)}
+    return Plan(release.version, facts.health.current, bool(facts.own), size, settings, facts.armed)
 
 
 def install(

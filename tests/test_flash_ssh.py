@@ -61,7 +61,13 @@ def test_a_device_gets_its_token_last_and_it_is_said_nowhere(
     flash(desk, board, dry_run=True)
     shown = json.loads(capfd.readouterr().out)
     assert (shown["written"], shown["runs"], shown["enrolled"]) == (False, "", False)
-    assert "/var/lib/metafleet/enrol.token" in shown["settings"]
+    assert shown["settings"]["/var/lib/metafleet/enrol.token"] == "********\n"
+    assert 'samples = "/srv/samples.npz"' in shown["settings"]["/etc/metafleet/device.toml"]
+    assert "NoNewPrivileges=yes" in shown["settings"]["/etc/systemd/system/metafleet.service"]
+    flash_cli.flash(desk / "kitchen.toml", board.url(), ssh_config=board.config, dry_run=True)
+    said = capfd.readouterr().out
+    assert "kitchen at ssh://root@127.0.0.1" in said
+    assert "\n--- /etc/metafleet/device.toml\n" in said
     assert invitations(desk) == []
     assert not board.path("/opt/metafleet").exists()
     flash(desk, board)
