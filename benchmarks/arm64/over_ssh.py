@@ -46,7 +46,7 @@ def play(world: Scene, notes: Notes) -> None:
     _power_cut(world, notes, good)
     notes.same("after all of it the identity is the same", proof.identity(world), before)
     notes.holds("it enrolled once", proof.certificates(world) == 1)
-    proof.switched_off(world, notes)
+    proof.switched_off(world, notes, cut=True)
 
 
 def _update(world: Scene, notes: Notes, first: str) -> None:

@@ -6,7 +6,7 @@ from benchmarks.arm64 import proof, scene
 from benchmarks.arm64.proof import Notes, Proof
 from benchmarks.arm64.scene import Scene
 
-ROUNDS, CUT_IN = 3, 2
+ROUNDS, CUT_IN = 2, 2
 ROUND_S = 1800.0
 
 
@@ -30,7 +30,7 @@ def play(world: Scene, notes: Notes) -> None:
     notes.same("the training state is that of the last round that was counted", proof.state(world), state)
     notes.holds("meanwhile the round was still open", proof.closed(world) == 1)
     _goes_on(world, notes, state)
-    proof.switched_off(world, notes)
+    proof.switched_off(world, notes, cut=True)
 
 
 def _cut(world: Scene, notes: Notes) -> None:

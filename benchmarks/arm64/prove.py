@@ -56,18 +56,21 @@ def prove(proof: Proof, keep: Path | None) -> bool:
     notes = Notes(_say)
     folder = Path(tempfile.mkdtemp(prefix="metafleet-arm64-")) if keep is None else keep.resolve() / proof.name
     shutil.rmtree(folder, ignore_errors=True)
-    began, trouble = time.monotonic(), ""
+    seconds, trouble = 0.0, ""
     try:
         with scene(folder, BASE, _say, proof.debian) as world:
             world.cores = 1
-            proof.play(world, notes)
+            try:
+                proof.play(world, notes)
+            finally:
+                seconds = world.passed("the end")
     except (AssertionError, subprocess.SubprocessError) as error:
         trouble = str(error)
         _say(f"{proof.name} failed: {trouble}")
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    write(proof, notes, time.monotonic() - began, trouble.splitlines()[0] if trouble else "")
+    write(proof, notes, seconds, trouble.splitlines()[0] if trouble else "")
     return not trouble
 
 

@@ -8,6 +8,7 @@ no device, with a recording at /srv/samples.npz as if the board had made it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -53,6 +54,7 @@ class Scene:
         self.port, self.enrolment_port, self.ssh_port = free_port(), free_port(), free_port()
         self._started: list[subprocess.Popen[bytes]] = []
         self.machine: Machine | None = None
+        self._turn: IO[bytes] | None = None
         self.began = time.monotonic()
 
     def __enter__(self) -> Scene:
@@ -67,6 +69,8 @@ class Scene:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(15)
             process.kill()
+        if self._turn is not None:
+            self._turn.close()
 
     # The fleet --------------------------------------------------------------------------------------------------------
 
@@ -134,7 +138,11 @@ class Scene:
         return path
 
     def boot(self, cpu: str = "cortex-a53", memory_mib: int = 512) -> Machine:
-        """The board with its card, switched on."""
+        """The board with its card, switched on. One scene's board runs at a time on this machine; others wait here."""
+        if self._turn is None:
+            self._turn, asked = self.base.turn.open("wb"), time.monotonic()
+            fcntl.flock(self._turn, fcntl.LOCK_EX)
+            self.began += time.monotonic() - asked
         doors = {self.port: self.port, self.enrolment_port: self.enrolment_port}
         board = Board(cpu, memory_mib, self.cores, doors, self.ssh_port)
         console = self.folder / "console.log"
