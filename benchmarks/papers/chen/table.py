@@ -1,0 +1,221 @@
+"""Chen's Table 2, Figure 3 and the last row of Figure 2 beside ours: accuracy on new devices, its cost, its spread.
+
+Accuracy is that over all samples of the new devices together, as the paper's appendix has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks import markdown
+from benchmarks.papers import page
+from cloud_server.figures import ABSENT, bytes_text, flops_text
+
+Result = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+SUPPORTS = ("0.2", "0.5", "0.9")
+TARGETS = (0.8, 0.9, 0.95, 0.97)
+SPEECH = (0.2, 0.3, 0.38)
+FEDAVG, AS_IT_IS, OWN = "FedAvg", "before.accuracy.pooled", "accuracy.pooled"
+LABELS = {
+    FEDAVG: "fedavg-meta", "FedAvg(Meta)": "fedavg-meta", "FedMeta(MAML)": "fedmeta-maml",
+    "FedMeta(FOMAML)": "fedmeta-fomaml", "FedMeta(Meta-SGD)": "fedmeta-metasgd",
+}
+BESIDES = {
+    "MAML, inner rate 0.1": "maml-0.1", "Meta-SGD, first rate 0.1": "metasgd-0.1",
+    "MAML, the appendix's form": "maml-appendix",
+}
+"""At 20 % alone; not in the paper."""
+
+
+def experiment_of(label: str, support: str) -> str:
+    return "mnist-fedavg" if label == "fedavg-meta" else f"mnist-{float(support):.0%}".rstrip("%")
+
+
+def kind_of(row: str) -> str:
+    """FedAvg's answers are those of the same run's model before it is fine-tuned."""
+    return AS_IT_IS if row == FEDAVG else OWN
+
+
+def details(experiment: str, label: str, judged: Sequence[Row]) -> dict[str, Any]:
+    """By support: the curve of both accuracies, what each target cost, and every new device's accuracy at the end."""
+    targets = SPEECH if experiment.startswith("shakespeare") else TARGETS
+    return {support: _of_support(support, judged, targets) for support in judged[-1].get("new_devices", {})}
+
+
+def _of_support(support: str, judged: Sequence[Row], targets: Sequence[float]) -> dict[str, Any]:
+    each = [(row, row["new_devices"][support]) for row in judged]
+    values = {OWN: [one["accuracy"]["pooled"] for _, one in each],
+              AS_IT_IS: [one["before"]["accuracy"]["pooled"] for _, one in each]}
+    reached = {
+        kind: {str(target): _cost(judged, found, target) for target in targets} for kind, found in values.items()
+    }
+    curve = [list(point) for point in zip([row["round"] for row in judged], *values.values(), strict=True)]
+    return {"curve": curve, "reached": reached, "devices": sorted(round(v, 4) for v in each[-1][1]["devices"].values())}
+
+
+def _cost(judged: Sequence[Row], values: Sequence[float], target: float) -> dict[str, Any]:
+    first = next((k for k, value in enumerate(values) if value >= target), None)
+    row = judged[-1 if first is None else first]
+    spent = {key: row["spent"][key] for key in ("payload_bytes", "flops") if key in row["spent"]}
+    return {"reached": first is not None, "round": row["round"], **spent}
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
+    accuracy = ["method", *(text for p in SUPPORTS for text in (f"{float(p):.0%}: paper", "ours")), "seeds"]
+    cost = ["accuracy", "method", "rounds", "bytes up and down", "operations", "FedAvg's bytes by its own"]
+    spread = ["method", "mean over devices", "worst", "best", "variance", "seeds"]
+    speech = ["method", "paper", "ours", "seeds"]
+    return {
+        "accuracy": markdown.table(accuracy, _accuracies(result, paper["femnist"])),
+        "besides": markdown.table(["method", "20 %", "seeds"], _besides(result)),
+        "cost": markdown.table(cost, _costs(result, "0.2", TARGETS, {**LABELS, **BESIDES})),
+        "spread": markdown.table(spread, _spreads(result)),
+        "shakespeare": markdown.table(speech, _speech(result, paper["shakespeare"])),
+        "shakespeare-cost": markdown.table(cost, _costs(result, "0.2", SPEECH, LABELS, "shakespeare-20")),
+    }
+
+
+def _percent(figure: Sequence[float] | None) -> str:
+    return ABSENT if figure is None else f"{figure[0]:.2f} ± {figure[1]:.2f}"
+
+
+def _accuracies(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
+    for row, label in LABELS.items():
+        cells = []
+        for number, support in enumerate(SUPPORTS):
+            theirs = paper[row][number] if row in paper else None
+            figure = f"new_devices.{support}.{kind_of(row)}"
+            cells += [_percent(theirs), page.cell(result, experiment_of(label, support), label, figure)]
+        yield [row, *cells, page.seeds(result, experiment_of(label, SUPPORTS[0]), label)]
+
+
+def _besides(result: Result) -> Iterator[list[str]]:
+    for row, label in BESIDES.items():
+        found = page.cell(result, "mnist-20", label, f"new_devices.0.2.{OWN}")
+        yield [row, found, page.seeds(result, "mnist-20", label)]
+
+
+def _speech(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
+    for row, label in LABELS.items():
+        found = page.cell(result, "shakespeare-20", label, f"new_devices.0.2.{kind_of(row)}")
+        yield [row, _percent(paper.get(row)), found, page.seeds(result, "shakespeare-20", label)]
+
+
+def _spreads(result: Result) -> Iterator[list[str]]:
+    for row, label in {**LABELS, **BESIDES}.items():
+        where, at = experiment_of(label, "0.2"), "new_devices.0.2.accuracy"
+        if row == FEDAVG or not page.method_of(result, where, label):  # of the model as it is only the mean is known
+            continue
+        cells = [page.cell(result, where, label, f"{at}.{figure}") for figure in ("mean", "worst", "best")]
+        variance = page.cell(result, where, label, f"{at}.variance", percent=False)
+        yield [row, *cells, variance, page.seeds(result, where, label)]
+
+
+def _costs(
+    result: Result, support: str, targets: Sequence[float], rows: Mapping[str, str], where: str = ""
+) -> Iterator[list[str]]:
+    for target in targets:
+        base = _spent(result, where or "mnist-fedavg", "fedavg-meta", support, AS_IT_IS, target)
+        every = {row: _spent(result, where or experiment_of(label, support), label, support, kind_of(row), target)
+                 for row, label in rows.items()}
+        begun = {row: found for row, found in every.items() if found is not None}
+        if any(found["reached"] for found in begun.values()):
+            for row, found in begun.items():
+                yield [f"{target:.0%}", row, *_cells(found), _fewer(base, found)]
+
+
+def _cells(found: Mapping[str, Any]) -> list[str]:
+    sign = "" if found["reached"] else ">"
+    flops = sign + flops_text(found["flops"]) if "flops" in found else ABSENT
+    return [f"{sign}{found['round']:,.0f}", sign + bytes_text(found["payload_bytes"]), flops]
+
+
+def _spent(
+    result: Result, where: str, label: str, support: str, kind: str, target: float
+) -> dict[str, Any] | None:
+    """The mean over seeds; where one has not reached the target, what all had spent by then at least."""
+    method = page.method_of(result, where, label)
+    each = [one["details"][support]["reached"][kind][str(target)] for one in (method or {}).get("seeds", {}).values()
+            if support in one.get("details", {})]
+    if not each:
+        return None
+    reached = all(one["reached"] for one in each)
+    over = fmean if reached else min
+    keys = [key for key in ("round", "payload_bytes", "flops") if all(key in one for one in each)]
+    missed = each if reached else [one for one in each if not one["reached"]]
+    return {"reached": reached, **{key: over([one[key] for one in missed]) for key in keys}}
+
+
+def _fewer(base: Mapping[str, Any] | None, found: Mapping[str, Any]) -> str:
+    """FedAvg's bytes by this one's."""
+    if base is None or base == found or not (base["reached"] or found["reached"]):
+        return ABSENT
+    sign = ">" if not base["reached"] else "<" if not found["reached"] else ""
+    return f"{sign}{base['payload_bytes'] / found['payload_bytes']:.2f}"
+
+
+# Pictures -------------------------------------------------------------------------------------------------------------
+
+
+def draw(result: Result, folder: Path) -> None:
+    panels = {f"MNIST by writer, {float(p):.0%} support": _curves(result, p) for p in SUPPORTS}
+    panels |= {"Shakespeare by role, 20% support": _curves(result, "0.2", "shakespeare-20")}
+    panels = {title: curves for title, curves in panels.items() if any(len(curve) > 1 for curve in curves.values())}
+    if panels:
+        page.curves(folder / "curves.png", panels, ylabel="accuracy over all samples of the new devices")
+    devices = {}
+    for row, label in {**LABELS, **BESIDES}.items():
+        if row != FEDAVG and (values := _devices(result, label)):
+            devices[f"{row}, round {_judged(result, label):,}"] = values
+    if devices:
+        _draw_devices(devices, folder / "devices.png")
+
+
+def _curves(result: Result, support: str, where: str = "") -> dict[str, list[list[Any]]]:
+    """The mean over the seeds that have begun, where all have judged."""
+    found = {}
+    for row, label in LABELS.items():
+        method = page.method_of(result, where or experiment_of(label, support), label)
+        column = 2 if row == FEDAVG else 1
+        each = [{point[0]: point[column] for point in one["details"][support]["curve"]}
+                for one in (method or {}).get("seeds", {}).values() if support in one.get("details", {})]
+        if each:
+            common = sorted(set.intersection(*(set(one) for one in each)))
+            found[row] = [[number, fmean(one[number] for one in each), None] for number in common]
+    return found
+
+
+def _devices(result: Result, label: str) -> list[float]:
+    method = page.method_of(result, experiment_of(label, "0.2"), label)
+    return sorted(value for one in (method or {}).get("seeds", {}).values()
+                  for value in one.get("details", {}).get("0.2", {}).get("devices", []))
+
+
+def _judged(result: Result, label: str) -> int:
+    method = page.method_of(result, experiment_of(label, "0.2"), label) or {"seeds": {}}
+    return min((one["judged"] for one in method["seeds"].values() if "judged" in one), default=0)
+
+
+def _draw_devices(devices: Mapping[str, Sequence[float]], path: Path) -> None:
+    """The share of new devices whose accuracy is at most so high."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    image, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for row, values in devices.items():
+        axes.step(values, [(k + 1) / len(values) for k in range(len(values))], where="post", label=row, linewidth=1.3)
+    axes.set(xlabel="accuracy of a new device, 20% support", ylabel="share of devices with at most that")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small", loc="upper left")
+    image.savefig(path, dpi=130)
+    pyplot.close(image)
