@@ -25,10 +25,13 @@ WORSE_BY = "[serve] worse_by in device.toml says how much worse may be"
 
 
 class Worse(StateError):
-    """What was asked for would answer the held-back samples worse; what answered before goes on."""
+    """What was asked for would answer the held-back samples worse; what answered before goes on. why: both accuracies.
+    """
 
     def __init__(self, why: str):
-        super().__init__(f"{why}: what answered before goes on", hint=WORSE_BY)
+        self.why = why
+        hint = f"'edge-agent samples list' shows what it would be made from; {WORSE_BY}"
+        super().__init__(f"not personalized, what answered before goes on: {why}", hint=hint)
 
 
 class Judge:

@@ -16,7 +16,7 @@ import numpy as np
 
 from edge_agent import adapter
 from edge_agent import own as owns
-from edge_agent.health import Worse
+from edge_agent.health import WORSE_BY, Worse
 from edge_agent.own import Own
 from edge_agent.service import Service
 from edge_agent.settings import Personalize
@@ -147,7 +147,8 @@ def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = Fals
         except (Worse, DataError) as error:
             with service.slots.writing():
                 service.local().take_back(total - len(x), x)
-            raise DataError(f"not kept, for with these samples: {error.what}", hint=error.hint) from error
+            why, hint = (error.why, WORSE_BY) if isinstance(error, Worse) else (error.what, error.hint)
+            raise DataError(f"not kept, for with these samples: {why}", hint=hint) from error
         except (StateError, RoundError) as error:  # the trainer's steps count them, with the next round
             return {**facts, **_now(service), "counts_later": error.what}
         return {**facts, **_now(service), "personalization": how}
