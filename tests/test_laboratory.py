@@ -89,6 +89,8 @@ def trimmed(state: dict[str, bytes]) -> dict[str, bytes]:
         ("fedper", PLAIN, "int8"),
         ("scaffold", {**PLAIN, "finetune_steps": 2}, "int8-plain"),
         ("fedproto", PLAIN, "int8"),
+        ("pfedhn", PLAIN, "int8"),
+        ("pfedgp", EPISODES, "int8"),
         ("metavers", {**EPISODES, "shots": 0}, "int8"),
     ],
 )
@@ -127,6 +129,7 @@ RESUMED = {
     "groups of a device's own": ("fedrep", {"local_steps": 2, "batch": 12}, "none"),
     "moments of the server's optimizer": ("fedmeta-metasgd", ONE_EPISODE, "fp32"),
     "a scalar and its window": ("metavers", {**ONE_EPISODE, "shots": 0}, "int8"),
+    "a hypernetwork and its embeddings": ("pfedhn", {"local_steps": 2, "batch": 12}, "int8"),
     "controls on both sides": ("pflscaf-maml", ONE_EPISODE, "int8-plain"),
 }
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from cloud_server.broadcast import encode_model
 from cloud_server.checkpoint import Checkpoint
+from cloud_server.fleet import LinkSection
 from cloud_server.laboratory import figures
 from cloud_server.laboratory.crew import Crew
 from cloud_server.laboratory.experiment import PLAIN, Experiment, Run
@@ -24,12 +25,13 @@ from cloud_server.laboratory.figures import Costs
 from cloud_server.laboratory.store import Store
 from cloud_server.laboratory.work import TEST_STEP, Learned, Lesson, Question, Verdict
 from cloud_server.laboratory.workload import Workload
-from fleet_core import codecs, cohort, storage
+from fleet_core import codecs, cohort, messages, storage
 from fleet_core.algorithms import closing, trees
-from fleet_core.algorithms.seam import Method, Payload, ServerState, Update
+from fleet_core.algorithms.seam import Payload, ServerState, Update
 from fleet_core.algorithms.trees import Params
 from fleet_core.errors import RoundError
 from fleet_core.layout import MODEL_GROUPS, Layout
+from fleet_core.messages import Blob, Given
 
 IN_MEMORY_BYTES = 256 << 20
 CHECKPOINT_S = 2.0
@@ -74,8 +76,8 @@ class Engine:
         self._lab, self._run, self._store = lab, run, store
         self._method, self._hyper = run.method, run.hyper
         self._wire = lab.layout.extended(self._method.down, self._method.shared)
-        self._given_bytes = _given_bytes(run.method, lab.layout, plain=lab.experiment.codec_down == PLAIN)
         self._spent = figures.Spent()
+        self._met, self._met_until = set[str](), 0
         self._saved, self._unsaved = lab.clock(), set[str]()
 
     def run(self) -> None:
@@ -116,7 +118,8 @@ class Engine:
         asked = closing.order(self._asked(number))
         broadcast = Payload(sent.decoded, {**sent.scalars, "round": float(number), "seed": float(self._run.seed)})
         taken = _Taken(self._store.folder / "spool")
-        lesson = Lesson(number, tuple(asked), broadcast, before.round, self._given(before.state, asked))
+        given = self._given(before.state, asked)
+        lesson = Lesson(number, tuple(asked), broadcast, before.round, given)
         sending = self._averaged(number, asked)
         learned = [self._take(one, taken, one.client in sending) for one in self._lab.crew.learn(lesson)]
         counted = [one for one in learned if not one.error]
@@ -126,7 +129,9 @@ class Engine:
         members = len(self._lab.workload.names)
         state = self._method.server.apply(replace(heard, round=number), taken, members, self._hyper)
         taken.clear()
-        row = figures.of_round(number, self._method, learned, self._down_bytes(sent, number), self._lab.costs)
+        plain = self._lab.experiment.codec_down == PLAIN
+        down_bytes = self._down_bytes(sent, number) + given_bytes(given, plain=plain)
+        row = figures.of_round(number, self._method, learned, down_bytes, self._lab.costs)
         self._spent.add(row)
         if self._due(number):
             row |= self._judged(number, state)
@@ -172,10 +177,19 @@ class Engine:
         """To all that were asked. As in the fleet a delta is for those that hold the model of the last round, having
         been asked in it; the others take the model whole."""
         asked = self._asked(number)
+        if not self._method.down:
+            return len(set(asked) - self._before(number)) * sent.size
         held = self._asked(number - 1) if sent.delta else asked
         lacking = len(set(asked) - set(held))
         whole = len(codecs.encode("fp32", sent.decoded)) if lacking else 0
-        return (len(asked) - lacking) * sent.size + lacking * whole + len(asked) * self._given_bytes
+        return (len(asked) - lacking) * sent.size + lacking * whole
+
+    def _before(self, number: int) -> set[str]:
+        """Who was asked in an earlier round, and holds a model without arrays, which is the same in every round."""
+        while self._met_until < number - 1:
+            self._met_until += 1
+            self._met |= set(self._asked(self._met_until))
+        return self._met
 
     def _take(self, one: Learned, taken: _Taken, averaged: bool) -> Learned:
         """Keeps the update for the closing, and the rest for the figures."""
@@ -202,11 +216,12 @@ class Engine:
         return figures.judged(verdicts)
 
 
-def _given_bytes(method: Method, layout: Layout, *, plain: bool) -> int:
-    """Of what a device alone receives in a round."""
-    if not method.given:
-        return 0
-    return 4 * layout.parameters(method.given) if plain else len(codecs.encode("fp32", layout.zeros(method.given)))
+def given_bytes(given: Mapping[str, Params], *, plain: bool) -> int:
+    """Of what devices alone receive in a round, with the list that each of them fetches; plain: of its values alone."""
+    if plain or not given:
+        return sum(4 * array.size for groups in given.values() for named in groups.values() for array in named.values())
+    blobs = tuple(Blob.of(codecs.encode("fp32", groups), LinkSection().chunk_bytes) for groups in given.values())
+    return sum(blob.size for blob in blobs) + len(given) * len(messages.encode(Given(tuple(given), blobs)))
 
 
 class _Taken(Iterable[Update]):

@@ -210,7 +210,7 @@ class Method:
     @property
     def moving(self) -> tuple[str, ...]:
         """The groups that a device's own gradient steps move when the judged model is made its own."""
-        return self.personal or self.shared if self.personalizer == "own" else (*self.shared, *self.personal)
+        return self.personal or self.given if self.personalizer == "own" else (*self.shared, *self.personal)
 
     @property
     def keeps_weights(self) -> bool:
