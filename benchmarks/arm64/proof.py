@@ -81,8 +81,8 @@ def identity(world: Scene) -> dict[str, str]:
 
 
 def state(world: Scene) -> dict[str, str]:
-    """{file: SHA-256} of the training state that is committed on the board."""
-    return sums(world.on_board(f"sudo sh -c 'cd {HOME} && sha256sum methods/*/state.safetensors'"))
+    """{file: SHA-256} of the training state that is committed on the board; empty where there is none."""
+    return sums(world.on_board(f"sudo sh -c 'cd {HOME} && sha256sum methods/*/state.safetensors || true'"))
 
 
 def sums(told: str) -> dict[str, str]:

@@ -92,6 +92,7 @@ def tables(told: dict[str, Any]) -> dict[str, str]:
     proofs = told["proofs"].items()
     rows = [(name, each["title"], "held" if each["passed"] else f"failed: {each['failed']}", str(len(each["held"])),
              str(each["emulator_seconds"])) for name, each in proofs]
+    rows += [(name, each.title, "not played", "", "") for name, each in PROOFS.items() if name not in told["proofs"]]
     facts = [(name, fact, str(value)) for name, each in proofs for fact, value in each["facts"].items()]
     held = [(name, sentence) for name, each in proofs for sentence in each["held"]]
     return {"proofs": markdown.table(("proof", "what is shown", "outcome", "checks", "emulator's seconds"), rows),
