@@ -170,7 +170,7 @@ class Home:
         if not path.exists():
             return None
         try:
-            arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
+            arrays, metadata = storage.mapped(path, limit=MAX_STATE_BYTES)
             return Weights(metadata["model"], int(metadata["round"]), storage.unflatten(arrays), metadata)
         except (StateError, ValueError, KeyError):
             _set_aside(path)

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,11 +29,13 @@ from fleet_core.algorithms.gaussian import Gaussian
 from fleet_core.bundle import Graph
 from fleet_core.data.samples import Samples
 from fleet_core.errors import StateError
-from fleet_core.gaussian import Processes
 from fleet_core.head import Head
 from fleet_core.layout import MODEL_GROUPS
 from fleet_core.nearest import Neighbours, Prototypes, softmax
 from fleet_core.unknown import Thresholds
+
+if TYPE_CHECKING:
+    from fleet_core.gaussian import Processes
 
 Array = np.ndarray[Any, Any]
 
@@ -60,7 +62,7 @@ class Own:
     @classmethod
     def load(cls, path: Path) -> Own:
         """Raises StateError for a file that is absent or none of these."""
-        arrays, facts = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
+        arrays, facts = storage.mapped(path, limit=MAX_STATE_BYTES)
         try:
             classes, settings = json.loads(facts["classes"]), json.loads(facts["settings"])
             return cls(facts["how"], facts["weights"], int(facts["round"]), tuple(map(str, classes)), arrays, settings)
@@ -233,6 +235,8 @@ def _support(own: Own, encoder: Session, samples: Samples | None) -> Support:
 
 
 def _processes(own: Own, encoder: Session, samples: Samples | None) -> Processes:
+    from fleet_core.gaussian import Processes  # a MB and a half that no other way needs
+
     how, _ = schema.read(Gaussian, own.settings.get("gaussian"))
     if how is None:
         raise StateError("the Gaussian processes' settings are not here", hint="personalize again")

@@ -6,7 +6,7 @@ Shapes: n samples, N classes, the fleet's and then the device's own; S stored sa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,10 +14,12 @@ from edge_agent.session import Session, open_kind
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.trees import Params
 from fleet_core.bundle import Graph
-from fleet_core.gaussian import Processes
 from fleet_core.head import Head
 from fleet_core.nearest import Neighbours, Prototypes, softmax
 from fleet_core.unknown import Thresholds
+
+if TYPE_CHECKING:
+    from fleet_core.gaussian import Processes
 
 Array = np.ndarray[Any, Any]
 

@@ -2,11 +2,13 @@
 
 Every parameter of a graph is an external initializer that ``add_external_initializers`` fills, so nothing is read from
 disk (onnxruntime 1.23.2 and 1.31.1) and the runtime optimizes the graph with the weights in it. An OrtValue aliases the
-numpy array that it was made of: a session therefore owns copies of its weights and keeps them as long as it lives.
+numpy array that it was made of: a session therefore keeps its weights as long as it lives, and copies those that anyone
+else could write to.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 from typing import Any
@@ -46,23 +48,27 @@ class Session:
 
     def __init__(self, inner: Any, weights: dict[str, Array]) -> None:
         self._inner, self._weights = inner, weights
-        self._input = inner.get_inputs()[0]
+        taken, given = inner.get_inputs()[0], inner.get_outputs()[0]
+        self._shape, self._dtype = tuple(taken.shape[1:]), np.dtype(_DTYPES.get(taken.type, "void"))
+        self._output = [given.name]
 
     def run(self, x: Array) -> Array:
         """Raw samples [n, *shape] in the layout's dtype -> float32 [n, width]. Raises DataError for other input."""
-        self._check(x)
-        batches = (np.ascontiguousarray(x[i : i + BATCH]) for i in range(0, len(x), BATCH))
+        if x.shape[1:] != self._shape or x.dtype != self._dtype or not len(x):
+            wanted = f"{self._dtype} {list(self._shape)}"
+            raise DataError(f"the input is {x.dtype} {list(x.shape)}", expected=f"one or more samples {wanted}")
+        if self._dtype.kind == "f" and not np.isfinite(x).all():
+            raise DataError("the input holds a value that is not finite")
+        if len(x) <= BATCH:
+            return self._of(x)
+        return np.concatenate([self._of(x[i : i + BATCH]) for i in range(0, len(x), BATCH)])
+
+    def _of(self, x: Array) -> Array:
         try:
-            return np.concatenate([self._inner.run(None, {"x": batch})[0] for batch in batches])
+            found: Array = self._inner.run(self._output, {"x": np.ascontiguousarray(x)})[0]
         except Exception as error:  # of many classes, none of them documented: a token that the model does not know
             raise DataError(f"the model does not take these samples: {str(error)[-200:]}") from error
-
-    def _check(self, x: Array) -> None:
-        shape, dtype = list(self._input.shape[1:]), _DTYPES[self._input.type]
-        if list(x.shape[1:]) != shape or str(x.dtype) != dtype or not len(x):
-            raise DataError(f"the input is {x.dtype} {list(x.shape)}", expected=f"one or more samples {dtype} {shape}")
-        if x.dtype.kind == "f" and not np.isfinite(x).all():
-            raise DataError("the input holds a value that is not finite")
+        return found
 
 
 def open_session(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Session:
@@ -70,8 +76,19 @@ def open_session(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Ses
 
     Raises BundleError when the file is no graph that this onnxruntime runs, or takes other parameters.
     """
-    weights = {name: np.array(array, dtype=np.float32, order="C") for name, array in storage.flatten(params).items()}
+    weights = {name: _kept(array) for name, array in storage.flatten(params).items()}
     return Session(_opened(graph_bytes, weights, threads), weights)
+
+
+def _kept(array: Array) -> Array:
+    """float32 values that stay as they are: the array itself where it lies in a file that is mapped to be read."""
+    below: Any = array
+    while isinstance(below, np.ndarray):
+        below = None if below.flags.writeable else below.base
+    mapped = isinstance(below, memoryview) and isinstance(below.obj, mmap.mmap)
+    if mapped and array.dtype == np.float32 and array.flags.c_contiguous and array.flags.aligned:
+        return array
+    return np.array(array, dtype=np.float32, order="C")
 
 
 def open_steps(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Steps:
@@ -79,7 +96,7 @@ def open_steps(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Steps
 
     Raises BundleError as ``open_session`` does.
     """
-    weights = {name: np.ascontiguousarray(array, np.float32) for name, array in storage.flatten(params).items()}
+    weights = {name: _kept(array) for name, array in storage.flatten(params).items()}
     inner = _opened(graph_bytes, weights, threads, arena=True)
     names = [output.name.removeprefix("adapted/") for output in inner.get_outputs()]
 

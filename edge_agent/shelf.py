@@ -93,7 +93,7 @@ class Shelf:
         """(its id, the graph). Raises BundleError."""
         graph_id = path.stem.partition("-")[2]
         if self._graph is None or self._graph[0] != graph_id:
-            self._graph = graph_id, bundle.unpack(path.read_bytes())
+            self._graph = graph_id, bundle.read(path)
         return self._graph
 
     def hold(self, graph_id: str, graph: Graph) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,16 @@ def unpack(data: bytes) -> Graph:
         raise BundleError(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
     try:
         arrays, metadata = storage.unpack(data, where="graph bundle")
+    except StateError as error:
+        raise BundleError(error.what, where=error.where) from error
+    info, layout = _head(metadata)
+    return assembled(layout, info, arrays)
+
+
+def read(path: Path) -> Graph:
+    """The bundle in a file, as ``unpack`` reads it. Raises BundleError."""
+    try:
+        arrays, metadata = storage.mapped(path, limit=MAX_BYTES)
     except StateError as error:
         raise BundleError(error.what, where=error.where) from error
     info, layout = _head(metadata)

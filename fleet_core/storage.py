@@ -1,19 +1,23 @@
-"""Files that are whole or absent: temporary name, fsync, rename; and named arrays on disk as safetensors."""
+"""Files that are whole or absent: temporary name, fsync, rename; and named arrays on disk as safetensors.
+
+A process that only answers reads its arrays by ``mapped``: the libraries that write and unpack are imported at their
+first use, because together they hold more memory than many a model.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import math
+import mmap
+import operator
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from fleet_core.algorithms.trees import Params
 from fleet_core.errors import StateError
@@ -22,6 +26,7 @@ MAX_HEADER_BYTES = 1 << 26
 DTYPES = {
     "float64": "F64", "float32": "F32", "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }
+_OF_SAFETENSORS = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
@@ -56,6 +61,8 @@ def _rank(array: Any, name: str) -> tuple[int, str]:
 
 def write_parts(path: Path, parts: Iterable[bytes | memoryview], *, mode: int = 0o644, durable: bool = True) -> None:
     """The ``parts`` one after the other, as by ``write_atomic``."""
+    import tempfile
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -154,17 +161,72 @@ def unflatten_roles(flat: Mapping[str, Any]) -> dict[str, dict[str, dict[str, An
 
 def pack(arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
     """Named numpy arrays as safetensors bytes."""
+    from safetensors.numpy import save
+
     return save({k: np.asarray(v, order="C") for k, v in arrays.items()}, metadata=dict(metadata or {}) or None)
 
 
 def unpack(data: bytes, *, where: str = "safetensors") -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
     """(arrays, metadata) of safetensors bytes. Raises StateError for anything else."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
     try:
         arrays = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(f"is no safetensors: {error}", where=where) from error
     return arrays, header.get("__metadata__") or {}
+
+
+def mapped(path: Path, *, limit: int) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
+    """(arrays, metadata) of a safetensors file, without a copy: the arrays are read-only views of the file's pages,
+    which take memory when they are first looked at. A file that is replaced by a rename stays as it was for them.
+
+    Raises StateError for a file that is absent, cannot be read, is larger than ``limit`` bytes or is no safetensors.
+    """
+    _check_readable(path, limit)
+    try:
+        with path.open("rb") as file:
+            return _views(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except OSError as error:
+        raise StateError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise StateError(f"is no safetensors: {error}", where=str(path)) from error
+
+
+def _check_readable(path: Path, limit: int) -> None:
+    """Reads it once: a disk that is broken says so here, where it can be told, and not when a page is looked at."""
+    part = bytearray(1 << 16)
+    try:
+        size = path.stat().st_size
+        if size > limit:
+            raise StateError(f"{size} bytes are over the limit of {limit}", where=str(path))
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(part):
+                pass
+    except OSError as error:
+        raise StateError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+
+
+def _views(pages: mmap.mmap) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
+    """Raises ValueError, KeyError, TypeError … for what is no safetensors."""
+    size = int.from_bytes(pages[:8], "little")
+    if size > min(len(pages) - 8, MAX_HEADER_BYTES):
+        raise ValueError(f"a header of {size} bytes")
+    header = json.loads(pages[8 : 8 + size])
+    metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
+    arrays, end = {}, 0
+    for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        dtype, (first, last) = np.dtype(_OF_SAFETENSORS[entry["dtype"]]), entry["data_offsets"]
+        shape = [operator.index(side) for side in entry["shape"]]
+        if first != end or min(shape, default=0) < 0 or last - first != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name[:80]} lies at {first} to {last}")
+        flat = np.frombuffer(pages, dtype, math.prod(shape), 8 + size + first) if last > first else np.empty(0, dtype)
+        arrays[name], end = flat.reshape(shape), last
+    if 8 + size + end != len(pages):
+        raise ValueError("it is cut short, or goes on")
+    return arrays, metadata
 
 
 def head(path: Path) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:

@@ -76,6 +76,17 @@ def test_a_session_keeps_its_own_weights(graph: bundle.Graph, weights: Any) -> N
     assert not np.array_equal(sessions.open_kind(graph, "predict", mine).run(x), before)
 
 
+def test_weights_in_a_mapped_file_are_not_copied_and_those_in_memory_are(weights: Any, tmp_path: Path) -> None:
+    storage.write_arrays(tmp_path / "w", storage.flatten(weights))
+    mapped, _ = storage.mapped(tmp_path / "w", limit=1 << 20)
+    for name, array in storage.flatten(weights).items():
+        assert sessions._kept(mapped[name]) is mapped[name]
+        frozen = array.view()
+        frozen.flags.writeable = False  # its owner still writes
+        wide = array.astype(np.float64)
+        assert not any(np.shares_memory(sessions._kept(a), a) for a in (array, frozen, wide))
+
+
 def test_an_output_outlives_the_session(graph: bundle.Graph, weights: Any) -> None:
     x = samples(graph.layout.input, 2, 1)
     session = sessions.open_kind(graph, "embed", weights)

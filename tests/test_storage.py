@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,58 @@ def test_a_head_says_where_each_array_lies_and_a_cut_file_has_none(tmp_path: Pat
         path.write_bytes(wrong)
         with pytest.raises(StateError):
             storage.head(path)
+
+
+def test_mapped_arrays_are_the_unpacked_ones_and_stay_when_the_file_is_replaced(tmp_path: Path) -> None:
+    arrays = {"a/w": np.arange(6, dtype=np.float32).reshape(2, 3), "a/n": np.array(7), "b/e": np.zeros((0, 4), np.int8)}
+    path = tmp_path / "weights.safetensors"
+    storage.write_arrays(path, arrays, {"round": "3"})
+    found, metadata = storage.mapped(path, limit=1 << 20)
+    assert metadata == {"round": "3"} == storage.unpack(path.read_bytes())[1]
+    storage.write_arrays(path, {"a/w": np.full((2, 3), 9, np.float32)})
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array, strict=True)
+    with pytest.raises(ValueError, match="read-only"):
+        found["a/w"][0] = 1
+
+
+def _file(header: object, body: bytes = bytes(8)) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"short", (1 << 60).to_bytes(8, "little") + b"{}", _file([1]), _file({}),
+        _file({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, bytes(12)),
+        _file({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, bytes(4)),
+        _file({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}),
+        _file({"a": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}),
+        _file({"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}),
+        _file({"a": {"dtype": "O", "shape": [1], "data_offsets": [0, 8]}}),
+        _file({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}),
+        _file({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+               "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}),
+        _file({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}),
+        _file({"a": {"dtype": "F32", "shape": [1 << 70], "data_offsets": [0, 8]}}),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_safetensors_is_not_mapped(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(StateError, match="no safetensors"):
+        storage.mapped(path, limit=1 << 20)
+
+
+def test_a_file_that_is_absent_or_too_large_is_not_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    with pytest.raises(StateError, match="cannot be read"):
+        storage.mapped(path, limit=1 << 20)
+    storage.write_arrays(path, {"a": np.zeros(100)})
+    with pytest.raises(StateError, match="over the limit"):
+        storage.mapped(path, limit=100)
 
 
 def test_room_is_tried_with_the_largest_file_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleet_core import schema
-from fleet_core.data.readers import Raw, read_csv, read_images, read_npz
 from fleet_core.errors import DataError
 from fleet_core.storage import write_atomic
+
+if TYPE_CHECKING:
+    from fleet_core.data.readers import Raw
 
 LIMIT_BYTES = 4 << 30
 MAX_LABEL = 1_000_000
@@ -88,14 +90,16 @@ def load(path: Path, *, classes: Sequence[str] | None = None, limit_bytes: int =
 
     Raises DataError that says file, array and row.
     """
+    from fleet_core.data import readers  # what answers has no file of samples to read, nor the memory for it
+
     if path.is_dir():
-        return checked(read_images(path, limit_bytes), str(path), classes)
+        return checked(readers.read_images(path, limit_bytes), str(path), classes)
     if not path.exists():
         raise DataError("does not exist", where=str(path), expected=FORMS)
-    readers = {".npz": read_npz, ".csv": read_csv}
-    if path.suffix.lower() not in readers:
+    known = {".npz": readers.read_npz, ".csv": readers.read_csv}
+    if path.suffix.lower() not in known:
         raise DataError(f"has an unknown form '{path.suffix}'", where=str(path), expected=FORMS)
-    return checked(readers[path.suffix.lower()](path, limit_bytes), str(path), classes)
+    return checked(known[path.suffix.lower()](path, limit_bytes), str(path), classes)
 
 
 def save(path: Path, samples: Samples) -> None:
