@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +83,28 @@ class Prototypes:
 
     def probabilities(self, z_nD: Array) -> Array:
         """softmax(−distance) float32 [n, N]; 0 for a class without samples. Raises StateError when all lack them."""
-        if not self.counts.any():
+        if not self._some:
             raise StateError("there is no labelled sample to personalize with", hint="add some: edge-agent samples add")
-        parts = [softmax(self._scores(z_nD[i : i + BATCH])) for i in range(0, len(z_nD), BATCH)]
-        return np.concatenate(parts) if parts else np.zeros((0, len(self.counts)), np.float32)
+        if len(z_nD) <= BATCH:
+            return softmax(self._scores(z_nD))
+        return np.concatenate([softmax(self._scores(z_nD[i : i + BATCH])) for i in range(0, len(z_nD), BATCH)])
+
+    @cached_property
+    def _some(self) -> bool:
+        return bool(self.counts.any())
+
+    @cached_property
+    def _complete(self) -> bool:
+        return bool(self.counts.all())
 
     def _scores(self, z_nD: Array) -> Array:
         with np.errstate(over="ignore"):
-            distance_nN = np.square(z_nD[:, None] - self.prototypes).sum(2)
+            apart_nND = z_nD[:, None] - self.prototypes
+            distance_nN = np.add.reduce(np.multiply(apart_nND, apart_nND, out=apart_nND), axis=2)
         if self.distance == "norm":
             distance_nN = np.sqrt(distance_nN)
-        return np.where(self.counts > 0, -np.minimum(distance_nN, FARTHEST), np.float32(-np.inf))
+        scores_nN = np.negative(np.minimum(distance_nN, FARTHEST))
+        return scores_nN if self._complete else np.where(self.counts > 0, scores_nN, np.float32(-np.inf))
 
     def save(self, path: Path) -> None:
         """Written whole, readable by the owner only: prototypes tell about the device's data. Raises StateError."""
@@ -192,5 +204,5 @@ def _mixed(votes_nN: Array, head_nN: Array, share: float) -> Array:
 
 def softmax(scores_nN: Array) -> Array:
     """Rows of positive numbers that sum to 1; −inf gives 0. Stable for scores of any size."""
-    powers = np.exp(scores_nN - scores_nN.max(1, keepdims=True))
-    return np.asarray(powers / powers.sum(1, keepdims=True))
+    powers = np.exp(scores_nN - np.maximum.reduce(scores_nN, axis=1, keepdims=True))
+    return np.asarray(powers / np.add.reduce(powers, axis=1, keepdims=True))
