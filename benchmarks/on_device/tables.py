@@ -82,11 +82,13 @@ def parity(found: Mapping[str, Any]) -> str:
     n = len(found["seeds"])
     head = ["model", "samples", *(f"{figure.replace('_', ' ')} ≤ {found['bars'][figure]:.0e}" for figure in figures)]
     head += [f"{side} and double precision, logits" for side in ("device", "torch")]
+    head += ["device no farther from double than torch", "torch no farther than the device"]
     rows = []
     for name, supports in _models(found):
         for support, one in _by_number(supports):
             cells = [_within(one[figure]["device-torch"], n) for figure in figures]
-            cells += [_within(one["logits_after_10"][f"{side}-exact"], n) for side in ("device", "torch")]
+            exact = [one["logits_after_10"][f"{side}-exact"] for side in ("device", "torch")]
+            cells += [*(_within(side, n) for side in exact), *(f"{side['no_farther']} of {n}" for side in exact)]
             rows.append([name, support, *cells])
     return markdown(head, rows)
 
@@ -113,13 +115,13 @@ def memory(found: Mapping[str, Any]) -> str:
 def latency(found: Mapping[str, Any]) -> str:
     """Medians."""
     head = ["model", "class means: session, agent, µs", "own weights: session, agent, µs", "ten steps, ms",
-            "torch eager, ms", "times as fast"]
+            "torch eager, ms", "times as fast", "by processor time"]
     rows = []
     for name, one in _models(found):
         answers = [f"{a['bare_us']:.0f}, {a['added_us']:+.0f}" for a in map(one["answers"].get, ("proto", "maml"))]
         steps = one["steps"]
         rows.append([name, *answers, f"{1e3 * steps['graph_s']:.1f}", f"{1e3 * steps['torch_s']:.1f}",
-                     f"{steps['times_as_fast']:.2f}"])
+                     f"{steps['times_as_fast']:.2f}", f"{steps['times_as_fast_processor']:.2f}"])
     return markdown(head, rows)
 
 
