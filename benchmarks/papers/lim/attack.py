@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.papers.lim.table import CASES
 from fleet_core.data.sets.named import load_set
 from fleet_core.learning import losses
 from fleet_core.learning.architectures import MODELS
@@ -41,9 +42,6 @@ from fleet_core.storage import write_json
 
 HERE = Path(__file__).parent
 CLASSES, SHOTS, WIDTH = 2, 5, 84
-CASES = (
-    "fedavg", "proto", "proto-leak", "proto-episode", "metavers", "metavers-leak", "metavers-episode",
-)  # fmt: skip
 NETWORKS = ("dlg", "lenet-lim")
 SETS = ("cifar-10", "omniglot")
 SHARE = 0.5  # γ

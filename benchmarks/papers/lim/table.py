@@ -20,9 +20,11 @@ METHODS = (
 )  # fmt: skip
 """In the paper's order; p-avg-proto, which it has in Table 3 alone, before MetaVers."""
 SETTINGS = ("cifar-10-50", "cifar-10-100", "omniglot-50", "omniglot-100")
-LOSSES = {"metavers-entropy": "cross-entropy alone", "metavers-triplet": "triplets alone", "metavers": "both"}
+LOSSES = {"metavers-entropy": "cross-entropy alone", "metavers-triplet": "triplets alone", "metavers": "both",
+          "metavers-means": "both, the mean over triplets"}
 NOVEL_SETTINGS = ("cifar-10-novel", "omniglot-50", "omniglot-100")
 ATTACK = "attack.json"
+CASES = ("fedavg", "proto", "proto-leak", "proto-episode", "metavers", "metavers-leak", "metavers-episode")
 
 
 def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
@@ -50,7 +52,8 @@ def _accuracy(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
 def _losses(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
     for label, name in LOSSES.items():
         cells = [page.cell(result, setting, label, ACCURACY) for setting in SETTINGS]
-        yield [name, f"{paper['ablation']['50'][label]:.1f}", *cells]
+        theirs = paper["ablation"]["50"].get(label)
+        yield [name, ABSENT if theirs is None else f"{theirs:.1f}", *cells]
 
 
 def _novel(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -66,7 +69,7 @@ def attack(path: Path) -> str:
     found = json.loads(path.read_text())["attacks"] if path.exists() else {}
     rows = [
         [where, case, str(len(one["images"])), f"{one['gradient']:.1e}", f"{one['mse']:.4f}", f"{one['psnr']:.1f}"]
-        for where, cases in found.items() for case, one in cases.items()
+        for where, cases in found.items() for case, one in sorted(cases.items(), key=lambda one: CASES.index(one[0]))
     ]
     return markdown.table(["images, network", "case", "images", "gradient left", "MSE", "PSNR in dB"], rows)
 
