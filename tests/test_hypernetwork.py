@@ -4,19 +4,25 @@ and what a fleet fetches for each device."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fleet_core import hypernetwork, messages
+from cloud_server.fleet import Fleet as LiveFleet
+from edge_agent import given
+from edge_agent.home import Home
+from fleet_core import codecs, hypernetwork, messages
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.hyper import NETWORK, HyperServer, embedding_of, embeddings
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Payload, Update
 from fleet_core.errors import MessageError
 from fleet_core.messages import Blob, Given
+from tests.inprocess import config_text
 from tests.playing import Fleet, flat, gap, hyper_of, same, toy_samples
 
 MODEL: dict[str, dict[str, Any]] = {
@@ -151,3 +157,46 @@ def test_a_list_of_what_is_given_names_each_devices_blob_and_is_bounded() -> Non
     assert (listed.of("b"), listed.of("nobody")) == (blobs[1], None)
     with pytest.raises(MessageError):
         messages.decode(Given, b'{"devices": ["a"], "blobs": [{"id": "x"}]}')
+
+
+class Asked:
+    """A fetcher that fetches nothing and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    def start(self, blob: Blob, limit: int, kind: str) -> None:
+        self.ids.append(blob.id)
+
+
+def test_a_device_fetches_the_list_and_then_its_own_blob_and_no_other(tmp_path: Path) -> None:
+    fleet = Fleet("pfedhn", hyper_of("pfedhn"), [toy_samples()])
+    made = {name: trees.scale(fleet.given(0), factor) for name, factor in (("a", 1.0), ("b", 2.0))}
+    weights = {name: codecs.encode("fp32", fleet.wire.ordered(groups)) for name, groups in made.items()}
+    blobs = {name: Blob.of(data, 1024) for name, data in weights.items()}
+    data = messages.encode(Given(tuple(blobs), tuple(blobs.values())))
+    method = SimpleNamespace(name="pfedhn", version=1)
+    manifest: Any = SimpleNamespace(given=Blob.of(data, 1024), round=3, method=method)
+    asked, service = Asked(), SimpleNamespace(layout=fleet.layout)
+    here = given.Given("a", Home(tmp_path), service, asked)  # type: ignore[arg-type]  # stand-ins for both
+    assert not here.is_here(manifest)
+    here.take(manifest, manifest.given.id, data)
+    assert not here.is_here(manifest)
+    assert asked.ids == [manifest.given.id, blobs["a"].id]
+    assert here.named(manifest) == {blobs["a"].id}
+    assert (here.is_of(manifest, blobs["a"].id), here.is_of(manifest, blobs["b"].id)) == (True, False)
+    here.take(manifest, blobs["a"].id, weights["a"])
+    assert here.is_here(manifest)
+    held = Home(tmp_path).weights(given.NAME)
+    assert held is not None
+    assert same(fleet.wire.ordered(held.params), fleet.wire.ordered(made["a"]))
+    stranger = given.Given("c", Home(tmp_path / "c"), service, asked)  # type: ignore[arg-type]  # as above
+    stranger.take(manifest, manifest.given.id, data)
+    with pytest.raises(MessageError, match="no weights for this device"):
+        stranger.is_here(manifest)
+
+
+def test_a_person_is_told_that_a_devices_model_can_be_read_by_others(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text(config_text("pfedhn"))
+    (told,) = LiveFleet.load(tmp_path).remarks()
+    assert told.startswith("pfedhn makes a model for each device, which every device of the fleet may read")
