@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.papers import page
 from benchmarks.papers.sensors import choose, table
 from cloud_server.laboratory import experiment as experiments
 from cloud_server.laboratory import trials
 from cloud_server.laboratory.advice import score
+from cloud_server.laboratory.advise import TRIED
 from cloud_server.laboratory.compare import Bound, stat
 from cloud_server.laboratory.experiment import Experiment
 from cloud_server.laboratory.simulate import Options, simulate
@@ -161,3 +163,14 @@ def test_the_tables_have_the_best_first_and_mark_what_is_not_told_apart() -> Non
         ["4", "40 B", ""], ["4", "40 B", f"1.0{TIMES}"], [">4", ">40 B", f"<1.0{TIMES}"],
     ]
     assert made["both"].splitlines()[2].split("|")[1].strip() == "`fedavg-meta`"
+
+
+@pytest.mark.skipif(not (choose.HERE / page.RESULT).exists(), reason="no run has been collected yet")
+@pytest.mark.parametrize("name", SETS)
+def test_the_advice_tries_a_method_that_is_not_told_apart_from_the_best(name: str) -> None:
+    result = json.loads((choose.HERE / page.RESULT).read_text())
+    order = table.ranked(result, name)
+    if {label for label, _, _ in order} < set(METHODS):
+        pytest.skip(f"not every method has been run on {name}")
+    best = order[0][2]
+    assert [label for label, _, one in order if label in TRIED and not table.apart(best, one)]
