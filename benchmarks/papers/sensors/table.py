@@ -1,0 +1,181 @@
+"""Which method on sensors: how well devices do, old and new, and what it costs.
+
+The measure is that of ``metafleet advise``: macro-F1 of the devices that train and of the new ones, each device
+counting the same. Two methods are told apart as there: by more than the spread of their difference over seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import markdown
+from benchmarks.papers import page
+from cloud_server.figures import ABSENT, bytes_text, flops_text
+from cloud_server.laboratory import compare
+from cloud_server.laboratory.advice import GAP_OF_ONE_SEED, LEAST_GAP
+from cloud_server.laboratory.compare import Stat
+from cloud_server.laboratory.tables import gain_text
+
+Result = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+SETS = {"heartbeat": "Heart beats", "har": "Human activity"}
+TARGETS = {"heartbeat": 0.7, "har": 0.9}
+"""Macro-F1 whose cost is told."""
+DRAWN = ("fedavg", "fedavg-meta", "pfldyn-proto", "p-avg-proto", "per-fedavg-fo", "fedrep", "knn-per", "local")
+BASE = "fedavg-meta"
+MEASURES: tuple[tuple[str, Callable[[float], str]], ...] = (("payload_bytes", bytes_text), ("flops", flops_text))
+
+
+def details(experiment: str, label: str, judged: Sequence[Row]) -> dict[str, Any]:
+    """score: [[round, macro-F1 of all devices], …]. devices: those that train; all of them take part in every round."""
+    return {"score": [[row["round"], round(score(row), 6)] for row in judged], "devices": len(judged[-1]["devices"])}
+
+
+def score(row: Row) -> float:
+    """Of a judged round: each device, old or new, weighs the same."""
+    parts = [row, *row.get("new_devices", {}).values()]
+    return sum(one["macro_f1"] * len(one["devices"]) for one in parts) / sum(len(one["devices"]) for one in parts)
+
+
+# What is known of a method --------------------------------------------------------------------------------------------
+
+
+def final(method: Result) -> Stat | None:
+    """The score at the end over the seeds that have ended; None where none has."""
+    values = [one["details"]["score"][-1][1] for one in _ended(method)]
+    return compare.stat(values) if values else None
+
+
+def _ended(method: Result) -> list[Result]:
+    return [one for one in method["seeds"].values() if one["ended"]]
+
+
+def ranked(result: Result, name: str) -> list[tuple[str, Result, Stat]]:
+    """(label, what its runs gave, score) of an experiment, the best first."""
+    methods = result["experiments"].get(name, {}).get("methods", {})
+    scored = [(label, method, final(method)) for label, method in methods.items()]
+    found = [(label, method, one) for label, method, one in scored if one is not None]
+    return sorted(found, key=lambda entry: -entry[2].mean)
+
+
+def apart(best: Stat, other: Stat) -> bool:
+    """Whether two scores are told apart."""
+    if best.std is None or other.std is None:
+        return best.mean - other.mean > GAP_OF_ONE_SEED
+    return best.mean - other.mean > max(LEAST_GAP, math.hypot(best.std, other.std))
+
+
+def cost(method: Result, target: float, key: str) -> compare.Bound | None:
+    """The mean over seeds of what a device that trains spent up to the first judged round that reaches ``target``; what
+    it spent in all where a seed does not. Every round of a run costs the same. None where it was not counted."""
+    spent, all_reach = [], True
+    for one in _ended(method):
+        if key not in one["spent"]:
+            return None
+        first = next((number for number, value in one["details"]["score"] if value >= target), None)
+        all_reach = all_reach and first is not None
+        share = (first or one["round"]) / one["round"]
+        spent.append(one["spent"][key] * share / (1 if key == "rounds" else one["details"]["devices"]))
+    return compare.Bound(sum(spent) / len(spent), "=" if all_reach else ">")
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def tables(result: Result, paper: Result) -> dict[str, str]:
+    found = {}
+    for name in SETS:
+        found[name] = markdown.table(
+            ["method", "macro-F1, all", "macro-F1", "accuracy", "worst", "new: macro-F1", "new: accuracy", "new: worst",
+             "as it is", "seeds"], _how_well(result, name))
+        found[f"{name}-costs"] = markdown.table(
+            ["method", f"rounds to {TARGETS[name]:g}", "bytes", "gain", "arithmetic", "gain", "bytes a round",
+             "arithmetic a round"], _costs(result, name))
+    found["both"] = markdown.table(["method", *SETS.values(), "mean", "lowest"], _both(result))
+    return found
+
+
+def _how_well(result: Result, name: str) -> Iterator[list[str]]:
+    order = ranked(result, name)
+    for label, method, one in order:
+        support = result["experiments"][name]["settings"]["judge"]["support"][0]
+        new = f"new_devices.{support:g}"
+        figures = ("macro_f1", "accuracy.mean", "accuracy.worst", f"{new}.macro_f1", f"{new}.accuracy.mean",
+                   f"{new}.accuracy.worst", "before.macro_f1")
+        mark = "" if apart(order[0][2], one) else " ="
+        yield [f"`{label}`", _text(one) + mark, *(_figure(method, figure) for figure in figures), str(one.seeds)]
+
+
+def _costs(result: Result, name: str) -> Iterator[list[str]]:
+    order = ranked(result, name)
+    base = next((method for label, method, _ in order if label == BASE), None)
+    for label, method, _ in order:
+        cells = [_bound(cost(method, TARGETS[name], "rounds"), compare.number_text)]
+        for key, text in MEASURES:
+            own = cost(method, TARGETS[name], key)
+            theirs = cost(base, TARGETS[name], key) if base is not None and method is not base else None
+            cells += [_bound(own, text), _gain(theirs, own)]
+        yield [f"`{label}`", *cells, *(_a_round(method, key, text) for key, text in MEASURES)]
+
+
+def _both(result: Result) -> Iterator[list[str]]:
+    scores = {name: {label: one for label, _, one in ranked(result, name)} for name in SETS}
+    common = [label for label in scores["heartbeat"] if all(label in of for of in scores.values())]
+
+    def each(label: str) -> list[float]:
+        return [scores[name][label].mean for name in SETS]
+
+    for label in sorted(common, key=lambda label: -sum(each(label))):
+        yield [f"`{label}`", *(_text(scores[name][label]) for name in SETS), f"{sum(each(label)) / len(SETS):.3f}",
+               f"{min(each(label)):.3f}"]
+
+
+def _a_round(method: Result, key: str, text: Callable[[float], str]) -> str:
+    each = [one["spent"].get(key, math.nan) / one["round"] / one["details"]["devices"] for one in _ended(method)]
+    return text(each[0]) if math.isfinite(sum(each)) else ABSENT
+
+
+def _figure(method: Result, figure: str) -> str:
+    found = method["over"]["figures"].get(figure)
+    return ABSENT if found is None else _text(Stat(found["mean"], found.get("std"), 0, 0, 1))
+
+
+def _text(one: Stat) -> str:
+    return f"{one.mean:.3f}" + (f" ± {one.std:.3f}" if one.std is not None else "")
+
+
+def _bound(found: compare.Bound | None, text: Callable[[float], str]) -> str:
+    if found is None:
+        return ABSENT
+    return (">" if found.sign == ">" else "") + text(found.value)
+
+
+def _gain(base: compare.Bound | None, own: compare.Bound | None) -> str:
+    if base is None or own is None or not own.value or base.sign == own.sign == ">":
+        return ""
+    sign = ">" if base.sign == ">" else "<" if own.sign == ">" else "="
+    return gain_text(compare.Bound(base.value / own.value, sign))
+
+
+# Curves ---------------------------------------------------------------------------------------------------------------
+
+
+def draw(result: Result, folder: Path) -> None:
+    """The score by rounds."""
+    panels = {
+        title: {label: curve(method) for label, method, _ in ranked(result, name) if label in DRAWN}
+        for name, title in SETS.items() if ranked(result, name)
+    }
+    if panels:
+        page.curves(folder / "curves.png", panels, ylabel="macro-F1, all devices")
+
+
+def curve(method: Result) -> list[list[Any]]:
+    """[[round, mean over seeds, deviation], …]."""
+    each = [dict(one["details"]["score"]) for one in _ended(method)]
+    stats = {number: compare.stat([one[number] for one in each]) for number in each[0]}
+    return [[number, one.mean, one.std] for number, one in stats.items()]
