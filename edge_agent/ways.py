@@ -55,7 +55,7 @@ def plan_of(
     plan = _chosen(choice, method, hyper, graph, trainer=trainer, trained=trained)
     if choice.int8 and plan.kind not in EMBEDS:
         raise ConfigError(
-            "the int8 encoder for answers that are of no embedded samples", expected="one of " + ", ".join(EMBEDS),
+            "the int8 encoder for answers that are of no embedded samples", expected="one of " + ", ".join(CHOSEN),
             hint="leave out int8 (at the command line: --fp32)",
         )  # fmt: skip
     return replace(plan, int8=choice.int8)
