@@ -165,11 +165,13 @@ def _gain(base: compare.Bound | None, own: compare.Bound | None) -> str:
 
 
 def draw(result: Result, folder: Path) -> None:
-    """The score by rounds."""
-    panels = {
-        title: {label: curve(method) for label, method, _ in ranked(result, name) if label in DRAWN}
-        for name, title in SETS.items() if ranked(result, name)
-    }
+    """The score by rounds, of some methods and of the best on either set."""
+    orders = {name: order for name in SETS if (order := ranked(result, name))}
+    shown = dict.fromkeys([*DRAWN, *(order[0][0] for order in orders.values())])
+    panels = {}
+    for name, order in orders.items():
+        known = {label: method for label, method, _ in order}
+        panels[SETS[name]] = {label: curve(known[label]) for label in shown if label in known}
     if panels:
         page.curves(folder / "curves.png", panels, ylabel="macro-F1, all devices")
 
