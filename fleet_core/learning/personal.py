@@ -71,7 +71,7 @@ def by_training(
 def _stepped(model: nn.Module, params: Params, rates: Params, steps: int, x: Samples, y: Samples) -> NumpyParams:
     """w ← w − a∘∇f(w) over all samples, ``steps`` times; a group with rate 0 stays."""
     w: Params = to_torch(params, _device(model))
-    rates = trees.apply(lambda a: a if isinstance(a, float) else torch.as_tensor(a, device=_device(model)), rates)
+    rates = trees.apply(lambda a: a if isinstance(a, float) else torch.tensor(a, device=_device(model)), rates)
     model.eval()
     for _ in range(steps):
         w = trees.apply(lambda w, a, g: w - a * g, w, rates, _full_gradient(model, leaves(w), x, y))
