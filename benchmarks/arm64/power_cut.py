@@ -36,12 +36,17 @@ def play(world: Scene, notes: Notes) -> None:
 def _cut(world: Scene, notes: Notes) -> None:
     """While the board trains in round ``CUT_IN``."""
     world.metafleet("server", "resume", str(world.fleet))
-    world.until(lambda: len(world.rounds()) == CUT_IN and world.device()["phase"] == "train", 300)
+    world.until(lambda: len(world.rounds()) == CUT_IN and _trains(world), 300)
     proof.cut_the_power(world)
     notes.holds("the power was cut in mid-round: the board trained, and had delivered nothing",
                 proof.closed(world) == CUT_IN - 1 and len(world.updates(scene.BOARD)) == CUT_IN - 1)
     notes.holds("the aggregator learned that the board was gone, and kept the round open",
                 proof.closed(world) == CUT_IN - 1)
+
+
+def _trains(world: Scene) -> bool:
+    """Whether the board's trainer runs, which ends between rounds."""
+    return world.on_board("pgrep -f [e]dge_agent.trainer || true").strip() != ""
 
 
 def _goes_on(world: Scene, notes: Notes, state: dict[str, str]) -> None:
