@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,9 @@ def home(tmp_path: Path) -> Path:
 
 
 def opened(home: Path) -> Service:
-    service = service_of(home, settings_of(home))
+    """What is taught here is far from what the device had; tests/test_worse.py has when such a thing is refused."""
+    settings = settings_of(home)
+    service = service_of(home, replace(settings, serve=replace(settings.serve, worse_by=1.0)))
     service.restore()
     return service
 
