@@ -99,9 +99,14 @@ def cell(result: Result, experiment: str, label: str, figure: str, *, percent: b
     times, digits = (100, 2) if percent else (1, 4)
     text = f"{times * one['mean']:.{digits}f}"
     text += f" ± {times * one['std']:.{digits}f}" if one.get("std") is not None else ""
-    ends = {found["of"] for found in method["seeds"].values()}
-    unfinished = method["over"]["round"] not in ends
-    return text + (f" (round {method['over']['round']:,} of {max(ends):,})" if unfinished else "")
+    of = max(found["of"] for found in method["seeds"].values())
+    return text + ("" if whole(result, experiment, label) else f" (round {method['over']['round']:,} of {of:,})")
+
+
+def whole(result: Result, experiment: str, label: str) -> bool:
+    """Whether the label's figures are those of the last round."""
+    method = method_of(result, experiment, label) or {}
+    return method.get("over", {}).get("round") in {found["of"] for found in method.get("seeds", {}).values()}
 
 
 def seeds(result: Result, experiment: str, label: str) -> str:

@@ -32,7 +32,8 @@ def _rows(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
         for label, name in NAMES.items():
             theirs, around = paper[experiment][label]
             ours = page.mean(result, experiment, label, THEIRS)
-            apart = ABSENT if ours is None else f"{100 * ours - theirs:+.2f}"
+            whole = page.whole(result, experiment, label)
+            apart = ABSENT if ours is None or not whole else f"{100 * ours - theirs:+.2f}"
             own, stepped, plain = (page.cell(result, experiment, label, figure) for figure in (OWN, THEIRS, BEFORE))
             yield [title, name, f"{theirs:.2f} ± {around:.2f}", stepped, apart, own, plain,
                    page.seeds(result, experiment, label)]

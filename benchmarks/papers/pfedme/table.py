@@ -45,7 +45,8 @@ def _rows(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
         for row, label, figure in ROWS:
             theirs, spread = paper[experiment][row]
             best = _best(result, experiment, label, figure)
-            apart = ABSENT if best is None else f"{100 * best.mean - theirs:+.2f}"
+            whole = page.whole(result, experiment, label)
+            apart = ABSENT if best is None or not whole else f"{100 * best.mean - theirs:+.2f}"
             last = page.cell(result, experiment, label, figure)
             others = ["", ""]
             if row in ALL:
