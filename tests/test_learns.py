@@ -31,6 +31,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any], tuple[str, float]]] = {
     "scaffold": ("shared", 12, QUICK, ("local", 0.15)),
     "knn-per": ("shared", 12, QUICK, ("local", 0.15)),
     "pfedme": ("shared", 20, {}, ("local", 0.1)),
+    "pfedhn": ("shared", 12, QUICK, ("local", 0.15)),
+    "pfedgp": ("permuted", 12, {}, ("local", 0.2)),
     "fedbabu": ("shared", 12, QUICK, ("local", 0.1)),
     "fedproto": ("shared", 12, QUICK, ("local", 0.04)),
     "lg-fedavg": ("shared", 15, QUICK, ("local", 0.03)),

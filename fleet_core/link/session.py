@@ -120,10 +120,22 @@ class CountingClient(paho.Client):
         except BlockingIOError:
             raise
         except OSError as error:
-            self.failure, self.hung_up = describe(error), isinstance(error, (BrokenPipeError, ConnectionResetError))
+            self.hung_up = isinstance(error, (BrokenPipeError, ConnectionResetError))
+            self.failure = describe(self._parting_word() or error)
             raise
         self.counters.mqtt_sent += sent
         return sent
+
+    def _parting_word(self) -> OSError | None:
+        """A broker that refuses a certificate says so and hangs up: where a write finds that it is gone, its word may
+        still wait to be read."""
+        try:
+            super()._sock_recv(1)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            return error if isinstance(error, ssl.SSLError) and _alert(error) else None
+        return None
 
     def drop(self) -> None:
         """Close the socket as a crash would: without DISCONNECT."""
@@ -391,11 +403,16 @@ def describe(error: BaseException) -> str:
         dated = error.verify_code in OF_THE_DATE
         clock = time.strftime("; the clock here says %Y-%m-%d", time.gmtime()) if dated else ""
         return f"the broker's certificate is not trusted: {error.verify_message}{clock}"
-    if isinstance(error, ssl.SSLError) and error.reason is not None:
-        alert = next((text for word, text in ALERTS.items() if error.reason.endswith(word)), "")
-        if alert:
-            return f"the broker does not take this certificate: {alert}"
+    alert = _alert(error) if isinstance(error, ssl.SSLError) else ""
+    if alert:
+        return f"the broker does not take this certificate: {alert}"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _alert(error: ssl.SSLError) -> str:
+    """What a broker says of the certificate; empty for anything else."""
+    reason = error.reason or ""
+    return next((text for word, text in ALERTS.items() if reason.endswith(word)), "")
 
 
 def _read_to_end(sock: socket.socket, until_s: float) -> None:
