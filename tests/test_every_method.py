@@ -327,7 +327,7 @@ def test_a_device_without_torch_answers_as_far_as_it_can_and_says_what_it_cannot
         assert w.told("the fleet's model answers as it is")
     else:
         assert stated == "nothing"
-        with pytest.raises(StateError, match=f"answers with weights of its own by {method.name}, which are not made yet"):
+        with pytest.raises(StateError, match=f"with weights of its own by {method.name}, which are not made yet"):
             service.predict(toy(5).x[:4])
         assert w.told(f"round {ROUNDS}: bare: {method.name}"), "the aggregator heard of it"
         assert w.told("there are no answers")
