@@ -27,7 +27,7 @@ from edge_agent.worker import Child, Done, Job, parse_frame, write_frame
 from fleet_core import bundle, storage
 from fleet_core.algorithms import trees
 from fleet_core.bundle import Graph
-from fleet_core.data.samples import Samples
+from fleet_core.data.samples import Samples, stratified
 from fleet_core.errors import BundleError, DataError, FleetError, StateError
 from fleet_core.layout import MODEL_GROUPS
 
@@ -137,20 +137,6 @@ def _check(graph: Graph, support: Samples) -> None:
     if support.x.shape[1:] != tuple(spec.shape) or str(support.x.dtype) != spec.dtype:
         raise DataError(f"the samples are {support.x.dtype} {list(support.x.shape[1:])}",
                         expected=f"{spec.dtype} {list(spec.shape)}")
-
-
-def stratified(y: Array, most: int) -> Array:
-    """Rows int64, rising, of at most ``most`` samples with the labels y: all, or as many of each class as of any other
-    that has more, spread evenly over their order."""
-    if len(y) <= most:
-        return np.arange(len(y))
-    rows = [np.flatnonzero(y == label) for label in np.unique(y)]
-    left, chosen = most, []
-    for number, own in enumerate(sorted(rows, key=len)):
-        share = min(len(own), max(1, left // (len(rows) - number)))
-        chosen.append(own[np.arange(share) * len(own) // share])
-        left -= share
-    return np.sort(np.concatenate(chosen))[:most]
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fleet_core.algorithms.gaussian import Gaussian
+from fleet_core.data.samples import stratified
 from fleet_core.errors import StateError
 
 Array = np.ndarray[Any, Any]
@@ -62,7 +63,7 @@ class Processes:
         class, spread evenly. Raises StateError for none."""
         if not len(y_S):
             raise StateError("there is no sample to answer by", hint="add labelled samples and personalize")
-        rows = spread(y_S, MOST)
+        rows = stratified(y_S, MOST)
         z, y = z_SD[rows].astype(np.float64), y_S[rows]
         made = []
         for node in tree(z, y):
@@ -144,19 +145,6 @@ def _posterior(k_SS: Array, side_S: Array, root_S: Array) -> tuple[Array, Array]
     lower = np.linalg.cholesky(np.eye(len(root_S)) + root_S[:, None] * k_SS * root_S)
     inner = np.linalg.solve(lower.T, np.linalg.solve(lower, side_S / (2 * root_S)))
     return lower, root_S * inner
-
-
-def spread(y_S: Array, most: int) -> Array:
-    """Rows int64, rising: all, or ``most`` with about as many of each class, evenly over their order."""
-    if len(y_S) <= most:
-        return np.arange(len(y_S))
-    rows = [np.flatnonzero(y_S == label) for label in np.unique(y_S)]
-    left, chosen = most, []
-    for number, own in enumerate(sorted(rows, key=len)):
-        share = min(len(own), max(1, left // (len(rows) - number)))
-        chosen.append(own[np.arange(share) * len(own) // share])
-        left -= share
-    return np.asarray(np.sort(np.concatenate(chosen))[:most])
 
 
 def _sigmoid(value: Array) -> Array:

@@ -15,12 +15,12 @@ import pytest
 
 from cloud_server.ledger import Judgement
 from edge_agent import adapter, teach
-from edge_agent.adapter import AdapterProcess, stratified
+from edge_agent.adapter import AdapterProcess
 from edge_agent.methods import hyper_of
 from edge_agent.worker import Job
 from fleet_core import bundle, storage
 from fleet_core.algorithms.methods import METHODS
-from fleet_core.data.samples import Samples
+from fleet_core.data.samples import Samples, stratified
 from fleet_core.errors import DataError, RoundError
 from fleet_core.learning import models, personal
 from tests import homes

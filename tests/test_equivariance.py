@@ -63,7 +63,8 @@ def test_shots_are_so_many_of_every_class_on_each_side_and_disjoint(
 
 
 def test_every_sample_of_a_class_can_be_drawn_to_either_side() -> None:
-    drawn, seen = Shots([0] * 6 + [1] * 9, 2, 3, np.random.default_rng(0)), [set(), set()]  # type: ignore[var-annotated]
+    drawn = Shots([0] * 6 + [1] * 9, 2, 3, np.random.default_rng(0))
+    seen: list[set[int]] = [set(), set()]
     for _ in range(60):
         for side, part in zip(seen, next(drawn), strict=True):
             side.update(part.tolist())

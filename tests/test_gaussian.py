@@ -13,6 +13,7 @@ import torch
 from fleet_core import gaussian
 from fleet_core.algorithms.gaussian import Gaussian, gaussian_of
 from fleet_core.algorithms.methods import METHODS
+from fleet_core.data.samples import stratified
 from fleet_core.errors import StateError
 from fleet_core.gaussian import Processes
 from fleet_core.learning import gaussian as learned
@@ -140,7 +141,7 @@ def test_of_many_samples_as_many_of_each_class_are_taken(monkeypatch: pytest.Mon
     y[:90] = 0
     processes = Processes.of(z, y, 3, RBF)
     assert len(processes.z) == 20
-    rows = gaussian.spread(y, 20)
+    rows = stratified(y, 20)
     assert np.bincount(y[rows]).tolist() == [20 - (y == 1).sum(), (y == 1).sum()]
 
 

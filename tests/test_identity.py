@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import ssl
 import stat
@@ -11,7 +10,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography import x509
@@ -27,7 +25,7 @@ from cloud_server.mosquitto import Place
 from edge_agent import enrol
 from edge_agent.reach import tls_files
 from edge_agent.settings import Identity, Settings, settings_of
-from fleet_core import certificates, messages, storage, token
+from fleet_core import certificates, messages, token
 from fleet_core.errors import ConfigError, MessageError, StateError
 from fleet_core.link import Message
 from fleet_core.link.loopback import LoopbackLink
@@ -35,6 +33,7 @@ from fleet_core.messages import EnrolRequest
 from fleet_core.topics import enrolment_answer, enrolment_request
 from tests.certified import HOURS_S, Office, answer_of, asked_with, bare_fleet
 from tests.inprocess import config_text, world
+from tests.powercut import cut_at
 
 
 @pytest.fixture
@@ -361,31 +360,18 @@ def load_key_pair(cert: Path, key: Path) -> bool:
     return True
 
 
-class PowerCut(BaseException):
-    pass
-
-
 def test_a_power_cut_at_any_write_leaves_a_device_that_enrols_when_it_is_back(
-    office: Office, correspondence: Correspondence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    office: Office, correspondence: Correspondence, tmp_path: Path
 ) -> None:
-    write, writes = storage.write_atomic, 0
+    writes = 0
     for cut in range(1, 6):
-        home, count = tmp_path / f"home{cut}", 0
+        home = tmp_path / f"home{cut}"
         token.save(home / token.FILE, office.token(f"d{cut}"))
 
-        def failing(*arguments: Any, cut: int = cut, **options: Any) -> None:
-            nonlocal count
-            count += 1
-            if count == cut:
-                raise PowerCut
-            write(*arguments, **options)
-
         correspondence.asked.clear()
-        monkeypatch.setattr(storage, "write_atomic", failing)
-        with contextlib.suppress(PowerCut):
+        with cut_at(cut) as begun:
             enrol.enroll(home, home / token.FILE, limit_s=1, log=office.told.append)
-        writes = max(writes, count)
-        monkeypatch.setattr(storage, "write_atomic", write)
+        writes = max(writes, *begun)
         if (home / token.FILE).exists():
             enrol.enroll(home, home / token.FILE, limit_s=1, log=office.told.append)
         assert tls_files(home, settings_of(home))["cert"].exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from edge_agent.reach import tls_files
 from edge_agent.renewal import LOOK_S, NEXT_KEY, REFUSED_S, Renewal
 from edge_agent.run import service_of
 from edge_agent.settings import Settings, settings_of
-from fleet_core import certificates, config, messages, storage
+from fleet_core import certificates, config, messages
 from fleet_core.errors import MessageError
 from fleet_core.link.base import Connected, Disconnected, Event
 from fleet_core.link.mqtt import MqttLink
@@ -33,6 +32,7 @@ from fleet_core.messages import Down, RenewalRequest, Report
 from tests.brokers import NEEDS_MOSQUITTO
 from tests.certified import bare_fleet, of_aggregator, secured_broker
 from tests.inprocess import config_text, world
+from tests.powercut import cut_at
 
 YEAR_S = 365 * DAY_S
 DUE_S = 2.6 * YEAR_S  # after this every certificate of five years, less one at most, is past its middle
@@ -303,25 +303,14 @@ def test_the_doctor_says_of_a_certificate_that_it_ended_or_that_the_clock_is_beh
     assert "devices enroll" in complaint.hint
 
 
-class PowerCut(BaseException):
-    pass
-
-
 def test_a_power_cut_at_any_write_leaves_an_identity_that_is_whole_and_the_next_try_renews_it(
-    fleet: Fleet, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, ledger: Ledger, tmp_path: Path
 ) -> None:
-    write, writes = storage.write_atomic, 0
+    writes = 0
     for cut in range(1, 6):
-        home, count = tmp_path / f"home{cut}", 0
+        home = tmp_path / f"home{cut}"
         ledger.put(*(Certificate(**{**row.__dict__, "revoked_at": 1.0}) for row in ledger.rows(Certificate)))
         issued(fleet, ledger, "d0", home)
-
-        def failing(*arguments: Any, cut: int = cut, **options: Any) -> None:
-            nonlocal count
-            count += 1
-            if count == cut:
-                raise PowerCut
-            write(*arguments, **options)
 
         def renew(home: Path = home) -> None:
             line = Line()
@@ -329,11 +318,9 @@ def test_a_power_cut_at_any_write_leaves_an_identity_that_is_whole_and_the_next_
             renewal.tick(1e11)
             renewal.on_answer(answer(fleet, ledger, line.sent[0]))
 
-        monkeypatch.setattr(storage, "write_atomic", failing)
-        with contextlib.suppress(PowerCut):
+        with cut_at(cut) as begun:
             renew()
-        writes = max(writes, count)
-        monkeypatch.setattr(storage, "write_atomic", write)
+        writes = max(writes, *begun)
         pair_of(home, settings_of(home))
         if settings_of(home).tls.certificate == "identity-first.pem":
             renew()

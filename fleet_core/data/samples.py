@@ -259,3 +259,17 @@ def _times(raw: Raw, where: str) -> NDArray[np.float64] | None:
     if bad.size:
         raise DataError(f"holds {seconds[bad[0]]}", where=f"{where}: time, {raw.row(int(bad[0]))}", expected="seconds")
     return seconds
+
+
+def stratified(y_S: NDArray[Any], most: int) -> NDArray[np.int64]:
+    """Rows int64, rising, of at most ``most`` samples with the labels y: all, or as many of each class as of any other
+    that has more, spread evenly over their order."""
+    if len(y_S) <= most:
+        return np.arange(len(y_S))
+    rows = [np.flatnonzero(y_S == label) for label in np.unique(y_S)]
+    left, chosen = most, []
+    for number, own in enumerate(sorted(rows, key=len)):
+        share = min(len(own), max(1, left // (len(rows) - number)))
+        chosen.append(own[np.arange(share) * len(own) // share])
+        left -= share
+    return np.sort(np.concatenate(chosen))[:most]
