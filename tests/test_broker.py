@@ -181,6 +181,8 @@ def refuses(port: int) -> bool:
             socket.create_connection(("127.0.0.1", port), timeout=10).close()
         except ConnectionRefusedError:
             return True
+        except ConnectionResetError:
+            continue  # the socket was just being closed: only a refusal says that it is
     return False
 
 
