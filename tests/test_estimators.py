@@ -23,8 +23,8 @@ from tests.quadratics import DEVICES, SIZE, Cohort, Quadratic, average, dyn, sca
 
 CLASSES, WIDTH = 3, 5
 HYPER: dict[str, Any] = {
-    "inner_lr": 0.1, "inner_steps": 2, "difference": 1e-5, "distance": "squared", "pull": 0.7, "loss_share": 0.6,
-    "triplet_sum": True, "margin_divisor": "printed", "negative": "positive",
+    "inner_lr": 0.1, "inner_steps": 2, "difference": 1e-5, "distance": "squared", "pull": 0.7,
+    "triplet_sum": True, "margin_divisor": "printed", "margin_distance": "norm", "negative": "positive",
     "kernel": "rbf", "output_scale": 8.0, "length_scale": 1.0, "augmentation_steps": 5,
 }  # fmt: skip
 ADAPTATIONS = (
@@ -55,7 +55,7 @@ def weights(adaptation: str = "none", seed: int = 0) -> Params:
     if adaptation == "meta-sgd":
         return trees.mirrored(w, trees.apply(lambda a: torch.tensor(0.3 * rng.random(a.shape)), w), "rates")
     if adaptation == "metavers":
-        return {**w, "margin": {"value": 50.0}}  # above any that is measured: a constant
+        return {**w, "margin": {"value": 50.0, "loss_share": 0.6}}  # above any that is measured: a constant
     if adaptation == "fedproto":
         fleet = {"count": torch.tensor([3.0, 0, 5]).double(), "total": torch.tensor(rng.normal(size=(CLASSES, WIDTH)))}
         return {**w, "prototypes": fleet}
@@ -120,14 +120,14 @@ def test_a_gradient_is_the_finite_difference_of_its_loss(adaptation: str, hyper:
 
 def test_metavers_own_margin_is_measured_and_is_a_constant_for_the_gradient() -> None:
     gradient, at = estimator("metavers", distance="norm")(episode()), weights("metavers")
-    value, found = gradient({**at, "margin": {"value": 0.0}})
+    value, found = gradient({**at, "margin": {"value": 0.0, "loss_share": 0.6}})
     own = float(found["margin"]["value"])
     z = models.outputs(models.Network(Core(), InputSpec((6,))), parameters(at), both_batches(), "embed")
     assert own == pytest.approx(float(losses.spread(z, labels_of_both(), CLASSES, "norm", True)), rel=1e-12)
-    frozen_value, frozen = gradient({**at, "margin": {"value": own}})
+    frozen_value, frozen = gradient({**at, "margin": {"value": own, "loss_share": 0.6}})
     torch.testing.assert_close(value, frozen_value, rtol=1e-12, atol=0)
     torch.testing.assert_close(flat(parameters(found)), flat(parameters(frozen)), rtol=1e-12, atol=0)
-    larger, _ = gradient({**at, "margin": {"value": own + 1}})
+    larger, _ = gradient({**at, "margin": {"value": own + 1, "loss_share": 0.6}})
     assert bool(larger > value + 1)
 
 
@@ -141,7 +141,8 @@ def labels_of_both() -> Tensor:
 
 def test_metavers_with_a_loss_share_of_one_is_proto() -> None:
     for distance in ("squared", "norm"):
-        value, found = estimator("metavers", loss_share=1.0, distance=distance)(episode())(weights("metavers"))
+        at = {**weights("metavers"), "margin": {"value": 50.0, "loss_share": 1.0}}
+        value, found = estimator("metavers", distance=distance)(episode())(at)
         wanted_value, wanted = estimator("proto", distance=distance)(episode())(weights())
         assert torch.equal(value, wanted_value)
         torch.testing.assert_close(flat(parameters(found)), flat(wanted), rtol=1e-13, atol=1e-15)

@@ -299,10 +299,23 @@ def test_metavers_trains_with_the_fleets_margin_and_reports_the_mean_of_its_own(
         return {**tree(np.ones(SIZE)), "margin": {"value": next(measured)}}
 
     sent = Payload(tree(np.zeros(SIZE)), {"margin": 1.5, "round": 1.0})
-    update, state = VersClient().run(sent, {}, [gradient] * 2, LocalSgd(local_steps=2, client_lr=0.1))
+    update, state = VersClient().run(sent, {}, [gradient] * 2, Margins(local_steps=2, client_lr=0.1))
     assert given == [1.5, 1.5]
     assert (dict(update.scalars), state) == ({"margin": 3.5}, {})
     np.testing.assert_allclose(vector(update.groups), -0.2)
+
+
+def test_metavers_warms_up_with_the_cross_entropy_alone() -> None:
+    given = []
+
+    def gradient(at: Params) -> Params:
+        given.append(at["margin"]["loss_share"])
+        return {**tree(np.ones(SIZE)), "margin": {"value": 1.0}}
+
+    hyper = Margins(local_steps=1, client_lr=0.1, loss_share=0.4, warm_up=2)
+    for number in (1, 2, 3):
+        VersClient().run(Payload(tree(np.zeros(SIZE)), {"margin": 1.5, "round": number}), {}, [gradient], hyper)
+    assert given == [1, 1, 0.4]
 
 
 def test_fedproto_measures_once_after_its_steps_and_a_class_that_nobody_had_keeps_what_it_had() -> None:

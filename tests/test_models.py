@@ -143,6 +143,17 @@ def test_an_embedding_is_one_row_per_sample_and_the_head_reads_it(model: str, sp
     assert torch.equal(network(x), head(z_ND))
 
 
+def test_an_embedding_that_is_not_rectified_is_the_same_before_its_relu() -> None:
+    spec = InputSpec((3, 20, 20))
+    layouts = [models.describe("lenet-lim", spec, TEN, {"kernel": 5, "rectified": last}) for last in (True, False)]
+    both = [models.build(layout) for layout in layouts]
+    both[1].load_state_dict(both[0].state_dict())
+    x = torch.randn((4, 3, 20, 20), generator=torch.Generator().manual_seed(0))
+    rectified, plain = (network(x, "embed").detach() for network in both)
+    assert float(plain.min()) < 0
+    assert torch.equal(torch.relu(plain), rectified)
+
+
 @pytest.mark.parametrize(
     ("model", "spec", "options", "flops"),
     [

@@ -7,6 +7,9 @@ the device's class centroids, goes up and m_glob comes down.
 Eq. 7 sums W − 1 values of m_glob and the mean of the reported m_i and divides by W. Its sum as printed ends before the
 value in use; here that is the last of the W − 1. While fewer exist it divides by as many as there are, the 0 of the
 first round not among them. ``window_mean`` averages the last W reported means instead.
+
+The authors' program differs from the paper: ``window_mean``, fifty rounds of the cross-entropy alone (``warm_up``), and
+in the loss (``gradients``).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fleet_core.algorithms.average import AverageClient, AverageServer, Averaging
-from fleet_core.algorithms.seam import ClientState, GradFn, LocalSgd, Payload, ServerState, Update, count
+from fleet_core.algorithms.seam import ClientState, GradFn, Payload, ServerState, Update, count, weight
 from fleet_core.algorithms.trees import Params
 from fleet_core.algorithms.watching import watched
 
@@ -25,20 +28,24 @@ MARGIN = "margin"
 
 @dataclass(frozen=True, kw_only=True)
 class Margins(Averaging):
-    """window: W, the values that the margin is averaged over. window_mean: of the reported means, not of m_glob."""
+    """window: W, the values that the margin is averaged over. window_mean: of the reported means, not of m_glob.
+    loss_share: γ, of the cross-entropy against the triplets. warm_up: rounds of the cross-entropy alone before."""
 
     window: int = count(50, most=1000)
     window_mean: bool = False
+    loss_share: float = weight(0.5, most=1)
+    warm_up: int = count(0, least=0, most=1_000_000)
 
 
 class VersClient(AverageClient):
     """FedAvg's steps with the fleet's margin; the mean of the device's own margins goes up as a scalar."""
 
     def run(
-        self, broadcast: Payload, state: ClientState, steps: Iterable[GradFn], hyper: LocalSgd
+        self, broadcast: Payload, state: ClientState, steps: Iterable[GradFn], hyper: Any
     ) -> tuple[Payload, ClientState]:
         seen: list[Params] = []
-        given = {MARGIN: {"value": broadcast.scalars[MARGIN]}}
+        share = hyper.loss_share if broadcast.scalars["round"] > hyper.warm_up else 1.0
+        given = {MARGIN: {"value": broadcast.scalars[MARGIN], "loss_share": share}}
         update, state = super().run(broadcast, state, watched(steps, given, seen), hyper)
         own = sum(measured[MARGIN]["value"] for measured in seen) / len(seen)
         return replace(update, scalars={MARGIN: own}), state

@@ -159,15 +159,16 @@ class PFedMe(Moreau, Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class MetaVers(Margins, Proto):
-    """loss_share: γ, of the cross-entropy against the triplets. shots, query_shots: samples of each class in an
-    episode, 0 for support_batch and query_batch at random. triplet_sum: L_T as the paper prints it, a sum over all
-    triplets; otherwise their mean. margin_divisor: of eq. 3, ``printed`` (N − 1)² or ``pairs`` N(N − 1).
-    negative: eq. 4 compares with d(x_p, x_n), ``positive``; the authors' program with d(a, x_n), ``centroid``.
-    With loss_share 1 the cross-entropy is alone. The paper leaves optimizer and rates to its supplement; the authors'
-    program has the server step with Adam at 1e-3 on the sum of one gradient of each device, which is the default."""
+    """shots, query_shots: samples of each class in an episode, 0 for support_batch and query_batch at random.
+    triplet_sum: L_T as the paper prints it, a sum over all triplets; otherwise their mean. margin_divisor: of eq. 3,
+    ``printed`` (N − 1)² or ``pairs`` N(N − 1). margin_distance: between centroids there; the authors' program has
+    norms there and squares elsewhere. negative: eq. 4 compares with d(x_p, x_n), ``positive``; the program with
+    d(a, x_n), ``centroid``. With loss_share 1 the cross-entropy is alone. The paper leaves optimizer and rates to its
+    supplement; the program has the server step with Adam at 1e-3 on the sum of one gradient of each device, which is
+    the default."""
 
     distance: str = one_of("norm", DISTANCES)
-    loss_share: float = weight(0.5, most=1)
+    margin_distance: str = one_of("norm", DISTANCES)
     shots: int = count(5, least=0)
     query_shots: int = count(15)
     triplet_sum: bool = True

@@ -93,12 +93,12 @@ class TwoConvolutions(nn.Module):
 
     padded: a convolution of an odd kernel keeps the image's size. The ReLU comes after the pool, where there are a
     quarter as many values: what is positive has the same maximum, so that numbers and gradients are the same bits.
-    Embedding: the last hidden layer after its ReLU.
+    Embedding: the last hidden layer, after its ReLU where ``rectified``.
     """
 
     def __init__(
         self, shape: tuple[int, ...], classes: int, kernel: int, channels: Sequence[int], hidden: Sequence[int],
-        padded: bool = False,
+        padded: bool = False, rectified: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         _refuse(
@@ -114,12 +114,15 @@ class TwoConvolutions(nn.Module):
         self.fc1 = nn.Linear(channels[1] * height * width, hidden[0])
         self.fc2 = nn.Linear(hidden[0], hidden[1]) if len(hidden) > 1 else None
         self.head = nn.Linear(hidden[-1], classes)
+        self.rectified = rectified
 
     def embed(self, x: Tensor) -> Tensor:
         for conv in (self.conv1, self.conv2):
             x = torch.relu(nn.functional.max_pool2d(conv(x), 2))
-        z_ND = torch.relu(self.fc1(x.flatten(1)))
-        return z_ND if self.fc2 is None else torch.relu(self.fc2(z_ND))
+        z_ND = self.fc1(x.flatten(1))
+        if self.fc2 is not None:
+            z_ND = self.fc2(torch.relu(z_ND))
+        return torch.relu(z_ND) if self.rectified else z_ND
 
 
 class LeNet(TwoConvolutions):
@@ -135,7 +138,8 @@ class LimLeNet(TwoConvolutions):
     Printed: two 2×2 convolutions, each with a 2×2 max-pool after it, two fully connected layers, and a classifier that
     MetaVers leaves away, "as done in" pFedGP and pFedHN. Not printed: channels, widths, activation, padding; they are
     those of pFedHN's program (16 and 32, 120 and 84, ReLU after every layer, none), whose kernels however are 5×5:
-    ``kernel = 5`` is that network.
+    ``kernel = 5`` is that network. With ``rectified = False`` too it is that of MetaVers' program, whose embedding has
+    no ReLU after it.
     """
 
     def __init__(
@@ -145,8 +149,9 @@ class LimLeNet(TwoConvolutions):
         kernel: int = 2,
         channels: Sequence[int] = (16, 32),
         hidden: Sequence[int] = (120, 84),
+        rectified: bool = True,
     ) -> None:
-        super().__init__(shape, classes, kernel, channels, hidden)
+        super().__init__(shape, classes, kernel, channels, hidden, rectified=rectified)
 
 
 class LeafCnn(TwoConvolutions):

@@ -259,31 +259,33 @@ class Estimators:
         hyper, batch = self._hyper, (e.support_x, e.support_y, e.query_x, e.query_y)
 
         def losses_and_margin(
-            w: Params, margin: Tensor, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor
+            w: Params, margin: Tensor, share: Tensor, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor
         ) -> tuple[Tensor, Tensor]:
             support, query = self._embedded(w, sx, qx)
             entropy = losses.proto_loss(support, sy, query, qy, self._classes, hyper.distance)
             z, y = torch.cat([support, query]), torch.cat([sy, qy])
-            own = losses.spread(z, y, self._classes, hyper.distance, hyper.margin_divisor == "printed").detach()
+            printed = hyper.margin_divisor == "printed"
+            own = losses.spread(z, y, self._classes, hyper.margin_distance, printed).detach()
             triplets = losses.centroid_triplets(
                 z, y, self._classes, torch.maximum(margin, own), hyper.distance,
                 total=hyper.triplet_sum, to_centroid=hyper.negative == "centroid",
             )
-            return hyper.loss_share * entropy + (1 - hyper.loss_share) * triplets, own
+            return share * entropy + (1 - share) * triplets, own
 
         def gradient(at: Params) -> tuple[Tensor, Params]:
             w = {g: named for g, named in at.items() if g != "margin"}
-            margin = _flat(w)[0].new_full(e.support_y.shape[:-1], float(at["margin"]["value"]))
+            given, each = at["margin"], _flat(w)[0].new_ones(e.support_y.shape[:-1])
+            margin, share = each * float(given["value"]), each * float(given["loss_share"])
             measured: list[Tensor] = []
             whole = self._lifted(losses_and_margin)
 
             def loss(w: Params) -> Tensor:
-                value, own = whole(w, margin, *batch)
+                value, own = whole(w, margin, share, *batch)
                 measured.append(own)
                 return cast(Tensor, value)
 
             value, slope = value_and_gradient(loss, leaves(w))
-            return value, {**slope, "margin": {"value": measured[0]}}
+            return value, {**slope, "margin": {"value": measured[0], "loss_share": share}}
 
         return gradient
 
