@@ -115,3 +115,18 @@ def test_features_are_standardized_over_all_samples_where_that_is_asked(data: Pa
     assert np.allclose(found.samples.x, (plain.samples.x - mean) / (deviation + 1e-3), atol=1e-5)
     assert (found.spec.scale, found.spec.mean) == (1.0, ())
     assert found.samples.x.dtype == np.float32
+
+
+@pytest.mark.parametrize("side_by_side", [1, 16])
+def test_bfloat16_moves_the_model_nearly_as_float32_and_both_keep_float32(data: Path, side_by_side: int) -> None:
+    weights = {}
+    for precision in ("float32", "bfloat16"):
+        asked = lab.experiment(data, "per-fedavg-exact", {**lab.EPISODES, "inner_lr": 0.05}, precision=precision)
+        store = lab.go(asked, data.parent / f"{precision}-{side_by_side}", side_by_side=side_by_side)
+        path = sorted((store.folder / "state").glob("round-*"))[-1]
+        found = storage.unpack(path.read_bytes())[0]
+        weights[precision] = {name: array for name, array in found.items() if name.startswith("model")}
+        assert weights[precision]
+        assert not any(array.dtype.name == "bfloat16" for array in found.values())
+    away = [float(np.abs(weights["bfloat16"][name] - weights["float32"][name]).max()) for name in weights["float32"]]
+    assert 0 < max(away) < 0.02

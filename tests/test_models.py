@@ -154,6 +154,29 @@ def test_an_embedding_that_is_not_rectified_is_the_same_before_its_relu() -> Non
     assert torch.equal(torch.relu(plain), rectified)
 
 
+def test_images_pixel_after_pixel_change_roundings_alone() -> None:
+    layout = models.describe("lenet", InputSpec((3, 20, 20)), TEN, {})
+    plain, other = models.build(layout).double(), models.build(layout, channels_last=True).double()
+    other.load_state_dict(plain.state_dict())
+    x = torch.randn((4, 3, 20, 20), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(other(x), plain(x), rtol=1e-12, atol=1e-14)
+
+
+def test_a_reduced_model_multiplies_in_bfloat16_and_answers_in_float32() -> None:
+    layout = models.describe("lenet", InputSpec((3, 20, 20)), TEN, {})
+    full, reduced = models.build(layout), models.build(layout, reduced=True)
+    reduced.load_state_dict(full.state_dict())
+    x = torch.randn((4, 3, 20, 20), generator=torch.Generator().manual_seed(0))
+    for output in ("embed", "predict"):
+        exact, found = full(x, output).detach(), reduced(x, output)
+        away = float((found.detach() - exact).norm() / exact.norm())
+        assert 1e-5 < away < 0.02
+        assert found.dtype == torch.float32
+    found.square().sum().backward()
+    grads = [p.grad for p in reduced.parameters()]
+    assert all(g is not None and g.dtype == torch.float32 and bool(g.any()) for g in grads)
+
+
 @pytest.mark.parametrize(
     ("model", "spec", "options", "flops"),
     [

@@ -24,6 +24,7 @@ from fleet_core.data.partitions import PARTITIONS, Newcomers
 from fleet_core.errors import ConfigError
 
 PLAIN = "none"
+PRECISIONS = ("float32", "bfloat16")
 TEXT: dict[str, Any] = {"max_length": 200}
 SHARE: dict[str, Any] = {"min": 0.01, "max": 0.99}
 LABEL = r"[A-Za-z0-9_.=,+-]{1,100}"
@@ -119,7 +120,9 @@ class Budget:
 class Experiment:
     """cohort: devices asked per round, 0 for all. averaged: how many of these the server averages, 0 for all; the
     others train for themselves, as in pFedMe's paper, which a fleet does not do. codec_up, codec_down: ``none``
-    counts four bytes a value and loses nothing. board: a profile, or a file, whose constants give joules."""
+    counts four bytes a value and loses nothing. board: a profile, or a file, whose constants give joules. precision:
+    with ``bfloat16`` the products of a model's body are taken so; weights, sums and all that a method does stay
+    float32. A fleet trains in float32."""
 
     data: DataSection
     model: ModelSection
@@ -133,6 +136,7 @@ class Experiment:
     codec_up: str = field(default=PLAIN, metadata={"choices": (PLAIN, *CODECS)})
     codec_down: str = field(default=PLAIN, metadata={"choices": (PLAIN, *CODECS)})
     board: str | None = field(default=None, metadata={"max_length": 4096})
+    precision: str = field(default=PRECISIONS[0], metadata={"choices": PRECISIONS})
 
 
 @dataclass(frozen=True)

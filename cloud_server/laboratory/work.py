@@ -129,7 +129,9 @@ class Worker:
         self.workload = workload or workloads.build(setting.experiment)
         self.layout = workloads.layout_of(setting.experiment, self.workload)
         self._wire = self.layout.extended(self._method.down, self._method.shared)
-        self._model = models.build(self.layout).to(setting.device)
+        reduced = setting.experiment.precision == "bfloat16"
+        alone = setting.side_by_side == 1  # vmap knows no order of pixels
+        self._model = models.build(self.layout, channels_last=alone, reduced=reduced).to(setting.device)
         up = setting.experiment.codec_up
         self._codec = up if self._method.cumulative or up == PLAIN else "fp32"
         self._plain_bytes = 4 * self._wire.parameters(self._method.shared)
