@@ -20,7 +20,7 @@ from cloud_server.laboratory.engine import Stopped
 from cloud_server.laboratory.simulate import Options, simulate
 from fleet_core import schema
 from fleet_core.algorithms.methods import METHODS
-from fleet_core.data.samples import Samples
+from fleet_core.data.samples import Samples, save
 from fleet_core.data.sets import named
 from fleet_core.data.sets.registry import Entry, entry
 from fleet_core.errors import ConfigError
@@ -30,6 +30,8 @@ TOMLS = [path for paper in run.papers() for path in run.files(paper)]
 PAGES = [folder for folder in sorted(run.HERE.iterdir()) if (folder / page.RESULT).exists()]
 CLIENTS = {"mnist": 12, "shakespeare": 12, "heartbeat-22": 12, "har": 12, "omniglot": 0, "cifar-10": 0}
 """Clients of the made sets."""
+OWN = "own.npz"
+"""In place of what an experiment names by its path."""
 SMALL: dict[str, tuple[str, ...]] = {}
 """Settings that a paper's experiments take besides, to be small."""
 DEVICES: dict[str, dict[str, int]] = {
@@ -55,6 +57,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, clients in CLIENTS.items():
             wanted = entry(name)
             named.store(wanted, (made(wanted, clients, 1), made(wanted, clients, 2)), (), checked=False)
+    save(folder / OWN, made(entry("mnist"), CLIENTS["mnist"], 1))
     return folder
 
 
@@ -77,6 +80,8 @@ def small(paper: str, path: Path) -> tuple[str, ...]:
     for number, method in enumerate(asked.method):
         known = {field.name for field in dataclasses.fields(METHODS[method.name].hyper)}
         settings += [f"method.{number}.hyper.{key}={value}" for key, value in HYPER.items() if key in known]
+    if asked.data.path:
+        settings.append(f"data.path={named.home() / OWN}")
     if asked.data.set == "synthetic":
         settings += ["data.options.devices=4", "data.options.least=20", "data.options.most=40"]
     if asked.judge.novel_classes:

@@ -17,6 +17,9 @@ METHODS = {
     "per-fedavg-exact": "Per-FedAvg", "pfldyn-proto": "PFLDyn (Proto)", "pfldyn-maml": "PFLDyn (MAML)",
     "pflscaf-proto": "PFLScaf (Proto)", "pflscaf-maml": "PFLScaf (MAML)", "p-avg-proto": "P-Avg (Proto)",
 }
+MAML = ("per-fedavg-exact", "pfldyn-maml", "pflscaf-maml")
+"""In experiments of their own, EXPERIMENT-maml."""
+FLOAT32 = "acid-5-float32"
 BASE, OURS = "per-fedavg-exact", "pfldyn-proto"
 ROUNDS = (5, 10, 15, 20, 40, 60, 100, 200, 500, 1000)
 LIMIT, GAIN = ">1000", "gain"
@@ -28,11 +31,12 @@ def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
     rounds = ["setting", "method", *map(str, ROUNDS)]
     picture = f"\n![accuracy by rounds]({PICTURE})\n" if _panels(result) else ""
     final = ["setting", "method", "mean over devices", "worst", "best", "seeds"]
+    reference = ["round", "the reference", "ours, float32", "ours, bfloat16"]
     return {
         "models": markdown.table(sent, _models(result, paper)),
         "rounds": markdown.table(rounds, _rounds(result)) + picture,
         "final": markdown.table(final, _final(result)),
-        "reference": markdown.table(["round", "the reference", "ours", "difference"], _reference(result, paper)),
+        "reference": markdown.table(reference, _reference(result, paper)),
     }
 
 
@@ -50,9 +54,14 @@ def _models(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
                 yield [setting, f"{target:.1%}", "ours", *cells, _gain(result, name, target)]
 
 
+def place(name: str, label: str) -> str:
+    """The experiment of a method."""
+    return f"{name}-maml" if label in MAML else name
+
+
 def _at(result: Result, name: str, label: str, target: float) -> Mapping[str, Any] | None:
     """The cost of an accuracy, in rounds of Per-FedAvg: {value, sign}; None where no round was judged."""
-    reached = (page.method_of(result, name, label) or {}).get("reached", ())
+    reached = (page.method_of(result, place(name, label), label) or {}).get("reached", ())
     found = next((one for one in reached if one["target"] == target), None)
     return None if found is None else found["at"].get("fallah_rounds")
 
@@ -76,7 +85,7 @@ def _by_round(result: Result, name: str, label: str) -> dict[int, float]:
 def _rounds(result: Result) -> Iterator[list[str]]:
     for name, setting in EXPERIMENTS.items():
         for label, title in METHODS.items():
-            curve = _by_round(result, name, label)
+            curve = _by_round(result, place(name, label), label)
             if curve:
                 yield [setting, title, *(f"{100 * curve[n]:.1f}" if n in curve else ABSENT for n in ROUNDS)]
 
@@ -84,23 +93,24 @@ def _rounds(result: Result) -> Iterator[list[str]]:
 def _final(result: Result) -> Iterator[list[str]]:
     for name, setting in EXPERIMENTS.items():
         for label, title in METHODS.items():
-            cells = [page.cell(result, name, label, f"accuracy.{figure}") for figure in ("mean", "worst", "best")]
+            where = place(name, label)
+            cells = [page.cell(result, where, label, f"accuracy.{figure}") for figure in ("mean", "worst", "best")]
             if set(cells) != {ABSENT}:
-                yield [setting, title, *cells, page.seeds(result, name, label)]
+                yield [setting, title, *cells, page.seeds(result, where, label)]
 
 
 def _reference(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
-    curve = _by_round(result, "acid-5", OURS)
+    curves = [_by_round(result, name, OURS) for name in (FLOAT32, "acid-5")]
     for number, value in paper["reference"][OURS].items():
-        ours = curve.get(int(number))
-        cells = [ABSENT, ABSENT] if ours is None else [f"{ours:.3f}", f"{ours - value:+.3f}"]
-        yield [number, f"{value:.3f}", *cells]
+        ours = [curve.get(int(number)) for curve in curves]
+        yield [number, f"{value:.3f}", *(ABSENT if one is None else f"{one:.3f}" for one in ours)]
 
 
 def _panels(result: Result) -> dict[str, dict[str, list[list[Any]]]]:
     panels = {}
     for name, setting in EXPERIMENTS.items():
-        methods = result["experiments"].get(name, {}).get("methods", {})
+        known = result["experiments"]
+        methods = {**known.get(name, {}).get("methods", {}), **known.get(f"{name}-maml", {}).get("methods", {})}
         curves = {METHODS[label]: found["curve"] for label, found in methods.items() if found.get("curve")}
         if curves:
             panels[f"CIFAR-10 {setting}"] = curves

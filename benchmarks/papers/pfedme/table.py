@@ -13,48 +13,60 @@ from cloud_server.laboratory.compare import Stat, stat
 
 Result = Mapping[str, Any]
 
-PERSONAL, GLOBAL = "accuracy.pooled", "before.accuracy.pooled"
+PERSONAL, GLOBAL, TEST_STEP = "accuracy.pooled", "before.accuracy.pooled", "test_step.accuracy.pooled"
+PUBLISHED, ALL = "-published", "-published-all"
+"""Experiments on the devices of the authors' program; in the second all devices train."""
 ROWS = (
-    ("fedavg", "fedavg", PERSONAL),
-    ("per-fedavg", "per-fedavg-fo", PERSONAL),
-    ("pfedme global", "pfedme-beta-2", GLOBAL),
-    ("pfedme personal", "pfedme-beta-2", PERSONAL),
+    ("fedavg", "fedavg", PUBLISHED, PERSONAL, "FedAvg"),
+    ("per-fedavg", "per-fedavg-fo", PUBLISHED, PERSONAL, "Per-FedAvg"),
+    ("per-fedavg", "per-fedavg-program", PUBLISHED, TEST_STEP, "Per-FedAvg, as their program computes"),
+    ("pfedme global", "pfedme-all", ALL, GLOBAL, "pFedMe, global"),
+    ("pfedme personal", "pfedme-all", ALL, PERSONAL, "pFedMe, personal"),
 )
-"""(the paper's row, our label, our figure)."""
+"""(the paper's row, our label, our experiment, our figure, its name)."""
+APART = (
+    ("fedavg", PERSONAL, "FedAvg"),
+    ("per-fedavg-fo", PERSONAL, "Per-FedAvg"),
+    ("pfedme-beta-2", GLOBAL, "pFedMe, global"),
+    ("pfedme-beta-2", PERSONAL, "pFedMe, personal"),
+    ("pfedme-beta-1", GLOBAL, "pFedMe with β = 1, global"),
+    ("pfedme-beta-1", PERSONAL, "pFedMe with β = 1, personal"),
+)
+"""(label, figure, name) where no two devices share a sample."""
 CENTRAL = "mnist-mlr-central"
-ALL = {"pfedme global": GLOBAL, "pfedme personal": PERSONAL}
-"""In the paper's form, in which all devices train."""
-NAMES = {"fedavg": "FedAvg", "per-fedavg": "Per-FedAvg", "pfedme global": "pFedMe, global",
-         "pfedme personal": "pFedMe, personal"}
 EXPERIMENTS = {"mnist-mlr": "MNIST, MLR", "mnist-dnn": "MNIST, DNN", "synthetic-mlr": "Synthetic, MLR",
                "synthetic-dnn": "Synthetic, DNN"}
 
 
 def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
-    head = ["setting", "row", "paper", "ours, last round", "ours, best round", "difference", "all devices train",
-            "β = 1", "seeds"]
-    central = [["MNIST, MLR", page.cell(result, CENTRAL, "central", PERSONAL),
-                _text(_best(result, CENTRAL, "central", PERSONAL))]]
-    return {"accuracy": markdown.table(head, _rows(result, paper)),
-            "central": markdown.table(["setting", "last round", "best round"], central)}
+    head = ["setting", "row", "paper", "ours, best round", "difference", "ours, last round", "seeds"]
+    apart = ["setting", "row", "last round", "best round", "seeds"]
+    return {"accuracy": markdown.table(head, _beside(result, paper)),
+            "apart": markdown.table(apart, _apart(result))}
 
 
-def _rows(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
+def _beside(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
     """The difference is that of the best round, which the paper's table has."""
-    for experiment, title in EXPERIMENTS.items():
-        for row, label, figure in ROWS:
-            theirs, spread = paper[experiment][row]
+    for setting, title in EXPERIMENTS.items():
+        for row, label, form, figure, name in ROWS:
+            experiment = setting + form
+            theirs, spread = paper[setting][row]
             best = _best(result, experiment, label, figure)
             whole = page.whole(result, experiment, label)
             apart = ABSENT if best is None or not whole else f"{100 * best.mean - theirs:+.2f}"
-            last = page.cell(result, experiment, label, figure)
-            others = ["", ""]
-            if row in ALL:
-                others = [page.cell(result, f"{experiment}-all", "pfedme-all", ALL[row]),
-                          page.cell(result, experiment, "pfedme-beta-1", figure)]
-            yield [title, NAMES[row], f"{theirs:.2f} ± {spread:.2f}", last,
-                   _text(best), apart, *others,
-                   page.seeds(result, experiment, label)]
+            yield [title, name, f"{theirs:.2f} ± {spread:.2f}", _text(best), apart,
+                   page.cell(result, experiment, label, figure), page.seeds(result, experiment, label)]
+
+
+def _apart(result: Result) -> Iterator[list[str]]:
+    for experiment, title in EXPERIMENTS.items():
+        for label, figure, name in APART:
+            if page.method_of(result, experiment, label):
+                yield [title, name, page.cell(result, experiment, label, figure),
+                       _text(_best(result, experiment, label, figure)), page.seeds(result, experiment, label)]
+    yield [EXPERIMENTS["mnist-mlr"], "one model, trained on all samples together",
+           page.cell(result, CENTRAL, "central", PERSONAL), _text(_best(result, CENTRAL, "central", PERSONAL)),
+           page.seeds(result, CENTRAL, "central")]
 
 
 def _best(result: Result, experiment: str, label: str, figure: str) -> Stat | None:
@@ -74,15 +86,18 @@ def _text(best: Stat | None) -> str:
 
 def details(experiment: str, label: str, judged: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The best judged round: the authors' program averages the largest accuracy of each run."""
-    return {figure: max(collect.figures(row)[figure] for row in judged) for figure in (PERSONAL, GLOBAL)}
+    each = [collect.figures(row) for row in judged]
+    return {name: max(row[name] for row in each) for name in (PERSONAL, GLOBAL, TEST_STEP) if name in each[0]}
 
 
 def draw(result: Result, folder: Path) -> None:
-    """The accuracy by rounds that ``result`` has curves of."""
-    panels = {
-        title: {label: found["curve"] for label, found in result["experiments"][name]["methods"].items()
-                if found.get("curve")}
-        for name, title in EXPERIMENTS.items() if name in result["experiments"]
-    }
+    """The accuracy by rounds on the devices of the authors' program, as far as ``result`` has curves."""
+    panels: dict[str, dict[str, Any]] = {}
+    for setting, title in EXPERIMENTS.items():
+        for form in (PUBLISHED, ALL):
+            methods = result["experiments"].get(setting + form, {"methods": {}})["methods"]
+            found = {label: method["curve"] for label, method in methods.items() if method.get("curve")}
+            if found:
+                panels.setdefault(title, {}).update(found)
     if panels:
         page.curves(folder / "curves.png", panels)

@@ -1,0 +1,37 @@
+"""The devices of pFedMe's paper as the authors' program draws them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from benchmarks.papers.pfedme import published
+
+MNIST = (6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958)
+"""Images of every digit, those for training and those for testing."""
+
+
+def test_the_devices_of_mnist_have_the_papers_sizes_and_digits_and_share_images() -> None:
+    y = np.repeat(np.arange(10), MNIST)
+    x = np.arange(len(y)).reshape(-1, 1)  # each image is its own number
+    held = published.mnist(x.astype(np.int64), y)
+    images = {name: set(held.x[held.client == name, 0].tolist()) for name in held.clients}
+    sizes = sorted(int(np.sum(held.client == name)) for name in held.clients)
+    assert (len(sizes), int(0.75 * sizes[0]), int(0.75 * sizes[-1])) == (20, *published.MNIST_SIZES)
+    for i, name in enumerate(held.clients):
+        assert set(held.y[held.client == name].tolist()) == {i % 10, (i + 1) % 10}
+        assert len(images[name]) == np.sum(held.client == name)
+    shared = [i for i, j in itertools.combinations(range(20), 2) if images[held.clients[i]] & images[held.clients[j]]]
+    assert len(set(shared)) >= 19
+
+
+def test_the_devices_of_synthetic_have_the_papers_sizes_and_answer_by_models_of_their_own() -> None:
+    held = published.synthetic()
+    sizes = np.unique(np.asarray(held.client), return_counts=True)[1]
+    assert (len(sizes), sizes.min(), sizes.max()) == (100, 250, 25_810)
+    assert held.x.shape[1:] == (60,)
+    assert held.x.dtype.name == "float32"
+    by_class = np.array([np.bincount(held.y[held.client == name], minlength=10) for name in held.clients])
+    assert len(set(by_class.argmax(axis=1).tolist())) == 10
+    assert np.mean(by_class.max(axis=1) / by_class.sum(axis=1)) > 0.3
