@@ -15,8 +15,9 @@ power-law: Dinh et al., "Personalized Federated Learning with Moreau Envelopes" 
 From the paper: 20 devices, 2 labels each, 1165 to 3834 samples, 75 % of them to train on, drawn from the training and
 the test images together. Chosen: the device of rank r holds most · r^-γ samples with γ such that the last one holds
 ``least``, and a seed deals the ranks; labels i and i+1 (mod classes) as in the authors' program, in equal parts; the
-cut is stratified. Deviation: the paper hands out all 70,000 images, which would be 3500 a device; sizes that fall by a
-power law within the paper's range use 34,935 of them.
+cut is stratified. Deviation: no image is on two devices, and 34,935 images are used. In the authors' program the range
+is that of the training samples, and the devices of a label have the same first images; ``benchmarks/papers/pfedme``
+draws those.
 
 dirichlet: Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
 Classification", 2019. A device's class proportions are drawn from Dir(α p), p those of the train set; α is the sum
