@@ -4,12 +4,10 @@ Lim, Kim, Seo, Moon, "MetaVers: Meta-Learned Versatile Representations for Perso
 eq. 1-7. Proto training with a centroid triplet term; its margin is max(m_glob, m_i), where m_i, the mean distance of
 the device's class centroids, goes up and m_glob comes down.
 
-Eq. 7 sums W − 1 values of m_glob and the mean of the reported m_i and divides by W. Its sum as printed ends before the
-value in use; here that is the last of the W − 1. While fewer exist it divides by as many as there are, the 0 of the
-first round not among them. ``window_mean`` averages the last W reported means instead.
-
-The authors' program differs from the paper: ``window_mean``, fifty rounds of the cross-entropy alone (``warm_up``), and
-in the loss (``gradients``).
+Without ``window_mean`` eq. 7 sums W − 1 values of m_glob and the mean of the reported m_i and divides by W. Its sum as
+printed ends before the value in use; here that is the last of the W − 1. While fewer exist it divides by as many as
+there are, the 0 of the first round not among them. With it the last W reported means are averaged, as in the authors'
+program, which also begins with rounds of the cross-entropy alone (``warm_up``) and differs in the loss (``MetaVers``).
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ class Margins(Averaging):
     loss_share: γ, of the cross-entropy against the triplets. warm_up: rounds of the cross-entropy alone before."""
 
     window: int = count(50, most=1000)
-    window_mean: bool = False
+    window_mean: bool = True
     loss_share: float = weight(0.5, most=1)
     warm_up: int = count(0, least=0, most=1_000_000)
 
