@@ -247,7 +247,7 @@ def test_the_table_has_every_candidate_and_the_json_no_empty_figure() -> None:
 
 ACCURACY = {
     "local": 0.5, "fedavg": 0.7, "fedavg-meta": 0.7, "p-avg-proto": 0.8, "pfldyn-proto": 0.9, "per-fedavg-fo": 0.6,
-    "fedrep": 0.85,
+    "knn-per": 0.85,
 }  # fmt: skip
 
 
@@ -271,7 +271,7 @@ class Bench:
                 ended(folder, run.label, [accuracy] * 2, method=run.method.name, seed=run.seed, new=True,
                       models=models, seconds=self._run_s)  # fmt: skip
             places.append(place)
-        return places, ["fedrep: it broke"] if folder.name.startswith("seeds") else []
+        return places, ["knn-per: it broke"] if folder.name.startswith("seeds") else []
 
     def advise(self, data: str, out: Path, minutes: float = 5.0) -> Outcome:
         return advising.advise(Options(data, minutes), out, self, cores=1, clock=lambda: self.now)
@@ -283,7 +283,7 @@ def test_methods_run_with_one_seed_the_best_with_three_and_the_chosen_one_with_i
     runs = {place: asked for place, asked in bench.asked}
     assert list(runs) == ["pace-mlp", "pace-mlp-64-64", "first-mlp", "first-mlp-64-64", "seeds-mlp", "int8-mlp"]
     assert [m.name for m in runs["first-mlp"].method] == list(advising.TRIED)
-    assert [m.name for m in runs["seeds-mlp"].method] == ["pfldyn-proto", "fedrep", "p-avg-proto", "local"]
+    assert [m.name for m in runs["seeds-mlp"].method] == ["pfldyn-proto", "knn-per", "p-avg-proto", "local"]
     assert (runs["seeds-mlp"].seeds, runs["int8-mlp"].seeds) == ((1, 2), (0, 1, 2))
     assert (runs["int8-mlp"].codec_up, runs["int8-mlp"].codec_down) == ("int8", "int8")
     assert runs["first-mlp"].partition.options["split"] == "time"
@@ -292,7 +292,7 @@ def test_methods_run_with_one_seed_the_best_with_three_and_the_chosen_one_with_i
     assert found.advice.chosen.payload == (UP + DOWN) / 5
     assert found.advice.coded is not None
     assert found.advice.coded.payload == (UP + DOWN) / 20
-    assert found.advice.remarks == ("fedrep: it broke",)
+    assert found.advice.remarks == ("knn-per: it broke",)
     assert (found.facts["devices"], found.facts["new_devices"], found.facts["judged"]) == (5, 1, 60)
     assert found.command == f"metafleet init FLEET --data {data} --method pfldyn-proto --model mlp --rounds 30"
 

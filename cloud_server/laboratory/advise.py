@@ -33,7 +33,9 @@ from fleet_core.board import known
 from fleet_core.errors import ConfigError
 from fleet_core.power.model import BoardModel
 
-TRIED = ("local", "fedavg-meta", "p-avg-proto", "pfldyn-proto", "per-fedavg-fo", "fedrep")
+TRIED = ("local", "fedavg-meta", "p-avg-proto", "pfldyn-proto", "per-fedavg-fo", "knn-per")
+"""The yardsticks, and those that did best of all methods on heart beats and human activity (benchmarks/papers/sensors),
+of each kind the one that sends least."""
 PACED = ("local", "per-fedavg-fo")  # those with the least and the most arithmetic
 NEW_DEVICES, SUPPORT, COHORT = 0.2, 0.2, 10
 PACE_ROUNDS, MIN_ROUNDS, MAX_ROUNDS, FLEET_ROUNDS = 2, 5, 50, 30
