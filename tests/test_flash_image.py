@@ -29,7 +29,8 @@ from tests.disks import MIB
 TRIXIE = Machine("raspberry-pi-4b", "aarch64", "3.13")
 BOOKWORM = replace(TRIXIE, python="3.11", first_boot="firstrun", os="Raspberry Pi OS Bookworm")
 PASSWORD, TOKEN = "correct horse", b"one-time-7d3f"
-DEVICE = DeviceFile("kitchen", "fleet", "raspberry-pi-4b", wifi=Wifi("Café: \"x\"", "DE", PASSWORD),
+WIFI = Wifi("Café: \"x\"", "DE", PASSWORD)
+DEVICE = DeviceFile("kitchen", "fleet", "raspberry-pi-4b", wifi=WIFI,
                     ssh=Ssh("me", ("ssh-ed25519 AAAA me@laptop",)))
 NEEDS = pytest.mark.needs("mcopy", "mkfs.vfat", "mke2fs", "debugfs", "sfdisk")
 
@@ -68,7 +69,7 @@ def test_cloud_init_is_told_all_in_sound_yaml():
     assert f"ExecStart={job['path']}\n" in service["content"]
     assert ["sh", "-c", "systemctl enable metafleet-first-boot.service"] in told["runcmd"]
     points = yaml.safe_load(made["network-config"])["wifis"]["wlan0"]["access-points"]
-    assert points == {'Café: "x"': {"password": DEVICE.wifi.key}}  # type: ignore[union-attr]
+    assert points == {'Café: "x"': {"password": WIFI.key}}
     assert yaml.safe_load(made["meta-data"])["instance-id"] == "i-1"
 
 
@@ -86,13 +87,12 @@ def test_what_is_written_as_yaml_is_read_as_it_was(value):
 
 
 def test_a_network_of_wpa3_alone_gets_the_password_itself():
-    assert DEVICE.wifi is not None
-    made = replace(DEVICE, wifi=replace(DEVICE.wifi, security="wpa3", password=r"back\slash and more"))
+    made = replace(DEVICE, wifi=replace(WIFI, security="wpa3", password=r"back\slash and more"))
     points = yaml.safe_load(files(device=made)["network-config"])["wifis"]["wlan0"]["access-points"]
     auth = {"key-management": "sae", "password": r"back\slash and more"}
     assert points == {'Café: "x"': {"auth": auth}}
     assert "key-mgmt=sae\npsk=back\\\\slash\\sand\\smore\n" in files(BOOKWORM, made)["firstrun.sh"]
-    plain = replace(DEVICE, wifi=replace(DEVICE.wifi, security="wpa3"))
+    plain = replace(DEVICE, wifi=replace(WIFI, security="wpa3"))
     shown, whole = files(device=plain.masked()), files(device=plain)
     assert PASSWORD not in "".join(shown.values())
     assert {name: len(text) for name, text in shown.items()} == {name: len(text) for name, text in whole.items()}
@@ -199,7 +199,7 @@ def test_bookworms_first_run_leaves_user_wifi_and_service_and_itself_goes(system
     assert (root / "etc/hosts").read_text().endswith("127.0.1.1\tkitchen\n")
     wifi = root / "etc/NetworkManager/system-connections/metafleet.nmconnection"
     assert wifi.stat().st_mode & 0o777 == 0o600
-    assert f"psk={DEVICE.wifi.key}\n" in wifi.read_text()  # type: ignore[union-attr]
+    assert f"psk={WIFI.key}\n" in wifi.read_text()
     assert (root / "home/me/.ssh/authorized_keys").read_text() == "ssh-ed25519 AAAA me@laptop\n"
     assert (root / "usr/local/sbin/metafleet-first-boot").stat().st_mode & 0o777 == 0o755
     assert "systemctl enable metafleet-first-boot.service" in (root / "called").read_text()

@@ -12,6 +12,7 @@ import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,8 +132,8 @@ def test_an_old_glibc_gets_the_newest_wheels_that_uv_knows_for_it():
 
 
 def test_the_unit_confines_the_agent_and_restarts_it():
-    parser = configparser.ConfigParser(strict=False, interpolation=None)
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser: Any = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str
     parser.read_string(unit.text(replace(PI, memory_max="400M", devices=("/dev/vcio",))))
     service = parser["Service"]
     wanted = {

@@ -33,17 +33,17 @@ def by_torch(z: Array, y: Array, classes: int, decay: float = DECAY) -> Any:
 
     weight = torch.zeros(classes, z.shape[1], dtype=torch.float64, requires_grad=True)
     bias = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
-    search = torch.optim.LBFGS([weight, bias], max_iter=2000, tolerance_grad=1e-12, tolerance_change=1e-16,
+    search: Any = torch.optim.LBFGS([weight, bias], max_iter=2000, tolerance_grad=1e-12, tolerance_change=1e-16,
                                line_search_fn="strong_wolfe")
 
     def loss() -> Any:
         search.zero_grad()
         value = torch.nn.functional.cross_entropy(scaled(z) @ weight.T + bias, torch.tensor(y))
         value = value + decay / 2 * weight.square().sum()
-        value.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(value)
         return value
 
-    search.step(loss)  # type: ignore[no-untyped-call]
+    search.step(loss)
     return lambda at: torch.softmax(scaled(at) @ weight.T + bias, 1).detach().numpy()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.hashes import SHA256
 
 from cloud_server import identity, mosquitto
@@ -128,7 +128,9 @@ def test_a_list_of_the_revoked_is_always_newer_than_the_one_before(office: Offic
     updated = [x509.load_pem_x509_crl(text).last_update_utc for text in lists]
     assert updated == sorted(set(updated))
     last = x509.load_pem_x509_crl(lists[-1])
-    assert last.is_signature_valid(authority.certificate.public_key())  # type: ignore[arg-type]
+    key = authority.certificate.public_key()
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    assert last.is_signature_valid(key)
     assert [entry.serial_number for entry in last] == [3]
 
 

@@ -57,8 +57,8 @@ class Wire:
     bases: dict[str, Params] = field(default_factory=dict)
 
     def tap(self, agent: Agent) -> None:
-        publish = agent.link.publish
-        will = agent.link.will  # type: ignore[attr-defined]  # of the link of these tests
+        link: Any = agent.link  # that of these tests, which shows its will
+        publish, will = link.publish, link.will
         self.sent.append((will.topic, will.payload))
 
         def listening(topic: str, payload: bytes, **how: Any) -> None:
@@ -69,7 +69,7 @@ class Wire:
                     self.bases[held.model] = held.params
             publish(topic, payload, **how)
 
-        agent.link.publish = listening  # type: ignore[method-assign]
+        link.publish = listening
 
     def ask(self, agent: Agent, x: Array) -> None:
         """All that the agent's HTTP server has to say, labelled samples among it."""

@@ -199,8 +199,8 @@ def test_weights_that_answer_worse_are_rolled_back_and_not_tried_again_until_the
 
 def ref(model: str, number: int) -> ModelRef:
     found, blob = ModelRef.__dataclass_fields__, None
-    values = {"model": model, "round": number, "blob": blob, "codec": "fp32", "base": None}
-    return ModelRef(**{name: value for name, value in values.items() if name in found})  # type: ignore[arg-type]
+    values: dict[str, Any] = {"model": model, "round": number, "blob": blob, "codec": "fp32", "base": None}
+    return ModelRef(**{name: value for name, value in values.items() if name in found})
 
 
 def test_how_much_worse_is_too_much_is_a_setting(tmp_path: Path) -> None:
@@ -249,13 +249,16 @@ def test_own_weights_that_ran_away_are_rolled_back(tmp_path: Path) -> None:
     assert homes.restored(place).answers(X) == device.answers(X) == before
 
 
-def test_a_roll_back_is_logged_and_told_to_the_aggregator_and_in_the_status(tmp_path: Path) -> None:
+def test_a_roll_back_is_logged_and_told_to_the_aggregator_and_in_the_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = config_text(rounds=2, devices=1).replace("serve_every = 2", "serve_every = 1")
     w = world(tmp_path, text)
     w.start_server()
     agent = w.start_agent("d0", toy(0))
     assert w.pump(lambda: agent.service.round == 1)
-    agent.service._judge.worse = lambda *_: "accuracy 0.100 on 36 held-back samples, 0.900 before"  # type: ignore[method-assign]
+    worse = "accuracy 0.100 on 36 held-back samples, 0.900 before"
+    monkeypatch.setattr(agent.service._judge, "worse", lambda *_: worse)
     assert w.pump(lambda: finished(w) and w.told("d0: the weights of round 2 were rolled back: accuracy 0.100"))
     assert w.told("those of round 1 answer")
     assert w.told("round 2: d0: the weights of round 2 were rolled back"), "the aggregator heard of it"
@@ -329,4 +332,6 @@ def test_a_graph_stays_on_the_disk_as_long_as_a_slot_needs_it(tmp_path: Path) ->
     assert [path.stem for path in place.glob("graph-*")] == ["graph-" + "e" * 32]
     assert first != "e" * 32
     assert homes.restored(place).answers(X) == device.answers(X)
-    assert codecs.identity(device.slots.weights().params) == device.answers(X).model  # type: ignore[union-attr]
+    weights = device.slots.weights()
+    assert weights is not None
+    assert codecs.identity(weights.params) == device.answers(X).model

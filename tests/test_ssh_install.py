@@ -313,10 +313,10 @@ def cut_at(board: Board, release: Release, verb: str) -> None:
     """A run that ends before ``verb``."""
     step = Remote.step
 
-    def dying(self: Remote, asked: str, *arguments: str, **options: object) -> str:
+    def dying(self: Remote, asked: str, *arguments: str, **options: Any) -> str:
         if asked == verb:
             raise Cut
-        return step(self, asked, *arguments, **options)  # type: ignore[arg-type]
+        return step(self, asked, *arguments, **options)
 
     class Blind(ssh_install.OnDevice):
         def missing(self, version: str) -> str:
