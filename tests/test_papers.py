@@ -131,6 +131,15 @@ def test_a_result_is_of_the_experiments_that_are_there(folder: Path) -> None:
     assert set(result["experiments"]) <= {path.stem for path in run.files(folder.name)}
 
 
+def test_a_panel_has_the_curves_of_its_experiments_and_tells_equal_names_apart() -> None:
+    def of(**curves: list[list[float]]) -> dict[str, Any]:
+        return {"methods": {label: {"curve": curve} for label, curve in curves.items()}}
+
+    result = {"experiments": {"one": of(a=[[1, 0.5, 0.0]], b=[]), "two": of(a=[[1, 0.7, 0.0]]), "four": of(b=[])}}
+    made = page.panels(result, {"First": ("one", "two"), "Second": ("three", "four")}, {"a": "A"})
+    assert made == {"First": {"A": [[1, 0.5, 0.0]], "A (two)": [[1, 0.7, 0.0]]}}
+
+
 # What is collected ----------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,27 @@ def seeds(result: Result, experiment: str, label: str) -> str:
     return str(len(method["over"]["seeds"])) if method and "over" in method else "0"
 
 
+Panels = dict[str, dict[str, list[list[Any]]]]
+
+
+def panels(result: Result, places: Mapping[str, Sequence[str]], names: Mapping[str, str] | None = None) -> Panels:
+    """What ``curves`` draws: {title: {name: curve}} of the experiments ``places[title]``, as far as there are any.
+
+    names: of labels, where not as they are. What two experiments of a panel have is named with the second one.
+    """
+    found: Panels = {}
+    for title, experiments in places.items():
+        here: dict[str, list[list[Any]]] = {}
+        for experiment in experiments:
+            for label, method in result["experiments"].get(experiment, {}).get("methods", {}).items():
+                name = (names or {}).get(label, label)
+                if method.get("curve"):
+                    here[f"{name} ({experiment})" if name in here else name] = method["curve"]
+        if here:
+            found[title] = here
+    return found
+
+
 def curves(
     path: Path, panels: Mapping[str, Mapping[str, list[list[Any]]]], *, ylabel: str = "accuracy, mean over devices",
     lines: Mapping[str, Mapping[str, float]] | None = None,
@@ -142,7 +163,7 @@ def curves(
                 panel.axhline(height, color=color, linestyle=":", linewidth=1)
         panel.set(title=title, xlabel="rounds", ylabel=ylabel)
         panel.grid(alpha=0.3)
-        panel.legend(frameon=False, fontsize="small", loc="lower right")
+        panel.legend(frameon=False, fontsize="small", loc="best")
     image.savefig(path, dpi=130)
     pyplot.close(image)
 

@@ -106,15 +106,9 @@ def _reference(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [number, f"{value:.3f}", *(ABSENT if one is None else f"{one:.3f}" for one in ours)]
 
 
-def _panels(result: Result) -> dict[str, dict[str, list[list[Any]]]]:
-    panels = {}
-    for name, setting in EXPERIMENTS.items():
-        known = result["experiments"]
-        methods = {**known.get(name, {}).get("methods", {}), **known.get(f"{name}-maml", {}).get("methods", {})}
-        curves = {METHODS[label]: found["curve"] for label, found in methods.items() if found.get("curve")}
-        if curves:
-            panels[f"CIFAR-10 {setting}"] = curves
-    return panels
+def _panels(result: Result) -> page.Panels:
+    places = {f"CIFAR-10 {setting}": (name, f"{name}-maml") for name, setting in EXPERIMENTS.items()}
+    return page.panels(result, places, METHODS)
 
 
 def draw(result: Result, folder: Path) -> None:

@@ -41,10 +41,5 @@ def _rows(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def draw(result: Result, folder: Path) -> None:
     """The accuracy by rounds, with the step on a device's own data."""
-    panels = {
-        title: {NAMES[label]: found["curve"] for label, found in result["experiments"][name]["methods"].items()
-                if found.get("curve")}
-        for name, title in EXPERIMENTS.items() if name in result["experiments"]
-    }
-    if panels:
+    if panels := page.panels(result, {title: (name,) for name, title in EXPERIMENTS.items()}, NAMES):
         page.curves(folder / "curves.png", panels)

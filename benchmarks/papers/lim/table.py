@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ CASES = ("fedavg", "proto", "proto-leak", "proto-episode", "metavers", "metavers
 def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
     return {
         "accuracy": markdown.table(["method", *(title(name) for name in SETTINGS)], _accuracy(result, paper)),
-        "printed": markdown.table(["metavers", *SETTINGS[2:]], _printed(result)),
+        "printed": markdown.table(["metavers", *(f"{name}{more}" for name in SETTINGS[2:] for more in ("", ": loss"))],
+                                  _printed(result)),
         "losses": markdown.table(["loss", "CINIC-10, 50 (paper)", *SETTINGS], _losses(result, paper)),
         "novel": markdown.table(["method", "CIFAR-100 (paper)", *NOVEL_SETTINGS], _novel(result, paper)),
         "attack": attack(Path(__file__).parent / ATTACK),
@@ -67,7 +68,21 @@ def place(setting: str, label: str) -> str:
 
 def _printed(result: Result) -> Iterator[list[str]]:
     for name, (form, label) in PRINTED.items():
-        yield [name, *(page.cell(result, setting + form, label, ACCURACY) for setting in SETTINGS[2:])]
+        cells = [(page.cell(result, setting + form, label, ACCURACY), _loss(result, setting + form, label))
+                 for setting in SETTINGS[2:]]
+        yield [name, *(text for both in cells for text in both)]
+
+
+def _loss(result: Result, experiment: str, label: str) -> str:
+    """Of the last judged round, the largest over seeds."""
+    method = page.method_of(result, experiment, label)
+    each = [one["details"]["loss"] for one in (method or {"seeds": {}})["seeds"].values() if "details" in one]
+    return f"{max(each):.1e}" if each else ABSENT
+
+
+def details(experiment: str, label: str, judged: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The training loss of the last judged round."""
+    return {"loss": judged[-1]["loss"]}
 
 
 def _losses(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -97,12 +112,5 @@ def attack(path: Path) -> str:
 
 
 def draw(result: Result, folder: Path) -> None:
-    known = result["experiments"]
-    panels: dict[str, dict[str, Any]] = {}
-    for name in SETTINGS:
-        methods = {**known.get(name, {}).get("methods", {}), **known.get(name + PROGRAM, {}).get("methods", {})}
-        found = {label: method["curve"] for label, method in methods.items() if method.get("curve")}
-        if found:
-            panels[name] = found
-    if panels:
+    if panels := page.panels(result, {name: (name, name + PROGRAM) for name in SETTINGS}):
         page.curves(folder / "curves.png", panels)

@@ -48,7 +48,9 @@ def main() -> None:
         for name, samples in (("pfedme-mnist", mnist(x, y)), ("pfedme-synthetic", synthetic())):
             path = options.out / f"{name}.npz"
             save(path, samples)
-            print(f"{path}: {len(samples)} samples, {len(samples.clients)} devices", flush=True)
+            different, shared = common(samples)
+            print(f"{path}: {len(samples)} samples, {different} of them different, {shared:.0%} also on another device;"
+                  f" {len(samples.clients)} devices", flush=True)
     except FleetError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
@@ -70,6 +72,16 @@ def mnist(x: NDArray[np.uint8], y: NDArray[np.int64]) -> Samples:
             device += [i] * len(taken)
     chosen = np.concatenate(held)
     return Samples(x[chosen], y[chosen], _names(np.array(device)), classes=tuple(map(str, range(DIGITS))))
+
+
+def common(samples: Samples) -> tuple[int, float]:
+    """(how many samples differ from each other, the share of samples that another device has too)."""
+    flat = np.ascontiguousarray(samples.x).reshape(len(samples), -1)
+    rows = flat.view(np.dtype((np.void, flat.dtype.itemsize * flat.shape[1])))[:, 0]
+    kind_N = np.unique(rows, return_inverse=True)[1]
+    held = np.unique(np.stack([kind_N, np.unique(np.asarray(samples.client), return_inverse=True)[1]]), axis=1)
+    devices_K = np.bincount(held[0])
+    return len(devices_K), float(np.mean(devices_K[kind_N] > 1))
 
 
 def pieces(counts: list[int]) -> list[int]:

@@ -92,12 +92,6 @@ def details(experiment: str, label: str, judged: Sequence[Mapping[str, Any]]) ->
 
 def draw(result: Result, folder: Path) -> None:
     """The accuracy by rounds on the devices of the authors' program, as far as ``result`` has curves."""
-    panels: dict[str, dict[str, Any]] = {}
-    for setting, title in EXPERIMENTS.items():
-        for form in (PUBLISHED, ALL):
-            methods = result["experiments"].get(setting + form, {"methods": {}})["methods"]
-            found = {label: method["curve"] for label, method in methods.items() if method.get("curve")}
-            if found:
-                panels.setdefault(title, {}).update(found)
-    if panels:
+    places = {title: (setting + PUBLISHED, setting + ALL) for setting, title in EXPERIMENTS.items()}
+    if panels := page.panels(result, places):
         page.curves(folder / "curves.png", panels)

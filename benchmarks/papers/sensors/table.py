@@ -6,6 +6,7 @@ counting the same. Two methods are told apart as there: by more than the spread 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Any
 
 from benchmarks import markdown
 from benchmarks.papers import page
+from benchmarks.papers.sensors import choose
 from cloud_server.figures import ABSENT, bytes_text, flops_text
 from cloud_server.laboratory import compare
 from cloud_server.laboratory.advice import GAP_OF_ONE_SEED, LEAST_GAP
 from cloud_server.laboratory.compare import Stat
 from cloud_server.laboratory.tables import gain_text
+from fleet_core.algorithms.methods import METHODS
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -38,7 +41,8 @@ def details(experiment: str, label: str, judged: Sequence[Row]) -> dict[str, Any
 def score(row: Row) -> float:
     """Of a judged round: each device, old or new, weighs the same."""
     parts = [row, *row.get("new_devices", {}).values()]
-    return sum(one["macro_f1"] * len(one["devices"]) for one in parts) / sum(len(one["devices"]) for one in parts)
+    weighed = sum(float(one["macro_f1"]) * len(one["devices"]) for one in parts)
+    return weighed / sum(len(one["devices"]) for one in parts)
 
 
 # What is known of a method --------------------------------------------------------------------------------------------
@@ -95,6 +99,7 @@ def tables(result: Result, paper: Result) -> dict[str, str]:
         found[f"{name}-costs"] = markdown.table(
             ["method", f"rounds to {TARGETS[name]:g}", "bytes", "gain", "arithmetic", "gain", "bytes a round",
              "arithmetic a round"], _costs(result, name))
+    found["edges"] = markdown.table(["set", "the largest rate tried was the best for"], _edges())
     found["both"] = markdown.table(["method", *SETS.values(), "mean", "lowest"], _both(result))
     return found
 
@@ -132,6 +137,18 @@ def _both(result: Result) -> Iterator[list[str]]:
     for label in sorted(common, key=lambda label: -sum(each(label))):
         yield [f"`{label}`", *(_text(scores[name][label]) for name in SETS), f"{sum(each(label)) / len(SETS):.3f}",
                f"{min(each(label)):.3f}"]
+
+
+def _edges() -> Iterator[list[str]]:
+    """Methods of which more may be had: several rates were tried, and the largest was chosen."""
+    chosen = json.loads(choose.CHOSEN.read_text()) if choose.CHOSEN.exists() else {}
+    for name, title in SETS.items():
+        found = []
+        for method, several in chosen.get(name, {"methods": {}})["methods"].items():
+            rates = [one["hyper"].get("client_lr", METHODS[method].hyper().client_lr) for one in several]
+            if min(rates) < max(rates) == rates[several.index(choose.best(several))]:
+                found.append(f"`{method}`")
+        yield [title, ", ".join(found)]
 
 
 def _a_round(method: Result, key: str, text: Callable[[float], str]) -> str:
