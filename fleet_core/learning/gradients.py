@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -260,7 +259,7 @@ class Estimators:
         hyper, batch = self._hyper, (e.support_x, e.support_y, e.query_x, e.query_y)
 
         def losses_and_margin(
-            share: float, w: Params, margin: Tensor, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor
+            w: Params, margin: Tensor, share: Tensor, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor
         ) -> tuple[Tensor, Tensor]:
             support, query = self._embedded(w, sx, qx)
             entropy = losses.proto_loss(support, sy, query, qy, self._classes, hyper.distance)
@@ -275,18 +274,18 @@ class Estimators:
 
         def gradient(at: Params) -> tuple[Tensor, Params]:
             w = {g: named for g, named in at.items() if g != "margin"}
-            given = at["margin"]
-            margin = _flat(w)[0].new_full(e.support_y.shape[:-1], float(given["value"]))
+            given, each = at["margin"], _flat(w)[0].new_ones(e.support_y.shape[:-1])
+            margin, share = each * float(given["value"]), each * float(given["loss_share"])
             measured: list[Tensor] = []
-            whole = self._lifted(partial(losses_and_margin, float(given["loss_share"])))
+            whole = self._lifted(losses_and_margin)
 
             def loss(w: Params) -> Tensor:
-                value, own = whole(w, margin, *batch)
+                value, own = whole(w, margin, share, *batch)
                 measured.append(own)
                 return cast(Tensor, value)
 
             value, slope = value_and_gradient(loss, leaves(w))
-            return value, {**slope, "margin": {**given, "value": measured[0]}}
+            return value, {**slope, "margin": {"value": measured[0], "loss_share": share}}
 
         return gradient
 
