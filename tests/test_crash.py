@@ -218,17 +218,23 @@ def test_dead_devices_are_noticed_and_the_round_closes_on_quorum(tmp_path: Path)
 
 
 def test_an_update_that_comes_after_the_close_is_late_and_without_effect(tmp_path: Path) -> None:
-    """What the device sent is held up by the network, not lost: it arrives when the next round is under way."""
+    """What the device sent is held up by the network, not lost: it arrives when the next round is under way. The other
+    device is held up until then, for a round ends without one that still trains."""
     folder = found_tiny(tmp_path / "run", rounds=3, quorum=0.5, deadline_s=2.0)
     with (
         mosquitto(tmp_path / "broker") as broker,
         Proxy(broker.port) as proxy,
+        Proxy(broker.port) as others,
         processes(folder, broker.url) as running,
     ):
-        running.own_url[DEVICE] = proxy.url
+        running.own_url |= {DEVICE: proxy.url, "d0": others.url}
         running.start("server", "d0", DEVICE)
-        running.message(STEPS["it trains"], what="d1 trains, which at first takes a second")
+        running.until(seen(running, "a round is announced, with what was counted"), what="round 1")
+        others.weather.half_open = True
+        running.until(seen(running, "it trains"), what="d1 trains")
         proxy.weather.half_open = True
+        running.until(lambda: list(folder.glob(f"{DEVICE}/methods/*/pending.safetensors")), what="an update of d1")
+        others.weather.half_open = False
         running.until(lambda: running.closed() >= 1, 30.0, "a round without d1")
         proxy.weather.half_open = False
         running.until(lambda: fate(folder, 1, DEVICE) is not None, 30.0, "what d1 sent")
@@ -236,6 +242,11 @@ def test_an_update_that_comes_after_the_close_is_late_and_without_effect(tmp_pat
     assert [fate(folder, 1, name) for name in ("d0", DEVICE)] == ["counted", "late"]
     assert fate(folder, 3, DEVICE) == "counted", "it is one of the fleet as before"
     check_duals(folder)
+
+
+def seen(running: Processes, step: str) -> Callable[[], bool]:
+    """Whether there was such a message since the processes began."""
+    return lambda: any(STEPS[step](message) for message in running.watcher.seen)
 
 
 def fate(folder: Path, number: int, device: str) -> str | None:
