@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks import markdown
@@ -17,13 +18,16 @@ EXPERIMENTS = {
     "mnist-tau-10": "MNIST, τ = 10, rate 0.01",
     "mnist-tau-4": "MNIST, τ = 4, rate 0.01",
     "cifar-10-tau-10": "CIFAR-10, τ = 10, rate 0.001",
+    "cifar-10-tau-4-alpha-0.001": "CIFAR-10, τ = 4, rate 0.001",
     "cifar-10-tau-4": "CIFAR-10, τ = 4, rate 0.01",
+    "cifar-10-tau-4-pure": "CIFAR-10, τ = 4, rate 0.01, different heterogeneity",
 }
 NAMES = {"fedavg-update": "FedAvg + update", "per-fedavg-fo": "Per-FedAvg (FO)", "per-fedavg-hf": "Per-FedAvg (HF)"}
 
 
 def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
-    head = ["setting", "row", "paper", "step on test data", "difference", "step on own data", "without a step", "seeds"]
+    head = ["setting", "row", "paper", "step on test data", "difference", "paper's at round", "step on own data",
+            "without a step", "seeds"]
     return {"accuracy": markdown.table(head, _rows(result, paper))}
 
 
@@ -35,8 +39,25 @@ def _rows(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
             whole = page.whole(result, experiment, label)
             apart = ABSENT if ours is None or not whole else f"{100 * ours - theirs:+.2f}"
             own, stepped, plain = (page.cell(result, experiment, label, figure) for figure in (OWN, THEIRS, BEFORE))
-            yield [title, name, f"{theirs:.2f} ± {around:.2f}", stepped, apart, own, plain,
-                   page.seeds(result, experiment, label)]
+            yield [title, name, f"{theirs:.2f} ± {around:.2f}", stepped, apart,
+                   _reached(result, experiment, label, theirs / 100), own, plain, page.seeds(result, experiment, label)]
+
+
+def _reached(result: Result, experiment: str, label: str, accuracy: float) -> str:
+    """The first judged round at which the mean over seeds is ``accuracy`` or more."""
+    method = page.method_of(result, experiment, label)
+    if method is None or "over" not in method:
+        return ABSENT
+    curves = [dict(method["seeds"][str(seed)]["details"]["stepped"]) for seed in method["over"]["seeds"]]
+    for number in curves[0]:
+        if all(number in curve for curve in curves) and fmean(curve[number] for curve in curves) >= accuracy:
+            return f"{number:,}"
+    return ABSENT
+
+
+def details(experiment: str, label: str, judged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """stepped: [[round, mean accuracy over the devices after the step on test samples], …]."""
+    return {"stepped": [[row["round"], round(row["test_step"]["accuracy"]["mean"], 6)] for row in judged]}
 
 
 def draw(result: Result, folder: Path) -> None:
