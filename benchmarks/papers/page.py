@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from fleet_core.storage import write_atomic, write_json
 
 RESULT, PAPER, PAGE = "result.json", "paper.json", "README.md"
 RUNS = "runs"
+PANELS = 4
+"""Of curves in a row, at the most."""
 
 Result = Mapping[str, Any]
 
@@ -149,8 +152,13 @@ def curves(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    image, axes = pyplot.subplots(1, len(panels), figsize=(4.8 * len(panels), 4.2), layout="constrained", squeeze=False)
-    for panel, (title, by_label) in zip(axes[0], panels.items(), strict=True):
+    rows = math.ceil(len(panels) / PANELS)
+    columns = math.ceil(len(panels) / rows)
+    size = 4.8 * columns, 4.2 * rows
+    image, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for panel in axes.flat[len(panels):]:
+        panel.remove()
+    for panel, (title, by_label) in zip(axes.flat, panels.items(), strict=False):
         for number, (label, curve) in enumerate(by_label.items()):
             rounds, means = [point[0] for point in curve], [point[1] for point in curve]
             around = [point[2] or 0.0 for point in curve]

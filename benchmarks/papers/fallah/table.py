@@ -20,7 +20,7 @@ EXPERIMENTS = {
     "cifar-10-tau-10": "CIFAR-10, τ = 10, rate 0.001",
     "cifar-10-tau-4-alpha-0.001": "CIFAR-10, τ = 4, rate 0.001",
     "cifar-10-tau-4": "CIFAR-10, τ = 4, rate 0.01",
-    "cifar-10-tau-4-pure": "CIFAR-10, τ = 4, rate 0.01, different heterogeneity",
+    "cifar-10-tau-4-pure": "CIFAR-10, τ = 4, rate 0.01, diff. hetero.",
 }
 NAMES = {"fedavg-update": "FedAvg + update", "per-fedavg-fo": "Per-FedAvg (FO)", "per-fedavg-hf": "Per-FedAvg (HF)"}
 
