@@ -18,7 +18,7 @@ HEADER_BYTES = 10  # of a CONNECT, before its payload
 MQTT_3_1_1 = 4
 
 
-class PatientPayload(ConnectPayload):  # type: ignore[misc]  # amqtt comes without types
+class PatientPayload:
     """amqtt 0.12.1 reads MQTT 5's CONNECT field by field as if it were 3.1.1, and waits for bytes that never come.
 
     Here such a packet is read whole, so that amqtt goes on to answer *unacceptable protocol version*.

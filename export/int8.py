@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
 from export import gate
 from export.graph import IR_VERSION, OPSET, _quiet
@@ -101,8 +101,8 @@ def _quantized(graph: Graph, params: Params, x: Array) -> bytes:
     return bytes(made.SerializeToString(deterministic=True))
 
 
-class _Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime comes without types
-    """Raw samples, a few at a time."""
+class _Reader:
+    """Raw samples, a few at a time; to onnxruntime a CalibrationDataReader is whatever has ``get_next``."""
 
     def __init__(self, x: Array) -> None:
         self._batches = iter([x[i : i + BATCH] for i in range(0, len(x), BATCH)])

@@ -177,8 +177,9 @@ def test_a_device_fetches_the_list_and_then_its_own_blob_and_no_other(tmp_path: 
     data = messages.encode(Given(tuple(blobs), tuple(blobs.values())))
     method = SimpleNamespace(name="pfedhn", version=1)
     manifest: Any = SimpleNamespace(given=Blob.of(data, 1024), round=3, method=method)
-    asked, service = Asked(), SimpleNamespace(layout=fleet.layout)
-    here = given.Given("a", Home(tmp_path), service, asked)  # type: ignore[arg-type]  # stand-ins for both
+    asked: Any = Asked()
+    service: Any = SimpleNamespace(layout=fleet.layout)
+    here = given.Given("a", Home(tmp_path), service, asked)
     assert not here.is_here(manifest)
     here.take(manifest, manifest.given.id, data)
     assert not here.is_here(manifest)
@@ -190,7 +191,7 @@ def test_a_device_fetches_the_list_and_then_its_own_blob_and_no_other(tmp_path: 
     held = Home(tmp_path).weights(given.NAME)
     assert held is not None
     assert same(fleet.wire.ordered(held.params), fleet.wire.ordered(made["a"]))
-    stranger = given.Given("c", Home(tmp_path / "c"), service, asked)  # type: ignore[arg-type]  # as above
+    stranger = given.Given("c", Home(tmp_path / "c"), service, asked)
     stranger.take(manifest, manifest.given.id, data)
     with pytest.raises(MessageError, match="no weights for this device"):
         stranger.is_here(manifest)

@@ -156,9 +156,9 @@ def curves(
     columns = math.ceil(len(panels) / rows)
     size = 4.8 * columns, 4.2 * rows
     image, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
-    for panel in axes.flat[len(panels):]:
+    for panel in axes.flat[len(panels) :]:
         panel.remove()
-    for panel, (title, by_label) in zip(axes.flat, panels.items(), strict=False):
+    for panel, (title, by_label) in zip(axes.flat[: len(panels)], panels.items(), strict=True):
         for number, (label, curve) in enumerate(by_label.items()):
             rounds, means = [point[0] for point in curve], [point[1] for point in curve]
             around = [point[2] or 0.0 for point in curve]

@@ -48,16 +48,16 @@ def _reached(result: Result, experiment: str, label: str, accuracy: float) -> st
     method = page.method_of(result, experiment, label)
     if method is None or "over" not in method:
         return ABSENT
-    curves = [dict(method["seeds"][str(seed)]["details"]["stepped"]) for seed in method["over"]["seeds"]]
-    for number in curves[0]:
-        if all(number in curve for curve in curves) and fmean(curve[number] for curve in curves) >= accuracy:
-            return f"{number:,}"
+    curves = [method["seeds"][str(seed)]["details"]["stepped"] for seed in method["over"]["seeds"]]
+    for number in sorted(set.intersection(*(set(curve) for curve in curves)), key=int):
+        if fmean(curve[number] for curve in curves) >= accuracy:
+            return f"{int(number):,}"
     return ABSENT
 
 
 def details(experiment: str, label: str, judged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """stepped: [[round, mean accuracy over the devices after the step on test samples], …]."""
-    return {"stepped": [[row["round"], round(row["test_step"]["accuracy"]["mean"], 6)] for row in judged]}
+    """stepped: {round: mean accuracy over the devices after the step on test samples}."""
+    return {"stepped": {str(row["round"]): round(row["test_step"]["accuracy"]["mean"], 6) for row in judged}}
 
 
 def draw(result: Result, folder: Path) -> None:
