@@ -30,6 +30,7 @@ BESIDES = {
     "MAML, the appendix's form": "maml-appendix",
 }
 """At 20 % alone; not in the paper."""
+FINETUNE, FINETUNING = "mnist-finetune", ("finetune_lr", "finetune_steps")
 
 
 def experiment_of(label: str, support: str) -> str:
@@ -73,11 +74,13 @@ def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
     cost = ["accuracy", "method", "rounds", "bytes up and down", "operations", "FedAvg's bytes by its own"]
     spread = ["method", "mean over devices", "worst", "best", "variance", "seeds"]
     speech = ["method", "paper", "ours", "seeds"]
+    finetune = ["rate", "steps", *(f"{float(p):.0%}" for p in SUPPORTS)]
     return {
         "accuracy": markdown.table(accuracy, _accuracies(result, paper["femnist"])),
         "besides": markdown.table(["method", "20 %", "seeds"], _besides(result)),
         "cost": markdown.table(cost, _costs(result, "0.2", TARGETS, {**LABELS, **BESIDES})),
         "spread": markdown.table(spread, _spreads(result)),
+        "finetune": markdown.table(finetune, _finetunes(result)),
         "shakespeare": markdown.table(speech, _speech(result, paper["shakespeare"])),
         "shakespeare-cost": markdown.table(cost, _costs(result, "0.2", SPEECH, LABELS, "shakespeare-20")),
     }
@@ -107,6 +110,15 @@ def _speech(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
     for row, label in LABELS.items():
         found = page.cell(result, "shakespeare-20", label, f"new_devices.0.2.{kind_of(row)}")
         yield [row, _percent(paper.get(row)), found, page.seeds(result, "shakespeare-20", label)]
+
+
+def _finetunes(result: Result) -> Iterator[list[str]]:
+    """What is tried for FedAvg(Meta); all are the same model, so that its own answers are told once."""
+    tried = result["experiments"].get(FINETUNE, {}).get("methods", {})
+    for kind, some in ((AS_IT_IS, dict(list(tried.items())[:1])), (OWN, tried)):
+        for label, method in some.items():
+            how = [ABSENT, "0"] if kind == AS_IT_IS else [f"{method['hyper'][key]:g}" for key in FINETUNING]
+            yield [*how, *(page.cell(result, FINETUNE, label, f"new_devices.{p}.{kind}") for p in SUPPORTS)]
 
 
 def _spreads(result: Result) -> Iterator[list[str]]:
