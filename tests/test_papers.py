@@ -79,7 +79,8 @@ def small(paper: str, path: Path) -> tuple[str, ...]:
     settings = ["budget.rounds=1", "seeds=[0]", "judge.every=0", "judge.devices=2", f"cohort={min(2, asked.cohort)}"]
     for number, method in enumerate(asked.method):
         known = {field.name for field in dataclasses.fields(METHODS[method.name].hyper)}
-        settings += [f"method.{number}.hyper.{key}={value}" for key, value in HYPER.items() if key in known]
+        settings += [f"method.{number}.hyper.{key}={value}" for key, value in HYPER.items()
+                     if key in known.difference(method.grid)]
     if asked.data.path:
         settings.append(f"data.path={named.home() / OWN}")
     if asked.data.set == "synthetic":
