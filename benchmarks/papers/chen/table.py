@@ -114,7 +114,8 @@ def _speech(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _finetunes(result: Result) -> Iterator[list[str]]:
     """What is tried for FedAvg(Meta); all are the same model, so that its own answers are told once."""
-    tried = result["experiments"].get(FINETUNE, {}).get("methods", {})
+    methods = result["experiments"].get(FINETUNE, {}).get("methods", {})
+    tried = dict(sorted(methods.items(), key=lambda one: [one[1]["hyper"][key] for key in FINETUNING]))
     for kind, some in ((AS_IT_IS, dict(list(tried.items())[:1])), (OWN, tried)):
         for label, method in some.items():
             how = [ABSENT, "0"] if kind == AS_IT_IS else [f"{method['hyper'][key]:g}" for key in FINETUNING]
