@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks import markdown
 from benchmarks.papers import page
-from cloud_server.figures import ABSENT
+from cloud_server.figures import ABSENT, flops_text
 
 Result = Mapping[str, Any]
 
@@ -30,7 +31,7 @@ def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
     sent = ["setting", "accuracy", "", *METHODS.values(), f"{METHODS[BASE]} by {METHODS[OURS]}"]
     rounds = ["setting", "method", *map(str, ROUNDS)]
     picture = f"\n![accuracy by rounds]({PICTURE})\n" if _panels(result) else ""
-    final = ["setting", "method", "mean over devices", "worst", "best", "seeds"]
+    final = ["setting", "method", "mean over devices", "worst", "best", "operations a round", "seeds"]
     reference = ["round", "the reference", "ours, float32", "ours, bfloat16"]
     return {
         "models": markdown.table(sent, _models(result, paper)),
@@ -96,7 +97,14 @@ def _final(result: Result) -> Iterator[list[str]]:
             where = place(name, label)
             cells = [page.cell(result, where, label, f"accuracy.{figure}") for figure in ("mean", "worst", "best")]
             if set(cells) != {ABSENT}:
-                yield [setting, title, *cells, page.seeds(result, where, label)]
+                yield [setting, title, *cells, _operations(result, where, label), page.seeds(result, where, label)]
+
+
+def _operations(result: Result, where: str, label: str) -> str:
+    """Of a round's training, over its devices, as counted from the layers' shapes."""
+    spent = [one["spent"] for one in (page.method_of(result, where, label) or {"seeds": {}})["seeds"].values()]
+    each = [one["flops"] / one["rounds"] for one in spent if "flops" in one]
+    return flops_text(fmean(each)) if each else ABSENT
 
 
 def _reference(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
