@@ -45,7 +45,10 @@ def kind_of(row: str) -> str:
 
 
 def details(experiment: str, label: str, judged: Sequence[Row]) -> dict[str, Any]:
-    """By support: the curve of both accuracies, what each target cost, and every new device's accuracy at the end."""
+    """By support: the curve of both accuracies, what each target cost, and at 20 % every new device's accuracy at the
+    end."""
+    if experiment == FINETUNE:
+        return {}
     targets = SPEECH if experiment.startswith("shakespeare") else TARGETS
     return {support: _of_support(support, judged, targets) for support in judged[-1].get("new_devices", {})}
 
@@ -58,7 +61,8 @@ def _of_support(support: str, judged: Sequence[Row], targets: Sequence[float]) -
         kind: {str(target): _cost(judged, found, target) for target in targets} for kind, found in values.items()
     }
     curve = [list(point) for point in zip([row["round"] for row in judged], *values.values(), strict=True)]
-    return {"curve": curve, "reached": reached, "devices": sorted(round(v, 4) for v in each[-1][1]["devices"].values())}
+    devices = each[-1][1]["devices"].values() if support == SUPPORTS[0] else ()
+    return {"curve": curve, "reached": reached, "devices": sorted(round(v, 4) for v in devices)}
 
 
 def _cost(judged: Sequence[Row], values: Sequence[float], target: float) -> dict[str, Any]:
