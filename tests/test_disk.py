@@ -203,15 +203,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     mount("-t", "tmpfs", "-o", "size=8m", "none", str(folder))
     yield folder
-    mount("-l", str(folder), program="umount")
+    command("umount", "-l", str(folder))
 
 
-def mount(*arguments: str, program: str = "mount") -> None:
+def mount(*arguments: str) -> None:
+    """Skips the test, with its reason, where nothing can be mounted."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         pytest.skip("mounting a small disk needs Linux and root")
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=20)
-    if done.returncode != 0:
-        pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+    try:
+        command("mount", *arguments)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"mounting is not allowed here: {error.stderr.strip()}")
+
+
+def command(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True, timeout=20)
 
 
 def fill(folder: Path) -> Path:
@@ -250,12 +256,12 @@ def read_only(tmp_path: Path) -> Iterator[Callable[[Path], Callable[[], None]]]:
     def make(folder: Path) -> Callable[[], None]:
         mount("--bind", str(folder), str(folder))
         mounted.append(str(folder))
-        mount("-o", "remount,bind,ro", str(folder))
-        return lambda: mount("-o", "remount,bind,rw", str(folder))
+        command("mount", "-o", "remount,bind,ro", str(folder))
+        return lambda: command("mount", "-o", "remount,bind,rw", str(folder))
 
     yield make
     for folder in mounted:
-        mount("-l", folder, program="umount")
+        command("umount", "-l", folder)
 
 
 def test_a_folder_that_becomes_read_only_is_named_in_the_status_until_it_can_be_written(copy, read_only):

@@ -200,6 +200,43 @@ def test_a_mean_over_seeds_is_that_of_their_last_rounds(toml: Path, tmp_path: Pa
     assert "before.accuracy.mean" in found["over"]["figures"]
 
 
+def test_seeds_of_two_machines_give_what_one_machine_would(toml: Path, tmp_path: Path) -> None:
+    gone(toml, tmp_path / "out")
+    whole = collect.collected([toml], tmp_path / "out")
+    for seed in ("0", "1"):
+        (tmp_path / seed / "toy").mkdir(parents=True)
+        (tmp_path / "out" / "toy" / f"fedavg-s{seed}").rename(tmp_path / seed / "toy" / f"fedavg-s{seed}")
+    first = read_again(collect.collected([toml], tmp_path / "0"))
+    assert set(first["experiments"]["toy"]["methods"]["fedavg"]["seeds"]) == {"0"}
+    both = collect.collected([toml], tmp_path / "1", kept=first)
+    assert read_again(both) == read_again(whole)
+    assert collect.collected([toml], tmp_path / "none", kept=read_again(whole)) == read_again(whole)
+
+
+def test_a_run_that_went_further_elsewhere_is_kept(toml: Path, tmp_path: Path) -> None:
+    gone(toml, tmp_path / "far", seeds=(0,))
+    far = read_again(collect.collected([toml], tmp_path / "far"))
+    gone(toml, tmp_path / "near", ends_after=3, seeds=(0,))
+    assert collect.collected([toml], tmp_path / "near", kept=far) == far
+
+
+def test_what_is_set_differently_now_is_not_kept(toml: Path, tmp_path: Path) -> None:
+    gone(toml, tmp_path / "out", seeds=(0,))
+    kept, said = collect.collected([toml], tmp_path / "out"), list[str]()
+    text = toml.read_text()
+    toml.write_text(text.replace("local_steps = 2", "local_steps = 3"))
+    assert collect.collected([toml], tmp_path / "none", kept=kept, say=said.append)["experiments"] == {}
+    toml.write_text(text.replace("every = 2", "every = 1"))
+    assert collect.collected([toml], tmp_path / "none", kept=kept, say=said.append)["experiments"] == {}
+    assert "no fedavg that is set as what was kept" in said[0]
+    assert "toy is set differently now" in said[1]
+
+
+def read_again(result: dict[str, Any]) -> dict[str, Any]:
+    again: dict[str, Any] = json.loads(json.dumps(result))
+    return again
+
+
 def test_a_cell_tells_the_round_of_runs_that_have_not_ended(toml: Path, tmp_path: Path) -> None:
     method = gone(toml, tmp_path / "out", ends_after=3)
     result = {"experiments": {"toy": {"methods": {"fedavg": method}}}}

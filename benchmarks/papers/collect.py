@@ -6,19 +6,22 @@
         methods
           LABEL
             method, hyper
-            seeds: {SEED: {round, of, ended, judged, seconds, figures, spent, details}}
+            seeds: {SEED: {round, of, ended, judged, seconds, figures, spent, curve, costs, details}}
             over:  {round, seeds, figures: {NAME: {mean, std, min, max, seeds}}}
             curve: [[round, mean over seeds of the mean accuracy over devices, its spread], …]
             reached: [{target, seeds, at: {MEASURE: {value, sign, std}}, gain}, …]
 
 A figure is named as in a line of ``rounds.jsonl``: ``accuracy.mean``, ``before.accuracy.pooled`` (the judged model as
-it is), ``new_devices.0.2.accuracy.mean``. Runs that have not begun are absent. ``over`` has the seeds that have ended;
-where none has, all that have begun, at the last round that each of them has judged. ``reached`` is read as
-``metafleet compare`` does, also of runs that have not ended, for the targets of the experiment.
+it is), ``new_devices.0.2.accuracy.mean``. Runs that have not begun are absent. A seed has the [round, mean accuracy] of
+its judgements, and for every target that it reached {target, round, spent}: all that is over seeds comes from these, so
+that seeds can be run on different machines. ``over`` has the seeds that have ended; where none has, those that went
+furthest. ``reached`` is read as ``metafleet compare`` does, also of runs that have not ended, for the targets of the
+experiment.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +31,8 @@ from cloud_server.laboratory import compare, trials
 from cloud_server.laboratory import experiment as experiments
 from cloud_server.laboratory.experiment import Experiment, Run
 from cloud_server.laboratory.store import Store
-from cloud_server.laboratory.trials import Trial
+from cloud_server.laboratory.trials import DEVICES, Point, Trial
+from cloud_server.outcome import SIMULATION
 from fleet_core import schema
 
 FORMAT = 1
@@ -37,6 +41,7 @@ NO_FIGURES = ("round", "loss", "participants", "refused", "models_transmitted", 
 """Of a line of ``rounds.jsonl``: what is no figure of how well the devices do."""
 
 Row = Mapping[str, Any]
+Methods = Mapping[str, Mapping[str, Any]]
 Details = Callable[[str, str, Sequence[Row]], Mapping[str, Any]]
 """(experiment, label, judged rounds) -> what a paper wants of a run besides. A round has, besides the figures of its
 line, ``spent``: by measure, from the first round up to the end of this one."""
@@ -54,15 +59,47 @@ class Made:
     trial: Trial | None
 
 
-def collected(files: Sequence[Path], out: Path, details: Details | None = None) -> dict[str, Any]:
-    """The result of a paper whose experiments are ``files`` and whose runs lie in ``out``/EXPERIMENT."""
+def collected(
+    files: Sequence[Path], out: Path, details: Details | None = None, *, kept: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """The result of a paper whose experiments are ``files`` and whose runs lie in ``out``/EXPERIMENT.
+
+    kept: an earlier result. What it has of runs that are not in ``out``, or went further than those there, stays; but
+    for experiments and methods that are set differently now, which ``say`` is told.
+    """
     found: dict[str, Any] = {"format": FORMAT, "experiments": {}}
     for path in files:
         asked = experiments.load(path)
+        before = _still_true(path.stem, asked, (kept or {}).get("experiments", {}).get(path.stem), say)
         runs = list(_made(asked, out / path.stem))
-        if runs:
-            found["experiments"][path.stem] = _of_experiment(path.stem, asked, runs, details)
+        if runs or before:
+            found["experiments"][path.stem] = _of_experiment(path.stem, asked, runs, before, details)
     return found
+
+
+def _still_true(name: str, asked: Experiment, kept: Row | None, say: Callable[[str], None]) -> Methods:
+    """The kept methods that the experiment still asks for as they were run."""
+    if kept is None:
+        return {}
+    if kept["settings"] != _settings(asked):
+        say(f"{name} is set differently now: what was kept of it is dropped")
+        return {}
+    hyper = {run.label: _written(run.hyper) for run in experiments.runs(asked)}
+    for label, method in kept["methods"].items():
+        if method["hyper"] != hyper.get(label):
+            say(f"{name} has no {label} that is set as what was kept, which is dropped")
+    return {label: method for label, method in kept["methods"].items() if method["hyper"] == hyper.get(label)}
+
+
+def _settings(asked: Experiment) -> Any:
+    settings = compare.present(_written(asked))
+    return {key: value for key, value in settings.items() if key not in ("method", "seeds")}
+
+
+def _written(value: Any) -> Any:
+    """As it is read again from a result."""
+    return json.loads(json.dumps(schema.plain(value)))
 
 
 def _made(asked: Experiment, folder: Path) -> Iterator[Made]:
@@ -82,28 +119,27 @@ def _data(run: Run, store: Store, rounds: Sequence[Row], judged: Sequence[Row]) 
             "seconds": sum(row["seconds"] for row in rounds)}
 
 
-def _of_experiment(name: str, asked: Experiment, runs: Sequence[Made], details: Details | None) -> dict[str, Any]:
-    settings = schema.plain(asked)
-    for key in ("method", "seeds"):
-        del settings[key]
-    known = [one.trial for one in runs if one.trial is not None]
-    targets = asked.judge.targets
-    entries = {entry.label: entry for entry in compare.compare(known, targets=targets).entries} if known else {}
-    by_label: dict[str, list[Made]] = {}
-    for one in runs:
-        by_label.setdefault(one.run.label, []).append(one)
+def _of_experiment(
+    name: str, asked: Experiment, runs: Sequence[Made], kept: Methods, details: Details | None
+) -> dict[str, Any]:
     methods: dict[str, Any] = {}
-    for label, several in by_label.items():
-        methods[label] = {
-            "method": several[0].run.method.name, "hyper": schema.plain(several[0].run.hyper),
-            "seeds": {str(one.run.seed): _of_run(name, one, details) for one in several},
-        }
-        judged = [one for one in several if one.judged]
-        if judged:
-            methods[label] |= {"over": _over(judged), "curve": _curve(judged)}
-        if targets and label in entries:
-            methods[label]["reached"] = compare.present([schema.plain(one) for one in entries[label].reached])
-    return {"settings": compare.present(settings), "methods": methods}
+    for run in experiments.runs(asked):
+        before = kept.get(run.label, {}).get("seeds", {}).get(str(run.seed))
+        made = next((one for one in runs if one.run == run), None)
+        if made is not None and (before is None or made.rounds[-1]["round"] >= before["round"]):
+            before = _of_run(name, made, details)
+        if before is not None:
+            method = {"method": run.method.name, "hyper": _written(run.hyper), "seeds": {}}
+            methods.setdefault(run.label, method)["seeds"][str(run.seed)] = before
+    for label, method in methods.items():
+        if method["seeds"] == kept.get(label, {}).get("seeds"):
+            methods[label] = dict(kept[label])
+        elif any("judged" in one for one in method["seeds"].values()):
+            counted = _counted(method["seeds"])
+            method |= {"over": _over(counted), "curve": _curve(counted)}
+    for label, reached in _reached(asked, methods).items():
+        methods[label]["reached"] = reached
+    return {"settings": _settings(asked), "methods": methods}
 
 
 def _of_run(name: str, one: Made, details: Details | None) -> dict[str, Any]:
@@ -112,33 +148,73 @@ def _of_run(name: str, one: Made, details: Details | None) -> dict[str, Any]:
         "seconds": round(sum(row["seconds"] for row in one.rounds), 1),
     }
     if one.trial is not None:
-        found |= {"judged": one.judged[-1]["round"], "figures": figures(one.judged[-1]), "spent": one.trial.spent}
+        found |= {"judged": one.judged[-1]["round"], "figures": figures(one.judged[-1]), "spent": one.trial.spent,
+                  "curve": [[point.round, _score(point)] for point in one.trial.points]}
+        found |= {"costs": _costs(one.trial)} if one.trial.targets else {}
         rows = [{**row, "spent": point.spent} for row, point in zip(one.judged, one.trial.points, strict=True)]
         more = details(name, one.run.label, rows) if details else {}
         found |= {"details": dict(more)} if more else {}
     return found
 
 
-def _over(runs: Sequence[Made]) -> dict[str, Any]:
-    counted = [one for one in runs if one.ended] or list(runs)
-    rounds = set.intersection(*({row["round"] for row in one.judged} for one in counted))
-    if not rounds:
-        return {"round": 0, "seeds": [], "figures": {}}
-    last = max(rounds)
-    each = [figures(next(row for row in one.judged if row["round"] == last)) for one in counted]
+def _score(point: Point) -> float:
+    return point.scores[DEVICES]["mean"]
+
+
+def _costs(trial: Trial) -> list[dict[str, Any]]:
+    """For every target that was reached, the first judgement that did."""
+    first = {target: next((p for p in trial.points if _score(p) >= target), None) for target in trial.targets}
+    return [{"target": target, "round": point.round, "spent": dict(point.spent)}
+            for target, point in first.items() if point is not None]
+
+
+# Over seeds -----------------------------------------------------------------------------------------------------------
+
+
+def _counted(seeds: Methods) -> Methods:
+    """The seeds that have ended; where none has, those whose last judgement is the last of all."""
+    judged = {seed: one for seed, one in seeds.items() if "judged" in one}
+    ended = {seed: one for seed, one in judged.items() if one["ended"]}
+    last = max(one["judged"] for one in judged.values())
+    return ended or {seed: one for seed, one in judged.items() if one["judged"] == last}
+
+
+def _over(seeds: Methods) -> dict[str, Any]:
+    each = [one["figures"] for one in seeds.values()]
     names = [name for name in each[0] if all(name in one for one in each)]
     return {
-        "round": last, "seeds": [one.run.seed for one in counted],
-        "figures": {name: compare.present(schema.plain(compare.stat([one[name] for one in each]))) for name in names},
+        "round": min(one["judged"] for one in seeds.values()), "seeds": [int(seed) for seed in seeds],
+        "figures": {name: compare.present(_written(compare.stat([one[name] for one in each]))) for name in names},
     }
 
 
-def _curve(runs: Sequence[Made]) -> list[list[float | None]]:
-    counted = [one for one in runs if one.ended] or list(runs)
-    each = [{row["round"]: row["accuracy"]["mean"] for row in one.judged} for one in counted]
+def _curve(seeds: Methods) -> list[list[float | None]]:
+    each = [dict(one["curve"]) for one in seeds.values()]
     common = sorted(set.intersection(*(set(one) for one in each)))
     stats = [compare.stat([one[number] for one in each]) for number in common]
     return [[number, stat.mean, stat.std] for number, stat in zip(common, stats, strict=True)]
+
+
+def _reached(asked: Experiment, methods: Methods) -> dict[str, Any]:
+    """By label, as ``metafleet compare`` tells it; of labels whose seeds all have their costs."""
+    known = [
+        _trial(label, method["method"], int(seed), one) for label, method in methods.items()
+        if all("costs" in one for one in method["seeds"].values()) for seed, one in method["seeds"].items()
+    ]
+    if not known:
+        return {}
+    entries = compare.compare(known, targets=asked.judge.targets).entries
+    return {entry.label: compare.present(_written(entry.reached)) for entry in entries}
+
+
+def _trial(label: str, method: str, seed: int, one: Row) -> Trial:
+    """The run with the judgements alone that its costs and its end come from."""
+    means = dict(one["curve"])
+    spent = {found["round"]: found["spent"] for found in one["costs"]}
+    points = [Point(number, {DEVICES: {"mean": means[number]}}, spent[number]) for number in sorted(spent)]
+    last = {DEVICES: {"mean": means[one["judged"]]}}
+    return Trial(Path(label), SIMULATION, label, method, seed, 0, {}, {}, (), tuple(points), last, one["spent"],
+                 one["seconds"])
 
 
 def figures(row: Row, at: str = "") -> dict[str, float]:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.papers.page PAPER … [--out build/papers]
 
-It collects the runs below OUT/PAPER into PAPER/result.json (``collect``); what is on the page comes from there and from
-PAPER/paper.json, the paper's own figures with their source. With ``--kept`` nothing is collected: the page is made anew
-of the result.json that is there. PAPER/table.py has what is special about a paper:
+It collects the runs below OUT/PAPER into PAPER/result.json (``collect``), beside those that it has from other machines;
+what is on the page comes from there and from PAPER/paper.json, the paper's own figures with their source. With
+``--kept`` nothing is collected: the page is made anew of the result.json that is there. PAPER/table.py has what is
+special about a paper:
 
     tables(result, paper) -> {NAME: Markdown}     for the places <!-- table NAME --> … <!-- end --> of README.md
     draw(result, folder)                          its pictures, where it has any (they need matplotlib)
@@ -19,6 +20,7 @@ import argparse
 import importlib
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,9 @@ def made(folder: Path, out: Path | None) -> None:
     """The page in ``folder``; collected anew from ``out`` where it is given."""
     special = importlib.import_module(f"benchmarks.papers.{folder.name}.table")
     if out is not None:
-        found = collect.collected(run.files(folder.name), out / folder.name, getattr(special, "details", None))
+        before = json.loads((folder / RESULT).read_text()) if (folder / RESULT).exists() else None
+        found = collect.collected(run.files(folder.name), out / folder.name, getattr(special, "details", None),
+                                  kept=before, say=lambda line: print(line, file=sys.stderr))
         write_json(folder / RESULT, found)
     result = json.loads((folder / RESULT).read_text())
     if hasattr(special, "draw"):

@@ -30,12 +30,13 @@ BESIDES = {
     "MAML, the appendix's form": "maml-appendix",
 }
 """At 20 % alone; not in the paper."""
+FIRST = SUPPORTS[0]
 FINETUNE, FINETUNING = "mnist-finetune", ("finetune_lr", "finetune_steps")
 
 
 def experiment_of(label: str, support: str) -> str:
     """FedAvg's training is the same whatever the support: what is not judged with 20 % is in one experiment."""
-    together = label == "fedavg-meta" and support != "0.2"
+    together = label == "fedavg-meta" and support != FIRST
     return "mnist-fedavg" if together else f"mnist-{float(support):.0%}".rstrip("%")
 
 
@@ -61,7 +62,7 @@ def _of_support(support: str, judged: Sequence[Row], targets: Sequence[float]) -
         kind: {str(target): _cost(judged, found, target) for target in targets} for kind, found in values.items()
     }
     curve = [list(point) for point in zip([row["round"] for row in judged], *values.values(), strict=True)]
-    devices = each[-1][1]["devices"].values() if support == SUPPORTS[0] else ()
+    devices = each[-1][1]["devices"].values() if support == FIRST else ()
     return {"curve": curve, "reached": reached, "devices": sorted(round(v, 4) for v in devices)}
 
 
@@ -122,10 +123,14 @@ def _finetunes(result: Result) -> Iterator[list[str]]:
     """What is tried for FedAvg(Meta); all are the same model, so that its own answers are told once."""
     methods = result["experiments"].get(FINETUNE, {}).get("methods", {})
     tried = dict(sorted(methods.items(), key=lambda one: [one[1]["hyper"][key] for key in FINETUNING]))
-    for kind, some in ((AS_IT_IS, dict(list(tried.items())[:1])), (OWN, tried)):
-        for label, method in some.items():
-            how = [ABSENT, "0"] if kind == AS_IT_IS else [f"{method['hyper'][key]:g}" for key in FINETUNING]
-            yield [*how, *(page.cell(result, FINETUNE, label, f"new_devices.{p}.{kind}") for p in SUPPORTS)]
+    for label in list(tried)[:1]:
+        yield [ABSENT, "0", *_by_support(result, label, AS_IT_IS)]
+    for label, method in tried.items():
+        yield [*(f"{method['hyper'][key]:g}" for key in FINETUNING), *_by_support(result, label, OWN)]
+
+
+def _by_support(result: Result, label: str, kind: str) -> list[str]:
+    return [page.cell(result, FINETUNE, label, f"new_devices.{support}.{kind}") for support in SUPPORTS]
 
 
 def _spreads(result: Result) -> Iterator[list[str]]:
