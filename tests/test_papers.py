@@ -23,7 +23,7 @@ from fleet_core.algorithms.methods import METHODS
 from fleet_core.data.samples import Samples, save
 from fleet_core.data.sets import named
 from fleet_core.data.sets.registry import Entry, entry
-from fleet_core.errors import ConfigError
+from fleet_core.errors import ConfigError, DataError
 from tests.lab import recordings
 
 TOMLS = [path for paper in run.papers() for path in run.files(paper)]
@@ -211,6 +211,15 @@ def test_seeds_of_two_machines_give_what_one_machine_would(toml: Path, tmp_path:
     both = collect.collected([toml], tmp_path / "1", kept=first)
     assert read_again(both) == read_again(whole)
     assert collect.collected([toml], tmp_path / "none", kept=read_again(whole)) == read_again(whole)
+
+
+def test_seeds_without_curves_are_not_put_together_with_new_ones(toml: Path, tmp_path: Path) -> None:
+    gone(toml, tmp_path / "first", seeds=(0,))
+    first = collect.collected([toml], tmp_path / "first")
+    del first["experiments"]["toy"]["methods"]["fedavg"]["seeds"]["0"]["curve"]
+    gone(toml, tmp_path / "second", seeds=(1,))
+    with pytest.raises(DataError, match="from before each had its curve"):
+        collect.collected([toml], tmp_path / "second", kept=first)
 
 
 def test_a_run_that_went_further_elsewhere_is_kept(toml: Path, tmp_path: Path) -> None:

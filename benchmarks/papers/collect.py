@@ -34,6 +34,7 @@ from cloud_server.laboratory.store import Store
 from cloud_server.laboratory.trials import DEVICES, Point, Trial
 from cloud_server.outcome import SIMULATION
 from fleet_core import schema
+from fleet_core.errors import DataError
 
 FORMAT = 1
 NO_FIGURES = ("round", "loss", "participants", "refused", "models_transmitted", "models_transmitted_paper",
@@ -136,6 +137,9 @@ def _of_experiment(
             methods[label] = dict(kept[label])
         elif any("judged" in one for one in method["seeds"].values()):
             counted = _counted(method["seeds"])
+            if not all("curve" in one for one in counted.values()):
+                raise DataError(f"{label}: seeds from before each had its curve, and new ones", where=name,
+                                hint="run all of its seeds again")
             method |= {"over": _over(counted), "curve": _curve(counted)}
     for label, reached in _reached(asked, methods).items():
         methods[label]["reached"] = reached
