@@ -28,6 +28,7 @@ from typing import Any
 from benchmarks import markdown
 from benchmarks.papers import collect, run
 from cloud_server.figures import ABSENT
+from fleet_core.errors import FleetError
 from fleet_core.storage import write_atomic, write_json
 
 RESULT, PAPER, PAGE = "result.json", "paper.json", "README.md"
@@ -186,8 +187,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=run.OUT)
     parser.add_argument("--kept", action="store_true", help="make the page of the result.json that is there")
     options = parser.parse_args()
-    for paper in options.papers:
-        made(run.HERE / paper, None if options.kept else options.out)
+    try:
+        for paper in options.papers:
+            made(run.HERE / paper, None if options.kept else options.out)
+    except FleetError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
