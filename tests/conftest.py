@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tests.loopback_board import Board
 
 SHARED_VARIABLE = "METAFLEET_SHARED"
+NOT_HERE = "reads data that is not in the repository"
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 SYSTEM_FOLDERS = os.pathsep.join(["/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin", "/opt/local/sbin"])
 
@@ -58,8 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips, with the reason, what this machine cannot run."""
     for item in items:
         if not os.environ.get(SHARED_VARIABLE) and "shared" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.skip(reason=f"reads data that is not in the repository: set {SHARED_VARIABLE}"))
-            item.add_marker(pytest.mark.allowed_skip)
+            item.add_marker(pytest.mark.skip(reason=f"{NOT_HERE}: set {SHARED_VARIABLE}"))
+            item.add_marker(pytest.mark.allowed_skip(NOT_HERE))
         for program in (name for mark in item.iter_markers("needs") for name in mark.args):
             if not (shutil.which(program) or shutil.which(program, path=SYSTEM_FOLDERS)):
                 item.add_marker(pytest.mark.skip(reason=f"needs {program}, which is not on this machine"))
@@ -67,9 +68,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """In CI a test that is skipped counts as failed, unless it is marked allowed_skip."""
+    """In CI a test that is skipped counts as failed, unless it is for a reason that its mark allowed_skip tells."""
     report = yield
-    if not hasattr(report, "wasxfail") and item.get_closest_marker("allowed_skip") is None:
+    allowed = [reason for mark in item.iter_markers("allowed_skip") for reason in mark.args]
+    if not hasattr(report, "wasxfail") and not any(reason in _reason(report) for reason in allowed):
         fail_if_skipped(report)
     return report
 
@@ -84,6 +86,11 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 def fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
     if IN_CI and report.skipped:
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
-        report.longrepr = f"{reason}\n(a skip is a failure in CI: mend the machine, or mark the test allowed_skip)"
+        report.longrepr = (
+            f"{_reason(report)}\n(a skip is a failure in CI: mend the machine, or mark the test allowed_skip)"
+        )
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    return str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)

@@ -137,8 +137,13 @@ def picture(folder: Path, size: int = 6 * MIB + 512) -> Path:
     return path
 
 
-# A machine of CI may have no loop device.
-@pytest.fixture(params=["file", pytest.param("loop", marks=pytest.mark.allowed_skip)])
+NO_LOOP = "no loop device can be had"
+"""The kernel of a machine of CI may have none; the program that makes one is there."""
+
+
+@pytest.fixture(params=[
+    "file", pytest.param("loop", marks=[pytest.mark.needs("losetup"), pytest.mark.allowed_skip(NO_LOOP)]),
+])
 def used(request, tmp_path):
     """A card that is full of something else."""
     path = tmp_path / "card"
@@ -147,11 +152,10 @@ def used(request, tmp_path):
         yield block.inspect(path, rehearse=True)
         return
     losetup = shutil.which("losetup", path=disks.PATH)
-    if losetup is None:
-        pytest.skip("losetup is not on this machine")
+    assert losetup is not None
     made = subprocess.run([losetup, "--find", "--show", str(path)], capture_output=True, text=True)
     if made.returncode != 0:
-        pytest.skip(f"no loop device can be had: {made.stderr.strip()}")
+        pytest.skip(f"{NO_LOOP}: {made.stderr.strip()}")
     loop = Path(made.stdout.strip())
     try:
         yield block.inspect(loop, rehearse=True)

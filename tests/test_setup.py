@@ -272,7 +272,7 @@ import pytest
 def test_one(): pass
 
 @pytest.mark.skip(reason="Linux only")
-@pytest.mark.allowed_skip
+@pytest.mark.allowed_skip("Linux")
 def test_two(): pass
 
 @pytest.mark.needs("sh", "no-such-program")
@@ -282,6 +282,10 @@ def test_three(): pass
 def test_four(): raise OSError
 
 def test_five(shared): pass
+
+@pytest.mark.skip(reason="no tool")
+@pytest.mark.allowed_skip("Linux")
+def test_six(): pass
 """
 
 
@@ -300,14 +304,14 @@ def run_pytest(folder: Path, text: str, **environment: str) -> str:
 
 def test_skips_are_reported_outside_ci(tmp_path: Path) -> None:
     out = run_pytest(tmp_path, SKIPS)
-    assert "4 skipped, 1 xfailed" in out
+    assert "5 skipped, 1 xfailed" in out
     assert "needs no-such-program, which is not on this machine" in out
     assert "set METAFLEET_SHARED" in out
 
 
 def test_a_skip_without_leave_fails_in_ci(tmp_path: Path) -> None:
     out = run_pytest(tmp_path, SKIPS, CI="true")
-    assert "2 skipped, 1 xfailed, 2 errors" in out
+    assert "2 skipped, 1 xfailed, 3 errors" in out
     assert "a skip is a failure in CI" in out
 
 

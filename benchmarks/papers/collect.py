@@ -125,13 +125,13 @@ def _of_experiment(
 ) -> dict[str, Any]:
     methods: dict[str, Any] = {}
     for run in experiments.runs(asked):
-        before = kept.get(run.label, {}).get("seeds", {}).get(str(run.seed))
+        found = kept.get(run.label, {}).get("seeds", {}).get(str(run.seed))
         made = next((one for one in runs if one.run == run), None)
-        if made is not None and (before is None or made.rounds[-1]["round"] >= before["round"]):
-            before = _of_run(name, made, details)
-        if before is not None:
+        if made is not None and (found is None or made.rounds[-1]["round"] >= found["round"]):
+            found = _of_run(name, made, details)
+        if found is not None:
             method = {"method": run.method.name, "hyper": _written(run.hyper), "seeds": {}}
-            methods.setdefault(run.label, method)["seeds"][str(run.seed)] = before
+            methods.setdefault(run.label, method)["seeds"][str(run.seed)] = found
     for label, method in methods.items():
         if method["seeds"] == kept.get(label, {}).get("seeds"):
             methods[label] = dict(kept[label])

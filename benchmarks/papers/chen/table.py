@@ -85,11 +85,11 @@ def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
     return {
         "accuracy": markdown.table(accuracy, _accuracies(result, paper["femnist"])),
         "besides": markdown.table(["method", "20 %", "seeds"], _besides(result)),
-        "cost": markdown.table(cost, _costs(result, "0.2", TARGETS, {**LABELS, **BESIDES})),
+        "cost": markdown.table(cost, _costs(result, FIRST, TARGETS, {**LABELS, **BESIDES})),
         "spread": markdown.table(spread, _spreads(result)),
         "finetune": markdown.table(finetune, _finetunes(result)),
         "shakespeare": markdown.table(speech, _speech(result, paper["shakespeare"])),
-        "shakespeare-cost": markdown.table(cost, _costs(result, "0.2", SPEECH, LABELS, "shakespeare-20")),
+        "shakespeare-cost": markdown.table(cost, _costs(result, FIRST, SPEECH, LABELS, "shakespeare-20")),
     }
 
 
@@ -135,7 +135,7 @@ def _by_support(result: Result, label: str, kind: str) -> list[str]:
 
 def _spreads(result: Result) -> Iterator[list[str]]:
     for row, label in {**LABELS, **BESIDES}.items():
-        where, at = experiment_of(label, "0.2"), "new_devices.0.2.accuracy"
+        where, at = experiment_of(label, FIRST), f"new_devices.{FIRST}.accuracy"
         if row == FEDAVG or not page.method_of(result, where, label):  # of the model as it is only the mean is known
             continue
         cells = [page.cell(result, where, label, f"{at}.{figure}") for figure in ("mean", "worst", "best")]
@@ -191,7 +191,7 @@ def _fewer(base: Mapping[str, Any] | None, found: Mapping[str, Any]) -> str:
 
 def draw(result: Result, folder: Path) -> None:
     panels = {f"MNIST by writer, {float(p):.0%} support": _curves(result, p) for p in SUPPORTS}
-    panels |= {"Shakespeare by role, 20% support": _curves(result, "0.2", "shakespeare-20")}
+    panels |= {"Shakespeare by role, 20% support": _curves(result, FIRST, "shakespeare-20")}
     panels = {title: curves for title, curves in panels.items() if any(len(curve) > 1 for curve in curves.values())}
     if panels:
         page.curves(folder / "curves.png", panels, ylabel="accuracy over all samples of the new devices")
@@ -218,13 +218,13 @@ def _curves(result: Result, support: str, where: str = "") -> dict[str, list[lis
 
 
 def _devices(result: Result, label: str) -> list[float]:
-    method = page.method_of(result, experiment_of(label, "0.2"), label)
+    method = page.method_of(result, experiment_of(label, FIRST), label)
     return sorted(value for one in (method or {}).get("seeds", {}).values()
-                  for value in one.get("details", {}).get("0.2", {}).get("devices", []))
+                  for value in one.get("details", {}).get(FIRST, {}).get("devices", []))
 
 
 def _judged(result: Result, label: str) -> int:
-    method = page.method_of(result, experiment_of(label, "0.2"), label) or {"seeds": {}}
+    method = page.method_of(result, experiment_of(label, FIRST), label) or {"seeds": {}}
     return min((one["judged"] for one in method["seeds"].values() if "judged" in one), default=0)
 
 
