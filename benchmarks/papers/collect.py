@@ -153,7 +153,7 @@ def _of_run(name: str, one: Made, details: Details | None) -> dict[str, Any]:
     }
     if one.trial is not None:
         found |= {"judged": one.judged[-1]["round"], "figures": figures(one.judged[-1]), "spent": one.trial.spent,
-                  "curve": [[point.round, _score(point)] for point in one.trial.points]}
+                  "curve": [[point.round, point.scores[DEVICES]["mean"]] for point in one.trial.points]}
         found |= {"costs": _costs(one.trial)} if one.trial.targets else {}
         rows = [{**row, "spent": point.spent} for row, point in zip(one.judged, one.trial.points, strict=True)]
         more = details(name, one.run.label, rows) if details else {}
@@ -161,15 +161,10 @@ def _of_run(name: str, one: Made, details: Details | None) -> dict[str, Any]:
     return found
 
 
-def _score(point: Point) -> float:
-    return point.scores[DEVICES]["mean"]
-
-
 def _costs(trial: Trial) -> list[dict[str, Any]]:
     """For every target that was reached, the first judgement that did."""
-    first = {target: next((p for p in trial.points if _score(p) >= target), None) for target in trial.targets}
     return [{"target": target, "round": point.round, "spent": dict(point.spent)}
-            for target, point in first.items() if point is not None]
+            for target in trial.targets if (point := compare.first_at(trial, target)) is not None]
 
 
 # Over seeds -----------------------------------------------------------------------------------------------------------
@@ -216,9 +211,11 @@ def _trial(label: str, method: str, seed: int, one: Row) -> Trial:
     means = dict(one["curve"])
     spent = {found["round"]: found["spent"] for found in one["costs"]}
     points = [Point(number, {DEVICES: {"mean": means[number]}}, spent[number]) for number in sorted(spent)]
-    last = {DEVICES: {"mean": means[one["judged"]]}}
-    return Trial(Path(label), SIMULATION, label, method, seed, 0, {}, {}, (), tuple(points), last, one["spent"],
-                 one["seconds"])
+    return Trial(
+        where=Path(label), kind=SIMULATION, label=label, method=method, seed=seed, devices=0, setting={}, choices={},
+        targets=(), points=tuple(points), last={DEVICES: {"mean": means[one["judged"]]}}, spent=one["spent"],
+        seconds=one["seconds"],
+    )
 
 
 def figures(row: Row, at: str = "") -> dict[str, float]:

@@ -291,7 +291,7 @@ def _highest(groups: Mapping[str, Sequence[Trial]], base: Entry | None, figure: 
 def _cost(group: Sequence[Trial], target: float, figure: str) -> dict[str, Bound]:
     """By measure, the mean over seeds of what was spent up to the first judged round at ``target``; where that was not
     reached, of what was spent in all."""
-    first = [_first(trial, target, figure) for trial in group]
+    first = [first_at(trial, target, figure) for trial in group]
     spent = [trial.spent if point is None else point.spent for trial, point in zip(group, first, strict=True)]
     costs = {key: stat([one[key] for one in spent]) for key in _common(spent)}
     if all(first):
@@ -299,14 +299,15 @@ def _cost(group: Sequence[Trial], target: float, figure: str) -> dict[str, Bound
     return {key: Bound(cost.mean, ">") for key, cost in costs.items() if cost.mean}
 
 
-def _first(trial: Trial, target: float, figure: str) -> Point | None:
+def first_at(trial: Trial, target: float, figure: str = TARGETS_OF[ACCURACY]) -> Point | None:
+    """The first judged round in which ``figure``, of those of ``TARGETS_OF``, is ``target`` or more."""
     return next((point for point in trial.points if point.scores[DEVICES].get(figure, 0.0) >= target), None)
 
 
 def _reached(group: Sequence[Trial], target: float, figure: str, base: Mapping[str, Bound] | None) -> Reached:
     at = _cost(group, target, figure)
     gain = {key: found for key in at if base and key in base and (found := _gain(base[key], at[key]))}
-    return Reached(target, sum(_first(trial, target, figure) is not None for trial in group), at, gain)
+    return Reached(target, sum(first_at(trial, target, figure) is not None for trial in group), at, gain)
 
 
 def _gain(base: Bound, own: Bound) -> Bound | None:
