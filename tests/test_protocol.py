@@ -44,6 +44,7 @@ from fleet_core.transfer import Inbox, chunks
 KINDS = (Manifest, UploadManifest, Presence, Report, Down, ServerPresence, Question, Answer, EnrolRequest, EnrolAnswer)
 
 names = st.text(string.ascii_letters + string.digits + "-_", min_size=1, max_size=64)
+codecs = st.text(string.ascii_letters + string.digits + "-_", min_size=1, max_size=32)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 numbers = st.floats(-1e9, 1e9)
 ids = st.text("0123456789abcdef", min_size=32, max_size=32)
@@ -74,7 +75,7 @@ manifests = st.builds(
     open=st.booleans(),
 )
 uploads = st.builds(
-    UploadManifest, blobs, names, ids, names, names, st.integers(0, 9), st.integers(0, 9),
+    UploadManifest, blobs, codecs, ids, names, names, st.integers(0, 9), st.integers(0, 9),
     st.dictionaries(names, numbers, max_size=3), st.dictionaries(names, numbers, max_size=3),
     st.builds(Cost, st.integers(0, 9), st.floats(0, 9), st.none() | st.floats(0, 9)),
 )
