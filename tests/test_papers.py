@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import markdown
 from benchmarks.papers import collect, page, run
+from benchmarks.papers.lim import attack
+from benchmarks.papers.lim.table import CASES
 from cloud_server.figures import ABSENT
 from cloud_server.laboratory import compare
 from cloud_server.laboratory import experiment as experiments
@@ -32,8 +35,6 @@ CLIENTS = {"mnist": 12, "shakespeare": 12, "heartbeat-22": 12, "har": 12, "omnig
 """Clients of the made sets."""
 OWN = "own.npz"
 """In place of what an experiment names by its path."""
-SMALL: dict[str, tuple[str, ...]] = {}
-"""Settings that a paper's experiments take besides, to be small."""
 DEVICES: dict[str, dict[str, int]] = {
     "acid": {"devices": 10, "train_per_device": 20, "test_per_device": 10},
     "alid": {"devices": 10, "train_per_device": 20, "test_per_device": 10},
@@ -73,7 +74,7 @@ def made(wanted: Entry, clients: int, seed: int) -> Samples:
     return Samples(x[order], y[order], None if client is None else client[order], time, names)
 
 
-def small(paper: str, path: Path) -> tuple[str, ...]:
+def small(path: Path) -> tuple[str, ...]:
     """Settings that make the experiment small."""
     asked = experiments.load(path)
     settings = ["budget.rounds=1", "seeds=[0]", "judge.every=0", "judge.devices=2", f"cohort={min(2, asked.cohort)}"]
@@ -89,12 +90,12 @@ def small(paper: str, path: Path) -> tuple[str, ...]:
         settings += ["judge.novel_classes=[0, 1]", "judge.novel={devices=2,classes_per_device=2,shots=2,queries=2}"]
     devices = DEVICES.get(asked.partition.kind, {})
     settings += [f"partition.options.{key}={value}" for key, value in devices.items()]
-    return (*settings, *SMALL.get(paper, ()))
+    return tuple(settings)
 
 
 def ran(path: Path, out: Path) -> Path:
     """The experiment in small, below ``out``."""
-    asked = experiments.load(path, small(path.parent.name, path))
+    asked = experiments.load(path, small(path))
     simulate(asked, out / path.parent.name / path.stem, Options(jobs=1, device="cpu"))
     return out / path.parent.name
 
@@ -271,3 +272,46 @@ def test_every_place_of_a_page_has_its_table() -> None:
     assert markdown.filled(filled, tables) == filled
     with pytest.raises(ValueError, match="two"):
         markdown.filled(text, {"one": ""})
+
+
+# The attack -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", attack.NETWORKS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_attackers_gradient_is_the_devices_where_image_and_means_are(name: str, case: str) -> None:
+    """But for a whole episode: there the means move with the network, and the attacker's do not."""
+    torch.manual_seed(3)
+    network, label = attack.network_of(name, (1, 28, 28), 0), torch.zeros(1, dtype=torch.int64)
+    image, support = torch.rand(1, 1, 28, 28).double(), torch.rand(10, 1, 28, 28).double()
+    sent, means, margin = attack.sent_by_device(case, network, image, label, support)
+    loss = attack.loss_of(case, network, label, margin)(image, means)
+    left = float(attack.distance(attack.gradient(loss, network), sent))
+    whole = float(attack.distance(sent, [torch.zeros_like(g) for g in sent]))
+    assert whole > 0
+    assert left > 1e-3 * whole if case.endswith("-episode") else left < 1e-20 * whole
+
+
+def test_an_image_comes_back_from_the_gradient_of_fedavg() -> None:
+    """On eight pixels a side; from noise, whose error is about a sixth."""
+    network, label = attack.network_of("dlg", (1, 8, 8), 0), torch.zeros(1, dtype=torch.int64)
+    image = torch.linspace(0, 1, 64).double().reshape(1, 1, 8, 8)
+    found, left = attack.attacked("fedavg", network, image, label, torch.rand(10, 1, 8, 8).double(), 200, 0)
+    assert left < 1e-6
+    assert float((found - image).square().mean()) < 0.01
+
+
+def test_cases_that_are_there_are_not_made_again(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(named.FOLDER_VARIABLE, str(sets))
+    little = ["--data", "omniglot", "--networks", "dlg", "--images", "1", "--iterations", "2", "--out", str(tmp_path)]
+    attack.main([*little, "--cases", "fedavg"])
+    attack.main([*little, "--cases", "fedavg", "proto"])
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()] == ["fedavg", "proto"]
+    found = json.loads((tmp_path / "attack.json").read_text())
+    assert set(found["attacks"]["omniglot, dlg"]) == {"fedavg", "proto"}
+    assert (tmp_path / "attack.png").read_bytes().startswith(b"\x89PNG")
+    attack.main([*little, "--cases", "fedavg", "--iterations", "3"])
+    found = json.loads((tmp_path / "attack.json").read_text())
+    assert (set(found["attacks"]["omniglot, dlg"]), found["iterations"]) == ({"fedavg"}, 3)

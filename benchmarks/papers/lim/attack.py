@@ -1,12 +1,13 @@
 """Gradient inversion: what an aggregator that is not honest can make of one device's gradient of one image.
 
     METAFLEET_DATA=CACHE python -m benchmarks.papers.lim.attack [--data SET …] [--networks NAME …] [--cases CASE …]
-        [--images N] [--restarts N] [--iterations 300] [--parts build/papers/lim/attack] [--out FOLDER]
+        [--images N] [--restarts N] [--iterations 300] [--out FOLDER]
 
 Zhu, Liu, Han, "Deep Leakage from Gradients", NeurIPS 2019, as Lim et al. use it (Section 4.1, Figure 3): a dummy image
 is moved by L-BFGS, at rate 1, until its gradient is the one that was sent. The attacker knows the network, its weights
 and the image's class. Of several starts the one whose gradient comes nearest counts. It writes attack.json (distance
-of the gradients, mean square error of pixels in 0 to 1, PSNR in dB) and attack.png.
+of the gradients, mean square error of pixels in 0 to 1, PSNR in dB), attack.safetensors (what the attacker found) and
+attack.png. Cases that are there, made with the same numbers of images, starts and iterations, are not made again.
 
 What the device sends is, by case:
 
@@ -26,7 +27,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.papers.lim.table import CASES
+from benchmarks.papers.lim.table import ATTACK, CASES
 from fleet_core.data.sets.named import load_set
 from fleet_core.learning import losses
 from fleet_core.learning.architectures import MODELS
-from fleet_core.storage import write_json
+from fleet_core.storage import pack, unpack, write_atomic, write_json
 
 HERE = Path(__file__).parent
 CLASSES, SHOTS, WIDTH = 2, 5, 84
 NETWORKS = ("dlg", "lenet-lim")
 SETS = ("cifar-10", "omniglot")
 SHARE = 0.5  # γ
+PICTURES = "attack.safetensors"
+Array = np.ndarray[Any, Any]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -172,8 +175,13 @@ def images_of(name: str, number: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.tensor(np.stack(chosen)).double() / 255, torch.tensor(np.stack(supports)).double() / 255
 
 
-def part(data: str, name: str, case: str, options: argparse.Namespace) -> tuple[Any, list[dict[str, float]]]:
-    """(pictures [n, C, H, W], figures of each) of one case."""
+def drawable(images: Tensor) -> Array:
+    """uint8 of images in 0 to 1; what lies outside is cut off."""
+    return (images.clamp(0, 1) * 255).round().to(torch.uint8).numpy()
+
+
+def made(data: str, name: str, case: str, options: argparse.Namespace) -> tuple[Array, dict[str, Any]]:
+    """(pictures uint8 [n, C, H, W], medians over the images and the figures of each) of one case."""
     images, supports = images_of(data, options.images, 0)
     label = torch.zeros(1, dtype=torch.int64)
     seen, each = [], []
@@ -181,55 +189,54 @@ def part(data: str, name: str, case: str, options: argparse.Namespace) -> tuple[
         network = network_of(name, tuple(images.shape[1:]), place)
         found, figure = best(case, network, images[place : place + 1], label, supports[place], options)
         each.append(figure)
-        seen.append(found[0].clamp(0, 1).numpy())
+        seen.append(drawable(found[0]))
         print(f"{data} {name} {case} {place}: {figure}", flush=True)
-    return np.stack(seen), each
+    middle = {key: float(np.median([one[key] for one in each])) for key in each[0]}
+    return np.stack(seen), {**middle, "images": each}
 
 
-def kept(path: Path) -> tuple[Any, list[dict[str, float]]] | None:
-    """A part that was made before."""
-    if not path.exists():
-        return None
-    with np.load(path, allow_pickle=False) as file:
-        return file["pictures"], json.loads(str(file["figures"]))
+def kept(folder: Path, how: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Array]]:
+    """(figures by title and case, pictures uint8 [n, C, H, W] by title/case) of the cases that were made before so."""
+    if not (folder / ATTACK).exists():
+        return {}, {}
+    found = json.loads((folder / ATTACK).read_text())
+    pictures = unpack((folder / PICTURES).read_bytes(), where=PICTURES)[0] if (folder / PICTURES).exists() else {}
+    same = all(found.get(key) == value for key, value in how.items())
+    attacks = {
+        title: whole
+        for title, cases in found["attacks"].items()
+        if (whole := {case: one for case, one in cases.items() if same and f"{title}/{case}" in pictures})
+    }
+    return attacks, {f"{title}/{case}": pictures[f"{title}/{case}"] for title in attacks for case in attacks[title]}
 
 
-def collected(folder: Path, how: dict[str, int]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """(attack.json, pictures by title and case) of the parts that are there."""
-    attacks: dict[str, Any] = {}
-    pictures: dict[str, dict[str, Any]] = {}
-    for data, name in itertools.product(SETS, NETWORKS):
-        title = f"{data}, {name}"
-        for case in CASES:
-            found = kept(folder / f"{data}-{name}-{case}.npz")
-            if found is None:
-                continue
-            if title not in pictures:
-                pictures[title] = {"image": images_of(data, len(found[0]), 0)[0].numpy()}
-            pictures[title][case] = found[0]
-            middle = {key: float(np.median([one[key] for one in found[1]])) for key in found[1][0]}
-            attacks.setdefault(title, {})[case] = {**middle, "images": found[1]}
-    return {**how, "attacks": attacks}, pictures
+def write(
+    folder: Path, how: Mapping[str, int], attacks: Mapping[str, Mapping[str, Any]], pictures: Mapping[str, Array]
+) -> None:
+    """The pictures first: figures whose pictures are not there are made again."""
+    write_atomic(folder / PICTURES, pack(dict(sorted(pictures.items()))))
+    write_json(folder / ATTACK, {**how, "attacks": attacks})
 
 
-def draw(path: Path, pictures: dict[str, dict[str, Any]]) -> None:
+def draw(path: Path, originals: Mapping[str, Tensor], pictures: Mapping[str, Array]) -> None:
     """A row for each image, a column for each case."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [(title, place) for title, found in pictures.items() for place in range(len(found["image"]))]
+    rows = [(title, place) for title, images in originals.items() for place in range(len(images))]
     columns = ("image", *CASES)
     picture, axes = pyplot.subplots(len(rows), len(columns), figsize=(1.5 * len(columns), 1.6 * len(rows)),
                                     layout="constrained", squeeze=False)
     for (title, place), line in zip(rows, axes, strict=True):
         for case, axis in zip(columns, line, strict=True):
-            if case not in pictures[title]:
+            found = drawable(originals[title]) if case == "image" else pictures.get(f"{title}/{case}")
+            if found is None:
                 axis.set_axis_off()
                 continue
-            shown = np.moveaxis(pictures[title][case][place], 0, -1)
-            axis.imshow(shown[..., 0] if shown.shape[-1] == 1 else shown, cmap="gray", vmin=0, vmax=1)
+            shown = np.moveaxis(found[place], 0, -1)
+            axis.imshow(shown[..., 0] if shown.shape[-1] == 1 else shown, cmap="gray", vmin=0, vmax=255)
             axis.set_xticks([])
             axis.set_yticks([])
             if (title, place) == rows[0]:
@@ -240,7 +247,7 @@ def draw(path: Path, pictures: dict[str, dict[str, Any]]) -> None:
     pyplot.close(picture)
 
 
-def main() -> None:
+def main(asked: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
@@ -248,20 +255,19 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=2)
     parser.add_argument("--restarts", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=300)
-    parser.add_argument("--parts", type=Path, default=Path("build/papers/lim/attack"))
     parser.add_argument("--out", type=Path, default=HERE)
-    options = parser.parse_args()
+    options = parser.parse_args(asked)
     torch.set_num_threads(1)
-    options.parts.mkdir(parents=True, exist_ok=True)
+    how = {"each": options.images, "restarts": options.restarts, "iterations": options.iterations}
+    attacks, pictures = kept(options.out, how)
     for data, name, case in itertools.product(options.data, options.networks, options.cases):
-        path = options.parts / f"{data}-{name}-{case}.npz"
-        if not path.exists():
-            pictures, figures = part(data, name, case, options)
-            np.savez(path, pictures=pictures, figures=json.dumps(figures))
-    how = {"restarts": options.restarts, "iterations": options.iterations}
-    found, pictures = collected(options.parts, how)
-    write_json(options.out / "attack.json", found)
-    draw(options.out / "attack.png", pictures)
+        title = f"{data}, {name}"
+        if case not in attacks.get(title, {}):
+            pictures[f"{title}/{case}"], attacks.setdefault(title, {})[case] = made(data, name, case, options)
+            write(options.out, how, attacks, pictures)
+    originals = {f"{data}, {name}": images_of(data, options.images, 0)[0]
+                 for data, name in itertools.product(SETS, NETWORKS) if f"{data}, {name}" in attacks}
+    draw(options.out / "attack.png", originals, pictures)
 
 
 if __name__ == "__main__":
