@@ -54,13 +54,15 @@ def hyper_of(name: str, **changes: Any) -> Any:
 
 @dataclass
 class Fleet:
-    """``data``: each device's samples. ``together``: clients are trained side by side."""
+    """``data``: each device's samples. ``together``: clients are trained side by side, with ``padded``
+    also those whose batches differ."""
 
     name: str
     hyper: Any
     data: Sequence[Samples]
     layout: Layout = field(default_factory=toy_layout)
     together: bool = False
+    padded: bool = False
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)  # nothing here is worth a second one
@@ -82,15 +84,20 @@ class Fleet:
         """What a device alone receives in the next round."""
         return trees.apply(lambda a: a.astype(np.float32), self.method.server.given(self.state, f"device-{i}"))
 
+    def participants(self, active: Sequence[int] = ()) -> list[Participant]:
+        """With what they would begin the next round."""
+        return [
+            Participant(self.states[i], *self.data[i], np.random.default_rng([SEED, self.number + 1, i]), self.given(i))
+            for i in active or range(len(self.data))
+        ]
+
     def trained(self, active: Sequence[int] = ()) -> dict[int, TrainResult]:
         """Device -> what its next round would give; nothing changes."""
         chosen, sent = list(active) or list(range(len(self.data))), self.broadcast()
-        several = [
-            Participant(self.states[i], *self.data[i], np.random.default_rng([SEED, self.number + 1, i]), self.given(i))
-            for i in chosen
-        ]
+        several = self.participants(chosen)
         if self.together:
-            found = train.train_side_by_side(self.method, self.model, self.layout, sent, several, self.hyper)
+            found = train.train_side_by_side(self.method, self.model, self.layout, sent, several, self.hyper,
+                                             padded=self.padded)
             return dict(zip(chosen, found, strict=True))
         return {
             i: train.train_round(

@@ -18,7 +18,7 @@ from fleet_core.algorithms import trees
 from fleet_core.algorithms.trees import Params
 from fleet_core.layout import InputSpec
 from fleet_core.learning import gradients, losses, models
-from fleet_core.learning.gradients import Episode, Estimators, Gradient
+from fleet_core.learning.gradients import PADDED, Episode, Estimators, Gradient
 from tests.quadratics import DEVICES, SIZE, Cohort, Quadratic, average, dyn, scaf, tree, vector
 
 CLASSES, WIDTH = 3, 5
@@ -62,9 +62,9 @@ def weights(adaptation: str = "none", seed: int = 0) -> Params:
     return w
 
 
-def episode(seed: int = 0, *, third: bool = False) -> Episode:
+def episode(seed: int = 0, *, third: bool = False, sizes: tuple[int, int, int] = (12, 8, 10)) -> Episode:
     rng = np.random.default_rng([seed, 1])
-    parts = [[torch.tensor(rng.normal(size=(n, 6))), torch.tensor(np.arange(n) % CLASSES)] for n in (12, 8, 10)]
+    parts = [[torch.tensor(rng.normal(size=(n, 6))), torch.tensor(np.arange(n) % CLASSES)] for n in sizes]
     return Episode(*parts[0], *parts[1], *(parts[2] if third else ()))
 
 
@@ -397,7 +397,9 @@ def test_a_gradient_leaves_the_weights_alone_and_has_their_names(adaptation: str
 @pytest.mark.parametrize("third", [False, True])
 @pytest.mark.parametrize("adaptation", ADAPTATIONS)
 def test_clients_side_by_side_have_the_gradients_that_each_has_alone(adaptation: str, third: bool) -> None:
-    several = [episode(seed, third=third) for seed in range(3)]
+    """Also with batches of other sizes, where the loss leaves out what fills them up."""
+    sizes = [(12, 8, 10), (7, 8, 3), (2, 9, 10)] if adaptation in PADDED else [(12, 8, 10)] * 3
+    several = [episode(seed, third=third, sizes=size) for seed, size in enumerate(sizes)]
     ats = [weights(adaptation, seed) for seed in range(3)]
     alone = [estimator(adaptation)(e)(at) for e, at in zip(several, ats, strict=True)]
     stacked: Params = trees.apply(

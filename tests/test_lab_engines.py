@@ -138,9 +138,10 @@ def test_a_task_is_a_fixed_group_of_devices_side_by_side(
     sizes: list[int] = []
     whole = train.train_side_by_side
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **more: Any) -> Any:
         sizes.append(len(arguments[4]))
-        return whole(*arguments)
+        assert more == {"padded": True}, "mlp takes every sample by itself"
+        return whole(*arguments, **more)
 
     monkeypatch.setattr(train, "train_side_by_side", counted)
     assert lab.everything(lab.go(asked, tmp_path, side_by_side=2), DEVICES) == wanted

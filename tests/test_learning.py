@@ -265,11 +265,13 @@ LOCAL: dict[str, dict[str, Any]] = {
 
 
 @every_method
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("local", LOCAL)
-def test_clients_side_by_side_do_what_each_does_alone(name: str, local: str) -> None:
+def test_clients_side_by_side_do_what_each_does_alone(name: str, local: str, padded: bool) -> None:
     """Five devices, two of which have batches of other sizes than the rest; some took part before, some did not."""
     data = [toy_samples(n, seed=i) for i, n in enumerate((80, 80, 9, 85, 12))]
     alone, together = (fleet(name, *data, together=way, **LOCAL[local]) for way in (False, True))
+    together.padded = padded
     for played in (alone, together):
         played.states[1] = {}
         played.round([0, 2, 1, 4, 3])
@@ -284,6 +286,15 @@ def test_clients_side_by_side_do_what_each_does_alone(name: str, local: str) -> 
         assert many[i].loss == pytest.approx(result.loss, rel=1e-4)
         assert many[i].update.scalars == pytest.approx(dict(result.update.scalars), rel=1e-5)
         assert replace(many[i], **unlike(result)) == result
+
+
+@pytest.mark.parametrize(("padded", "stacks"), [(False, [[0, 1, 3], [2], [4]]), (True, [[2, 4], [0, 1, 3]])])
+def test_padded_clients_of_similar_sizes_are_one_stack(padded: bool, stacks: list[list[int]]) -> None:
+    """And those who draw more than twice as much are another."""
+    data = [toy_samples(n, seed=i) for i, n in enumerate((80, 80, 9, 85, 12))]
+    fleet = Fleet("fedavg", hyper_of("fedavg", local_steps=2, batch=30), data, toy_layout())
+    plans = [train._plan(fleet.method, one, fleet.hyper) for one in fleet.participants()]
+    assert (train._similar(plans) if padded else train._alike(plans)) == stacks
 
 
 def biggest(tree: trees.Params) -> float:

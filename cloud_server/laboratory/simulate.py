@@ -35,7 +35,7 @@ from fleet_core.layout import Layout
 
 ENGINES = ("local", "ray")
 LOOK_S = 0.2
-SIDE_BY_SIDE = 16
+SIDE_BY_SIDE = 32
 BATCHED = ("mlp", "logistic", "cnn1d")
 """Models whose clients are trained side by side on a processor: convolutions over images are slower so."""
 

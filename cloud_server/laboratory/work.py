@@ -28,6 +28,7 @@ from fleet_core.data.partitions import Share
 from fleet_core.errors import CodecError, ConfigError, DataError, FleetError, RoundError
 from fleet_core.gaussian import Processes
 from fleet_core.learning import models, personal, train
+from fleet_core.learning.architectures import MODELS
 from fleet_core.nearest import Neighbours, Prototypes, softmax
 
 RESIDUAL, TEST_STEP = "residual", "test_step"
@@ -169,7 +170,8 @@ class Worker:
         several = [self._participant(lesson, *found) for found in zip(lesson.clients, states, strict=True)]
         with contextlib.suppress(*FAILURES):
             return train.train_side_by_side(
-                self._method, self._model, self.layout, lesson.broadcast, several, self._hyper
+                self._method, self._model, self.layout, lesson.broadcast, several, self._hyper,
+                padded=self._experiment.model.name in MODELS,
             )
         return None
 

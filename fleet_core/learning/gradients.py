@@ -35,6 +35,12 @@ from fleet_core.algorithms.trees import Params
 from fleet_core.learning import gaussian, losses
 from fleet_core.learning.models import outputs
 
+PADDED = (
+    "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "fedproto"
+)  # fmt: skip
+"""Adaptations whose losses leave out samples that have no class, so that batches can be filled up with such."""
+NO_CLASS = -1
+
 Loss = Callable[[Params], Tensor]
 Gradient = Callable[[Params], tuple[Tensor, Params]]
 
@@ -55,10 +61,18 @@ class Episode:
 
     @staticmethod
     def stacked(several: Sequence[Episode]) -> Episode:
-        """Episodes of equal sizes, the axis of clients in front."""
-        named = zip(*(vars(episode).values() for episode in several), strict=True)
-        parts: list[Any] = [None if part[0] is None else torch.stack(part) for part in named]
-        return Episode(*parts)
+        """The axis of clients in front; a batch that is smaller than another is filled up with samples of no class."""
+        names = [name for name, part in vars(several[0]).items() if part is not None]
+        return Episode(**{name: _padded([getattr(one, name) for one in several], name) for name in names})
+
+
+def _padded(batches: Sequence[Tensor], name: str) -> Tensor:
+    most = max(len(batch) for batch in batches)
+    value = NO_CLASS if name.endswith("_y") else 0
+    return torch.stack([
+        torch.cat([batch, batch.new_full((most - len(batch), *batch.shape[1:]), value)]) if len(batch) < most else batch
+        for batch in batches
+    ])
 
 
 def leaves(at: Params) -> Params:
@@ -210,7 +224,11 @@ class Estimators:
         return lambda w: lifted(w, *batch)
 
     def _entropy(self, x: Tensor, y: Tensor) -> Loss:
-        return self._loss(lambda w, x, y: losses.cross_entropy(outputs(self._network, w, x, "predict"), y), x, y)
+        return self._loss(lambda w, x, y: self._cross_entropy(outputs(self._network, w, x, "predict"), y), x, y)
+
+    @property
+    def _cross_entropy(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return losses.known_cross_entropy if self._clients else losses.cross_entropy
 
     def _both(self, e: Episode) -> tuple[Loss, Loss]:
         return self._entropy(e.support_x, e.support_y), self._entropy(e.query_x, e.query_y)
@@ -297,7 +315,7 @@ class Estimators:
             def loss(w: Params, total: Tensor, count: Tensor, x: Tensor, y: Tensor) -> Tensor:
                 z = outputs(self._network, w, x, "embed")
                 means = total / count.clamp(min=1)[:, None]
-                return losses.cross_entropy(self._head(w, z), y) + weight * losses.pull(z, y, means, count)
+                return self._cross_entropy(self._head(w, z), y) + weight * losses.pull(z, y, means, count)
 
             whole = self._lifted(loss)
             value, slope = value_and_gradient(

@@ -27,6 +27,12 @@ def cross_entropy(logits_NK: Tensor, y_N: Tensor) -> Tensor:
     return -(torch.log_softmax(logits_NK, 1) * chosen_NK).sum(1).mean()
 
 
+def known_cross_entropy(logits_NK: Tensor, y_N: Tensor) -> Tensor:
+    """``cross_entropy`` over the samples whose label is one of the classes; 0 when none is."""
+    chosen_NK = one_hot(y_N, logits_NK.shape[1], logits_NK.dtype)
+    return -(torch.log_softmax(logits_NK, 1) * chosen_NK).sum() / chosen_NK.sum().clamp(min=1)
+
+
 def prototypes(z_SD: Tensor, y_S: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Class means [K, D] and the number of samples [K] behind each; the mean of a class without samples is 0."""
     member_SK = one_hot(y_S, classes, z_SD.dtype)

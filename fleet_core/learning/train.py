@@ -25,7 +25,7 @@ from fleet_core.layout import Layout
 from fleet_core.learning import models
 from fleet_core.learning.architectures import TOKENS
 from fleet_core.learning.augment import augmented
-from fleet_core.learning.gradients import Episode, Estimators, recorded
+from fleet_core.learning.gradients import PADDED, Episode, Estimators, recorded
 from fleet_core.learning.models import NumpyParams, flops_per_sample, outputs, to_numpy, to_torch
 
 Samples = np.ndarray[Any, Any]
@@ -33,6 +33,9 @@ Progress = Callable[[int, int], None]
 
 CHUNK = 256
 """Samples per pass where a whole data set is gone through, so that memory does not grow with it."""
+
+WASTE = 2
+"""Clients whose batches are filled up to stand side by side differ by no more than this factor in what they draw."""
 
 EPISODIC = ("proto", "metavers", "gp")
 """Gradients that know which samples are of one class and nothing more of a label: its number in the fleet costs them
@@ -100,18 +103,19 @@ def train_side_by_side(
     broadcast: Payload,
     participants: Sequence[Participant],
     hyper: Any,
+    padded: bool = False,
 ) -> list[TrainResult]:
     """``train_round`` for many clients at once: those whose batches have equal sizes are stacked, one more axis in
     front of every array. Results in the order of ``participants``; equal to those of ``train_round`` up to rounding,
     and, for models with random layers of their own, up to what these draw. The same errors, without the client's name.
+
+    padded: for a model that takes every sample by itself: smaller batches are filled up, where the loss can leave out
+    what fills them, so that clients stand together whose samples of a round differ by a factor of two at most.
     """
     this = _Round(method, model, layout, broadcast, hyper)
     plans = [_plan(method, one, hyper) for one in participants]
-    alike: dict[Any, list[int]] = {}
-    for number, plan in enumerate(plans):
-        alike.setdefault(plan.sizes, []).append(number)
     results: dict[int, TrainResult] = {}
-    for numbers in alike.values():
+    for numbers in _similar(plans) if padded and method.adaptation in PADDED else _alike(plans):
         found = this.train([participants[i] for i in numbers], [plans[i] for i in numbers])
         results |= dict(zip(numbers, found, strict=True))
     return [results[i] for i in range(len(participants))]
@@ -129,6 +133,29 @@ class _Plan:
     @property
     def sizes(self) -> tuple[Any, ...]:
         return self.samples, tuple(tuple(map(len, draw)) for draw in self.draws)
+
+    @property
+    def drawn(self) -> int:
+        return sum(len(part) for draw in self.draws for part in draw)
+
+
+def _alike(plans: Sequence[_Plan]) -> list[list[int]]:
+    """The numbers of those whose draws have equal sizes."""
+    alike: dict[Any, list[int]] = {}
+    for number, plan in enumerate(plans):
+        alike.setdefault(plan.sizes, []).append(number)
+    return list(alike.values())
+
+
+def _similar(plans: Sequence[_Plan]) -> list[list[int]]:
+    """The numbers of those that draw as much up to ``WASTE``."""
+    similar: list[list[int]] = []
+    for number in sorted(range(len(plans)), key=lambda i: (plans[i].samples, plans[i].drawn)):
+        least = plans[similar[-1][0]] if similar else None
+        if least is None or plans[number].samples != least.samples or plans[number].drawn > WASTE * least.drawn:
+            similar.append([])
+        similar[-1].append(number)
+    return similar
 
 
 def _plan(method: Method, one: Participant, hyper: Any) -> _Plan:
