@@ -275,7 +275,7 @@ def test_the_laboratory_and_the_loop_take_the_same_steps(tmp_path: Path, threads
     layout = workloads.layout_of(asked, workloads.build(asked))
     first = [torch.tensor(array) for named in models.initial(layout, 0).values() for array in named.values()]
     assert experiments.runs(asked)[0].seed == 0
-    model = loop.MODELS[workload.model]()
+    model = loop.MODELS[workload.model](workload.shape)
     assert [p.shape for p in model.parameters()] == [p.shape for p in first]
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), first, strict=True):
@@ -288,6 +288,13 @@ def test_the_laboratory_and_the_loop_take_the_same_steps(tmp_path: Path, threads
     for parameter, before, after in zip(model.parameters(), first, found, strict=True):
         torch.testing.assert_close(after.float(), parameter.detach(), rtol=1e-4, atol=1e-6)
         assert not torch.equal(parameter, before)
+
+
+def test_uneven_clients_have_from_the_least_to_the_most() -> None:
+    workload = WORKLOADS["mlp, uneven"]
+    sizes = [len(workload.data(k)[1]) for k in range(workload.clients)]
+    assert (sizes[0], sizes[-1]) == (workload.least, workload.samples)
+    assert sizes == sorted(sizes)
 
 
 def test_rounds_beside_the_loop_give_seconds_of_both_and_their_ratio(threads: None) -> None:

@@ -35,7 +35,7 @@ client, server = ClientApp(), ServerApp()
 
 @cache
 def made(name: str) -> Any:
-    return MODELS[WORKLOADS[name].model]()
+    return MODELS[WORKLOADS[name].model](WORKLOADS[name].shape)
 
 
 @cache
@@ -48,7 +48,7 @@ def train_client(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)
     name, documented = os.environ["SIMULATED"], os.environ["SIMULATED_FORM"] == "documented"
     workload, arrays = WORKLOADS[name], message.content["arrays"]
-    model = MODELS[workload.model]() if documented else made(name)
+    model = MODELS[workload.model](workload.shape) if documented else made(name)
     if documented:
         model.load_state_dict(arrays.to_torch_state_dict())
     else:
@@ -85,7 +85,7 @@ def main(grid: Grid, context: Context) -> None:
         fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=workload.clients,
         min_available_nodes=workload.clients,
     )
-    strategy.start(grid, sent(MODELS[workload.model]()), num_rounds=int(os.environ["SIMULATED_ROUNDS"]))
+    strategy.start(grid, sent(MODELS[workload.model](workload.shape)), num_rounds=int(os.environ["SIMULATED_ROUNDS"]))
 
 
 def simulate(name: str, rounds: str, form: str) -> None:

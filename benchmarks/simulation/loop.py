@@ -5,6 +5,7 @@ One model takes the steps of all clients, one client after the other: nothing is
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -15,15 +16,15 @@ from benchmarks.simulation.workload import CLASSES, LR, Workload
 from fleet_core import memory
 
 
-def lenet() -> nn.Module:
+def lenet(shape: tuple[int, ...]) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(64, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(shape[0], 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(64, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(1600, 384), nn.ReLU(), nn.Linear(384, 192), nn.ReLU(), nn.Linear(192, CLASSES),
     )
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(784, 80), nn.ReLU(), nn.Linear(80, 60), nn.ReLU(), nn.Linear(60, CLASSES))
+def mlp(shape: tuple[int, ...]) -> nn.Module:
+    return nn.Sequential(nn.Linear(shape[0], 80), nn.ReLU(), nn.Linear(80, 60), nn.ReLU(), nn.Linear(60, CLASSES))
 
 
 MODELS = {"lenet": lenet, "mlp": mlp}
@@ -33,8 +34,8 @@ def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, batch: int, local_steps: int
 ) -> None:
     """``local_steps`` steps of ``batch`` samples, in shuffled passes."""
-    order = torch.cat([torch.randperm(len(y)) for _ in range(-(-local_steps * batch // len(y)))])
-    for rows in order[: local_steps * batch].split(batch):
+    passes = (rows for _ in itertools.count() for rows in torch.randperm(len(y)).split(batch))
+    for rows in itertools.islice(passes, local_steps):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
         optimizer.step()
@@ -46,7 +47,7 @@ def serve(workload: Workload, kept: bool, pipe: Any) -> None:
     torch.set_num_threads(1)
     if kept:
         memory.keep_freed()
-    model = MODELS[workload.model]()
+    model = MODELS[workload.model](workload.shape)
     optimizer = torch.optim.SGD(model.parameters(), LR)
     data = [tuple(map(torch.tensor, workload.data(k))) for k in range(workload.clients)]
     while pipe.recv():

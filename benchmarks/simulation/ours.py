@@ -23,8 +23,8 @@ def experiment(workload: Workload, rounds: int, folder: Path) -> Experiment:
     parts = [workload.data(k) for k in range(workload.clients)]
     x = np.concatenate([np.concatenate([x, x[:JUDGED]]) for x, _ in parts])
     y = np.concatenate([np.concatenate([y, y[:JUDGED]]) for _, y in parts])
-    names = np.repeat([f"client-{k:04}" for k in range(workload.clients)], workload.samples + JUDGED)
-    time = np.tile(np.r_[np.zeros(workload.samples), np.ones(JUDGED)], workload.clients)
+    names = np.repeat([f"client-{k:04}" for k in range(workload.clients)], [len(y) + JUDGED for _, y in parts])
+    time = np.concatenate([np.r_[np.zeros(len(y)), np.ones(JUDGED)] for _, y in parts])
     save(folder / "samples.npz", Samples(x, y, names, time, tuple(map(str, range(CLASSES)))))
     hyper = {"local_steps": workload.local_steps, "batch": workload.batch, "client_lr": LR, "clip_norm": 0}
     return experiments.read({

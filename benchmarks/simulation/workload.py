@@ -15,7 +15,8 @@ Data = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 @dataclass(frozen=True)
 class Workload:
     """``clients`` take ``local_steps`` SGD steps of ``batch`` samples a round, from shuffled passes over their own
-    ``samples``. pairs: rounds that are timed beside the hand-written loop; rounds: beside Flower."""
+    ``samples``. pairs: rounds that are timed beside the hand-written loop; rounds: beside Flower. least: where it is
+    not 0, the first client has so few samples, the last ``samples``, those between a constant factor more each."""
 
     model: str
     shape: tuple[int, ...]
@@ -25,12 +26,18 @@ class Workload:
     samples: int
     pairs: int
     rounds: int
+    least: int = 0
+
+    def size(self, client: int) -> int:
+        if not self.least:
+            return self.samples
+        return round(self.least * (self.samples / self.least) ** (client / (self.clients - 1)))
 
     def data(self, client: int) -> Data:
-        """A client's x float32 [samples, *shape] and y int64 [samples]."""
-        rng = np.random.default_rng(client)
-        x = rng.normal(size=(self.samples, *self.shape)).astype(np.float32)
-        return x, rng.integers(0, CLASSES, self.samples)
+        """A client's x float32 [size, *shape] and y int64 [size]."""
+        rng, size = np.random.default_rng(client), self.size(client)
+        x = rng.normal(size=(size, *self.shape)).astype(np.float32)
+        return x, rng.integers(0, CLASSES, size)
 
 
 WORKLOADS = {
@@ -38,5 +45,7 @@ WORKLOADS = {
     "lenet, 10 steps": Workload("lenet", (1, 32, 32), 8, 32, 10, 320, pairs=4, rounds=4),
     "mlp, 1 step": Workload("mlp", (784,), 10, 40, 1, 400, pairs=200, rounds=40),
     "mlp, 10 steps": Workload("mlp", (784,), 10, 40, 10, 400, pairs=60, rounds=40),
+    "mlp, uneven": Workload("mlp", (60,), 100, 20, 20, 4000, pairs=20, rounds=10, least=40),
 }
-"""LeNet of Acar et al. (794,762 parameters), as in ``benchmarks/overhead``; 784-80-60 of Fallah et al."""
+"""LeNet of Acar et al. (794,762 parameters), as in ``benchmarks/overhead``; 784-80-60 of Fallah et al.; and a hundred
+uneven devices with 60-80-60, whose inputs and number are those of Dinh et al.'s Synthetic."""
