@@ -13,7 +13,8 @@ from cloud_server import simulation
 from cloud_server.enroll import device_folder
 from cloud_server.fleet import Fleet, FleetConfig
 from cloud_server.found import found
-from cloud_server.ledger import Judgement, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Judgement
 from edge_agent.settings import Settings
 from fleet_core import config, runtime, schema, storage, terminal
 from fleet_core.algorithms.methods import METHODS

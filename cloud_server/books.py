@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 
-from cloud_server import ledger as tables
+from cloud_server import ledger_tables as tables
 from cloud_server.ledger import Ledger
 from cloud_server.result import confusion_accuracy, macro_f1
 from fleet_core.messages import Judgement, Report

@@ -10,7 +10,8 @@ import numpy as np
 
 from cloud_server.checkpoint import Checkpoint, Checkpoints
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Ledger, Round, Update
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Round, Update
 from cloud_server.publisher import Publisher
 from cloud_server.rounds import OpenRound
 from fleet_core import codecs, cohort, messages, schema

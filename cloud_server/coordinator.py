@@ -21,7 +21,8 @@ from cloud_server.broadcast import Broadcast
 from cloud_server.checkpoint import Checkpoint, Checkpoints
 from cloud_server.enrolment import Enrolments
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Invitation, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Invitation
 from cloud_server.publisher import Publisher
 from cloud_server.reception import Reception
 from cloud_server.renewal import Renewals

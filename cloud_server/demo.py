@@ -22,7 +22,8 @@ from typing import Any
 from cloud_server import result, serve
 from cloud_server.enroll import device_folder
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Judgement, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Judgement
 from cloud_server.live import LiveView, closing_table, snapshot
 from cloud_server.report import render
 from cloud_server.starting import fleet_toml, samples_of

@@ -12,7 +12,8 @@ import typer
 
 from cloud_server import enroll, enrolment, identity, serve
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Certificate, Device, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Certificate, Device
 from fleet_core import runtime, schema, terminal, token, topics
 from fleet_core.errors import ConfigError
 from fleet_core.link.mqtt import check_plain, parse_url

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from cloud_server import authority, identity
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Certificate, Invitation, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Certificate, Invitation
 from cloud_server.mosquitto import address
 from fleet_core import certificates, messages, schema, token
 from fleet_core.errors import ConfigError, LinkError, MessageError, StateError

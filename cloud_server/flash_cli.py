@@ -24,7 +24,8 @@ import typer
 
 from cloud_server import devices_cli, enroll, enrolment
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Invitation, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Invitation
 from edge_agent import settings as agents
 from firmware_profiles import block, card, device_file, image, machine, package, program
 from firmware_profiles.block import Card

@@ -22,7 +22,8 @@ from typing import TypedDict
 from cloud_server import mosquitto
 from cloud_server.authority import Authority
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Certificate, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Certificate
 from cloud_server.mosquitto import AGGREGATOR, OPERATORS, Place
 from fleet_core import certificates, config, storage
 from fleet_core.errors import ConfigError, StateError

@@ -4,245 +4,27 @@ One process writes (the aggregator); any number read at the same time (status, l
 own writes are requests: ``ask`` leaves one and the aggregator ``settle``s it. A ``Ledger`` belongs to the thread that
 opened it; another thread or process opens its own on the same path.
 
-Every table is a frozen dataclass below and every row is one object of it: ``put`` writes rows, ``rows`` reads them.
-Times are Unix seconds. A figure that was not taken is None, never 0.
+``put`` writes rows of the tables of ``ledger_tables``, ``rows`` reads them; ``volume``, ``joules`` and ``totals`` sum.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import json
-import numbers
 import sqlite3
-import typing
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
+from cloud_server import ledger_tables as tables
+from cloud_server.ledger_tables import ADDED, SCHEMA, VERSION, Device, Round, Row
 from fleet_core.errors import StateError
 from fleet_core.power.meter import WORKING
 
-VERSION = 2
 APPLICATION = 0x4D464C47  # "MFLG" in the file's header: this SQLite file is a ledger
 BUSY_TIMEOUT_S = 10.0
 WITHOUT_SYNC = 1  # of PRAGMA synchronous: in a WAL, NORMAL waits for the disk at checkpoints only
-STAGES = ("before", "fine_tuned", "after")
-
-SCHEMA = """
-CREATE TABLE fleet (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE control (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE rounds (
-    round INTEGER PRIMARY KEY, opened_at REAL NOT NULL, closed_at REAL, cohort TEXT NOT NULL, members INTEGER NOT NULL,
-    model_id TEXT NOT NULL, judged_id TEXT, models_transmitted REAL, seconds REAL, loss REAL,
-    status TEXT NOT NULL CHECK (status IN ('open', 'closed', 'abandoned')), note TEXT NOT NULL);
-CREATE TABLE devices (
-    name TEXT PRIMARY KEY, status TEXT NOT NULL CHECK (status IN ('enrolled', 'revoked')),
-    enrolled_round INTEGER NOT NULL, first_seen REAL, last_seen REAL,
-    state TEXT NOT NULL CHECK (state IN ('on', 'off')), phase TEXT NOT NULL, version TEXT NOT NULL,
-    capabilities TEXT NOT NULL, cannot TEXT, took_part INTEGER NOT NULL, new INTEGER NOT NULL);
-CREATE TABLE updates (
-    round INTEGER NOT NULL REFERENCES rounds, device TEXT NOT NULL REFERENCES devices, update_id TEXT NOT NULL,
-    samples INTEGER, loss REAL, payload_bytes INTEGER NOT NULL, chunks INTEGER NOT NULL, received_at REAL NOT NULL,
-    status TEXT NOT NULL CHECK (status IN ('counted', 'refused', 'late')), reason TEXT NOT NULL,
-    PRIMARY KEY (round, device, update_id));
-CREATE TABLE traffic (
-    round INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices,
-    direction TEXT NOT NULL CHECK (direction IN ('up', 'down')),
-    kind TEXT NOT NULL CHECK (kind IN ('model', 'update', 'serve', 'graph', 'link')),
-    payload_bytes INTEGER NOT NULL, mqtt_bytes INTEGER, wire_bytes INTEGER,
-    PRIMARY KEY (round, device, direction, kind));
-CREATE TABLE energy (
-    round INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices,
-    phase TEXT NOT NULL CHECK (phase IN ('train', 'adapt', 'serve', 'radio', 'other', 'idle')),
-    joules REAL NOT NULL CHECK (joules >= 0), source TEXT NOT NULL, measured INTEGER NOT NULL,
-    PRIMARY KEY (round, device, phase));
-CREATE TABLE flops (
-    round INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices, flops REAL NOT NULL,
-    PRIMARY KEY (round, device));
-CREATE TABLE judgements (
-    round INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices,
-    stage TEXT NOT NULL CHECK (stage IN ('before', 'fine_tuned', 'after')), method TEXT NOT NULL,
-    confusion TEXT NOT NULL, accuracy REAL NOT NULL, macro_f1 REAL NOT NULL, new INTEGER NOT NULL,
-    PRIMARY KEY (round, device, stage));
-"""
-
-ADDED = {
-    2: """
-CREATE TABLE invitations (
-    id TEXT PRIMARY KEY, device TEXT NOT NULL, public TEXT NOT NULL, made_at REAL NOT NULL, expires_at REAL NOT NULL,
-    spent_at REAL);
-CREATE TABLE certificates (
-    serial TEXT PRIMARY KEY, device TEXT NOT NULL, token TEXT NOT NULL, public TEXT NOT NULL, certificate TEXT NOT NULL,
-    issued_at REAL NOT NULL, expires_at REAL NOT NULL, revoked_at REAL);
-""",
-}
-"""What each version added to those before it."""
-
-Confusion = tuple[tuple[int, ...], ...]
-"""[N, N] counts: row = true class, column = answered class."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One row of the table ``table``; ``key`` names the columns that make it the same row."""
-
-    table: ClassVar[str]
-    key: ClassVar[tuple[str, ...]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Round(Row):
-    """members: enrolled devices when it opened. models_transmitted: models up and down, in whole models.
-
-    status: open | closed | abandoned. model_id, judged_id: blobs that were published to train on and to judge.
-    """
-
-    table = "rounds"
-    key = ("round",)
-    round: int
-    opened_at: float
-    closed_at: float | None = None
-    cohort: tuple[str, ...] = ()
-    members: int = 0
-    model_id: str = ""
-    judged_id: str | None = None
-    models_transmitted: float | None = None
-    seconds: float | None = None
-    loss: float | None = None
-    status: str = "open"
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device(Row):
-    """cannot: why it cannot take part, or None. took_part: an update of it was counted. new: joined to be judged."""
-
-    table = "devices"
-    key = ("name",)
-    name: str
-    status: str = "enrolled"
-    enrolled_round: int = 0
-    first_seen: float | None = None
-    last_seen: float | None = None
-    state: str = "off"
-    phase: str = ""
-    version: str = ""
-    capabilities: Mapping[str, Any] = field(default_factory=dict)
-    cannot: str | None = None
-    took_part: bool = False
-    new: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Invitation(Row):
-    """A token as the aggregator knows it: no secret. public: its key's public half. spent_at: it was used, or its
-    device was revoked."""
-
-    table = "invitations"
-    key = ("id",)
-    id: str
-    device: str
-    public: str
-    made_at: float
-    expires_at: float
-    spent_at: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Certificate(Row):
-    """A certificate that was issued. serial: in hex. token: the id of the one that it was given for. public: the
-    device's public key."""
-
-    table = "certificates"
-    key = ("serial",)
-    serial: str
-    device: str
-    token: str
-    public: str
-    certificate: str
-    issued_at: float
-    expires_at: float
-    revoked_at: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Update(Row):
-    """An upload that was received whole. status: counted | refused | late, with the reason of the last two."""
-
-    table = "updates"
-    key = ("round", "device", "update_id")
-    round: int
-    device: str
-    update_id: str
-    received_at: float
-    samples: int | None = None
-    loss: float | None = None
-    payload_bytes: int = 0
-    chunks: int = 0
-    status: str = "counted"
-    reason: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic(Row):
-    """Bytes of a device in a round. direction: up | down, seen from the device. kind: model | update | serve | graph,
-    or link: what a connection's counters say that belongs to no single payload (``payload_bytes`` 0)."""
-
-    table = "traffic"
-    key = ("round", "device", "direction", "kind")
-    round: int
-    device: str
-    direction: str
-    kind: str
-    payload_bytes: int = 0
-    mqtt_bytes: int | None = None
-    wire_bytes: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Energy(Row):
-    """phase: train | adapt | serve | radio | other | idle. source: the meter, or where a model's constants are from."""
-
-    table = "energy"
-    key = ("round", "device", "phase")
-    round: int
-    device: str
-    phase: str
-    joules: float
-    source: str
-    measured: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flops(Row):
-    """Floating-point operations of a device in a round."""
-
-    table = "flops"
-    key = ("round", "device")
-    round: int
-    device: str
-    flops: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judgement(Row):
-    """How a device's answers fared on its own test samples. stage: before | fine_tuned | after personalization."""
-
-    table = "judgements"
-    key = ("round", "device", "stage")
-    round: int
-    device: str
-    stage: str
-    method: str
-    confusion: Confusion
-    accuracy: float
-    macro_f1: float
-    new: bool = False
-
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
@@ -364,8 +146,7 @@ class Ledger:
         """Writes ``rows``, each in place of the one with the same key, all or none. Raises StateError."""
         with self.transaction():
             for row in rows:
-                values = [_stored(getattr(row, f.name)) for f in dataclasses.fields(row)]
-                self._query(_upsert(type(row)), values)
+                self._query(tables.upsert(type(row)), tables.stored(row))
 
     def rows(self, kind: type[R], /, within: range | None = None, **equal: Any) -> list[R]:
         """The rows of a table in the order of its key, only those whose columns equal ``equal``.
@@ -376,19 +157,17 @@ class Ledger:
 
     def each(self, kind: type[R], /, within: range | None = None, **equal: Any) -> Iterator[R]:
         """The same one by one, for tables that are better not held in memory as a whole; write nothing meanwhile."""
-        columns = [f.name for f in dataclasses.fields(kind)]
         sql = (
-            f"SELECT {', '.join(columns)} FROM {kind.table} WHERE {_of_rounds(within)} AND {_equal(kind, equal)}"
-            f" ORDER BY {', '.join(kind.key)}"
+            f"SELECT {', '.join(tables.columns(kind))} FROM {kind.table}"
+            f" WHERE {_of_rounds(within)} AND {tables.equal_to(kind, equal)} ORDER BY {', '.join(kind.key)}"
         )
-        readers = _readers(typing.cast("Hashable", kind))
         with self._errors():
-            for row in self._db.execute(sql, list(equal.values())):
-                yield kind(**{name: read(value) for name, read, value in zip(columns, readers, row, strict=True)})
+            for values in self._db.execute(sql, list(equal.values())):
+                yield tables.made(kind, values)
 
     def newest(self, kind: type[Row], /, **equal: Any) -> int | None:
         """The last round of which there is such a row."""
-        sql = f"SELECT round FROM {kind.table} WHERE {_equal(kind, equal)} ORDER BY round DESC LIMIT 1"
+        sql = f"SELECT round FROM {kind.table} WHERE {tables.equal_to(kind, equal)} ORDER BY round DESC LIMIT 1"
         found = self._query(sql, list(equal.values()))
         return int(found[0][0]) if found else None
 
@@ -519,7 +298,7 @@ class Ledger:
     def _pragma(self, name: str) -> int:
         return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
 
-    def _query(self, sql: str, values: typing.Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    def _query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         with self._errors():
             return self._db.execute(sql, values).fetchall()
 
@@ -540,61 +319,8 @@ class Ledger:
             raise StateError(f"cannot be used: {error.strerror or error}", where=str(self.path)) from error
 
 
-def _upsert(kind: type[Row]) -> str:
-    columns = [f.name for f in dataclasses.fields(kind)]
-    changes = ", ".join(f"{c} = excluded.{c}" for c in columns if c not in kind.key)
-    return (
-        f"INSERT INTO {kind.table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
-        f" ON CONFLICT ({', '.join(kind.key)}) DO UPDATE SET {changes}"
-    )
-
-
-def _equal(kind: type[Row], equal: Mapping[str, Any]) -> str:
-    """The condition that these columns have the values that are bound to it."""
-    unknown = equal.keys() - {f.name for f in dataclasses.fields(kind)}
-    if unknown:
-        raise TypeError(f"{kind.__name__} has no column {', '.join(sorted(unknown))}")
-    return " AND ".join(f"{name} IS ?" for name in equal) or "1"
-
-
 def _of_rounds(within: range | None) -> str:
     return "1" if within is None else f"round BETWEEN {within.start} AND {within.stop - 1}"
-
-
-@functools.cache
-def _readers(kind: Any) -> tuple[Any, ...]:
-    """How each column comes back: JSON as tuples and mappings, 0/1 as bool, all else as it is."""
-    hints = typing.get_type_hints(kind)
-    return tuple(_reader(hints[f.name]) for f in dataclasses.fields(kind))
-
-
-def _reader(kind: Any) -> Any:
-    return bool if kind is bool else _from_json if typing.get_origin(kind) in (tuple, Mapping) else _same
-
-
-def _stored(value: Any) -> Any:
-    """``value`` as SQLite keeps it: numbers of numpy's as Python's (SQLite would take their bytes), trees as JSON."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, numbers.Real):
-        return int(value) if isinstance(value, numbers.Integral) else float(value)
-    if isinstance(value, (tuple, list, Mapping)):
-        return json.dumps(value, sort_keys=True, allow_nan=False)
-    raise TypeError(f"a {type(value).__name__} has no place in the ledger")
-
-
-def _from_json(text: str) -> Any:
-    return _frozen(json.loads(text))
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _frozen(item) for key, item in value.items()}
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _grouping(by: str | None, allowed: tuple[str, ...]) -> tuple[str, str]:

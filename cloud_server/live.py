@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cloud_server import ledger as books
+from cloud_server import ledger_tables as tables
 from cloud_server.figures import (
     ABSENT,
     bytes_text,
@@ -30,7 +30,8 @@ from cloud_server.figures import (
     stage_text,
     traffic_text,
 )
-from cloud_server.ledger import Bytes, Joules, Judgement, Ledger
+from cloud_server.ledger import Bytes, Joules, Ledger
+from cloud_server.ledger_tables import Judgement
 from cloud_server.result import Result, RoundFigures, Score, round_figures
 from fleet_core.power.meter import WORKING
 
@@ -76,7 +77,7 @@ def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
         if d.status == "enrolled"
     )  # fmt: skip
     running = ledger.rounds("open")[-1:]
-    received = sum(len(ledger.rows(books.Update, round=r.round, status="counted")) for r in running)
+    received = sum(len(ledger.rows(tables.Update, round=r.round, status="counted")) for r in running)
     return Snapshot(
         rounds=_rounds(ledger, after), devices=devices, open_round=running[0].round if running else None,
         received=received, cohort=len(running[0].cohort) if running else 0,
@@ -85,7 +86,7 @@ def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
 
 def _rounds(ledger: Ledger, after: int) -> tuple[RoundFigures, ...]:
     """The closed rounds after ``after``, those that tell the pace, and the last one that was judged."""
-    last, judged = ledger.newest(books.Round, status="closed"), ledger.newest(Judgement, stage="after", new=False)
+    last, judged = ledger.newest(tables.Round, status="closed"), ledger.newest(Judgement, stage="after", new=False)
     if last is None:
         return ()
     first = min(after, last - RECENT_ROUNDS) + 1
@@ -224,7 +225,7 @@ def _accuracy(closed: RoundFigures) -> str:
     return f"accuracy {share_text(of.mean)} (worst {share_text(of.worst)}, best {share_text(of.best)})"
 
 
-def _phase(device: books.Device) -> str:
+def _phase(device: tables.Device) -> str:
     if device.new and device.state == "on":
         return "serves"
     if device.cannot:

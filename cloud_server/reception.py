@@ -10,7 +10,8 @@ import numpy as np
 
 from cloud_server.fleet import Fleet
 from cloud_server.intake import WRONG_CHUNKS, Intake
-from cloud_server.ledger import Ledger, Round, Update
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Round, Update
 from cloud_server.rounds import OpenRound
 from cloud_server.spool import Spool
 from fleet_core import codecs, storage

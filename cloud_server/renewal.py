@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 from cloud_server import authority, identity
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Certificate, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Certificate
 from fleet_core import certificates
 from fleet_core.errors import MessageError
 from fleet_core.messages import RenewalRequest

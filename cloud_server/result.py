@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server import ledger as books
-from cloud_server.ledger import STAGES, Bytes, Joules, Judgement, Ledger
+from cloud_server import ledger_tables as tables
+from cloud_server.ledger import Bytes, Joules, Ledger
+from cloud_server.ledger_tables import STAGES, Judgement
 from fleet_core import schema
 from fleet_core.errors import DataError
 
@@ -183,7 +184,7 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
     """The closed rounds of a ledger, or those of them that are ``within``."""
     volume, joules, flops = ledger.volume("round", within), ledger.joules("round", within), ledger.flops(within)
     statuses: dict[int, list[str]] = {}
-    for update in ledger.each(books.Update, within):
+    for update in ledger.each(tables.Update, within):
         statuses.setdefault(update.round, []).append(update.status)
     judged: dict[int, list[Judgement]] = {}
     for row in ledger.each(Judgement, within, stage="after", new=False):

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from sys import intern
 
 from cloud_server.fleet import LinkSection
-from cloud_server.ledger import Device, Ledger, Update
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Device, Update
 from fleet_core import messages, schema
 from fleet_core.algorithms.seam import Method
 from fleet_core.messages import Presence

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from cloud_server.ledger import Ledger, Round
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Round
 from fleet_core.algorithms.seam import Method
 from fleet_core.algorithms.trees import Params
 from fleet_core.messages import ModelRef, UploadManifest

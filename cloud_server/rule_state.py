@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from cloud_server.checkpoint import Checkpoint, Checkpoints
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Ledger, Round
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Round
 from cloud_server.roster import Roster
 from cloud_server.rounds import OpenRound
 from fleet_core.algorithms import trees

@@ -12,7 +12,8 @@ from pathlib import Path
 from cloud_server.coordinator import Coordinator
 from cloud_server.coordinator import will as server_will
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Judgement, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Judgement
 from edge_agent.accounts import Accounts
 from edge_agent.agent import Agent, will
 from edge_agent.home import Home

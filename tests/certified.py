@@ -14,7 +14,8 @@ from cloud_server import identity
 from cloud_server.broker import Broker, start_secured
 from cloud_server.enrolment import Enrolments, make_token
 from cloud_server.fleet import Fleet, FleetConfig, method_of
-from cloud_server.ledger import Device, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Device
 from cloud_server.mosquitto import Place
 from fleet_core import certificates, config, messages, token
 from fleet_core.link.mqtt import MqttLink

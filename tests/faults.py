@@ -26,7 +26,8 @@ from cloud_server.coordinator import Coordinator
 from cloud_server.coordinator import will as server_will
 from cloud_server.enroll import device_folder
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Judgement, Ledger, Round, Update
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Judgement, Round, Update
 from edge_agent.accounts import Accounts
 from edge_agent.agent import Agent
 from edge_agent.agent import will as agent_will

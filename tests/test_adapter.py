@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloud_server.ledger import Judgement
+from cloud_server.ledger_tables import Judgement
 from edge_agent import adapter, teach
 from edge_agent.adapter import AdapterProcess
 from edge_agent.methods import hyper_of

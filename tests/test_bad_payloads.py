@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cloud_server.intake import SILENCE_S, WRONG_CHUNKS, Intake
-from cloud_server.ledger import Update
+from cloud_server.ledger_tables import Update
 from cloud_server.spool import MAX_MANIFEST_BYTES, Spool
 from fleet_core import codecs, messages, storage, topics
 from fleet_core.algorithms import trees

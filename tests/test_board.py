@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import firmware_profiles
 from cloud_server.cli import app
-from cloud_server.ledger import Judgement
+from cloud_server.ledger_tables import Judgement
 from edge_agent.methods import capped
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.board import fit, found, known

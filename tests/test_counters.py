@@ -21,7 +21,8 @@ from cloud_server.broker import find_mosquitto
 from cloud_server.enroll import device_folder
 from cloud_server.fleet import Fleet
 from cloud_server.found import found
-from cloud_server.ledger import Judgement, Ledger, Update, Volume
+from cloud_server.ledger import Ledger, Volume
+from cloud_server.ledger_tables import Judgement, Update
 from export.first import first
 from fleet_core.data.samples import Samples, save
 from fleet_core.link import Traffic

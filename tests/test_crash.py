@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cloud_server.ledger import Device, Ledger, Update
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Device, Update
 from fleet_core import topics
 from fleet_core.link import Message
 from tests.brokers import NEEDS_MOSQUITTO

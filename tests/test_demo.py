@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloud_server.ledger import Device, Judgement, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Device, Judgement
 from cloud_server.result import validate
 from tests.brokers import NEEDS_MOSQUITTO
 from tests.desk import (

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Update
+from cloud_server.ledger_tables import Update
 from edge_agent.disk import RETRY_S, Disk
 from edge_agent.home import Home, Weights
 from edge_agent.worker import Job

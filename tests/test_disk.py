@@ -23,7 +23,8 @@ from cloud_server.cli import app
 from cloud_server.coordinator import Coordinator
 from cloud_server.coordinator import will as server_will
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Ledger, Update
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Update
 from cloud_server.spool import Spool
 from fleet_core import storage
 from fleet_core.data.samples import save

@@ -11,7 +11,8 @@ import pytest
 
 from cloud_server.devices_cli import _seconds
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Judgement, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Judgement
 from fleet_core import certificates, token
 from fleet_core.data.samples import load, save
 from fleet_core.errors import ConfigError

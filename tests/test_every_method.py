@@ -24,7 +24,7 @@ from cloud_server.broadcast import encode_model
 from cloud_server.checkpoint import Checkpoint, Checkpoints
 from cloud_server.enroll import device_folder
 from cloud_server.fleet import Fleet, FleetConfig, method_of
-from cloud_server.ledger import Judgement, Update
+from cloud_server.ledger_tables import Judgement, Update
 from cloud_server.reception import REASON
 from edge_agent.home import Home
 from edge_agent.service import Service

@@ -20,7 +20,8 @@ import torch
 
 from cloud_server import broadcast, reception, serve
 from cloud_server.intake import Intake
-from cloud_server.ledger import Device, Judgement, Ledger, Round, Traffic, Update
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Device, Judgement, Round, Traffic, Update
 from cloud_server.publisher import RETAINED_S, Publisher
 from cloud_server.roster import Roster
 from cloud_server.spool import Spool

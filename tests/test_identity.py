@@ -20,7 +20,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cloud_server import identity, mosquitto
 from cloud_server.authority import BACK_DATED, Authority
 from cloud_server.enrolment import enrolment_url, invite, make_token
-from cloud_server.ledger import Certificate, Device, Invitation, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Certificate, Device, Invitation
 from cloud_server.mosquitto import Place
 from edge_agent import enrol
 from edge_agent.reach import tls_files

@@ -18,7 +18,7 @@ import torch
 from cloud_server.laboratory.engine import Stopped
 from cloud_server.laboratory.experiment import Experiment
 from cloud_server.laboratory.store import Clients, Store
-from cloud_server.ledger import Judgement, Traffic, Update
+from cloud_server.ledger_tables import Judgement, Traffic, Update
 from edge_agent.home import Home, read_state
 from fleet_core.algorithms.trees import Params
 from fleet_core.errors import ConfigError, StateError

@@ -17,15 +17,14 @@ import numpy as np
 import pytest
 
 from cloud_server.disk import is_of_the_disk
-from cloud_server.ledger import (
+from cloud_server.ledger import Bytes, Ledger
+from cloud_server.ledger_tables import (
     VERSION,
-    Bytes,
     Device,
     Energy,
     Flops,
     Invitation,
     Judgement,
-    Ledger,
     Round,
     Row,
     Traffic,
@@ -109,7 +108,8 @@ def test_a_round_closes_whole_or_not_at_all(ledger: Ledger) -> None:
 def test_a_process_killed_in_a_transaction_leaves_the_ledger_as_it_was(ledger: Ledger) -> None:
     script = (
         "import os, signal, sys\n"
-        "from cloud_server.ledger import Ledger, Round\n"
+        "from cloud_server.ledger import Ledger\n"
+        "from cloud_server.ledger_tables import Round\n"
         "books = Ledger(sys.argv[1])\n"
         "with books.transaction():\n"
         "    books.put(*[Round(round=i, opened_at=1.0, note='x' * 4000) for i in range(10, 800)])\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cloud_server.coordinator import Coordinator
-from cloud_server.ledger import Update
+from cloud_server.ledger_tables import Update
 from edge_agent.agent import Agent
 from tests.brokers import NEEDS_MOSQUITTO
 from tests.desk import desk_in, metafleet

@@ -14,7 +14,8 @@ import pytest
 from cloud_server import authority, identity
 from cloud_server.coordinator import Coordinator
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Certificate, Device, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Certificate, Device
 from cloud_server.renewal import DAY_S, Renewals
 from edge_agent import doctor
 from edge_agent.accounts import Accounts

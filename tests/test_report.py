@@ -15,7 +15,8 @@ from rich.console import Console
 
 from cloud_server import figures, result
 from cloud_server.charts import Line, legend, line_chart, ticks
-from cloud_server.ledger import Bytes, Device, Energy, Joules, Ledger, Round, Traffic, Update
+from cloud_server.ledger import Bytes, Joules, Ledger
+from cloud_server.ledger_tables import Device, Energy, Round, Traffic, Update
 from cloud_server.live import LiveView, Snapshot, closing_table, round_line, snapshot
 from cloud_server.report import render
 from fleet_core.errors import DataError

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from cloud_server import result
-from cloud_server.ledger import Device, Energy, Flops, Judgement, Ledger, Round, Traffic, Update
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Device, Energy, Flops, Judgement, Round, Traffic, Update
 from cloud_server.live import RECENT_ROUNDS, LiveView, Snapshot, snapshot
 from fleet_core.errors import DataError
 

@@ -19,7 +19,8 @@ from cloud_server import identity
 from cloud_server.broker import Broker
 from cloud_server.enrolment import make_token
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Certificate, Device, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Certificate, Device
 from cloud_server.mosquitto import Place, address
 from fleet_core import certificates
 from fleet_core.errors import ConfigError

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cloud_server.ledger import Device, Judgement, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Device, Judgement
 from export.graph import MIN_ONNXRUNTIME
 from fleet_core import bundle_files
 from fleet_core.data.samples import save

@@ -29,7 +29,8 @@ from benchmarks.arm64.machine import DOOR, Board, Machine
 from benchmarks.arm64.root import BOOKWORM, Debian
 from cloud_server import identity
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Ledger, Round, Update
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Round, Update
 from cloud_server.mosquitto import Place
 from fleet_core import schema
 from fleet_core.data import heartbeat

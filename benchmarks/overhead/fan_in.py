@@ -41,7 +41,8 @@ import numpy as np
 from cloud_server.broker import find_mosquitto
 from cloud_server.fleet import Fleet, FleetConfig
 from cloud_server.found import found
-from cloud_server.ledger import Ledger, Update
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Update
 from edge_agent.uploader import Uploader
 from fleet_core import bundle, codecs, cohort, config, messages, topics
 from fleet_core.algorithms.methods import METHODS

@@ -17,7 +17,8 @@ from benchmarks.overhead import rooms
 from benchmarks.overhead.crew import end_in_order
 from benchmarks.overhead.run import SETTLE_S, Setting, Stage, at_rest, start_agent, watched
 from benchmarks.overhead.workload import Workload, make_fleet
-from cloud_server.ledger import Judgement, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Judgement
 from fleet_core.storage import write_json
 
 BAR_KB_PER_HOUR = 20.0

@@ -32,7 +32,8 @@ from benchmarks.overhead import memory, rooms
 from benchmarks.overhead.crew import Crew, Process, cpu_s, end_in_order, start_broker
 from benchmarks.overhead.rooms import House, Passed
 from benchmarks.overhead.workload import PARAMETERS, RAW_BYTES, Workload, make_fleet
-from cloud_server.ledger import Judgement, Ledger
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Judgement
 from fleet_core.storage import write_json
 
 LIMIT_S = 240.0

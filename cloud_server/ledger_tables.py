@@ -1,0 +1,304 @@
+"""The ledger's tables: what SQLite is told, the frozen dataclass of each, and how a row goes in and comes back.
+
+Every table is a dataclass below and every row is one object of it. Times are Unix seconds. A figure that was not taken
+is None, never 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import numbers
+import typing
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+VERSION = 2
+STAGES = ("before", "fine_tuned", "after")
+
+SCHEMA = """
+CREATE TABLE fleet (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE control (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE rounds (
+    round INTEGER PRIMARY KEY, opened_at REAL NOT NULL, closed_at REAL, cohort TEXT NOT NULL, members INTEGER NOT NULL,
+    model_id TEXT NOT NULL, judged_id TEXT, models_transmitted REAL, seconds REAL, loss REAL,
+    status TEXT NOT NULL CHECK (status IN ('open', 'closed', 'abandoned')), note TEXT NOT NULL);
+CREATE TABLE devices (
+    name TEXT PRIMARY KEY, status TEXT NOT NULL CHECK (status IN ('enrolled', 'revoked')),
+    enrolled_round INTEGER NOT NULL, first_seen REAL, last_seen REAL,
+    state TEXT NOT NULL CHECK (state IN ('on', 'off')), phase TEXT NOT NULL, version TEXT NOT NULL,
+    capabilities TEXT NOT NULL, cannot TEXT, took_part INTEGER NOT NULL, new INTEGER NOT NULL);
+CREATE TABLE updates (
+    round INTEGER NOT NULL REFERENCES rounds, device TEXT NOT NULL REFERENCES devices, update_id TEXT NOT NULL,
+    samples INTEGER, loss REAL, payload_bytes INTEGER NOT NULL, chunks INTEGER NOT NULL, received_at REAL NOT NULL,
+    status TEXT NOT NULL CHECK (status IN ('counted', 'refused', 'late')), reason TEXT NOT NULL,
+    PRIMARY KEY (round, device, update_id));
+CREATE TABLE traffic (
+    round INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices,
+    direction TEXT NOT NULL CHECK (direction IN ('up', 'down')),
+    kind TEXT NOT NULL CHECK (kind IN ('model', 'update', 'serve', 'graph', 'link')),
+    payload_bytes INTEGER NOT NULL, mqtt_bytes INTEGER, wire_bytes INTEGER,
+    PRIMARY KEY (round, device, direction, kind));
+CREATE TABLE energy (
+    round INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices,
+    phase TEXT NOT NULL CHECK (phase IN ('train', 'adapt', 'serve', 'radio', 'other', 'idle')),
+    joules REAL NOT NULL CHECK (joules >= 0), source TEXT NOT NULL, measured INTEGER NOT NULL,
+    PRIMARY KEY (round, device, phase));
+CREATE TABLE flops (
+    round INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices, flops REAL NOT NULL,
+    PRIMARY KEY (round, device));
+CREATE TABLE judgements (
+    round INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices,
+    stage TEXT NOT NULL CHECK (stage IN ('before', 'fine_tuned', 'after')), method TEXT NOT NULL,
+    confusion TEXT NOT NULL, accuracy REAL NOT NULL, macro_f1 REAL NOT NULL, new INTEGER NOT NULL,
+    PRIMARY KEY (round, device, stage));
+"""
+
+ADDED = {
+    2: """
+CREATE TABLE invitations (
+    id TEXT PRIMARY KEY, device TEXT NOT NULL, public TEXT NOT NULL, made_at REAL NOT NULL, expires_at REAL NOT NULL,
+    spent_at REAL);
+CREATE TABLE certificates (
+    serial TEXT PRIMARY KEY, device TEXT NOT NULL, token TEXT NOT NULL, public TEXT NOT NULL, certificate TEXT NOT NULL,
+    issued_at REAL NOT NULL, expires_at REAL NOT NULL, revoked_at REAL);
+""",
+}
+"""What each version added to those before it."""
+
+Confusion = tuple[tuple[int, ...], ...]
+"""[N, N] counts: row = true class, column = answered class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of the table ``table``; ``key`` names the columns that make it the same row."""
+
+    table: ClassVar[str]
+    key: ClassVar[tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round(Row):
+    """members: enrolled devices when it opened. models_transmitted: models up and down, in whole models.
+
+    status: open | closed | abandoned. model_id, judged_id: blobs that were published to train on and to judge.
+    """
+
+    table = "rounds"
+    key = ("round",)
+    round: int
+    opened_at: float
+    closed_at: float | None = None
+    cohort: tuple[str, ...] = ()
+    members: int = 0
+    model_id: str = ""
+    judged_id: str | None = None
+    models_transmitted: float | None = None
+    seconds: float | None = None
+    loss: float | None = None
+    status: str = "open"
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device(Row):
+    """cannot: why it cannot take part, or None. took_part: an update of it was counted. new: joined to be judged."""
+
+    table = "devices"
+    key = ("name",)
+    name: str
+    status: str = "enrolled"
+    enrolled_round: int = 0
+    first_seen: float | None = None
+    last_seen: float | None = None
+    state: str = "off"
+    phase: str = ""
+    version: str = ""
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
+    cannot: str | None = None
+    took_part: bool = False
+    new: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invitation(Row):
+    """A token as the aggregator knows it: no secret. public: its key's public half. spent_at: it was used, or its
+    device was revoked."""
+
+    table = "invitations"
+    key = ("id",)
+    id: str
+    device: str
+    public: str
+    made_at: float
+    expires_at: float
+    spent_at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate(Row):
+    """A certificate that was issued. serial: in hex. token: the id of the one that it was given for. public: the
+    device's public key."""
+
+    table = "certificates"
+    key = ("serial",)
+    serial: str
+    device: str
+    token: str
+    public: str
+    certificate: str
+    issued_at: float
+    expires_at: float
+    revoked_at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update(Row):
+    """An upload that was received whole. status: counted | refused | late, with the reason of the last two."""
+
+    table = "updates"
+    key = ("round", "device", "update_id")
+    round: int
+    device: str
+    update_id: str
+    received_at: float
+    samples: int | None = None
+    loss: float | None = None
+    payload_bytes: int = 0
+    chunks: int = 0
+    status: str = "counted"
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic(Row):
+    """Bytes of a device in a round. direction: up | down, seen from the device. kind: model | update | serve | graph,
+    or link: what a connection's counters say that belongs to no single payload (``payload_bytes`` 0)."""
+
+    table = "traffic"
+    key = ("round", "device", "direction", "kind")
+    round: int
+    device: str
+    direction: str
+    kind: str
+    payload_bytes: int = 0
+    mqtt_bytes: int | None = None
+    wire_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Energy(Row):
+    """phase: train | adapt | serve | radio | other | idle. source: the meter, or where a model's constants are from."""
+
+    table = "energy"
+    key = ("round", "device", "phase")
+    round: int
+    device: str
+    phase: str
+    joules: float
+    source: str
+    measured: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops(Row):
+    """Floating-point operations of a device in a round."""
+
+    table = "flops"
+    key = ("round", "device")
+    round: int
+    device: str
+    flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement(Row):
+    """How a device's answers fared on its own test samples. stage: before | fine_tuned | after personalization."""
+
+    table = "judgements"
+    key = ("round", "device", "stage")
+    round: int
+    device: str
+    stage: str
+    method: str
+    confusion: Confusion
+    accuracy: float
+    macro_f1: float
+    new: bool = False
+
+
+# In and out -----------------------------------------------------------------------------------------------------------
+
+R = TypeVar("R", bound=Row)
+
+
+def upsert(kind: type[Row]) -> str:
+    """The statement that ``stored`` belongs to: a row goes in place of the one with the same key."""
+    names = columns(kind)
+    changes = ", ".join(f"{c} = excluded.{c}" for c in names if c not in kind.key)
+    return (
+        f"INSERT INTO {kind.table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+        f" ON CONFLICT ({', '.join(kind.key)}) DO UPDATE SET {changes}"
+    )
+
+
+def equal_to(kind: type[Row], equal: Mapping[str, Any]) -> str:
+    """The condition that these columns have the values that are bound to it."""
+    unknown = equal.keys() - set(columns(kind))
+    if unknown:
+        raise TypeError(f"{kind.__name__} has no column {', '.join(sorted(unknown))}")
+    return " AND ".join(f"{name} IS ?" for name in equal) or "1"
+
+
+def stored(row: Row) -> list[Any]:
+    """The values of its columns."""
+    return [_stored(getattr(row, name)) for name in columns(type(row))]
+
+
+def columns(kind: type[Row]) -> list[str]:
+    return list(_readers(typing.cast("Hashable", kind)))
+
+
+def made(kind: type[R], values: Sequence[Any]) -> R:
+    """The row of these columns, as they come back."""
+    readers = _readers(typing.cast("Hashable", kind))
+    return kind(**{name: read(value) for (name, read), value in zip(readers.items(), values, strict=True)})
+
+
+@functools.cache
+def _readers(kind: Any) -> dict[str, Any]:
+    """How each column comes back: JSON as tuples and mappings, 0/1 as bool, all else as it is."""
+    hints = typing.get_type_hints(kind)
+    return {f.name: _reader(hints[f.name]) for f in dataclasses.fields(kind)}
+
+
+def _reader(kind: Any) -> Any:
+    return bool if kind is bool else _from_json if typing.get_origin(kind) in (tuple, Mapping) else _same
+
+
+def _stored(value: Any) -> Any:
+    """``value`` as SQLite keeps it: numbers of numpy's as Python's (SQLite would take their bytes), trees as JSON."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, (tuple, list, Mapping)):
+        return json.dumps(value, sort_keys=True, allow_nan=False)
+    raise TypeError(f"a {type(value).__name__} has no place in the ledger")
+
+
+def _from_json(text: str) -> Any:
+    return _frozen(json.loads(text))
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _frozen(item) for key, item in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _same(value: Any) -> Any:
+    return value
