@@ -28,9 +28,13 @@ def cross_entropy(logits_NK: Tensor, y_N: Tensor) -> Tensor:
 
 
 def known_cross_entropy(logits_NK: Tensor, y_N: Tensor) -> Tensor:
-    """``cross_entropy`` over the samples whose label is one of the classes; 0 when none is."""
-    chosen_NK = one_hot(y_N, logits_NK.shape[1], logits_NK.dtype)
-    return -(torch.log_softmax(logits_NK, 1) * chosen_NK).sum() / chosen_NK.sum().clamp(min=1)
+    """``cross_entropy`` over the samples whose label is one of the classes; 0 when none is. An exported graph, whose
+    labels are checked, is spared the count."""
+    return _over_chosen(torch.log_softmax(logits_NK, 1), one_hot(y_N, logits_NK.shape[1], logits_NK.dtype))
+
+
+def _over_chosen(log_NK: Tensor, chosen_NK: Tensor) -> Tensor:
+    return -(log_NK * chosen_NK).sum() / chosen_NK.sum().clamp(min=1)
 
 
 def prototypes(z_SD: Tensor, y_S: Tensor, classes: int) -> tuple[Tensor, Tensor]:
@@ -57,8 +61,7 @@ def proto_loss(
     """Cross-entropy of softmax(−d(z, c_k)) over the query samples whose class the support has; 0 when none is left."""
     proto_KD, count_K = prototypes(z_SD, y_S, classes)
     log_NK = torch.log_softmax(proto_logits(z_ND, proto_KD, count_K, kind), 1)
-    chosen_NK = one_hot(y_N, classes, z_ND.dtype) * (count_K > 0)
-    return -(log_NK * chosen_NK).sum() / chosen_NK.sum().clamp(min=1)
+    return _over_chosen(log_NK, one_hot(y_N, classes, z_ND.dtype) * (count_K > 0))
 
 
 def spread(z_ND: Tensor, y_N: Tensor, classes: int, kind: str, printed: bool) -> Tensor:

@@ -197,17 +197,17 @@ def made(data: str, name: str, case: str, options: argparse.Namespace) -> tuple[
 
 def kept(folder: Path, how: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Array]]:
     """(figures by title and case, pictures uint8 [n, C, H, W] by title/case) of the cases that were made before so."""
-    if not (folder / ATTACK).exists():
+    if not (folder / ATTACK).exists() or not (folder / PICTURES).exists():
         return {}, {}
     found = json.loads((folder / ATTACK).read_text())
-    pictures = unpack((folder / PICTURES).read_bytes(), where=PICTURES)[0] if (folder / PICTURES).exists() else {}
-    same = all(found.get(key) == value for key, value in how.items())
+    if any(found.get(key) != value for key, value in how.items()):
+        return {}, {}
+    pictures = unpack((folder / PICTURES).read_bytes(), where=PICTURES)[0]
     attacks = {
-        title: whole
+        title: {case: one for case, one in cases.items() if f"{title}/{case}" in pictures}
         for title, cases in found["attacks"].items()
-        if (whole := {case: one for case, one in cases.items() if same and f"{title}/{case}" in pictures})
     }
-    return attacks, {f"{title}/{case}": pictures[f"{title}/{case}"] for title in attacks for case in attacks[title]}
+    return attacks, pictures
 
 
 def write(
