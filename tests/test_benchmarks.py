@@ -19,7 +19,7 @@ from benchmarks.overhead.crew import Crew
 from benchmarks.overhead.peers.run import persisted
 from benchmarks.overhead.run import Figures, Setting
 from benchmarks.overhead.workload import Workload
-from benchmarks.simulation import loop, ours
+from benchmarks.simulation import loop, ours, subnormals
 from benchmarks.simulation import memory as simulated_memory
 from benchmarks.simulation import run as simulated
 from benchmarks.simulation.workload import WORKLOADS
@@ -315,6 +315,12 @@ def test_updates_per_second_are_those_of_the_median_round_and_processor_time_tha
     assert found == {"updates_per_second": 16.0, "cpu_seconds_per_update": 0.25}
     runs = [{"seconds": {"ours": s}, "ratio": 2 * s} for s in (3.0, 1.0, 2.0)]
     assert simulated.summary(runs) == {"seconds": {"ours": 2.0}, "ratio": 4.0}
+
+
+def test_what_subnormals_cost_is_of_the_same_step_in_turn() -> None:
+    found = subnormals.beside(0.0, 1)
+    assert min(found.values()) > 0
+    assert found["ratio"] == pytest.approx(found["kept"] / found["flushed"], rel=0.1)
 
 
 def test_the_memory_of_many_devices_is_told_with_the_states_on_the_disk(threads: None) -> None:

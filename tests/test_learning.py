@@ -412,6 +412,25 @@ def test_progress_counts_the_steps() -> None:
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
+@pytest.mark.parametrize("already", [False, True])
+def test_subnormals_count_as_zero_in_training_and_personalizing_alone(already: bool) -> None:
+    """Where the processor can do so; the caller's own setting is left as it was."""
+    able = torch.set_flush_denormal(True)
+    torch.set_flush_denormal(already)
+    tiny, seen = torch.tensor(1e-40), []
+    played = fleet("per-fedavg-exact")
+    played.model.register_forward_pre_hook(lambda *_: seen.append(bool(tiny * 1.0 == 0)))
+    try:
+        played.trained()
+        trained, seen = seen, []
+        played.own(played.data[0])
+        assert set(trained) == {able}
+        assert set(seen) == {able}
+        assert bool(tiny * 1.0 == 0) == (already and able)
+    finally:
+        torch.set_flush_denormal(False)
+
+
 @pytest.mark.parametrize("name", ["p-avg-proto", "metavers", "per-fedavg-exact"])
 def test_a_class_with_one_sample_is_left_out_and_named(name: str) -> None:
     x, y = toy_samples(40, labels=(0, 1))

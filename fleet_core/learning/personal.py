@@ -22,7 +22,7 @@ from fleet_core.algorithms.trees import Params
 from fleet_core.layout import MODEL_GROUPS, Layout
 from fleet_core.learning.gradients import entropy, leaves, value_and_gradient
 from fleet_core.learning.models import NumpyParams, to_numpy, to_torch
-from fleet_core.learning.train import CHUNK, Samples, check, first_personal, train_round
+from fleet_core.learning.train import CHUNK, Samples, check, first_personal, flushed, train_round
 
 
 def adapt(
@@ -73,8 +73,9 @@ def _stepped(model: nn.Module, params: Params, rates: Params, steps: int, x: Sam
     w: Params = to_torch(params, _device(model))
     rates = trees.apply(lambda a: a if isinstance(a, float) else torch.tensor(a, device=_device(model)), rates)
     model.eval()
-    for _ in range(steps):
-        w = trees.apply(lambda w, a, g: w - a * g, w, rates, _full_gradient(model, leaves(w), x, y))
+    with flushed():
+        for _ in range(steps):
+            w = trees.apply(lambda w, a, g: w - a * g, w, rates, _full_gradient(model, leaves(w), x, y))
     return to_numpy(w)
 
 

@@ -191,7 +191,8 @@ class _Round:
         roles = {role: self._stacked([state[role] for state in before]) for role in before[0]} if several else before[0]
         values: list[Tensor] = []
         steps = self._steps(clients, plans, classes, values, progress)
-        with _training(self._model, plans[0].seed), trees.side_by_side() if several else contextlib.nullcontext():
+        stacked = trees.side_by_side() if several else contextlib.nullcontext()
+        with flushed(), _training(self._model, plans[0].seed), stacked:
             update, pending = self._method.client.run(anchor, roles, steps, self._hyper)
         losses_CK = torch.stack([value.reshape(-1) for value in values], 1).double().cpu().numpy()
         _check_finite(losses_CK, len(plans[0].draws))
@@ -327,6 +328,18 @@ def flops_of(
     elif third:
         second = (6 if adaptation == "maml-hessian-free" else 9) * third
     return forward * (inner_steps * (3 * support + second) + 3 * query)
+
+
+@contextlib.contextmanager
+def flushed() -> Iterator[None]:
+    """Subnormal numbers (below 1.2e-38) count as zero meanwhile, in this thread, where the processor can do so: on x86
+    they slow down gradients that vanish along a sequence (``benchmarks/simulation/subnormals.py``)."""
+    before = float(torch.tensor(1e-40) * 1.0) == 0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
 
 
 @contextlib.contextmanager
