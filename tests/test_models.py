@@ -407,6 +407,17 @@ def test_char_lstm_is_the_textbook_recurrence() -> None:
     torch.testing.assert_close(found, states[:, -1])
 
 
+def test_leafs_one_is_added_to_the_forget_gates_of_the_first_weights_alone() -> None:
+    plain, biased = (
+        models.initial(models.describe("char-lstm", SPECS["char-lstm"], TEN, options), 0)["body"]
+        for options in ({"width": 6}, {"width": 6, "forget_bias": 1.0})
+    )
+    for name, array in plain.items():
+        added = np.zeros_like(array)
+        added[6:12] += name.startswith("lstm.bias_ih")
+        np.testing.assert_array_equal(biased[name], array + added)
+
+
 def test_conv4_is_four_blocks_of_normalised_convolutions() -> None:
     layout = small("conv4")
     (x, _), w = samples(layout, 2), weights(layout)["body"]
@@ -443,6 +454,8 @@ def test_conv4_is_four_blocks_of_normalised_convolutions() -> None:
         ("conv4", {"groups": 0, "channels": "64"}, ["groups is 0", "channels is '64'"]),
         ("char-lstm", {"vocabulary": 1, "width": -1, "layers": 0, "character_width": None},
          ["vocabulary is 1, expected a whole number from 2", "width is -1", "layers is 0", "character_width is None"]),
+        ("char-lstm", {"forget_bias": "1"}, ["forget_bias is '1', expected a number from -100 to 100"]),
+        ("char-lstm", {"forget_bias": float("nan")}, ["forget_bias is nan"]),
     ],
 )  # fmt: skip
 def test_options_that_a_model_cannot_have_are_all_named(

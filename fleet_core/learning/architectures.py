@@ -191,8 +191,8 @@ class Conv4(nn.Module):
 class CharLstm(nn.Module):
     """Next character of a text: tokens int64 [T], each below ``vocabulary`` (as many as the classes, where not given).
 
-    Embedding: the upper layer's state after the last character. Deviations from LEAF's program: two bias vectors per
-    layer and no 1 added to the forget gate, as torch's LSTM has it.
+    Embedding: the upper layer's state after the last character. forget_bias: what the forget gates' first biases have
+    added, 1 in LEAF's program, 0 in torch's LSTM. Deviation from LEAF's: two bias vectors per layer, as torch has it.
     """
 
     def __init__(
@@ -203,15 +203,21 @@ class CharLstm(nn.Module):
         character_width: int = 8,
         width: int = 256,
         layers: int = 2,
+        forget_bias: float = 0.0,
     ) -> None:
         super().__init__()
         vocabulary = classes if vocabulary is None else vocabulary
         _refuse(
             _axes(shape, 1, "tokens [T]"), _size("vocabulary", vocabulary, least=2),
             _size("character_width", character_width), _size("width", width), _size("layers", layers),
+            _number("forget_bias", forget_bias),
         )  # fmt: skip
         self.characters = nn.Embedding(vocabulary, character_width)
         self.lstm = nn.LSTM(character_width, width, layers, batch_first=True)
+        with torch.no_grad():
+            for name, bias in self.lstm.named_parameters():
+                if name.startswith("bias_ih"):
+                    bias[width : 2 * width] += forget_bias  # torch's order: input, forget, cell, output
         self.head = nn.Linear(width, classes)
 
     def embed(self, x_NT: Tensor) -> Tensor:
@@ -256,6 +262,11 @@ def _pixels(shape: tuple[int, ...], least: int) -> str:
 def _size(name: str, value: Any, least: int = 1) -> str:
     right = type(value) is int and least <= value <= MAX_SIZE
     return "" if right else f"{name} is {value!r}, expected a whole number from {least} to {MAX_SIZE}"
+
+
+def _number(name: str, value: Any, most: float = 100.0) -> str:
+    right = type(value) in (int, float) and -most <= value <= most
+    return "" if right else f"{name} is {value!r}, expected a number from {-most:g} to {most:g}"
 
 
 def _sizes(name: str, values: Any, least: int = 0, most: int = 100) -> str:

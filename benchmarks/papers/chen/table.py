@@ -30,6 +30,9 @@ BESIDES = {
     "MAML, the appendix's form": "maml-appendix",
 }
 """At 20 % alone; not in the paper."""
+SPOKEN = {**LABELS, "FOMAML, server rate 0.001": "fomaml-0.001", "FOMAML, the appendix's form": "fomaml-appendix"}
+"""The last two not in the paper."""
+SHAKESPEARE = "shakespeare-20"
 FIRST = SUPPORTS[0]
 FINETUNE, FINETUNING = "mnist-finetune", ("finetune_lr", "finetune_steps")
 
@@ -86,10 +89,11 @@ def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
         "accuracy": markdown.table(accuracy, _accuracies(result, paper["femnist"])),
         "besides": markdown.table(["method", "20 %", "seeds"], _besides(result)),
         "cost": markdown.table(cost, _costs(result, FIRST, TARGETS, {**LABELS, **BESIDES})),
-        "spread": markdown.table(spread, _spreads(result)),
+        "spread": markdown.table(spread, _spreads(result, {**LABELS, **BESIDES})),
         "finetune": markdown.table(finetune, _finetunes(result)),
         "shakespeare": markdown.table(speech, _speech(result, paper["shakespeare"])),
-        "shakespeare-cost": markdown.table(cost, _costs(result, FIRST, SPEECH, LABELS, "shakespeare-20")),
+        "shakespeare-cost": markdown.table(cost, _costs(result, FIRST, SPEECH, SPOKEN, SHAKESPEARE)),
+        "shakespeare-spread": markdown.table(spread, _spreads(result, SPOKEN, SHAKESPEARE)),
     }
 
 
@@ -114,9 +118,9 @@ def _besides(result: Result) -> Iterator[list[str]]:
 
 
 def _speech(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
-    for row, label in LABELS.items():
-        found = page.cell(result, "shakespeare-20", label, f"new_devices.0.2.{kind_of(row)}")
-        yield [row, _percent(paper.get(row)), found, page.seeds(result, "shakespeare-20", label)]
+    for row, label in SPOKEN.items():
+        found = page.cell(result, SHAKESPEARE, label, f"new_devices.{FIRST}.{kind_of(row)}")
+        yield [row, _percent(paper.get(row)), found, page.seeds(result, SHAKESPEARE, label)]
 
 
 def _finetunes(result: Result) -> Iterator[list[str]]:
@@ -133,14 +137,14 @@ def _by_support(result: Result, label: str, kind: str) -> list[str]:
     return [page.cell(result, FINETUNE, label, f"new_devices.{support}.{kind}") for support in SUPPORTS]
 
 
-def _spreads(result: Result) -> Iterator[list[str]]:
-    for row, label in {**LABELS, **BESIDES}.items():
-        where, at = experiment_of(label, FIRST), f"new_devices.{FIRST}.accuracy"
-        if row == FEDAVG or not page.method_of(result, where, label):  # of the model as it is only the mean is known
+def _spreads(result: Result, rows: Mapping[str, str], where: str = "") -> Iterator[list[str]]:
+    for row, label in rows.items():
+        of, at = where or experiment_of(label, FIRST), f"new_devices.{FIRST}.accuracy"
+        if row == FEDAVG or not page.method_of(result, of, label):  # of the model as it is only the mean is known
             continue
-        cells = [page.cell(result, where, label, f"{at}.{figure}") for figure in ("mean", "worst", "best")]
-        variance = page.cell(result, where, label, f"{at}.variance", percent=False)
-        yield [row, *cells, variance, page.seeds(result, where, label)]
+        cells = [page.cell(result, of, label, f"{at}.{figure}") for figure in ("mean", "worst", "best")]
+        variance = page.cell(result, of, label, f"{at}.variance", percent=False)
+        yield [row, *cells, variance, page.seeds(result, of, label)]
 
 
 def _costs(
@@ -191,22 +195,22 @@ def _fewer(base: Mapping[str, Any] | None, found: Mapping[str, Any]) -> str:
 
 def draw(result: Result, folder: Path) -> None:
     panels = {f"MNIST by writer, {float(p):.0%} support": _curves(result, p) for p in SUPPORTS}
-    panels |= {"Shakespeare by role, 20% support": _curves(result, FIRST, "shakespeare-20")}
+    panels |= {"Shakespeare by role, 20% support": _curves(result, FIRST, SHAKESPEARE, SPOKEN)}
     panels = {title: curves for title, curves in panels.items() if any(len(curve) > 1 for curve in curves.values())}
     if panels:
         page.curves(folder / "curves.png", panels, ylabel="accuracy over all samples of the new devices")
-    devices = {}
-    for row, label in {**LABELS, **BESIDES}.items():
-        if row != FEDAVG and (values := _devices(result, label)):
-            devices[f"{row}, round {_judged(result, label):,}"] = values
-    if devices:
-        _draw_devices(devices, folder / "devices.png")
+    sets = {"MNIST by writer": _devices(result, {**LABELS, **BESIDES}),
+            "Shakespeare by role": _devices(result, SPOKEN, SHAKESPEARE)}
+    if any(sets.values()):
+        _draw_devices({title: devices for title, devices in sets.items() if devices}, folder / "devices.png")
 
 
-def _curves(result: Result, support: str, where: str = "") -> dict[str, list[list[Any]]]:
+def _curves(
+    result: Result, support: str, where: str = "", rows: Mapping[str, str] = LABELS
+) -> dict[str, list[list[Any]]]:
     """The mean over the seeds that have begun, where all have judged."""
     found = {}
-    for row, label in LABELS.items():
+    for row, label in rows.items():
         method = page.method_of(result, where or experiment_of(label, support), label)
         column = 2 if row == FEDAVG else 1
         each = [{point[0]: point[column] for point in one["details"][support]["curve"]}
@@ -217,29 +221,35 @@ def _curves(result: Result, support: str, where: str = "") -> dict[str, list[lis
     return found
 
 
-def _devices(result: Result, label: str) -> list[float]:
-    method = page.method_of(result, experiment_of(label, FIRST), label)
-    return sorted(value for one in (method or {}).get("seeds", {}).values()
-                  for value in one.get("details", {}).get(FIRST, {}).get("devices", []))
+def _devices(result: Result, rows: Mapping[str, str], where: str = "") -> dict[str, list[float]]:
+    """The accuracies of all new devices, of all seeds, by row and round."""
+    found = {}
+    for row, label in rows.items():
+        method = page.method_of(result, where or experiment_of(label, FIRST), label)
+        seeds = list((method or {}).get("seeds", {}).values())
+        values = sorted(v for one in seeds for v in one.get("details", {}).get(FIRST, {}).get("devices", []))
+        if row != FEDAVG and values:
+            found[f"{row}, round {min(one['judged'] for one in seeds if 'judged' in one):,}"] = values
+    return found
 
 
-def _judged(result: Result, label: str) -> int:
-    method = page.method_of(result, experiment_of(label, FIRST), label) or {"seeds": {}}
-    return min((one["judged"] for one in method["seeds"].values() if "judged" in one), default=0)
-
-
-def _draw_devices(devices: Mapping[str, Sequence[float]], path: Path) -> None:
+def _draw_devices(sets: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
     """The share of new devices whose accuracy is at most so high."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    image, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for row, values in devices.items():
-        axes.step(values, [(k + 1) / len(values) for k in range(len(values))], where="post", label=row, linewidth=1.3)
-    axes.set(xlabel="accuracy of a new device, 20% support", ylabel="share of devices with at most that")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small", loc="upper left")
+    image, row_of_axes = pyplot.subplots(
+        1, len(sets), figsize=(5.5 * len(sets), 4), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, (title, devices) in zip(row_of_axes[0], sets.items(), strict=True):
+        for row, values in devices.items():
+            share = [(k + 1) / len(values) for k in range(len(values))]
+            axes.step(values, share, where="post", label=row, linewidth=1.3)
+        axes.set(xlabel="accuracy of a new device, 20% support", title=title)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize="small", loc="upper left")
+    row_of_axes[0][0].set_ylabel("share of devices with at most that")
     image.savefig(path, dpi=130)
     pyplot.close(image)
