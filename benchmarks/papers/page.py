@@ -98,17 +98,23 @@ def mean(result: Result, experiment: str, label: str, figure: str) -> float | No
     return None if one is None else float(one["mean"])
 
 
-def cell(result: Result, experiment: str, label: str, figure: str, *, percent: bool = True) -> str:
-    """``94.18 ± 0.06``, with the round where the runs have not ended: ``91.20 (round 120 of 800)``; a dash for none."""
-    method = method_of(result, experiment, label)
-    one = (method or {}).get("over", {}).get("figures", {}).get(figure)
-    if method is None or one is None:
+def cell(result: Result, experiment: str, label: str, figure: str) -> str:
+    """A ``number`` in percent, with the round where the runs have not ended: ``91.20 (round 120 of 800)``."""
+    text, method = number(result, experiment, label, figure), method_of(result, experiment, label)
+    if method is None or text == ABSENT or whole(result, experiment, label):
+        return text
+    of = max(found["of"] for found in method["seeds"].values())
+    return f"{text} (round {method['over']['round']:,} of {of:,})"
+
+
+def number(result: Result, experiment: str, label: str, figure: str, *, percent: bool = True) -> str:
+    """``94.18 ± 0.06`` over the seeds; a dash for none."""
+    one = (method_of(result, experiment, label) or {}).get("over", {}).get("figures", {}).get(figure)
+    if one is None:
         return ABSENT
     times, digits = (100, 2) if percent else (1, 4)
     text = f"{times * one['mean']:.{digits}f}"
-    text += f" ± {times * one['std']:.{digits}f}" if one.get("std") is not None else ""
-    of = max(found["of"] for found in method["seeds"].values())
-    return text + ("" if whole(result, experiment, label) else f" (round {method['over']['round']:,} of {of:,})")
+    return text + (f" ± {times * one['std']:.{digits}f}" if one.get("std") is not None else "")
 
 
 def whole(result: Result, experiment: str, label: str) -> bool:

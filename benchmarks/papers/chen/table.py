@@ -30,7 +30,7 @@ BESIDES = {
     "MAML, the appendix's form": "maml-appendix",
 }
 """At 20 % alone; not in the paper."""
-SPOKEN = {**LABELS, "FOMAML, server rate 0.001": "fomaml-0.001", "FOMAML, the appendix's form": "fomaml-appendix"}
+SPOKEN = {**LABELS, "FOMAML, inner rate 0.01": "fomaml-0.01", "FOMAML, the appendix's form": "fomaml-appendix"}
 """The last two not in the paper."""
 SHAKESPEARE = "shakespeare-20"
 FIRST = SUPPORTS[0]
@@ -140,11 +140,12 @@ def _by_support(result: Result, label: str, kind: str) -> list[str]:
 def _spreads(result: Result, rows: Mapping[str, str], where: str = "") -> Iterator[list[str]]:
     for row, label in rows.items():
         of, at = where or experiment_of(label, FIRST), f"new_devices.{FIRST}.accuracy"
-        if row == FEDAVG or not page.method_of(result, of, label):  # of the model as it is only the mean is known
+        mean = page.cell(result, of, label, f"{at}.mean")
+        if row == FEDAVG or mean == ABSENT:  # of the model as it is only the mean is known
             continue
-        cells = [page.cell(result, of, label, f"{at}.{figure}") for figure in ("mean", "worst", "best")]
-        variance = page.cell(result, of, label, f"{at}.variance", percent=False)
-        yield [row, *cells, variance, page.seeds(result, of, label)]
+        ends = [page.number(result, of, label, f"{at}.{figure}") for figure in ("worst", "best")]
+        variance = page.number(result, of, label, f"{at}.variance", percent=False)
+        yield [row, mean, *ends, variance, page.seeds(result, of, label)]
 
 
 def _costs(
@@ -249,7 +250,7 @@ def _draw_devices(sets: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
             axes.step(values, share, where="post", label=row, linewidth=1.3)
         axes.set(xlabel="accuracy of a new device, 20% support", title=title)
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize="small", loc="upper left")
+        axes.legend(frameon=False, fontsize="small", loc="best")
     row_of_axes[0][0].set_ylabel("share of devices with at most that")
     image.savefig(path, dpi=130)
     pyplot.close(image)
