@@ -242,7 +242,7 @@ def _draw_devices(sets: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
     from matplotlib import pyplot
 
     image, row_of_axes = pyplot.subplots(
-        1, len(sets), figsize=(5.5 * len(sets), 4), layout="constrained", sharey=True, squeeze=False
+        1, len(sets), figsize=(5.5 * len(sets), 4.8), layout="constrained", sharey=True, squeeze=False
     )
     for axes, (title, devices) in zip(row_of_axes[0], sets.items(), strict=True):
         for row, values in devices.items():
@@ -250,7 +250,7 @@ def _draw_devices(sets: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
             axes.step(values, share, where="post", label=row, linewidth=1.3)
         axes.set(xlabel="accuracy of a new device, 20% support", title=title)
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize="small", loc="best")
+        axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
     row_of_axes[0][0].set_ylabel("share of devices with at most that")
     image.savefig(path, dpi=130)
     pyplot.close(image)
