@@ -40,14 +40,10 @@ def step(forget: float) -> Callable[[], train.TrainResult]:
     method = METHODS["fedmeta-maml"]
     hyper = method.hyper(local_steps=1, support_batch=WINDOWS, query_batch=WINDOWS)
     classes = tuple(map(str, range(CHARACTERS)))
-    layout = models.describe("char-lstm", InputSpec((LENGTH,), "int64"), classes, {})
-    model, groups = models.build(layout), models.initial(layout, 0)
-    for name, array in groups["body"].items():
-        if "bias_ih" in name:
-            array[len(array) // 4 : len(array) // 2] += np.float32(forget)  # torch's order: input, forget, cell, output
+    layout = models.describe("char-lstm", InputSpec((LENGTH,), "int64"), classes, {"forget_bias": forget})
+    model, broadcast = models.build(layout), Payload(models.initial(layout, 0), {"round": 1.0, "seed": 0.0})
     drawn = np.random.default_rng(0)
     x, y = drawn.integers(0, CHARACTERS, (2 * WINDOWS, LENGTH)), drawn.integers(0, CHARACTERS, 2 * WINDOWS)
-    broadcast = Payload(groups, {"round": 1.0, "seed": 0.0})
     return lambda: train.train_round(method, model, layout, broadcast, {}, x, y, hyper, np.random.default_rng(0))
 
 

@@ -264,9 +264,9 @@ def _size(name: str, value: Any, least: int = 1) -> str:
     return "" if right else f"{name} is {value!r}, expected a whole number from {least} to {MAX_SIZE}"
 
 
-def _number(name: str, value: Any, most: float = 100.0) -> str:
-    right = type(value) in (int, float) and -most <= value <= most
-    return "" if right else f"{name} is {value!r}, expected a number from {-most:g} to {most:g}"
+def _number(name: str, value: Any) -> str:
+    right = type(value) in (int, float) and -100 <= value <= 100
+    return "" if right else f"{name} is {value!r}, expected a number from -100 to 100"
 
 
 def _sizes(name: str, values: Any, least: int = 0, most: int = 100) -> str:
