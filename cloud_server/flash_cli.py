@@ -45,6 +45,7 @@ from fleet_core.schema import Problem
 IMAGE, SSH = "image:", "ssh://"
 DAY_S = 86400.0
 VALID_S = 30 * DAY_S
+TOKEN_STEP = 1024
 CARD = "card-"
 TABLES = {"data": agents.Data, "train": agents.Training, "personalize": agents.Personalize, "serve": agents.Serve,
           "power": agents.Power}
@@ -223,10 +224,12 @@ def invited(made: Prepared) -> bytes:
 
 
 def _token(made: Prepared) -> tuple[bytes, Invitation]:
-    """A token as a file, and what the ledger would keep of it. It is none before the ledger knows of it."""
+    """A token as a file, and what the ledger would keep of it. It is none before the ledger knows of it. Filled up with
+    empty lines: signatures differ by some bytes, and what is shown beforehand is as long as what is written."""
     url = enrolment.enrolment_url(made.fleet, made.broker)
     issued, invitation = enrolment.make_token(made.fleet, made.device.name, made.broker, url, VALID_S)
-    return config.toml(schema.plain(issued)).encode(), invitation
+    text = config.toml(schema.plain(issued)).encode()
+    return text + b"\n" * (-len(text) % TOKEN_STEP), invitation
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

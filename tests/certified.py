@@ -22,6 +22,7 @@ from fleet_core.link.mqtt import MqttLink
 from fleet_core.messages import EnrolAnswer, EnrolRequest
 from fleet_core.signing import Signer
 from fleet_core.token import Token
+from tests.brokers import until
 from tests.inprocess import config_text
 
 HOURS_S = 3600.0
@@ -72,11 +73,22 @@ def secured_broker(fleet: Fleet) -> Iterator[tuple[Broker, Place]]:
     """A mosquitto with the fleet's own configuration, on free ports of this machine."""
     place = Place(("127.0.0.1",), free_port(), free_port(), listen="127.0.0.1")
     with Ledger(fleet.ledger_path) as ledger:
-        broker = start_secured(identity.configure(fleet, ledger, place), place)
+        path = identity.configure(fleet, ledger, place)
+    path.write_text(path.read_text() + "log_type information\n")  # for ``reload``
+    broker = start_secured(path, place)
     try:
         yield broker, place
     finally:
         broker.stop()
+
+
+def reload(broker: Broker, fleet: Fleet) -> None:
+    """The broker's, waited for: mosquitto looks at its signals when it has something to do or every 0.1 s, and whom it
+    accepts before meets the certificates as they were."""
+    log, said = fleet.folder / "mosquitto/broker.log", b"Reloading config"
+    before = log.read_bytes().count(said)
+    broker.reload()
+    until(lambda: log.read_bytes().count(said) > before)
 
 
 @dataclass

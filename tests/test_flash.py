@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cloud_server import flash_cli
+from cloud_server import enrolment, flash_cli
 from cloud_server.ledger import Ledger
 from firmware_profiles import block, image, machine, program
 from firmware_profiles.program import Program, sha256_of
@@ -117,6 +117,24 @@ def test_a_dry_run_shows_every_file_with_its_size_and_makes_no_token(desk, tmp_p
     else:
         assert "samples = \"/srv/samples.npz\"" in shown
         assert "0.1.0-abc" in shown
+
+
+@NEEDS
+def test_a_token_is_as_long_as_the_one_that_was_shown_whatever_its_signature(desk, tmp_path, capsys, monkeypatch):
+    real, shorter = enrolment.make_token, iter(range(0, 40, 4))
+
+    def uneven(*arguments):
+        issued, invitation = real(*arguments)
+        return dataclasses.replace(issued, certificate=issued.certificate[next(shorter) :]), invitation
+
+    monkeypatch.setattr(enrolment, "make_token", uneven)
+    flash(desk, f"image:{tmp_path / 'dry.img'}", dry_run=True)
+    dry = json.loads(capsys.readouterr().out)
+    flash(desk, f"image:{tmp_path / 'out.img'}")
+    assert json.loads(capsys.readouterr().out)["files"] == dry["files"]
+    sizes = {file["path"]: file["size_bytes"] for file in dry["files"]}
+    assert len(disks.on_fat(tmp_path / "out.img", "metafleet/home/enrol.token")) == sizes["metafleet/home/enrol.token"]
+    assert next(shorter) > 4
 
 
 @NEEDS

@@ -31,7 +31,7 @@ from fleet_core.link.base import Connected, Disconnected, Event
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.messages import Down, RenewalRequest, Report
 from tests.brokers import NEEDS_MOSQUITTO
-from tests.certified import bare_fleet, of_aggregator, secured_broker
+from tests.certified import bare_fleet, of_aggregator, reload, secured_broker
 from tests.inprocess import config_text, world
 from tests.powercut import cut_at
 
@@ -364,7 +364,7 @@ def test_an_agent_renews_over_mosquitto_comes_back_with_the_new_one_and_a_revoke
         ledger.put(*(Certificate(**{**rows[holder.serial].__dict__, "revoked_at": 1.0}) for holder in holders.values()))
         ledger.ask("revoke/d1", repr(time.time() + later))
         until(lambda: "d1 revoked" in said, meanwhile)
-        broker.reload()
+        reload(broker, made)
         for name, back in (("d0", True), ("d1", False)):
             agents.pop(name).link.close()
             settings = settings_of(homes[name])

@@ -27,7 +27,7 @@ from fleet_core.errors import ConfigError
 from fleet_core.link import Connected, Disconnected, Message, Will
 from fleet_core.link.mqtt import MqttLink
 from tests.brokers import NEEDS_MOSQUITTO, Watched, until
-from tests.certified import HOURS_S, Papers, bare_fleet, bearer, of_aggregator, papers, secured_broker
+from tests.certified import HOURS_S, Papers, bare_fleet, bearer, of_aggregator, papers, reload, secured_broker
 
 pytestmark = NEEDS_MOSQUITTO
 
@@ -95,7 +95,7 @@ class Yard:
         with Ledger(self.fleet.ledger_path) as ledger:
             ledger.put(Device(name=name, status="revoked"))
             identity.write_revocations(self.fleet, ledger)
-        self.broker.reload()
+        reload(self.broker, self.fleet)
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ def test_a_device_whose_clock_is_wrong_is_told_what_it_says(yard: Yard, monkeypa
     key = certificates.load_key(folder / "server.key").public_key()
     signed = identity.authority(yard.fleet.folder).server(["127.0.0.1"], key)
     (folder / "server.pem").write_bytes(certificates.certificate_pem(signed))
-    yard.broker.reload()
+    reload(yard.broker, yard.fleet)
     own = papers(yard.fleet, "good", yard.folder / "good")
     today = time.strftime("%Y-%m-%d", time.gmtime())
     yard.turned_away(own.link(yard.broker.url, "g"), f"not yet valid; the clock here says {today}")
