@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from fleet_core.storage import write_atomic
 
 START_S = 20.0
 STOP_S = 5.0
+TOLD_AGAIN_S = 1.0
 SERVER_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin", "/opt/local/sbin")
 INSTALLERS = {
     "apt-get": "sudo apt install mosquitto",
@@ -60,9 +62,13 @@ class Broker:
         return self.process.poll() is None
 
     def reload(self) -> None:
-        """mosquitto reads its access lists and certificates again; who is connected stays."""
+        """mosquitto reads its access lists and certificates again; who is connected stays. It is told twice, for it
+        forgets what it is told while it reads, when it may have read what was written since."""
         if self.alive() and self.kind == "mosquitto":
             self.process.send_signal(signal.SIGHUP)
+            again = threading.Timer(TOLD_AGAIN_S, self.process.send_signal, (signal.SIGHUP,))
+            again.daemon = True
+            again.start()
 
     def stop(self) -> None:
         """End the broker and wait for it; mosquitto saves its retained messages first."""

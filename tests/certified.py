@@ -85,10 +85,14 @@ def secured_broker(fleet: Fleet) -> Iterator[tuple[Broker, Place]]:
 def reload(broker: Broker, fleet: Fleet) -> None:
     """The broker's, waited for: mosquitto looks at its signals when it has something to do or every 0.1 s, and whom it
     accepts before meets the certificates as they were."""
-    log, said = fleet.folder / "mosquitto/broker.log", b"Reloading config"
-    before = log.read_bytes().count(said)
+    before = readings(fleet)
     broker.reload()
-    until(lambda: log.read_bytes().count(said) > before)
+    until(lambda: readings(fleet) > before)
+
+
+def readings(fleet: Fleet) -> int:
+    """How often the broker has begun to read its files again."""
+    return (fleet.folder / "mosquitto/broker.log").read_bytes().count(b"Reloading config")
 
 
 @dataclass

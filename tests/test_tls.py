@@ -27,7 +27,7 @@ from fleet_core.errors import ConfigError
 from fleet_core.link import Connected, Disconnected, Message, Will
 from fleet_core.link.mqtt import MqttLink
 from tests.brokers import NEEDS_MOSQUITTO, Watched, until
-from tests.certified import HOURS_S, Papers, bare_fleet, bearer, of_aggregator, papers, reload, secured_broker
+from tests.certified import HOURS_S, Papers, bare_fleet, bearer, of_aggregator, papers, readings, reload, secured_broker
 
 pytestmark = NEEDS_MOSQUITTO
 
@@ -290,6 +290,13 @@ def test_a_revoked_device_is_cut_off_at_once_and_does_not_come_back(yard: Yard) 
     assert b"after" not in {m.payload for m in leaver.of(Message)}
     for each in (leaver, server, witness):
         each.link.close()
+
+
+def test_the_broker_is_told_twice_to_read_for_it_forgets_what_it_is_told_while_it_reads(yard: Yard) -> None:
+    """Otherwise who is revoked in that moment would be let in until the next one is."""
+    begun = readings(yard.fleet)
+    yard.broker.reload()
+    until(lambda: readings(yard.fleet) == begun + 2)
 
 
 def test_a_link_over_tls_asks_for_1_2_at_least(yard: Yard, tmp_path: Path) -> None:
