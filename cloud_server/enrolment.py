@@ -7,8 +7,6 @@ signed with the token's key, so a broker cannot make one up; the answer proves i
 
 from __future__ import annotations
 
-import base64
-import binascii
 import datetime
 import json
 import secrets
@@ -58,7 +56,7 @@ class Enrolments:
     def certificate(self, token_id: str, payload: bytes) -> str:
         """The certificate that the request in ``payload`` is entitled to. Raises MessageError."""
         request = messages.decode(EnrolRequest, payload, limit=MAX_REQUEST_BYTES)
-        csr = _decoded(request.csr)
+        csr = certificates.decoded(request.csr)
         found = next(iter(self._ledger.rows(Invitation, id=token_id)), None)
         if found is None:
             raise MessageError("is no token of this fleet", where=token_id)
@@ -190,10 +188,3 @@ def enrolment_url(fleet: Fleet, broker: str) -> str:
     place, named = identity.placed(fleet.folder), parse_url(broker)
     known = place is not None and named.port == place.port
     return address(named.host, place.enrolment_port if place is not None and known else named.port + 1)
-
-
-def _decoded(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise MessageError("is no base64") from error

@@ -7,8 +7,6 @@ way and a device can be put back from a backup; a revoked one vouches for nothin
 
 from __future__ import annotations
 
-import base64
-import binascii
 import time
 from collections.abc import Callable
 
@@ -36,7 +34,7 @@ class Renewals:
         if held is None:
             raise MessageError("the certificate that asks for another does not hold", where=device,
                                hint=f"metafleet devices enroll {self._fleet.folder} {device}: a token gives a new one")
-        csr = _decoded(asked.csr)
+        csr = certificates.decoded(asked.csr)
         body = certificates.renewal(self._fleet.config.fleet.name, asked.serial, csr)
         if not certificates.signed_by(held.public, asked.signature, body):
             raise MessageError("is not signed with the key of the present certificate", where=device)
@@ -52,7 +50,7 @@ class Renewals:
 
     def _check_due(self, held: Certificate, holds: list[Certificate]) -> None:
         """A device gets no more than it needs: each one stays in the ledger."""
-        due = certificates.renew_after(certificates.certificate_of(_decoded(held.certificate), held.device))
+        due = certificates.renew_after(certificates.certificate_in(held.certificate, held.device))
         if self._now() < due - DAY_S:
             date = time.strftime("%Y-%m-%d", time.gmtime(due))
             raise MessageError(f"the certificate is to be renewed from {date} on", where=held.device)
@@ -69,10 +67,3 @@ class Renewals:
         ))
         self._log(f"{held.device} has its next certificate {serial[:16]}")
         return text
-
-
-def _decoded(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise MessageError("is no base64") from error

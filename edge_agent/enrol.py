@@ -6,7 +6,6 @@ again, ``device.toml`` names the certificate once it is there, and the token is 
 
 from __future__ import annotations
 
-import base64
 import os
 import shutil
 import tempfile
@@ -17,9 +16,9 @@ from typing import Any
 
 from fleet_core import certificates, config, messages, storage, token
 from fleet_core.certificates import PrivateKey
-from fleet_core.errors import ConfigError, LinkError, MessageError
+from fleet_core.errors import ConfigError, LinkError, MessageError, StateError
 from fleet_core.link.base import Connected, Denied, Disconnected, Event, Message
-from fleet_core.link.mqtt import MqttLink
+from fleet_core.link.mqtt import MqttLink, parse_url
 from fleet_core.messages import EnrolAnswer, EnrolRequest
 from fleet_core.token import Token
 from fleet_core.topics import enrolment_answer, enrolment_request
@@ -29,6 +28,7 @@ POLL_S = 0.5
 SYSTEM = "system"
 LEFT = ".enrol-"
 MAX_ANSWER_BYTES = 16_384
+ANOTHER = "ask for another one: metafleet devices enroll FLEET NAME"
 
 
 def token_in(home: Path, named: Path | None = None) -> Path | None:
@@ -44,13 +44,13 @@ def enroll(
     Raises ConfigError for a token that is none or is of another device, LinkError when broker or aggregator did not
     answer within ``limit_s`` seconds, MessageError when the aggregator refuses the token. The token stays then.
     """
-    found = token.load(path)
+    found = _token(path)
     name = f"identity-{found.id[:8]}"
     wanted = _tables(home, found, name)
     if not (home / f"{name}.pem").exists():
         key = _own_key(home / f"{name}.key")
         answer = _ask(found, key, home, limit_s, stopped)
-        authority = certificates.certificate_of(base64.b64decode(found.authority), str(path))
+        authority = certificates.certificate_in(found.authority, str(path))
         own = certificates.check_own(answer, key.public_key(), found.device, authority)
         storage.write_atomic(home / f"{name}.pem", certificates.certificate_pem(own))
     if found.broker_authority != SYSTEM:
@@ -61,6 +61,22 @@ def enroll(
     _forget(home, name, path, log)
     log(f"enrolled as {found.device} of fleet {found.fleet}")
     return found.device
+
+
+def _token(path: Path) -> Token:
+    """The token at ``path``; a damaged one would be spent and give no device. Raises ConfigError."""
+    found = token.load(path)
+    trusted = () if found.broker_authority in ("", SYSTEM) else (found.broker_authority,)
+    try:
+        for text in (found.authority, found.certificate, *trusted):
+            certificates.certificate_in(text, str(path))
+        certificates.private_of(found.private_key, str(path))
+    except (StateError, MessageError) as error:
+        raise ConfigError(f"the token is damaged: {error.what}", where=str(path), hint=ANOTHER) from error
+    for url in (found.broker, found.enrolment):
+        if not parse_url(url).tls:
+            raise ConfigError(f"the token names {url}", where=str(path), expected="mqtts://host[:port]", hint=ANOTHER)
+    return found
 
 
 def _tables(home: Path, found: Token, name: str) -> dict[str, Any]:
@@ -93,7 +109,7 @@ def _ask(found: Token, key: PrivateKey, home: Path, limit_s: float, stopped: Cal
     csr = certificates.request(key, found.device)
     bearer = certificates.private_of(found.private_key, "the token")
     signature = certificates.sign(bearer, token.signed(found.fleet, found.id, csr))
-    request = messages.encode(EnrolRequest(base64.b64encode(csr).decode(), signature))
+    request = messages.encode(EnrolRequest(certificates.encoded(csr), signature))
     asked, until, said = -AGAIN_S, time.monotonic() + limit_s, "no broker answered"
     link = _link(found, home)
     link.subscribe(enrolment_answer(found.fleet, found.id))
@@ -128,7 +144,7 @@ def _answer(payload: bytes) -> str:
     answer = messages.decode(EnrolAnswer, payload, limit=MAX_ANSWER_BYTES)
     if answer.refused:
         raise MessageError(f"the aggregator refuses the token: {answer.refused}",
-                           hint="ask for another one: metafleet devices enroll FLEET NAME")
+                           hint=ANOTHER)
     return answer.certificate
 
 

@@ -8,7 +8,6 @@ signed with the fleet's own key, whichever authority vouches for the broker.
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,7 +67,7 @@ class Renewal:
         path = self._home / NEXT_KEY
         if not path.exists():
             return  # the answer came twice
-        found = certificates.certificate_of(base64.b64decode(down.certificate or ""), "the answer")
+        found = certificates.certificate_in(down.certificate or "", "the answer")
         public, key = found.public_key(), certificates.load_key(path)
         if self._tls.certificate is None or public != key.public_key() or certificates.name_of(found) != self._name:
             raise MessageError("carries the certificate of another key")
@@ -93,7 +92,7 @@ class Renewal:
         own, serial = certificates.load_key(self._home / self._tls.key), certificates.serial_of(held)
         csr = certificates.request(self._next_key(own), self._name)
         signature = certificates.sign(own, certificates.renewal(self._fleet, serial, csr))
-        asked = RenewalRequest(base64.b64encode(csr).decode(), signature, serial)
+        asked = RenewalRequest(certificates.encoded(csr), signature, serial)
         return Report(round=0, boot=self._boot, renew=asked)
 
     def _next_key(self, own: PrivateKey) -> PrivateKey:

@@ -6,7 +6,6 @@ Certificates travel as DER in base64 and lie on disk as PEM. Nothing here prints
 from __future__ import annotations
 
 import base64
-import binascii
 import textwrap
 from pathlib import Path
 
@@ -51,8 +50,8 @@ def load_key(path: Path) -> PrivateKey:
 def private_of(text: str, where: str) -> PrivateKey:
     """The key that ``private_text`` wrote. Raises StateError, which does not quote it."""
     try:
-        key = serialization.load_der_private_key(base64.b64decode(text, validate=True), None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = serialization.load_der_private_key(decoded(text), None)
+    except (ValueError, TypeError, UnsupportedAlgorithm, MessageError):
         key = None
     return _p256(key, where)
 
@@ -66,28 +65,28 @@ def _p256(key: object, where: str) -> PrivateKey:
 def private_text(key: PrivateKey) -> str:
     """PKCS #8 in base64."""
     form, locked = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    return _text(key.private_bytes(serialization.Encoding.DER, form, locked))
+    return encoded(key.private_bytes(serialization.Encoding.DER, form, locked))
 
 
 def public_text(key: PublicKey) -> str:
     """SubjectPublicKeyInfo in base64."""
     form = serialization.PublicFormat.SubjectPublicKeyInfo
-    return _text(key.public_bytes(serialization.Encoding.DER, form))
+    return encoded(key.public_bytes(serialization.Encoding.DER, form))
 
 
 def sign(key: PrivateKey, data: bytes) -> str:
     """ECDSA over SHA-256, DER in base64."""
-    return _text(key.sign(data, SIGNED_WITH))
+    return encoded(key.sign(data, SIGNED_WITH))
 
 
 def signed_by(public: str, signature: str, data: bytes) -> bool:
     """Whether ``signature`` over ``data`` is of the key that ``public_text`` wrote."""
     try:
-        key = serialization.load_der_public_key(_bytes(public))
+        key = serialization.load_der_public_key(decoded(public))
         if not isinstance(key, PublicKey):
             return False
-        key.verify(_bytes(signature), data, SIGNED_WITH)
-    except (InvalidSignature, ValueError, UnsupportedAlgorithm):
+        key.verify(decoded(signature), data, SIGNED_WITH)
+    except (InvalidSignature, ValueError, UnsupportedAlgorithm, MessageError):
         return False
     return True
 
@@ -128,9 +127,14 @@ def load_certificate(path: Path) -> x509.Certificate:
     return certificate_of(storage.read_bytes(path, limit=MAX_FILE_BYTES), str(path))
 
 
+def certificate_in(text: str, where: str) -> x509.Certificate:
+    """The certificate that ``certificate_text`` wrote. Raises StateError, MessageError."""
+    return certificate_of(decoded(text), where)
+
+
 def certificate_text(certificate: x509.Certificate) -> str:
     """DER in base64."""
-    return _text(certificate.public_bytes(serialization.Encoding.DER))
+    return encoded(certificate.public_bytes(serialization.Encoding.DER))
 
 
 def certificate_pem(certificate: x509.Certificate) -> bytes:
@@ -159,10 +163,10 @@ def check_own(text: str, key: PublicKey, name: str, authority: x509.Certificate)
     Raises MessageError: whoever sent another one is not the fleet's aggregator.
     """
     try:
-        found = certificate_of(_bytes(text), "the answer")
+        found = certificate_in(text, "the answer")
         found.verify_directly_issued_by(authority)
         subject, public = name_of(found), found.public_key()
-    except (StateError, ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
+    except (StateError, MessageError, ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
         raise MessageError("carries no certificate of the fleet's authority") from error
     if subject != name or not isinstance(public, PublicKey) or public_text(public) != public_text(key):
         raise MessageError("carries the certificate of another device")
@@ -188,13 +192,14 @@ def pem(label: str, text: str) -> bytes:
     return f"-----BEGIN {label}-----\n{lines}\n-----END {label}-----\n".encode()
 
 
-def _text(data: bytes) -> str:
+def encoded(data: bytes) -> str:
+    """DER as messages and tokens carry it: in base64."""
     return base64.b64encode(data).decode()
 
 
-def _bytes(text: str) -> bytes:
-    """Raises ValueError."""
+def decoded(text: str) -> bytes:
+    """What ``encoded`` wrote. Raises MessageError."""
     try:
         return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise ValueError("is no base64") from error
+    except ValueError as error:
+        raise MessageError("is no base64") from error

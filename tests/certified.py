@@ -128,7 +128,7 @@ def asked_with(made: Token, key: certificates.PrivateKey, *, fleet: str | None =
     csr = certificates.request(key, made.device)
     body = token.signed(fleet or made.fleet, token_id or made.id, csr)
     signature = certificates.sign(signer or certificates.private_of(made.private_key, "token"), body)
-    return messages.encode(EnrolRequest(certificates._text(csr), signature))
+    return messages.encode(EnrolRequest(certificates.encoded(csr), signature))
 
 
 def answer_of(payload: bytes) -> EnrolAnswer:

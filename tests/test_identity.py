@@ -8,8 +8,9 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -214,7 +215,7 @@ def test_a_request_that_the_tokens_key_did_not_sign_is_refused(office: Office) -
         asked_with(other, key), messages.encode(EnrolRequest("", "")),
     ]
     seen = messages.decode(EnrolRequest, asked_with(made, key))
-    forged.append(messages.encode(EnrolRequest(certificates._text(certificates.request(other_key(), "d0")),
+    forged.append(messages.encode(EnrolRequest(certificates.encoded(certificates.request(other_key(), "d0")),
                                                seen.signature)))
     for payload in forged:
         with pytest.raises(MessageError, match="not signed with the token's key"):
@@ -234,7 +235,7 @@ def test_what_is_no_request_is_refused_and_answered_with_the_reason(office: Offi
     for csr in (b"", b"no request", builder.sign(weak, SHA256()).public_bytes(serialization.Encoding.DER)):
         signature = certificates.sign(bearer, token.signed("t", made.id, csr))
         with pytest.raises(MessageError, match="is no signing request"):
-            office.enrolments().on_request(made.id, messages.encode(EnrolRequest(certificates._text(csr), signature)))
+            office.enrolments().on_request(made.id, messages.encode(EnrolRequest(certificates.encoded(csr), signature)))
     for payload in (b"{", b"[]", bytes(9000), b'{"csr":"%%","signature":""}'):
         with pytest.raises(MessageError):
             office.enrolments().on_request(made.id, payload)
@@ -301,7 +302,7 @@ def test_a_device_takes_no_certificate_but_its_own_of_the_fleets_authority(offic
             certificates.check_own(
                 certificates.certificate_text(signed), key.public_key(), "d0", authority.certificate
             )
-    for text in ("", "%", certificates._text(b"nothing")):
+    for text in ("", "%", certificates.encoded(b"nothing")):
         with pytest.raises(MessageError, match="no certificate of the fleet's authority"):
             certificates.check_own(text, key.public_key(), "d0", authority.certificate)
 
@@ -333,6 +334,30 @@ def correspondence(office: Office, monkeypatch: pytest.MonkeyPatch) -> Correspon
     made = Correspondence(office)
     monkeypatch.setattr(enrol, "_ask", made)
     return made
+
+
+DAMAGED = {
+    **{f"{name} {kind}": (name, text, "the token is damaged: ")
+       for name in ("authority", "certificate", "private_key", "broker_authority")
+       for kind, text in (("is no base64", "%%%"), ("is cut off", "MIIBYjCB"), ("is not ASCII", "\u00e9"))},
+    **{f"{name} without TLS": (name, "mqtt://h:1", "the token names mqtt://h:1") for name in ("broker", "enrolment")},
+    "no broker": ("broker", "mqtts://", "is no address of a broker"),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "said"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_token_is_refused_before_it_is_spent(
+    office: Office, correspondence: Correspondence, tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    """``system`` is what the system trusts, so that nothing else reads the fleet's own authority before the answer."""
+    path, found = tmp_path / token.FILE, replace(office.token("d0"), broker_authority=enrol.SYSTEM)
+    damaged: dict[str, Any] = {name: text}
+    token.save(path, replace(found, **damaged))
+    with pytest.raises(ConfigError, match=said) as raised:
+        enrol.enroll(tmp_path / "home", path, limit_s=1, log=print)
+    assert found.private_key not in str(raised.value)
+    assert path.exists()
+    assert not correspondence.asked
 
 
 def test_a_token_makes_a_whole_device_and_is_erased(

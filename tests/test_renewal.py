@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -63,7 +62,7 @@ class Holder:
         csr = certificates.request(key, self.name)
         body = certificates.renewal(wrong.get("fleet", self.fleet), wrong.get("serial", self.serial), csr)
         signature = certificates.sign(wrong.get("signer", self.key), body)
-        return RenewalRequest(base64.b64encode(csr).decode(), signature, self.serial)
+        return RenewalRequest(certificates.encoded(csr), signature, self.serial)
 
 
 def issued(fleet: Fleet, ledger: Ledger, name: str, home: Path | None = None, broker: str = "mqtts://h:1") -> Holder:
@@ -100,7 +99,7 @@ def test_a_new_key_gets_a_certificate_once_and_the_old_one_holds_on(fleet: Fleet
     holder, key = issued(fleet, ledger, "d0"), certificates.new_key()
     first = renewals(fleet, ledger).certificate("d0", holder.asks(key))
     assert renewals(fleet, ledger).certificate("d0", holder.asks(key)) == first, "an answer can be lost"
-    found = certificates.certificate_of(base64.b64decode(first), "the answer")
+    found = certificates.certificate_in(first, "the answer")
     found.verify_directly_issued_by(identity.authority(fleet.folder).certificate)
     assert (certificates.name_of(found), found.public_key()) == ("d0", key.public_key())
     rows = ledger.rows(Certificate, device="d0")
@@ -114,7 +113,7 @@ def test_certificates_of_one_day_neither_end_nor_are_renewed_on_one(fleet: Fleet
     assert 4.8 * YEAR_S < max(until) < 5 * YEAR_S + DAY_S
     holder = issued(fleet, ledger, "d0")
     (row,) = ledger.rows(Certificate, serial=holder.serial)
-    found = certificates.certificate_of(base64.b64decode(row.certificate), "row")
+    found = certificates.certificate_in(row.certificate, "row")
     assert 1.9 * YEAR_S < certificates.renew_after(found) - time.time() < DUE_S
 
 
@@ -258,7 +257,7 @@ def test_a_device_that_is_refused_asks_again_the_next_day_and_offline_not_at_all
     assert len(line.sent) == 2
 
 
-@pytest.mark.parametrize("wrong", ["device", "key"])
+@pytest.mark.parametrize("wrong", ["device", "key", "no base64"])
 def test_a_certificate_of_another_device_or_key_is_not_taken(
     fleet: Fleet, ledger: Ledger, tmp_path: Path, wrong: str
 ) -> None:
@@ -270,6 +269,8 @@ def test_a_certificate_of_another_device_or_key_is_not_taken(
     before = {path.name for path in (tmp_path / "home").iterdir()}
     if wrong == "device":
         told = Down("renewed", 0, device="d1", certificate=told.certificate)
+    elif wrong == "no base64":
+        told = Down("renewed", 0, device="d0", certificate="%%%")
     else:
         certificates.save_key(tmp_path / "home" / NEXT_KEY, certificates.new_key())
     with pytest.raises(MessageError):
