@@ -457,8 +457,9 @@ def test_charts_have_a_curve_for_each_label_in_units_that_fit(found: Comparison)
     assert [x for x, _ in charts["flops"].curves[2].points] == [5.0, 10.0, 15.0]
 
 
-def test_the_first_labels_differ_in_colour_and_neighbours_in_dashes_too() -> None:
-    styles = [plots.style(number) for number in range(24)]
+def test_the_first_labels_differ_in_colour_neighbours_in_dashes_too_and_no_two_look_alike() -> None:
+    styles = [plots.style(number) for number in range(32)]
+    assert len(set(styles)) == 32
     assert len({colour for colour, _ in styles[:8]}) == 8
     assert all(one[1] != other[1] for one, other in itertools.pairwise(styles))
 

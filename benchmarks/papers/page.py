@@ -22,18 +22,20 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from benchmarks import markdown
 from benchmarks.papers import collect, run
 from cloud_server.figures import ABSENT
+from cloud_server.laboratory.plots import style
 from fleet_core.errors import FleetError
 from fleet_core.storage import write_atomic, write_json
 
 RESULT, PAPER, PAGE = "result.json", "paper.json", "README.md"
 RUNS = "runs"
-PANELS = 4
+PANELS = 2
 """Of curves in a row, at the most."""
 
 Result = Mapping[str, Any]
@@ -150,39 +152,43 @@ def panels(result: Result, places: Mapping[str, Sequence[str]], names: Mapping[s
     return found
 
 
+def _line(panel: Any, curve: list[list[Any]], number: int, label: str) -> None:
+    colour, dashes = style(number)
+    rounds, means = [point[0] for point in curve], [point[1] for point in curve]
+    around = [point[2] or 0.0 for point in curve]
+    panel.plot(rounds, means, label=label, color=colour, linestyle=(0, dashes) if dashes else "-", linewidth=1.3,
+               marker="." if len(rounds) < 3 else "")
+    panel.fill_between(rounds, [m - s for m, s in zip(means, around, strict=True)],
+                       [m + s for m, s in zip(means, around, strict=True)], alpha=0.2, color=colour, linewidth=0)
+
+
 def curves(
     path: Path, panels: Mapping[str, Mapping[str, list[list[Any]]]], *, ylabel: str = "accuracy, mean over devices",
-    lines: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
     """A PNG with a panel for each title: accuracy by rounds, a band of one deviation over seeds.
 
-    panels: {title: {label: [[round, mean, deviation], …]}}. lines: {title: {name: height}} of the paper's figures.
+    panels: {title: {label: [[round, mean, deviation], …]}}.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    numbers = {label: n for n, label in enumerate(dict.fromkeys(chain.from_iterable(panels.values())))}
     rows = math.ceil(len(panels) / PANELS)
     columns = math.ceil(len(panels) / rows)
-    size = 4.8 * columns, 4.2 * rows
+    size = 4.8 * columns + 2.0, 3.8 * rows
     image, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     for panel in axes.flat[len(panels) :]:
         panel.remove()
     for panel, (title, by_label) in zip(axes.flat[: len(panels)], panels.items(), strict=True):
-        for number, (label, curve) in enumerate(by_label.items()):
-            rounds, means = [point[0] for point in curve], [point[1] for point in curve]
-            around = [point[2] or 0.0 for point in curve]
-            color = f"C{number}"
-            panel.plot(rounds, means, label=label, color=color, linewidth=1.3, marker="." if len(rounds) < 3 else "")
-            panel.fill_between(rounds, [m - s for m, s in zip(means, around, strict=True)],
-                               [m + s for m, s in zip(means, around, strict=True)], alpha=0.2, color=color, linewidth=0)
-            height = (lines or {}).get(title, {}).get(label)
-            if height is not None:
-                panel.axhline(height, color=color, linestyle=":", linewidth=1)
+        for label, curve in by_label.items():
+            _line(panel, curve, numbers[label], label)
         panel.set(title=title, xlabel="rounds", ylabel=ylabel)
         panel.grid(alpha=0.3)
-        panel.legend(frameon=False, fontsize="small", loc="best")
+    drawn = {line.get_label(): line for panel in axes.flat for line in panel.get_lines()}
+    image.legend([drawn[label] for label in numbers], numbers, loc="outside right upper", frameon=False,
+                 fontsize="small", handlelength=4)
     image.savefig(path, dpi=130)
     pyplot.close(image)
 

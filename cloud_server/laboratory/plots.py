@@ -94,8 +94,9 @@ def _curve(number: int, entry: Entry, steps: Sequence[Step], key: str, size: flo
 
 
 def style(number: int) -> tuple[str, tuple[float, ...]]:
-    """(colour, dashes) of the label of that number."""
-    return COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
+    """(colour, dashes) of the label of that number; as many as there are pairs of them are told apart."""
+    again, colour = divmod(number, len(COLOURS))
+    return COLOURS[colour], DASHES[(colour + again) % len(DASHES)]
 
 
 # In the page ----------------------------------------------------------------------------------------------------------

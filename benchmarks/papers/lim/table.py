@@ -31,6 +31,8 @@ PRINTED = {
 }
 """What is printed and what is not: (experiment, label)."""
 LOSSES = {"metavers-entropy": "cross-entropy alone", "metavers-triplet": "triplets alone", "metavers": "both"}
+FINETUNE, FINETUNED = "cifar-10-50-finetune", {"fedavg": "none", "fedbabu": "10"}
+"""Methods, and with how many steps of fine-tuning they are in the table of accuracies."""
 NOVEL_SETTINGS = ("cifar-10-novel", "omniglot-50", "omniglot-100")
 ATTACK = "attack.json"
 CASES = ("fedavg", "proto", "proto-leak", "proto-episode", "metavers", "metavers-leak", "metavers-episode")
@@ -39,6 +41,7 @@ CASES = ("fedavg", "proto", "proto-leak", "proto-episode", "metavers", "metavers
 def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
     return {
         "accuracy": markdown.table(["method", *(title(name) for name in SETTINGS)], _accuracy(result, paper)),
+        "finetune": markdown.table(["method", "steps above", "accuracy", "50 steps"], _finetuned(result)),
         "printed": markdown.table(["metavers", *(f"{name}{more}" for name in SETTINGS[2:] for more in ("", ": loss"))],
                                   _printed(result)),
         "losses": markdown.table(["loss", "CINIC-10, 50 (paper)", *SETTINGS], _losses(result, paper)),
@@ -59,6 +62,11 @@ def _accuracy(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
             ours = page.cell(result, place(name, method), method, ACCURACY)
             cells.append(ours + ("" if theirs is None else f" ({theirs:.1f})"))
         yield [method, *cells]
+
+
+def _finetuned(result: Result) -> Iterator[list[str]]:
+    for method, steps in FINETUNED.items():
+        yield [method, steps, *(page.cell(result, name, method, ACCURACY) for name in (SETTINGS[0], FINETUNE))]
 
 
 def place(setting: str, label: str) -> str:
