@@ -1,67 +1,38 @@
 """``metafleet flash``: from one file and one command to a device that is online.
 
-What the other packages make is put together here: the fleet's token and broker, the board's profile, the package, and
-one of the writers. ``--to`` says which: an image, or a card; nothing is asked of the fleet, and no token made, before
-all that can be refused has been.
+What ``flash_prepare`` makes of a device file goes to one of the writers. ``--to`` says which: an image, a card, or over
+SSH to a board that runs (``flash_ssh``); nothing is asked of the fleet, and no token made, before all that can be
+refused has been.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cloud_server import devices_cli, enroll, enrolment
-from cloud_server.fleet import Fleet
-from cloud_server.ledger import Ledger
-from cloud_server.ledger_tables import Invitation
-from edge_agent import settings as agents
-from firmware_profiles import block, card, device_file, image, machine, package, program
+from cloud_server import flash_ssh
+from cloud_server.flash_prepare import VALID_S, Prepared, invited, package_of, prepare
+from firmware_profiles import block, card, image, package, program
 from firmware_profiles.block import Card
-from firmware_profiles.device_file import MASK, DeviceFile
+from firmware_profiles.device_file import MASK
 from firmware_profiles.image import Plan
-from firmware_profiles.machine import Machine
 from firmware_profiles.package import File, Package
-from firmware_profiles.program import Program
 from firmware_profiles.progress import Progress
-from fleet_core import config, runtime, schema, terminal, token
-from fleet_core.board import known
-from fleet_core.board import profile as boards
+from fleet_core import runtime, schema, terminal
 from fleet_core.errors import ConfigError
-from fleet_core.link.mqtt import check_plain, is_loopback, parse_url
-from fleet_core.schema import Problem
 
 IMAGE, SSH = "image:", "ssh://"
 DAY_S = 86400.0
-VALID_S = 30 * DAY_S
-TOKEN_STEP = 1024
 CARD = "card-"
-TABLES = {"data": agents.Data, "train": agents.Training, "personalize": agents.Personalize, "serve": agents.Serve,
-          "power": agents.Power}
 MAX_SHOWN_BYTES = 16_384
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """All that can be known before a token is made. broker: its URL. plain: over mqtt://, which needs no token."""
-
-    device: DeviceFile
-    fleet: Fleet
-    profile: Path
-    machine: Machine
-    broker: str
-    plain: bool
 
 
 def flash(
@@ -88,8 +59,6 @@ def flash(
 ) -> None:
     """Make a device of an image, a card or a board that runs: the agent, its wheels, settings and a one-time token."""
     if inventory is not None or (to or "").startswith(SSH):
-        from cloud_server import flash_ssh  # which needs what is made here
-
         choices = flash_ssh.Choices(ssh_config, patience_s, dry_run, as_json)
         if inventory is None:
             return flash_ssh.one(_named(device), to or "", choices, accept=accept_host_key)
@@ -129,57 +98,6 @@ def _named(device: Path | None) -> Path:
 # What there is before anything is written -----------------------------------------------------------------------------
 
 
-def prepare(path: Path, *, python: str | None = None) -> Prepared:
-    """The device file with its fleet, board and broker. python: that was found on the device. Raises ConfigError."""
-    device = device_file.load(path, os.environ, partial(_problems, path.parent))
-    fleet = Fleet.load(path.parent / Path(device.fleet).expanduser())
-    profile = _profile(device.board, path.parent)
-    train = device.train.get("enabled", True) is not False
-    system = machine.of(boards.load(profile), device.os, train=train, python=python)
-    program.check_python(system)
-    broker = devices_cli.token_broker(device.broker, fleet)
-    url = parse_url(broker)
-    if is_loopback(url.host):
-        raise ConfigError(f"the device would look for the broker at {url.host} on itself", where=str(path),
-                          hint='broker = "mqtts://ADDRESS" as the device reaches it')
-    check_plain(broker, fleet.config.link.plain)
-    return Prepared(device, fleet, profile, system, broker, not url.tls)
-
-
-def _profile(board: str, folder: Path) -> Path:
-    """The board's file. Raises ConfigError."""
-    return folder / board if board.endswith(".toml") else known.path_of(board)
-
-
-def _problems(folder: Path, tables: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with what a device file names, and with the tables that the agent will read, by its own rules."""
-    found = []
-    for name, kind in TABLES.items():
-        if isinstance(table := tables.get(name), dict):
-            _, problems = schema.read(kind, table)
-            found += [Problem(f"{name}.{problem.key}", problem.what, problem.hint) for problem in problems]
-    fleet, board = tables.get("fleet"), tables.get("board")
-    if isinstance(fleet, str) and not (folder / Path(fleet).expanduser() / "fleet.toml").is_file():
-        found.append(Problem("fleet", f"there is no fleet here: '{fleet[:200]}' (metafleet init makes one)"))
-    if isinstance(board, str):
-        with _noted("board", found):
-            if not (path := _profile(board, folder)).is_file():
-                raise ConfigError(f"there is no file '{path}'")
-    if isinstance(tables.get("broker"), str):
-        with _noted("broker", found):
-            parse_url(tables["broker"])
-    return found
-
-
-@contextmanager
-def _noted(key: str, found: list[Problem]) -> Iterator[None]:
-    """A ConfigError becomes a mistake of ``key``."""
-    try:
-        yield
-    except ConfigError as error:
-        found.append(Problem(key, error.what + (f", expected {error.expected}" if error.expected else "")))
-
-
 def _source(made: Prepared, path: Path, named: Path | None) -> Path:
     if made.machine.first_boot not in ("cloud-init", "firstrun"):
         raise ConfigError(f"{made.machine.os} takes no first boot from an image or a card", where=made.machine.board,
@@ -190,46 +108,6 @@ def _source(made: Prepared, path: Path, named: Path | None) -> Path:
     begin = named or path.parent / Path(made.device.image or "").expanduser()
     image.check_source(begin)
     return begin
-
-
-# The package ----------------------------------------------------------------------------------------------------------
-
-
-def package_of(made: Prepared, built: Program, secret: bytes | None, *, with_token: bool = True) -> Package:
-    """The device's package. secret: the token; None for something as long in its place, for showing. with_token: not
-    for a device that is enrolled already. Raises ConfigError."""
-    tables: dict[str, Any] = {**made.device.tables, "board": {"profile": "profile.toml"}}
-    home = {"profile.toml": made.profile.read_bytes()}
-    if made.plain:
-        with tempfile.TemporaryDirectory() as folder:
-            path = enroll.device_folder(made.fleet, made.device.name, Path(folder), made.broker, **tables)
-            home["device.toml"] = path.read_bytes()
-    else:
-        home["device.toml"] = config.toml(tables).encode()
-        if with_token:
-            home[token.FILE] = b"*" * len(_token(made)[0]) if secret is None else secret
-    return package.make(made.device.name, made.machine, built, home, (token.FILE,))
-
-
-def invited(made: Prepared) -> bytes:
-    """A new one-time token for the device, which the fleet knows of from now on; empty where it needs none."""
-    name = made.device.name
-    with Ledger(made.fleet.ledger_path) as ledger:
-        if made.plain:
-            ledger.ask(f"enroll/{name}", "yes")
-            return b""
-        secret, invitation = _token(made)
-        ledger.ask(f"invite/{invitation.id}", json.dumps(schema.plain(invitation)))
-    return secret
-
-
-def _token(made: Prepared) -> tuple[bytes, Invitation]:
-    """A token as a file, and what the ledger would keep of it. It is none before the ledger knows of it. Filled up with
-    empty lines: signatures differ by some bytes, and what is shown beforehand is as long as what is written."""
-    url = enrolment.enrolment_url(made.fleet, made.broker)
-    issued, invitation = enrolment.make_token(made.fleet, made.device.name, made.broker, url, VALID_S)
-    text = config.toml(schema.plain(issued)).encode()
-    return text + b"\n" * (-len(text) % TOKEN_STEP), invitation
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

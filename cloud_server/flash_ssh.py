@@ -1,8 +1,8 @@
 """``metafleet flash`` over SSH: one device, or all of an inventory side by side.
 
-What ``flash_cli`` makes of a device file and ``firmware_profiles`` does on the device is put together here: the wheels
-are for the Python that the device says it has, a token is made when all else is there, and the device is back when the
-fleet's broker has heard of it again.
+What ``flash_prepare`` makes of a device file and ``firmware_profiles`` does on the device is put together here: the
+wheels are for the Python that the device says it has, a token is made when all else is there, and the device is back
+when the fleet's broker has heard of it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cloud_server import identity
 from cloud_server.comeback import OverMqtt
-from cloud_server.flash_cli import Prepared, invited, package_of, prepare
+from cloud_server.flash_prepare import Prepared, invited, package_of, prepare
 from firmware_profiles import inventory, program, release, side_by_side, ssh, ssh_install
 from firmware_profiles.inventory import Entry
 from firmware_profiles.release import Release

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cloud_server import enrolment, flash_cli
+from cloud_server import enrolment, flash_cli, flash_prepare
 from cloud_server.ledger import Ledger
 from firmware_profiles import block, image, machine, program
 from firmware_profiles.program import Program, sha256_of
@@ -240,7 +240,7 @@ def test_an_image_that_is_not_there_is_said_before_anything_is_made(desk, tmp_pa
 
 def test_without_a_named_broker_the_device_is_given_the_fleets_own(desk):
     path = device(desk, DEVICE.replace('broker = "mqtts://broker.example"\n', ""), "own.toml")
-    assert flash_cli.prepare(path).broker == "mqtts://192.0.2.7:8883"
+    assert flash_prepare.prepare(path).broker == "mqtts://192.0.2.7:8883"
 
 
 @pytest.mark.parametrize("to", ["sdb", "usb:/dev/sdb", ""])
@@ -293,8 +293,8 @@ def test_progress_tells_share_speed_and_time_left():
 
 def test_what_a_plan_does_not_hold_cannot_be_shown(desk):
     """A package that is shown is made without the token."""
-    made = flash_cli.prepare(device(desk))
-    packed = flash_cli.package_of(made, program.make(made.machine, say=print), None)
+    made = flash_prepare.prepare(device(desk))
+    packed = flash_prepare.package_of(made, program.make(made.machine, say=print), None)
     secret = next(file for file in packed.files if file.path == "home/enrol.token")
     assert set(secret.data) == {ord("*")}
     assert dataclasses.replace(secret).secret

@@ -20,7 +20,8 @@ PACKAGES = (CORE, "edge_agent", "cloud_server", "export", "firmware_profiles")
 COMPOSERS = tuple(
     f"cloud_server/{name}.py"
     for name in (
-        "cli", "bundle_cli", "flash_cli", "flash_ssh", "lab_cli", "programs_cli", "demo", "baseline", "simulation",
+        "cli", "bundle_cli", "flash_cli", "flash_prepare", "flash_ssh", "lab_cli", "programs_cli", "demo", "baseline",
+        "simulation",
     )
 )
 
