@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,12 +219,6 @@ class Service:
             raise BundleError("no graph has arrived yet")
         self.shelf.check(self.graph_id or "", self.graph)
         return self.graph
-
-    def learn(self, x: np.ndarray[Any, Any], labels: Sequence[str], *, new: bool = False) -> dict[str, Any]:
-        """``teach.learn``."""
-        from edge_agent import teach
-
-        return teach.learn(self, x, labels, new=new)
 
     # From disk: answers without an aggregator -------------------------------------------------------------------------
 

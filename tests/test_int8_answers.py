@@ -99,7 +99,7 @@ def test_a_taught_sample_joins_the_means_of_the_quantized_encoder(tmp_path: Path
     new = samples(3, 7)
     for again in (service, homes.restored(folder_of(service))):
         before = again.local().added()
-        said = again.learn(new.x, [CLASSES[k] for k in new.y])
+        said = teach.learn(again, new.x, [CLASSES[k] for k in new.y])
         assert said["added_in_all"] == before + 3
         every = again.local().every()
         np.testing.assert_allclose(again.predict(X), wanted("proto", every.x, every.y, X), atol=1e-5)

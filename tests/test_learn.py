@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edge_agent import teach
 from edge_agent.run import service_of
 from edge_agent.service import Service
 from edge_agent.settings import settings_of
@@ -33,7 +34,7 @@ def test_labelled_samples_count_at_once_and_another_process_follows(home: Path) 
     one, other = opened(home), opened(home)
     x = np.full((20, 8), -4, np.float32)
     before = one.answers(x[:1])
-    assert one.learn(x, ["c"] * 20)["added"] == 20
+    assert teach.learn(one, x, ["c"] * 20)["added"] == 20
     after = one.answers(x[:1])
     assert after.probabilities[0][2] > before.probabilities[0][2]
     assert other.answers(x[:1]) == before
@@ -49,14 +50,16 @@ def test_samples_of_another_form_are_refused_and_nothing_is_stored(home: Path) -
         (x[:, :7], ["a", "b"]), (x, ["a"]), (x.astype(np.float64), ["a", "b"]), (x[:0], []), (x + np.nan, ["a", "b"])
     ):
         with pytest.raises(DataError):
-            service.learn(wrong, labels)
+            teach.learn(service, wrong, labels)
     assert not service.local().added_path.exists()
 
 
 def test_answers_are_whole_while_other_threads_teach(home: Path) -> None:
     service = opened(home)
     x = np.random.default_rng(0).normal(size=(12, 8)).astype(np.float32)
-    teachers = [threading.Thread(target=lambda k=k: service.learn(x[k : k + 1], ["abc"[k % 3]])) for k in range(12)]
+    teachers = [
+        threading.Thread(target=lambda k=k: teach.learn(service, x[k : k + 1], ["abc"[k % 3]])) for k in range(12)
+    ]
     for teacher in teachers:
         teacher.start()
     while any(teacher.is_alive() for teacher in teachers):

@@ -131,7 +131,7 @@ def test_a_token_that_the_model_does_not_know_is_refused_and_harms_nothing(tmp_p
     with pytest.raises(DataError, match="does not take these samples"):
         service.answers(bad)
     with pytest.raises(DataError, match="does not take these samples"):
-        service.learn(bad, ["a"])
+        teach.learn(service, bad, ["a"])
     assert not service.local().added_path.exists()
     assert service.answers(good) == before
-    assert service.learn(good[:1], ["a"])["personalization"] == before.personalization
+    assert teach.learn(service, good[:1], ["a"])["personalization"] == before.personalization

@@ -154,9 +154,9 @@ def test_one_new_labelled_sample_costs_one_embedding(tmp_path: Path, way: str, r
     by(service, way)
     with service.slots.writing():
         service.slots.set_way(Personalize(way))
-    service.learn(X[:1], ["a"])  # the first counts with the others, of which none is embedded anew
+    teach.learn(service, X[:1], ["a"])  # the first counts with the others, of which none is embedded anew
     rows.clear()
-    said = service.learn(X[1:2], ["b"])
+    said = teach.learn(service, X[1:2], ["b"])
     assert [count for count in rows if count != 4] == [1], "beside the check of its four golden samples"
     assert (said["personalization"], said["added_in_all"]) == (way, 2)
     found = service.predict(X)
@@ -177,7 +177,7 @@ def test_running_means_are_exact_where_too_much_would_be_kept(
     assert kept is not None
     assert kept.support is None
     rows.clear()
-    service.learn(X[:1], ["a"])
+    teach.learn(service, X[:1], ["a"])
     assert [count for count in rows if count != 4] == [1]
     found = service.predict(X)
     teach.personalize(service)
@@ -320,7 +320,7 @@ def test_a_device_without_samples_and_without_a_head_answers_once_it_has_one(tmp
         service.load(METHODS[HEADLESS], {}, homes.weights_of(homes.judged(HEADLESS)))
     with pytest.raises(StateError):
         service.answers(X)
-    service.learn(X[:1], ["b"])
+    teach.learn(service, X[:1], ["b"])
     assert service.answers(X).labels == ("b",) * len(X)
     assert homes.restored(folder_of(service)).answers(X) == service.answers(X)
 
@@ -335,7 +335,7 @@ def test_a_class_that_the_fleet_does_not_have_is_learned_here(tmp_path: Path, wa
         service.slots.set_way(Personalize(way))
     teach.personalize(service)
     new = np.full((4, 8), -9, np.float32) + np.arange(4, dtype=np.float32)[:, None] / 10
-    service.learn(new, ["goose"] * 4, new=True)
+    teach.learn(service, new, ["goose"] * 4, new=True)
     found = service.answers(np.concatenate([new, X]))
     assert found.labels[:4] == ("goose",) * 4
     assert found.classes == (*homes.CLASSES, "goose")
@@ -354,7 +354,7 @@ def test_a_class_that_the_fleet_does_not_have_is_learned_here(tmp_path: Path, wa
 def test_a_shared_head_refuses_a_class_that_the_fleet_does_not_have(tmp_path: Path) -> None:
     service = device(tmp_path)
     with pytest.raises(ConfigError, match="unknown class 'goose'") as refused:
-        service.learn(X[:1], ["goose"], new=True)
+        teach.learn(service, X[:1], ["goose"], new=True)
     assert "--by proto, head or knn" in str(refused.value.hint)
     assert not service.local().added_path.exists()
 
@@ -368,7 +368,7 @@ def test_at_the_command_line_a_new_class_is_meant_and_no_slip(tmp_path: Path) ->
     for wrong in ("", "x" * 65, "a\nb"):
         with pytest.raises(ConfigError, match="unknown class"):
             teach.check_labels(service, [wrong], new=True)
-    service.learn(X[:1], ["goose"], new=True)
+    teach.learn(service, X[:1], ["goose"], new=True)
     teach.check_labels(service, ["goose"], new=False)
 
 

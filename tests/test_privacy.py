@@ -21,6 +21,7 @@ import pytest
 from numpy.lib.stride_tricks import sliding_window_view
 
 from cloud_server import catalog
+from edge_agent import teach
 from edge_agent.agent import Agent
 from edge_agent.home import read_state
 from edge_agent.http_messages import Head, Request
@@ -254,7 +255,7 @@ def fleet_of(folder: Path, method: str, **options: Any) -> tuple[World, Wire]:
     wire.tap(w.start_agent("d0", toy(0)))
     assert w.pump(lambda: finished(w))
     taught = toy(7, TAUGHT)
-    w.agents["d0"].service.learn(taught.x, [CLASSES[k] for k in taught.y])
+    teach.learn(w.agents["d0"].service, taught.x, [CLASSES[k] for k in taught.y])
     x = np.random.default_rng(5).normal(size=(ASKED, 8)).astype(np.float32)
     asker = FakeDevice(w, "asker")
     question = Question(x.shape, "float32", base64.b64encode(x.tobytes()).decode())

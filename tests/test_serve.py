@@ -21,7 +21,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from benchmarks.on_device import asking, swap
-from edge_agent import serve
+from edge_agent import serve, teach
 from edge_agent.home import Home, Weights
 from edge_agent.http_server import HttpServer
 from edge_agent.service import Service, service_of
@@ -290,17 +290,17 @@ def test_an_agent_answers_alike_over_mqtt_and_over_http_and_learns_at_once(tmp_p
             for binary in (True, False):
                 same(client.infer(w.name, [tensor_of(X, binary)]), before)
             assert before.round == 2
-            taught = teach(running, w.name, np.full((2, 8), -4, np.float32), "c")
+            said = taught(running, w.name, np.full((2, 8), -4, np.float32), "c")
             after = asked(w, X)
             same(client.infer(w.name, [tensor_of(X)]), after)
-            assert (taught["personalization"], taught["added"]) == (after.personalization, 2)
+            assert (said["personalization"], said["added"]) == (after.personalization, 2)
             assert after.probabilities != before.probabilities
     finally:
         running.stop()
         w.close()
 
 
-def teach(server: HttpServer, name: str, x: np.ndarray, label: str) -> Any:
+def taught(server: HttpServer, name: str, x: np.ndarray, label: str) -> Any:
     """What the device says of samples that it was taught."""
     inputs = [{"name": "x", "datatype": "FP32", "shape": list(x.shape), "data": x.tolist()},
               {"name": "label", "datatype": "BYTES", "shape": [len(x)], "data": [label] * len(x)}]
@@ -462,7 +462,7 @@ def test_edge_agent_serve_answers_follows_and_ends_in_order(desk: Desk, home: Pa
     port = int(program.text().partition("http://127.0.0.1:")[2].partition("/")[0])
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
         same(client.infer("desk", [tensor_of(X)]), service.answers(X))
-        service.learn(np.full((20, 8), -4, np.float32), ["c"] * 20)
+        teach.learn(service, np.full((20, 8), -4, np.float32), ["c"] * 20)
         wanted = np.array(service.answers(X).probabilities, np.float32)
         program.until(lambda: np.array_equal(
             client.infer("desk", [tensor_of(X)]).as_numpy("probabilities"), wanted

@@ -90,7 +90,7 @@ def new_way(device: service.Service) -> None:
 
 
 def new_sample(device: service.Service) -> None:
-    device.learn(np.full((1, 8), -3, np.float32), ["c"])
+    teach.learn(device, np.full((1, 8), -3, np.float32), ["c"])
 
 
 @pytest.mark.parametrize("change", [new_round, new_way, new_sample])

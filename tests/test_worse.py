@@ -74,35 +74,35 @@ def test_taught_samples_that_would_make_the_answers_worse_are_not_kept(tmp_path:
     assert before.personalization == how
     words = r"not kept, for with these samples: accuracy 0\.\d+ on 36 held-back samples, \d"
     with pytest.raises(DataError, match=words) as refused:
-        service.learn(*wrong())
+        teach.learn(service, *wrong())
     assert "worse_by" in str(refused.value.hint)
     assert service.answers(X) == homes.restored(service.slots.folder.parent).answers(X) == before
     assert (held(service), accuracy(service)) == (files, was)
     right = toy(9, 4)
-    said = service.learn(right.x, [homes.CLASSES[k] for k in right.y])
+    said = teach.learn(service, right.x, [homes.CLASSES[k] for k in right.y])
     assert (said["added_in_all"], said["personalization"]) == (4, how)
     assert accuracy(service) >= was - 0.1
 
 
 def test_samples_that_were_taught_before_stay_when_later_ones_are_not_kept(tmp_path: Path) -> None:
     service, right = device(tmp_path), toy(9, 4)
-    service.learn(right.x, [homes.CLASSES[k] for k in right.y])
+    teach.learn(service, right.x, [homes.CLASSES[k] for k in right.y])
     before = service.answers(X)
     for _ in range(2):
         with pytest.raises(DataError, match="not kept"):
-            service.learn(*wrong())
+            teach.learn(service, *wrong())
     assert service.local().added() == 4
     found = service.local().every()
     np.testing.assert_array_equal(found.x[-4:], right.x)
     assert service.answers(X) == before
-    assert service.learn(X[:1], ["a"])["added_in_all"] == 5
+    assert teach.learn(service, X[:1], ["a"])["added_in_all"] == 5
 
 
 def test_a_class_of_ones_own_goes_with_its_samples(tmp_path: Path) -> None:
     service = device(tmp_path)
     x, labels = wrong()
     with pytest.raises(DataError, match="not kept"):
-        service.learn(x, [*labels[2:], "goose", "goose"], new=True)
+        teach.learn(service, x, [*labels[2:], "goose", "goose"], new=True)
     assert service.local().names() == homes.CLASSES
     assert service.answers(X).classes == ()
 
@@ -110,7 +110,7 @@ def test_a_class_of_ones_own_goes_with_its_samples(tmp_path: Path) -> None:
 def test_how_much_worse_is_too_much_is_the_setting_of_new_rounds(tmp_path: Path) -> None:
     service = device(tmp_path, toml="[serve]\nworse_by = 1.0\n")
     was = accuracy(service)
-    assert service.learn(*wrong())["added_in_all"] == 100
+    assert teach.learn(service, *wrong())["added_in_all"] == 100
     assert accuracy(service) < was - 0.1
 
 
@@ -136,7 +136,7 @@ def post(service: Service, x: Array, labels: list[str]) -> tuple[int, Any]:
 def test_a_taught_sample_still_costs_one_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The held-back samples were embedded once, by the session that answers."""
     service = device(tmp_path)
-    service.learn(X[:1], ["a"])
+    teach.learn(service, X[:1], ["a"])
     seen: list[int] = []
     run = Session.run
 
@@ -145,7 +145,7 @@ def test_a_taught_sample_still_costs_one_embedding(tmp_path: Path, monkeypatch: 
         return run(self, x)
 
     monkeypatch.setattr(Session, "run", counted)
-    service.learn(X[1:2], ["b"])
+    teach.learn(service, X[1:2], ["b"])
     assert [count for count in seen if count != 4] == [1], "beside the check of its four golden samples"
 
 
@@ -188,7 +188,7 @@ def test_few_held_back_samples_decide_nothing(tmp_path: Path) -> None:
     place = homes.home(tmp_path / "d0", toy(1).take(range(29)), toml="[data]\ntrain_fraction = 0.689655\n")
     service = homes.furnished(place, "pfldyn-proto")
     assert len(service.local().judge() or ()) == 9
-    assert service.learn(*wrong())["added_in_all"] == 100
+    assert teach.learn(service, *wrong())["added_in_all"] == 100
 
 
 # Samples that were added by hand --------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_added_samples_are_listed_and_the_last_can_be_dropped(tmp_path: Path, ca
     service = device(tmp_path)
     place, before = service.slots.folder.parent, service.answers(X)
     right = toy(9, 4)
-    service.learn(right.x, [homes.CLASSES[k] for k in right.y])
+    teach.learn(service, right.x, [homes.CLASSES[k] for k in right.y])
     taught = service.answers(X)
     service.local().add(*wrong(30))
     assert [row["added"] for row in listed(place)] == [sum(right.y == 0), sum(right.y == 1) + 30, sum(right.y == 2)]
@@ -211,10 +211,10 @@ def test_added_samples_are_listed_and_the_last_can_be_dropped(tmp_path: Path, ca
     assert service.answers(X) == taught
     commands.drop(place, 4)
     service.follow()
-    service.learn(X[:1], ["a"])
+    teach.learn(service, X[:1], ["a"])
     assert service.local().added() == 1, "what was dropped is not in the class means any more"
     alone = homes.furnished(homes.home(tmp_path / "other" / "d0", toy(1)), "pfldyn-proto")
-    alone.learn(X[:1], ["a"])
+    teach.learn(alone, X[:1], ["a"])
     assert service.answers(X).probabilities == alone.answers(X).probabilities != before.probabilities
     with pytest.raises(DataError, match="1 samples were added"):
         commands.drop(place, 2)
