@@ -1,6 +1,6 @@
 """What a device file comes to before anything is written: its fleet, board and broker, and the package for the device.
 
-A token is made here and nowhere else, when all that can be refused has been.
+``invited`` alone makes a token and asks something of the fleet: it is called when all that can be refused has been.
 """
 
 from __future__ import annotations
