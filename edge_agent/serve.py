@@ -53,7 +53,7 @@ class ServedModel:
         return self._service.answers(x)
 
     def learn(self, x: np.ndarray[Any, Any], labels: Sequence[str], *, new: bool) -> Mapping[str, Any]:
-        from edge_agent import teach  # 0.8 MB that a device which only answers is spared
+        from edge_agent import teach  # a device that only answers is spared it
 
         return teach.learn(self._service, x, labels, new=new)
 

@@ -32,8 +32,8 @@ PRINTED = {
 }
 """What is printed and what is not: (experiment, label)."""
 LOSSES = {"metavers-entropy": "cross-entropy alone", "metavers-triplet": "triplets alone", "metavers": "both"}
-FINETUNE, FINETUNED = "cifar-10-50-finetune", {"fedavg": "none", "fedbabu": "10"}
-"""Methods, and with how many steps of fine-tuning they are in the table of accuracies."""
+FINETUNED = ("cifar-10-50", "cifar-10-50-finetune")
+"""Experiments that differ in the steps of fine-tuning alone."""
 NOVEL_SETTINGS = ("cifar-10-novel", "omniglot-50", "omniglot-100")
 ATTACK = "attack.json"
 CASES = ("fedavg", "proto", "proto-leak", "proto-episode", "metavers", "metavers-leak", "metavers-episode")
@@ -42,7 +42,7 @@ CASES = ("fedavg", "proto", "proto-leak", "proto-episode", "metavers", "metavers
 def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
     return {
         "accuracy": markdown.table(["method", *(title(name) for name in SETTINGS)], _accuracy(result, paper)),
-        "finetune": markdown.table(["method", "steps above", "accuracy", "50 steps"], _finetuned(result)),
+        "finetune": markdown.table(["method", "steps", "accuracy"], _finetuned(result)),
         "printed": markdown.table(["metavers", *(f"{name}{more}" for name in SETTINGS[2:] for more in ("", ": loss"))],
                                   _printed(result)),
         "losses": markdown.table(["loss", "CINIC-10, 50 (paper)", *SETTINGS], _losses(result, paper)),
@@ -66,8 +66,11 @@ def _accuracy(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _finetuned(result: Result) -> Iterator[list[str]]:
-    for method, steps in FINETUNED.items():
-        yield [method, steps, *(page.cell(result, name, method, ACCURACY) for name in (SETTINGS[0], FINETUNE))]
+    for label in ("fedavg", "fedbabu"):
+        for experiment in FINETUNED:
+            if method := page.method_of(result, experiment, label):
+                steps = str(method["hyper"]["finetune_steps"])
+                yield [label, steps, page.cell(result, experiment, label, ACCURACY)]
 
 
 def place(setting: str, label: str) -> str:
