@@ -73,7 +73,8 @@ def _made(source: Path, stored: str, data: str | None) -> Bundle:
         raise ConfigError(f"'{error.name}' is not installed", hint=EXTRA) from error
     judged = Judged(fleet.config.fleet.name, fleet.public_key(), fleet.method, fleet.hyper, number, params,
                     fleet.weights(graph.layout))
-    named = None if data is None else samples.load(Path(data), classes=graph.layout.classes)
+    layout = graph.layout
+    named = None if data is None else samples.load(Path(data), classes=layout.classes, dtype=layout.input.dtype)
     return whole(judged, graph, stored=stored, data=named, say=runtime.say)
 
 

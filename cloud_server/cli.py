@@ -21,9 +21,10 @@ from cloud_server.mosquitto import ENROLMENT_PORT, PORT, Place
 from cloud_server.profiles import profiles_app
 from cloud_server.programs_cli import programs_app
 from cloud_server.report import render
-from cloud_server.starting import fleet_toml, samples_of
+from cloud_server.starting import data_of, fleet_toml
 from fleet_core import runtime, schema, storage, terminal, topics
 from fleet_core.algorithms.methods import METHODS
+from fleet_core.data import inputs
 from fleet_core.errors import ConfigError
 
 app = terminal.application("Personalized federated learning on real edge devices.")
@@ -88,8 +89,11 @@ def init(
     if data is None and unused:
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     if data is not None:
-        text = fleet_toml(samples_of(data), name or fleet.resolve().name, method or DEFAULT_METHOD, model,
-                          rounds=rounds or DEFAULT_ROUNDS, seed=seed or 0)
+        samples, spec = data_of(data)
+        for remark in inputs.remarks(samples.x):
+            runtime.say(remark)
+        text = fleet_toml(samples, name or fleet.resolve().name, method or DEFAULT_METHOD, model,
+                          rounds=rounds or DEFAULT_ROUNDS, seed=seed or 0, spec=spec)
     made = found(fleet, text, _export)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")

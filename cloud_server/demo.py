@@ -26,7 +26,7 @@ from cloud_server.ledger import Ledger
 from cloud_server.ledger_tables import Judgement
 from cloud_server.live import LiveView, closing_table, snapshot
 from cloud_server.report import render
-from cloud_server.starting import fleet_toml, samples_of
+from cloud_server.starting import data_of, fleet_toml
 from fleet_core import runtime, schema, storage, topics
 from fleet_core.data import heartbeat, samples
 from fleet_core.data.samples import Samples
@@ -151,12 +151,12 @@ def _free_folder(options: Options) -> Path:
 
 def _fleet_toml(options: Options) -> str:
     """The run's fleet.toml. Raises DataError or ConfigError when these options cannot be run."""
-    everything = samples_of(options.data)
+    everything, spec = data_of(options.data)
     for name in itertools.chain(*_names(options, everything)):
         topics.check_name(name, "device")
     return fleet_toml(
         everything, "demo", options.method, None, rounds=options.rounds, seed=options.seed,
-        min_devices=options.devices, serve_every=max(1, min(10, options.rounds)),
+        spec=spec, min_devices=options.devices, serve_every=max(1, min(10, options.rounds)),
     )
 
 
@@ -194,7 +194,7 @@ def _names(options: Options, everything: Samples) -> tuple[list[str], list[str]]
 
 def _write_devices(options: Options, folder: Path, fleet: Fleet) -> tuple[list[Path], list[Path]]:
     """A home for every device with its own recording and nothing else: (training, joining)."""
-    everything = samples_of(options.data)
+    everything, _ = data_of(options.data)
     training, joining = _names(options, everything)
     watts = options.meter_watts
     power = {} if watts is None else {"power": {"idle_w": watts[0], "busy_w": watts[1]}}

@@ -7,36 +7,43 @@ from typing import Any
 
 from cloud_server import catalog
 from fleet_core import config, schema
+from fleet_core.data import inputs
 from fleet_core.data.partitions import pool
 from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.named import load_set
 from fleet_core.data.sets.registry import entries
 from fleet_core.errors import DataError
+from fleet_core.layout import InputSpec
 
 
-def samples_of(data: str) -> Samples:
-    """The named set, or the file. Raises DataError."""
-    if data not in entries() or Path(data).exists():
-        return load(Path(data))
-    found = load_set(data)
-    return pool(found.train, found.test)
+def data_of(data: str) -> tuple[Samples, InputSpec]:
+    """The named set with the input that is recommended for it, or the file with its channels standardized. Raises
+    DataError, also for samples whose classes have no names."""
+    if data in entries() and not Path(data).exists():
+        found = load_set(data)
+        return pool(found.train, found.test), found.entry.input_spec
+    samples = load(Path(data))
+    if samples.classes is None:
+        most = int(samples.y.max())
+        raise DataError("names no classes", where=data, expected=f"an array 'classes' of {most + 1} or more names, of "
+                        f"the labels 0 to {most}", hint="or let y hold the names themselves")
+    return samples, inputs.standardized(samples)
 
 
 def fleet_toml(
-    samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int, **fleet: Any
-) -> str:
-    """fleet.toml for samples like these; hyper-parameters are written out, so that a person sees what there is."""
+    samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int,
+    spec: InputSpec | None = None, **fleet: Any,
+) -> str:  # fmt: skip
+    """fleet.toml for samples like these, whose classes have names; hyper-parameters are written out, so that a person
+    sees what there is. spec: the model's input; by default the samples as they are."""
     hyper = catalog.named(method).hyper()
-    if samples.classes is None:
-        raise DataError("the samples name no classes", hint="add an array 'classes' to the file")
     shape = samples.x.shape[1:]
     tokens = samples.x.dtype.name == "int64"
     chosen = model or ("char-lstm" if tokens else {2: "cnn1d", 3: "lenet"}.get(len(shape), "mlp"))
-    scale = 1 / 255 if samples.x.dtype.name == "uint8" else 1.0
     return config.toml({
         "fleet": {"name": name, "method": method, "rounds": rounds, "seed": seed, **fleet},
-        "model": {"name": chosen, "classes": list(samples.classes),
-                  "input": {"shape": list(shape), "dtype": samples.x.dtype.name, "scale": scale}},
+        "model": {"name": chosen, "classes": list(samples.classes or ()),
+                  "input": {key: value for key, value in schema.plain(spec or inputs.plain(samples)).items() if value}},
         "link": {"up": "int8", "down": "int8"},
         "hyper": schema.plain(hyper),
     })

@@ -109,7 +109,8 @@ def _adapted(header: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Array
     weights = home.weights(header["weights"])
     if weights is None or weights.model != header["model"]:
         raise StateError(f"the weights {header['model']} are not here", where=str(home.folder))
-    data = LocalData(Path(header["samples"]), graph.layout.classes, **header["split"])
+    layout = graph.layout
+    data = LocalData(Path(header["samples"]), layout.classes, layout.input.dtype, **header["split"])
     every = data.own()
     support = every.take(stratified(every.y, MAX_SUPPORT))
     arrays = stepped(graph, weights, support, header["steps"], header["rate"])

@@ -25,12 +25,14 @@ MAX_OWN_CLASSES = 1000
 class LocalData:
     """A file of samples and how it is divided in time.
 
+    dtype: of the model's samples.
     train_fraction: share of the recorded time that is the device's own to learn from; the rest judges.
     support_seconds: instead of a share, the first seconds of the recording.
     """
 
     path: Path
     classes: tuple[str, ...]
+    dtype: str | None = None
     train_fraction: float = 0.6
     support_seconds: float | None = None
 
@@ -88,7 +90,7 @@ class LocalData:
         """(samples that were added later, the names of all classes)."""
         if not self.added_path.exists():
             return None, self.classes
-        found = samples.load(self.added_path)
+        found = samples.load(self.added_path, dtype=self.dtype)
         names = tuple(dict.fromkeys((*self.classes, *(found.classes or ()))))
         if found.classes is None or found.classes == names:
             return Samples(found.x, found.y, classes=names), names
@@ -143,7 +145,7 @@ class LocalData:
         return f"{self}{self.path.stat().st_mtime_ns if self.path.exists() else 0}"
 
     def _parts(self) -> tuple[Samples, Samples]:
-        everything = samples.load(self.path, classes=self.classes)
+        everything = samples.load(self.path, classes=self.classes, dtype=self.dtype)
         if self.support_seconds is not None:
             return split.first_seconds(everything, self.support_seconds)
         return split.by_time(everything, self.train_fraction)

@@ -136,7 +136,7 @@ class Order:
         hyper = capped(hyper_of(method, manifest.method.hyper), header.get("max_batch"))
         layout, home = Layout.from_json(header["layout"]), Home(Path(header["home"]))
         seed = int(manifest.scalars.get("seed", 0)), manifest.round, zlib.crc32(header["device"].encode())
-        data = LocalData(home.folder / header["samples"], layout.classes, **header["split"])
+        data = LocalData(home.folder / header["samples"], layout.classes, layout.input.dtype, **header["split"])
         return Order(header["life"], manifest, method, hyper, layout, home, data, seed, str(header.get("given", "")))
 
     def given(self) -> trees.Params:

@@ -19,7 +19,7 @@ from cloud_server.laboratory.advice import Candidate, candidates, decide, federa
 from cloud_server.laboratory.advise import Options, Outcome, planned
 from cloud_server.laboratory.compare import stat
 from cloud_server.laboratory.experiment import Experiment
-from cloud_server.laboratory.recordings import Model, models_for, recordings, standard
+from cloud_server.laboratory.recordings import Model, models_for, recordings
 from fleet_core import config
 from fleet_core.data.samples import Samples, save
 from fleet_core.errors import ConfigError, DataError
@@ -52,7 +52,6 @@ def written(path: Path, clients: int = 6, rows: int = ROWS, kinds: int = 3, **ch
         ({"rows": 19}, "holds 6 clients, 0 with 20 samples or more"),
         ({"kinds": 1}, "holds one class alone"),
         ({"y": np.repeat(np.arange(6) % 3, ROWS)}, "holds clients of one class each"),
-        ({"x": np.full((6 * ROWS, 4), 7, np.int64)}, "only a model of text takes"),
     ],
 )
 def test_data_that_cannot_be_judged_are_refused_with_the_reason(
@@ -96,13 +95,13 @@ def test_models_fit_the_shape_of_the_samples(shape: tuple[int, ...], dtype: Any,
 
 
 def test_the_input_is_standardized_by_channel_of_what_comes_first_in_time(tmp_path: Path) -> None:
-    x = np.array([[[0, 2], [5, 5]], [[4, 6], [5, 5]]], np.float32)
-    assert standard(Samples(x, np.arange(2))) == {"mean": [3.0, 5.0], "std": [pytest.approx(5**0.5, abs=1e-6), 1.0]}
-    assert standard(Samples(x.astype(np.uint8), np.arange(2))) == {}
     late = np.zeros((6 * ROWS, 4), np.float32)
     late.reshape(6, ROWS, 4)[:, 18:] = 1000
     found = recordings(written(tmp_path / "mine.npz", x=late))
-    assert found.section == {"path": str(tmp_path / "mine.npz"), "mean": [0.0] * 4, "std": [1.0] * 4}
+    assert found.section == {"path": str(tmp_path / "mine.npz"), "mean": (0.0,) * 4, "std": (1.0,) * 4}
+    tokens = recordings(written(tmp_path / "text.npz", x=np.ones((6 * ROWS, 4), np.int64)))
+    assert tokens.section == {"path": str(tmp_path / "text.npz")}
+    assert "x is read as text" in tokens.remarks[0]
     assert recordings("heartbeat").section == {"set": "heartbeat"}
 
 

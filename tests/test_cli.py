@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from cloud_server.fleet import Fleet
 from edge_agent import cli as device_cli
 from edge_agent.home import Home
 from edge_agent.settings import settings_of
-from fleet_core import __version__, runtime
+from fleet_core import __version__, config, runtime
 from fleet_core.algorithms.methods import METHODS
 from tests.brokers import NEEDS_MOSQUITTO
 from tests.desk import called, desk_in, found_fleet, metafleet, write_samples
@@ -156,15 +157,20 @@ def test_deviations_from_a_paper_are_told_with_the_method(run: Run) -> None:
 
 
 def test_init_says_what_a_method_makes_of_the_link(
-    run: Run, place: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tuple((place / "fleet" / f"{name}.safetensors").read_bytes() for name in ("graph", "weights"))
     monkeypatch.setattr(operator_cli, "_export", lambda settings, head: made)
-    said = run("metafleet", "init", tmp_path / "fleet", "--data", data, "--method", "fedproto")
+    for name, method in (("fleet", "fedproto"), ("other", "pfldyn-proto")):
+        settings = tomllib.loads((place / "fleet" / "fleet.toml").read_text())
+        settings["fleet"]["method"], settings["hyper"] = method, {}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "fleet.toml").write_text(config.toml(settings))
+    said = run("metafleet", "init", tmp_path / "fleet")
     assert said.code == 0, said.err
     assert "all goes as fp32, not as int8 up and int8 down" in said.err
     assert "class means and their counts: they leave it by this method's design" in said.err
-    said = run("metafleet", "init", tmp_path / "other", "--data", data)
+    said = run("metafleet", "init", tmp_path / "other")
     assert (said.code, "all goes as" in said.err, "class means" in said.err) == (0, False, False)
 
 
@@ -278,6 +284,14 @@ def test_an_unknown_method_is_refused_with_the_one_that_was_meant(run: Run, data
 def test_an_unknown_model_makes_no_fleet(run: Run, data: Path, tmp_path: Path) -> None:
     ran = run("metafleet", "init", tmp_path / "fleet", "--data", data, "--model", "mpl")
     refused(ran, 2, "unknown model 'mpl'", "did you mean 'mlp'?")
+    assert list(tmp_path.iterdir()) == [data]
+
+
+def test_images_with_their_channels_last_make_no_fleet_and_are_told_how_to_turn(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "photos.npz"
+    np.savez(data, x=np.zeros((4, 32, 32, 3), np.uint8), y=np.array(["cat", "dog"] * 2))
+    ran = run("metafleet", "init", tmp_path / "fleet", "--data", data)
+    refused(ran, 2, "images of 32 channels, 32 by 3 pixels", "np.moveaxis(x, -1, 1)", "it needs images of 16 pixels")
     assert list(tmp_path.iterdir()) == [data]
 
 

@@ -57,10 +57,53 @@ def test_an_npz_with_every_array_is_read_and_saved_alike(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("given_dtype", "read_dtype"),
-    [(np.float64, np.float32), (np.float16, np.float32), (np.uint8, np.uint8), (np.int16, np.int64), (bool, np.uint8)],
-)
+    [(np.float64, np.float32), (np.float16, np.float32), (np.uint8, np.uint8), (np.int16, np.float32),
+     (np.uint64, np.float32), (bool, np.float32)],
+)  # fmt: skip
 def test_x_becomes_one_of_the_types_that_a_model_takes(tmp_path: Path, given_dtype: Any, read_dtype: Any) -> None:
-    assert load(npz(tmp_path / "a.npz", x=X.astype(given_dtype), y=Y)).x.dtype == read_dtype
+    found = load(npz(tmp_path / "a.npz", x=X.astype(given_dtype), y=Y)).x
+    assert found.dtype == read_dtype
+    np.testing.assert_array_equal(found, X.astype(given_dtype))
+
+
+@pytest.mark.parametrize(
+    ("x", "classes", "dtype"),
+    [
+        ([[0, 1], [1, 0]], None, "int64"),
+        ([[0, 2], [1, 0]], None, "float32"),
+        ([[0, 2], [1, 0]], ["a", "b", "c"], "int64"),
+        ([[0, -1], [1, 0]], None, "float32"),
+        ([[[0, 1]], [[1, 0]]], None, "float32"),
+    ],
+)
+def test_whole_numbers_are_tokens_where_each_is_a_classs_and_else_readings(
+    tmp_path: Path, x: Any, classes: Any, dtype: str
+) -> None:
+    arrays = {"x": np.array(x, np.int16), "y": [0, 1]} | ({} if classes is None else {"classes": classes})
+    assert load(npz(tmp_path / "a.npz", **arrays)).x.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "read"),
+    [
+        (np.int16, "float32", "float32"), (bool, "float32", "float32"), (np.int64, "uint8", "uint8"),
+        (np.uint8, "int64", "int64"), (np.int32, "int64", "int64"), (np.uint8, "float32", "uint8"),
+        (np.float64, "uint8", "float32"),
+    ],
+)  # fmt: skip
+def test_whole_numbers_become_the_models_type_and_what_may_differ_in_scale_does_not(
+    tmp_path: Path, given: Any, wanted: str, read: str
+) -> None:
+    x = (X % 2 if given is bool else X).astype(given)
+    found = load(npz(tmp_path / "a.npz", x=x, y=Y), dtype=wanted).x
+    assert found.dtype == read
+    np.testing.assert_array_equal(found, x)
+
+
+def test_whole_numbers_that_bytes_do_not_hold_are_left_for_the_model_to_refuse(tmp_path: Path) -> None:
+    found = load(npz(tmp_path / "a.npz", x=X.astype(np.int16) + 250, y=Y), dtype="uint8").x
+    assert found.dtype == np.int64
+    assert found.max() == 261
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -19,11 +19,13 @@ import pytest
 import torch
 
 from cloud_server import catalog
+from cloud_server.starting import data_of
 from fleet_core import storage
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.average import AverageClient
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import LocalSgd, Payload, descend
+from fleet_core.data import inputs
 from tests.inprocess import config_text, toy, without_fsync, world
 from tests.quadratics import SIZE, quadratics, tree, vector
 from tests.test_fleet import finished, settled, statuses
@@ -67,6 +69,14 @@ def test_the_imports_of_every_page_exist(name: str) -> None:
     nodes = ast.walk(ast.parse(PAGES[name]))
     imports: list[ast.stmt] = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), name, "exec"), {})
+
+
+def test_the_file_of_samples_that_is_shown_makes_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(PAGES["samples"], "samples.md", "exec"), {})
+    samples, spec = data_of("samples.npz")
+    assert (samples.clients, samples.classes, spec.shape) == (("pump-1", "pump-2"), ("off", "on"), (3, 128))
+    assert inputs.remarks(samples.x) == []
 
 
 @pytest.mark.parametrize("path", sorted({

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fleet_core import schema
+from fleet_core.data import inputs
 from fleet_core.data.partitions import pool
 from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.named import load_set
@@ -19,7 +20,6 @@ from fleet_core.errors import DataError
 
 MIN_CLIENTS, MIN_SAMPLES, MAX_CLIENTS = 4, 20, 50
 TRAIN_FRACTION = 0.6
-MAX_CHANNELS = 256  # whose mean and deviation are written out
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,10 @@ def recordings(data: str) -> Recordings:
         whole = "one class alone" if len(np.unique(samples.y)) < 2 else "clients of one class each"
         raise DataError(f"holds {whole}: an answer that never changes would be right", where=data,
                         expected="clients that have to tell classes apart")
-    section = {"set": data} if named else {"path": data, **standard(by_time(samples, TRAIN_FRACTION)[0])}
+    section: dict[str, Any] = {"set": data}
+    if not named:
+        spec = inputs.standardized(by_time(samples, TRAIN_FRACTION)[0])
+        section = {"path": data, **({"mean": spec.mean, "std": spec.std} if spec.mean else {})}
     remarks = _remarks(samples, len(names), held)
     return Recordings(samples, section, len(enough), models_for(samples), tuple(remarks))
 
@@ -78,29 +81,16 @@ def _remarks(samples: Samples, names: int, held: np.ndarray[Any, Any]) -> list[s
         "there are no times: the order of the rows is taken for it": samples.time is None,
         "the classes have no names, which a fleet needs: add an array 'classes'": samples.classes is None,
     }
-    return [text for text, applies in said.items() if applies]
+    return [*inputs.remarks(samples.x), *(text for text, applies in said.items() if applies)]
 
 
 def models_for(samples: Samples) -> tuple[Model, ...]:
-    """Two models for such samples that small devices can train, or one. Raises DataError where there is none."""
+    """Two models for such samples that small devices can train, or one."""
     shape = samples.x.shape[1:]
     if samples.x.dtype == np.int64:
-        if len(shape) != 1 or samples.x.min() < 0 or samples.x.max() > samples.y.max():
-            raise DataError("the samples are whole numbers of 64 bits, which only a model of text takes",
-                            expected="tokens numbered like the classes", hint="save x as float32, images as uint8")
         return (Model("char-lstm", "char-lstm"),)
     if len(shape) == 3 and min(shape[1:]) >= 7:
         return Model("lenet-lim", "lenet-lim"), Model("mlp", "mlp")
     if len(shape) == 2:
         return Model("cnn1d", "cnn1d"), Model("mlp", "mlp")
     return Model("mlp", "mlp"), Model("mlp-64-64", "mlp", {"hidden": [64, 64]})
-
-
-def standard(samples: Samples) -> dict[str, Sequence[float]]:
-    """Mean and standard deviation of each channel, for a model's input; nothing for images of bytes and for tokens."""
-    x = samples.x
-    if x.dtype != np.float32 or x.shape[1] > MAX_CHANNELS:
-        return {}
-    rows = np.moveaxis(x, 1, 0).reshape(x.shape[1], -1).astype(np.float64)
-    return {"mean": [round(float(v), 6) for v in rows.mean(1)],
-            "std": [round(float(v), 6) if v > 1e-6 else 1.0 for v in rows.std(1)]}

@@ -12,7 +12,7 @@ import numpy as np
 from cloud_server.laboratory.experiment import Experiment, Run
 from fleet_core import schema
 from fleet_core.algorithms.seam import Method
-from fleet_core.data import synthetic
+from fleet_core.data import inputs, synthetic
 from fleet_core.data.partitions import (
     PARTITIONS,
     Newcomers,
@@ -190,7 +190,7 @@ def _data(experiment: Experiment) -> tuple[Samples, Samples | None, InputSpec]:
     test: Samples | None = None
     if section.path is not None:
         train = load(Path(section.path))
-        spec = InputSpec(train.x.shape[1:], train.x.dtype.name, 1 / 255 if train.x.dtype == np.uint8 else 1.0)
+        spec = inputs.plain(train)
     elif section.set == SYNTHETIC:
         train = _synthetic(section.options, experiment.partition.seed)
         spec = InputSpec(train.x.shape[1:], "float32")

@@ -30,7 +30,8 @@ FORMS = ".npz with x and y, .csv with a label column, or a folder of images with
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """x [N, ...] float32, uint8 or int64; y int64 [N]; client str [N] or None; time float64 [N] in seconds or None.
+    """x [N, ...] float32 (readings), uint8 (bytes, as of images) or int64 (tokens, as of texts); y int64 [N];
+    client str [N] or None; time float64 [N] in seconds or None.
 
     classes: the names of labels 0..C-1, or None where the file names none.
     """
@@ -80,12 +81,17 @@ class Samples:
         return self.take(self.client == name)
 
 
-def load(path: Path, *, classes: Sequence[str] | None = None, limit_bytes: int = LIMIT_BYTES) -> Samples:
+def load(
+    path: Path, *, classes: Sequence[str] | None = None, dtype: str | None = None, limit_bytes: int = LIMIT_BYTES
+) -> Samples:
     """The samples of a .npz file, a .csv file or a folder of images.
 
     classes: the fleet's names of the labels. Labels that are text are mapped through them; so are whole numbers where
         the file names its own classes; a label outside them is refused. Without it, the file's own classes hold, or
         the sorted names that occur.
+    dtype: of the model's samples. Whole numbers become that where it has them all, but for bytes, which are never
+        float32. Without it bytes stay bytes; other whole numbers are tokens (int64) where a sample has one axis and
+        each is the number of a class, else readings (float32).
     limit_bytes: of the file's arrays, unpacked.
 
     Raises DataError that says file, array and row.
@@ -93,13 +99,13 @@ def load(path: Path, *, classes: Sequence[str] | None = None, limit_bytes: int =
     from fleet_core.data import readers  # what answers has no file of samples to read, nor the memory for it
 
     if path.is_dir():
-        return checked(readers.read_images(path, limit_bytes), str(path), classes)
+        return checked(readers.read_images(path, limit_bytes), str(path), classes, dtype)
     if not path.exists():
         raise DataError("does not exist", where=str(path), expected=FORMS)
     known = {".npz": readers.read_npz, ".csv": readers.read_csv}
     if path.suffix.lower() not in known:
         raise DataError(f"has an unknown form '{path.suffix}'", where=str(path), expected=FORMS)
-    return checked(known[path.suffix.lower()](path, limit_bytes), str(path), classes)
+    return checked(known[path.suffix.lower()](path, limit_bytes), str(path), classes, dtype)
 
 
 def save(path: Path, samples: Samples) -> None:
@@ -120,7 +126,7 @@ def append(path: Path, samples: Samples) -> Samples:
     """Adds rows to a .npz (made when absent) and returns all of them. Raises DataError, with the file as it was."""
     if path.suffix.lower() != ".npz":
         raise DataError("cannot take new samples", where=str(path), expected="a .npz file")
-    whole = _joined(load(path), samples, str(path)) if path.exists() else samples
+    whole = _joined(load(path, dtype=samples.x.dtype.name), samples, str(path)) if path.exists() else samples
     save(path, whole)
     return whole
 
@@ -148,8 +154,9 @@ def _joined(old: Samples, new: Samples, where: str) -> Samples:
 # checks -------------------------------------------------------------------------------------------------------------
 
 
-def checked(raw: Raw, where: str, classes: Sequence[str] | None = None) -> Samples:
-    """Raw arrays as Samples. Raises DataError that names file, array and row."""
+def checked(raw: Raw, where: str, classes: Sequence[str] | None = None, dtype: str | None = None) -> Samples:
+    """Raw arrays as Samples; classes, dtype: as ``load`` takes them. Raises DataError that names file, array and row.
+    """
     x = _features(raw, where)
     for name, column in (("y", raw.y), ("client", raw.client), ("time", raw.time)):
         if column is not None and column.shape != (len(x),):
@@ -157,6 +164,7 @@ def checked(raw: Raw, where: str, classes: Sequence[str] | None = None) -> Sampl
                 f"has shape {column.shape}", where=f"{where}: {name}", expected=f"({len(x)},), as x has rows"
             )
     y, names = _labels(raw, where, None if classes is None else tuple(classes))
+    x = _whole(x, dtype, int(y.max()) + 1 if names is None else len(names))
     return Samples(x, y, _clients(raw, where), _times(raw, where), names)
 
 
@@ -171,7 +179,7 @@ def _features(raw: Raw, where: str) -> NDArray[Any]:
             f"has shape {x.shape}", where=f"{where}: x", expected="[N, ...] with at least one feature a row"
         )
     if x.dtype.kind != "f":
-        return x.astype(np.uint8 if x.dtype.kind == "b" or x.dtype == np.uint8 else np.int64, copy=False)
+        return x
     with np.errstate(over="ignore"):
         single = x.astype(np.float32, copy=False)
     bad = np.flatnonzero(~np.isfinite(single).reshape(len(x), -1).all(axis=1))
@@ -180,6 +188,18 @@ def _features(raw: Raw, where: str) -> NDArray[Any]:
         value = worst[~np.isfinite(worst)][0]
         raise DataError(f"holds {value}", where=f"{where}: x, {raw.row(int(bad[0]))}", expected="finite float32 values")
     return single
+
+
+def _whole(x: NDArray[Any], wanted: str | None, labels: int) -> NDArray[Any]:
+    """Whole numbers as ``wanted``, or as what they seem to be. What ``wanted`` has not is left for the model to refuse.
+    """
+    if x.dtype.kind == "f" or (x.dtype == np.uint8 and wanted in (None, "float32")):
+        return x
+    if wanted is None:
+        tokens = x.dtype.kind != "b" and x.ndim == 2 and x.min() >= 0 and x.max() < labels
+        wanted = "int64" if tokens else "float32"
+    found = x.astype(wanted)
+    return found if wanted == "float32" or np.array_equal(found, x) else x.astype(np.int64)
 
 
 def _labels(raw: Raw, where: str, wanted: tuple[str, ...] | None) -> tuple[NDArray[np.int64], tuple[str, ...] | None]:

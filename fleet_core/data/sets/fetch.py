@@ -92,7 +92,7 @@ def _converted(entry: Entry, files: Mapping[str, Path], sources: tuple[Source, .
 
 def _own(entry: Entry, train: Path, test: Path | None, remark: str) -> Note:
     paths = [train] if test is None else [train, test]
-    parts = load(train), None if test is None else load(test)
+    parts = load(train, dtype=entry.dtype), None if test is None else load(test, dtype=entry.dtype)
     return keep(entry, parts, tuple(source(path.name, path) for path in paths),
                 remark="; ".join(filter(None, (OWN_FORM, remark))))
 

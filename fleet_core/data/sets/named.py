@@ -88,7 +88,8 @@ def load_set(name: str) -> NamedSet:
         raise DataError(f"the data set '{name}' is not here", where=str(home() / name),
                         hint=f"metafleet datasets fetch {name}" + ("" if wanted.files else " --from PATH"))
     folder = home() / name
-    return NamedSet(wanted, load(folder / TRAIN), load(folder / TEST) if note.test else None, note)
+    test = load(folder / TEST, dtype=wanted.dtype) if note.test else None
+    return NamedSet(wanted, load(folder / TRAIN, dtype=wanted.dtype), test, note)
 
 
 def note_of(wanted: Entry) -> Note | None:

@@ -1,0 +1,45 @@
+"""How raw samples become a model's input, where nobody has said it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fleet_core.data.samples import Samples
+from fleet_core.layout import InputSpec
+
+MAX_CHANNELS = 256  # whose mean and deviation are written out
+COLOURS = (1, 3, 4)
+
+
+def plain(samples: Samples) -> InputSpec:
+    """The samples as they are, bytes from 0 to 1."""
+    return InputSpec(samples.x.shape[1:], samples.x.dtype.name, 1 / 255 if samples.x.dtype == np.uint8 else 1.0)
+
+
+def standardized(samples: Samples) -> InputSpec:
+    """Every channel less its mean over the samples, over its standard deviation; bytes and tokens are as in ``plain``,
+    and so are samples of over 256 channels."""
+    x = samples.x
+    if x.dtype != np.float32 or x.shape[1] > MAX_CHANNELS:
+        return plain(samples)
+    rows = np.moveaxis(x, 1, 0).reshape(x.shape[1], -1).astype(np.float64)
+    mean = tuple(round(float(v), 6) for v in rows.mean(1))
+    std = tuple(round(float(v), 6) if v > 1e-6 else 1.0 for v in rows.std(1))
+    return replace(plain(samples), mean=mean, std=std)
+
+
+def remarks(x: np.ndarray[Any, Any]) -> list[str]:
+    """What a person may not have meant, of samples x [N, ...]."""
+    shape = x.shape[1:]
+    turned = "channels come first, [N, channels, …]; where yours come last, np.moveaxis(x, -1, 1) turns them"
+    if len(shape) == 3 and shape[2] in COLOURS and shape[0] not in COLOURS:
+        return [f"x is read as images of {shape[0]} channels, {shape[1]} by {shape[2]} pixels: {turned}"]
+    if len(shape) == 2 and shape[0] > shape[1]:
+        return [f"x is read as series of {shape[0]} channels and {shape[1]} steps: {turned}"]
+    if x.dtype == np.int64:
+        return ["x is read as text, for its whole numbers are all below the number of classes; if they are readings, "
+                "save them as float32"]
+    return []

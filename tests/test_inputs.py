@@ -1,0 +1,97 @@
+"""How raw samples become a model's input, where nobody has said it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloud_server.fleet import FleetConfig
+from cloud_server.starting import data_of, fleet_toml
+from edge_agent.local import LocalData
+from fleet_core import config
+from fleet_core.data import inputs
+from fleet_core.data.samples import Samples
+from fleet_core.data.sets.registry import entries
+from fleet_core.errors import DataError
+from fleet_core.layout import InputSpec
+
+
+def samples(x: Any) -> Samples:
+    return Samples(np.asarray(x), np.zeros(len(x), np.int64))
+
+
+def test_every_channel_is_standardized_and_a_constant_one_only_centred() -> None:
+    found = inputs.standardized(samples(np.array([[[0, 2], [5, 5]], [[4, 6], [5, 5]]], np.float32)))
+    assert found == InputSpec((2, 2), "float32", 1.0, (3.0, 5.0), (round(5**0.5, 6), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("x", "scale"),
+    [
+        (np.zeros((2, 3, 4), np.uint8), 1 / 255),
+        (np.zeros((2, 8), np.int64), 1.0),
+        (np.zeros((2, inputs.MAX_CHANNELS + 1), np.float32), 1.0),
+    ],
+)
+def test_bytes_tokens_and_many_channels_are_taken_as_they_are(x: Any, scale: float) -> None:
+    assert inputs.standardized(samples(x)) == InputSpec(x.shape[1:], x.dtype.name, scale)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "said"),
+    [
+        ((32, 32, 3), "uint8", "images of 32 channels, 32 by 3 pixels"),
+        ((28, 28, 1), "float32", "images of 28 channels, 28 by 1 pixels"),
+        ((3, 32, 32), "uint8", None),
+        ((1, 28, 28), "uint8", None),
+        ((3, 3, 3), "float32", None),
+        ((128, 9), "float32", "series of 128 channels and 9 steps"),
+        ((9, 128), "float32", None),
+        ((20,), "int64", "text"),
+        ((20,), "float32", None),
+    ],
+)
+def test_what_a_person_may_not_have_meant_is_said(shape: tuple[int, ...], dtype: str, said: str | None) -> None:
+    found = inputs.remarks(np.zeros((2, *shape), dtype))
+    assert (found == []) if said is None else (len(found) == 1 and f"x is read as {said}" in found[0])
+
+
+def test_a_fleet_standardizes_a_files_readings_and_takes_a_named_set_as_is_recommended(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 4096, (40, 5)).astype(np.int16)
+    np.savez(tmp_path / "adc.npz", x=x, y=np.array(["off", "on"])[np.arange(40) % 2])
+    samples, spec = data_of(str(tmp_path / "adc.npz"))
+    assert (spec.dtype, spec.shape) == ("float32", (5,))
+    np.testing.assert_allclose((x - np.array(spec.mean)).std(0) / spec.std, 1, rtol=1e-4)
+    text = fleet_toml(samples, "f", "fedavg", None, rounds=1, seed=0, spec=spec)
+    made = config.parse(FleetConfig, text, "fleet.toml")
+    assert (made.model.name, made.model.input) == ("mlp", spec)
+    assert data_of("heartbeat")[1] == entries()["heartbeat"].input_spec
+
+
+def test_a_device_reads_whole_numbers_as_its_fleets_readings(tmp_path: Path) -> None:
+    """Though all of them are below the number of classes, which a fleet would be made from as text."""
+    path = tmp_path / "samples.npz"
+    np.savez(path, x=np.ones((10, 3), np.int16), y=np.arange(10) % 2)
+    data = LocalData(path, ("off", "on"), "float32")
+    assert data.every().x.dtype == np.float32
+    data.add(np.full((1, 3), 0.5, np.float32), ["on"])
+    assert (str(data.own().x.dtype), len(data.own())) == ("float32", 7)
+    tokens = LocalData(path, ("off", "on"), "int64")
+    assert tokens.every().x.dtype == np.int64
+
+
+def test_added_tokens_stay_tokens_though_they_are_more_than_the_classes(tmp_path: Path) -> None:
+    """A model's vocabulary may be larger than its classes."""
+    data = LocalData(tmp_path / "samples.npz", ("off", "on"), "int64")
+    for _ in range(2):
+        data.add(np.full((1, 3), 7, np.int64), ["on"])
+    assert (str(data.every().x.dtype), len(data.every())) == ("int64", 2)
+
+
+def test_samples_whose_classes_have_no_names_are_refused_with_what_is_missing(tmp_path: Path) -> None:
+    np.savez(tmp_path / "bare.npz", x=np.ones((4, 3)), y=[0, 1, 2, 1])
+    with pytest.raises(DataError, match=r"bare\.npz: names no classes; expected an array 'classes' of 3 or more names"):
+        data_of(str(tmp_path / "bare.npz"))
