@@ -57,7 +57,9 @@ def demo(
     broker: BROKER = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; an unfinished run there goes on.")] = None,
     baseline: Annotated[bool, typer.Option("--baseline/--no-baseline", help="FedAvg in the same run.")] = True,
-    support_s: Annotated[float, typer.Option("--support-seconds", help="What a new device may learn from.")] = 300.0,
+    support_s: Annotated[float | None, typer.Option(
+        "--support-seconds", min=1e-3, help="What a new device may learn from; default: 300 of heart beats, of a file "
+        "60 % of the device's time.")] = None,
     meter_watts: Annotated[tuple[float, float] | None, typer.Option(metavar="IDLE BUSY")] = None,
     as_json: JSON = False,
 ) -> None:

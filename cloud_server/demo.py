@@ -7,7 +7,6 @@ command is given again.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -28,11 +27,12 @@ from cloud_server.live import LiveView, closing_table, snapshot
 from cloud_server.report import render
 from cloud_server.starting import data_of, fleet_toml
 from fleet_core import runtime, schema, storage, topics
-from fleet_core.data import heartbeat, samples
+from fleet_core.data import heartbeat, samples, split
 from fleet_core.data.samples import Samples
 from fleet_core.errors import ConfigError, DataError, RoundError
 
 DEFAULT_OUT = "demo-run"
+HEARTBEAT_SUPPORT_S = 300.0
 JUDGE_S = 120.0
 STOP_S = 10.0
 LIVES = 3  # how often an agent is started again, as systemd would
@@ -41,7 +41,11 @@ VIEW_S = 0.5
 
 @dataclass(frozen=True)
 class Options:
-    """What a person may choose; written to demo.json, so that an unfinished run goes on with the same."""
+    """What a person may choose; written to demo.json, so that an unfinished run goes on with the same.
+
+    support_s: what a new device learns from; None for 300 s of heart beats, and of a file for a share of its time, as
+    the devices that train.
+    """
 
     devices: int = 8
     new_devices: int = 2
@@ -50,7 +54,7 @@ class Options:
     data: str = "heartbeat"
     seed: int = 0
     baseline: bool = True
-    support_s: float = 300.0
+    support_s: float | None = None
     meter_watts: tuple[float, ...] | None = None
 
 
@@ -152,8 +156,10 @@ def _free_folder(options: Options) -> Path:
 def _fleet_toml(options: Options) -> str:
     """The run's fleet.toml. Raises DataError or ConfigError when these options cannot be run."""
     everything, spec = data_of(options.data)
-    for name in itertools.chain(*_names(options, everything)):
+    training, joining = _names(options, everything)
+    for name in (*training, *joining):
         topics.check_name(name, "device")
+        _check_parts(options, name, everything.of_client(name), late=name in joining)
     return fleet_toml(
         everything, "demo", options.method, None, rounds=options.rounds, seed=options.seed,
         spec=spec, min_devices=options.devices, serve_every=max(1, min(10, options.rounds)),
@@ -192,21 +198,40 @@ def _names(options: Options, everything: Samples) -> tuple[list[str], list[str]]
     return pool[: options.devices], late[: options.new_devices]
 
 
+def _check_parts(options: Options, name: str, own: Samples, *, late: bool) -> None:
+    """Raises DataError where a device has nothing to learn from, or nothing to be judged on."""
+    seconds = _support_s(options) if late else None
+    try:
+        parts = split.by_time(own) if seconds is None else split.first_seconds(own, seconds)
+    except DataError as error:
+        raise DataError(f"of {name}, {error.what}", where=options.data, expected=error.expected,
+                        hint="leave --support-seconds out") from error
+    if not len(parts[1]):
+        hint = "" if seconds is None else "lower --support-seconds, or leave it out"
+        raise DataError(f"all {len(own)} samples of {name} are to learn from", where=options.data,
+                        expected="some that are later, to be judged on", hint=hint)
+
+
+def _support_s(options: Options) -> float | None:
+    """What a new device learns from; None for a share of its time."""
+    return options.support_s or (HEARTBEAT_SUPPORT_S if options.data == "heartbeat" else None)
+
+
 def _write_devices(options: Options, folder: Path, fleet: Fleet) -> tuple[list[Path], list[Path]]:
     """A home for every device with its own recording and nothing else: (training, joining)."""
     everything, _ = data_of(options.data)
     training, joining = _names(options, everything)
     watts = options.meter_watts
     power = {} if watts is None else {"power": {"idle_w": watts[0], "busy_w": watts[1]}}
+    seconds = _support_s(options)
     homes: dict[str, Path] = {}
     for name in (*training, *joining):
         home = homes[name] = folder / "devices" / name
         late = name in joining
-        own = everything.of_client(name)
-        data = {"support_seconds": options.support_s} if late and own.time is not None else {}
+        data = {"support_seconds": seconds} if late and seconds is not None else {}
         device_folder(fleet, name, home, "mqtt://127.0.0.1:1883", data=data, train={"enabled": not late}, **power)
         if not (home / "samples.npz").exists():
-            samples.save(home / "samples.npz", own)
+            samples.save(home / "samples.npz", everything.of_client(name))
     return [homes[name] for name in training], [homes[name] for name in joining]
 
 

@@ -12,7 +12,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from edge_agent.home import Home
 from edge_agent.settings import settings_of
 from fleet_core import __version__, config, runtime
 from fleet_core.algorithms.methods import METHODS
+from fleet_core.data.samples import load, save
 from tests.brokers import NEEDS_MOSQUITTO
 from tests.desk import called, desk_in, found_fleet, metafleet, write_samples
 
@@ -298,6 +299,21 @@ def test_images_with_their_channels_last_make_no_fleet_and_are_told_how_to_turn(
 def test_a_demo_with_more_devices_than_clients_is_refused(run: Run, data: Path, tmp_path: Path) -> None:
     ran = run("metafleet", "demo", "--data", data, "--devices", 4, "--new-devices", 1, "--out", tmp_path / "out")
     refused(ran, 2, "holds 4 clients; expected 4 that train and 1 that join")
+    assert list(tmp_path.iterdir()) == [data]
+
+
+def test_a_demo_in_which_nothing_is_left_to_judge_is_refused_before_it_begins(
+    run: Run, data: Path, tmp_path: Path
+) -> None:
+    few = ("demo", "--data", data, "--devices", 3, "--new-devices", 1, "--out", tmp_path / "out")
+    refused(run("metafleet", *few, "--support-seconds", 471), 2, "all 48 samples of d3 are to learn from",
+            "hint: lower --support-seconds, or leave it out")
+    timeless = load(data)
+    save(data, replace(timeless, time=None))
+    refused(run("metafleet", *few, "--support-seconds", 60), 2, "of d3, the first 60 s cannot be told")
+    short = timeless.take(np.r_[0, 48 : len(timeless)])
+    save(data, short)
+    refused(run("metafleet", *few), 2, "all 1 samples of d0 are to learn from")
     assert list(tmp_path.iterdir()) == [data]
 
 

@@ -3,7 +3,7 @@
     python benchmarks/heartbeat/compare.py --seeds 0 1 2 --out benchmarks/heartbeat/ten.json
     python benchmarks/heartbeat/build.py --all all.npz
     python benchmarks/heartbeat/compare.py --seeds 0 1 2 --data all.npz --devices 15 --new-devices 7 \
-        --out benchmarks/heartbeat/twenty-two.json
+        --support-seconds 300 --out benchmarks/heartbeat/twenty-two.json
 
 The first is the demo as it ships: eight patients train, two join at the end. The second takes every patient of the
 source set. The figure is macro-F1 over N, S and V on the pooled judged beats; two to three minutes a seed on two cores.
@@ -26,14 +26,15 @@ STAGES = ("before", "fine_tuned", "after")
 GROUPS = ("judged", "new_devices")
 
 
-def demo(seed: int, data: str, devices: int, new_devices: int, rounds: int, method: str) -> dict[str, Any]:
+def demo(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """result.json of one demo."""
+    learns = [] if options.support_seconds is None else ["--support-seconds", str(options.support_seconds)]
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [
-                sys.executable, "-m", "cloud_server.cli", "demo", "--seed", str(seed), "--data", data, "--devices",
-                str(devices), "--new-devices", str(new_devices), "--rounds", str(rounds), "--method", method,
-                "--out", str(Path(folder) / "run"),
+                sys.executable, "-m", "cloud_server.cli", "demo", "--seed", str(seed), "--data", options.data,
+                "--devices", str(options.devices), "--new-devices", str(options.new_devices), "--rounds",
+                str(options.rounds), "--method", options.method, *learns, "--out", str(Path(folder) / "run"),
             ],
             check=True,
         )
@@ -61,11 +62,12 @@ def main() -> None:
     parser.add_argument("--new-devices", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--method", default="pfldyn-proto")
+    parser.add_argument("--support-seconds", type=float)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     runs = []
     for seed in options.seeds:
-        outcome = demo(seed, options.data, options.devices, options.new_devices, options.rounds, options.method)
+        outcome = demo(options, seed)
         runs.append({"seed": seed, "macro_f1": figures(outcome), "totals": outcome["totals"],
                      "personalization": outcome["personalization"], "environment": outcome["environment"]})
     means = {
