@@ -73,8 +73,8 @@ def stage_text(stage: str, method: str | None) -> str:
 
 
 def plain_text(text: str) -> str:
-    """``text`` from outside without what a terminal would obey."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+    """``text`` from outside on one line, without what a terminal would obey."""
+    return "".join(c if c.isprintable() else "?" for c in text.replace("\n", "; "))
 
 
 def _scaled(value: float, units: tuple[str, ...]) -> str:

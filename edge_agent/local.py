@@ -8,6 +8,7 @@ have: those are this device's alone, come after the fleet's, and nothing trains 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,9 +62,17 @@ class LocalData:
         added, names = self._added()
         found = [part for part in (recorded, added) if part is not None]
         if not found:
-            raise DataError("there are no samples yet", where=str(self.path), hint="edge-agent samples add")
+            raise DataError("there are no samples yet", where=str(self.path), hint=self._where_else())
         x = np.concatenate([part.x.astype(found[0].x.dtype) for part in found])
         return Samples(x, np.concatenate([part.y for part in found]), classes=names)
+
+    def _where_else(self) -> str:
+        """What to do without samples; a file of them that lies beside is named."""
+        beside: list[str] = []
+        with suppress(OSError):
+            beside = sorted(p.name for p in self.path.parent.iterdir() if p.suffix.lower() in (".csv", ".npz"))
+        named = f', or samples = "{beside[0]}" under [data] in device.toml' if beside else ""
+        return "edge-agent samples add" + named
 
     def judge(self) -> Samples | None:
         """Samples that nothing on this device learns from, or None without a recording."""

@@ -95,3 +95,16 @@ def test_samples_whose_classes_have_no_names_are_refused_with_what_is_missing(tm
     np.savez(tmp_path / "bare.npz", x=np.ones((4, 3)), y=[0, 1, 2, 1])
     with pytest.raises(DataError, match=r"bare\.npz: names no classes; expected an array 'classes' of 3 or more names"):
         data_of(str(tmp_path / "bare.npz"))
+
+
+def test_a_file_of_another_name_beside_the_missing_samples_is_named(tmp_path: Path) -> None:
+    data = LocalData(tmp_path / "samples.npz", ("off", "on"), "float32")
+    with pytest.raises(DataError) as refused:
+        data.every()
+    assert refused.value.hint == "edge-agent samples add"
+    with pytest.raises(DataError, match="no samples yet"):
+        LocalData(tmp_path / "nowhere" / "samples.npz", ("off", "on"), "float32").every()
+    (tmp_path / "greenhouse.csv").write_text("label,a\noff,1\n")
+    with pytest.raises(DataError) as refused:
+        data.every()
+    assert refused.value.hint == 'edge-agent samples add, or samples = "greenhouse.csv" under [data] in device.toml'
