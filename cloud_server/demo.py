@@ -99,7 +99,7 @@ def _run(
         server = children.start("server", "cloud_server.cli", "server", "start", str(found.folder), "--quiet")
         for home in training:
             children.start(home.name, "edge_agent.cli", "run", "--home", str(home))
-        with LiveView(options.rounds, len(training), after_round=after) as view:
+        with LiveView(options.rounds, after_round=after) as view:
             _watch(ledger, view, children, server, stopped, lambda: len(ledger.rounds("closed")) >= options.rounds)
             if joining:
                 view.say(f"{len(joining)} new devices join: {', '.join(home.name for home in joining)}")

@@ -104,10 +104,9 @@ class LiveView:
     """
 
     def __init__(
-        self, total_rounds: int, expected_devices: int, stream: TextIO | None = None, *, after_round: int = -1,
-        settle_s: float = 2.0,
-    ):  # fmt: skip
-        self.total_rounds, self.expected_devices = total_rounds, expected_devices
+        self, total_rounds: int, stream: TextIO | None = None, *, after_round: int = -1, settle_s: float = 2.0
+    ):
+        self.total_rounds = total_rounds
         self.stream = stream or sys.stderr
         self._told = after_round
         self._settle_s = settle_s
@@ -150,7 +149,7 @@ class LiveView:
                 self._tell(closed)
 
     def _tell(self, closed: RoundFigures) -> None:
-        self.say(round_line(closed, self.total_rounds, self.expected_devices))
+        self.say(round_line(closed, self.total_rounds))
         self._told = closed.round
         self._seen.pop(closed.round, None)
 
@@ -194,10 +193,11 @@ class LiveView:
         return f"about {seconds_text(left * sum(paces) / len(paces))} left" if paces and left > 0 else ""
 
 
-def round_line(closed: RoundFigures, total_rounds: int, expected_devices: int) -> str:
+def round_line(closed: RoundFigures, total_rounds: int) -> str:
     """A closed round in one line, without colour."""
     width = len(str(total_rounds))
-    head = f"round {closed.round:>{width}}/{total_rounds}  {closed.participants}/{expected_devices} devices"
+    asked = "" if closed.asked is None else f" of {closed.asked}"
+    head = f"round {closed.round:>{width}}/{total_rounds}  {closed.participants}{asked} devices"
     return "  ".join([head, *_figures(closed)])
 
 

@@ -63,6 +63,7 @@ class Pooled(Score):
 class RoundFigures:
     """A closed round. accuracy and macro_f1 (pooled) are of the devices that train, in rounds that were judged.
 
+    asked: devices of the cohort. participants: whose update was counted. refused: updates.
     payload_bytes, mqtt_bytes, wire_bytes: all kinds of traffic of the round. models_transmitted: whole models, up and
     down, without those that were served. flops: over all devices.
     """
@@ -70,6 +71,7 @@ class RoundFigures:
     round: int = field(metadata={"min": 0})
     participants: int = field(metadata=AMOUNT)
     refused: int = field(metadata=AMOUNT)
+    asked: int | None = field(default=None, metadata=AMOUNT)
     accuracy: Spread | None = None
     macro_f1: float | None = field(default=None, metadata=SHARE)
     loss: float | None = None
@@ -193,7 +195,7 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
     for r in ledger.rounds("closed", within):
         score, moved = pooled(judged.get(r.round, ())), volume.get(r.round)
         figures.append(RoundFigures(
-            round=r.round, loss=r.loss, seconds=r.seconds, models_transmitted=r.models_transmitted,
+            round=r.round, asked=len(r.cohort), loss=r.loss, seconds=r.seconds, models_transmitted=r.models_transmitted,
             participants=statuses.get(r.round, []).count("counted"), refused=statuses.get(r.round, []).count("refused"),
             accuracy=_spread([j.accuracy for j in judged.get(r.round, ())]), macro_f1=score.macro_f1 if score else None,
             payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,

@@ -130,10 +130,8 @@ def serve(
     StateError for a disk that cannot be written at the start and for a file that is damaged."""
     with fleet.lock(), Ledger(fleet.ledger_path) as ledger:
         ledger.check()
-        view = LiveView(
-            fleet.config.fleet.rounds, fleet.config.fleet.min_devices,
-            after_round=max([r.round for r in ledger.rounds("closed")], default=-1),
-        )
+        told = max([r.round for r in ledger.rounds("closed")], default=-1)
+        view = LiveView(fleet.config.fleet.rounds, after_round=told)
         with contextlib.nullcontext() if quiet else view:
             say = disk.undisturbed(log if quiet else view.say)
             life = partial(_life, fleet, ledger, url, say, access_changed)

@@ -75,12 +75,12 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 def test_a_demo_ends_with_a_table_a_valid_result_and_a_page(demo: Run) -> None:
     assert validate(demo.result) == []
     assert [row["round"] for row in demo.result["rounds"]] == [1, 2]
-    assert [row["participants"] for row in demo.result["rounds"]] == [3, 3]
+    assert [(row["participants"], row["asked"]) for row in demo.result["rounds"]] == [(3, 3), (3, 3)]
     assert {row["device"]: row["new"] for row in demo.result["personalization"]} == {
         "d0": False, "d1": False, "d2": False, "d3": True
     }
     assert "d3 (new)" in demo.done.stdout
-    assert "round 2/2  3/3 devices" in demo.done.stderr
+    assert "round 2/2  3 of 3 devices" in demo.done.stderr
     assert "\x1b" not in demo.done.stdout + demo.done.stderr
 
 

@@ -220,24 +220,25 @@ def test_methods_are_spelled_as_in_their_papers_and_own_ones_kept() -> None:
 
 def test_a_round_is_one_plain_line() -> None:
     closed = result.RoundFigures(
-        round=7, participants=8, refused=0, loss=0.4123, accuracy=result.Spread(mean=0.913, worst=0.801, best=0.99),
+        round=7, asked=9, participants=8, refused=0, loss=0.4123,
+        accuracy=result.Spread(mean=0.913, worst=0.801, best=0.99),
         payload_bytes=Bytes(up=420_000, down=430_000), seconds=2.1,
     )  # fmt: skip
-    assert round_line(closed, 30, 8) == (
-        "round  7/30  8/8 devices  loss 0.412  accuracy 0.913 (worst 0.801, best 0.990)"
+    assert round_line(closed, 30) == (
+        "round  7/30  8 of 9 devices  loss 0.412  accuracy 0.913 (worst 0.801, best 0.990)"
         "  up 420 kB  down 430 kB  energy not measured  2.1 s"
     )
 
 
 def test_a_round_without_figures_is_still_a_line_and_refusals_are_told() -> None:
     closed = result.RoundFigures(round=7, participants=0, refused=2)
-    assert round_line(closed, 9, 8) == "round 7/9  0/8 devices  2 refused  bytes not counted  energy not measured"
+    assert round_line(closed, 9) == "round 7/9  0 devices  2 refused  bytes not counted  energy not measured"
 
 
 def test_when_piped_each_round_is_told_once(ledger: Ledger) -> None:
     stream = io.StringIO()
     fill(ledger, rounds=2)
-    with LiveView(30, 3, stream, settle_s=0) as view:
+    with LiveView(30, stream, settle_s=0) as view:
         view.update(snapshot(ledger))
         view.update(snapshot(ledger))
         ledger.put(Round(round=3, opened_at=1.0, status="closed"))
@@ -251,14 +252,14 @@ def test_when_piped_each_round_is_told_once(ledger: Ledger) -> None:
 def test_a_resumed_run_does_not_tell_its_history_again(ledger: Ledger) -> None:
     stream = io.StringIO()
     fill(ledger, rounds=3)
-    LiveView(30, 3, stream, after_round=2, settle_s=0).update(snapshot(ledger))
+    LiveView(30, stream, after_round=2, settle_s=0).update(snapshot(ledger))
     assert stream.getvalue().startswith("round  3/30")
 
 
 def test_a_plain_line_waits_for_what_devices_report_after_the_close(ledger: Ledger) -> None:
     stream = io.StringIO()
     ledger.put(Round(round=1, opened_at=1.0, status="closed"))
-    with LiveView(30, 3, stream, settle_s=1000) as view:
+    with LiveView(30, stream, settle_s=1000) as view:
         view.update(snapshot(ledger))
         assert not stream.getvalue()
         ledger.put(Round(round=1, opened_at=1.0, status="closed", loss=0.5))
@@ -287,7 +288,7 @@ def test_on_a_terminal_a_table_follows_the_rounds(ledger: Ledger, terminal: Term
     fill(ledger, rounds=2)
     ledger.put(Round(round=3, opened_at=1.0, cohort=NAMES), Device(name="late", state="on", cannot="no torch [red]"))
     ledger.put(Update(round=3, device="106", update_id="u", received_at=1.0))
-    with LiveView(30, 3, terminal) as view:
+    with LiveView(30, terminal) as view:
         view.update(snapshot(ledger))
         view.say("a device joined")
     seen = terminal.getvalue()
@@ -302,7 +303,7 @@ def test_no_color_on_a_terminal_asks_for_plain_lines(
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     fill(ledger, rounds=2)
-    with LiveView(30, 3, terminal) as view:
+    with LiveView(30, terminal) as view:
         view.update(snapshot(ledger))
     assert "\x1b" not in terminal.getvalue()
     assert len(terminal.getvalue().splitlines()) == 2
@@ -311,7 +312,7 @@ def test_no_color_on_a_terminal_asks_for_plain_lines(
 def test_the_table_of_a_fleet_that_has_not_begun_and_of_a_large_one(ledger: Ledger) -> None:
     def shown() -> str:
         stream = io.StringIO()
-        Console(file=stream, width=100).print(LiveView(30, 3, io.StringIO()).table(snapshot(ledger)))
+        Console(file=stream, width=100).print(LiveView(30, io.StringIO()).table(snapshot(ledger)))
         return stream.getvalue()
 
     assert "no round closed yet" in shown()
@@ -321,7 +322,7 @@ def test_the_table_of_a_fleet_that_has_not_begun_and_of_a_large_one(ledger: Ledg
 
 def test_an_empty_snapshot_tells_nothing() -> None:
     stream = io.StringIO()
-    LiveView(3, 2, stream).update(Snapshot())
+    LiveView(3, stream).update(Snapshot())
     assert stream.getvalue() == ""
 
 

@@ -213,7 +213,7 @@ def long_run(ledger: Ledger, rounds: int, judged: int) -> None:
 
 def shown(now: Snapshot) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=150).print(LiveView(30, 2, io.StringIO()).table(now))
+    Console(file=stream, width=150).print(LiveView(30, io.StringIO()).table(now))
     return stream.getvalue()
 
 
@@ -237,7 +237,7 @@ def test_a_view_asks_for_no_round_twice(ledger: Ledger, monkeypatch: pytest.Monk
     long_run(ledger, 20, 17)
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: terminal)
-    with LiveView(30, 2, stream, settle_s=0) as view:
+    with LiveView(30, stream, settle_s=0) as view:
         assert view.told == -1
         view.update(snapshot(ledger, view.told))
         assert view.told == 20

@@ -15,7 +15,8 @@ What the device sends is, by case:
 * proto, metavers: of the loss to class means, which stay on the device: the attacker moves dummy means too.
 * …-leak: the same, and the attacker has been told the means (the paper's "prototype leakage").
 * …-episode: what a device really sends, the gradient of a whole episode of five samples of each class beside the
-  image, through which the means move; the attacker has the means.
+  image, through which the means move. The attacker moves as many images, and of each of the device's the nearest that
+  he found of its class counts.
 
 Networks: ``dlg`` is the LeNet of DLG's program (sigmoids, strides, weights from U(−1/2, 1/2)), ``lenet-lim`` the
 network of the table with its first weights, whose ReLUs and pools make the attack harder.
@@ -45,8 +46,11 @@ HERE = Path(__file__).parent
 CLASSES, SHOTS, WIDTH = 2, 5, 84
 NETWORKS = ("dlg", "lenet-lim")
 SETS = ("cifar-10", "omniglot")
+SUPPORT = torch.arange(CLASSES).repeat_interleave(SHOTS)  # labels, class by class
 SHARE = 0.5  # γ
+EPISODE = "-episode"
 PICTURES = "attack.safetensors"
+DRAWN = 2  # images of each set and network
 Array = np.ndarray[Any, Any]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -77,7 +81,8 @@ def network_of(name: str, shape: tuple[int, ...], seed: int) -> nn.Module:
 
 
 def loss_of(case: str, network: Any, label: Tensor, margin: Tensor) -> Loss:
-    """(image [1, C, H, W], class means [K, D]) -> the loss that the attacker plays through."""
+    """(images [n, C, H, W], class means [K, D]) -> the loss. n is 1, and of an episode all: the image, then the support
+    class by class; the means are not asked for there."""
 
     def fedavg(x: Tensor, means: Tensor) -> Tensor:
         return losses.cross_entropy(network.head(network.embed(x)), label)
@@ -85,6 +90,12 @@ def loss_of(case: str, network: Any, label: Tensor, margin: Tensor) -> Loss:
     def to_means(x: Tensor, means: Tensor) -> Tensor:
         return episode_loss(case, means, torch.arange(CLASSES), network.embed(x), label, margin)
 
+    def episode(x: Tensor, means: Tensor) -> Tensor:
+        z = network.embed(x)
+        return episode_loss(case, z[1:], SUPPORT, z[:1], label, margin)
+
+    if case.endswith(EPISODE):
+        return episode
     return fedavg if case == "fedavg" else to_means
 
 
@@ -110,28 +121,25 @@ def distance(found: Sequence[Tensor], sent: Sequence[Tensor]) -> Tensor:
 
 
 def sent_by_device(
-    case: str, network: Any, image: Tensor, label: Tensor, support: Tensor
+    case: str, network: Any, images: Tensor, label: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(the gradient, the device's class means, its margin). support: [K · shots, C, H, W], class by class."""
-    of = torch.arange(CLASSES).repeat_interleave(SHOTS)
-    z = network.embed(support)
-    means = losses.prototypes(z, of, CLASSES)[0].detach()
-    margin = losses.spread(torch.cat([z, network.embed(image)]), torch.cat([of, label]), CLASSES, "norm", True).detach()
-    if case.endswith("-episode"):
-        value = episode_loss(case, z, of, network.embed(image), label, margin)
-    else:
-        value = loss_of(case, network, label, margin)(image, means)
-    return gradient(value, network), means, margin
+    """(the gradient, the device's class means, its margin). images: [1 + K · shots, C, H, W], as loss_of's."""
+    z = network.embed(images)
+    means = losses.prototypes(z[1:], SUPPORT, CLASSES)[0].detach()
+    margin = losses.spread(z, torch.cat([label, SUPPORT]), CLASSES, "norm", True).detach()
+    moving = images if case.endswith(EPISODE) else images[:1]
+    return gradient(loss_of(case, network, label, margin)(moving, means), network), means, margin
 
 
 def attacked(
-    case: str, network: nn.Module, image: Tensor, label: Tensor, support: Tensor, iterations: int, seed: int
+    case: str, network: nn.Module, images: Tensor, label: Tensor, iterations: int, seed: int
 ) -> tuple[Tensor, float]:
-    """(the attacker's image, the squared distance of its gradient over that of nothing)."""
-    sent, means, margin = sent_by_device(case, network, image, label, support)
+    """(the attacker's images [n, C, H, W], the squared distance of their gradient over that of nothing)."""
+    sent, means, margin = sent_by_device(case, network, images, label)
+    shape = images.shape if case.endswith(EPISODE) else images[:1].shape
     generator = torch.Generator().manual_seed(seed)
-    dummy = torch.rand(image.shape, generator=generator, dtype=image.dtype).requires_grad_()
-    known = case == "fedavg" or case.endswith(("-leak", "-episode"))
+    dummy = torch.rand(shape, generator=generator, dtype=images.dtype).requires_grad_()
+    known = case == "fedavg" or case.endswith(("-leak", EPISODE))
     guess = means if known else torch.rand(means.shape, generator=generator, dtype=means.dtype).requires_grad_()
     loss = loss_of(case, network, label, margin)
     scale = float(distance(sent, [torch.zeros_like(g) for g in sent]))
@@ -151,28 +159,38 @@ def attacked(
 
 
 def best(
-    case: str, network: nn.Module, image: Tensor, label: Tensor, support: Tensor, options: argparse.Namespace
+    case: str, network: nn.Module, images: Tensor, label: Tensor, options: argparse.Namespace
 ) -> tuple[Tensor, dict[str, float]]:
-    """Of several starts the one whose gradient comes nearest, which the attacker can tell without the image."""
+    """(what was found of the first image [C, H, W], its figures): of several starts the one whose gradient comes
+    nearest, which the attacker can tell without the image."""
     starts = range(options.restarts)
-    tries = [attacked(case, network, image, label, support, options.iterations, seed) for seed in starts]
+    tries = [attacked(case, network, images, label, options.iterations, seed) for seed in starts]
     found, match = min(tries, key=lambda one: one[1] if math.isfinite(one[1]) else math.inf)
-    error = float((found.clamp(0, 1) - image).square().mean())
-    return found, {"gradient": match, "mse": error, "psnr": -10 * math.log10(max(error, 1e-12))}
+    asked = images[: len(found)]
+    nearest, errors = matched(found.clamp(0, 1), asked, torch.cat([label, SUPPORT])[: len(found)])
+    error, flat = float(errors.mean()), float((asked - asked.mean((1, 2, 3), keepdim=True)).square().mean())
+    figure = {"gradient": match, "mse": error, "flat": flat, "psnr": -10 * math.log10(max(error, 1e-12))}
+    return found[nearest[0]], figure
 
 
-def images_of(name: str, number: int, seed: int) -> tuple[Tensor, Tensor]:
-    """(images [n, C, H, W], support [n, K · shots, C, H, W]) in 0 to 1, of two classes drawn for each image; the
-    image is of the first."""
+def matched(found: Tensor, asked: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(for each image the place of the nearest found one of its class, its mean square error)."""
+    errors = (asked.unsqueeze(1) - found.unsqueeze(0)).square().mean((2, 3, 4))
+    least = errors.masked_fill(labels.unsqueeze(1) != labels.unsqueeze(0), math.inf).min(1)
+    return least.indices, least.values
+
+
+def images_of(name: str, number: int, seed: int) -> Tensor:
+    """Images [n, 1 + K · shots, C, H, W] in 0 to 1, of two classes drawn for each n: one of the first, which is the
+    image that the attacker is after, then the support, class by class."""
     samples = load_set(name).train
     rng = np.random.default_rng(seed)
-    chosen, supports = [], []
+    chosen = []
     for _ in range(number):
         pair = rng.choice(np.unique(samples.y), CLASSES, replace=False)
         rows = [rng.choice(np.flatnonzero(samples.y == label), SHOTS + 1, replace=False) for label in pair]
-        chosen.append(samples.x[rows[0][0]])
-        supports.append(np.concatenate([samples.x[own[1:]] for own in rows]))
-    return torch.tensor(np.stack(chosen)).double() / 255, torch.tensor(np.stack(supports)).double() / 255
+        chosen.append(samples.x[np.concatenate([rows[0][:1], *(own[1:] for own in rows)])])
+    return torch.tensor(np.stack(chosen)).double() / 255
 
 
 def drawable(images: Tensor) -> Array:
@@ -182,14 +200,14 @@ def drawable(images: Tensor) -> Array:
 
 def made(data: str, name: str, case: str, options: argparse.Namespace) -> tuple[Array, dict[str, Any]]:
     """(pictures uint8 [n, C, H, W], medians over the images and the figures of each) of one case."""
-    images, supports = images_of(data, options.images, 0)
+    images = images_of(data, options.images, 0)
     label = torch.zeros(1, dtype=torch.int64)
     seen, each = [], []
     for place in range(options.images):
-        network = network_of(name, tuple(images.shape[1:]), place)
-        found, figure = best(case, network, images[place : place + 1], label, supports[place], options)
+        network = network_of(name, tuple(images.shape[2:]), place)
+        found, figure = best(case, network, images[place], label, options)
         each.append(figure)
-        seen.append(drawable(found[0]))
+        seen.append(drawable(found))
         print(f"{data} {name} {case} {place}: {figure}", flush=True)
     middle = {key: float(np.median([one[key] for one in each])) for key in each[0]}
     return np.stack(seen), {**middle, "images": each}
@@ -219,7 +237,7 @@ def write(
 
 
 def draw(path: Path, originals: Mapping[str, Tensor], pictures: Mapping[str, Array]) -> None:
-    """A row for each image, a column for each case."""
+    """A row for each of the first images, a column for each case."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -265,7 +283,7 @@ def main(asked: Sequence[str] | None = None) -> None:
         if case not in attacks.get(title, {}):
             pictures[f"{title}/{case}"], attacks.setdefault(title, {})[case] = made(data, name, case, options)
             write(options.out, how, attacks, pictures)
-    originals = {f"{data}, {name}": images_of(data, options.images, 0)[0]
+    originals = {f"{data}, {name}": images_of(data, options.images, 0)[:DRAWN, 0]
                  for data, name in itertools.product(SETS, NETWORKS) if f"{data}, {name}" in attacks}
     draw(options.out / "attack.png", originals, pictures)
 

@@ -114,13 +114,17 @@ def _novel(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def attack(path: Path) -> str:
-    """Medians over the images."""
-    found = json.loads(path.read_text())["attacks"] if path.exists() else {}
+    """Medians over the images, and the image that came out best."""
+    found = json.loads(path.read_text()) if path.exists() else {"attacks": {}}
     rows = [
-        [where, case, str(len(one["images"])), f"{one['gradient']:.1e}", f"{one['mse']:.4f}", f"{one['psnr']:.1f}"]
-        for where, cases in found.items() for case, one in sorted(cases.items(), key=lambda one: CASES.index(one[0]))
+        [where, case, f"{one['gradient']:.1e}", f"{one['mse']:.4f}", f"{one['flat']:.4f}", f"{one['psnr']:.1f}",
+         f"{max(image['psnr'] for image in one['images']):.1f}"]
+        for where, cases in found["attacks"].items()
+        for case, one in sorted(cases.items(), key=lambda one: CASES.index(one[0]))
     ]
-    return markdown.table(["images, network", "case", "images", "gradient left", "MSE", "PSNR in dB"], rows)
+    return markdown.table(
+        ["images, network", "case", "gradient left", "MSE", "MSE of grey", "PSNR in dB", "best PSNR"], rows
+    )
 
 
 def draw(result: Result, folder: Path) -> None:
