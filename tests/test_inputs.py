@@ -108,3 +108,19 @@ def test_a_file_of_another_name_beside_the_missing_samples_is_named(tmp_path: Pa
     with pytest.raises(DataError) as refused:
         data.every()
     assert refused.value.hint == 'edge-agent samples add, or samples = "greenhouse.csv" under [data] in device.toml'
+
+
+@pytest.mark.parametrize(
+    ("x", "spec", "warned"),
+    [
+        (np.full((2, 3), 2048, np.float32), {}, True),
+        (np.full((2, 3), 2048, np.float32), {"scale": 1 / 4096}, False),
+        (np.full((2, 3), 2048, np.float32), {"mean": (2048.0,) * 3, "std": (1.0,) * 3}, False),
+        (np.array([[-50], [50]], np.float32), {}, True),
+        (np.array([[-1], [3]], np.float32), {}, False),
+        (np.full((2, 3), 200, np.uint8), {}, False),
+    ],
+)
+def test_an_experiment_warns_of_readings_that_are_far_from_one(x: Any, spec: dict[str, Any], warned: bool) -> None:
+    found = inputs.unscaled(samples(x), InputSpec(x.shape[1:], x.dtype.name, **spec))
+    assert (len(found) == 1 and "data.standardize" in found[0]) if warned else found == []

@@ -139,7 +139,7 @@ def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload:
     if ways > len(layout.classes):
         raise ConfigError(f"novel devices with {ways} classes, and the model has {len(layout.classes)}",
                           hint="lower judge.novel.classes_per_device")
-    return [*_warnings(methods, workload)]
+    return [*inputs.unscaled(workload.samples, workload.spec), *_warnings(methods, workload)]
 
 
 def _check_groups(method: Method, layout: Layout) -> None:

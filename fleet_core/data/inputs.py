@@ -12,6 +12,7 @@ from fleet_core.layout import InputSpec
 
 MAX_CHANNELS = 256  # whose mean and deviation are written out
 COLOURS = (1, 3, 4)
+FAR = 10.0  # from 0, of what a model takes as it is: initial weights and usual rates are for values near 1
 
 
 def plain(samples: Samples) -> InputSpec:
@@ -43,3 +44,14 @@ def remarks(x: np.ndarray[Any, Any]) -> list[str]:
         return ["x is read as text, for its whole numbers are all below the number of classes; if they are readings, "
                 "save them as float32"]
     return []
+
+
+def unscaled(samples: Samples, spec: InputSpec) -> list[str]:
+    """What to say where a model gets readings on a scale on which it hardly learns."""
+    if samples.x.dtype != np.float32 or spec.mean or spec.std:
+        return []
+    mean, deviation = float(samples.x.mean(dtype=np.float64)), float(samples.x.std(dtype=np.float64))
+    if max(abs(mean), deviation) * spec.scale <= FAR:
+        return []
+    return [f"the samples are taken as they are, {mean:.4g} ± {deviation:.4g}: give data.mean and data.std, as "
+            "'metafleet init' writes them for a fleet, or data.standardize"]
