@@ -114,16 +114,16 @@ def _novel(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def attack(path: Path) -> str:
-    """Medians over the images, and the image that came out best."""
+    """Medians over the images, and the correlation of the one that came out best."""
     found = json.loads(path.read_text()) if path.exists() else {"attacks": {}}
     rows = [
         [where, case, f"{one['gradient']:.1e}", f"{one['mse']:.4f}", f"{one['flat']:.4f}", f"{one['psnr']:.1f}",
-         f"{max(image['psnr'] for image in one['images']):.1f}"]
+         f"{one['correlation']:.2f}", f"{max(image['correlation'] for image in one['images']):.2f}"]
         for where, cases in found["attacks"].items()
         for case, one in sorted(cases.items(), key=lambda one: CASES.index(one[0]))
     ]
     return markdown.table(
-        ["images, network", "case", "gradient left", "MSE", "MSE of grey", "PSNR in dB", "best PSNR"], rows
+        ["images, network", "case", "gradient left", "MSE", "of grey", "PSNR in dB", "correlation", "the best"], rows
     )
 
 
