@@ -27,7 +27,7 @@ from cloud_server.live import LiveView, closing_table, snapshot
 from cloud_server.report import render
 from cloud_server.starting import data_of, fleet_toml
 from fleet_core import runtime, schema, storage, topics
-from fleet_core.data import heartbeat, samples, split
+from fleet_core.data import heartbeat, inputs, samples, split
 from fleet_core.data.samples import Samples
 from fleet_core.errors import ConfigError, DataError, RoundError
 
@@ -126,7 +126,7 @@ def _folder(options: Options, out: Path | None) -> Path:
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError("is not empty and holds no run", where=str(folder), hint="give another --out")
-    _fleet_toml(options)  # every mistake in the options is told before anything is written
+    _fleet_toml(options, runtime.say)  # every mistake in the options is told before anything is written
     storage.write_json(note, schema.plain(options))
     return folder
 
@@ -153,9 +153,12 @@ def _free_folder(options: Options) -> Path:
     return folder
 
 
-def _fleet_toml(options: Options) -> str:
-    """The run's fleet.toml. Raises DataError or ConfigError when these options cannot be run."""
+def _fleet_toml(options: Options, say: Callable[[str], None] = lambda text: None) -> str:
+    """The run's fleet.toml. say: takes how the samples are read, where that may not be what was meant. Raises DataError
+    or ConfigError when these options cannot be run."""
     everything, spec = data_of(options.data)
+    for remark in inputs.remarks(everything.x):
+        say(remark)
     training, joining = _names(options, everything)
     for name in (*training, *joining):
         topics.check_name(name, "device")

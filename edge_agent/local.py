@@ -33,7 +33,7 @@ class LocalData:
 
     path: Path
     classes: tuple[str, ...]
-    dtype: str | None = None
+    dtype: str
     train_fraction: float = 0.6
     support_seconds: float | None = None
 

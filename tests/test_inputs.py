@@ -25,7 +25,15 @@ def samples(x: Any) -> Samples:
 
 def test_every_channel_is_standardized_and_a_constant_one_only_centred() -> None:
     found = inputs.standardized(samples(np.array([[[0, 2], [5, 5]], [[4, 6], [5, 5]]], np.float32)))
-    assert found == InputSpec((2, 2), "float32", 1.0, (3.0, 5.0), (round(5**0.5, 6), 1.0))
+    assert found == InputSpec((2, 2), "float32", 1.0, (3.0, 5.0), (2.23606798, 1.0))
+
+
+@pytest.mark.parametrize(("offset", "unit"), [(0.0, 1e-9), (101_325.0, 3.0), (-1e6, 40.0), (0.0, 1e20)])
+def test_channels_of_any_unit_are_standardized(offset: float, unit: float) -> None:
+    x = (offset + unit * np.random.default_rng(0).normal(size=(500, 2))).astype(np.float32)
+    found = inputs.standardized(samples(x))
+    scaled = (x.astype(np.float64) - found.mean) / found.std
+    np.testing.assert_allclose([scaled.mean(0), scaled.std(0)], [[0, 0], [1, 1]], atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,14 @@ def standardized(samples: Samples) -> InputSpec:
     if x.dtype != np.float32 or x.shape[1] > MAX_CHANNELS:
         return plain(samples)
     rows = np.moveaxis(x, 1, 0).reshape(x.shape[1], -1).astype(np.float64)
-    mean = tuple(round(float(v), 6) for v in rows.mean(1))
-    std = tuple(round(float(v), 6) if v > 1e-6 else 1.0 for v in rows.std(1))
-    return replace(plain(samples), mean=mean, std=std)
+    mean, deviation = rows.mean(1), rows.std(1)
+    moves = deviation > 1e-6 * np.abs(mean)
+    return replace(plain(samples), mean=_written(mean), std=_written(np.where(moves, deviation, 1.0)))
+
+
+def _written(values: np.ndarray[Any, Any]) -> tuple[float, ...]:
+    """As a person reads them in a file, whatever the unit: nine digits, more than float32 has."""
+    return tuple(float(f"{value:.9g}") for value in values)
 
 
 def remarks(x: np.ndarray[Any, Any]) -> list[str]:
