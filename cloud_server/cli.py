@@ -24,7 +24,8 @@ from cloud_server.report import render
 from cloud_server.starting import data_of, fleet_toml
 from fleet_core import runtime, schema, storage, terminal, topics
 from fleet_core.algorithms.methods import METHODS
-from fleet_core.data import inputs
+from fleet_core.data import asked
+from fleet_core.data import inputs as model_inputs
 from fleet_core.errors import ConfigError
 
 app = terminal.application("Personalized federated learning on real edge devices.")
@@ -92,7 +93,7 @@ def init(
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     if data is not None:
         samples, spec = data_of(data)
-        for remark in inputs.remarks(samples.x):
+        for remark in model_inputs.remarks(samples.x):
             runtime.say(remark)
         text = fleet_toml(samples, name or fleet.resolve().name, method or DEFAULT_METHOD, model,
                           rounds=rounds or DEFAULT_ROUNDS, seed=seed or 0, spec=spec)
@@ -243,18 +244,17 @@ def methods(
 def predict_command(
     fleet: FLEET,
     device: str,
-    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array or a file of samples.")],
+    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array, .npz, .csv, image or folder of images; "
+                                            "labels are passed over.")],
     broker: BROKER_OF = None,
     plain: PLAIN = False,
     timeout_s: Annotated[float, typer.Option(help="How long to wait for the answer.")] = 20.0,
     as_json: JSON = False,
 ) -> None:
     """An answer from a device, over MQTT."""
-    from edge_agent.commands import read_inputs
-
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
-    x = read_inputs(inputs, made.config.model.input)
+    x = asked.load(inputs, made.config.model.input)
     url = url_of(broker, made, plain)
     with identity.as_operator(made, url) as tls:
         answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls)

@@ -22,6 +22,7 @@ HOME = Annotated[
 ]
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 HERE = Path(".")
+ASKED = ".npy array, .npz, .csv, image or folder of images; labels are passed over."
 
 
 @app.command()
@@ -114,7 +115,7 @@ def personalize(
 
 @app.command()
 def predict(
-    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array, or a file of samples (.npz, .csv).")],
+    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=ASKED)],
     home: HOME = HERE,
     as_json: JSON = False,
 ) -> None:
@@ -126,7 +127,7 @@ def predict(
 
 @samples_app.command("add")
 def add(
-    file: Annotated[Path, typer.Argument(help=".npy array of one or more samples, or a file of samples.")],
+    file: Annotated[Path, typer.Argument(help=ASKED)],
     label: Annotated[str, typer.Option("--label", help="Their class.")],
     new_class: Annotated[
         bool, typer.Option("--new-class", help="The class is this device's own: the fleet does not have it.")

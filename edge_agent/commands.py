@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from edge_agent.home import Home
 from edge_agent.own import Own
 from edge_agent.service import Service, service_of
@@ -18,9 +16,8 @@ from edge_agent.settings import Personalize, Settings, settings_of
 from edge_agent.shelf import graph_of
 from edge_agent.slots import Slots
 from fleet_core import runtime, schema, terminal
-from fleet_core.data import samples as files
+from fleet_core.data import asked
 from fleet_core.errors import CodecError, ConfigError, DataError, StateError
-from fleet_core.layout import InputSpec
 from fleet_core.messages import Answer
 
 
@@ -132,7 +129,7 @@ def _before(service: Service) -> tuple[int, float] | None:
 def predict(inputs: Path, home: Path, as_json: bool) -> None:
     """Answers for raw samples, from the served model as this device personalized it."""
     service = _answering(home)
-    answer = service.answers(read_inputs(inputs, service.layout.input))
+    answer = service.answers(asked.load(inputs, service.layout.input))
     classes = answer.classes or service.layout.classes
     if as_json:
         return terminal.show(schema.plain(answer))
@@ -179,7 +176,7 @@ def add(file: Path, label: str, home: Path, *, new_class: bool) -> None:
     service = service_of(home, settings)
     service.known_classes()
     teach.check_labels(service, [label], new=new_class)
-    x = read_inputs(file, service.layout.input)
+    x = asked.load(file, service.layout.input)
     with service.slots.writing():
         total = service.local().add(x, [label] * len(x))
     print(f"{len(x)} samples of class {label} added, {total} added by now")
@@ -209,33 +206,6 @@ def drop(home: Path, number: int) -> None:
     print(f"{number} samples dropped, {left} of those that were added are left")
     runtime.say("answers change with the next personalization: edge-agent personalize")
 
-
-def read_inputs(path: Path, spec: InputSpec) -> np.ndarray[Any, Any]:
-    """Raw samples [n, *spec.shape] of spec.dtype, from a .npy array (one sample or several) or a file of samples.
-
-    Raises DataError for anything that is not that.
-    """
-    x = _array(path) if path.suffix.lower() == ".npy" else files.load(path).x
-    if x.shape == tuple(spec.shape):
-        x = x[None]
-    if x.shape[1:] != tuple(spec.shape) or not len(x):
-        expected = f"[n, {', '.join(map(str, spec.shape))}]"
-        raise DataError(f"has shape {list(x.shape)}", where=str(path), expected=expected)
-    if x.dtype.kind not in "biuf" or not np.isfinite(x).all():
-        raise DataError("holds what is no finite number", where=str(path), expected=f"{spec.dtype} values")
-    with np.errstate(all="ignore"):
-        wanted = x.astype(spec.dtype)
-    if not np.isfinite(wanted).all() or (wanted.dtype.kind in "iu" and not np.array_equal(wanted, x)):
-        raise DataError(f"holds {x.dtype} values that are no {spec.dtype}", where=str(path))
-    return wanted
-
-
-def _array(path: Path) -> np.ndarray[Any, Any]:
-    try:
-        return np.array(np.load(path, allow_pickle=False, mmap_mode="r"))
-    except (OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot be read: {reason}", where=str(path), expected="a .npy array of numbers") from error
 
 
 def _text(value: Any) -> str:

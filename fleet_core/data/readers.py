@@ -35,7 +35,8 @@ COLOUR_MODES = ("RGB", "RGBA", "P", "LA", "PA", "CMYK", "YCbCr")
 
 @dataclass(frozen=True)
 class Raw:
-    """Arrays as a file has them: x [N, ...], y [N], client [N] | None, time [N] | None, classes [C] | None.
+    """Arrays as a file has them: x [N, ...], y [N], client [N] | None, time [N] | None, classes [C] | None. y is empty
+    where nobody asked for labels and there are none.
 
     row: the name of sample i in messages ("row 3" of an array, "line 5" of a text file, "cat/1.png" of a folder).
     """
@@ -55,33 +56,35 @@ def row_number(index: int) -> str:
 # .npz ---------------------------------------------------------------------------------------------------------------
 
 
-def read_npz(path: Path, limit_bytes: int) -> Raw:
-    """The arrays x, y and, where present, client, time and classes; other arrays are not read.
+def read_npz(path: Path, limit_bytes: int, *, labelled: bool = True) -> Raw:
+    """The arrays x, y and, where present, client, time and classes; other arrays are not read. Not labelled: y too may
+    be absent.
 
     Raises DataError for what is no .npz, an object array, or arrays of more than ``limit_bytes`` unpacked.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            _require(members, path)
+            _require(members, path, ("x", "y") if labelled else ("x",))
             wanted = {name: members[name] for name in ARRAYS if name in members}
             _bound(sum(info.file_size for info in wanted.values()), limit_bytes, path)
             _known_compression(wanted, path)
             arrays = {name: _read_member(archive, info, f"{path}: {name}") for name, info in wanted.items()}
     except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, struct.error) as error:
         raise DataError(f"cannot be read: {error}", where=str(path), expected="a .npz file of numpy.savez") from error
-    return Raw(arrays["x"], arrays["y"], arrays.get("client"), arrays.get("time"), arrays.get("classes"), row_number)
+    y = arrays.get("y", np.empty(0, np.int64))
+    return Raw(arrays["x"], y, arrays.get("client"), arrays.get("time"), arrays.get("classes"), row_number)
 
 
-def _require(members: dict[str, zipfile.ZipInfo], path: Path) -> None:
-    for name in ("x", "y"):
+def _require(members: dict[str, zipfile.ZipInfo], path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
         if name not in members:
             near = schema.suggest(name, members)
             found = ", ".join(list(members)[:20]) or "none"
             raise DataError(
                 f"has no array '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
                 where=str(path),
-                expected=f"arrays x [N, ...] and y [N], found {found}",
+                expected=f"{'arrays x [N, ...] and y [N]' if 'y' in names else 'an array x [N, ...]'}, found {found}",
             )
 
 
@@ -127,8 +130,9 @@ def _header(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
 # .csv ---------------------------------------------------------------------------------------------------------------
 
 
-def read_csv(path: Path, limit_bytes: int) -> Raw:
-    """A header with ``label`` and optionally ``client`` and ``time``; every other column is a float feature.
+def read_csv(path: Path, limit_bytes: int, *, labelled: bool = True) -> Raw:
+    """A header with ``label`` and optionally ``client`` and ``time``; every other column is a float feature. Not
+    labelled: ``label`` too may be absent.
 
     Raises DataError with the line and the column.
     """
@@ -140,15 +144,15 @@ def read_csv(path: Path, limit_bytes: int) -> Raw:
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
-        features = _csv_features(header, path)
+        features = _csv_features(header, path, labelled)
         return _csv_rows(reader, header, features, path)
     except csv.Error as error:
         raise DataError(f"is no .csv: {error}", where=f"{path}: line {reader.line_num}") from error
 
 
-def _csv_features(header: list[str], path: Path) -> list[int]:
+def _csv_features(header: list[str], path: Path, labelled: bool) -> list[int]:
     """Positions of the feature columns."""
-    if "label" not in header:
+    if labelled and "label" not in header:
         near = schema.suggest("label", header)
         hint = f"rename the column '{near}'" if near else "the first line names the columns; one of them is 'label'"
         raise DataError("has no column 'label'", where=f"{path}: line 1", hint=hint)
@@ -178,7 +182,7 @@ def _csv_rows(reader: Any, header: list[str], features: list[int], path: Path) -
     times = columns.get("time")
     return Raw(
         x=np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(features)),
-        y=np.array(columns["label"], dtype=np.str_),
+        y=np.array(columns.get("label", []), dtype=np.str_),
         client=np.array(columns["client"], dtype=np.str_) if "client" in columns else None,
         time=np.array([_number(t, f"{path}: line {n}", "time") for t, n in zip(times, lines, strict=True)], np.float64)
         if times is not None
@@ -213,17 +217,32 @@ def read_images(folder: Path, limit_bytes: int) -> Raw:
         raise DataError(f"cannot be read: {error}", where=str(folder)) from error
     if not names:
         raise DataError("has no subfolder", where=str(folder), expected="one subfolder of images per class")
-    images = list(_pixels(files, limit_bytes))
-    channels = max((image.shape[0] for image in images), default=1)
-    same = [image if image.shape[0] == channels else np.repeat(image, channels, axis=0) for image in images]
     return Raw(
-        x=np.stack(same) if same else np.empty((0, 1, 1, 1), np.uint8),
+        x=_stacked(files, limit_bytes),
         y=np.array([name for name, _ in files], dtype=np.str_),
         client=None,
         time=None,
         classes=np.array(names, dtype=np.str_),
         row=lambda i: f"{files[i][0]}/{files[i][1].name}",
     )
+
+
+def read_unsorted(path: Path, limit_bytes: int) -> NDArray[np.uint8]:
+    """x uint8 [N, C, H, W] of an image, or of the images in a folder in the order of their names; a folder without any
+    is read as ``read_images`` reads it, subfolder by subfolder. Raises DataError."""
+    try:
+        files = [path] if path.is_file() else [file for file in sorted(path.iterdir()) if _visible(file)]
+    except OSError as error:
+        raise DataError(f"cannot be read: {error}", where=str(path)) from error
+    return _stacked([("", file) for file in files], limit_bytes) if files else read_images(path, limit_bytes).x
+
+
+def _stacked(files: list[tuple[str, Path]], limit_bytes: int) -> NDArray[np.uint8]:
+    """uint8 [N, C, H, W]: C is 1 where all are grey, else 3."""
+    images = list(_pixels(files, limit_bytes))
+    channels = max((image.shape[0] for image in images), default=1)
+    same = [image if image.shape[0] == channels else np.repeat(image, channels, axis=0) for image in images]
+    return np.stack(same) if same else np.empty((0, 1, 1, 1), np.uint8)
 
 
 def _visible(file: Path) -> bool:
