@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet_core.data import readers
 from fleet_core.data.samples import LIMIT_BYTES
 from fleet_core.errors import DataError
 from fleet_core.layout import InputSpec
@@ -18,8 +17,8 @@ FORMS = "a .npy array, a .npz with x, a .csv, an image or a folder of images; la
 
 
 def load(path: Path, spec: InputSpec, *, limit_bytes: int = LIMIT_BYTES) -> NDArray[Any]:
-    """Raw samples [n, *spec.shape] of spec.dtype: all of a file or folder, or the single one that a .npy has. Raises
-    DataError for anything that is not that."""
+    """Raw samples [n, *spec.shape] of spec.dtype: all of a file or folder, or the single one that a .npy has. Grey
+    images are of equal colours where the model takes colours. Raises DataError for anything that is not that."""
     x = _read(path, spec, limit_bytes)
     if x.shape == tuple(spec.shape):
         x = x[None]
@@ -39,10 +38,14 @@ def _read(path: Path, spec: InputSpec, limit_bytes: int) -> NDArray[Any]:
     kind = path.suffix.lower()
     if kind == ".npy":
         return _array(path)
+    from fleet_core.data import readers  # most questions are arrays, and small devices answer them
+
     if not path.exists():
         raise DataError("does not exist", where=str(path), expected=FORMS)
     if path.is_dir() or kind in IMAGES:
-        return _images(path, spec, limit_bytes)
+        _check_bytes(path, spec)
+        x = readers.read_unsorted(path, limit_bytes)
+        return np.repeat(x, spec.shape[0], axis=1) if x.shape[1] == 1 and len(spec.shape) == 3 else x
     if kind == ".npz":
         return readers.read_npz(path, limit_bytes, labelled=False).x
     if kind == ".csv":
@@ -50,13 +53,11 @@ def _read(path: Path, spec: InputSpec, limit_bytes: int) -> NDArray[Any]:
     raise DataError(f"has an unknown form '{path.suffix}'", where=str(path), expected=FORMS)
 
 
-def _images(path: Path, spec: InputSpec, limit_bytes: int) -> NDArray[Any]:
-    """Grey ones as colours where the model takes colours."""
+def _check_bytes(path: Path, spec: InputSpec) -> None:
+    """Raises DataError for images where the model takes no bytes."""
     if spec.dtype != "uint8":
         raise DataError(f"has bytes, and the model takes {spec.dtype}", where=str(path),
                         hint="a .npy array with the values that this fleet learns from")
-    x = readers.read_unsorted(path, limit_bytes)
-    return np.repeat(x, spec.shape[0], axis=1) if x.shape[1] == 1 and len(spec.shape) == 3 else x
 
 
 def _array(path: Path) -> NDArray[Any]:
