@@ -154,7 +154,8 @@ def _enroll_plainly(fleet: Fleet, name: str, to: Path, url: str, as_json: bool) 
     _ask(fleet.folder, f"enroll/{name}", "yes")
     if as_json:
         return terminal.show({"device": name, "file": str(path), "broker": url})
-    print(f"{path} written; put the device's samples beside it as samples.npz, then: edge-agent run --home {to}")
+    print(f"{path} written; put the device's samples beside it as samples.npz, or name a .csv or a folder in it "
+          f'([data] samples = "…"); then: edge-agent run --home {to}')
 
 
 def token_broker(broker: str | None, fleet: Fleet) -> str:
