@@ -12,7 +12,7 @@ from cloud_server.fleet import FleetConfig
 from cloud_server.starting import data_of, fleet_toml
 from edge_agent.local import LocalData
 from fleet_core import config
-from fleet_core.data import inputs
+from fleet_core.data import heartbeat, inputs, split
 from fleet_core.data.samples import Samples
 from fleet_core.data.sets.registry import entries
 from fleet_core.errors import DataError
@@ -77,6 +77,15 @@ def test_a_fleet_standardizes_a_files_readings_and_takes_a_named_set_as_is_recom
     made = config.parse(FleetConfig, text, "fleet.toml")
     assert (made.model.name, made.model.input) == ("mlp", spec)
     assert data_of("heartbeat")[1] == entries()["heartbeat"].input_spec
+
+
+def test_heart_beats_are_standardized_by_what_the_demos_training_patients_learn_from() -> None:
+    everything = heartbeat.load_heartbeat()
+    rows = np.isin(np.asarray(everything.client), heartbeat.DEVICES)
+    found = inputs.standardized(split.by_time(everything.take(rows), 0.6)[0])
+    for name in ("heartbeat", "heartbeat-22"):
+        spec = entries()[name].input_spec
+        np.testing.assert_allclose([spec.mean, spec.std], [found.mean, found.std], atol=1e-4)
 
 
 def test_a_device_reads_whole_numbers_as_its_fleets_readings(tmp_path: Path) -> None:

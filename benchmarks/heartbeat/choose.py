@@ -26,7 +26,7 @@ from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Payload, Update
 from fleet_core.data import heartbeat, split
 from fleet_core.data.samples import Samples
-from fleet_core.layout import InputSpec
+from fleet_core.data.sets.registry import entry
 from fleet_core.learning import losses, models, personal, train
 from fleet_core.storage import write_json
 
@@ -54,7 +54,7 @@ def learn(method_name: str, candidate: Candidate, rounds: int, seed: int) -> dic
     torch.set_num_threads(1)
     method, data = METHODS[method_name], parts()
     hyper = method.hyper(**candidate)
-    layout = models.describe("cnn1d", InputSpec((3, 128)), heartbeat.CLASSES, {})
+    layout = models.describe("cnn1d", entry("heartbeat").input_spec, heartbeat.CLASSES, {})
     network = models.build(layout)
     full = models.initial(layout, seed)
     state = method.server.init(trees.widened(method.params(full)), hyper)

@@ -64,8 +64,7 @@ class Logistic(nn.Module):
 class Cnn1d(nn.Module):
     """Strided convolutions with GroupNorm on [C, T] series, flattened; the embedding is one hidden layer of ``width``.
 
-    Flattening keeps where in the series something happens: on a validation split of the heartbeats it gave a macro-F1
-    of 0.94 where the mean over time gave 0.83.
+    Flattening keeps where in the series something happens, which a mean over time would lose.
     """
 
     def __init__(
