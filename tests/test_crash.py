@@ -195,8 +195,7 @@ def reached(running: Processes, number: int, moment: str) -> bool:
 
 
 def test_dead_devices_are_noticed_and_the_round_closes_on_quorum(tmp_path: Path) -> None:
-    """Killed: by its will, in a second. Without a word, as in a power cut: by its silence at work, in five. The
-    aggregator waits for 4.5 of these: on a busy machine the second of two rounds counts."""
+    """Killed: by its will, in a second. Without a word, as in a power cut: by its silence at work, in five."""
     founded = found_tiny(tmp_path / "founded", rounds=5, quorum=0.5, deadline_s=300.0)
     trains = STEPS["it trains"]
     with fleet_of(founded, tmp_path / "run") as (_, running):
@@ -208,25 +207,15 @@ def test_dead_devices_are_noticed_and_the_round_closes_on_quorum(tmp_path: Path)
         running.until(lambda: running.closed() >= 1, 30.0, "a round without d1")
 
         running.start(DEVICE)
-        if (first := silent_s(running)) > 5.0:
-            again = silent_s(running)
-            assert again <= 5.0, f"closed {first:.1f} s and {again:.1f} s after d1 fell silent\n{running.story()}"
+        running.message(trains, what="d1 trains again")
+        os.kill(running.running[DEVICE].process.pid, signal.SIGSTOP)
+        try:
+            number = running.closed() + 1
+            running.until(lambda: running.closed() >= number, 5.0, "the round that d1 was in")
+        finally:
+            os.kill(running.running[DEVICE].process.pid, signal.SIGCONT)
         running.finish()
         assert "at the deadline" not in running.said_by("server")
-
-
-def silent_s(running: Processes) -> float:
-    """How long the round in which the device trains stays open when the device falls silent."""
-    running.message(STEPS["it trains"], what="d1 trains again")
-    process = running.running[DEVICE].process.pid
-    os.kill(process, signal.SIGSTOP)
-    stopped_s = time.monotonic()
-    try:
-        number = running.closed() + 1
-        running.until(lambda: running.closed() >= number, 30.0, "the round that d1 was in")
-        return time.monotonic() - stopped_s
-    finally:
-        os.kill(process, signal.SIGCONT)
 
 
 def test_an_update_that_comes_after_the_close_is_late_and_without_effect(tmp_path: Path) -> None:
