@@ -25,7 +25,6 @@ from cloud_server.starting import data_of, fleet_toml
 from fleet_core import runtime, schema, storage, terminal, topics
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.data import asked
-from fleet_core.data import inputs as model_inputs
 from fleet_core.errors import ConfigError
 
 app = terminal.application("Personalized federated learning on real edge devices.")
@@ -92,9 +91,7 @@ def init(
     if data is None and unused:
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     if data is not None:
-        samples, spec = data_of(data)
-        for remark in model_inputs.remarks(samples.x):
-            runtime.say(remark)
+        samples, spec = data_of(data, runtime.say)
         text = fleet_toml(samples, name or fleet.resolve().name, method or DEFAULT_METHOD, model,
                           rounds=rounds or DEFAULT_ROUNDS, seed=seed or 0, spec=spec)
     made = found(fleet, text, _export)

@@ -27,7 +27,7 @@ from cloud_server.live import LiveView, closing_table, snapshot
 from cloud_server.report import render
 from cloud_server.starting import data_of, fleet_toml
 from fleet_core import runtime, schema, storage, topics
-from fleet_core.data import heartbeat, inputs, samples, split
+from fleet_core.data import heartbeat, samples, split
 from fleet_core.data.samples import Samples
 from fleet_core.errors import ConfigError, DataError, RoundError
 
@@ -154,11 +154,9 @@ def _free_folder(options: Options) -> Path:
 
 
 def _fleet_toml(options: Options, say: Callable[[str], None] = lambda text: None) -> str:
-    """The run's fleet.toml. say: takes how the samples are read, where that may not be what was meant. Raises DataError
-    or ConfigError when these options cannot be run."""
-    everything, spec = data_of(options.data)
-    for remark in inputs.remarks(everything.x):
-        say(remark)
+    """The run's fleet.toml. say: as ``data_of`` takes it. Raises DataError or ConfigError when these options cannot be
+    run."""
+    everything, spec = data_of(options.data, say)
     training, joining = _names(options, everything)
     for name in (*training, *joining):
         topics.check_name(name, "device")
@@ -205,11 +203,11 @@ def _check_parts(options: Options, name: str, own: Samples, *, late: bool) -> No
     """Raises DataError where a device has nothing to learn from, or nothing to be judged on."""
     seconds = _support_s(options) if late else None
     try:
-        parts = split.by_time(own) if seconds is None else split.first_seconds(own, seconds)
+        later = split.learned(own, seconds=seconds)[1]
     except DataError as error:
         raise DataError(f"of {name}, {error.what}", where=options.data, expected=error.expected,
                         hint="leave --support-seconds out") from error
-    if not len(parts[1]):
+    if not len(later):
         hint = "" if seconds is None else "lower --support-seconds, or leave it out"
         raise DataError(f"all {len(own)} samples of {name} are to learn from", where=options.data,
                         expected="some that are later, to be judged on", hint=hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from fleet_core.errors import DataError
 from fleet_core.layout import InputSpec
 
 
-def data_of(data: str) -> tuple[Samples, InputSpec]:
-    """The named set with the input that is recommended for it, or the file with its channels standardized. Raises
-    DataError, also for samples whose classes have no names."""
+def data_of(data: str, say: Callable[[str], None] = lambda text: None) -> tuple[Samples, InputSpec]:
+    """The named set with the input that is recommended for it, or the file with its channels standardized. say: takes
+    how a file is read, where that may not be what was meant. Raises DataError, also for samples whose classes have no
+    names."""
     if data in entries() and not Path(data).exists():
         found = load_set(data)
         return pool(found.train, found.test), found.entry.input_spec
     samples = load(Path(data))
+    for remark in inputs.remarks(samples.x):
+        say(remark)
     if samples.classes is None:
         most = int(samples.y.max())
         raise DataError("names no classes", where=data, expected=f"an array 'classes' of {most + 1} or more names, of "

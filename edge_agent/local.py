@@ -155,6 +155,4 @@ class LocalData:
 
     def _parts(self) -> tuple[Samples, Samples]:
         everything = samples.load(self.path, classes=self.classes, dtype=self.dtype)
-        if self.support_seconds is not None:
-            return split.first_seconds(everything, self.support_seconds)
-        return split.by_time(everything, self.train_fraction)
+        return split.learned(everything, self.train_fraction, self.support_seconds)

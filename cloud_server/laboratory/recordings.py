@@ -65,10 +65,11 @@ def recordings(data: str) -> Recordings:
         raise DataError(f"holds {whole}: an answer that never changes would be right", where=data,
                         expected="clients that have to tell classes apart")
     section: dict[str, Any] = {"set": data}
+    remarks = _remarks(samples, len(names), held)
     if not named:
+        remarks = [*inputs.remarks(samples.x), *remarks]
         spec = inputs.standardized(by_time(samples, TRAIN_FRACTION)[0])
         section = {"path": data, **({"mean": spec.mean, "std": spec.std} if spec.mean else {})}
-    remarks = _remarks(samples, len(names), held)
     return Recordings(samples, section, len(enough), models_for(samples), tuple(remarks))
 
 
@@ -81,7 +82,7 @@ def _remarks(samples: Samples, names: int, held: np.ndarray[Any, Any]) -> list[s
         "there are no times: the order of the rows is taken for it": samples.time is None,
         "the classes have no names, which a fleet needs: add an array 'classes'": samples.classes is None,
     }
-    return [*inputs.remarks(samples.x), *(text for text, applies in said.items() if applies)]
+    return [text for text, applies in said.items() if applies]
 
 
 def models_for(samples: Samples) -> tuple[Model, ...]:

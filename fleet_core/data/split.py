@@ -38,6 +38,11 @@ def by_time(samples: Samples, fraction: float = 0.6) -> tuple[Samples, Samples]:
     return _cut(samples, early)
 
 
+def learned(samples: Samples, fraction: float = 0.6, seconds: float | None = None) -> tuple[Samples, Samples]:
+    """(what a device learns from, what it is judged on): ``first_seconds`` where these are given, else ``by_time``."""
+    return by_time(samples, fraction) if seconds is None else first_seconds(samples, seconds)
+
+
 def first_seconds(samples: Samples, seconds: float) -> tuple[Samples, Samples]:
     """(support, rest): the samples less than ``seconds`` after each client's first, and the rest.
 
