@@ -23,6 +23,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from paho.mqtt.enums import MQTTErrorCode
 
 from cloud_server import limits
 from cloud_server.broker import Broker, start_broker
@@ -644,6 +645,21 @@ def test_a_silent_broker_is_noticed_by_the_keepalive(scripted: ScriptedBroker) -
     watched, peer = met(scripted, keepalive_s=1)
     until(lambda: watched.of(Disconnected), watched)
     assert peer.read()[0] == 0xC0
+    assert watched.of(Disconnected) == [Disconnected("the broker is silent (keepalive timeout)")]
+
+
+def test_a_silent_broker_is_told_of_though_paho_closes_at_its_first_look(
+    scripted: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """paho looks twice at the time; where only the first look finds it over, loop_misc closes and returns success."""
+
+    def first_look(client: Any) -> MQTTErrorCode:
+        client._check_keepalive()
+        return MQTTErrorCode.MQTT_ERR_SUCCESS
+
+    monkeypatch.setattr(paho.Client, "loop_misc", first_look)
+    watched, _ = met(scripted, keepalive_s=1)
+    until(lambda: watched.of(Disconnected), watched)
     assert watched.of(Disconnected) == [Disconnected("the broker is silent (keepalive timeout)")]
 
 

@@ -29,7 +29,7 @@ PACKETS_AT_ONCE = 64  # read before events are handed out
 READ_BYTES = 65_536  # asked of the socket at once, where paho asks for single bytes
 FILTERS_AT_ONCE = 8  # per SUBSCRIBE (AWS IoT Core)
 MAX_PACKET_BYTES = 268_435_455  # of MQTT itself
-UNSUPPORTED_VERSION = 0x84
+UNSUPPORTED_VERSION, KEEPALIVE_TIMEOUT = 0x84, 0x8D  # reason codes of MQTT 5, which paho gives for 3.1.1 too
 SKIPPED_S = 10.0  # a publish that is this much older than one that was acknowledged is given up
 FAREWELL_S = 1.0  # for the broker to hang up after DISCONNECT
 NO_RETAINED = "no retained messages"
@@ -232,9 +232,14 @@ class Session:
                 break
         if self.ended:
             return
-        if self._client.loop_misc() != MQTTErrorCode.MQTT_ERR_SUCCESS:
-            self._reason = self._reason or "the broker is silent (keepalive timeout)"
-        elif self.accepted:
+        self._client.loop_misc()  # what it returns does not tell all ends: the disconnect does
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Sends what waits, or gives up a broker that never answered."""
+        if self.ended:
+            return
+        if self.accepted:
             self._send_queued()
         elif self.age_s > self._settings.connect_timeout_s:
             self._unanswered = True
@@ -354,6 +359,8 @@ class Session:
     ) -> None:
         if flags.is_disconnect_packet_from_server:
             self._reason = f"the broker closed the connection: {reason}"
+        elif reason.value == KEEPALIVE_TIMEOUT:
+            self._reason = self._reason or "the broker is silent (keepalive timeout)"
 
     def _on_message(self, _client: paho.Client, _data: Any, message: paho.MQTTMessage) -> None:
         self._events.append(Message(message.topic, bytes(message.payload), bool(message.retain)))
