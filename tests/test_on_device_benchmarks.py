@@ -13,6 +13,7 @@ import pytest
 from benchmarks.on_device import accuracy, answers, fleets, homes, int8, latency, memory, parity, tables, unknown, ways
 from benchmarks.on_device.cases import CLASSES, Case
 from benchmarks.on_device.fleets import Plan
+from cloud_server.result import environment
 from fleet_core import bundle, storage
 from fleet_core.data import samples as stored
 from fleet_core.data.samples import Samples
@@ -126,6 +127,17 @@ def test_every_way_is_judged_on_the_unseen_devices_without_torch(bundles: dict[s
     assert found["head only"]["5"]["accuracy"] > 0.9 > found["not personalized"]["5"]["accuracy"]
     table = accuracy.table(PLAN, [found, found])
     assert table["Proto"]["5"]["accuracy"]["std"] == 0
+
+
+def test_a_set_that_is_made_again_leaves_the_others_where_the_environment_is_the_same(tmp_path: Path) -> None:
+    out = tmp_path / "accuracy.json"
+    assert accuracy.beside(out, "sets", {"har": 1}) == {"har": 1}
+    storage.write_json(out, {"environment": environment(), "sets": {"har": 1, "omniglot": 2}})
+    assert accuracy.beside(out, "sets", {"har": 3}) == {"har": 3, "omniglot": 2}
+    storage.write_json(out, {"environment": {"python": "3.0"}, "sets": {"har": 1, "omniglot": 2}})
+    assert accuracy.beside(out, "sets", {"har": 3, "omniglot": 4}) == {"har": 3, "omniglot": 4}
+    with pytest.raises(SystemExit, match="has omniglot of another environment"):
+        accuracy.beside(out, "sets", {"har": 3})
 
 
 def test_macro_f1_is_the_mean_over_the_classes_that_are_asked_for() -> None:

@@ -4,7 +4,8 @@
 
 CACHE: as ``benchmarks/papers/prepare.py`` fills it. Trains by the laboratory (resumable, under build/on-device), judges
 in a process without torch, and measures every way in processes of their own. What was taken is in the file.
-``python -m benchmarks.on_device.tables accuracy.json`` writes the tables and the figure.
+``python -m benchmarks.on_device.tables accuracy.json`` writes the tables and the figure. Sets that are not named by
+``--sets`` stay in the file as they are.
 """
 
 from __future__ import annotations
@@ -88,6 +89,17 @@ def spread(values: list[float]) -> dict[str, Any]:
             "seeds": values}
 
 
+def beside(path: Path, part: str, made: dict[str, Any]) -> dict[str, Any]:
+    """``made`` and what the file at ``path`` has beside it in ``part``. Raises SystemExit where that is of another
+    environment, for a file has one."""
+    before = json.loads(path.read_text()) if path.exists() else {part: {}}
+    stays = {name: one for name, one in before[part].items() if name not in made}
+    if stays and before["environment"] != environment():
+        raise SystemExit(f"{path} has {', '.join(stays)} of another environment ({before['environment']}); "
+                         "make all again, or write to another file")
+    return {**stays, **made}
+
+
 def outcome(plan: Plan, seeds: Sequence[int], draws: int, repeats: int, room: Path, say: Say) -> dict[str, Any]:
     """All of one data set."""
     by_seed = [judge(plan, seed, draws, room, say) for seed in seeds]
@@ -118,7 +130,7 @@ def main() -> None:
     sets = {name: outcome(PLANS[name], options.seeds, options.draws, options.repeats, options.room, say)
             for name in options.sets}
     write_json(options.out, {"draws": options.draws, "repeats": options.repeats, "environment": environment(),
-                             "sets": sets})
+                             "sets": beside(options.out, "sets", sets)})
     say(f"{options.out}: {time.monotonic() - started:.0f} s")
 
 

@@ -6,7 +6,8 @@ Accuracy: the judged models, devices and kinds of answer of ``accuracy.py`` (tra
 encoder is quantized as ``metafleet export --int8`` does it, with samples of the training devices; every device then
 embeds its labels and what it is asked by one encoder and by the other, the same labels for both. Size and speed: the
 four models of ``cases.py``, one sample a call, one thread, the sessions in turn in one process. What an int8 product
-costs depends on the processor: whether it has the instructions of VNNI is in the file.
+costs depends on the processor: whether it has the instructions of VNNI is in the file. Sets that are not named by
+``--sets`` stay in the file as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.on_device import fleets
-from benchmarks.on_device.accuracy import spread
+from benchmarks.on_device.accuracy import beside, spread
 from benchmarks.on_device.answers import macro_f1
 from benchmarks.on_device.cases import CASES, Case, drawn, plain
 from benchmarks.on_device.fleets import PLANS, Device, Plan
@@ -172,8 +173,8 @@ def main() -> None:
         judged(PLANS[name], seed, options.draws, options.room, say) for seed in options.seeds
     ])} for name in options.sets}  # fmt: skip
     write_json(options.out, {
-        "models": {name: cost(case, options.calls, say) for name, case in CASES.items()}, "sets": sets,
-        "draws": options.draws, "vnni": vnni(), "environment": environment(),
+        "models": {name: cost(case, options.calls, say) for name, case in CASES.items()},
+        "sets": beside(options.out, "sets", sets), "draws": options.draws, "vnni": vnni(), "environment": environment(),
     })
 
 

@@ -6,7 +6,7 @@ CACHE: as ``benchmarks/papers/prepare.py`` fills it. Devices that took no part i
 samples of those classes and of the withheld ones are then asked for. Omniglot: every character is new to the fleet's
 model, three of a device's ten are withheld. Heartbeat: ``S`` that no training device had either, and ``S`` or ``V``
 that the fleet knows and the device has no label of. The models are PFLDyn-Proto's, trained by the laboratory
-(``fleets.py``, resumable, under build/on-device).
+(``fleets.py``, resumable, under build/on-device). Cases that are not named by ``--cases`` stay in the file as they are.
 
 auroc: that a withheld sample lies farther from its nearest class mean than a known one, mean over devices. known,
 unseen: the share of either that is called unknown, over all samples of a device, mean over devices.
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.on_device import fleets
-from benchmarks.on_device.accuracy import spread
+from benchmarks.on_device.accuracy import beside, spread
 from benchmarks.on_device.fleets import PLANS, Device, Plan
 from benchmarks.on_device.ways import drawn, load
 from cloud_server.result import environment
@@ -134,6 +134,7 @@ def outcome(case: Case, seeds: Sequence[int], draws: int, room: Path, say: Calla
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--draws", type=int, default=3, help="sets of labels of each device")
     parser.add_argument("--room", type=Path, default=fleets.ROOM)
@@ -145,15 +146,16 @@ def main() -> None:
 
     started = time.monotonic()
     found = {}
-    for name, case in CASES.items():
-        found[name] = outcome(case, options.seeds, options.draws, options.room, say)
+    for name in options.cases:
+        found[name] = outcome(CASES[name], options.seeds, options.draws, options.room, say)
         for labels, one in found[name].items():
             said = " ".join(f"{key} {figure['mean']:.3f}" for key, figure in one.items())
             print(f"{name}, {labels} labels: {said}", flush=True)
     training = {case.plan.folder: {"rounds": case.plan.training[METHOD].rounds,
                                    "hyper": dict(case.plan.training[METHOD].hyper)} for case in CASES.values()}
     write_json(options.out, {"method": METHOD, "training": training, "seeds": options.seeds, "draws": options.draws,
-                             "quantiles": QUANTILES, "environment": environment(), "cases": found})
+                             "quantiles": QUANTILES, "environment": environment(),
+                             "cases": beside(options.out, "cases", found)})
     say(f"{options.out}: {time.monotonic() - started:.0f} s")
 
 
