@@ -50,7 +50,7 @@ def stays(method: Method) -> list[str]:
     kept = [role for role in method.client.keeps if role != "personal"]
     as_it_is = method.personalizer == "sgd" and not own_steps(method, method.hyper())[1]
     made = None if as_it_is else MADE_HERE.get(method.personalizer)
-    weights = method.personal or (method.shared if method.given else ())
+    weights = method.personal or (method.shared if method.given or method.personalizer == "own" else ())
     return [*weights, *kept, *([made] if made else [])]
 
 

@@ -38,7 +38,7 @@ class FleetSection:
     seed: of cohorts, first weights and draws."""
 
     name: str = field(metadata={"pattern": NAME})
-    method: str = field(default="pfldyn-proto", metadata={"choices": tuple(METHODS)})
+    method: str = field(default="pfldyn-proto", metadata={"choices": METHODS})
     rounds: int = field(default=30, metadata={"min": 1, "max": 1_000_000})
     cohort: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
     min_devices: int = field(default=1, metadata={"min": 1, "max": 1_000_000})

@@ -308,7 +308,7 @@ def test_no_personal_weight_and_no_sample_leaves_a_device_with_weights_of_its_ow
     w.server.close()
 
 
-BY_PERSONALIZER = {method.personalizer: method.name for method in reversed(METHODS.values()) if method.received}
+BY_PERSONALIZER = {method.personalizer: method.name for method in reversed(list(METHODS.values())) if method.received}
 MORE = [name for kind, name in BY_PERSONALIZER.items() if kind not in ("proto", "sgd", "own", "fleet-proto")]
 """A method of each kind of personalization that the other tests here have not."""
 

@@ -100,7 +100,7 @@ class MethodSection:
     """name: of the method. label: in tables, by default the name and the grid's values. hyper: its hyper-parameters.
     grid: lists of values; every combination is a run of its own."""
 
-    name: str = field(metadata={"choices": tuple(METHODS)})
+    name: str = field(metadata={"choices": METHODS})
     label: str | None = field(default=None, metadata={"pattern": LABEL})
     hyper: Mapping[str, Any] = field(default_factory=dict)
     grid: Mapping[str, Any] = field(default_factory=dict)

@@ -1,7 +1,8 @@
-"""The named methods, each one row of choices."""
+"""The named methods, each one row of choices; installed packages may bring more."""
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import dataclass
 
 from fleet_core.algorithms.average import LARGEST_BETA, AverageClient, AverageServer, Averaging
@@ -9,6 +10,7 @@ from fleet_core.algorithms.dyn import Dyn, DynClient, DynServer
 from fleet_core.algorithms.fedproto import PrototypeClient, PrototypeServer, Pull
 from fleet_core.algorithms.gaussian import Gaussian
 from fleet_core.algorithms.hyper import Hyper, HyperClient, HyperServer
+from fleet_core.algorithms.installed import Installed
 from fleet_core.algorithms.meta import FedMeta, GradientClient, GradientServer, RatesServer, RatesStart
 from fleet_core.algorithms.metavers import MARGIN, Margins, VersClient, VersServer
 from fleet_core.algorithms.moreau import Moreau, MoreauClient
@@ -232,7 +234,7 @@ MCMAHAN = "McMahan et al. 2017, Communication-Efficient Learning of Deep Network
 
 HEADLESS = ("body",)
 
-METHODS: dict[str, Method] = {
+PRODUCT: dict[str, Method] = {
     method.name: method
     for method in (
         Method("fedavg", "Federated averaging of one model for all", MCMAHAN, FedAvg,
@@ -307,3 +309,6 @@ METHODS: dict[str, Method] = {
                AverageClient(), AverageServer(), adaptation="none", personalizer="knn"),
     )
 }
+
+METHODS: ChainMap[str, Method] = ChainMap(PRODUCT, Installed(PRODUCT))
+"""By name: the product's, and those of installed packages."""

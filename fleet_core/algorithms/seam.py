@@ -14,6 +14,11 @@ from typing import Any
 from fleet_core.algorithms import optimizers, trees
 from fleet_core.algorithms.trees import Params
 
+ADAPTATIONS = (
+    "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "metavers", "fedproto", "gp",
+)  # fmt: skip
+"""The gradient estimators of ``fleet_core.learning.gradients``."""
+PERSONALIZERS = ("none", "proto", "sgd", "meta-sgd", "own", "moreau", "knn", "gp", "fleet-proto")
 AUGMENTATIONS = ("none", "crop-flip")
 MOST = 100_000
 LARGEST = 1e6
@@ -164,10 +169,10 @@ class ServerRule:
 class Method:
     """A named method: one row of choices.
 
-    adaptation: gradient estimator in training, a name of ``fleet_core.learning.gradients``.
-    personalizer: what a device does at deployment: ``none``; ``proto``, class means; ``sgd``, gradient steps;
-    ``meta-sgd``, steps with learned rates; ``own``, its own groups, trained; ``moreau``, its own envelope's minimiser;
-    ``knn``, its samples' neighbours beside the head; ``gp``, Gaussian processes of its samples;
+    adaptation: gradient estimator in training, of ``ADAPTATIONS``.
+    personalizer: what a device does at deployment, of ``PERSONALIZERS``: ``none``; ``proto``, class means; ``sgd``,
+    gradient steps; ``meta-sgd``, steps with learned rates; ``own``, its own groups, trained; ``moreau``, its own
+    envelope's minimiser; ``knn``, its samples' neighbours beside the head; ``gp``, Gaussian processes of its samples;
     ``fleet-proto``, its own encoder and the fleet's class means.
     shared: groups that go down, come up and are judged. besides: groups that only go down, in training. given: groups
     among the shared ones of which every device receives its own in training, made for it.
