@@ -71,7 +71,7 @@ def flash(
     made = prepare(device)
     begin = _source(made, device, source)
     found = None if to.startswith(IMAGE) else _card(to, rehearse)
-    packed = package_of(made, program.make(made.machine, say=runtime.say), secret=None)
+    packed = package_of(made, program.make(made.machine, made.wheels, say=runtime.say), secret=None)
     plan = image.planned(begin, packed, made.device.masked())
     if dry_run:
         with _scratch() as folder:

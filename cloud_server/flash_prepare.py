@@ -26,6 +26,7 @@ from firmware_profiles.machine import Machine
 from firmware_profiles.package import Package
 from firmware_profiles.program import Program
 from fleet_core import config, schema, token
+from fleet_core.algorithms.methods import PRODUCT
 from fleet_core.board import known
 from fleet_core.board import profile as boards
 from fleet_core.errors import ConfigError
@@ -49,6 +50,11 @@ class Prepared:
     broker: str
     plain: bool
 
+    @property
+    def wheels(self) -> tuple[Path, ...]:
+        """Of the user's own, that come along."""
+        return tuple(map(Path, self.device.wheels))
+
 
 def prepare(path: Path, *, python: str | None = None) -> Prepared:
     """The device file with its fleet, board and broker. python: that was found on the device. Raises ConfigError."""
@@ -58,6 +64,7 @@ def prepare(path: Path, *, python: str | None = None) -> Prepared:
     train = device.train.get("enabled", True) is not False
     system = machine.of(boards.load(profile), device.os, train=train, python=python)
     program.check_python(system)
+    _check_own(fleet, system, device, path)
     broker = devices_cli.token_broker(device.broker, fleet)
     url = parse_url(broker)
     if is_loopback(url.host):
@@ -65,6 +72,15 @@ def prepare(path: Path, *, python: str | None = None) -> Prepared:
                           hint='broker = "mqtts://ADDRESS" as the device reaches it')
     check_plain(broker, fleet.config.link.plain)
     return Prepared(device, fleet, profile, system, broker, not url.tls)
+
+
+def _check_own(fleet: Fleet, system: Machine, device: DeviceFile, path: Path) -> None:
+    """A model or method of the user's own is in none of the agent's wheels. Raises ConfigError where no others are."""
+    model, method = fleet.config.model.name, fleet.config.fleet.method
+    own = [f"model '{model}'"] * (":" in model and system.train) + [f"method '{method}'"] * (method not in PRODUCT)
+    if own and not device.wheels:
+        raise ConfigError(f"the fleet's {' and '.join(own)} comes from a package that the device would not have",
+                          where=str(path), hint='wheels = ["my_lab-1.0-py3-none-any.whl"], as python -m build makes it')
 
 
 def _profile(board: str, folder: Path) -> Path:

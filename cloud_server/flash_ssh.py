@@ -113,7 +113,7 @@ def _reached(
         refuse(found, made.machine, remote.where)
         tell("making the program", "")
         with MAKING:
-            built = program.make(made.machine, say=lambda line: tell("making the program", line))
+            built = program.make(made.machine, made.wheels, say=lambda line: tell("making the program", line))
 
         def release_for(with_token: bool) -> Release:
             secret = invited(made) if with_token else None
@@ -125,7 +125,7 @@ def _reached(
 def _planned(entry: Entry, choices: Choices) -> Plan:
     """What would be done; a token is not made for it."""
     with _reached(entry, choices.config, lambda stage, far: None) as (remote, made, _):
-        built = program.make(made.machine, say=lambda line: None)
+        built = program.make(made.machine, made.wheels, say=lambda line: None)
         return ssh_install.plan(remote, lambda with_token: release.of(package_of(made, built, None,
                                                                                  with_token=with_token)))
 

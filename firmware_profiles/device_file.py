@@ -5,6 +5,7 @@
     board = "raspberry-pi-4b"                 # metafleet profiles
     image = "raspios-trixie-arm64-lite.img.xz"    # to begin from; not for ssh://
     broker = "mqtts://192.168.1.10:8883"      # as the device reaches it; default: the fleet's
+    wheels = ["my_lab-1.0-py3-none-any.whl"]  # of your own, with a model or a method; they come along
 
     [wifi]
     ssid = "Home"
@@ -27,6 +28,7 @@ import base64
 import binascii
 import hashlib
 import re
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +48,8 @@ HOSTNAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 RESERVED = ("root", "metafleet")
 KEY_TYPES = r"(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(256|384|521)|sk-(ssh-ed25519|ecdsa-sha2-nistp256)@openssh\.com)"
 MAX_KEY_BYTES = 1 << 14
+WHEEL = r"([A-Za-z0-9][\w.]*)-[\w.!+]+(-\d\w*)?-[\w.]+-[\w.]+-[\w.]+\.whl"
+"""PEP 427: distribution, version, build, and the tags of Python, ABI and platform."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,13 @@ class Ssh:
     user: str = field(metadata={
         "pattern": r"[a-z_][a-z0-9_-]{0,31}", "words": "1 to 32 small letters, digits, '-' or '_'",
     })
-    authorized_keys: tuple[str, ...] = field(default=(), metadata={"max_length": 100})
+    authorized_keys: tuple[str, ...] = field(default=(), metadata={"max_length": MAX_KEY_BYTES})
 
 
 @dataclass(frozen=True)
 class DeviceFile:
-    """The whole file. os: a release that the board's profile names. hostname: default, the name in lower case."""
+    """The whole file. os: a release that the board's profile names. hostname: default, the name in lower case.
+    wheels: files of one's own."""
 
     name: str = field(metadata={"pattern": NAME, "words": "1 to 64 letters, digits, '-' or '_'"})
     fleet: str = field(metadata={"max_length": 4096})
@@ -95,6 +100,7 @@ class DeviceFile:
     hostname: str | None = field(default=None, metadata={
         "pattern": HOSTNAME, "words": "1 to 63 small letters, digits or '-'",
     })
+    wheels: tuple[str, ...] = field(default=(), metadata={"max_length": 4096})
     wifi: Wifi | None = None
     ssh: Ssh | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -139,7 +145,8 @@ def _starred(key: str) -> str:
 
 
 def load(path: Path, environ: Mapping[str, str], check: Check | None = None) -> DeviceFile:
-    """The file, with keys read from where they lie; a password and a key in ``environ`` take the place of the file's.
+    """The file, with keys read and wheels found where they lie; a password and a key in ``environ`` take the place of
+    the file's.
 
     check: finds what else is wrong with its tables. Raises ConfigError that lists every mistake, by line.
     """
@@ -148,10 +155,11 @@ def load(path: Path, environ: Mapping[str, str], check: Check | None = None) -> 
     device, problems = schema.read(DeviceFile, tables)
     wifi, wrong = _wifi(tables.get("wifi"), environ)
     ssh, more = _ssh(tables.get("ssh"), environ, path.parent)
-    problems += [*wrong, *more, *(() if check is None else check(tables))]
+    wheels, missing = _wheels(tables.get("wheels"), path.parent)
+    problems += [*wrong, *more, *missing, *(() if check is None else check(tables))]
     if device is None or problems:
         raise _listed(problems, text, path)
-    return replace(device, wifi=wifi, ssh=ssh)
+    return replace(device, wifi=wifi, ssh=ssh, wheels=wheels)
 
 
 def _listed(problems: list[Problem], text: str, path: Path) -> ConfigError:
@@ -196,6 +204,29 @@ def _ssh(table: Any, environ: Mapping[str, str], folder: Path) -> tuple[Ssh | No
     if not entries:
         problems.append(Problem("ssh.authorized_keys", f"is empty, and {SSH_KEY} is not set: nobody could log in"))
     return replace(ssh, authorized_keys=tuple(dict.fromkeys(keys))), problems
+
+
+def _wheels(entries: Any, folder: Path) -> tuple[tuple[str, ...], list[Problem]]:
+    """The paths of the wheels, and what is wrong with them beside what their type says."""
+    named_here = entries if isinstance(entries, list) and all(isinstance(e, str) for e in entries) else []
+    paths = [(folder / Path(entry).expanduser()).absolute() for entry in named_here]
+    problems, seen = [], dict[str, int]()
+    for number, path in enumerate(paths):
+        named = re.fullmatch(WHEEL, path.name)
+        name = re.sub(r"[-_.]+", "-", named[1]).lower() if named else ""
+        if not named:
+            what = "is no wheel (python -m build makes one, as my_lab-1.0-py3-none-any.whl)"
+        elif not zipfile.is_zipfile(path):
+            what = f"'{path}' is no file of a wheel" if path.exists() else f"there is no file '{path}'"
+        elif name == "metafleet":
+            what = "is the agent, which comes along by itself"
+        elif name in seen:
+            what = f"is the package of wheels[{seen[name]}] once more"
+        else:
+            seen[name] = number
+            continue
+        problems.append(Problem(f"wheels[{number}]", what))
+    return tuple(map(str, paths)), problems
 
 
 def _keys_in(entry: str, folder: Path) -> list[str]:

@@ -8,8 +8,9 @@ uv picks the wheels for the board's Python and architecture and unpacks them her
     0.1.0-3fa9c1d2e0/lib/               modules and their *.dist-info
     0.1.0-3fa9c1d2e0/manifest.json      what is in it, with licences and sizes
 
-It lies in the user's cache folder under a hash of what was asked for: the same agent, pins, Python and architecture are
-fetched once, and again only when it was cleared (``cache``).
+Wheels of the user's own, which bring a model or a method, lie beside the others. It lies in the user's cache folder
+under a hash of what was asked for: the same agent, wheels, pins, Python and architecture are fetched once, and again
+only when it was cleared (``cache``).
 """
 
 from __future__ import annotations
@@ -87,12 +88,14 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def make(
-    machine: Machine, *, cache: Path | None = None, say: Callable[[str], None], index: Sequence[str] = ()
+    machine: Machine, wheels: Sequence[Path] = (), *, cache: Path | None = None, say: Callable[[str], None],
+    index: Sequence[str] = (),
 ) -> Program:
     """The program for ``machine``, out of the cache where it is there.
 
-    index: options for uv in place of its own configuration, such as ``--no-index --find-links FOLDER``. Raises
-    ConfigError where uv is not installed, FlashError for wheels that are not to be had.
+    wheels: of one's own, which come along with what they need. index: options for uv in place of its own configuration,
+    such as ``--no-index --find-links FOLDER``. Raises ConfigError where uv is not installed, FlashError for wheels that
+    are not to be had.
     """
     check_python(machine)
     cache = cache_folder() if cache is None else cache
@@ -101,8 +104,9 @@ def make(
         with tempfile.TemporaryDirectory(dir=cache, prefix=MAKING) as name:
             folder = Path(name)
             wheel = agent_wheel.make(folder)
-            key = _key(machine, wheel, index)
-            return _kept(kept, key) or _make(machine, wheel, folder, kept, key, index, say)
+            own = {path.absolute(): sha256_of(path) for path in wheels}
+            key = _key(machine, wheel, own, index)
+            return _kept(kept, key) or _make(machine, wheel, own, folder, kept, key, index, say)
     except OSError as error:
         raise FlashError(f"cannot be written: {error.strerror or error}", where=str(cache)) from error
 
@@ -115,9 +119,9 @@ def check_python(machine: Machine) -> None:
                           expected="3.10 or later", hint="a system with a newer Python, or one beside it")
 
 
-def _key(machine: Machine, wheel: Wheel, index: Sequence[str]) -> str:
-    asked = [FORMAT, wheel.digest, machine.platform, machine.python, sorted(machine.pins.items()), machine.train,
-             list(index), SCRIPTS]
+def _key(machine: Machine, wheel: Wheel, own: Mapping[Path, str], index: Sequence[str]) -> str:
+    asked = [FORMAT, wheel.digest, sorted(own.values()), machine.platform, machine.python, sorted(machine.pins.items()),
+             machine.train, list(index), SCRIPTS]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
 
 
@@ -136,15 +140,16 @@ def _kept(cache: Cache, key: str) -> Program | None:
 
 
 def _make(
-    machine: Machine, wheel: Wheel, folder: Path, cache: Cache, key: str, index: Sequence[str],
-    say: Callable[[str], None],
+    machine: Machine, wheel: Wheel, own: Mapping[Path, str], folder: Path, cache: Cache, key: str,
+    index: Sequence[str], say: Callable[[str], None],
 ) -> Program:
     lib = folder / "lib"
     say(f"wheels for {machine.board}: CPython {machine.python}, {machine.platform}"
         + ("" if machine.train else ", without torch"))
-    _unpack(machine, wheel, lib, index)
+    _unpack(machine, wheel, tuple(own), lib, index)
     parts = tuple(_parts(lib))
-    digest = hashlib.sha256(json.dumps([wheel.digest, SCRIPTS, [schema.plain(p) for p in parts]]).encode()).hexdigest()
+    content = [wheel.digest, *sorted(own.values()), SCRIPTS, [schema.plain(p) for p in parts]]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     version = f"{__version__}-{digest[:10]}"
     about = {"version": version, "python": machine.python, "arch": machine.arch, "built_from": wheel.source}
     manifest = json.dumps({"format": FORMAT, **about, "parts": schema.plain(parts)}, indent=1).encode()
@@ -164,15 +169,17 @@ def _make(
 # uv -------------------------------------------------------------------------------------------------------------------
 
 
-def _unpack(machine: Machine, wheel: Wheel, lib: Path, index: Sequence[str]) -> None:
-    """The agent's wheel and what it needs, for the machine, in ``lib``. Raises ConfigError, FlashError."""
+def _unpack(machine: Machine, wheel: Wheel, own: Sequence[Path], lib: Path, index: Sequence[str]) -> None:
+    """The agent's wheel, those of one's own and what they need, for the machine, in ``lib``. Raises ConfigError,
+    FlashError."""
     pins = wheel.path.parent / "pins.txt"
     pins.write_text("".join(f"{name}=={version}\n" for name, version in sorted(machine.pins.items())))
     wanted = f"metafleet{'[train]' if machine.train else ''} @ {wheel.path.as_uri()}"
     command = [
         uv(), "pip", "install", "--quiet", "--target", str(lib), "--link-mode", "copy",
         "--python", sys.executable, "--python-platform", machine.platform, "--python-version", machine.python,
-        "--only-binary", ":all:", "--constraints", str(pins), *(["--no-config"] if index else []), *index, wanted,
+        "--only-binary", ":all:", "--constraints", str(pins), *(["--no-config"] if index else []), *index,
+        wanted, *map(str, own),
     ]
     folder = wheel.path.parent  # not the caller's: uv reads the configuration of a project that it stands in
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=folder)
@@ -183,11 +190,12 @@ def _unpack(machine: Machine, wheel: Wheel, lib: Path, index: Sequence[str]) -> 
     for name in NEEDLESS:
         path = lib / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    _forget_origin(next(lib.glob("metafleet-*.dist-info")))
+    for origin in list(lib.glob(f"*.dist-info/{ORIGIN[0]}")):
+        _forget_origin(origin.parent)
 
 
 def _forget_origin(info: Path) -> None:
-    """Where the agent's wheel lay while it was unpacked is nobody's business, and differs from time to time."""
+    """Where a wheel lay when it was unpacked is nobody's business, and differs from time to time."""
     for name in ORIGIN:
         (info / name).unlink(missing_ok=True)
     record = info / "RECORD"

@@ -7,6 +7,7 @@ import io
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,6 +196,28 @@ def test_what_cannot_work_is_refused_before_a_token_is_made(desk, tmp_path, chan
         flash(desk, f"image:{tmp_path / 'out.img'}", device(desk, DEVICE.replace(*change), "wrong.toml"))
     assert said in str(told.value)
     assert invitations(desk) == before
+
+
+def test_a_model_or_a_method_of_ones_own_does_not_leave_without_its_package(desk, tmp_path):
+    made = flash_prepare.prepare(device(desk))
+    config = made.fleet.config
+    model = dataclasses.replace(config, model=dataclasses.replace(config.model, name="my_lab:build"))
+    method = dataclasses.replace(model, fleet=dataclasses.replace(config.fleet, method="ditto"))
+    training, serving = dataclasses.replace(made.machine, train=True), dataclasses.replace(made.machine, train=False)
+
+    def checked(config: Any, machine: Any, described: Any = made.device) -> None:
+        fleet = dataclasses.replace(made.fleet, config=config)
+        flash_prepare._check_own(fleet, machine, described, tmp_path / "kitchen.toml")
+
+    checked(config, training)
+    checked(model, serving)
+    with pytest.raises(ConfigError, match=r"model 'my_lab:build' comes from a package (.|\n)*wheels = "):
+        checked(model, training)
+    with pytest.raises(ConfigError, match=r"model 'my_lab:build' and method 'ditto' comes"):
+        checked(method, training)
+    with pytest.raises(ConfigError, match=r"the fleet's method 'ditto' comes from"):
+        checked(method, serving)
+    checked(method, training, dataclasses.replace(made.device, wheels=("my_lab-1.0-py3-none-any.whl",)))
 
 
 def test_all_mistakes_of_a_device_file_are_told_at_once_and_by_line(desk, tmp_path):

@@ -12,13 +12,15 @@ from firmware_profiles import device_file
 from firmware_profiles.device_file import MASK, PASSWORD, SSH_KEY, DeviceFile, is_public_key, load
 from fleet_core.errors import ConfigError
 from fleet_core.schema import Problem
+from tests import wheels
 
 SECRET = "hunter2-and-more"
 
 
 def public_key(kind: str = "ssh-ed25519") -> str:
-    name = kind.encode()
-    return f"{kind} {base64.b64encode(len(name).to_bytes(4, 'big') + name + bytes(36)).decode()} me@laptop"
+    """As long as a real one: RSA of 4096 bits."""
+    name, size = kind.encode(), 524 if kind == "ssh-rsa" else 36
+    return f"{kind} {base64.b64encode(len(name).to_bytes(4, 'big') + name + bytes(size)).decode()} me@laptop"
 
 
 WHOLE = f"""
@@ -52,6 +54,33 @@ def test_a_key_that_was_derived_for_wpa2_is_none_for_wpa3(tmp_path):
     text = WHOLE.replace(f'"{SECRET}"', f'"{"ab" * 32}"\nsecurity = "wpa3"')
     with pytest.raises(ConfigError, match=r"kitchen\.toml:10: wifi\.password: is a key that was derived for WPA2"):
         read(tmp_path, text)
+
+
+def test_wheels_are_found_beside_the_file_and_all_that_is_wrong_with_them_is_told(tmp_path):
+    index = tmp_path / "wheels"
+    index.mkdir()
+    mine = wheels.wheel(index, "my_lab", "1.0")
+    wheels.wheel(index, "My.Lab", "1.1", "cp313-cp313-manylinux_2_28_aarch64")
+    wheels.wheel(index, "metafleet", "9.9")
+    (index / "torn-1.0-py3-none-any.whl").write_text("no zip")
+    (index / "my_lab-1.0.tar.gz").touch()
+    listed = 'wheels = ["wheels/my_lab-1.0-py3-none-any.whl"'
+    text = WHOLE.replace("\n[wifi]", f"{listed}]\n\n[wifi]", 1)
+    assert read(tmp_path, text).wheels == (str(mine),)
+    assert read(tmp_path, WHOLE).wheels == ()
+    names = ("My.Lab-1.1-cp313-cp313-manylinux_2_28_aarch64.whl", "metafleet-9.9-py3-none-any.whl",
+             "torn-1.0-py3-none-any.whl", "my_lab-1.0.tar.gz", "gone-1.0-py3-none-any.whl")
+    wrong = text.replace(listed, ", ".join([listed, *(f'"wheels/{name}"' for name in names)]))
+    with pytest.raises(ConfigError) as told:
+        read(tmp_path, wrong.replace('"DE"', '"Germany"'))
+    lines = [line.partition("kitchen.toml:")[2] for line in str(told.value).splitlines()]
+    for number, (line, what) in enumerate(zip(lines, (
+        "is the package of wheels[0] once more", "is the agent, which comes along by itself", "is no file of a wheel",
+        "is no wheel (python -m build makes one", "there is no file '",
+    ), strict=False), 1):
+        assert line.startswith(f"6: wheels[{number}]: "), line
+        assert what in line
+    assert "wifi.country" in lines[5]
 
 
 def test_a_whole_file_is_read_with_its_keys_and_tables(tmp_path):

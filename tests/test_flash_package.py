@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,21 @@ def test_every_board_gets_the_wheels_of_its_own_python_and_processor(cache, inde
 def test_a_program_that_was_made_once_is_made_no_second_time_and_needs_no_index(cache, made, index, monkeypatch):
     monkeypatch.setattr(program, "_unpack", lambda *_: pytest.fail("made again"))
     assert program.make(PI, cache=cache, say=lambda line: None, index=index) == made
+
+
+def test_a_wheel_of_ones_own_comes_along_with_what_it_needs_and_leads_to_another_program(tmp_path, cache, index, made):
+    wheels.wheel(Path(index[2]), "einops", "0.8.0")
+    mine = wheels.wheel(tmp_path, "my_lab", "1.0", requires=("einops",))
+    found = program.make(PI, [mine], cache=cache, say=lambda line: None, index=index)
+    assert {part.name for part in found.parts} - {part.name for part in made.parts} == {"my_lab", "einops"}
+    assert 'VERSION = "1.0"' in content(found, "lib/my_lab/__init__.py")
+    with tarfile.open(found.path) as archive:
+        assert not [name for name in archive.getnames() if "direct_url" in name]
+    assert str(tmp_path) not in content(found, "lib/my_lab-1.0.dist-info/RECORD")
+    with zipfile.ZipFile(mine, "a") as archive:
+        archive.writestr("my_lab/more.py", "")
+    again = program.make(PI, [mine], cache=cache, say=lambda line: None, index=index)
+    assert len({made.version, found.version, again.version}) == 3
 
 
 def test_a_program_that_is_damaged_in_the_cache_is_made_again_with_the_same_bytes(tmp_path, index, made):
