@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from cloud_server.mosquitto import KEEPING, Place, address
+from fleet_core import runtime
 from fleet_core.errors import ConfigError, LinkError
 from fleet_core.storage import write_atomic
 
@@ -104,7 +104,7 @@ def start_broker(
         raise LinkError("neither mosquitto nor the embedded broker is installed", hint=install_command())
     port = _reserve(host, port)
     if mosquitto is None:
-        command = [sys.executable, "-m", "cloud_server.amqtt_main", host, str(port)]
+        command = runtime.command("cloud_server.amqtt_main", host, str(port))
     else:
         command = [mosquitto, "-c", str(_write_config(folder, host, port))]
     kind: Literal["mosquitto", "amqtt"] = "amqtt" if mosquitto is None else "mosquitto"

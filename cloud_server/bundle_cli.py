@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,7 +79,7 @@ def _made(source: Path, stored: str, data: str | None) -> Bundle:
 
 def _checked_apart(place: Path) -> dict[str, Any]:
     """The gate of a device, in a process without torch. Raises BundleError."""
-    command = [sys.executable, "-m", "edge_agent.bundle_gate", str(place)]
+    command = runtime.command("edge_agent.bundle_gate", str(place))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BundleError(f"the bundle fails its check: {done.stderr.strip().removeprefix('error: ')[-2000:]}",

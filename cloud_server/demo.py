@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -173,7 +172,7 @@ def _found(options: Options, folder: Path, stopped: Callable[[], bool]) -> Fleet
     if not (place / "fleet.toml").exists():
         storage.write_atomic(place / "fleet.toml", _fleet_toml(options).encode())
     runtime.say("making the fleet: keys, graph and first weights (once, about ten seconds)")
-    command = [sys.executable, "-m", "cloud_server.cli", "init", str(place)]
+    command = runtime.command("cloud_server.cli", "init", str(place))
     finished = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
     if stopped():
         raise _Stopped
@@ -260,7 +259,7 @@ class _Children:
         environment = {**os.environ, runtime.WITH_PARENT: str(os.getpid()), "METAFLEET_BROKER": self._url}
         with open(self._logs / f"{name}.log", "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                runtime.command(module, *arguments), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=environment, start_new_session=True,
             )
         self._running[name], self._commands[name] = process, (module, *arguments)
@@ -330,7 +329,7 @@ def _baseline(folder: Path, stopped: Callable[[], bool]) -> dict[str, dict[str, 
     if not path.exists():
         runtime.say("the baseline: FedAvg on the same devices, rounds and seed, in one process")
         with subprocess.Popen(
-            [sys.executable, "-m", "cloud_server.baseline", str(folder)], stdout=subprocess.DEVNULL,
+            runtime.command("cloud_server.baseline", str(folder)), stdout=subprocess.DEVNULL,
             stderr=None, env={**os.environ, runtime.WITH_PARENT: str(os.getpid())}, start_new_session=True,
         ) as process:
             while process.poll() is None:

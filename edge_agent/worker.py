@@ -11,12 +11,11 @@ import json
 import os
 import struct
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
-from fleet_core import storage
+from fleet_core import runtime, storage
 from fleet_core.errors import FleetError, MessageError, RoundError
 
 MAX_HEADER_BYTES = 1 << 22
@@ -161,7 +160,7 @@ class Child:
             self._end_child()
         if self._child is None:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", *self._arguments],
+                runtime.command(*self._arguments),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **self._environ},
                 start_new_session=True,  # Ctrl-C goes to the agent, which ends its children in order
             )

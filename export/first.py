@@ -21,10 +21,13 @@ def first(
     """(graph bundle, weights) as bytes. head: the method's answers come from the model's own head. method, hyper: whose
     gradient steps devices without torch are to make, none without. say: what is under way, and what cannot be exported.
 
-    Raises ConfigError for a model that cannot be built, BundleError for graphs that fail their check.
+    Raises ConfigError for a model that cannot be built or lacks what the method trains, BundleError for graphs that
+    fail their check.
     """
     started = time.monotonic()
     layout = models.describe(model, spec, classes, options)
+    if method is not None:
+        models.check_groups(method, layout)
     kinds = ("embed", "predict") if head else ("embed",)
     say(f"exporting {model}: {', '.join(kinds)} …")
     graph = export_graph(layout, kinds=kinds, seed=seed)

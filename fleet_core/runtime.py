@@ -38,12 +38,18 @@ def guarded(action: Callable[[], Any]) -> None:
         sys.exit(1)
 
 
+def command(module: str, *arguments: str) -> list[str]:
+    """``python -m module arguments``, where no file of the working folder stands in for a module that is meant, as a
+    user's own ``random.py`` would. Python 3.10 has no switch for that."""
+    return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", module, *arguments]
+
+
 def become(module: str, *arguments: str) -> NoReturn:
     """Goes on as ``python -m module arguments``, in the same process but without what was imported so far: the command
     line's libraries would stay in memory as long as an agent or an aggregator runs."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    os.execv(sys.executable, command(module, *arguments))
 
 
 def say(line: str) -> None:

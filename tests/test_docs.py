@@ -4,6 +4,7 @@ fleet, and methods.md says of every method what the code does."""
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import subprocess
@@ -20,12 +21,17 @@ import torch
 
 from cloud_server import catalog
 from cloud_server.starting import data_of
-from fleet_core import storage
+from export.first import first
+from fleet_core import bundle, storage
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.average import AverageClient
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import LocalSgd, Payload, descend
 from fleet_core.data import inputs
+from fleet_core.errors import ConfigError
+from fleet_core.layout import InputSpec
+from fleet_core.learning import models
+from fleet_core.learning.architectures import MODELS, TOKENS
 from tests.inprocess import config_text, toy, without_fsync, world
 from tests.quadratics import SIZE, quadratics, tree, vector
 from tests.test_fleet import finished, settled, statuses
@@ -77,6 +83,42 @@ def test_the_file_of_samples_that_is_shown_makes_a_fleet(tmp_path: Path, monkeyp
     samples, spec = data_of("samples.npz")
     assert (samples.clients, samples.classes, spec.shape) == (("pump-1", "pump-2"), ("off", "on"), (3, 128))
     assert inputs.remarks(samples.x) == []
+
+
+def test_the_page_of_models_has_all_of_them_with_their_sizes_and_options() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    lines = [line.strip("|") for line in text.splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    assert sorted(row[0].strip("`") for row in rows) == sorted(MODELS)
+    for name, _, example, parameters, embedding, options, _ in rows:
+        *shape, classes = map(int, re.findall(r"\d+", example))
+        kind = "int64" if name.strip("`") in TOKENS else "float32"
+        layout = models.describe(name.strip("`"), InputSpec(tuple(shape), kind), [str(k) for k in range(classes)], {})
+        assert (f"{layout.parameters(('body', 'head')):,}", str(layout.embedding)) == (parameters, embedding), name
+        known = list(inspect.signature(MODELS[name.strip("`")]).parameters)[2:]
+        assert re.findall(r"`(\w+)`", options) == known, name
+
+
+def test_the_model_of_ones_own_that_is_shown_becomes_a_fleet_with_steps_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("models_page")
+    exec(compile(PAGES["models"], "models.md", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, "models_page", module)
+    said: list[str] = []
+    method = METHODS["per-fedavg-fo"]
+    data, _ = first("models_page:Separable", InputSpec((2, 24)), ("off", "on"), {"width": 8}, head=True, seed=0,
+                    method=method, hyper=method.hyper(), say=said.append)
+    graph = bundle.unpack(data)
+    assert graph.info.adapt is not None
+    assert graph.layout.embedding == 8
+    with pytest.raises(ConfigError, match="has no option 'wdith'"):
+        models.describe("models_page:Separable", InputSpec((2, 24)), ("off", "on"), {"wdith": 8})
+    headless = re.sub(r"\n +self\.head = .*", "", PAGES["models"])
+    exec(compile(headless, "models.md", "exec"), module.__dict__)
+    with pytest.raises(ConfigError, match="per-fedavg-fo trains the head of a model, and 'models_page:Separable' has"):
+        first("models_page:Separable", InputSpec((2, 24)), ("off", "on"), {"width": 8}, head=True, seed=0,
+              method=method, hyper=method.hyper())
 
 
 @pytest.mark.parametrize("path", sorted({

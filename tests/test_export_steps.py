@@ -135,16 +135,16 @@ def test_what_a_device_would_keep_must_fit_in_the_bundle(monkeypatch: pytest.Mon
 def test_the_first_bundle_of_a_fleet_holds_the_steps_of_its_method_and_says_what_it_took() -> None:
     method, said = METHODS["fedper"], list[str]()
     data, weights = first(
-        "logistic", LINEAR.input, LINEAR.classes, {}, head=True, seed=2, method=method, hyper=method.hyper(),
+        "mlp", LINEAR.input, LINEAR.classes, {"hidden": [4]}, head=True, seed=2, method=method, hyper=method.hyper(),
         say=said.append,
     )  # fmt: skip
     graph = bundle.unpack(data)
     assert graph.info.adapt is not None
     assert (graph.info.adapt.groups, graph.info.adapt.rates) == (("head",), False)
-    initial = bundle.weights_from_bytes(weights, graph.layout, ("head",))
+    initial = bundle.weights_from_bytes(weights, graph.layout, ("body", "head"))
     for name, array in initial["head"].items():
         np.testing.assert_array_equal(graph.first["head"][name], array)
-    assert said[0] == "exporting logistic: embed, predict …"
+    assert said[0] == "exporting mlp: embed, predict …"
     assert said[-1].startswith("made and checked in ")
 
 

@@ -28,7 +28,7 @@ from fleet_core.data.partitions import (
 from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.named import load_set
 from fleet_core.errors import ConfigError, DataError
-from fleet_core.layout import MODEL_GROUPS, InputSpec, Layout
+from fleet_core.layout import InputSpec, Layout
 
 SYNTHETIC, TIME = "synthetic", "time"
 NAMED_AT_ONCE = 10
@@ -129,10 +129,12 @@ def layout_of(experiment: Experiment, workload: Workload) -> Layout:
 
 
 def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload: Workload) -> list[str]:
-    """Warnings. Raises ConfigError or DataError for what cannot work with this model and these devices."""
+    """Warnings. Raises ConfigError or DataError for what cannot work with this model and these devices. Needs torch."""
+    from fleet_core.learning import models
+
     methods = list({run.method.name: run.method for run in runs}.values())
     for method in methods:
-        _check_groups(method, layout)
+        models.check_groups(method, layout)
     episodic = sorted({run.method.name for run in runs if not hasattr(run.hyper, "batch")})
     _check_devices(workload, episodic, () if workload.support_split == TIME else experiment.judge.support)
     ways = max((len(share.labels or ()) for share in workload.novel), default=0)
@@ -140,20 +142,6 @@ def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload:
         raise ConfigError(f"novel devices with {ways} classes, and the model has {len(layout.classes)}",
                           hint="lower judge.novel.classes_per_device")
     return [*inputs.unscaled(workload.samples, workload.spec), *_warnings(methods, workload)]
-
-
-def _check_groups(method: Method, layout: Layout) -> None:
-    """A model without a body has what trains it whole: only methods that are about the body need one."""
-    groups = {tensor.group for tensor in layout.tensors}
-    parts = [set(part) & set(MODEL_GROUPS) for part in (method.shared, method.personal)]
-    needed = {"body"} if method.graphs == ("embed",) or {"body"} in parts else set[str]()
-    needed |= {"head"} & parts[0].union(parts[1])
-    lacking = next((g for g in MODEL_GROUPS if g in needed - groups), None)
-    if lacking is not None:
-        raise ConfigError(
-            f"{method.name} trains the {lacking} of a model, and '{layout.model}' has none",
-            hint="take another model, or a method that needs none: metafleet methods",
-        )
 
 
 def _check_devices(workload: Workload, episodic: Sequence[str], supports: Sequence[float]) -> None:

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fleet_core import schema
+from fleet_core.algorithms.seam import Method
 from fleet_core.algorithms.trees import Params
 from fleet_core.errors import ConfigError
-from fleet_core.layout import InputSpec, Layout, TensorSpec
+from fleet_core.layout import MODEL_GROUPS, InputSpec, Layout, TensorSpec
 from fleet_core.learning.architectures import MODELS, TOKENS
 
 NumpyParams = dict[str, dict[str, np.ndarray[Any, Any]]]
@@ -110,6 +111,21 @@ def build(layout: Layout, *, channels_last: bool = False, reduced: bool = False)
             hint="install the version of the package that the fleet uses",
         )
     return network
+
+
+def check_groups(method: Method, layout: Layout) -> None:
+    """Raises ConfigError where the model lacks the group that the method trains. A model without a body has what trains
+    it whole: only methods that are about the body need one."""
+    groups = {tensor.group for tensor in layout.tensors}
+    parts = [set(part) & set(MODEL_GROUPS) for part in (method.shared, method.personal)]
+    needed = {"body"} if method.graphs == ("embed",) or {"body"} in parts else set[str]()
+    needed |= {"head"} & parts[0].union(parts[1])
+    lacking = next((g for g in MODEL_GROUPS if g in needed - groups), None)
+    if lacking is not None:
+        raise ConfigError(
+            f"{method.name} trains the {lacking} of a model, and '{layout.model}' has none",
+            hint="take another model, or a method that needs none: metafleet methods",
+        )
 
 
 def initial(layout: Layout, seed: int) -> NumpyParams:
