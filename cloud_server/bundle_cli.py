@@ -16,6 +16,7 @@ from fleet_core import bundle, bundle_files, runtime, schema, terminal
 from fleet_core.bundle_files import STORED, Bundle
 from fleet_core.data import samples
 from fleet_core.errors import BundleError, ConfigError
+from fleet_core.runtime import typed
 
 bundle_app = typer.Typer(help="Bundles: a judged model with all that a device needs.", no_args_is_help=True)
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -43,7 +44,7 @@ def export(
     if as_json:
         return terminal.show(facts)
     print(f"{to}: {_line(facts)}")
-    runtime.say(f"next, on a device: edge-agent install {to} --home HOME")
+    runtime.say(f"next, on a device: edge-agent install {typed(to)} --home HOME")
 
 
 @bundle_app.command("verify")

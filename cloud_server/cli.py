@@ -21,11 +21,12 @@ from cloud_server.mosquitto import ENROLMENT_PORT, PORT, Place
 from cloud_server.profiles import profiles_app
 from cloud_server.programs_cli import programs_app
 from cloud_server.report import render
-from cloud_server.starting import data_of, fleet_toml
+from cloud_server.starting import data_of, fleet_toml, topic_name
 from fleet_core import runtime, schema, storage, terminal, topics
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.data import asked
 from fleet_core.errors import ConfigError
+from fleet_core.runtime import typed
 
 app = terminal.application("Personalized federated learning on real edge devices.")
 server_app = typer.Typer(help="The aggregator.", no_args_is_help=True)
@@ -92,14 +93,15 @@ def init(
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     if data is not None:
         samples, spec = data_of(data, runtime.say)
-        text = fleet_toml(samples, name or fleet.resolve().name, method or DEFAULT_METHOD, model,
+        text = fleet_toml(samples, name or topic_name(fleet.resolve().name), method or DEFAULT_METHOD, model,
                           rounds=rounds or DEFAULT_ROUNDS, seed=seed or 0, spec=spec)
     made = found(fleet, text, _export)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")
     for remark in made.remarks():
         runtime.say(remark)
-    runtime.say(f"next: metafleet server start {fleet}, and for each device: metafleet devices enroll {fleet} NAME "
+    where = typed(fleet)
+    runtime.say(f"next: metafleet server start {where}, and for each device: metafleet devices enroll {where} NAME "
                 "--to HOME, then edge-agent run --home HOME; for devices elsewhere see docs/security.md")
 
 
@@ -179,7 +181,7 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
         print(f"stalled: {stalled}")
     if silent:
         print(f"off since they took part: {', '.join(silent)}; one that never comes back biases the model: "
-              f"metafleet devices revoke {fleet} NAME")
+              f"metafleet devices revoke {typed(fleet)} NAME")
     if programs:
         told = (f"{version} on {count}" for version, count in sorted(programs.items()))
         print(f"agents, by what each device said last: {', '.join(told)}")

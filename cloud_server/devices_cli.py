@@ -17,6 +17,7 @@ from cloud_server.ledger_tables import Certificate, Device
 from fleet_core import runtime, schema, terminal, token, topics
 from fleet_core.errors import ConfigError
 from fleet_core.link.mqtt import check_plain, parse_url
+from fleet_core.runtime import typed
 
 devices_app = typer.Typer(help="The fleet's devices.", no_args_is_help=True)
 
@@ -107,7 +108,7 @@ def _known(ledger: Ledger, fleet: Path, name: str) -> Device:
     if name not in rows:
         near = schema.suggest(name, list(rows))
         raise ConfigError(f"no device '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
-                          hint=f"metafleet devices list {fleet}")
+                          hint=f"metafleet devices list {typed(fleet)}")
     return rows[name]
 
 
@@ -144,7 +145,7 @@ def devices_enroll(
         return terminal.show(facts)
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(issued.expires))
     print(f"{path} written: good once, until {until}")
-    command = f"edge-agent run --home {to}" if to is not None else f"edge-agent enroll {path.name} --home HOME"
+    command = f"edge-agent run --home {typed(to)}" if to is not None else f"edge-agent enroll {path.name} --home HOME"
     runtime.say(f"next, on the device: {command}; the aggregator has to be running")
 
 
@@ -155,7 +156,7 @@ def _enroll_plainly(fleet: Fleet, name: str, to: Path, url: str, as_json: bool) 
     if as_json:
         return terminal.show({"device": name, "file": str(path), "broker": url})
     print(f"{path} written; put the device's samples beside it as samples.npz, or name a .csv or a folder in it "
-          f'([data] samples = "…"); then: edge-agent run --home {to}')
+          f'([data] samples = "…"); then: edge-agent run --home {typed(to)}')
 
 
 def token_broker(broker: str | None, fleet: Fleet) -> str:
@@ -166,7 +167,7 @@ def token_broker(broker: str | None, fleet: Fleet) -> str:
     place = identity.placed(fleet.folder)
     if place is None:
         raise ConfigError("the fleet has no certificates yet", where=str(fleet.folder),
-                          hint=f"metafleet init {fleet.folder}")
+                          hint=f"metafleet init {typed(fleet.folder)}")
     return place.url
 
 

@@ -28,6 +28,7 @@ from firmware_profiles.package import File, Package
 from firmware_profiles.progress import Progress
 from fleet_core import runtime, schema, terminal
 from fleet_core.errors import ConfigError
+from fleet_core.runtime import typed
 
 IMAGE, SSH = "image:", "ssh://"
 DAY_S = 86400.0
@@ -86,7 +87,7 @@ def flash(
         return terminal.show(facts)
     print(f"{made.device.name} is on {to.removeprefix(IMAGE)}: {made.machine.os or made.machine.board}, agent "
           f"{packed.program.version}")
-    runtime.say(f"next: start it, with the aggregator running; then: metafleet devices list {made.fleet.folder}")
+    runtime.say(f"next: start it, with the aggregator running; then: metafleet devices list {typed(made.fleet.folder)}")
 
 
 def _named(device: Path | None) -> Path:

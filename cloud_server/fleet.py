@@ -25,6 +25,7 @@ from fleet_core.algorithms.trees import Params
 from fleet_core.bundle import Graph
 from fleet_core.errors import CodecError, ConfigError, StateError
 from fleet_core.layout import MODEL_GROUPS, InputSpec, Layout
+from fleet_core.runtime import typed
 from fleet_core.signing import Signer, load_public
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
@@ -37,7 +38,7 @@ class FleetSection:
     enrolment: ``open`` enrols every device that announces itself, ``listed`` only those named by ``devices enroll``.
     seed: of cohorts, first weights and draws."""
 
-    name: str = field(metadata={"pattern": NAME})
+    name: str = field(metadata={"pattern": NAME, "words": "1 to 64 letters, digits, '-' or '_'"})
     method: str = field(default="pfldyn-proto", metadata={"choices": METHODS})
     rounds: int = field(default=30, metadata={"min": 1, "max": 1_000_000})
     cohort: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
@@ -100,7 +101,7 @@ class Fleet:
         """Raises ConfigError with every mistake in fleet.toml."""
         path = folder / "fleet.toml"
         if not path.exists():
-            raise ConfigError("there is no fleet here", where=str(folder), hint=f"metafleet init {folder}")
+            raise ConfigError("there is no fleet here", where=str(folder), hint=f"metafleet init {typed(folder)}")
         settings = config.load(FleetConfig, path)
         return Fleet(folder, settings, *method_of(settings, path))
 
@@ -159,7 +160,7 @@ class Fleet:
         when it is of another model than fleet.toml describes."""
         path = self.folder / "graph.safetensors"
         if not path.exists():
-            raise StateError("the graph is missing", where=str(path), hint=f"metafleet init {self.folder}")
+            raise StateError("the graph is missing", where=str(path), hint=f"metafleet init {typed(self.folder)}")
         data = storage.read_bytes(path, limit=bundle.MAX_BYTES)
         self._check_graph(bundle.unpack(data), path)
         return data
@@ -189,7 +190,8 @@ class Fleet:
         """The model's first weights, float32. Raises StateError."""
         path = self.folder / "weights.safetensors"
         if not path.exists():
-            raise StateError("the first weights are missing", where=str(path), hint=f"metafleet init {self.folder}")
+            raise StateError("the first weights are missing", where=str(path),
+                             hint=f"metafleet init {typed(self.folder)}")
         groups = tuple(dict.fromkeys(t.group for t in layout.tensors))
         data = storage.read_bytes(path, limit=1 << 33)
         try:
@@ -197,7 +199,7 @@ class Fleet:
         except CodecError as error:
             raise StateError(
                 f"are not this model's first weights: {error.what}", where=str(path), expected=error.expected,
-                hint=f"delete them, then: metafleet init {self.folder}",
+                hint=f"delete them, then: metafleet init {typed(self.folder)}",
             ) from error
 
     def running(self) -> bool:

@@ -28,6 +28,7 @@ from cloud_server.mosquitto import AGGREGATOR, OPERATORS, Place
 from fleet_core import certificates, config, storage
 from fleet_core.errors import ConfigError, StateError
 from fleet_core.link.mqtt import parse_url
+from fleet_core.runtime import typed
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 SYSTEM = "system"
@@ -159,7 +160,7 @@ def _locked(handle: int) -> bool:
 def _tls_files(fleet: Fleet, stem: Path, name: str) -> TlsFiles:
     if not (fleet.folder / "ca.pem").exists():
         raise ConfigError("the fleet has no certificates yet", where=str(fleet.folder),
-                          hint=f"metafleet init {fleet.folder}")
+                          hint=f"metafleet init {typed(fleet.folder)}")
     _client(fleet, stem, name)
     return {"ca": broker_authority(fleet), "cert": stem.with_suffix(".pem"), "key": stem.with_suffix(".key")}
 

@@ -12,6 +12,7 @@ from fleet_core.algorithms import trees
 from fleet_core.algorithms.trees import Params
 from fleet_core.errors import CodecError, ConfigError, StateError
 from fleet_core.layout import Layout
+from fleet_core.runtime import typed
 
 STATE, SERVED = "state", "served.safetensors"
 
@@ -22,7 +23,7 @@ def place_of(source: Path) -> tuple[Fleet, Path]:
     if source.is_dir():
         fleet, served = Fleet.load(source), source / STATE / SERVED
         if not served.exists():
-            hint = f"metafleet server start {source}, or give a checkpoint: {source}/{STATE}/round-….safetensors"
+            hint = f"metafleet server start {typed(source)}, or give a checkpoint: {source}/{STATE}/round-….safetensors"
             raise ConfigError("no model was judged here yet", where=str(source), hint=hint)
         return fleet, served
     if not source.is_file() or source.resolve().parent.name != STATE:

@@ -18,6 +18,7 @@ from cloud_server.laboratory.progress import Progress
 from cloud_server.laboratory.store import Store, read_table
 from fleet_core import runtime, schema, storage, terminal
 from fleet_core.errors import ConfigError, RoundError
+from fleet_core.runtime import typed
 
 ENGINES, DEVICES = ("local", "ray"), ("auto", "cpu", "cuda")
 GOES_ON = "stopped; nothing is lost: the same command goes on"
@@ -53,7 +54,7 @@ def simulate(
             terminal.show({**comparing.to_json(compared), "runs": [str(folder / "result.json") for folder in ended]})
         else:
             print(tables.closing(compared))
-            runtime.say(f"result.json of each run below {out}; next: metafleet compare {out} --out FOLDER")
+            runtime.say(f"result.json of each run below {out}; next: metafleet compare {typed(out)} --out FOLDER")
     if failed:
         raise failed
 
@@ -245,6 +246,6 @@ def _settings(told: Any, folder: Path) -> Iterator[str]:
     if told.fleet_toml is not None and not (fleet / "fleet.key").exists():
         storage.write_atomic(fleet / "fleet.toml", told.fleet_toml.encode())
     if told.fleet_toml is not None:
-        yield f"{fleet}/fleet.toml has these settings: metafleet init {fleet}"
+        yield f"{fleet}/fleet.toml has these settings: metafleet init {typed(fleet)}"
     if told.command is not None:
         yield f"or, with the defaults of a fleet for the rest: {told.command}"

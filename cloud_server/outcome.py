@@ -11,6 +11,7 @@ from cloud_server.fleet import Fleet
 from cloud_server.ledger import Ledger
 from fleet_core import schema, storage
 from fleet_core.errors import StateError
+from fleet_core.runtime import typed
 
 SIMULATION = "simulation"
 MAX_RESULT_BYTES = 1 << 28
@@ -23,7 +24,7 @@ def of_run(folder: Path) -> dict[str, Any]:
     outcome = read(folder / "result.json")
     if outcome.get("kind") == SIMULATION:
         raise StateError("is a simulation's", where=str(folder / "result.json"), expected="that of a fleet or a demo",
-                         hint=f"metafleet compare {folder} --out FOLDER")
+                         hint=f"metafleet compare {typed(folder)} --out FOLDER")
     problems = result.validate(outcome)
     if problems:
         raise StateError(f"is no result: {'; '.join(problems[:5])}", where=str(folder / "result.json"))

@@ -17,6 +17,7 @@ from cloud_server.ledger_tables import Certificate
 from fleet_core import certificates
 from fleet_core.errors import MessageError
 from fleet_core.messages import RenewalRequest
+from fleet_core.runtime import typed
 
 DAY_S = 86400.0
 
@@ -33,7 +34,8 @@ class Renewals:
         held = next((row for row in holds if row.serial == asked.serial and self._now() < row.expires_at), None)
         if held is None:
             raise MessageError("the certificate that asks for another does not hold", where=device,
-                               hint=f"metafleet devices enroll {self._fleet.folder} {device}: a token gives a new one")
+                               hint=f"metafleet devices enroll {typed(self._fleet.folder)} {device}: a token gives a "
+                                    "new one")
         csr = certificates.decoded(asked.csr)
         body = certificates.renewal(self._fleet.config.fleet.name, asked.serial, csr)
         if not certificates.signed_by(held.public, asked.signature, body):

@@ -25,6 +25,7 @@ from fleet_core.errors import ConfigError, LinkError, StateError
 from fleet_core.link.base import Will
 from fleet_core.link.mqtt import MqttLink, check_plain, is_loopback
 from fleet_core.link.reach import await_broker
+from fleet_core.runtime import typed
 
 TICK_S = 0.2
 MAX_QUEUED = 20_000  # words to devices that all want one at once
@@ -71,7 +72,7 @@ def private_broker(
             place = _place(fleet, host, port)
             broker = start_secured(identity.configure(fleet, ledger, place), place)
         storage.write_atomic(folder / STARTED, broker.url.encode())
-        log(f"devices find it at {place.url}: metafleet devices enroll {fleet.folder} NAME")
+        log(f"devices find it at {place.url}: metafleet devices enroll {typed(fleet.folder)} NAME")
     tell_broker(broker, log)
     try:
         yield broker

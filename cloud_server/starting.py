@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ from fleet_core.data.sets.named import load_set
 from fleet_core.data.sets.registry import entries
 from fleet_core.errors import DataError
 from fleet_core.layout import InputSpec
+
+
+def topic_name(folder: str) -> str:
+    """A fleet's name from its folder's: what a topic does not take becomes a dash."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", folder).strip("-")[:64] or "fleet"
 
 
 def data_of(data: str, say: Callable[[str], None] = lambda text: None) -> tuple[Samples, InputSpec]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -23,6 +25,8 @@ def guarded(action: Callable[[], Any]) -> None:
     if sys.platform == "win32":
         print("error: Metafleet runs on Linux and macOS; on Windows, inside WSL2", file=sys.stderr)
         sys.exit(2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a terminal without λ is no reason to fail
     try:
         action()
     except FleetError as error:
@@ -55,6 +59,11 @@ def become(module: str, *arguments: str) -> NoReturn:
 def say(line: str) -> None:
     """A line for people, on stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+def typed(path: Any) -> str:
+    """A path as it is typed into a shell: in quotes where it has a space."""
+    return shlex.quote(str(path))
 
 
 @contextlib.contextmanager

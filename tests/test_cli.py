@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -22,10 +23,11 @@ import pytest
 from cloud_server import cli as operator_cli
 from cloud_server import serve
 from cloud_server.fleet import Fleet
+from cloud_server.starting import topic_name
 from edge_agent import cli as device_cli
 from edge_agent.home import Home
 from edge_agent.settings import settings_of
-from fleet_core import __version__, config, runtime
+from fleet_core import __version__, config, runtime, topics
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.data.samples import load, save
 from tests.brokers import NEEDS_MOSQUITTO
@@ -680,3 +682,26 @@ def test_no_process_is_started_past_the_command_that_sees_to_that() -> None:
     files = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
     starting = [path for path in files if re.search(r'sys\.executable,.*"-m"', path.read_text(encoding="utf-8"))]
     assert [path.relative_to(root).as_posix() for path in starting] == ["fleet_core/runtime.py"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_lacks_a_letter_is_no_reason_to_fail(tmp_path: Path, encoding: str) -> None:
+    done = subprocess.run(runtime.command("cloud_server.cli", "methods", "pfedme"), cwd=tmp_path, capture_output=True,
+                          env={**os.environ, "PYTHONIOENCODING": encoding})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\u03bb" in done.stdout
+
+
+@pytest.mark.parametrize(("folder", "name"), [
+    ("living-lab", "living-lab"), ("my fleet", "my-fleet"), ("Küche (2)", "K-che-2"), ("…", "fleet"),
+    ("a" * 70, "a" * 64),
+])
+def test_a_fleet_is_named_after_its_folder_in_letters_that_a_topic_takes(folder: str, name: str) -> None:
+    assert topic_name(folder) == name
+    assert topics.NAME.fullmatch(name)
+
+
+def test_a_command_that_is_told_can_be_copied_where_a_path_has_a_space(tmp_path: Path) -> None:
+    done = subprocess.run(runtime.command("cloud_server.cli", "devices", "list", "my fleet"), cwd=tmp_path,
+                          capture_output=True, text=True)
+    assert done.stderr.endswith("hint: metafleet init 'my fleet'\n")

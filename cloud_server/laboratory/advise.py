@@ -32,6 +32,7 @@ from fleet_core.algorithms.methods import METHODS
 from fleet_core.board import known
 from fleet_core.errors import ConfigError
 from fleet_core.power.model import BoardModel
+from fleet_core.runtime import typed
 
 TRIED = ("local", "fedavg-meta", "p-avg-proto", "pfldyn-proto", "per-fedavg-fo", "knn-per")
 """The yardsticks, and those that did best of all methods on heart beats and human activity (benchmarks/papers/sensors),
@@ -222,7 +223,7 @@ class _Work:
             facts["absent"] = dict(BoardModel(known.load(options.board)).absent_terms)
         one, named = federated(advice), self._found.samples.classes is not None
         model, rounds = self._models[one.model], max(advice.rounds, FLEET_ROUNDS)
-        command = (f"metafleet init FLEET --data {options.data} --method {one.method} --model {model.name} "
+        command = (f"metafleet init FLEET --data {typed(options.data)} --method {one.method} --model {model.name} "
                    f"--rounds {rounds}")
         return Outcome(advice, facts, self._fleet_toml(advice, rounds) if named else None,
                        command if named and not model.options else None)

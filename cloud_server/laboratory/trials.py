@@ -16,6 +16,7 @@ from cloud_server.result import AMOUNT, SHARE, Personalization, Result, RoundFig
 from fleet_core import schema
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.errors import ConfigError, DataError, StateError
+from fleet_core.runtime import typed
 
 DEVICES, NOVEL = "devices", "novel"
 JUDGED_SO = ("new_devices", "validation", "support", "support_split", "within_training", "novel_classes", "novel",
@@ -71,7 +72,7 @@ def gather(places: Sequence[Path]) -> tuple[list[Trial], list[str]]:
         remarks += [f"{folder} has not ended and is left out" for folder in _unfinished(place)]
         if not found and not (place / "fleet.toml").exists():
             raise ConfigError("holds no run that has ended", where=str(place),
-                              hint=f"metafleet simulate EXPERIMENT.toml --out {place}")
+                              hint=f"metafleet simulate EXPERIMENT.toml --out {typed(place)}")
         trials |= {path.resolve(): read(path) for path in found or [place]}
         if len(trials) > MAX_RUNS:
             raise ConfigError(f"more than {MAX_RUNS} runs", where=str(place))
