@@ -155,7 +155,9 @@ def test_a_model_of_ones_own_that_does_not_fit_is_refused(
     [
         ("cnn2d", TOY, {}, "did you mean 'cnn1d'"),
         ("no_such_package:build", TOY, {}, "install the package of 'no_such_package'"),
-        ("math:build", TOY, {}, "cannot be imported"),
+        ("nowhere:build", TOY, {}, "cannot be imported"),
+        ("os:system", TOY, {}, "'os:system' is of Python's own library"),
+        ("importlib.metadata:version", TOY, {}, "is of Python's own library"),
         ("mlp", TOY, {"hiden": [3]}, "did you mean 'hidden'"),
         ("mlp", TOY, {"activation": "tanh"}, "expected relu or elu"),
         ("lenet", InputSpec((1, 8, 8)), {}, "16 pixels"),

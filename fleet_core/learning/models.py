@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -209,6 +210,8 @@ def _builder(model: str) -> Callable[..., nn.Module]:
             expected=f"{', '.join(MODELS)} or package.module:build",
             hint=f"did you mean '{near}'?" if near else None,
         )
+    if package.partition(".")[0] in sys.stdlib_module_names:  # a layout comes from outside: no os, no subprocess
+        raise ConfigError(f"the model '{model}' is of Python's own library", expected="package.module:build of yours")
     try:
         return cast(Callable[..., nn.Module], getattr(importlib.import_module(package), name))
     except Exception as error:  # importing runs anyone's code
