@@ -78,7 +78,7 @@ def demo(
 def init(
     fleet: FLEET,
     data: Annotated[str | None, typer.Option(help="heartbeat, or samples to take shape and classes from.")] = None,
-    name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's.")] = None,
+    name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: from the folder's.")] = None,
     method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto.")] = None,
     model: Annotated[str | None, typer.Option(help="A named model or package.module:build; default by shape.")]
     = None,

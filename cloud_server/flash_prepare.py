@@ -26,6 +26,7 @@ from firmware_profiles.machine import Machine
 from firmware_profiles.package import Package
 from firmware_profiles.program import Program
 from fleet_core import config, schema, token
+from fleet_core.algorithms.installed import GROUP
 from fleet_core.algorithms.methods import PRODUCT
 from fleet_core.board import known
 from fleet_core.board import profile as boards
@@ -75,11 +76,16 @@ def prepare(path: Path, *, python: str | None = None) -> Prepared:
 
 
 def _check_own(fleet: Fleet, system: Machine, device: DeviceFile, path: Path) -> None:
-    """A model or method of the user's own is in none of the agent's wheels. Raises ConfigError where no others are."""
+    """A model or method of the user's own is in none of the agent's wheels. Raises ConfigError without its own."""
     model, method = fleet.config.model.name, fleet.config.fleet.method
-    own = [f"model '{model}'"] * (":" in model and system.train) + [f"method '{method}'"] * (method not in PRODUCT)
-    if own and not device.wheels:
-        raise ConfigError(f"the fleet's {' and '.join(own)} comes from a package that the device would not have",
+    package, _, build = model.partition(":")
+    own = []
+    if build and system.train and not any(program.holds(Path(wheel), package) for wheel in device.wheels):
+        own.append(f"model '{model}'")
+    if method not in PRODUCT and not any(method in program.entry_points(Path(w), GROUP) for w in device.wheels):
+        own.append(f"method '{method}'")
+    if own:
+        raise ConfigError(f"the fleet's {' and '.join(own)} would not be on the device",
                           where=str(path), hint='wheels = ["my_lab-1.0-py3-none-any.whl"], as python -m build makes it')
 
 

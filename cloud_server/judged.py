@@ -23,7 +23,7 @@ def place_of(source: Path) -> tuple[Fleet, Path]:
     if source.is_dir():
         fleet, served = Fleet.load(source), source / STATE / SERVED
         if not served.exists():
-            hint = f"metafleet server start {typed(source)}, or give a checkpoint: {source}/{STATE}/round-….safetensors"
+            hint = f"metafleet server start {typed(source)}, or give a checkpoint of {typed(source / STATE)}"
             raise ConfigError("no model was judged here yet", where=str(source), hint=hint)
         return fleet, served
     if not source.is_file() or source.resolve().parent.name != STATE:

@@ -186,7 +186,7 @@ class Roster:
 
     def _on_stranger(self, name: str, presence: Presence) -> None:
         if name not in self._strangers:
-            self._log(f"{name} is not enrolled: ignored (metafleet devices enroll {name})")
+            self._log(f"{name} is not enrolled: ignored (metafleet devices enroll FLEET {name})")
         self._strangers[name] = presence
         while len(self._strangers) > STRANGERS:
             self._strangers.pop(next(iter(self._strangers)))

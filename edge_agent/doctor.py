@@ -115,7 +115,7 @@ def tried(packages: Mapping[str, str], probes: Mapping[str, str] = PROBES) -> tu
 def _died(program: str) -> str:
     """Why it did not run to its end, or empty."""
     try:
-        done = subprocess.run([sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        done = subprocess.run(runtime.python("-c", program), stdin=subprocess.DEVNULL, capture_output=True, text=True,
                               timeout=PROBE_S, check=False)
     except subprocess.TimeoutExpired:
         return f"did not end within {PROBE_S} s"

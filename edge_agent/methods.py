@@ -13,6 +13,7 @@ from fleet_core.errors import ConfigError, MessageError
 from fleet_core.layout import Layout
 from fleet_core.messages import Manifest
 
+OR_INSTALL = ", or install the package that brings it"
 BATCHES = ("batch", "support_batch", "query_batch")
 
 
@@ -21,7 +22,8 @@ def method_of(manifest: Manifest) -> Method:
     reference = manifest.method
     method = METHODS.get(reference.name)
     if method is None or method.version != reference.version:
-        raise MessageError(f"method {reference.name} version {reference.version}", hint="update this agent")
+        what = f"method {reference.name} version {reference.version}"
+        raise MessageError(what, hint=f"update this agent{OR_INSTALL}")
     return method
 
 

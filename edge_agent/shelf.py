@@ -15,7 +15,7 @@ from typing import Any
 from edge_agent import own as owns
 from edge_agent.home import Home, Weights
 from edge_agent.local import LocalData
-from edge_agent.methods import hyper_of
+from edge_agent.methods import OR_INSTALL, hyper_of
 from edge_agent.own import Own
 from edge_agent.personalize import Predictor
 from edge_agent.session import check_golden, runtime_version
@@ -204,7 +204,7 @@ def _remembered(weights: Weights, where: str) -> tuple[Method, Any]:
     name = weights.facts.get("method", "")
     method = METHODS.get(name)
     if method is None:
-        raise StateError(f"is of method {name[:64]}", where=where, hint="update this agent")
+        raise StateError(f"is of method {name[:64]}", where=where, hint=f"update this agent{OR_INSTALL}")
     try:
         return method, hyper_of(method, json.loads(weights.facts["hyper"]))
     except (KeyError, ValueError, RecursionError) as error:

@@ -26,7 +26,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
+import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping
@@ -209,15 +211,17 @@ def _ssh(table: Any, environ: Mapping[str, str], folder: Path) -> tuple[Ssh | No
 def _wheels(entries: Any, folder: Path) -> tuple[tuple[str, ...], list[Problem]]:
     """The paths of the wheels, and what is wrong with them beside what their type says."""
     named_here = entries if isinstance(entries, list) and all(isinstance(e, str) for e in entries) else []
-    paths = [(folder / Path(entry).expanduser()).absolute() for entry in named_here]
+    paths = [_beside(folder, entry) for entry in named_here]
     problems, seen = [], dict[str, int]()
     for number, path in enumerate(paths):
         named = re.fullmatch(WHEEL, path.name)
         name = re.sub(r"[-_.]+", "-", named[1]).lower() if named else ""
         if not named:
             what = "is no wheel (python -m build makes one, as my_lab-1.0-py3-none-any.whl)"
+        elif not os.access(path, os.R_OK):
+            what = f"there is no file '{path}' that can be read"
         elif not zipfile.is_zipfile(path):
-            what = f"'{path}' is no file of a wheel" if path.exists() else f"there is no file '{path}'"
+            what = f"'{path}' is no file of a wheel"
         elif name == "metafleet":
             what = "is the agent, which comes along by itself"
         elif name in seen:
@@ -229,8 +233,15 @@ def _wheels(entries: Any, folder: Path) -> tuple[tuple[str, ...], list[Problem]]
     return tuple(map(str, paths)), problems
 
 
+def _beside(folder: Path, entry: str) -> Path:
+    """What a file names: in its folder, or absolute; a home that there is not is taken as it is written."""
+    with contextlib.suppress(RuntimeError):
+        return (folder / Path(entry).expanduser()).absolute()
+    return (folder / entry).absolute()
+
+
 def _keys_in(entry: str, folder: Path) -> list[str]:
-    path = folder / Path(entry).expanduser()
+    path = _beside(folder, entry)
     try:
         if path.stat().st_size > MAX_KEY_BYTES:
             return []

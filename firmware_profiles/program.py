@@ -15,6 +15,7 @@ only when it was cleared (``cache``).
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import email
 import gzip
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 MTIME = 315532800  # 1 January 1980, for every file: the same program, the same bytes
 ORIGIN = ("direct_url.json", "uv_cache.json", "uv_build.json")
+MAX_ENTRY_POINTS = 1 << 20
 NEEDLESS = ("bin", "share", "isympy.py", ".lock")
 START = """#!/bin/sh
 # The agent of this folder, with the modules beside it and the system's Python.
@@ -99,16 +102,24 @@ def make(
     """
     check_python(machine)
     cache = cache_folder() if cache is None else cache
+    own = {path: _digest(path) for path in wheels}
     try:
         kept = Cache(cache)
         with tempfile.TemporaryDirectory(dir=cache, prefix=MAKING) as name:
             folder = Path(name)
             wheel = agent_wheel.make(folder)
-            own = {path.absolute(): sha256_of(path) for path in wheels}
             key = _key(machine, wheel, own, index)
             return _kept(kept, key) or _make(machine, wheel, own, folder, kept, key, index, say)
     except OSError as error:
         raise FlashError(f"cannot be written: {error.strerror or error}", where=str(cache)) from error
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 in hex. Raises FlashError."""
+    try:
+        return sha256_of(path)
+    except OSError as error:
+        raise FlashError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
 
 
 def check_python(machine: Machine) -> None:
@@ -166,6 +177,27 @@ def _make(
     return Program(path=path, sha256=sha256, size_bytes=size, installed_bytes=installed, parts=parts, **about)
 
 
+# Wheels of one's own --------------------------------------------------------------------------------------------------
+
+
+def holds(wheel: Path, module: str) -> bool:
+    """Whether the wheel has the module, by its name with dots."""
+    inside = module.replace(".", "/")
+    with zipfile.ZipFile(wheel) as archive:
+        return any(name.startswith((f"{inside}/", f"{inside}.")) for name in archive.namelist())
+
+
+def entry_points(wheel: Path, group: str) -> tuple[str, ...]:
+    """The names of the wheel's entry points of ``group``."""
+    parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+    with zipfile.ZipFile(wheel) as archive:
+        for info in archive.infolist():
+            if info.filename.endswith(".dist-info/entry_points.txt") and info.file_size <= MAX_ENTRY_POINTS:
+                with contextlib.suppress(configparser.Error, UnicodeDecodeError):
+                    parser.read_string(archive.read(info).decode())
+    return tuple(parser[group]) if parser.has_section(group) else ()
+
+
 # uv -------------------------------------------------------------------------------------------------------------------
 
 
@@ -174,12 +206,14 @@ def _unpack(machine: Machine, wheel: Wheel, own: Sequence[Path], lib: Path, inde
     FlashError."""
     pins = wheel.path.parent / "pins.txt"
     pins.write_text("".join(f"{name}=={version}\n" for name, version in sorted(machine.pins.items())))
-    wanted = f"metafleet{'[train]' if machine.train else ''} @ {wheel.path.as_uri()}"
+    wanted = [f"metafleet{'[train]' if machine.train else ''} @ {wheel.path.as_uri()}"]
+    for path in own:  # copied: uv takes a path with a '#' or a '$' for something else
+        wanted.append(str(shutil.copy(path, wheel.path.parent)))
     command = [
         uv(), "pip", "install", "--quiet", "--target", str(lib), "--link-mode", "copy",
         "--python", sys.executable, "--python-platform", machine.platform, "--python-version", machine.python,
         "--only-binary", ":all:", "--constraints", str(pins), *(["--no-config"] if index else []), *index,
-        wanted, *map(str, own),
+        *wanted,
     ]
     folder = wheel.path.parent  # not the caller's: uv reads the configuration of a project that it stands in
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=folder)

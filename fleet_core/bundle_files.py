@@ -326,7 +326,7 @@ def _manifest(data: bytes, where: str) -> Manifest:
         raise BundleError(
             f"is of method {manifest.method.name}, version {manifest.method.version}, which is not known here"
             + (f" (did you mean '{near}'?)" if near and near != manifest.method.name else ""),
-            where=where, hint="update metafleet",
+            where=where, hint="update metafleet, or install the package that brings it",
         )  # fmt: skip
     return manifest
 

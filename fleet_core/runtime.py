@@ -42,10 +42,15 @@ def guarded(action: Callable[[], Any]) -> None:
         sys.exit(1)
 
 
-def command(module: str, *arguments: str) -> list[str]:
-    """``python -m module arguments``, where no file of the working folder stands in for a module that is meant, as a
+def python(*arguments: str) -> list[str]:
+    """This Python with ``arguments``, where no file of the working folder stands in for a module that is meant, as a
     user's own ``random.py`` would. Python 3.10 has no switch for that."""
-    return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", module, *arguments]
+    return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), *arguments]
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """``python -m module arguments`` so."""
+    return python("-m", module, *arguments)
 
 
 def become(module: str, *arguments: str) -> NoReturn:

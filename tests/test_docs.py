@@ -25,7 +25,7 @@ from export.first import first
 from fleet_core import bundle, storage
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.average import AverageClient
-from fleet_core.algorithms.methods import METHODS
+from fleet_core.algorithms.methods import METHODS, PRODUCT
 from fleet_core.algorithms.seam import LocalSgd, Payload, descend
 from fleet_core.data import inputs
 from fleet_core.errors import ConfigError
@@ -57,7 +57,7 @@ METHODS_PAGE = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
 
 def test_there_is_code_to_check() -> None:
     assert "class DittoClient(" in PAGES["seam"]
-    assert "ditto" not in METHODS, "then it is no example of how to add one"
+    assert "ditto" not in PRODUCT, "then it is no example of how to add one"
 
 
 def test_the_blocks_of_every_page_type_check_strictly(tmp_path: Path) -> None:
@@ -211,10 +211,10 @@ SECTIONS = dict(re.findall(r"^### `([\w-]+)`\n(.*?)(?=^### |\Z)", METHODS_PAGE, 
 
 def test_the_page_of_methods_has_a_row_and_a_section_for_each_and_no_other() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \|", METHODS_PAGE, re.MULTILINE)
-    assert rows == list(SECTIONS) == list(METHODS)
+    assert rows == list(SECTIONS) == list(PRODUCT)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", PRODUCT)
 def test_the_page_of_methods_says_what_the_code_does(name: str) -> None:
     method = METHODS[name]
     cells = (f"`{name}`", catalog.crossing(method, "down"), catalog.crossing(method, "up"),
@@ -225,7 +225,7 @@ def test_the_page_of_methods_says_what_the_code_does(name: str) -> None:
     assert [point.partition(" ")[0] for point in points] == ["Deviations:", "Take"]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", PRODUCT)
 def test_a_hyper_parameter_that_the_page_of_methods_names_is_one(name: str) -> None:
     settings = METHODS[name].hyper.__dataclass_fields__
     named = re.findall(r"`(\w+)(?: = [^`]*)?`", SECTIONS[name])

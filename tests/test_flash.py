@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from firmware_profiles.progress import Progress, span
 from fleet_core import token
 from fleet_core.board import known
 from fleet_core.errors import ConfigError, FlashError
-from tests import disks
+from tests import disks, wheels
 from tests.certified import lab
 from tests.disks import MIB
 
@@ -211,13 +212,22 @@ def test_a_model_or_a_method_of_ones_own_does_not_leave_without_its_package(desk
 
     checked(config, training)
     checked(model, serving)
-    with pytest.raises(ConfigError, match=r"model 'my_lab:build' comes from a package (.|\n)*wheels = "):
+    with pytest.raises(ConfigError, match=r"model 'my_lab:build' would not be on the device(.|\n)*wheels = "):
         checked(model, training)
-    with pytest.raises(ConfigError, match=r"model 'my_lab:build' and method 'ditto' comes"):
+    with pytest.raises(ConfigError, match=r"model 'my_lab:build' and method 'ditto' would"):
         checked(method, training)
-    with pytest.raises(ConfigError, match=r"the fleet's method 'ditto' comes from"):
+    with pytest.raises(ConfigError, match=r"the fleet's method 'ditto' would not"):
         checked(method, serving)
-    checked(method, training, dataclasses.replace(made.device, wheels=("my_lab-1.0-py3-none-any.whl",)))
+    wheel = wheels.wheel(tmp_path, "my_lab", "1.0")
+    described = dataclasses.replace(made.device, wheels=(str(wheel),))
+    checked(model, training, described)
+    with pytest.raises(ConfigError, match=r"the fleet's method 'ditto' would not"):
+        checked(method, training, described)
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("my_lab-1.0.dist-info/entry_points.txt", "[metafleet.methods]\nditto = my_lab.ditto:DITTO\n")
+    checked(method, training, described)
+    with pytest.raises(ConfigError, match=r"the fleet's model 'my_lab:build' would not"):
+        checked(model, training, dataclasses.replace(described, wheels=(str(wheels.wheel(tmp_path, "my", "1")),)))
 
 
 def test_all_mistakes_of_a_device_file_are_told_at_once_and_by_line(desk, tmp_path):

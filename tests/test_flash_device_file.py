@@ -70,17 +70,20 @@ def test_wheels_are_found_beside_the_file_and_all_that_is_wrong_with_them_is_tol
     assert read(tmp_path, WHOLE).wheels == ()
     names = ("My.Lab-1.1-cp313-cp313-manylinux_2_28_aarch64.whl", "metafleet-9.9-py3-none-any.whl",
              "torn-1.0-py3-none-any.whl", "my_lab-1.0.tar.gz", "gone-1.0-py3-none-any.whl")
-    wrong = text.replace(listed, ", ".join([listed, *(f'"wheels/{name}"' for name in names)]))
+    far = ("~nobody-of-that-name/x-1.0-py3-none-any.whl", f"{'x' * 3000}-1.0-py3-none-any.whl")
+    wrong = text.replace(listed, ", ".join([listed, *(f'"wheels/{name}"' for name in names),
+                                                 *(f'"{name}"' for name in far)]))
     with pytest.raises(ConfigError) as told:
         read(tmp_path, wrong.replace('"DE"', '"Germany"'))
     lines = [line.partition("kitchen.toml:")[2] for line in str(told.value).splitlines()]
     for number, (line, what) in enumerate(zip(lines, (
         "is the package of wheels[0] once more", "is the agent, which comes along by itself", "is no file of a wheel",
         "is no wheel (python -m build makes one", "there is no file '",
+        "there is no file '", "there is no file '",
     ), strict=False), 1):
         assert line.startswith(f"6: wheels[{number}]: "), line
         assert what in line
-    assert "wifi.country" in lines[5]
+    assert "wifi.country" in lines[7]
 
 
 def test_a_whole_file_is_read_with_its_keys_and_tables(tmp_path):

@@ -130,14 +130,14 @@ def test_every_way_is_judged_on_the_unseen_devices_without_torch(bundles: dict[s
 
 
 def test_a_set_that_is_made_again_leaves_the_others_where_the_environment_is_the_same(tmp_path: Path) -> None:
-    out = tmp_path / "accuracy.json"
-    assert accuracy.beside(out, "sets", {"har": 1}) == {"har": 1}
-    storage.write_json(out, {"environment": environment(), "sets": {"har": 1, "omniglot": 2}})
-    assert accuracy.beside(out, "sets", {"har": 3}) == {"har": 3, "omniglot": 2}
-    storage.write_json(out, {"environment": {"python": "3.0"}, "sets": {"har": 1, "omniglot": 2}})
-    assert accuracy.beside(out, "sets", {"har": 3, "omniglot": 4}) == {"har": 3, "omniglot": 4}
-    with pytest.raises(SystemExit, match="has omniglot of another environment"):
-        accuracy.beside(out, "sets", {"har": 3})
+    out, alike = tmp_path / "accuracy.json", {"draws": (1, 2), "environment": environment()}
+    assert accuracy.beside(out, "sets", {"har": 1}, alike) == {**alike, "sets": {"har": 1}}
+    storage.write_json(out, {**alike, "sets": {"har": 1, "omniglot": 2}})
+    assert accuracy.beside(out, "sets", {"har": 3}, alike)["sets"] == {"har": 3, "omniglot": 2}
+    other = {**alike, "environment": {"python": "3.0"}}
+    assert accuracy.beside(out, "sets", {"har": 3, "omniglot": 4}, other)["sets"] == {"har": 3, "omniglot": 4}
+    with pytest.raises(SystemExit, match="has omniglot with another environment"):
+        accuracy.beside(out, "sets", {"har": 3}, other)
 
 
 def test_macro_f1_is_the_mean_over_the_classes_that_are_asked_for() -> None:

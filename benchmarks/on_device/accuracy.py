@@ -89,15 +89,16 @@ def spread(values: list[float]) -> dict[str, Any]:
             "seeds": values}
 
 
-def beside(path: Path, part: str, made: dict[str, Any]) -> dict[str, Any]:
-    """``made`` and what the file at ``path`` has beside it in ``part``. Raises SystemExit where that is of another
-    environment, for a file has one."""
-    before = json.loads(path.read_text()) if path.exists() else {part: {}}
-    stays = {name: one for name, one in before[part].items() if name not in made}
-    if stays and before["environment"] != environment():
-        raise SystemExit(f"{path} has {', '.join(stays)} of another environment ({before['environment']}); "
-                         "make all again, or write to another file")
-    return {**stays, **made}
+def beside(path: Path, part: str, made: dict[str, Any], alike: dict[str, Any]) -> dict[str, Any]:
+    """A file: ``alike``, and in ``part`` what was made and what the file at ``path`` has beside it. Raises SystemExit
+    where that was made with something else, for the file says it once for all."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    stays = {name: one for name, one in before.get(part, {}).items() if name not in made}
+    wrong = [key for key, value in json.loads(json.dumps(alike)).items() if before.get(key) != value]
+    if stays and wrong:
+        raise SystemExit(f"{path} has {', '.join(stays)} with another {', '.join(wrong)}; make all again, or write to "
+                         "another file")
+    return {**alike, part: {**stays, **made}}
 
 
 def outcome(plan: Plan, seeds: Sequence[int], draws: int, repeats: int, room: Path, say: Say) -> dict[str, Any]:
@@ -127,10 +128,11 @@ def main() -> None:
         print(line, file=sys.stderr, flush=True)
 
     started = time.monotonic()
+    alike = {"draws": options.draws, "repeats": options.repeats, "environment": environment()}
+    beside(options.out, "sets", dict.fromkeys(options.sets), alike)  # refused before anything is computed
     sets = {name: outcome(PLANS[name], options.seeds, options.draws, options.repeats, options.room, say)
             for name in options.sets}
-    write_json(options.out, {"draws": options.draws, "repeats": options.repeats, "environment": environment(),
-                             "sets": beside(options.out, "sets", sets)})
+    write_json(options.out, beside(options.out, "sets", sets, alike))
     say(f"{options.out}: {time.monotonic() - started:.0f} s")
 
 

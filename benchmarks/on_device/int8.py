@@ -169,13 +169,13 @@ def main() -> None:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    alike = {"draws": options.draws, "vnni": vnni(), "environment": environment()}
+    beside(options.out, "sets", dict.fromkeys(options.sets), alike)  # refused before anything is computed
     sets = {name: {"seeds": options.seeds, "labels": PLANS[name].labels, "table": table(PLANS[name], [
         judged(PLANS[name], seed, options.draws, options.room, say) for seed in options.seeds
     ])} for name in options.sets}  # fmt: skip
-    write_json(options.out, {
-        "models": {name: cost(case, options.calls, say) for name, case in CASES.items()},
-        "sets": beside(options.out, "sets", sets), "draws": options.draws, "vnni": vnni(), "environment": environment(),
-    })
+    costs = {name: cost(case, options.calls, say) for name, case in CASES.items()}
+    write_json(options.out, {"models": costs, **beside(options.out, "sets", sets, alike)})
 
 
 if __name__ == "__main__":

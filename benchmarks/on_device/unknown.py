@@ -145,6 +145,9 @@ def main() -> None:
         print(line, file=sys.stderr, flush=True)
 
     started = time.monotonic()
+    alike = {"method": METHOD, "seeds": options.seeds, "draws": options.draws, "quantiles": QUANTILES,
+             "environment": environment()}
+    beside(options.out, "cases", dict.fromkeys(options.cases), alike)  # refused before anything is computed
     found = {}
     for name in options.cases:
         found[name] = outcome(CASES[name], options.seeds, options.draws, options.room, say)
@@ -153,9 +156,7 @@ def main() -> None:
             print(f"{name}, {labels} labels: {said}", flush=True)
     training = {case.plan.folder: {"rounds": case.plan.training[METHOD].rounds,
                                    "hyper": dict(case.plan.training[METHOD].hyper)} for case in CASES.values()}
-    write_json(options.out, {"method": METHOD, "training": training, "seeds": options.seeds, "draws": options.draws,
-                             "quantiles": QUANTILES, "environment": environment(),
-                             "cases": beside(options.out, "cases", found)})
+    write_json(options.out, {"training": training, **beside(options.out, "cases", found, alike)})
     say(f"{options.out}: {time.monotonic() - started:.0f} s")
 
 

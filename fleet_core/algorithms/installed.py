@@ -9,14 +9,13 @@ neither imports nothing of them. What is no method is left out and told on stder
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
+import threading
 from collections import UserDict
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any
 
-from fleet_core.algorithms.seam import ADAPTATIONS, PERSONALIZERS, Method
+from fleet_core.algorithms.seam import ADAPTATIONS, PERSONALIZERS, ClientRule, Method, ServerRule, own_steps
 from fleet_core.runtime import say
 
 GROUP = "metafleet.methods"
@@ -28,14 +27,25 @@ class Installed(UserDict[str, Method]):
 
     def __init__(self, product: Mapping[str, Method], say: Callable[[str], None] = say) -> None:
         self._product, self._say = product, say
+        self._lock, self._found = threading.RLock(), dict[str, Method]()
+        self._looked = False
 
-    @cached_property
+    @property
     def data(self) -> dict[str, Method]:  # type: ignore[override]  # found at the first look, not at the start
-        self.__dict__["data"] = found = dict[str, Method]()  # a package that asks while it is imported finds none yet
+        with self._lock:  # another thread waits; a package that asks while it is imported finds none yet
+            if not self._looked:
+                self._looked = True
+                self._found = self._look()
+            return self._found
+
+    def _look(self) -> dict[str, Method]:
+        import importlib.metadata  # 2 MB, which a device that answers does without
+
+        found = dict[str, Method]()
         for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
             try:
                 row = point.load()
-            except Exception as error:  # importing runs anyone's code
+            except (Exception, SystemExit) as error:  # importing runs anyone's code
                 row, wrong = None, f"cannot be imported: {type(error).__name__}: {error}"
             else:
                 wrong = self._wrong(point.name, row) or ("is brought by two packages" if point.name in found else "")
@@ -57,8 +67,19 @@ class Installed(UserDict[str, Method]):
             return "has the name of one of the product's: take another"
         if not re.fullmatch(NAME, name):
             return "has a name that is not lower case letters, digits, '.' and '-', at most 64"
+        version: Any = row.version
+        if type(version) is not int or version < 1:
+            return f"has the version {version!r}, expected a whole number from 1"
+        client: Any = row.client
+        server: Any = row.server
+        if not isinstance(client, ClientRule) or not isinstance(server, ServerRule):
+            return "has no ClientRule and ServerRule as its client and server"
         for what, value, known in (("adaptation", row.adaptation, ADAPTATIONS),
                                    ("personalizer", row.personalizer, PERSONALIZERS)):
             if value not in known:
                 return f"has the {what} '{value}', expected one of {', '.join(known)}"
+        try:
+            own_steps(row, row.hyper())
+        except Exception as error:  # its hyper-parameters are anyone's code
+            return f"has hyper-parameters that do not do: {type(error).__name__}: {error}"
         return ""

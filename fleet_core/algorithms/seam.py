@@ -220,7 +220,7 @@ class Method:
     @property
     def keeps_weights(self) -> bool:
         """Whether a device answers with weights that its own rounds leave on it."""
-        return bool(self.personal or self.given)
+        return bool(self.personal or self.given or self.personalizer == "own")
 
     @property
     def graphs(self) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ def own_steps(method: Method, hyper: Any, *, trained: bool = False) -> tuple[flo
     """
     if method.personalizer == "sgd" and hasattr(hyper, "inner_steps"):
         return hyper.inner_lr, hyper.inner_steps
-    if method.personalizer == "sgd" or (method.personalizer == "own" and not trained):
+    if method.personalizer == "sgd" or (method.personalizer == "own" and method.moving and not trained):
         return hyper.finetune_lr, hyper.finetune_steps
     return 0.0, 0
 

@@ -35,6 +35,7 @@ NumpyParams = dict[str, dict[str, np.ndarray[Any, Any]]]
 TorchParams = dict[str, dict[str, Tensor]]
 
 
+NO_PACKAGES = {*sys.stdlib_module_names, "test", "__main__"}
 COUNTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 FREE = (nn.GroupNorm, nn.LayerNorm, nn.Embedding)
 """Layers whose operations are counted, and layers whose few operations are not worth counting."""
@@ -210,11 +211,11 @@ def _builder(model: str) -> Callable[..., nn.Module]:
             expected=f"{', '.join(MODELS)} or package.module:build",
             hint=f"did you mean '{near}'?" if near else None,
         )
-    if package.partition(".")[0] in sys.stdlib_module_names:  # a layout comes from outside: no os, no subprocess
+    if package.partition(".")[0] in NO_PACKAGES:  # a layout comes from outside
         raise ConfigError(f"the model '{model}' is of Python's own library", expected="package.module:build of yours")
     try:
         return cast(Callable[..., nn.Module], getattr(importlib.import_module(package), name))
-    except Exception as error:  # importing runs anyone's code
+    except (Exception, SystemExit) as error:  # importing runs anyone's code
         raise ConfigError(
             f"the model '{model}' cannot be imported: {error}", hint=f"install the package of '{package}' here"
         ) from error
