@@ -220,7 +220,7 @@ def _wheels(entries: Any, folder: Path) -> tuple[tuple[str, ...], list[Problem]]
             what = "is no wheel (python -m build makes one, as my_lab-1.0-py3-none-any.whl)"
         elif not os.access(path, os.R_OK):
             what = f"there is no file '{path}' that can be read"
-        elif not zipfile.is_zipfile(path):
+        elif not _is_wheel(path):
             what = f"'{path}' is no file of a wheel"
         elif name == "metafleet":
             what = "is the agent, which comes along by itself"
@@ -231,6 +231,15 @@ def _wheels(entries: Any, folder: Path) -> tuple[tuple[str, ...], list[Problem]]
             continue
         problems.append(Problem(f"wheels[{number}]", what))
     return tuple(map(str, paths)), problems
+
+
+def _is_wheel(path: Path) -> bool:
+    """Whether it is an archive with a package's facts."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith(".dist-info/METADATA") for name in archive.namelist())
+    except (zipfile.BadZipFile, OSError):
+        return False
 
 
 def _beside(folder: Path, entry: str) -> Path:

@@ -62,7 +62,8 @@ def test_wheels_are_found_beside_the_file_and_all_that_is_wrong_with_them_is_tol
     mine = wheels.wheel(index, "my_lab", "1.0")
     wheels.wheel(index, "My.Lab", "1.1", "cp313-cp313-manylinux_2_28_aarch64")
     wheels.wheel(index, "metafleet", "9.9")
-    (index / "torn-1.0-py3-none-any.whl").write_text("no zip")
+    torn = wheels.wheel(index, "torn", "1.0")
+    torn.write_bytes(torn.read_bytes()[:-100])
     (index / "my_lab-1.0.tar.gz").touch()
     listed = 'wheels = ["wheels/my_lab-1.0-py3-none-any.whl"'
     text = WHOLE.replace("\n[wifi]", f"{listed}]\n\n[wifi]", 1)
