@@ -19,7 +19,7 @@ from cloud_server.laboratory.experiment import Experiment
 from cloud_server.laboratory.simulate import Options, simulate
 from cloud_server.laboratory.tables import TIMES
 from fleet_core import schema
-from fleet_core.algorithms.methods import METHODS
+from fleet_core.algorithms.methods import PRODUCT
 from tests.lab import settings
 
 SETS = tuple(table.SETS)
@@ -45,9 +45,9 @@ def test_the_grid_is_judged_inside_the_training_part_of_the_same_devices(name: s
 
 @pytest.mark.parametrize("name", SETS)
 def test_every_method_is_tried_and_run_and_no_other_choice_than_the_grids(name: str) -> None:
-    assert {section.name for section in grid(name).method} == set(METHODS)
+    assert {section.name for section in grid(name).method} == set(PRODUCT)
     chosen = {one.method.name: one.hyper for one in experiments.runs(run(name))}
-    assert set(chosen) == set(METHODS)
+    assert set(chosen) == set(PRODUCT)
     for one in experiments.runs(grid(name)):
         if one.hyper == chosen.get(one.method.name):
             del chosen[one.method.name]
@@ -177,7 +177,7 @@ def test_the_advice_tries_a_method_that_is_not_told_apart_from_the_best_or_the_p
 ) -> None:
     path = choose.HERE / page.RESULT
     order = table.ranked(json.loads(path.read_text()), name) if path.exists() else []
-    if {label for label, _, _ in order} < set(METHODS):
+    if {label for label, _, _ in order} < set(PRODUCT):
         assert "have not been made yet" in (choose.HERE / "README.md").read_text()
         return
     best = order[0][2]
