@@ -20,7 +20,7 @@ from cloud_server.fleet import Fleet
 from cloud_server.ledger import Ledger
 from cloud_server.ledger_tables import Invitation
 from edge_agent import settings as agents
-from firmware_profiles import device_file, machine, package, program
+from firmware_profiles import device_file, machine, own_wheels, package, program
 from firmware_profiles.device_file import DeviceFile
 from firmware_profiles.machine import Machine
 from firmware_profiles.package import Package
@@ -78,11 +78,11 @@ def prepare(path: Path, *, python: str | None = None) -> Prepared:
 def _check_own(fleet: Fleet, system: Machine, device: DeviceFile, path: Path) -> None:
     """A model or method of the user's own is in none of the agent's wheels. Raises ConfigError without its own."""
     model, method = fleet.config.model.name, fleet.config.fleet.method
-    package, _, build = model.partition(":")
+    module, _, build = model.partition(":")
     own = []
-    if build and system.train and not any(program.holds(Path(wheel), package) for wheel in device.wheels):
+    if build and system.train and not any(own_wheels.holds(Path(wheel), module) for wheel in device.wheels):
         own.append(f"model '{model}'")
-    if method not in PRODUCT and not any(method in program.entry_points(Path(w), GROUP) for w in device.wheels):
+    if method not in PRODUCT and not any(method in own_wheels.entry_points(Path(w), GROUP) for w in device.wheels):
         own.append(f"method '{method}'")
     if own:
         raise ConfigError(f"the fleet's {' and '.join(own)} would not be on the device",

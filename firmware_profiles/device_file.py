@@ -28,14 +28,13 @@ import base64
 import binascii
 import contextlib
 import hashlib
-import os
 import re
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from firmware_profiles import own_wheels
 from fleet_core import config, schema
 from fleet_core.errors import ConfigError
 from fleet_core.schema import Problem
@@ -50,8 +49,6 @@ HOSTNAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 RESERVED = ("root", "metafleet")
 KEY_TYPES = r"(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(256|384|521)|sk-(ssh-ed25519|ecdsa-sha2-nistp256)@openssh\.com)"
 MAX_KEY_BYTES = 1 << 14
-WHEEL = r"([A-Za-z0-9][\w.]*)-[\w.!+]+(-\d\w*)?-[\w.]+-[\w.]+-[\w.]+\.whl"
-"""PEP 427: distribution, version, build, and the tags of Python, ABI and platform."""
 
 
 @dataclass(frozen=True)
@@ -214,32 +211,11 @@ def _wheels(entries: Any, folder: Path) -> tuple[tuple[str, ...], list[Problem]]
     paths = [_beside(folder, entry) for entry in named_here]
     problems, seen = [], dict[str, int]()
     for number, path in enumerate(paths):
-        named = re.fullmatch(WHEEL, path.name)
-        name = re.sub(r"[-_.]+", "-", named[1]).lower() if named else ""
-        if not named:
-            what = "is no wheel (python -m build makes one, as my_lab-1.0-py3-none-any.whl)"
-        elif not os.access(path, os.R_OK):
-            what = f"there is no file '{path}' that can be read"
-        elif not _is_wheel(path):
-            what = f"'{path}' is no file of a wheel"
-        elif name == "metafleet":
-            what = "is the agent, which comes along by itself"
-        elif name in seen:
-            what = f"is the package of wheels[{seen[name]}] once more"
-        else:
-            seen[name] = number
-            continue
-        problems.append(Problem(f"wheels[{number}]", what))
+        first = seen.setdefault(own_wheels.package(path), number)
+        what = own_wheels.wrong(path) or (f"is the package of wheels[{first}] once more" if first < number else "")
+        if what:
+            problems.append(Problem(f"wheels[{number}]", what))
     return tuple(map(str, paths)), problems
-
-
-def _is_wheel(path: Path) -> bool:
-    """Whether it is an archive with a package's facts."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith(".dist-info/METADATA") for name in archive.namelist())
-    except (zipfile.BadZipFile, OSError):
-        return False
 
 
 def _beside(folder: Path, entry: str) -> Path:

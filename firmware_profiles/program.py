@@ -15,7 +15,6 @@ only when it was cleared (``cache``).
 
 from __future__ import annotations
 
-import configparser
 import contextlib
 import email
 import gzip
@@ -28,7 +27,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +44,6 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 MTIME = 315532800  # 1 January 1980, for every file: the same program, the same bytes
 ORIGIN = ("direct_url.json", "uv_cache.json", "uv_build.json")
-MAX_ENTRY_POINTS = 1 << 20
 NEEDLESS = ("bin", "share", "isympy.py", ".lock")
 START = """#!/bin/sh
 # The agent of this folder, with the modules beside it and the system's Python.
@@ -175,27 +172,6 @@ def _make(
             "size_bytes": size, "installed_bytes": installed, "parts": schema.plain(parts)}
     path = cache.add(key, packed, told)
     return Program(path=path, sha256=sha256, size_bytes=size, installed_bytes=installed, parts=parts, **about)
-
-
-# Wheels of one's own --------------------------------------------------------------------------------------------------
-
-
-def holds(wheel: Path, module: str) -> bool:
-    """Whether the wheel has the module, by its name with dots."""
-    inside = module.replace(".", "/")
-    with zipfile.ZipFile(wheel) as archive:
-        return any(name.startswith((f"{inside}/", f"{inside}.")) for name in archive.namelist())
-
-
-def entry_points(wheel: Path, group: str) -> tuple[str, ...]:
-    """The names of the wheel's entry points of ``group``."""
-    parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
-    with zipfile.ZipFile(wheel) as archive:
-        for info in archive.infolist():
-            if info.filename.endswith(".dist-info/entry_points.txt") and info.file_size <= MAX_ENTRY_POINTS:
-                with contextlib.suppress(configparser.Error, UnicodeDecodeError):
-                    parser.read_string(archive.read(info).decode())
-    return tuple(parser[group]) if parser.has_section(group) else ()
 
 
 # uv -------------------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def in_the_product(page: Any) -> Iterator[None]:
     """The row under a name that configurations know, and nobody waits for a disk."""
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(METHODS, "fedavg", replace(page.DITTO, name="fedavg"))
+        patch.setitem(PRODUCT, "fedavg", replace(page.DITTO, name="fedavg"))
         without_fsync(patch)
         yield
     torch.set_num_threads(before)

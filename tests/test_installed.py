@@ -18,7 +18,7 @@ import pytest
 from torch import nn
 
 from fleet_core.algorithms import installed, seam
-from fleet_core.algorithms.installed import Installed
+from fleet_core.algorithms.installed import Methods
 from fleet_core.algorithms.methods import PRODUCT
 from fleet_core.algorithms.seam import LocalSgd
 from fleet_core.data import samples as stored
@@ -66,7 +66,9 @@ def metafleet(packages: Path, *arguments: object) -> subprocess.CompletedProcess
 
 def test_it_is_listed_beside_the_products_and_one_that_is_broken_is_told(packages: Path) -> None:
     done = metafleet(packages, "methods", "--json")
-    assert {row["name"] for row in json.loads(done.stdout)} >= {"ditto", *PRODUCT}
+    listed = [row["name"] for row in json.loads(done.stdout)]
+    assert listed[: len(PRODUCT)] == list(PRODUCT)
+    assert "ditto" in listed[len(PRODUCT) :]
     assert (
         "the method 'lost' of the installed package my-lab is left out: my_lab.lost:LOST cannot be imported: "
         "ModuleNotFoundError: No module named 'my_lab.lost'\n") in done.stderr
@@ -110,8 +112,8 @@ def test_it_runs_on_a_fleet_of_processes(packages: Path, tmp_path: Path) -> None
 ROW: Any = replace(PRODUCT["fedper"], name="mine")
 
 
-def found(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> tuple[Installed, list[str]]:
-    """What the entry points ``name=row`` of the module ``rows`` come to, and what is said."""
+def found(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> tuple[dict[str, Any], list[str]]:
+    """What the entry points ``name=row`` of the module ``rows`` bring, and what is said."""
     module = ModuleType("rows")
     module.__dict__.update({f"row{n}": row for n, row in enumerate(rows.values())})
     monkeypatch.setitem(sys.modules, "rows", module)
@@ -119,7 +121,9 @@ def found(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> tuple[Installed, list
               for n, name in enumerate(rows)]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [p for p in points if p.group == group])
     said: list[str] = []
-    return Installed(PRODUCT, said.append), said
+    methods = Methods(PRODUCT, said.append)
+    assert len(methods) == len(list(methods))
+    return {name: row for name, row in methods.items() if name not in PRODUCT}, said
 
 
 def test_a_name_of_the_products_is_never_looked_for_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +131,7 @@ def test_a_name_of_the_products_is_never_looked_for_elsewhere(monkeypatch: pytes
         raise AssertionError("looked for")
 
     monkeypatch.setattr(importlib.metadata, "entry_points", looked)
-    methods = type(sys.modules["fleet_core.algorithms.methods"].METHODS)(PRODUCT, Installed(PRODUCT))
+    methods = Methods(PRODUCT)
     assert methods["fedavg"] is methods.get("fedavg") is PRODUCT["fedavg"]
     assert "fedavg" in methods
     with pytest.raises(AssertionError, match="looked for"):
@@ -167,7 +171,7 @@ def test_a_package_that_ends_the_process_at_its_import_is_left_out(
     point = importlib.metadata.EntryPoint("mine", "leaving:ROW", installed.GROUP)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [point])
     said: list[str] = []
-    assert not Installed(PRODUCT, said.append)
+    assert "mine" not in Methods(PRODUCT, said.append)
     assert said == ["the method 'mine' of the installed package leaving is left out: leaving:ROW cannot be imported: "
                     "SystemExit: 3"]
 
@@ -179,14 +183,14 @@ def test_threads_that_ask_at_once_all_find_it(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.syspath_prepend(tmp_path)
     point = importlib.metadata.EntryPoint("mine", "slow_rows:ROW", installed.GROUP)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [point])
-    rows = Installed(PRODUCT)
+    rows = Methods(PRODUCT)
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(lambda _: "mine" in rows, range(4))) == [True] * 4
 
 
 def test_the_second_of_two_packages_with_one_name_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, said = found(monkeypatch, mine=ROW, mine_=replace(ROW, title="another"))
-    assert dict(rows) == {"mine": ROW}
+    assert rows == {"mine": ROW}
     assert len(said) == 1
     assert "rows:row1 is brought by two packages" in said[0]
 

@@ -30,7 +30,7 @@ from edge_agent.serve import ServedModel
 from edge_agent.session import open_kind
 from fleet_core import codecs, messages, storage, topics
 from fleet_core.algorithms import trees
-from fleet_core.algorithms.methods import METHODS
+from fleet_core.algorithms.methods import METHODS, PRODUCT
 from fleet_core.algorithms.trees import Params
 from fleet_core.compression import compress, decompress
 from fleet_core.errors import FleetError
@@ -308,7 +308,7 @@ def test_no_personal_weight_and_no_sample_leaves_a_device_with_weights_of_its_ow
     w.server.close()
 
 
-BY_PERSONALIZER = {method.personalizer: method.name for method in reversed(list(METHODS.values())) if method.received}
+BY_PERSONALIZER = {method.personalizer: method.name for method in reversed(PRODUCT.values()) if method.received}
 MORE = [name for kind, name in BY_PERSONALIZER.items() if kind not in ("proto", "sgd", "own", "fleet-proto")]
 """A method of each kind of personalization that the other tests here have not."""
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fleet_core.algorithms.seam import ADAPTATIONS, PERSONALIZERS, ClientRule, Method, ServerRule, own_steps
@@ -22,16 +21,24 @@ GROUP = "metafleet.methods"
 NAME = r"[a-z0-9][a-z0-9.-]{0,63}"
 
 
-class Installed(UserDict[str, Method]):
-    """name -> row. product: the rows that no package can replace. say: for a line about each that is left out."""
+class Methods(Mapping[str, Method]):
+    """name -> row: the product's first, then those of installed packages. say: for a line about each that is left out.
+    """
 
     def __init__(self, product: Mapping[str, Method], say: Callable[[str], None] = say) -> None:
         self._product, self._say = product, say
-        self._lock, self._found = threading.RLock(), dict[str, Method]()
-        self._looked = False
+        self._lock, self._looked, self._found = threading.RLock(), False, dict[str, Method]()
 
-    @property
-    def data(self) -> dict[str, Method]:  # type: ignore[override]  # found at the first look, not at the start
+    def __getitem__(self, name: str) -> Method:
+        return self._product[name] if name in self._product else self._installed()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._product, *self._installed()))
+
+    def __len__(self) -> int:
+        return len(self._product) + len(self._installed())
+
+    def _installed(self) -> dict[str, Method]:
         with self._lock:  # another thread waits; a package that asks while it is imported finds none yet
             if not self._looked:
                 self._looked = True

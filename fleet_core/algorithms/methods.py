@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from dataclasses import dataclass
 
 from fleet_core.algorithms.average import LARGEST_BETA, AverageClient, AverageServer, Averaging
@@ -10,7 +9,7 @@ from fleet_core.algorithms.dyn import Dyn, DynClient, DynServer
 from fleet_core.algorithms.fedproto import PrototypeClient, PrototypeServer, Pull
 from fleet_core.algorithms.gaussian import Gaussian
 from fleet_core.algorithms.hyper import Hyper, HyperClient, HyperServer
-from fleet_core.algorithms.installed import Installed
+from fleet_core.algorithms.installed import Methods
 from fleet_core.algorithms.meta import FedMeta, GradientClient, GradientServer, RatesServer, RatesStart
 from fleet_core.algorithms.metavers import MARGIN, Margins, VersClient, VersServer
 from fleet_core.algorithms.moreau import Moreau, MoreauClient
@@ -310,5 +309,5 @@ PRODUCT: dict[str, Method] = {
     )
 }
 
-METHODS: ChainMap[str, Method] = ChainMap(PRODUCT, Installed(PRODUCT))
+METHODS = Methods(PRODUCT)
 """By name: the product's, and those of installed packages."""
