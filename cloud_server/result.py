@@ -19,7 +19,7 @@ from cloud_server import ledger_tables as tables
 from cloud_server.ledger import Bytes, Joules, Ledger
 from cloud_server.ledger_tables import STAGES, Judgement
 from fleet_core import schema
-from fleet_core.algorithms.installed import GROUP
+from fleet_core.algorithms import installed
 from fleet_core.errors import DataError
 
 FORMAT = 1
@@ -234,8 +234,7 @@ def environment() -> dict[str, Any]:
     """Python, platform, versions of the packages that are installed, those that bring methods too, and the number of
     cores: nothing that names a machine or its user."""
     packages = {}
-    brought = {point.dist.name for point in importlib.metadata.entry_points(group=GROUP) if point.dist}
-    for name in (*PACKAGES, *sorted(brought)):
+    for name in (*PACKAGES, *installed.packages()):
         try:
             packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

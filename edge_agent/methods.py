@@ -7,13 +7,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 from fleet_core import schema
+from fleet_core.algorithms.installed import OR_INSTALL
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.errors import ConfigError, MessageError
 from fleet_core.layout import Layout
 from fleet_core.messages import Manifest
 
-OR_INSTALL = ", or install the package that brings it"
 BATCHES = ("batch", "support_batch", "query_batch")
 
 

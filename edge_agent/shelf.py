@@ -15,7 +15,7 @@ from typing import Any
 from edge_agent import own as owns
 from edge_agent.home import Home, Weights
 from edge_agent.local import LocalData
-from edge_agent.methods import OR_INSTALL, hyper_of
+from edge_agent.methods import hyper_of
 from edge_agent.own import Own
 from edge_agent.personalize import Predictor
 from edge_agent.session import check_golden, runtime_version
@@ -24,6 +24,7 @@ from edge_agent.slots import Slots
 from edge_agent.ways import EMBEDS, Plan, is_whole, plan_of
 from fleet_core import bundle
 from fleet_core.algorithms import trees
+from fleet_core.algorithms.installed import OR_INSTALL
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.bundle import Graph

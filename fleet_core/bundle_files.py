@@ -33,6 +33,7 @@ import numpy as np
 
 from fleet_core import bundle, codecs, golden, schema, storage
 from fleet_core.algorithms import trees
+from fleet_core.algorithms.installed import OR_INSTALL
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.algorithms.steps import Steps
@@ -326,7 +327,7 @@ def _manifest(data: bytes, where: str) -> Manifest:
         raise BundleError(
             f"is of method {manifest.method.name}, version {manifest.method.version}, which is not known here"
             + (f" (did you mean '{near}'?)" if near and near != manifest.method.name else ""),
-            where=where, hint="update metafleet, or install the package that brings it",
+            where=where, hint=f"update metafleet{OR_INSTALL}",
         )  # fmt: skip
     return manifest
 

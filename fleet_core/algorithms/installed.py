@@ -12,13 +12,33 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleet_core.algorithms.seam import ADAPTATIONS, PERSONALIZERS, ClientRule, Method, ServerRule, own_steps
 from fleet_core.runtime import say
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 GROUP = "metafleet.methods"
+OR_INSTALL = ", or install the package that brings it"
+"""What else may help where a method is not known here."""
 NAME = r"[a-z0-9][a-z0-9.-]{0,63}"
+
+
+def packages() -> list[str]:
+    """The installed packages that bring methods."""
+    return sorted({_package(point) for point in _points()})
+
+
+def _points() -> list[EntryPoint]:
+    import importlib.metadata  # 2 MB, which a device that answers does without
+
+    return sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name)
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else point.module
 
 
 class Methods(Mapping[str, Method]):
@@ -46,10 +66,8 @@ class Methods(Mapping[str, Method]):
             return self._found
 
     def _look(self) -> dict[str, Method]:
-        import importlib.metadata  # 2 MB, which a device that answers does without
-
         found = dict[str, Method]()
-        for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        for point in _points():
             try:
                 row = point.load()
             except (Exception, SystemExit) as error:  # importing runs anyone's code
@@ -57,8 +75,7 @@ class Methods(Mapping[str, Method]):
             else:
                 wrong = self._wrong(point.name, row) or ("is brought by two packages" if point.name in found else "")
             if wrong:
-                package = point.dist.name if point.dist else point.module
-                self._say(f"the method '{point.name}' of the installed package {package} is left out: "
+                self._say(f"the method '{point.name}' of the installed package {_package(point)} is left out: "
                           f"{point.value} {wrong}")
             else:
                 found[point.name] = row
