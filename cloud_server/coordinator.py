@@ -36,7 +36,7 @@ from fleet_core import bundle, cohort, messages, topics
 from fleet_core.errors import CodecError, FleetError, MessageError, StateError
 from fleet_core.layout import MODEL_GROUPS
 from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
-from fleet_core.messages import Down, PendingRef, Presence, RenewalRequest, Report, ServerPresence, UploadManifest
+from fleet_core.messages import Down, Presence, RenewalRequest, Report, ServerPresence, UpdateRef, UploadManifest
 
 REQUESTS_S = 0.25
 GRACE_S = 3.0
@@ -79,7 +79,9 @@ class Coordinator:
         self._rounds = Rounds(ledger, self.method, now)
         self._reception = Reception(
             fleet, self.wire, self.layout.hash, ledger, self._spool, self._tell, current=lambda: self.open,
-            closed=lambda: (self.checkpoint.round, self.checkpoint.state.dual_epoch), clock=clock, now=now, log=log,
+            closed=lambda: (self.checkpoint.round, self.checkpoint.state.dual_epoch),
+            taken=lambda device, made: self._roster.on_update(device, made.after, *self._state.history()),
+            clock=clock, now=now, log=log,
         )
         self._broadcast = Broadcast(
             fleet, self.wire, self.layout.hash, graph_data, ledger, self._checkpoints, self._publisher,
@@ -91,7 +93,7 @@ class Coordinator:
             log=log,
         )
         self._enrolments = Enrolments(
-            fleet, ledger, link, admit=lambda name: self._roster.enroll(name, *self._state.history()),
+            fleet, ledger, link, admit=lambda name: self._roster.enroll(name, self.checkpoint.round),
             changed=access_changed, now=now, log=log,
         )
         self._renewals = Renewals(fleet, ledger, now=now, log=log)
@@ -200,7 +202,7 @@ class Coordinator:
                 self.paused, self._idle = value == "yes", None
                 self.ledger.set_facts(paused=value)
             elif what == "enroll":
-                self._roster.enroll(name, *self._state.history())
+                self._roster.enroll(name, self.checkpoint.round)
             elif what == "invite":
                 self._enrolments.invite(Invitation(**json.loads(value)))
             elif what == "revoke":
@@ -230,7 +232,7 @@ class Coordinator:
         name = address.device
         if address.kind == "st":
             presence = messages.decode(Presence, payload)
-            self._roster.on_presence(name, presence, *self._state.history())
+            self._roster.on_presence(name, presence, self.checkpoint.round)
             if presence.st == "off":
                 self._reception.drop(name)
             elif not presence.beat:
@@ -280,7 +282,7 @@ class Coordinator:
             self._log(f"{device} gets no new certificate: {error.what}")
         self._voice.attest(device, answer)
 
-    def _tell_fate(self, device: str, pending: PendingRef) -> None:
+    def _tell_fate(self, device: str, pending: UpdateRef) -> None:
         """Whether an update of a closed round was counted; an open one is not decided yet."""
         if pending.round <= self.checkpoint.round:
             counted = self._reception.was_counted(device, pending.round, pending.id)

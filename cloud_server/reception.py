@@ -29,18 +29,19 @@ class Reception:
     """Fills ``received`` and ``failed`` of the open round.
 
     layout: of what crosses the wire; layout_hash: of the model. tell(device, message): sends to a device. current():
-    the open round, or None. closed(): (the last closed round, the present dual epoch).
+    the open round, or None. closed(): (the last closed round, the present dual epoch). taken(device, manifest): before
+    an update is kept.
     """
 
     def __init__(
         self, fleet: Fleet, layout: Layout, layout_hash: str, ledger: Ledger, spool: Spool,
         tell: Callable[[str, Down], None], *, current: Callable[[], OpenRound | None],
-        closed: Callable[[], tuple[int, int]], clock: Callable[[], float], now: Callable[[], float],
-        log: Callable[[str], None],
+        closed: Callable[[], tuple[int, int]], taken: Callable[[str, UploadManifest], None],
+        clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
     ):
         self._link, self._method, self._layout = fleet.config.link, fleet.method, layout
         self._layout_hash, self._codec_up = layout_hash, fleet.codec_up
-        self._ledger, self._spool, self._tell = ledger, spool, tell
+        self._ledger, self._spool, self._tell, self._taken = ledger, spool, tell, taken
         self._current, self._closed, self._now, self._log = current, closed, now, log
         self.limit = upload_limit(layout, fleet.method.shared)
         self._intake = Intake(tell, clock, self.limit)
@@ -121,6 +122,7 @@ class Reception:
             self._verify(manifest, data)
         except FleetError as error:
             return self._refuse(device, number, manifest, str(error))
+        self._taken(device, manifest)
         self._spool.put(number, device, manifest, data)
         opened.received[device] = manifest
         self._say_cut(device, manifest)

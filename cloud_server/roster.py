@@ -15,7 +15,7 @@ from cloud_server.ledger import Ledger
 from cloud_server.ledger_tables import Device, Update
 from fleet_core import messages, schema
 from fleet_core.algorithms.seam import Method
-from fleet_core.messages import Presence
+from fleet_core.messages import Presence, UpdateRef
 
 SILENT_S = 4.5
 WORKING = ("train", "upload")
@@ -27,8 +27,8 @@ class _Known:
     """What is kept in memory of a device; the rest is in the ledger alone.
 
     boot: of its last life, or empty. state: on | off, or empty until it is heard of in this life of the aggregator.
-    base: id of the model that it holds. heard_s: on the clock. ahead: it knows rounds that this fleet does not. What
-    thousands of devices say alike (state, phase, base) is one text.
+    base: id of the model that it holds. heard_s: on the clock. What thousands of devices say alike (state, phase, base)
+    is one text.
     """
 
     enrolled: bool
@@ -39,7 +39,6 @@ class _Known:
     phase: str = ""
     base: str = ""
     heard_s: float = 0.0
-    ahead: bool = False
 
 
 class Roster:
@@ -114,7 +113,7 @@ class Roster:
 
     # Enrolment --------------------------------------------------------------------------------------------------------
 
-    def enroll(self, name: str, closed: int, epoch_start: int, *, trains: bool = False) -> None:
+    def enroll(self, name: str, closed: int, *, trains: bool = False) -> None:
         """closed: the last closed round. A device that announced itself before is taken in as it is."""
         if self.enrolled(name):
             return
@@ -125,7 +124,7 @@ class Roster:
         self._log(f"{name} enrolled")
         waiting = self._strangers.pop(name, None)
         if waiting is not None:
-            self.on_presence(name, waiting, closed, epoch_start)
+            self.on_presence(name, waiting, closed)
 
     def revoke(self, name: str) -> None:
         if not self.enrolled(name):
@@ -142,24 +141,25 @@ class Roster:
     def heard(self, name: str) -> None:
         self._devices[name].heard_s = self._clock()
 
-    def on_presence(self, name: str, presence: Presence, closed: int, epoch_start: int) -> None:
-        """closed: the last closed round. epoch_start: the first round of the present duals.
+    def on_presence(self, name: str, presence: Presence, closed: int) -> None:
+        """closed: the last closed round.
 
         The row may be lost in a power cut, with which the device has to announce itself anew; a leave may not.
         """
         if presence.beat:
             return self._on_beat(name, presence)
         if name not in self._devices and self._everyone:
-            self.enroll(name, closed, epoch_start, trains=presence.train)
+            self.enroll(name, closed, trains=presence.train)
         if not self.enrolled(name):
             return self._on_stranger(name, presence)
         known = self._devices[name]
         if presence.st == "off" and known.boot not in ("", presence.boot):
             return  # the will of an earlier life
-        lost = presence.st == "on" and self._lost(name, known, presence, closed, epoch_start)
-        with self._ledger.transaction(durable=lost):
-            if lost:
+        stopped = presence.st == "on" and not known.new and not presence.train
+        with self._ledger.transaction(durable=stopped):
+            if stopped:
                 self._count_leave()
+                self._log(f"{name} does not train any more")
             self._put(self._described(self._row(name), presence))
         known.state, known.phase = intern(presence.st), intern(presence.ph)
         if presence.st == "on":
@@ -191,22 +191,26 @@ class Roster:
         while len(self._strangers) > STRANGERS:
             self._strangers.pop(next(iter(self._strangers)))
 
-    def _lost(self, name: str, known: _Known, presence: Presence, closed: int, epoch_start: int) -> bool:
-        """Whether a member stopped training, or holds another training state than what was counted of it."""
-        if not known.new and not presence.train:
-            self._log(f"{name} does not train any more")
-            return True
-        if presence.trained > closed + 1 and not known.ahead:  # what is pending belongs to the next one
-            known.ahead = True
-            self._log(f"{name} knows round {presence.trained}, the last one here is {closed}")
-            return True
-        if known.boot in ("", presence.boot):
-            return False
-        unknown = range(max(presence.trained + 1, epoch_start), closed + 1)
-        if any(self._ledger.rows(Update, round=n, device=name, status="counted") for n in unknown):
-            self._log(f"{name} lost its training state")
-            return True
-        return False
+    # Training states --------------------------------------------------------------------------------------------------
+
+    def on_update(self, name: str, after: UpdateRef | None, closed: int, begin: int) -> None:
+        """An update is taken, made from the training state that came with the update ``after``. Where that is not the
+        last one that was counted, its dual is not what the server takes it for. closed: the last closed round. begin:
+        the first round of the present duals."""
+        unlike = self._unlike(name, after, closed, begin)
+        if unlike:
+            self._count_leave()
+            self._log(f"{name} {unlike}")
+
+    def _unlike(self, name: str, after: UpdateRef | None, closed: int, begin: int) -> str:
+        if after is not None and after.id not in self._counted(name, after.round):
+            return f"learned in round {after.round} what this ledger did not count: the fleet's folder is an older one"
+        since = range(after.round + 1 if after else begin, closed + 1) if self._devices[name].took_part else ()
+        return "lost its training state" if any(self._counted(name, number) for number in since) else ""
+
+    def _counted(self, name: str, number: int) -> list[str]:
+        """Ids of the updates of that round that were counted: one or none."""
+        return [row.update_id for row in self._ledger.rows(Update, round=number, device=name, status="counted")]
 
     # In memory and in the ledger --------------------------------------------------------------------------------------
 

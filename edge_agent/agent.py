@@ -204,6 +204,9 @@ class Agent:
             raise MessageError(f"a round with the old sequence number {manifest.seq}", expected=f"above {self._seq}")
         if manifest.exp < max(self._now_ms(), self._signed_ms):
             raise MessageError("a round that has expired")
+        before = self.manifest
+        if before is not None and (manifest.round, not manifest.open) < (before.round, not before.open):
+            self._training.forget()  # the rounds went back: the aggregator's folder is an older one
         self.home.set_clock(manifest.seq, max(self._signed_ms, manifest.seq))
         self._seq, self._signed_ms = manifest.seq, max(self._signed_ms, manifest.seq)
         self.manifest, self._reporter.round = manifest, manifest.round
@@ -365,11 +368,10 @@ class Agent:
         return self._reporter.phase
 
     def _announce(self, *, again: bool = False) -> None:
-        graph, pending = self.service.graph, self._outbox.pending
+        graph = self.service.graph
         self._reporter.announce(
             layouts=() if graph is None else (graph.layout.hash,),
             base=self._models.base,
-            trained=max(self.home.trained(), pending.round if pending else 0),
             again=again,
         )
 

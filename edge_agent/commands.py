@@ -26,7 +26,7 @@ def status(home: Path, as_json: bool) -> None:
     settings = settings_of(home)
     place = Home(home)
     facts: dict[str, Any] = {"device": settings.device.name, "fleet": settings.device.fleet,
-                             "broker": settings.device.broker, "trained_round": place.trained()}
+                             "broker": settings.device.broker, "trained_round": place.last_round()}
     pending = place.pending()
     if pending is not None:
         facts["pending_round"] = pending.round

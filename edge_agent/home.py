@@ -9,7 +9,7 @@
                                          renamed to be the state when it is
     clock.json                           the highest sequence number and signed time seen
 
-Training state is keyed by fleet, method, version, layout and dual epoch; another key is set aside, never mixed. A file
+Training state is keyed by fleet, method, version, layout and dual epoch; another key is never mixed with it. A file
 that is damaged is set aside too (``*.damaged``): the device goes on without it, and the aggregator learns that state
 was lost.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ import numpy as np
 from fleet_core import messages, schema, storage
 from fleet_core.algorithms.seam import ClientState
 from fleet_core.errors import FleetError, StateError
-from fleet_core.messages import Blob, Manifest, UploadManifest
+from fleet_core.messages import Blob, Manifest, UpdateRef, UploadManifest
 
 FORMAT = 1
 MAX_STATE_BYTES = 1 << 33
@@ -74,13 +75,18 @@ def state_key(manifest: Manifest) -> str:
     return f"{manifest.fleet}.{method.name}-v{method.version}-{manifest.layout}-e{manifest.dual_epoch}"
 
 
+def _parts(key: str) -> tuple[str, int]:
+    """(all but the dual epoch, dual epoch) of a state's key; epoch 0 for a folder that is none."""
+    found = re.fullmatch(r"(.+)-e([0-9]+)", key)
+    return (found[1], int(found[2])) if found else (key, 0)
+
+
 class Home:
     """The files under one folder. One agent at a time: a lock file refuses a second one."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._lock: int | None = None
-        self._trained: int | None = None
 
     def lock(self) -> None:
         """Raises StateError when another agent uses this folder."""
@@ -190,16 +196,19 @@ class Home:
     # Training state ---------------------------------------------------------------------------------------------------
 
     def state(self, key: str) -> ClientState | None:
-        """The committed state under ``key``, or None for a device that never took part under it. Raises StateError."""
-        path = self._method(key) / "state.safetensors"
-        return read_state(path) if path.exists() else None
+        """The committed state under ``key``; None for a device that never took part under it, or whose state is damaged
+        and set aside. Raises StateError."""
+        return read_state(self._method(key) / "state.safetensors") if self.learned(key) else None
 
-    def trained(self) -> int:
+    def learned(self, key: str) -> UpdateRef | None:
+        """The update that the committed state under ``key`` came with, or None. A damaged state is set aside."""
+        path = self._method(key) / "state.safetensors"
+        return _learned(path) if path.exists() else None
+
+    def last_round(self) -> int:
         """The latest round whose training is committed here, under any key; 0 for none."""
-        if self._trained is None:
-            rounds = [_round_of(path) for path in sorted(self.folder.glob("methods/*/state.safetensors"))]
-            self._trained = max(rounds, default=0)
-        return self._trained
+        return max((last.round for path in self.folder.glob("methods/*/state.safetensors") if (last := _learned(path))),
+                   default=0)
 
     def pending(self) -> Pending | None:
         """What is pending, under any key; at most one. One whose update is not what it says is set aside."""
@@ -231,9 +240,14 @@ class Home:
         self._made(key, life).unlink(missing_ok=True)
 
     def commit(self, pending: Pending) -> None:
-        """The update was counted: the file becomes the device's state, and takes the update along."""
+        """The update was counted: the file becomes the device's state, and takes the update along. What was learned in
+        earlier dual epochs is of no use any more, and goes."""
         storage.move(pending.path, self._method(pending.key) / "state.safetensors")
-        self._trained = max(self.trained(), pending.round)
+        line, epoch = _parts(pending.key)
+        for other in self.folder.glob("methods/*/state.safetensors"):
+            same, earlier = _parts(other.parent.name)
+            if same == line and earlier < epoch:
+                other.unlink(missing_ok=True)
 
     def discard(self, pending: Pending) -> None:
         """The update was not counted: what it would have changed is forgotten."""
@@ -276,13 +290,14 @@ def _format(path: Path) -> int:
         return 0
 
 
-def _round_of(path: Path) -> int:
-    """The round of a committed state; 0 for a damaged one, which is set aside."""
+def _learned(path: Path) -> UpdateRef | None:
+    """The update that a committed state came with; None for a damaged one, which is set aside."""
     try:
-        return int(storage.head(path)[1]["round"])
-    except (StateError, ValueError, KeyError):
+        counted = _read_pending(path)
+    except (FleetError, ValueError, KeyError):
         _set_aside(path)
-        return 0
+        return None
+    return UpdateRef(counted.round, counted.upload.id)
 
 
 def _set_aside(path: Path) -> None:

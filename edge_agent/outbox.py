@@ -10,7 +10,7 @@ from edge_agent.home import Home, Pending, state_key
 from edge_agent.reporter import Reporter
 from edge_agent.training import identity, still_asked
 from edge_agent.uploader import Uploader
-from fleet_core.messages import Cost, Down, Manifest, PendingRef, mark
+from fleet_core.messages import Cost, Down, Manifest, UpdateRef, mark
 
 MAX_COUNTED_BYTES = 1 << 26
 
@@ -68,7 +68,7 @@ class Outbox:
             return  # that round is not closed, and not open now
         record = next((r for r in manifest.counted if r.round == pending.round), None)
         if record is None:
-            self._reporter.ask("fate", pending.upload.id, pending=PendingRef(pending.round, pending.upload.id))
+            self._reporter.ask("fate", pending.upload.id, pending=UpdateRef(pending.round, pending.upload.id))
         elif record.ids is not None:
             self.settle(record.round, list(record.ids))
         elif record.blob is not None:

@@ -91,9 +91,9 @@ class Reporter:
 
     # Presence ---------------------------------------------------------------------------------------------------------
 
-    def announce(self, *, layouts: tuple[str, ...], base: str, trained: int, again: bool = False) -> None:
+    def announce(self, *, layouts: tuple[str, ...], base: str, again: bool = False) -> None:
         """The whole presence, retained; ``unheard`` until the aggregator acknowledges it. layouts: hashes of the graphs
-        here. base: model id that this device holds. trained: the last round that its own training state knows."""
+        here. base: model id that this device holds."""
         if again:
             self._patience.again()
         else:
@@ -112,7 +112,6 @@ class Reporter:
             cannot=self._limits.why[:200],
             most=self._limits.max_parameters or 0,
             base=base,
-            trained=trained,
         )
         self._send(topics.presence(self._fleet, self._name), messages.encode(presence), retain=True)
 

@@ -33,6 +33,7 @@ def keep(
         after = dict(method.client.settle(after, sent.error, hyper, manifest.scalars["round"]))
     if sent.residual is not None:
         after["residual"] = sent.residual
+    key = state_key(manifest)
     upload = UploadManifest(
         blob=Blob.of(sent.data, manifest.up.chunk),
         codec=name,
@@ -43,5 +44,6 @@ def keep(
         samples=samples,
         scalars=dict(update.scalars),
         metrics=dict(metrics),
+        after=home.learned(key),
     )
-    home.leave_made(state_key(manifest), life, manifest.round, upload, sent.data, after)
+    home.leave_made(key, life, manifest.round, upload, sent.data, after)

@@ -170,8 +170,8 @@ class Given:
 @dataclass(frozen=True)
 class Presence:
     """A device's state. boot: changes at every start. ph: phase. train: it can train. base: model id that it holds.
-    cannot: why it does not, or empty. most: parameters of the largest model that it trains, 0 for any. trained: the
-    last round that its own training state knows. beat: a heartbeat; it says nothing but the phase."""
+    cannot: why it does not, or empty. most: parameters of the largest model that it trains, 0 for any. beat: a
+    heartbeat; it says nothing but the phase."""
 
     st: str = field(metadata={"choices": ("on", "off")})
     boot: str = field(default="", metadata={"max_length": 64})
@@ -186,7 +186,6 @@ class Presence:
     cannot: str = field(default="", metadata={"max_length": 200})
     most: int = field(default=0, metadata=_whole(1 << 40))
     base: str = field(default="", metadata={"max_length": 32})
-    trained: int = 0
     beat: bool = False
 
 
@@ -201,8 +200,17 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class UpdateRef:
+    """A round and an update id."""
+
+    round: int = field(metadata=_whole(1_000_000_000))
+    id: str = field(metadata={"pattern": ID})
+
+
+@dataclass(frozen=True)
 class UploadManifest:
-    """Announces an update. base: id of the weights it was trained from."""
+    """Announces an update. base: id of the weights it was trained from. after: the device's last update that was
+    counted in this dual epoch, as its training state has it; None for a device that begins."""
 
     blob: Blob
     codec: str = field(metadata={"max_length": 32})
@@ -214,6 +222,7 @@ class UploadManifest:
     scalars: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
+    after: UpdateRef | None = None
 
     @property
     def id(self) -> str:
@@ -252,14 +261,6 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class PendingRef:
-    """A round and an update id."""
-
-    round: int = field(metadata=_whole(1_000_000_000))
-    id: str = field(metadata={"pattern": ID})
-
-
-@dataclass(frozen=True)
 class RenewalRequest:
     """A device asks for its next certificate. csr: a signing request with a new key, DER in base64. signature: of the
     present key over ``certificates.renewal``, DER in base64. serial: of the present certificate, in hex."""
@@ -283,7 +284,7 @@ class Report:
     traffic: Traffic | None = None
     flops: float | None = field(default=None, metadata={"min": 0})
     want: str | None = field(default=None, metadata={"choices": ("full", "chunks")})
-    pending: PendingRef | None = None
+    pending: UpdateRef | None = None
     new: bool = False
     failed: str = field(default="", metadata={"max_length": 500})
     renew: RenewalRequest | None = None

@@ -1029,7 +1029,7 @@ def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet
         server.step(0)
         w.clock.seconds += 1
     fake = FakeDevice(w, device)
-    ask = messages.Report(1, pending=messages.PendingRef(1, upload.id))
+    ask = messages.Report(1, pending=messages.UpdateRef(1, upload.id))
     fake.link.publish(topics.report(w.name, device), messages.encode(ask))
     server.step(0)
     fake.poll()
@@ -1097,7 +1097,7 @@ def test_little_is_kept_in_memory_of_a_device(tmp_path):
 
     def announce(known: Roster, n: int) -> None:
         presence = Presence("on", f"boot{n}", methods=dict.fromkeys(METHODS, 1), codecs=tuple(codecs.CODECS), base="b")
-        known.on_presence(f"device{n}", messages.decode(Presence, messages.encode(presence)), 0, 1)
+        known.on_presence(f"device{n}", messages.decode(Presence, messages.encode(presence)), 0)
 
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         first = roster(ledger)
@@ -1807,9 +1807,9 @@ def test_devices_that_know_more_than_a_restored_backup_start_their_duals_again(f
     w.start_server()
     w.start_agent("d0")
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
-    assert w.told("d0 knows round 4, the last one here is 1")
+    assert w.told("d0 learned in round 4 what this ledger did not count")
     assert w.told("every device's dual starts again from zero")
-    assert len([line for line in w.lines if "d0 knows round" in line]) == 1
+    assert len([line for line in w.lines if "d0 learned in round" in line]) == 1
     check_duals(w, feedback=True)
 
 

@@ -29,12 +29,12 @@ from fleet_core.messages import (
     Manifest,
     MethodRef,
     ModelRef,
-    PendingRef,
     Presence,
     Question,
     Report,
     ServerPresence,
     Traffic,
+    UpdateRef,
     UploadManifest,
     UploadRules,
 )
@@ -90,7 +90,7 @@ reports = st.builds(
     energy=st.lists(st.builds(Energy, names.map(lambda n: n[:16]), st.floats(0, 9), text, st.booleans())).map(tuple),
     traffic=st.none() | st.builds(Traffic, st.integers(0, 9), st.integers(0, 9)),
     flops=st.none() | st.floats(0, 1e18),
-    pending=st.none() | st.builds(PendingRef, st.integers(0, 9), ids),
+    pending=st.none() | st.builds(UpdateRef, st.integers(0, 9), ids),
     failed=text,
 )
 downs = st.builds(Down, st.sampled_from(["need", "done", "reject", "counted"]), st.integers(0, 9), ids, text)

@@ -1,0 +1,151 @@
+"""The aggregator's folder is put back from a backup: what the devices learned since is in their duals, not in the
+server's."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.inprocess import World, config_text, toy, without_fsync, world
+from tests.test_fleet import TICK_S, check_duals, opened, settled
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_fsync(monkeypatch)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(*, rounds: int, devices: int) -> World:
+        text = config_text(rounds=rounds, devices=1, fleet="deadline_s = 5\nquorum = 0.1")
+        made.append(world(tmp_path / "world", text))
+        made[-1].start_server()
+        for n in range(devices):
+            made[-1].start_agent(f"d{n}", toy(n))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def back_up(w: World) -> None:
+    w.kill_server()
+    shutil.copytree(w.fleet.folder, w.folder / "backup")
+    w.start_server()
+
+
+def put_back(w: World) -> None:
+    w.kill_server()
+    shutil.rmtree(w.fleet.folder)
+    shutil.copytree(w.folder / "backup", w.fleet.folder)
+    w.start_server()
+
+
+def done(w: World) -> bool:
+    return w.server.finished and settled(w)
+
+
+def duals(w: World, name: str) -> list[str]:
+    """The dual epochs of which a device has training state on its disk."""
+    states = (w.folder / "devices" / name).glob("methods/*/state.safetensors")
+    return sorted(path.parent.name.rpartition("-e")[2] for path in states)
+
+
+def test_a_backup_that_is_one_round_old_is_noticed(fleet):
+    w = fleet(rounds=2, devices=2)
+    assert w.pump(lambda: opened(w, 2))
+    back_up(w)
+    assert w.pump(lambda: done(w), tick_s=TICK_S)
+    put_back(w)
+    assert w.closed() == 1
+    assert w.pump(lambda: done(w) and w.closed() == 2, tick_s=TICK_S)
+    assert w.told("d0 learned in round 2")
+    fresh = w.folder / "fleet" / "fleet.toml"
+    fresh.write_text(fresh.read_text().replace("rounds = 2", "rounds = 4"))
+    w.kill_server()
+    w.start_server()
+    assert w.pump(lambda: done(w) and w.closed() == 4, tick_s=TICK_S)
+    check_duals(w, feedback=True)
+
+
+def test_duals_that_started_again_after_the_backup_do_not_come_back(fleet):
+    """The epoch that follows the backup's has the number of one that devices hold already."""
+    w = fleet(rounds=9, devices=3)
+    assert w.pump(lambda: opened(w, 2))
+    back_up(w)
+    w.server.ledger.ask("revoke/d2", "yes")
+    assert w.pump(lambda: opened(w, 6) and settled(w), tick_s=TICK_S)
+    assert duals(w, "d0") == ["1"]
+    put_back(w)
+    assert w.pump(lambda: done(w), tick_s=TICK_S)
+    assert w.server.checkpoint.state.dual_epoch == 2
+    check_duals(w, feedback=True)
+
+
+def test_a_device_that_comes_long_after_the_backup_was_put_back_is_noticed(fleet):
+    """By then the rounds have passed the one that it knows."""
+    w = fleet(rounds=9, devices=3)
+    assert w.pump(lambda: opened(w, 2) and settled(w))
+    back_up(w)
+    w.kill_agent("d1")
+    w.kill_agent("d2")
+    assert w.pump(lambda: opened(w, 4) and settled(w), tick_s=TICK_S)
+    w.kill_agent("d0")
+    put_back(w)
+    w.start_agent("d1")
+    w.start_agent("d2")
+    assert w.pump(lambda: opened(w, 7), tick_s=TICK_S)
+    assert w.server.checkpoint.state.dual_epoch == 0
+    w.start_agent("d0")
+    assert w.pump(lambda: done(w), tick_s=TICK_S)
+    assert w.server.checkpoint.state.dual_epoch == 1
+    check_duals(w, feedback=True)
+
+
+def test_a_backup_is_noticed_once_whatever_restarts(fleet):
+    w = fleet(rounds=12, devices=2)
+    assert w.pump(lambda: opened(w, 2))
+    back_up(w)
+    assert w.pump(lambda: opened(w, 8) and settled(w), tick_s=TICK_S)
+    put_back(w)
+    assert w.pump(lambda: opened(w, 4) and settled(w), tick_s=TICK_S)
+    first = w.server.checkpoint.state.dual_epoch
+    for number in (5, 6):
+        w.kill_server()
+        w.kill_agent("d0")
+        w.start_server()
+        w.start_agent("d0")
+        assert w.pump(lambda number=number: opened(w, number) and settled(w), tick_s=TICK_S)
+    assert w.pump(lambda: done(w), tick_s=TICK_S)
+    assert w.server.checkpoint.state.dual_epoch == first
+    check_duals(w, feedback=True)
+
+
+def test_a_fleet_of_the_same_name_founded_anew_starts_with_duals_of_its_own(fleet):
+    w = fleet(rounds=6, devices=2)
+    w.kill_server()
+    shutil.copytree(w.fleet.folder, w.folder / "backup")  # before its first round: all but the key is as in a new one
+    w.start_server()
+    assert w.pump(lambda: opened(w, 4) and settled(w), tick_s=TICK_S)
+    put_back(w)
+    assert w.pump(lambda: done(w), tick_s=TICK_S)
+    check_duals(w, feedback=True)
+
+
+def test_a_device_keeps_the_state_of_one_epoch(fleet):
+    """Every device that leaves starts an epoch: a disk that kept them all would be full one day."""
+    w = fleet(rounds=12, devices=4)
+    for gone, number in (("d3", 3), ("d2", 6), ("d1", 9)):
+        assert w.pump(lambda number=number: opened(w, number) and settled(w), tick_s=TICK_S)
+        w.server.ledger.ask(f"revoke/{gone}", "yes")
+    assert w.pump(lambda: done(w), tick_s=TICK_S)
+    assert w.server.checkpoint.state.dual_epoch == 3
+    assert duals(w, "d0") == ["3"]
+    check_duals(w, feedback=True)
