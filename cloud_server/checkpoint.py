@@ -58,7 +58,7 @@ class Checkpoints:
                 torn.unlink()
 
     def path(self, round_number: int) -> Path:
-        return self._folder / f"round-{round_number:09d}.safetensors"
+        return self._folder / file_name(round_number)
 
     def save(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
@@ -120,6 +120,18 @@ class Checkpoints:
         )
         facts = {key: value for key, value in metadata.items() if key not in OWN}
         return Checkpoint(round_number, state, roles.get("published"), roles.get("lost"), facts)
+
+
+def file_name(round_number: int) -> str:
+    return f"round-{round_number:09d}.safetensors"
+
+
+def facts(path: Path) -> dict[str, str]:
+    """What a checkpoint says beside its arrays. Raises StateError where it is damaged."""
+    found = _read(path)
+    if found is None:
+        raise StateError("is damaged", where=str(path), hint=RESTORE)
+    return found[1]
 
 
 def judged(path: Path) -> tuple[int, Params]:

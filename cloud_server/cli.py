@@ -11,6 +11,7 @@ import typer
 
 from cloud_server import bundle_cli, catalog, flash_cli, identity, lab_cli, outcome, predict, result
 from cloud_server import demo as demonstration
+from cloud_server.backup import backup
 from cloud_server.datasets import datasets_app
 from cloud_server.devices_cli import BROKER_OF, FLEET, JSON, PLAIN, address_of, devices_app, url_of
 from cloud_server.fleet import Fleet, FleetConfig
@@ -203,6 +204,21 @@ def rounds(fleet: FLEET, as_json: JSON = False) -> None:
         for r in listed
     ]
     terminal.table(rows, ("round", "status", "cohort", "loss", "seconds", "note"))
+
+
+@server_app.command("backup")
+def server_backup(
+    fleet: FLEET,
+    to: Annotated[Path, typer.Option("--to", help="The folder to make.")],
+    as_json: JSON = False,
+) -> None:
+    """Copy the fleet as it stands, also while the aggregator runs; the copy is a fleet's folder."""
+    made = Fleet.load(fleet)
+    closed = backup(made, to)
+    if as_json:
+        return terminal.show({"folder": str(to), "rounds_closed": closed})
+    print(to)
+    runtime.say(f"{closed} of {made.config.fleet.rounds} rounds closed; the fleet's keys are in it: keep it secret")
 
 
 @server_app.command("pause")

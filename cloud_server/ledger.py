@@ -110,6 +110,11 @@ class Ledger:
         if found != "ok":
             raise StateError(f"is damaged: {' '.join(str(found).split())}", where=str(self.path), hint=NEW_LEDGER)
 
+    def copy(self, to: Path) -> None:
+        """All of it at one moment, as a file of its own, while others write. Raises StateError."""
+        with self._errors(), contextlib.closing(sqlite3.connect(to)) as made:
+            self._db.backup(made)
+
     @contextlib.contextmanager
     def transaction(self, *, durable: bool = True) -> Iterator[None]:
         """All writes inside happen together or not at all; within another transaction it joins that one.

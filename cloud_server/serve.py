@@ -33,7 +33,7 @@ VIEW_S = 1.0
 DEFAULT_PORT = 1883
 DEFAULT_URL = f"mqtt://127.0.0.1:{DEFAULT_PORT}"
 EMBEDDED = "embedded"
-STARTED = "secured-url"
+STARTED = "url"
 
 
 @contextlib.contextmanager
@@ -71,8 +71,8 @@ def private_broker(
             identity.complete(fleet, ledger)
             place = _place(fleet, host, port)
             broker = start_secured(identity.configure(fleet, ledger, place), place)
-        storage.write_atomic(folder / STARTED, broker.url.encode())
         log(f"devices find it at {place.url}: metafleet devices enroll {typed(fleet.folder)} NAME")
+    storage.write_atomic(folder / STARTED, broker.url.encode())
     tell_broker(broker, log)
     try:
         yield broker

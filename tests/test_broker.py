@@ -100,6 +100,15 @@ def test_the_embedded_broker_takes_no_certificates_and_stays_on_this_machine(tmp
         serve.private_broker(fleet, "0.0.0.0", None, plain=False, embedded=True, log=print).__enter__()
 
 
+@NEEDS_MOSQUITTO
+def test_commands_find_the_private_broker_at_the_port_that_it_was_started_with(tmp_path: Path) -> None:
+    fleet = bare_fleet(tmp_path)
+    assert serve.private_url(fleet) == "mqtt://127.0.0.1:1883"
+    for _ in range(2):
+        with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=False, log=lambda line: None) as broker:
+            assert serve.private_url(fleet) == broker.url != "mqtt://127.0.0.1:1883"
+
+
 def test_without_mosquitto_a_broker_with_certificates_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -705,3 +705,20 @@ def test_a_command_that_is_told_can_be_copied_where_a_path_has_a_space(tmp_path:
     done = subprocess.run(runtime.command("cloud_server.cli", "devices", "list", "my fleet"), cwd=tmp_path,
                           capture_output=True, text=True)
     assert done.stderr.endswith("hint: metafleet init 'my fleet'\n")
+
+
+def test_a_backup_is_a_fleet_with_its_keys_and_its_owners_alone(run, place, tmp_path):
+    fleet, to = place / "fleet", tmp_path / "copies" / "monday"
+    (fleet / "mosquitto" / "broker.log").write_text("what the broker said")
+    ran = run("metafleet", "server", "backup", fleet, "--to", to, "--json")
+    assert json.loads(ran.out) == {"folder": str(to), "rounds_closed": 2}
+    there = {name for name in contents(to)}
+    assert there >= {"fleet.toml", "fleet.key", "ca.key", "tokens-ca.key", "mosquitto/server.key", "ledger.sqlite"}
+    assert not {name for name in there if name.endswith((".log", ".lock", ".db"))}
+    assert (to.stat().st_mode & 0o777, (to / "ca.key").stat().st_mode & 0o777) == (0o700, 0o600)
+    status = [json.loads(run("metafleet", "server", "status", folder, "--json").out) for folder in (fleet, to)]
+    assert status[0] == status[1]
+    before = contents(to)
+    refused(run("metafleet", "server", "backup", fleet, "--to", to), 2, "monday: is there already")
+    refused(run("metafleet", "server", "backup", fleet, "--to", fleet / "copy"), 2, "within the fleet's own folder")
+    assert contents(to) == before

@@ -1,14 +1,19 @@
-"""The aggregator's folder is put back from a backup: what the devices learned since is in their duals, not in the
+"""A fleet is backed up while it works, and put back: what the devices learned since is in their duals, not in the
 server's."""
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from cloud_server import checkpoint
+from cloud_server.backup import backup
+from cloud_server.ledger import Ledger
+from fleet_core.errors import StateError
 from tests.inprocess import World, config_text, toy, without_fsync, world
 from tests.test_fleet import TICK_S, check_duals, opened, settled
 
@@ -36,9 +41,8 @@ def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
 
 def back_up(w: World) -> None:
-    w.kill_server()
-    shutil.copytree(w.fleet.folder, w.folder / "backup")
-    w.start_server()
+    """While the aggregator is at work."""
+    backup(w.fleet, w.folder / "backup")
 
 
 def put_back(w: World) -> None:
@@ -130,9 +134,7 @@ def test_a_backup_is_noticed_once_whatever_restarts(fleet):
 
 def test_a_fleet_of_the_same_name_founded_anew_starts_with_duals_of_its_own(fleet):
     w = fleet(rounds=6, devices=2)
-    w.kill_server()
-    shutil.copytree(w.fleet.folder, w.folder / "backup")  # before its first round: all but the key is as in a new one
-    w.start_server()
+    back_up(w)  # before its first round: all but the key is as in a new one
     assert w.pump(lambda: opened(w, 4) and settled(w), tick_s=TICK_S)
     put_back(w)
     assert w.pump(lambda: done(w), tick_s=TICK_S)
@@ -149,3 +151,82 @@ def test_a_device_keeps_the_state_of_one_epoch(fleet):
     assert w.server.checkpoint.state.dual_epoch == 3
     assert duals(w, "d0") == ["3"]
     check_duals(w, feedback=True)
+
+
+# The copy itself ----------------------------------------------------------------------------------------------------
+
+
+def test_a_backup_of_any_moment_can_be_put_back(fleet):
+    w = fleet(rounds=6, devices=2)
+    for n in range(200):
+        if n % 3 == 0:
+            closed = backup(w.fleet, w.folder / f"copy{n}")
+            assert closed == w.closed()
+        w.step(TICK_S)
+    assert done(w)
+    copies = {Ledger(path / "ledger.sqlite", create=False).totals().rounds: path for path in w.folder.glob("copy*")}
+    assert copies.keys() >= {0, 1, 2, 3, 4, 5, 6}
+    for rounds, path in copies.items():
+        path.rename(w.folder / "backup")
+        put_back(w)
+        assert w.closed() == rounds
+        assert w.pump(lambda: done(w), tick_s=TICK_S)
+        (w.folder / "backup").rename(path)
+    check_duals(w, feedback=True)
+
+
+def test_a_backup_waits_for_a_moment_when_ledger_and_checkpoint_belong_together(fleet, monkeypatch):
+    """Rounds are closed, or a leave is made up for, between the copy of one and of the other."""
+    w = fleet(rounds=40, devices=3)
+    assert w.pump(lambda: opened(w, 2), tick_s=TICK_S)
+    meanwhile: list[Callable[[], None]] = []
+    copies = Ledger.copy
+
+    def copy(ledger: Ledger, to: Path) -> None:
+        copies(ledger, to)
+        if meanwhile:
+            meanwhile.pop()()
+
+    def four_rounds() -> None:
+        number = w.closed() + 4
+        assert w.pump(lambda: w.closed() == number, tick_s=TICK_S)
+
+    def a_leave() -> None:
+        w.server.ledger.ask("revoke/d2", "yes")
+        w.server.paused = False
+        assert w.pump(lambda: w.server.checkpoint.state.dual_epoch == 1, steps=20, tick_s=TICK_S)
+
+    monkeypatch.setattr(Ledger, "copy", copy)
+    for number, act in enumerate((four_rounds, a_leave)):
+        w.server.paused = act is a_leave
+        assert w.pump(lambda: not w.server.paused or w.server.open is None, tick_s=TICK_S)
+        meanwhile.append(act)
+        to = w.folder / f"copy{number}"
+        closed = backup(w.fleet, to)
+        assert closed == w.closed()
+        state = checkpoint.facts(to / "state" / checkpoint.file_name(closed))
+        with Ledger(to / "ledger.sqlite") as ledger:
+            assert state["leaves"] == (ledger.fact("leaves") or "0") == str(number)
+    meanwhile.extend([four_rounds] * 9)
+    with pytest.raises(StateError, match="faster than it can be copied"):
+        backup(w.fleet, w.folder / "never")
+    assert not list(w.folder.glob("*never*"))
+
+
+def test_what_is_damaged_is_not_called_a_backup(fleet):
+    w = fleet(rounds=2, devices=2)
+    assert w.pump(lambda: done(w), tick_s=TICK_S)
+    path = w.fleet.folder / "state" / checkpoint.file_name(2)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(StateError, match="is damaged"):
+        backup(w.fleet, w.folder / "copy")
+    assert not list(w.folder.glob("*copy*"))
+
+
+def test_a_backup_that_cannot_be_written_leaves_nothing(fleet, monkeypatch):
+    w = fleet(rounds=2, devices=2)
+    monkeypatch.setattr("shutil.copy2", lambda *paths: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(StateError, match="No space left"):
+        backup(w.fleet, w.folder / "copy")
+    assert not list(w.folder.glob("*copy*"))

@@ -1,0 +1,102 @@
+"""A fleet's folder copied as it stands at one moment, while its aggregator is at work.
+
+The copy is a fleet's folder like the one that it was made of, so that it is put back by copying, and begun by ``server
+start``. Left out is what the next start makes anew or asks for again: the updates of the open round, and the private
+broker's store.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from cloud_server import checkpoint
+from cloud_server.fleet import Fleet
+from cloud_server.ledger import Ledger
+from fleet_core.errors import ConfigError, StateError
+
+FOLDERS = ("mosquitto", "operators")
+BESIDE = ("served.safetensors", "published.json")
+OTHERS = (".lock", ".log", ".db")
+"""Suffixes of what a process that runs has there for itself."""
+ATTEMPTS = 5
+"""How often rounds may close while they are copied; three checkpoints are kept."""
+
+
+def backup(fleet: Fleet, to: Path) -> int:
+    """Makes the folder ``to``, whole or not at all, readable by its owner alone; the last closed round that it has.
+
+    Ledger and checkpoint are read again. Raises ConfigError where ``to`` is there already, StateError for what is
+    damaged or cannot be read or written.
+    """
+    to = to.resolve()
+    if to.exists():
+        raise ConfigError("is there already", where=str(to), hint="name a folder that is not, for instance by its date")
+    if to.is_relative_to(fleet.folder.resolve()):
+        raise ConfigError("is within the fleet's own folder", where=str(to), hint="name one on another disk")
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=to.parent, prefix=f".{to.name}."))
+        try:
+            _copy_files(fleet.folder, made)
+            closed = _copy_state(fleet, made)
+            for path in made.rglob("*"):
+                _sync(path)
+            made.rename(to)
+            _sync(to.parent)
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise StateError(f"cannot be copied: {error.strerror or error}", where=str(error.filename or to),
+                         hint="check free space and permissions") from error
+    return closed
+
+
+def _copy_files(folder: Path, made: Path) -> None:
+    """Settings, keys, certificates, graph and first weights, with their modes."""
+    for place in (folder, *(folder / name for name in FOLDERS)):
+        there = made / place.relative_to(folder)
+        for path in sorted(place.glob("[!.]*")):
+            if path.is_file() and not path.name.startswith("ledger.sqlite") and path.suffix not in OTHERS:
+                there.mkdir(exist_ok=True, mode=0o700)
+                shutil.copy2(path, there / path.name)
+
+
+def _copy_state(fleet: Fleet, made: Path) -> int:
+    """The ledger, and the checkpoint of the round that it calls the last closed one; what is beside the checkpoints may
+    be of another moment."""
+    (made / "state").mkdir()
+    for path in (fleet.folder / "state" / name for name in BESIDE):
+        if path.exists():
+            shutil.copy2(path, made / "state" / path.name)
+    for _ in range(ATTEMPTS):
+        ledger = made / fleet.ledger_path.name
+        ledger.unlink(missing_ok=True)
+        with Ledger(fleet.ledger_path, create=False) as living:
+            living.copy(ledger)
+        with Ledger(ledger, create=False) as copied:
+            copied.check()
+            rounds, leaves = copied.rounds("closed"), int(copied.fact("leaves") or "0")
+        closed = rounds[-1].round if rounds else 0
+        name = checkpoint.file_name(closed)
+        try:
+            shutil.copy2(fleet.folder / "state" / name, made / "state" / name)
+        except FileNotFoundError:
+            if not closed:
+                return 0  # nothing has begun
+            continue  # other rounds were closed meanwhile
+        if int(checkpoint.facts(made / "state" / name).get("leaves", "0")) <= leaves:
+            return closed
+    raise StateError("changes faster than it can be copied", where=str(fleet.folder),
+                     hint="metafleet server pause, and again")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
