@@ -9,6 +9,7 @@ the broker is told to end too. It has a session of its own, so that Ctrl-C reach
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import ipaddress
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
@@ -31,6 +33,8 @@ from fleet_core.storage import write_atomic
 START_S = 20.0
 STOP_S = 5.0
 TOLD_AGAIN_S = 1.0
+AGAIN_S = 5.0
+LOG_BYTES = 16 << 20
 SERVER_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin", "/opt/local/sbin")
 INSTALLERS = {
     "apt-get": "sudo apt install mosquitto",
@@ -51,12 +55,14 @@ allow_anonymous true
 
 @dataclass(frozen=True)
 class Broker:
-    """A running broker. ``hint`` is the command that would install mosquitto, where the embedded one stands in."""
+    """A running broker. ``hint`` is the command that would install mosquitto, where the embedded one stands in. ``log``
+    has what it says, with a line for every connection."""
 
     url: str
     kind: Literal["mosquitto", "amqtt"]
     hint: str | None
     process: subprocess.Popen[bytes]
+    log: Path
 
     def alive(self) -> bool:
         return self.process.poll() is None
@@ -80,6 +86,40 @@ class Broker:
                 self.process.kill()
                 self.process.wait()
         _dismiss_watcher(self.process)
+
+
+class Kept:
+    """A private broker that is started again when it ends, for what reason ever; its retained messages are on the disk.
+
+    ``broker``: the present one, or the last one. again(): starts the next one, at the same address.
+    """
+
+    def __init__(self, broker: Broker, again: Callable[[], Broker], log: Callable[[str], None]):
+        self.broker, self._again, self._log = broker, again, log
+        self._again_at = 0.0
+
+    def look(self) -> None:
+        """To be called now and then."""
+        self._turn_log()
+        if self.broker.alive() or time.monotonic() < self._again_at:
+            return
+        self._again_at = time.monotonic() + AGAIN_S
+        self.broker.stop()
+        try:
+            self.broker = self._again()
+            self._log(f"the private broker had ended; it was started again at {self.broker.url}")
+        except LinkError as error:
+            self._log(f"the private broker has ended, and cannot be started again: {error}")
+
+    def reload(self) -> None:
+        self.broker.reload()
+
+    def _turn_log(self) -> None:
+        """A log that has grown is begun again, and the one before kept: the broker appends to the file that it has."""
+        with contextlib.suppress(OSError):  # a full disk
+            if self.broker.log.stat().st_size > LOG_BYTES:
+                shutil.copyfile(self.broker.log, self.broker.log.with_suffix(".old.log"))
+                os.truncate(self.broker.log, 0)
 
 
 def start_broker(
@@ -151,7 +191,7 @@ def _start(
         log_from = output.tell()
         process = _launch(command, output)
     hint = install_command() if find_mosquitto() is None else None
-    broker = Broker(address(host, port, scheme), kind, hint, process)
+    broker = Broker(address(host, port, scheme), kind, hint, process, log)
     try:
         if not _accepts(broker, host, port):
             raise _failure(log, log_from)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cloud_server import disk, identity
 from cloud_server.aggregator import Aggregator
-from cloud_server.broker import Broker, start_broker, start_secured
+from cloud_server.broker import Broker, Kept, start_broker, start_secured
 from cloud_server.coordinator import Coordinator, will
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Ledger
@@ -23,7 +23,7 @@ from cloud_server.mosquitto import Place
 from fleet_core import memory, runtime, storage
 from fleet_core.errors import ConfigError, LinkError, StateError
 from fleet_core.link.base import Will
-from fleet_core.link.mqtt import MqttLink, check_plain, is_loopback
+from fleet_core.link.mqtt import MqttLink, check_plain, is_loopback, parse_url
 from fleet_core.link.reach import await_broker
 from fleet_core.runtime import typed
 
@@ -56,28 +56,31 @@ def broker_at(url: str | None, folder: Path, *, port: int, log: Callable[[str], 
 @contextlib.contextmanager
 def private_broker(
     fleet: Fleet, host: str, port: int | None, *, plain: bool, embedded: bool, log: Callable[[str], None]
-) -> Iterator[Broker]:
+) -> Iterator[Kept]:
     """A private broker that lives as long as this context: plain MQTT on loopback, mutual TLS at any other address
     unless ``plain`` says otherwise. Raises ConfigError, LinkError."""
     folder = fleet.folder / "broker"
     (folder / STARTED).unlink(missing_ok=True)
     if plain or is_loopback(host):
-        broker = start_broker(folder, port=DEFAULT_PORT if port is None else port, host=host, embedded=embedded or None,
-                              plain=plain)
+        begin = partial(start_broker, folder, host=host, embedded=embedded or None, plain=plain)
+        broker = begin(port=DEFAULT_PORT if port is None else port)
+        again = partial(begin, port=parse_url(broker.url).port)
     elif embedded:
         raise ConfigError("the embedded broker takes no certificates", where=host, expected="a loopback address")
     else:
         with Ledger(fleet.ledger_path) as ledger:
             identity.complete(fleet, ledger)
             place = _place(fleet, host, port)
-            broker = start_secured(identity.configure(fleet, ledger, place), place)
+            again = partial(start_secured, identity.configure(fleet, ledger, place), place)
+        broker = again()
         log(f"devices find it at {place.url}: metafleet devices enroll {typed(fleet.folder)} NAME")
     storage.write_atomic(folder / STARTED, broker.url.encode())
     tell_broker(broker, log)
+    kept = Kept(broker, again, log)
     try:
-        yield broker
+        yield kept
     finally:
-        broker.stop()
+        kept.broker.stop()
 
 
 def private_url(fleet: Fleet) -> str:
@@ -126,9 +129,11 @@ def serve(
     quiet: bool = False,
     connect_s: float,
     access_changed: Callable[[], None] = lambda: None,
+    look: Callable[[], None] = lambda: None,
 ) -> None:
-    """Drives the fleet until ``stopped``, or until all rounds are closed. Raises LinkError when no broker answers, and
-    StateError for a disk that cannot be written at the start and for a file that is damaged."""
+    """Drives the fleet until ``stopped``, or until all rounds are closed. look(): called after every step. Raises
+    LinkError when no broker answers, and StateError for a disk that cannot be written at the start and for a file that
+    is damaged."""
     with fleet.lock(), Ledger(fleet.ledger_path) as ledger:
         ledger.check()
         told = max([r.round for r in ledger.rounds("closed")], default=-1)
@@ -139,7 +144,7 @@ def serve(
             aggregator = Aggregator(life, ledger, fleet.folder / "state", log=say)
             try:
                 _await_broker(aggregator, url, stopped, connect_s)
-                _drive(aggregator, None if quiet else view, stopped, until_done, say)
+                _drive(aggregator, None if quiet else view, stopped, look, until_done, say)
             finally:
                 aggregator.close()
 
@@ -170,12 +175,13 @@ def _await_broker(aggregator: Aggregator, url: str, stopped: Callable[[], bool],
 
 
 def _drive(
-    aggregator: Aggregator, view: LiveView | None, stopped: Callable[[], bool], until_done: bool,
-    log: Callable[[str], None],
+    aggregator: Aggregator, view: LiveView | None, stopped: Callable[[], bool], look: Callable[[], None],
+    until_done: bool, log: Callable[[str], None],
 ) -> None:
     shown, told, worked = 0.0, False, True
     while not stopped():
         happened = aggregator.step(TICK_S)
+        look()
         if worked and not happened:
             memory.trim()
         worked = happened
@@ -207,7 +213,7 @@ def start(
         with private_broker(
             made, host, port, plain=plain, embedded=named == EMBEDDED, log=runtime.say
         ) as own:
-            drive(url=own.url, stopped=stopped, access_changed=own.reload)
+            drive(url=own.broker.url, stopped=stopped, access_changed=own.reload, look=own.look)
 
 
 def _tell_access(fleet: Fleet) -> None:

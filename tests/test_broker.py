@@ -24,6 +24,7 @@ from fleet_core.link import Connected, Message, Will
 from fleet_core.link.mqtt import MqttLink, parse_url
 from tests.brokers import NEEDS_MOSQUITTO, Watched, private_mosquitto, until
 from tests.certified import bare_fleet
+from tests.desk import closed_rounds, command_of, descendants, desk_in, device, edge_agent, found_fleet, metafleet
 
 
 @pytest.fixture
@@ -105,8 +106,70 @@ def test_commands_find_the_private_broker_at_the_port_that_it_was_started_with(t
     fleet = bare_fleet(tmp_path)
     assert serve.private_url(fleet) == "mqtt://127.0.0.1:1883"
     for _ in range(2):
-        with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=False, log=lambda line: None) as broker:
-            assert serve.private_url(fleet) == broker.url != "mqtt://127.0.0.1:1883"
+        with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=False, log=lambda line: None) as kept:
+            assert serve.private_url(fleet) == kept.broker.url != "mqtt://127.0.0.1:1883"
+
+
+@NEEDS_MOSQUITTO
+def test_a_private_broker_that_ends_is_started_again_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    fleet = bare_fleet(tmp_path)
+    with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=False, log=lines.append) as kept:
+        first, url = kept.broker, parse_url(kept.broker.url)
+        kept.look()
+        assert kept.broker is first
+        first.process.kill()
+        first.process.wait()
+        with socket.create_server((url.host, url.port)):
+            kept.look()
+            assert "cannot be started again" in lines[-1]
+            assert "the port is in use" in lines[-1]
+            told = len(lines)
+            kept.look()
+            assert len(lines) == told, "not tried again at once"
+        monkeypatch.setattr(broker_module, "AGAIN_S", 0.0)
+        kept._again_at = 0.0
+        kept.look()
+        assert kept.broker.alive()
+        assert parse_url(kept.broker.url) == url
+    assert not kept.broker.alive()
+
+
+@NEEDS_MOSQUITTO
+def test_a_private_brokers_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = bare_fleet(tmp_path)
+    with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=False, log=lambda line: None) as kept:
+        path = kept.broker.log
+        until(lambda: path.read_bytes())
+        kept.look()
+        said = path.read_bytes()
+        assert said
+        monkeypatch.setattr(broker_module, "LOG_BYTES", 1)
+        kept.look()
+        assert path.read_bytes() == b""
+        assert path.with_name("broker.old.log").read_bytes() == said
+        connected(kept.broker, "later").link.close()
+        until(lambda: b"later" in path.read_bytes())
+        assert not path.read_bytes().startswith(b"\0"), "it appends"
+
+
+@NEEDS_MOSQUITTO
+def test_a_fleet_goes_on_when_its_private_broker_was_killed(tmp_path: Path) -> None:
+    fleet = found_fleet(tmp_path / "fleet", rounds=100)
+    with desk_in(tmp_path) as desk:
+        server = desk.start(*metafleet("server", "start", fleet.folder, "--port", 0, "--quiet"))
+        server.says("broker: mosquitto at ")
+        device(fleet, "d0", tmp_path / "d0")
+        desk.start(*edge_agent("run", "--home", tmp_path / "d0", "--broker", serve.private_url(fleet)))
+        server.until(lambda: len(closed_rounds(fleet.folder)) > 2)
+        children = {pid: command_of(pid) for pid in descendants(server.process.pid)}
+        (broker,) = (pid for pid, said in children.items() if "mosquitto -c" in said and " -c exec" not in said)
+        os.kill(broker, signal.SIGKILL)
+        server.says("the private broker had ended; it was started again")
+        before = len(closed_rounds(fleet.folder))
+        server.until(lambda: len(closed_rounds(fleet.folder)) > before + 2)
 
 
 def test_without_mosquitto_a_broker_with_certificates_says_how_to_install_it(
