@@ -26,7 +26,7 @@ from cloud_server.starting import data_of, fleet_toml, topic_name
 from fleet_core import runtime, schema, storage, terminal, topics
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.data import asked
-from fleet_core.errors import ConfigError
+from fleet_core.errors import ConfigError, shortened
 from fleet_core.runtime import typed
 
 app = terminal.application("Personalized federated learning on real edge devices.")
@@ -181,7 +181,7 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
     if stalled:
         print(f"stalled: {stalled}")
     if silent:
-        print(f"off since they took part: {', '.join(silent)}; one that never comes back biases the model: "
+        print(f"off since they took part: {', '.join(shortened(silent))}; one that never comes back biases the model: "
               f"metafleet devices revoke {typed(fleet)} NAME")
     if programs:
         told = (f"{version} on {count}" for version, count in sorted(programs.items()))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 
 from cloud_server.roster import Roster
 from cloud_server.rounds import OpenRound, Rounds
+from fleet_core.errors import shortened
 
-NAMED = 10
 SUSPICIOUS = 2  # grants without a chunk; one may have been lost
 DENIED = (
     "what a device sends does not arrive: the broker may deny it, or take it for too large "
@@ -56,7 +56,7 @@ class Waiting:
 
     def all_answered(self, opened: OpenRound, wanted: int) -> None:
         """Nobody is missing, too many failed: says so; they are asked again at the next deadline."""
-        reasons = "; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())[:NAMED])
+        reasons = "; ".join(shortened([f"{name}: {why}" for name, why in sorted(opened.failed.items())]))
         text = f"round {opened.number}: {len(opened.received)} of {wanted} devices delivered ({reasons})"
         self._wait_on(opened, f"{text}; they are asked again in {self._deadline_s:g} s")
         opened.failed.clear()
@@ -72,10 +72,9 @@ class Waiting:
         """Who is missing and who failed, what is known of each, and what an operator can do about it."""
         parts = [f"{name} ({self._known(name)})" for name in sorted(missing)]
         parts += [f"{name} (failed: {why})" for name, why in sorted(opened.failed.items())]
-        more = [f"and {len(parts) - NAMED} more"] if len(parts) > NAMED else []
         hints = [DENIED] if any(map(self._unheard, missing)) else []
         hints += [STAYS_AWAY] if not all(map(self._roster.alive, missing)) else []
-        return "; ".join([", ".join(parts[:NAMED] + more), *hints])
+        return "; ".join([", ".join(shortened(parts)), *hints])
 
     def _known(self, name: str) -> str:
         if not self._roster.alive(name):

@@ -17,6 +17,8 @@ Only the command line catches them; it prints the message on stderr and leaves w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class FleetError(Exception):
     """What is wrong, where, what was expected and what to do about it.
@@ -81,3 +83,8 @@ class PowerError(FleetError):
 
 class FlashError(FleetError):
     pass
+
+
+def shortened(items: Sequence[str], most: int = 10) -> list[str]:
+    """Of many things that a line would name, the first, and how many more there are."""
+    return [*items[:most], *([f"and {len(items) - most} more"] if len(items) > most else [])]

@@ -23,6 +23,8 @@ import pytest
 from cloud_server import cli as operator_cli
 from cloud_server import serve
 from cloud_server.fleet import Fleet
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Device
 from cloud_server.starting import topic_name
 from edge_agent import cli as device_cli
 from edge_agent.home import Home
@@ -210,6 +212,17 @@ def test_the_status_of_a_finished_fleet_says_what_was_counted(run: Run, place: P
     assert facts["programs"] == {__version__: 2}
     with Fleet.load(place / "fleet").lock():
         assert json.loads(run("metafleet", "server", "status", place / "fleet", "--json").out)["running"] is True
+
+
+def test_the_status_of_many_devices_that_are_away_is_one_line(run: Run, place: Path) -> None:
+    with Ledger(place / "fleet" / "ledger.sqlite") as ledger:
+        for n in range(40):
+            ledger.put(Device(name=f"away{n:02}", took_part=True))
+    said = run("metafleet", "server", "status", place / "fleet").out
+    assert "away00, away01, " in said
+    assert "and 30 more; one that never comes back" in said
+    facts = json.loads(run("metafleet", "server", "status", place / "fleet", "--json").out)
+    assert len(facts["off"]) == 40
 
 
 def test_an_answer_names_its_class_and_where_it_comes_from(run: Run, place: Path) -> None:

@@ -27,11 +27,10 @@ from fleet_core.data.partitions import (
 )
 from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.named import load_set
-from fleet_core.errors import ConfigError, DataError
+from fleet_core.errors import ConfigError, DataError, shortened
 from fleet_core.layout import InputSpec, Layout
 
 SYNTHETIC, TIME = "synthetic", "time"
-NAMED_AT_ONCE = 10
 WITHIN = 0.75  # of what a device trains on, where the partition has no fraction of its own
 Array = np.ndarray[Any, Any]
 
@@ -157,9 +156,8 @@ def _check_devices(workload: Workload, episodic: Sequence[str], supports: Sequen
         except DataError as error:
             bad.append(f"{share.name}, a new device: {error.what}")
     if bad:
-        more = [f"and {len(bad) - NAMED_AT_ONCE} more"] if len(bad) > NAMED_AT_ONCE else []
         hint = "leave such devices out: min_samples of the partition, or another partition"
-        raise DataError("\n".join(bad[:NAMED_AT_ONCE] + more), hint=hint)
+        raise DataError("\n".join(shortened(bad)), hint=hint)
 
 
 def _warnings(methods: Sequence[Method], workload: Workload) -> Iterator[str]:

@@ -20,12 +20,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from fleet_core import schema
 from fleet_core.data.samples import Samples
-from fleet_core.errors import DataError
+from fleet_core.errors import DataError, shortened
 
 Rows = NDArray[np.int64]
 Counts = NDArray[np.int64]
 Hand = tuple[Rows, Rows]  # what a device learns from, what it is judged on
-NAMED_AT_ONCE = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,9 +247,8 @@ class Source:
         if empty:
             short.append(f"{len(empty)} of {len(train_MC)} devices are left without training or without test samples")
         if short:
-            more = [f"and {len(short) - NAMED_AT_ONCE} more"] if len(short) > NAMED_AT_ONCE else []
             hint = "fewer devices, or fewer samples for each"
-            raise DataError("\n".join(short[:NAMED_AT_ONCE] + more), hint=hint)
+            raise DataError("\n".join(shortened(short)), hint=hint)
 
     def deal(self, train_MC: Counts, test_MC: Counts, rng: np.random.Generator) -> list[Hand]:
         """Rows for every device. Raises DataError as ``check``, before any row is drawn."""
