@@ -1,4 +1,4 @@
-"""A fleet's folder copied as it stands at one moment, while its aggregator is at work.
+"""A fleet's folder copied while its aggregator is at work: ledger and checkpoint as they belong together.
 
 The copy is a fleet's folder like the one that it was made of, so that it is put back by copying, and begun by ``server
 start``. Left out is what the next start makes anew or asks for again: the updates of the open round, and the private
@@ -7,6 +7,7 @@ broker's store.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -14,12 +15,14 @@ from pathlib import Path
 
 from cloud_server import checkpoint
 from cloud_server.fleet import Fleet
+from cloud_server.identity import SYSTEM
 from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Round
 from fleet_core.errors import ConfigError, StateError
 
 FOLDERS = ("mosquitto", "operators")
 BESIDE = ("served.safetensors", "published.json")
-OTHERS = (".lock", ".log", ".db")
+OTHERS = (".lock", ".log", ".db", ".new")
 """Suffixes of what a process that runs has there for itself."""
 ATTEMPTS = 5
 """How often rounds may close while they are copied; three checkpoints are kept."""
@@ -40,12 +43,12 @@ def backup(fleet: Fleet, to: Path) -> int:
         to.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=to.parent, prefix=f".{to.name}."))
         try:
-            _copy_files(fleet.folder, made)
+            _copy_files(fleet, made)
             closed = _copy_state(fleet, made)
-            for path in made.rglob("*"):
-                _sync(path)
+            for path in (made, *made.rglob("*")):
+                _settle(path, fleet.folder.stat())
             made.rename(to)
-            _sync(to.parent)
+            _settle(to.parent)
         except BaseException:
             shutil.rmtree(made, ignore_errors=True)
             raise
@@ -55,14 +58,19 @@ def backup(fleet: Fleet, to: Path) -> int:
     return closed
 
 
-def _copy_files(folder: Path, made: Path) -> None:
-    """Settings, keys, certificates, graph and first weights, with their modes."""
-    for place in (folder, *(folder / name for name in FOLDERS)):
-        there = made / place.relative_to(folder)
-        for path in sorted(place.glob("[!.]*")):
-            if path.is_file() and not path.name.startswith("ledger.sqlite") and path.suffix not in OTHERS:
-                there.mkdir(exist_ok=True, mode=0o700)
-                shutil.copy2(path, there / path.name)
+def _copy_files(fleet: Fleet, made: Path) -> None:
+    """Settings, keys, certificates, graph and first weights, with their modes; a file that goes meanwhile was none."""
+    named = fleet.config.link.ca or SYSTEM  # may lie in a folder of its own
+    places = [path for name in (".", *FOLDERS) for path in sorted((fleet.folder / name).glob("[!.]*"))]
+    files = [path for path in places if not path.name.startswith("ledger.sqlite") and path.suffix not in OTHERS]
+    for path in [*files, *([fleet.folder / named] if named != SYSTEM and not Path(named).is_absolute() else [])]:
+        if path.is_file():
+            there = made / path.relative_to(fleet.folder)
+            there.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                shutil.copy2(path, there)
+            except FileNotFoundError:
+                there.unlink(missing_ok=True)
 
 
 def _copy_state(fleet: Fleet, made: Path) -> int:
@@ -79,8 +87,7 @@ def _copy_state(fleet: Fleet, made: Path) -> int:
             living.copy(ledger)
         with Ledger(ledger, create=False) as copied:
             copied.check()
-            rounds, leaves = copied.rounds("closed"), int(copied.fact("leaves") or "0")
-        closed = rounds[-1].round if rounds else 0
+            closed, leaves = copied.newest(Round, status="closed") or 0, int(copied.fact("leaves") or "0")
         name = checkpoint.file_name(closed)
         try:
             shutil.copy2(fleet.folder / "state" / name, made / "state" / name)
@@ -91,10 +98,14 @@ def _copy_state(fleet: Fleet, made: Path) -> int:
         if int(checkpoint.facts(made / "state" / name).get("leaves", "0")) <= leaves:
             return closed
     raise StateError("changes faster than it can be copied", where=str(fleet.folder),
-                     hint="metafleet server pause, and again")
+                     hint="metafleet server pause, again, and metafleet server resume, also of the copy")
 
 
-def _sync(path: Path) -> None:
+def _settle(path: Path, like: os.stat_result | None = None) -> None:
+    """On the disk, and its owner's ``like`` says where this process may give it away."""
+    if like is not None:
+        with contextlib.suppress(PermissionError):
+            os.chown(path, like.st_uid, like.st_gid)
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

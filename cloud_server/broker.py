@@ -27,7 +27,7 @@ from typing import IO, Literal
 
 from cloud_server.mosquitto import KEEPING, Place, address
 from fleet_core import runtime
-from fleet_core.errors import ConfigError, LinkError
+from fleet_core.errors import ConfigError, FleetError, LinkError
 from fleet_core.storage import write_atomic
 
 START_S = 20.0
@@ -89,37 +89,41 @@ class Broker:
 
 
 class Kept:
-    """A private broker that is started again when it ends, for what reason ever; its retained messages are on the disk.
+    """A private broker that is started again when it ends, for what reason ever. What it retained and had not saved the
+    aggregator publishes again.
 
     ``broker``: the present one, or the last one. again(): starts the next one, at the same address.
     """
 
-    def __init__(self, broker: Broker, again: Callable[[], Broker], log: Callable[[str], None]):
-        self.broker, self._again, self._log = broker, again, log
+    def __init__(self, broker: Broker, again: Callable[[], Broker]):
+        self.broker, self._again = broker, again
         self._again_at = 0.0
 
-    def look(self) -> None:
+    def look(self, say: Callable[[str], None]) -> None:
         """To be called now and then."""
         self._turn_log()
         if self.broker.alive() or time.monotonic() < self._again_at:
             return
-        self._again_at = time.monotonic() + AGAIN_S
         self.broker.stop()
         try:
             self.broker = self._again()
-            self._log(f"the private broker had ended; it was started again at {self.broker.url}")
-        except LinkError as error:
-            self._log(f"the private broker has ended, and cannot be started again: {error}")
+            say(f"the private broker had ended; it was started again at {self.broker.url}")
+        except (FleetError, OSError) as error:
+            say(f"the private broker has ended, and cannot be started again: {error}")
+        self._again_at = time.monotonic() + AGAIN_S
 
     def reload(self) -> None:
         self.broker.reload()
 
     def _turn_log(self) -> None:
         """A log that has grown is begun again, and the one before kept: the broker appends to the file that it has."""
-        with contextlib.suppress(OSError):  # a full disk
-            if self.broker.log.stat().st_size > LOG_BYTES:
-                shutil.copyfile(self.broker.log, self.broker.log.with_suffix(".old.log"))
-                os.truncate(self.broker.log, 0)
+        log = self.broker.log
+        if not log.exists() or log.stat().st_size <= LOG_BYTES:
+            return
+        with contextlib.suppress(OSError):  # a full disk: it has room again
+            shutil.copyfile(log, log.with_suffix(".old.log"))
+        with contextlib.suppress(OSError):
+            os.truncate(log, 0)
 
 
 def start_broker(

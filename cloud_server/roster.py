@@ -15,7 +15,7 @@ from cloud_server.ledger import Ledger
 from cloud_server.ledger_tables import Device, Update
 from fleet_core import messages, schema
 from fleet_core.algorithms.seam import Method
-from fleet_core.messages import Presence, UpdateRef
+from fleet_core.messages import BEGINS, Presence, UpdateRef
 
 SILENT_S = 4.5
 WORKING = ("train", "upload")
@@ -197,15 +197,15 @@ class Roster:
         """An update is taken, made from the training state that came with the update ``after``. Where that is not the
         last one that was counted, its dual is not what the server takes it for. closed: the last closed round. begin:
         the first round of the present duals."""
-        unlike = self._unlike(name, after, closed, begin)
+        unlike = "" if after is None else self._unlike(name, after, closed, begin)
         if unlike:
             self._count_leave()
             self._log(f"{name} {unlike}")
 
-    def _unlike(self, name: str, after: UpdateRef | None, closed: int, begin: int) -> str:
-        if after is not None and after.id not in self._counted(name, after.round):
+    def _unlike(self, name: str, after: UpdateRef, closed: int, begin: int) -> str:
+        if after != BEGINS and after.id not in self._counted(name, after.round):
             return f"learned in round {after.round} what this ledger did not count: the fleet's folder is an older one"
-        since = range(after.round + 1 if after else begin, closed + 1) if self._devices[name].took_part else ()
+        since = range(max(after.round + 1, begin), closed + 1) if self._devices[name].took_part else ()
         return "lost its training state" if any(self._counted(name, number) for number in since) else ""
 
     def _counted(self, name: str, number: int) -> list[str]:

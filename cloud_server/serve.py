@@ -58,9 +58,10 @@ def private_broker(
     fleet: Fleet, host: str, port: int | None, *, plain: bool, embedded: bool, log: Callable[[str], None]
 ) -> Iterator[Kept]:
     """A private broker that lives as long as this context: plain MQTT on loopback, mutual TLS at any other address
-    unless ``plain`` says otherwise. Raises ConfigError, LinkError."""
+    unless ``plain`` says otherwise. Raises ConfigError, LinkError, and StateError where an aggregator runs already."""
+    if fleet.running():
+        raise StateError("another aggregator is running here", where=str(fleet.folder), hint="stop it")
     folder = fleet.folder / "broker"
-    (folder / STARTED).unlink(missing_ok=True)
     if plain or is_loopback(host):
         begin = partial(start_broker, folder, host=host, embedded=embedded or None, plain=plain)
         broker = begin(port=DEFAULT_PORT if port is None else port)
@@ -76,7 +77,7 @@ def private_broker(
         log(f"devices find it at {place.url}: metafleet devices enroll {typed(fleet.folder)} NAME")
     storage.write_atomic(folder / STARTED, broker.url.encode())
     tell_broker(broker, log)
-    kept = Kept(broker, again, log)
+    kept = Kept(broker, again)
     try:
         yield kept
     finally:
@@ -129,9 +130,9 @@ def serve(
     quiet: bool = False,
     connect_s: float,
     access_changed: Callable[[], None] = lambda: None,
-    look: Callable[[], None] = lambda: None,
+    look: Callable[[Callable[[str], None]], None] = lambda say: None,
 ) -> None:
-    """Drives the fleet until ``stopped``, or until all rounds are closed. look(): called after every step. Raises
+    """Drives the fleet until ``stopped``, or until all rounds are closed. look(say): called after every step. Raises
     LinkError when no broker answers, and StateError for a disk that cannot be written at the start and for a file that
     is damaged."""
     with fleet.lock(), Ledger(fleet.ledger_path) as ledger:
@@ -175,13 +176,14 @@ def _await_broker(aggregator: Aggregator, url: str, stopped: Callable[[], bool],
 
 
 def _drive(
-    aggregator: Aggregator, view: LiveView | None, stopped: Callable[[], bool], look: Callable[[], None],
-    until_done: bool, log: Callable[[str], None],
+    aggregator: Aggregator, view: LiveView | None, stopped: Callable[[], bool],
+    look: Callable[[Callable[[str], None]], None], until_done: bool, log: Callable[[str], None],
 ) -> None:
     shown, told, worked = 0.0, False, True
     while not stopped():
         happened = aggregator.step(TICK_S)
-        look()
+        if not stopped():  # who stops this may have stopped the broker too
+            look(log)
         if worked and not happened:
             memory.trim()
         worked = happened

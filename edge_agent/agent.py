@@ -206,7 +206,7 @@ class Agent:
             raise MessageError("a round that has expired")
         before = self.manifest
         if before is not None and (manifest.round, not manifest.open) < (before.round, not before.open):
-            self._training.forget()  # the rounds went back: the aggregator's folder is an older one
+            self._training.forget()  # the rounds went back
         self.home.set_clock(manifest.seq, max(self._signed_ms, manifest.seq))
         self._seq, self._signed_ms = manifest.seq, max(self._signed_ms, manifest.seq)
         self.manifest, self._reporter.round = manifest, manifest.round

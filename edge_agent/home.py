@@ -201,7 +201,8 @@ class Home:
         return read_state(self._method(key) / "state.safetensors") if self.learned(key) else None
 
     def learned(self, key: str) -> UpdateRef | None:
-        """The update that the committed state under ``key`` came with, or None. A damaged state is set aside."""
+        """The update that the committed state under ``key`` came with, or None. A damaged state is set aside. Raises
+        StateError."""
         path = self._method(key) / "state.safetensors"
         return _learned(path) if path.exists() else None
 
@@ -291,10 +292,13 @@ def _format(path: Path) -> int:
 
 
 def _learned(path: Path) -> UpdateRef | None:
-    """The update that a committed state came with; None for a damaged one, which is set aside."""
+    """The update that a committed state came with; None for a damaged one, which is set aside. Raises StateError where
+    the disk does not give it now."""
     try:
         counted = _read_pending(path)
-    except (FleetError, ValueError, KeyError):
+    except (FleetError, ValueError, KeyError) as error:
+        if storage.is_of_the_disk(error):
+            raise
         _set_aside(path)
         return None
     return UpdateRef(counted.round, counted.upload.id)

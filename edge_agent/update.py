@@ -10,7 +10,7 @@ from fleet_core import codecs
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.seam import ClientState, Payload
 from fleet_core.layout import Layout
-from fleet_core.messages import Blob, Manifest, UploadManifest
+from fleet_core.messages import BEGINS, Blob, Manifest, UploadManifest
 
 
 def keep(
@@ -44,6 +44,6 @@ def keep(
         samples=samples,
         scalars=dict(update.scalars),
         metrics=dict(metrics),
-        after=home.learned(key),
+        after=home.learned(key) or BEGINS,
     )
     home.leave_made(key, life, manifest.round, upload, sent.data, after)

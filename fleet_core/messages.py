@@ -207,10 +207,14 @@ class UpdateRef:
     id: str = field(metadata={"pattern": ID})
 
 
+BEGINS = UpdateRef(0, "0" * 32)
+
+
 @dataclass(frozen=True)
 class UploadManifest:
     """Announces an update. base: id of the weights it was trained from. after: the device's last update that was
-    counted in this dual epoch, as its training state has it; None for a device that begins."""
+    counted in this dual epoch, as its training state has it; ``BEGINS`` for a device without; None if it does not say.
+    """
 
     blob: Blob
     codec: str = field(metadata={"max_length": 32})

@@ -4,16 +4,21 @@ server's."""
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cloud_server import checkpoint
 from cloud_server.backup import backup
 from cloud_server.ledger import Ledger
+from edge_agent.home import Home
 from fleet_core.errors import StateError
+from fleet_core.messages import UploadManifest
 from tests.inprocess import World, config_text, toy, without_fsync, world
 from tests.test_fleet import TICK_S, check_duals, opened, settled
 
@@ -230,3 +235,69 @@ def test_a_backup_that_cannot_be_written_leaves_nothing(fleet, monkeypatch):
     with pytest.raises(StateError, match="No space left"):
         backup(w.fleet, w.folder / "copy")
     assert not list(w.folder.glob("*copy*"))
+
+
+def test_what_the_broker_writes_meanwhile_is_no_part_of_a_backup(fleet, monkeypatch):
+    w = fleet(rounds=2, devices=2)
+    place, copies = w.fleet.folder / "mosquitto", shutil.copy2
+    made = {path.name for path in place.iterdir()}
+    assert "acl" in made
+    for name in ("gone", "mosquitto.db", "mosquitto.db.new", "broker.log"):
+        (place / name).write_text(name)
+
+    def copy(path: Path, to: Path) -> None:
+        if path.name == "gone":
+            to.write_text("half of it")
+            path.unlink()
+        copies(path, to)
+
+    monkeypatch.setattr("shutil.copy2", copy)
+    backup(w.fleet, w.folder / "copy")
+    assert {path.name for path in (w.folder / "copy" / "mosquitto").iterdir()} == made
+
+
+def test_a_backup_belongs_to_whom_the_fleet_belongs(fleet):
+    w = fleet(rounds=2, devices=2)
+    if os.geteuid() == 0:
+        os.chown(w.fleet.folder, 65534, 65534)
+    backup(w.fleet, w.folder / "copy")
+    owner = w.fleet.folder.stat().st_uid
+    assert {path.stat().st_uid for path in (w.folder / "copy", *(w.folder / "copy").rglob("*"))} == {owner}
+
+
+# What a device says of its training state ---------------------------------------------------------------------------
+
+
+def test_a_device_that_does_not_say_what_its_update_follows_is_not_suspected(fleet, monkeypatch):
+    """A missing key has its default: it may be another version."""
+    w = fleet(rounds=6, devices=2)
+    keep = Home.leave_made
+
+    def silent(home: Home, key: str, life: str, number: int, upload: UploadManifest, *more: Any) -> None:
+        keep(home, key, life, number, replace(upload, after=None), *more)
+
+    monkeypatch.setattr(Home, "leave_made", silent)
+    assert w.pump(lambda: done(w), tick_s=TICK_S)
+    assert w.server.checkpoint.state.dual_epoch == 0
+    check_duals(w, feedback=True)
+
+
+def test_a_state_that_the_disk_does_not_give_now_is_not_set_aside(fleet, monkeypatch):
+    w = fleet(rounds=2, devices=2)
+    assert w.pump(lambda: done(w), tick_s=TICK_S)
+    home = w.agents["d0"].home
+    (path,) = home.folder.glob("methods/*/state.safetensors")
+    whole = path.read_bytes()
+    opens = Path.open
+
+    def broken(at: Path, *more: Any, **options: Any) -> Any:
+        if at == path:
+            raise OSError(errno.EIO, "Input/output error")
+        return opens(at, *more, **options)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "open", broken)
+        with pytest.raises(StateError, match="Input/output error"):
+            home.state(path.parent.name)
+    assert path.read_bytes() == whole
+    assert home.state(path.parent.name) is not None

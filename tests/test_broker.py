@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import shutil
@@ -19,7 +20,7 @@ import cloud_server.broker as broker_module
 from cloud_server import serve
 from cloud_server.broker import Broker, start_broker, start_secured
 from cloud_server.mosquitto import Place
-from fleet_core.errors import ConfigError, LinkError
+from fleet_core.errors import ConfigError, LinkError, StateError
 from fleet_core.link import Connected, Message, Will
 from fleet_core.link.mqtt import MqttLink, parse_url
 from tests.brokers import NEEDS_MOSQUITTO, Watched, private_mosquitto, until
@@ -110,6 +111,20 @@ def test_commands_find_the_private_broker_at_the_port_that_it_was_started_with(t
             assert serve.private_url(fleet) == kept.broker.url != "mqtt://127.0.0.1:1883"
 
 
+def refuse(*anything: object, **more: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left")
+
+
+@NEEDS_MOSQUITTO
+def test_a_second_aggregator_changes_nothing_of_the_first_ones_broker(tmp_path: Path) -> None:
+    fleet = bare_fleet(tmp_path)
+    with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=False, log=print) as kept, fleet.lock():
+        for port in (parse_url(kept.broker.url).port, 0):
+            with pytest.raises(StateError, match="another aggregator is running here"):
+                serve.private_broker(fleet, "127.0.0.1", port, plain=False, embedded=False, log=print).__enter__()
+        assert serve.private_url(fleet) == kept.broker.url
+
+
 @NEEDS_MOSQUITTO
 def test_a_private_broker_that_ends_is_started_again_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,20 +133,24 @@ def test_a_private_broker_that_ends_is_started_again_where_it_was(
     fleet = bare_fleet(tmp_path)
     with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=False, log=lines.append) as kept:
         first, url = kept.broker, parse_url(kept.broker.url)
-        kept.look()
+        kept.look(lines.append)
         assert kept.broker is first
         first.process.kill()
         first.process.wait()
         with socket.create_server((url.host, url.port)):
-            kept.look()
+            kept.look(lines.append)
             assert "cannot be started again" in lines[-1]
             assert "the port is in use" in lines[-1]
             told = len(lines)
-            kept.look()
+            kept.look(lines.append)
             assert len(lines) == told, "not tried again at once"
         monkeypatch.setattr(broker_module, "AGAIN_S", 0.0)
         kept._again_at = 0.0
-        kept.look()
+        with monkeypatch.context() as full:
+            full.setattr(broker_module, "write_atomic", refuse)
+            kept.look(lines.append)
+            assert "No space left" in lines[-1]
+        kept.look(lines.append)
         assert kept.broker.alive()
         assert parse_url(kept.broker.url) == url
     assert not kept.broker.alive()
@@ -143,11 +162,11 @@ def test_a_private_brokers_log_does_not_grow_for_ever(tmp_path: Path, monkeypatc
     with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=False, log=lambda line: None) as kept:
         path = kept.broker.log
         until(lambda: path.read_bytes())
-        kept.look()
+        kept.look(print)
         said = path.read_bytes()
         assert said
         monkeypatch.setattr(broker_module, "LOG_BYTES", 1)
-        kept.look()
+        kept.look(print)
         assert path.read_bytes() == b""
         assert path.with_name("broker.old.log").read_bytes() == said
         connected(kept.broker, "later").link.close()
