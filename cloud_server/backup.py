@@ -18,6 +18,7 @@ from cloud_server.fleet import Fleet
 from cloud_server.identity import SYSTEM
 from cloud_server.ledger import Ledger
 from cloud_server.ledger_tables import Round
+from fleet_core import storage
 from fleet_core.errors import ConfigError, StateError
 
 FOLDERS = ("mosquitto", "operators")
@@ -45,10 +46,13 @@ def backup(fleet: Fleet, to: Path) -> int:
         try:
             _copy_files(fleet, made)
             closed = _copy_state(fleet, made)
+            owner = fleet.folder.stat()
             for path in (made, *made.rglob("*")):
-                _settle(path, fleet.folder.stat())
+                with contextlib.suppress(PermissionError):  # it is made by its owner then
+                    os.chown(path, owner.st_uid, owner.st_gid)
+                storage.sync(path)
             made.rename(to)
-            _settle(to.parent)
+            storage.sync(to.parent)
         except BaseException:
             shutil.rmtree(made, ignore_errors=True)
             raise
@@ -99,15 +103,3 @@ def _copy_state(fleet: Fleet, made: Path) -> int:
             return closed
     raise StateError("changes faster than it can be copied", where=str(fleet.folder),
                      hint="metafleet server pause, again, and metafleet server resume, also of the copy")
-
-
-def _settle(path: Path, like: os.stat_result | None = None) -> None:
-    """On the disk, and its owner's ``like`` says where this process may give it away."""
-    if like is not None:
-        with contextlib.suppress(PermissionError):
-            os.chown(path, like.st_uid, like.st_gid)
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -216,6 +216,11 @@ class Fleet:
                 return True
         return False
 
+    def check_idle(self) -> None:
+        """Raises StateError when an aggregator works on this folder now."""
+        if self.running():
+            raise self._busy()
+
     @contextlib.contextmanager
     def lock(self) -> Any:
         """One aggregator per folder. Raises StateError when another one runs."""
@@ -223,12 +228,16 @@ class Fleet:
 
         handle = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise self._busy() from error
             yield
-        except BlockingIOError as error:
-            raise StateError("another aggregator is running here", where=str(self.folder), hint="stop it") from error
         finally:
             os.close(handle)
+
+    def _busy(self) -> StateError:
+        return StateError("another aggregator is running here", where=str(self.folder), hint="stop it")
 
 
 def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:

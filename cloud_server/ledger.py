@@ -176,6 +176,11 @@ class Ledger:
         found = self._query(sql, list(equal.values()))
         return int(found[0][0]) if found else None
 
+    def counted(self, device: str, number: int) -> str | None:
+        """The id of the device's update that the round counted, or None."""
+        found = self.rows(tables.Update, round=number, device=device, status="counted")
+        return found[0].update_id if found else None
+
     def rounds(self, status: str | None = None, within: range | None = None) -> list[Round]:
         return self.rows(Round, within, status=status) if status else self.rows(Round, within)
 

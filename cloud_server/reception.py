@@ -139,9 +139,7 @@ class Reception:
 
     def was_counted(self, device: str, number: int, update_id: str) -> bool:
         closed, _ = self._closed()
-        return number <= closed and bool(
-            self._ledger.rows(Update, round=number, device=device, update_id=update_id, status="counted")
-        )
+        return number <= closed and self._ledger.counted(device, number) == update_id
 
     # Taken or refused -------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from sys import intern
 
 from cloud_server.fleet import LinkSection
 from cloud_server.ledger import Ledger
-from cloud_server.ledger_tables import Device, Update
+from cloud_server.ledger_tables import Device
 from fleet_core import messages, schema
 from fleet_core.algorithms.seam import Method
 from fleet_core.messages import BEGINS, Presence, UpdateRef
@@ -203,14 +203,10 @@ class Roster:
             self._log(f"{name} {unlike}")
 
     def _unlike(self, name: str, after: UpdateRef, closed: int, begin: int) -> str:
-        if after != BEGINS and after.id not in self._counted(name, after.round):
+        if after != BEGINS and after.id != self._ledger.counted(name, after.round):
             return f"learned in round {after.round} what this ledger did not count: the fleet's folder is an older one"
         since = range(max(after.round + 1, begin), closed + 1) if self._devices[name].took_part else ()
-        return "lost its training state" if any(self._counted(name, number) for number in since) else ""
-
-    def _counted(self, name: str, number: int) -> list[str]:
-        """Ids of the updates of that round that were counted: one or none."""
-        return [row.update_id for row in self._ledger.rows(Update, round=number, device=name, status="counted")]
+        return "lost its training state" if any(self._ledger.counted(name, number) for number in since) else ""
 
     # In memory and in the ledger --------------------------------------------------------------------------------------
 

@@ -59,8 +59,7 @@ def private_broker(
 ) -> Iterator[Kept]:
     """A private broker that lives as long as this context: plain MQTT on loopback, mutual TLS at any other address
     unless ``plain`` says otherwise. Raises ConfigError, LinkError, and StateError where an aggregator runs already."""
-    if fleet.running():
-        raise StateError("another aggregator is running here", where=str(fleet.folder), hint="stop it")
+    fleet.check_idle()
     folder = fleet.folder / "broker"
     if plain or is_loopback(host):
         begin = partial(start_broker, folder, host=host, embedded=embedded or None, plain=plain)

@@ -80,7 +80,7 @@ def write_parts(path: Path, parts: Iterable[bytes | memoryview], *, mode: int = 
                 os.unlink(temporary)
             raise
         if durable:
-            _sync_folder(path.parent)
+            sync(path.parent)
     except OSError as error:
         raise StateError(
             f"cannot be written: {error.strerror or error}", where=str(path), hint="check free space and permissions"
@@ -91,7 +91,7 @@ def move(path: Path, to: Path) -> None:
     """Renames a durable file within its folder, at once and for good. Raises StateError."""
     try:
         os.replace(path, to)
-        _sync_folder(to.parent)
+        sync(to.parent)
     except OSError as error:
         raise StateError(f"cannot be written: {error.strerror or error}", where=str(to)) from error
 
@@ -249,8 +249,9 @@ def head(path: Path) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
         raise StateError(f"is no safetensors: {error}", where=str(path)) from error
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """What a file holds, or a folder names, survives a power cut from here on. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
