@@ -2,10 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint prove-arm64
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest $(PARALLEL)
+
+.PHONY: help setup demo test test-all test-bare tools lint prove-arm64
 help:
 	@echo "make demo [ARGS='--devices 4']   broker, aggregator and agents on this machine, from nothing to a report"
-	@echo "make test [ARGS='-k ledger']     the tests"
+	@echo "make test [ARGS='-k ledger']     the tests that need no minutes; whatever needs a program that is missing is skipped"
+	@echo "make test-all                    every test, slow ones too"
+	@echo "make test-bare                   some of the tests where PATH has Python and coreutils alone"
+	@echo "make tools                       installs the programs that the tests need; asks first"
 	@echo "make lint                        ruff and mypy, the devices' packages for Python 3.10 as well"
 	@echo "make prove-arm64 [ARGS='--only power-cut']   proofs on an emulated ARM64 board; Linux, root, an hour"
 	@echo "make setup [PYTHON=python3.12]   prepare .venv only; the others do it themselves"
@@ -17,7 +23,16 @@ demo: setup
 	@$(BIN)/metafleet demo $(ARGS)
 
 test: setup
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: setup
+	@$(PYTEST) $(ARGS)
+
+test-bare: setup
+	@$(BIN)/python -m tests.bare $(PARALLEL) -m "not slow" $(ARGS)
+
+tools:
+	@$(PYTHON) scripts/install_tools.py
 
 lint: setup
 	$(BIN)/ruff check

@@ -218,7 +218,7 @@ def _launch(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
     home = str(Path(__file__).resolve().parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))}
     return subprocess.Popen(
-        ["sh", "-c", WATCHED, "sh", *command],
+        ["/bin/sh", "-c", WATCHED, "sh", *command],
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=output,

@@ -23,6 +23,7 @@ def ask(
     """Raises LinkError when no broker or device answers in time, RoundError with the device's own reason."""
     link = MqttLink(url, client_id=f"{fleet}-ask-{secrets.token_hex(4)}", **(tls or {}))
     question_id = secrets.token_hex(8)
+    awaited = topics.answer(fleet, device, question_id)
     little = np.ascontiguousarray(x, dtype=x.dtype.newbyteorder("<"))
     question = Question(x.shape, str(x.dtype), base64.b64encode(little.tobytes()).decode())
     until, reason, hint = time.monotonic() + timeout_s, "no broker answered", "start the broker, or check --broker"
@@ -32,13 +33,13 @@ def ask(
             for event in link.poll(0.2):
                 match event:
                     case Connected():
-                        link.subscribe(topics.answer(fleet, device, question_id))
+                        link.subscribe(awaited)
                         link.publish(topics.question(fleet, device, question_id), messages.encode(question))
                         reason = f"device {device} did not answer"
                         hint = f"is {device} on? see 'metafleet devices list'"
                     case Disconnected(text):
                         reason, hint = f"no broker answered ({text})", "start the broker, or check --broker"
-                    case Message(_, payload):
+                    case Message(topic, payload) if topic == awaited:  # amqtt sends other retained messages too
                         return _answer(messages.decode(Answer, payload), device)
     finally:
         link.close()

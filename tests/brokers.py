@@ -20,16 +20,15 @@ E = TypeVar("E")
 CONNECT, CONNACK, PUBLISH, PUBACK, SUBSCRIBE, SUBACK = 0x10, 0x20, 0x30, 0x40, 0x80, 0x90
 ACCEPTED_V5 = bytes([CONNACK, 3, 0, 0, 0])
 ACCEPTED_V3 = bytes([CONNACK, 2, 0, 0])
-
-
 NEEDS_MOSQUITTO = pytest.mark.needs("mosquitto")
 
 
 @contextmanager
-def private_mosquitto(folder: Path) -> Iterator[Broker]:
-    """A mosquitto on a free loopback port; whoever uses it is marked NEEDS_MOSQUITTO."""
-    broker = start_broker(folder, embedded=False)
-    assert broker.kind == "mosquitto"
+def private_broker(folder: Path, kind: str = "any") -> Iterator[Broker]:
+    """A broker on a free loopback port. kind: ``mosquitto``, which needs NEEDS_MOSQUITTO; ``amqtt``; or ``any``:
+    mosquitto where it is installed, else amqtt."""
+    broker = start_broker(folder, embedded={"mosquitto": False, "amqtt": True}.get(kind))
+    assert kind in ("any", broker.kind)
     try:
         yield broker
     finally:

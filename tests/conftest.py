@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 SHARED_VARIABLE = "METAFLEET_SHARED"
 NOT_HERE = "reads data that is not in the repository"
+LACKING = re.compile(r"needs (\S+), which is not on this machine")
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 SYSTEM_FOLDERS = os.pathsep.join(["/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin", "/opt/local/sbin"])
 
@@ -82,6 +85,39 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     report = yield
     fail_if_skipped(report)
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Ends the run with what was not tested on this machine, and the command that changes it."""
+    reasons = Counter(_reason(report).removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    for line in not_tested(reasons, slow_left_out=config.option.markexpr == "not slow"):
+        terminalreporter.write_line(line)
+
+
+def not_tested(reasons: Counter[str], *, slow_left_out: bool) -> list[str]:
+    """Five lines at most. reasons: of the tests that were skipped, and how many tests have each."""
+    programs: Counter[str] = Counter()
+    data, other = 0, 0
+    for reason, count in reasons.items():
+        lacking = LACKING.search(reason)
+        if lacking:
+            programs[lacking[1]] += count
+        elif NOT_HERE in reason:
+            data += count
+        else:
+            other += count
+    lines = []
+    if programs:
+        named = ", ".join(f"{program} ({count})" for program, count in programs.most_common())
+        lines.append(f"  make tools       installs the missing programs, by tests that need them: {named}")
+    if slow_left_out:
+        lines.append("  make test-all    runs the slow tests too: whole fleets, crashes, emulated boards")
+    if data:
+        lines.append(f"  {SHARED_VARIABLE}  names the folder with data sets that {data} tests read")
+    if other:
+        lines.append(f"  ARGS=-rs         tells why {other} more were skipped")
+    skipped = sum(reasons.values())
+    return [f"not tested here{f': {skipped} tests were skipped' if skipped else ''}", *lines] if lines else []
 
 
 def fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:

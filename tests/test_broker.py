@@ -23,14 +23,39 @@ from cloud_server.mosquitto import Place
 from fleet_core.errors import ConfigError, LinkError, StateError
 from fleet_core.link import Connected, Message, Will
 from fleet_core.link.mqtt import MqttLink, parse_url
-from tests.brokers import NEEDS_MOSQUITTO, Watched, private_mosquitto, until
+from tests.brokers import NEEDS_MOSQUITTO, Watched, private_broker, until
 from tests.certified import bare_fleet
-from tests.desk import closed_rounds, command_of, descendants, desk_in, device, edge_agent, found_fleet, metafleet
+from tests.desk import (
+    clean_environ,
+    closed_rounds,
+    command_of,
+    descendants,
+    desk_in,
+    device,
+    edge_agent,
+    found_fleet,
+    metafleet,
+)
+
+
+@pytest.fixture(params=[pytest.param("mosquitto", marks=NEEDS_MOSQUITTO), "amqtt"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Both brokers in turn."""
+    return str(request.param)
+
+
+PROGRAM = {"mosquitto": "mosquitto -c", "amqtt": "amqtt_main"}
+"""What is in the command of each broker's process."""
 
 
 @pytest.fixture
-def mosquitto(tmp_path: Path) -> Iterator[Broker]:
-    with private_mosquitto(tmp_path / "broker") as broker:
+def embedded(kind: str) -> bool:
+    return kind == "amqtt"
+
+
+@pytest.fixture
+def broker(tmp_path: Path, kind: str) -> Iterator[Broker]:
+    with private_broker(tmp_path / "broker", kind) as broker:
         yield broker
 
 
@@ -42,16 +67,14 @@ def connected(broker: Broker, client_id: str, *filters: str, will: Will | None =
     return watched
 
 
-@NEEDS_MOSQUITTO
-def test_mosquitto_listens_on_loopback_alone_and_stops(mosquitto: Broker) -> None:
-    port = parse_url(mosquitto.url).port
-    assert mosquitto.alive()
-    assert mosquitto.hint is None
+def test_a_private_broker_listens_on_loopback_alone_and_stops(broker: Broker) -> None:
+    port = parse_url(broker.url).port
+    assert broker.alive()
     with pytest.raises(OSError, match=r"refused|assign|reach"):
         socket.create_connection(("127.0.0.2", port), timeout=5)
-    mosquitto.stop()
-    mosquitto.stop()
-    assert not mosquitto.alive()
+    broker.stop()
+    broker.stop()
+    assert not broker.alive()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
 
@@ -73,9 +96,8 @@ def test_what_is_retained_survives_an_orderly_restart_on_the_same_port(tmp_path:
         second.stop()
 
 
-@NEEDS_MOSQUITTO
-def test_a_port_in_use_is_an_error_with_a_hint(mosquitto: Broker, tmp_path: Path) -> None:
-    port = parse_url(mosquitto.url).port
+def test_a_port_in_use_is_an_error_with_a_hint(broker: Broker, tmp_path: Path) -> None:
+    port = parse_url(broker.url).port
     with pytest.raises(LinkError, match=rf"127\.0\.0\.1:{port}: the port is in use\nhint: choose another port"):
         start_broker(tmp_path / "other", port=port)
 
@@ -86,9 +108,10 @@ def test_an_address_that_others_can_reach_is_refused(tmp_path: Path) -> None:
             start_broker(tmp_path, host=host)
 
 
-@NEEDS_MOSQUITTO
-def test_an_address_that_others_can_reach_is_taken_when_plain_mqtt_is_asked_for_by_name(tmp_path: Path) -> None:
-    broker = start_broker(tmp_path, host="0.0.0.0", embedded=False, plain=True)
+def test_an_address_that_others_can_reach_is_taken_when_plain_mqtt_is_asked_for_by_name(
+    tmp_path: Path, embedded: bool
+) -> None:
+    broker = start_broker(tmp_path, host="0.0.0.0", embedded=embedded, plain=True)
     try:
         assert parse_url(broker.url).host == "127.0.0.1", "as this machine itself reaches it"
         socket.create_connection(("127.0.0.2", parse_url(broker.url).port), timeout=5).close()
@@ -102,12 +125,11 @@ def test_the_embedded_broker_takes_no_certificates_and_stays_on_this_machine(tmp
         serve.private_broker(fleet, "0.0.0.0", None, plain=False, embedded=True, log=print).__enter__()
 
 
-@NEEDS_MOSQUITTO
-def test_commands_find_the_private_broker_at_the_port_that_it_was_started_with(tmp_path: Path) -> None:
+def test_commands_find_the_private_broker_at_the_port_that_it_was_started_with(tmp_path: Path, embedded: bool) -> None:
     fleet = bare_fleet(tmp_path)
     assert serve.private_url(fleet) == "mqtt://127.0.0.1:1883"
     for _ in range(2):
-        with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=False, log=lambda line: None) as kept:
+        with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=embedded, log=lambda line: None) as kept:
             assert serve.private_url(fleet) == kept.broker.url != "mqtt://127.0.0.1:1883"
 
 
@@ -115,23 +137,21 @@ def refuse(*anything: object, **more: object) -> None:
     raise OSError(errno.ENOSPC, "No space left")
 
 
-@NEEDS_MOSQUITTO
-def test_a_second_aggregator_changes_nothing_of_the_first_ones_broker(tmp_path: Path) -> None:
+def test_a_second_aggregator_changes_nothing_of_the_first_ones_broker(tmp_path: Path, embedded: bool) -> None:
     fleet = bare_fleet(tmp_path)
-    with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=False, log=print) as kept, fleet.lock():
+    with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=embedded, log=print) as kept, fleet.lock():
         for port in (parse_url(kept.broker.url).port, 0):
             with pytest.raises(StateError, match="another aggregator is running here"):
-                serve.private_broker(fleet, "127.0.0.1", port, plain=False, embedded=False, log=print).__enter__()
+                serve.private_broker(fleet, "127.0.0.1", port, plain=False, embedded=embedded, log=print).__enter__()
         assert serve.private_url(fleet) == kept.broker.url
 
 
-@NEEDS_MOSQUITTO
 def test_a_private_broker_that_ends_is_started_again_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, embedded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
     fleet = bare_fleet(tmp_path)
-    with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=False, log=lines.append) as kept:
+    with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=embedded, log=lines.append) as kept:
         first, url = kept.broker, parse_url(kept.broker.url)
         kept.look(lines.append)
         assert kept.broker is first
@@ -146,14 +166,28 @@ def test_a_private_broker_that_ends_is_started_again_where_it_was(
             assert len(lines) == told, "not tried again at once"
         monkeypatch.setattr(broker_module, "AGAIN_S", 0.0)
         kept._again_at = 0.0
+        kept.look(lines.append)
+        assert kept.broker.alive()
+        assert parse_url(kept.broker.url) == url
+    assert not kept.broker.alive()
+
+
+@NEEDS_MOSQUITTO
+def test_a_broker_whose_configuration_cannot_be_written_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    fleet = bare_fleet(tmp_path)
+    monkeypatch.setattr(broker_module, "AGAIN_S", 0.0)
+    with serve.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=False, log=lines.append) as kept:
+        kept.broker.process.kill()
+        kept.broker.process.wait()
         with monkeypatch.context() as full:
             full.setattr(broker_module, "write_atomic", refuse)
             kept.look(lines.append)
             assert "No space left" in lines[-1]
         kept.look(lines.append)
         assert kept.broker.alive()
-        assert parse_url(kept.broker.url) == url
-    assert not kept.broker.alive()
 
 
 @NEEDS_MOSQUITTO
@@ -174,17 +208,19 @@ def test_a_private_brokers_log_does_not_grow_for_ever(tmp_path: Path, monkeypatc
         assert not path.read_bytes().startswith(b"\0"), "it appends"
 
 
-@NEEDS_MOSQUITTO
-def test_a_fleet_goes_on_when_its_private_broker_was_killed(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_fleet_goes_on_when_its_private_broker_was_killed(tmp_path: Path, kind: str, embedded: bool) -> None:
     fleet = found_fleet(tmp_path / "fleet", rounds=100)
+    chosen = {"METAFLEET_BROKER": "embedded"} if embedded else {}
     with desk_in(tmp_path) as desk:
-        server = desk.start(*metafleet("server", "start", fleet.folder, "--port", 0, "--quiet"))
-        server.says("broker: mosquitto at ")
+        command = metafleet("server", "start", fleet.folder, "--port", 0, "--quiet")
+        server = desk.start(*command, environ=clean_environ(**chosen))
+        server.says(f"broker: {kind} at ")
         device(fleet, "d0", tmp_path / "d0")
         desk.start(*edge_agent("run", "--home", tmp_path / "d0", "--broker", serve.private_url(fleet)))
         server.until(lambda: len(closed_rounds(fleet.folder)) > 2)
         children = {pid: command_of(pid) for pid in descendants(server.process.pid)}
-        (broker,) = (pid for pid, said in children.items() if "mosquitto -c" in said and " -c exec" not in said)
+        (broker,) = (pid for pid, said in children.items() if PROGRAM[kind] in said and " -c exec" not in said)
         os.kill(broker, signal.SIGKILL)
         server.says("the private broker had ended; it was started again")
         before = len(closed_rounds(fleet.folder))
@@ -277,7 +313,6 @@ def refuses(port: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("kind", [pytest.param("mosquitto", marks=NEEDS_MOSQUITTO), "amqtt"])
 def test_the_broker_dies_with_its_parent(tmp_path: Path, kind: str) -> None:
     root = Path(__file__).resolve().parent.parent
     parent = subprocess.Popen(

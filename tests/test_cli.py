@@ -32,7 +32,6 @@ from edge_agent.settings import settings_of
 from fleet_core import __version__, config, runtime, topics
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.data.samples import load, save
-from tests.brokers import NEEDS_MOSQUITTO
 from tests.desk import called, desk_in, found_fleet, metafleet, write_samples
 
 NOBODY = "mqtt://127.0.0.1:9"  # the discard port, where no broker is
@@ -423,7 +422,6 @@ def port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-@NEEDS_MOSQUITTO
 def test_a_port_in_use_is_told(run: Run, place: Path, port: int) -> None:
     before = contents(place)
     ran = run("metafleet", "server", "start", place / "fleet", "--port", port)

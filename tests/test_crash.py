@@ -36,7 +36,7 @@ from tests.faults import (
     undisturbed,
 )
 
-pytestmark = NEEDS_MOSQUITTO
+pytestmark = [NEEDS_MOSQUITTO, pytest.mark.slow]
 
 ROUNDS = 100 if LONG else 16  # two for each step: one may be over before it is awaited
 RANDOM_KILLS = 60 if LONG else 6

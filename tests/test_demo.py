@@ -20,7 +20,6 @@ import pytest
 from cloud_server.ledger import Ledger
 from cloud_server.ledger_tables import Device, Judgement
 from cloud_server.result import validate
-from tests.brokers import NEEDS_MOSQUITTO
 from tests.desk import (
     Desk,
     Program,
@@ -54,7 +53,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three devices and a new one, two rounds, no baseline, on a private mosquitto."""
+    """Three devices and a new one, two rounds, no baseline, on a private broker."""
     folder = tmp_path_factory.mktemp("demo")
     data, out = write_samples(folder / "data.npz"), folder / "run"
     done = called(metafleet("demo", *FEW, "--rounds", 2, "--no-baseline", "--data", data, "--out", out))
@@ -71,7 +70,6 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 # A demo --------------------------------------------------------------------------------------------------------------
 
 
-@NEEDS_MOSQUITTO
 def test_a_demo_ends_with_a_table_a_valid_result_and_a_page(demo: Run) -> None:
     assert validate(demo.result) == []
     assert [row["round"] for row in demo.result["rounds"]] == [1, 2]
@@ -84,7 +82,6 @@ def test_a_demo_ends_with_a_table_a_valid_result_and_a_page(demo: Run) -> None:
     assert "\x1b" not in demo.done.stdout + demo.done.stderr
 
 
-@NEEDS_MOSQUITTO
 def test_the_report_of_a_demo_is_self_contained_and_made_again_by_report(demo: Run, tmp_path: Path) -> None:
     page = (demo.folder / "report.html").read_text()
     assert page.startswith("<!")
@@ -94,7 +91,6 @@ def test_the_report_of_a_demo_is_self_contained_and_made_again_by_report(demo: R
     assert "d3" in (tmp_path / "again.html").read_text()
 
 
-@NEEDS_MOSQUITTO
 def test_the_bytes_of_a_demo_are_counted_three_times(demo: Run) -> None:
     for row in demo.result["rounds"]:
         for way in ("up", "down"):
@@ -103,21 +99,18 @@ def test_the_bytes_of_a_demo_are_counted_three_times(demo: Run) -> None:
             assert 0 < mqtt <= wire
 
 
-@NEEDS_MOSQUITTO
 def test_a_demo_without_a_baseline_has_no_before(demo: Run) -> None:
     for row in demo.result["personalization"]:
         assert "after" in row
         assert not {"before", "fine_tuned"} & row.keys()
 
 
-@NEEDS_MOSQUITTO
 def test_a_device_holds_its_own_samples_and_nobody_elses(demo: Run) -> None:
     for name in ("d0", "d1", "d2", "d3"):
         with np.load(demo.folder / "devices" / name / "samples.npz") as own:
             assert set(own["client"]) == {name}
 
 
-@NEEDS_MOSQUITTO
 @pytest.mark.parametrize("device", ["d0", "d3"])
 def test_a_device_of_a_demo_answers_and_personalizes_without_torch(demo: Run, tmp_path: Path, device: str) -> None:
     np.save(tmp_path / "one.npy", np.eye(3, 8, dtype=np.float32)[2] * 3)
@@ -136,7 +129,7 @@ def test_a_device_of_a_demo_answers_and_personalizes_without_torch(demo: Run, tm
         assert not {"torch", "onnx"} & imported
 
 
-@NEEDS_MOSQUITTO
+@pytest.mark.slow
 def test_the_same_command_on_a_finished_run_changes_no_round(demo: Run, tmp_path: Path) -> None:
     out = shutil.copytree(demo.folder, tmp_path / "run")
     data = demo.folder.with_name("data.npz")
@@ -162,7 +155,7 @@ def started(desk: Desk, *arguments: object, closed: int = 1, **environ: str) -> 
     return program, out, descendants(program.process.pid)
 
 
-@NEEDS_MOSQUITTO
+@pytest.mark.slow
 def test_a_demo_that_was_interrupted_leaves_nobody_and_goes_on_to_its_end(desk: Desk) -> None:
     rounds = 16
     program, out, pids = started(desk, "--rounds", rounds)
@@ -196,7 +189,7 @@ def check_baseline(result: dict[str, Any]) -> None:
         assert row["after"]["accuracy"] > 0.5
 
 
-@NEEDS_MOSQUITTO
+@pytest.mark.slow
 def test_a_demo_that_is_killed_takes_its_processes_with_it(desk: Desk) -> None:
     program, _, pids = started(desk, "--rounds", 500, "--no-baseline")
     program.process.kill()
@@ -204,6 +197,7 @@ def test_a_demo_that_is_killed_takes_its_processes_with_it(desk: Desk) -> None:
     witness.until(lambda: not alive(pids), timeout_s=30)
 
 
+@pytest.mark.slow
 def test_a_demo_on_the_embedded_broker_survives_the_death_of_an_agent(desk: Desk) -> None:
     program, out, pids = started(desk, "--rounds", 15, "--no-baseline", METAFLEET_BROKER="embedded")
     assert "broker: amqtt at" in program.text()
@@ -221,13 +215,12 @@ def test_a_demo_on_the_embedded_broker_survives_the_death_of_an_agent(desk: Desk
 # The desk of the README ----------------------------------------------------------------------------------------------
 
 
-@NEEDS_MOSQUITTO
 def test_a_fleet_of_ones_own_is_made_by_the_commands_of_the_readme(desk: Desk) -> None:
     fleet, data = desk.folder / "greenhouse", write_samples(desk.folder / "samples.npz")
     done = called(metafleet("init", fleet, "--data", data, "--rounds", 2))
     assert done.returncode == 0, done.stderr
     server = desk.start(*metafleet("server", "start", fleet, "--port", 0))
-    server.says("broker: mosquitto at ")
+    server.says("broker: ")
     broker = {"METAFLEET_BROKER": re.findall(r"mqtt://\S+", server.text())[0]}
     for name in ("d0", "d1"):
         home = desk.folder / name

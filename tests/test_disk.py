@@ -209,6 +209,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def mount(*arguments: str) -> None:
     """Skips the test, with its reason, where nothing can be mounted."""
+    if shutil.which("mount") is None:
+        pytest.skip("needs mount, which is not on this machine")
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         pytest.skip("mounting a small disk needs Linux and root")
     try:

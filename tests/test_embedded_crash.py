@@ -17,6 +17,8 @@ from fleet_core.link import Message
 from fleet_core.link.mqtt import parse_url
 from tests.faults import FLEET, Processes, check_end, found_tiny, free_port, processes, said, undisturbed
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "d1"
 ROUNDS = 6  # two for each step: one may be over before it is awaited
 

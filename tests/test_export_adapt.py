@@ -99,6 +99,7 @@ def in_a_pass(name: str) -> int:
 # The steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_and_rate_is_external_under_its_group_and_name(name: str) -> None:
     graph = made(name)

@@ -194,6 +194,7 @@ def test_the_steps_of_a_whole_lenet_pass_the_gate(monkeypatch: pytest.MonkeyPatc
     assert said == ["exporting its steps (body, head), and comparing them with torch's …"]
 
 
+@pytest.mark.slow
 def test_a_recurrent_family_steps_its_head_alone_or_says_that_it_has_no_answers() -> None:
     options = {"width": 5, "layers": 1}
     layout = models.describe("char-lstm", InputSpec((4,), "int64"), ("a", "b", "c"), options)

@@ -25,7 +25,7 @@ from tests.certified import lab
 from tests.disks import MIB
 
 PASSWORD = "hunter2-and-more"
-NEEDS = pytest.mark.needs("mcopy", "mkfs.vfat", "mke2fs", "debugfs", "sfdisk")
+PROGRAMS = ("mcopy", "mkfs.vfat", "mke2fs", "debugfs", "sfdisk")
 DEVICE = f"""name = "kitchen"
 fleet = "lab"
 board = "raspberry-pi-4b"
@@ -43,11 +43,17 @@ samples = "/srv/samples.npz"
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
-    """A fleet with its certificates, a device file and a system's image, side by side."""
+    """A fleet with its certificates, a device file and a file for an image, side by side."""
     folder = tmp_path_factory.mktemp("desk")
     lab(folder)
-    disks.card(folder / "os.img")
+    (folder / "os.img").write_bytes(bytes(MIB))
     return folder
+
+
+@pytest.fixture(scope="module")
+def system(desk):
+    """The image holds a system."""
+    disks.card(desk / "os.img")
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +87,8 @@ def invitations(desk: Path) -> list[str]:
         return [key for key in ledger.asked() if key.startswith("invite/")]
 
 
-@NEEDS
+@pytest.mark.needs(*PROGRAMS)
+@pytest.mark.usefixtures("system")
 def test_a_flashed_image_holds_a_token_of_the_fleet_and_nothing_secret_is_said(desk, tmp_path, capsys):
     out, before = tmp_path / "out.img", len(invitations(desk))
     flash(desk, f"image:{out}")
@@ -100,7 +107,8 @@ def test_a_flashed_image_holds_a_token_of_the_fleet_and_nothing_secret_is_said(d
         assert secret not in told.out + told.err
 
 
-@NEEDS
+@pytest.mark.needs(*PROGRAMS)
+@pytest.mark.usefixtures("system")
 @pytest.mark.parametrize("as_json", [True, False])
 def test_a_dry_run_shows_every_file_with_its_size_and_makes_no_token(desk, tmp_path, capsys, as_json):
     before = invitations(desk)
@@ -121,7 +129,8 @@ def test_a_dry_run_shows_every_file_with_its_size_and_makes_no_token(desk, tmp_p
         assert "0.1.0-abc" in shown
 
 
-@NEEDS
+@pytest.mark.needs(*PROGRAMS)
+@pytest.mark.usefixtures("system")
 def test_a_token_is_as_long_as_the_one_that_was_shown_whatever_its_signature(desk, tmp_path, capsys, monkeypatch):
     real, shorter = enrolment.make_token, iter(range(0, 40, 4))
 
@@ -139,7 +148,8 @@ def test_a_token_is_as_long_as_the_one_that_was_shown_whatever_its_signature(des
     assert next(shorter) > 4
 
 
-@NEEDS
+@pytest.mark.needs(*PROGRAMS)
+@pytest.mark.usefixtures("system")
 def test_a_card_is_written_after_its_name_was_given_and_not_without(desk, tmp_path, capsys, monkeypatch):
     path = tmp_path / "sdx"
     path.write_bytes(b"\xaa" * (50 * MIB))
@@ -246,7 +256,8 @@ def test_all_mistakes_of_a_device_file_are_told_at_once_and_by_line(desk, tmp_pa
         flash(desk, "image:x", device(desk, text.replace("Germany", "DE"), "wrong.toml"))
 
 
-@NEEDS
+@pytest.mark.needs(*PROGRAMS)
+@pytest.mark.usefixtures("system")
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_an_image_of_another_system_costs_no_token_and_a_dry_run_says_so_too(desk, tmp_path, dry_run):
     card = disks.card(tmp_path / "old.img", folders=("etc", "usr/lib/arm-linux-gnueabihf"))

@@ -178,7 +178,7 @@ def paused(folder: Path, seconds: int) -> str:
     (folder / "sleep").write_text(f'#!/bin/sh\necho "$1" >{folder}/slept\n')
     (folder / "sleep").chmod(0o755)
     environ = {"PATH": f"{folder}:{os.environ['PATH']}", "METAFLEET_UPTIME": str(folder / "uptime")}
-    done = subprocess.run(["sh", str(PAUSE), "before", str(folder / "starts")], env=environ, capture_output=True,
+    done = subprocess.run(["/bin/sh", str(PAUSE), "before", str(folder / "starts")], env=environ, capture_output=True,
                           text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return (folder / "slept").read_text().strip()
@@ -198,7 +198,8 @@ def test_an_end_that_was_meant_begins_the_pauses_anew_and_a_crash_does_not(tmp_p
     for result, there in (("watchdog", True), ("success", False), ("success", False)):
         if there:
             starts.write_text("3 17\n")
-        done = subprocess.run(["sh", str(PAUSE), "stopped", str(starts)], env={**os.environ, "SERVICE_RESULT": result})
+        command = ["/bin/sh", str(PAUSE), "stopped", str(starts)]
+        done = subprocess.run(command, env={**os.environ, "SERVICE_RESULT": result})
         assert (done.returncode, starts.exists()) == (0, there)
 
 
@@ -219,9 +220,10 @@ def packed(made, tmp_path):
 
 def install(folder: Path, root: Path) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "METAFLEET_ROOT": str(root)}
-    return subprocess.run(["sh", str(folder / "install.sh")], env=environ, capture_output=True, text=True)
+    return subprocess.run(["/bin/sh", str(folder / "install.sh")], env=environ, capture_output=True, text=True)
 
 
+@pytest.mark.needs("tar", "gzip")
 def test_installing_puts_everything_in_its_place_and_erases_the_token(packed, made, tmp_path):
     root = tmp_path / "root"
     done = install(packed, root)
@@ -237,6 +239,7 @@ def test_installing_puts_everything_in_its_place_and_erases_the_token(packed, ma
     assert not (packed / "home/token").exists()
 
 
+@pytest.mark.needs("tar", "gzip")
 def test_an_installation_that_was_cut_off_is_finished_by_the_next(packed, made, tmp_path):
     root = tmp_path / "root"
     torn = root / "opt/metafleet/.new" / made.version
@@ -281,7 +284,7 @@ def test_a_package_shows_no_secret_and_takes_plain_names_only(made):
 
 
 def test_the_installer_is_plain_posix_shell():
-    shell = "dash" if os.path.exists("/bin/dash") else "sh"
+    shell = "/bin/dash" if os.path.exists("/bin/dash") else "/bin/sh"
     for script in (package.INSTALL, PAUSE):
         done = subprocess.run([shell, "-n", str(script)], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")

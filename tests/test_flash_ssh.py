@@ -16,7 +16,7 @@ from fleet_core.errors import ConfigError, FlashError
 from tests.certified import lab
 from tests.loopback_board import DEAF, Board, a_program
 
-pytestmark = pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill")
+pytestmark = [pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill"), pytest.mark.slow]
 
 DEVICE = """name = "kitchen"
 fleet = "lab"

@@ -137,6 +137,7 @@ QUICK = {
 """What lets a method get somewhere in eight rounds of three steps."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns_and_every_device_is_judged(fleet, method):
     w = fleet(method, rounds=8, hyper=QUICK.get(method, ""))
@@ -241,6 +242,7 @@ def rough_sea(faults: Faults, w: World, seed: int) -> None:
     faults.rules.append(rule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", codecs.CODECS)
 def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round(fleet, codec):
     faults = Faults()
@@ -390,6 +392,7 @@ def outcome(w: World) -> dict[str, bytes]:
     return {key: np.asarray(a).tobytes() for key, a in storage.flatten_roles(roles).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("actor", ["server", "d1"])
 def test_a_death_at_any_moment_changes_nothing(founded, tmp_path, actor):
     undisturbed, none, _ = live(founded, tmp_path / "whole", actor, None)
@@ -1090,6 +1093,7 @@ def test_an_open_round_is_looked_over_ten_times_a_second_and_not_at_every_messag
     assert 9 <= len(looks) <= 11
 
 
+@pytest.mark.slow
 def test_little_is_kept_in_memory_of_a_device(tmp_path):
     def roster(ledger: Ledger) -> Roster:
         return Roster(ledger, everyone=True, cannot=lambda presence: None, clock=lambda: 0.0, now=lambda: 0.0,

@@ -58,6 +58,7 @@ def test_every_number_has_limits_on_both_sides_and_every_text_has_choices(name: 
             assert limits.get("min", limits.get("above")) in (0, 1), field.name
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.data())
 def test_what_is_outside_the_limits_is_refused_by_name_and_what_is_inside_is_taken(data: st.DataObject) -> None:

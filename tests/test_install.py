@@ -63,6 +63,7 @@ def with_params(made: Bundle, params: Any, round_number: int) -> Bundle:
     return replace(made, params=params, manifest=replace(made.manifest, model=model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["b", "b.bundle"])
 @pytest.mark.parametrize(
     ("method", "how"), [("pfldyn-proto", "proto"), ("fedmeta-metasgd", "meta-sgd"), ("fedper", "own")]

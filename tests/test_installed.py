@@ -26,6 +26,8 @@ from fleet_core.data.samples import Samples
 from fleet_core.learning.gradients import Estimators
 from tests.test_docs import PAGES
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 EXPERIMENT = """
 [data]

@@ -29,6 +29,8 @@ from tests import lab
 from tests.desk import descendants
 from tests.inprocess import Killed
 
+pytestmark = pytest.mark.slow
+
 NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: the extra 'ray'")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="waits on process descriptors")
 DEVICES = tuple(f"d{n}" for n in range(5))

@@ -162,6 +162,7 @@ def killed_at(write: int, asked: Experiment, folder: Path) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", RESUMED)
 def test_a_run_killed_between_any_two_writes_goes_on_to_the_same_bits(tmp_path: Path, what: str) -> None:
     asked = resumable(tmp_path, *RESUMED[what])

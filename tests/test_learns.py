@@ -17,6 +17,8 @@ from fleet_core.layout import InputSpec
 from fleet_core.learning import models, train
 from tests.playing import Fleet, Samples, hyper_of
 
+pytestmark = pytest.mark.slow
+
 CLASSES, VALUES, DEVICES = 5, 20, 6
 CHANCE = 1 / CLASSES
 QUICK: dict[str, Any] = {"local_steps": 10, "head_steps": 5}

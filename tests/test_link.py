@@ -65,9 +65,9 @@ class Stage(Protocol):
 
 
 class MqttStage:
-    def __init__(self, folder: Path, protocol: Literal[3, 5]):
-        self.folder, self.protocol = folder, protocol
-        self.broker: Broker = start_broker(folder, embedded=False)
+    def __init__(self, folder: Path, protocol: Literal[3, 5], *, embedded: bool = False):
+        self.folder, self.protocol, self.embedded = folder, protocol, embedded
+        self.broker: Broker = start_broker(folder, embedded=embedded)
 
     def link(self, client_id: str, will: Will | None = None, max_queued: int = 2000) -> Link:
         return MqttLink(self.broker.url, client_id=client_id, will=will, max_queued=max_queued, protocol=self.protocol)
@@ -83,7 +83,9 @@ class MqttStage:
         self.broker.process.kill()
         self.broker.process.wait()
         self.broker.stop()
-        self.broker = start_broker(self.folder, port=parse_url(self.broker.url).port, embedded=False)
+        self.broker = start_broker(
+            self.folder, port=parse_url(self.broker.url).port, embedded=self.embedded
+        )
 
     def end(self) -> None:
         self.broker.stop()
@@ -121,11 +123,13 @@ def socket_of(link: Link) -> socket.socket:
 
 
 @pytest.fixture(
-    params=["loopback", pytest.param(3, marks=NEEDS_MOSQUITTO), pytest.param(5, marks=NEEDS_MOSQUITTO)],
-    ids=["loopback", "mqtt3.1.1", "mqtt5"],
+    params=["loopback", "amqtt", pytest.param(3, marks=NEEDS_MOSQUITTO), pytest.param(5, marks=NEEDS_MOSQUITTO)],
+    ids=["loopback", "amqtt", "mqtt3.1.1", "mqtt5"],
 )
 def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
-    made: Stage = LoopbackStage() if request.param == "loopback" else MqttStage(tmp_path / "broker", request.param)
+    made: Stage = LoopbackStage() if request.param == "loopback" else MqttStage(
+        tmp_path / "broker", 3 if request.param == "amqtt" else request.param, embedded=request.param == "amqtt"
+    )
     yield made
     made.end()
 
@@ -192,7 +196,7 @@ def test_a_death_publishes_the_will(stage: Stage) -> None:
     assert not dying.link.connected
     late = opened(stage, "late", "fleet/#")
     until(lambda: late.of(Message), late)
-    assert late.of(Message) == [Message("fleet/a/st", b"gone", retain=True)]
+    assert set(late.of(Message)) == {Message("fleet/a/st", b"gone", retain=True)}, "at least once: amqtt may send twice"
 
 
 def test_an_orderly_close_sends_what_waits_and_publishes_no_will(stage: Stage) -> None:

@@ -38,6 +38,8 @@ from tests.quadratics import (
 )
 from tests.test_algorithms import rounds_with_losses
 
+pytestmark = pytest.mark.slow
+
 Build = Callable[..., Cohort]
 both = pytest.mark.parametrize("build", [dyn, scaf])
 PLAIN, FEEDBACK = int8("int8-plain"), int8("int8")

@@ -510,6 +510,7 @@ def test_the_smallest_images_pass(model: str, spec: tuple[int, ...]) -> None:
 # Graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["char-lstm", "logistic"])
 def test_a_model_becomes_a_graph_with_torchs_numbers(model: str) -> None:
     layout = small(model)

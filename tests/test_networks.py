@@ -20,7 +20,7 @@ from tests.brokers import NEEDS_MOSQUITTO
 from tests.desk import desk_in, metafleet
 from tests.faults import LONG, Crew, Proxy, Weather, check_end, crew, found_tiny, mosquitto, processes, undisturbed
 
-pytestmark = NEEDS_MOSQUITTO
+pytestmark = [NEEDS_MOSQUITTO, pytest.mark.slow]
 
 ROUNDS = 3
 

@@ -21,6 +21,8 @@ from fleet_core.layout import InputSpec
 from fleet_core.learning import models
 from fleet_core.nearest import Prototypes
 
+pytestmark = pytest.mark.slow
+
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 FOLDER = Path(answers.__file__).parent
 SPEC = InputSpec((1, 2, 3), "uint8", 1 / 255, (0.4,), (0.2,))

@@ -30,6 +30,8 @@ from fleet_core.layout import InputSpec, Layout
 from fleet_core.learning import losses, models, train
 from tests import homes
 
+pytestmark = pytest.mark.slow
+
 METHOD = "pfldyn-maml"
 FAMILIES: dict[str, tuple[str, InputSpec, dict[str, Any]]] = {
     "lstm": ("char-lstm", InputSpec((6,), "int64"), {"width": 8, "layers": 1}),

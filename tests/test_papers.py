@@ -100,6 +100,7 @@ def ran(path: Path, out: Path) -> Path:
     return out / path.parent.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TOMLS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_experiment_runs_in_small(
     path: Path, sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from benchmarks.papers.pfedme import published
 
@@ -27,6 +28,7 @@ def test_the_devices_of_mnist_have_the_papers_sizes_and_digits_and_share_images(
     assert shared == np.mean(elsewhere) > 0.9
 
 
+@pytest.mark.slow
 def test_the_devices_of_synthetic_have_the_papers_sizes_and_answer_by_models_of_their_own() -> None:
     held = published.synthetic()
     sizes = np.unique(np.asarray(held.client), return_counts=True)[1]

@@ -78,6 +78,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # What they give -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", EMBED)
 def test_answers_from_embedded_samples_are_those_of_torchs_embeddings(tmp_path: Path, way: str) -> None:
     service = device(tmp_path, HEADLESS)

@@ -39,6 +39,8 @@ from fleet_core.messages import Question, UploadManifest
 from tests.inprocess import CLASSES, World, config_text, toy, world
 from tests.test_fleet import FakeDevice, finished
 
+pytestmark = pytest.mark.slow
+
 Array = np.ndarray[Any, Any]
 
 ANGLE = 0.02

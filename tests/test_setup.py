@@ -16,6 +16,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from benchmarks.arm64 import scene
+from tests import bare
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "prepare_venv.py"
 ENVIRONMENTS = [
@@ -56,7 +59,7 @@ class Checkout:
         shutil.rmtree(venv, ignore_errors=True)
         (venv / "bin").mkdir(parents=True)
         python = venv / "bin" / "python"
-        python.write_text(f'#!/bin/sh\necho "$@" >> "{self.root}/log"\nexec sh "{self.root}/verdict" "$@"\n')
+        python.write_text(f'#!/bin/sh\necho "$@" >> "{self.root}/log"\nexec /bin/sh "{self.root}/verdict" "$@"\n')
         python.chmod(0o755)
 
     def fail_when(self, *failing: str) -> None:
@@ -201,6 +204,7 @@ def test_the_command_that_would_install_mosquitto_is_printed_and_not_run(
     assert bool(printed) is bool(said)
 
 
+@pytest.mark.needs("make")
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_make_prepares_first_and_passes_options_on(target: str) -> None:
     outside_make = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
@@ -263,6 +267,74 @@ def test_every_dependency_has_its_reason() -> None:
     assert [name for name in sorted(names) if f"| {name} |" not in page] == []
 
 
+# Programs beside Python.
+
+
+def tools() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        return importlib.import_module("install_tools")
+    finally:
+        sys.path.pop(0)
+
+
+def test_every_program_that_a_test_needs_can_be_installed() -> None:
+    calls = (
+        node
+        for path in sorted((ROOT / "tests").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "needs"
+    )
+    named = {arg.value for call in calls for arg in call.args if isinstance(arg, ast.Constant)} | set(scene.PROGRAMS)
+    assert "mosquitto" in named
+    assert named <= set(tools().TOOLS), "name the package in scripts/install_tools.py"
+
+
+@pytest.mark.parametrize(
+    ("system", "root", "planned"),
+    [
+        ("apt", False, ["sudo apt-get update --quiet",
+                        "sudo apt-get install --yes --no-install-recommends mosquitto fdisk"]),
+        ("apt", True, ["apt-get update --quiet", "apt-get install --yes --no-install-recommends mosquitto fdisk"]),
+        ("dnf", False, ["sudo dnf install --assumeyes mosquitto util-linux"]),
+        ("brew", False, ["brew install mosquitto"]),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_installed_by_the_systems_own_packages(
+    system: str, root: bool, planned: list[str]
+) -> None:
+    made = tools()
+    wanted = made.packages(["mosquitto", "sfdisk"], system)
+    assert [" ".join(command) for command in made.commands(wanted, system, root=root)] == planned
+
+
+def test_nothing_is_installed_unless_somebody_says_yes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tools()
+    monkeypatch.setattr(made, "missing", lambda: ["mosquitto"])
+    monkeypatch.setattr(made, "manager", lambda: "brew")
+    monkeypatch.setattr(made.subprocess, "run", pytest.fail)
+    assert made.main([]) == 1
+    assert "brew install mosquitto" in capsys.readouterr().out
+
+
+def test_nothing_is_asked_where_nothing_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tools()
+    monkeypatch.setattr(made, "missing", list)
+    assert made.main([]) == 0
+    assert "every program that the tests need is on this machine" in capsys.readouterr().out
+
+
+def test_a_bare_path_has_python_and_coreutils_alone(tmp_path: Path) -> None:
+    path = bare.bare_path(tmp_path)
+    assert shutil.which("ls", path=path)
+    assert shutil.which("python3", path=path)
+    assert [name for name in ("sh", "git", "make", "mount", "mosquitto") if shutil.which(name, path=path)] == []
+
+
 # Skips.
 
 SKIPS = """
@@ -275,7 +347,7 @@ def test_one(): pass
 @pytest.mark.allowed_skip("Linux")
 def test_two(): pass
 
-@pytest.mark.needs("sh", "no-such-program")
+@pytest.mark.needs("env", "no-such-program")
 def test_three(): pass
 
 @pytest.mark.xfail
@@ -305,8 +377,11 @@ def run_pytest(folder: Path, text: str, **environment: str) -> str:
 def test_skips_are_reported_outside_ci(tmp_path: Path) -> None:
     out = run_pytest(tmp_path, SKIPS)
     assert "5 skipped, 1 xfailed" in out
-    assert "needs no-such-program, which is not on this machine" in out
-    assert "set METAFLEET_SHARED" in out
+    head, programs, data, others, *_ = out[out.index("not tested here") :].splitlines()
+    assert head == "not tested here: 5 tests were skipped"
+    assert programs.endswith("by tests that need them: no-such-program (1)")
+    assert "METAFLEET_SHARED  names the folder with data sets that 1 tests read" in data
+    assert "3 more were skipped" in others
 
 
 def test_a_skip_without_leave_fails_in_ci(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from firmware_profiles.ssh_install import Outcome
 from fleet_core.errors import FlashError
 from tests.loopback_board import DEAF, DIES, GOOD, USER, Board, a_program, until
 
-pytestmark = pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill")
+pytestmark = [pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill"), pytest.mark.slow]
 
 DEVICE_TOML = b'[device]\nname = "kitchen"\nfleet = "lab"\nbroker = "mqtts://hub:8883"\n\n[data]\nsamples = "s.npz"\n'
 STEPS = ("want", "take", "place", "change", "confirm")

@@ -56,6 +56,7 @@ def test_only_a_plain_question_is_answered_without_the_command_line(
     assert plain(["predict", "x.npy"]) == Predict(Path("x.npy"), Path("."), False)
 
 
+@pytest.mark.slow
 def test_it_answers_as_the_command_line_does(tmp_path: Path) -> None:
     place = homes.home(tmp_path / "d0", toy(1))
     homes.furnished(place, "pfldyn-proto")

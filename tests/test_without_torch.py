@@ -19,12 +19,12 @@ from cloud_server.ledger_tables import Device, Judgement
 from export.graph import MIN_ONNXRUNTIME
 from fleet_core import bundle_files
 from fleet_core.data.samples import save
-from tests.brokers import NEEDS_MOSQUITTO, private_mosquitto
+from tests.brokers import private_broker
 from tests.bundles import bundle_of, samples
 from tests.desk import CLASSES, Program, closed_rounds, desk_in, device, edge_agent, found_fleet, write_samples
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.timeout(300)  # the first of these tests builds and installs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first of these tests builds and installs
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,11 @@ def test_a_fleet_is_not_made_without_torch_and_the_extra_is_named(torchless: Tor
     assert 'hint: pip install "metafleet[export]"' in done.stderr
 
 
-@NEEDS_MOSQUITTO
 def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(torchless: Torchless, tmp_path: Path) -> None:
     fleet = found_fleet(tmp_path / "fleet")
     trains, serves = (device(fleet, name, tmp_path / name) for name in ("d0", "d1"))
     np.save(tmp_path / "raw.npy", np.eye(3, 8, dtype=np.float32) * 3)
-    with private_mosquitto(tmp_path / "broker") as broker, desk_in(tmp_path) as desk:
+    with private_broker(tmp_path / "broker") as broker, desk_in(tmp_path) as desk:
         at = ("--broker", broker.url)
 
         def start(program: str, *arguments: object) -> Program:
