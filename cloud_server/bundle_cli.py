@@ -1,4 +1,5 @@
-"""``metafleet export`` and ``metafleet bundle``: what a device needs, as a folder or one file."""
+"""``metafleet export`` and ``metafleet bundle``: what a device needs, as a folder or one file. What a
+command needs is imported when it is called."""
 
 from __future__ import annotations
 
@@ -7,16 +8,16 @@ import json
 import subprocess
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server.judged import judged_model, place_of
-from fleet_core import bundle, bundle_files, runtime, schema, terminal
-from fleet_core.bundle_files import STORED, Bundle
-from fleet_core.data import samples
+from fleet_core import runtime, schema, terminal
 from fleet_core.errors import BundleError, ConfigError
 from fleet_core.runtime import typed
+
+if TYPE_CHECKING:
+    from fleet_core.bundle_files import Bundle
 
 bundle_app = typer.Typer(help="Bundles: a judged model with all that a device needs.", no_args_is_help=True)
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -26,13 +27,16 @@ EXTRA = 'pip install "metafleet[export]"'
 def export(
     source: Annotated[Path, typer.Argument(metavar="FLEET|CHECKPOINT", help="A fleet, or FLEET/state/round-….")],
     to: Annotated[Path, typer.Option("--to", metavar="BUNDLE", help="A new folder, or one file: NAME.bundle.")],
-    stored: Annotated[str, typer.Option(help=f"Weights on disk: {' or '.join(STORED)}.")] = "fp32",
+    stored: Annotated[str, typer.Option(help="Weights on disk: fp32 or fp16.")] = "fp32",
     int8: Annotated[
         str | None, typer.Option("--int8", metavar="DATA", help="Add an int8 encoder, calibrated with these samples.")
     ] = None,
     as_json: JSON = False,
 ) -> None:
     """Write a judged model as a bundle that a device installs and answers with, without torch and without a broker."""
+    from fleet_core import bundle_files
+    from fleet_core.bundle_files import STORED
+
     if stored not in STORED:
         raise ConfigError(f"unknown --stored '{stored}'", expected=" or ".join(STORED))
     bundle_files.refuse_what_is_there(to)
@@ -53,6 +57,7 @@ def verify(
 ) -> None:
     """Read a bundle and check it: every file, what the graphs give here, and with torch where that is installed."""
     from edge_agent import bundle_gate
+    from fleet_core import bundle_files
 
     found = bundle_files.read(path)
     facts = {**_facts(found), **schema.plain(bundle_gate.check(found)), "torch": _compared(found)}
@@ -64,6 +69,10 @@ def verify(
 
 
 def _made(source: Path, stored: str, data: str | None) -> Bundle:
+    from cloud_server.judged import judged_model, place_of
+    from fleet_core import bundle
+    from fleet_core.data import samples
+
     fleet, file = place_of(source)
     graph = bundle.unpack(fleet.graph_bytes())
     number, params = judged_model(fleet, file, graph.layout)

@@ -1,33 +1,24 @@
-"""``metafleet``: the operator's command line."""
+"""``metafleet``: the operator's command line. What a command needs is imported when it is called."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloud_server import bundle_cli, catalog, flash_cli, identity, lab_cli, outcome, predict, result
-from cloud_server import demo as demonstration
-from cloud_server.backup import backup
+from cloud_server import bundle_cli, flash_cli, lab_cli
 from cloud_server.datasets import datasets_app
 from cloud_server.devices_cli import BROKER_OF, FLEET, JSON, PLAIN, address_of, devices_app, url_of
-from cloud_server.fleet import Fleet, FleetConfig
-from cloud_server.found import found
-from cloud_server.ledger import Ledger
-from cloud_server.live import snapshot
-from cloud_server.mosquitto import ENROLMENT_PORT, PORT, Place
 from cloud_server.profiles import profiles_app
 from cloud_server.programs_cli import programs_app
-from cloud_server.report import render
-from cloud_server.starting import data_of, fleet_toml, topic_name
-from fleet_core import runtime, schema, storage, terminal, topics
-from fleet_core.algorithms.methods import METHODS
-from fleet_core.data import asked
+from fleet_core import runtime, schema, terminal, topics
 from fleet_core.errors import ConfigError, shortened
 from fleet_core.runtime import typed
+
+if TYPE_CHECKING:
+    from cloud_server.fleet import FleetConfig
 
 app = terminal.application("Personalized federated learning on real edge devices.")
 server_app = typer.Typer(help="The aggregator.", no_args_is_help=True)
@@ -66,6 +57,8 @@ def demo(
     as_json: JSON = False,
 ) -> None:
     """Broker, aggregator and real agent processes on this machine, from nothing to personalized answers."""
+    from cloud_server import demo as demonstration
+
     options = demonstration.Options(
         devices=devices, new_devices=new_devices, rounds=rounds, method=method, data=data, seed=seed,
         baseline=baseline, support_s=support_s, meter_watts=meter_watts,
@@ -87,6 +80,9 @@ def init(
     seed: Annotated[int | None, typer.Option(min=0, help="Default 0.")] = None,
 ) -> None:
     """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that holds a fleet.toml."""
+    from cloud_server.found import found
+    from cloud_server.starting import data_of, fleet_toml, topic_name
+
     text = None
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed}
     unused = [option for option, value in given.items() if value is not None]
@@ -107,6 +103,8 @@ def init(
 
 
 def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
+    from fleet_core.algorithms.methods import METHODS
+
     try:
         from export.first import first  # torch and onnx: only here, once per fleet
     except ModuleNotFoundError as error:
@@ -131,6 +129,8 @@ def start(
     quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
 ) -> None:
     """Run the aggregator; a run that was stopped goes on."""
+    from cloud_server.fleet import Fleet
+
     Fleet.load(fleet).graph_bytes()  # what is wrong is said here
     options = {"broker": broker, "host": host, "port": port, "plain": plain, "connect_s": connect_s,
                "until_done": until_done, "quiet": quiet}
@@ -142,16 +142,22 @@ def server_config(
     fleet: FLEET,
     host: Annotated[list[str] | None, typer.Option(help="A name or address by which devices reach the broker, the one "
                                                         "that they are told first; may be given again.")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535)] = PORT,
-    enrolment_port: Annotated[int, typer.Option(min=1, max=65535, help="Where tokens are taken.")] = ENROLMENT_PORT,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default 8883.")] = None,
+    enrolment_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Where tokens are taken; default 8884.")]
+    = None,
     at: Annotated[str, typer.Option(help="Folder in which the broker will find these files; default: this one.")] = "",
 ) -> None:
     """Write what a mosquitto needs to be this fleet's broker: configuration, access lists, certificates."""
+    from cloud_server import identity
+    from cloud_server.fleet import Fleet
+    from cloud_server.ledger import Ledger
+    from cloud_server.mosquitto import ENROLMENT_PORT, PORT, Place
+
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path) as ledger:
         identity.complete(made, ledger)
         hosts = tuple(host) if host else identity.default_hosts(made.config.link.broker)
-        place = Place(hosts, port, enrolment_port, at=at)
+        place = Place(hosts, port or PORT, enrolment_port or ENROLMENT_PORT, at=at)
         path = identity.configure(made, ledger, place)
     print(path)
     runtime.say(f"devices find the broker at {place.url}; all that it needs is in {path.parent}, server.key is secret")
@@ -160,6 +166,13 @@ def server_config(
 @server_app.command("status")
 def status(fleet: FLEET, as_json: JSON = False) -> None:
     """How far the fleet is, who is on, what it has cost."""
+    from collections import Counter
+
+    from cloud_server import result
+    from cloud_server.fleet import Fleet
+    from cloud_server.ledger import Ledger
+    from cloud_server.live import snapshot
+
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:
         now, totals, devices = snapshot(ledger), ledger.totals(), ledger.devices()
@@ -193,6 +206,9 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
 @server_app.command("rounds")
 def rounds(fleet: FLEET, as_json: JSON = False) -> None:
     """Every round: who was asked, who was counted, how long it took."""
+    from cloud_server.fleet import Fleet
+    from cloud_server.ledger import Ledger
+
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:
         listed = ledger.rounds()
@@ -213,6 +229,9 @@ def server_backup(
     as_json: JSON = False,
 ) -> None:
     """Copy the fleet as it stands, also while the aggregator runs; the copy is a fleet's folder."""
+    from cloud_server.backup import backup
+    from cloud_server.fleet import Fleet
+
     made = Fleet.load(fleet)
     closed = backup(made, to)
     if as_json:
@@ -234,6 +253,9 @@ def resume(fleet: FLEET) -> None:
 
 
 def _ask(fleet: Path, key: str, value: str) -> None:
+    from cloud_server.fleet import Fleet
+    from cloud_server.ledger import Ledger
+
     with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
         ledger.ask(key, value)
 
@@ -244,6 +266,9 @@ def methods(
     as_json: JSON = False,
 ) -> None:
     """What there is: what is sent, what stays, source, hyper-parameters."""
+    from cloud_server import catalog
+    from fleet_core.algorithms.methods import METHODS
+
     if name is not None:
         method = catalog.named(name)
         if as_json:
@@ -267,6 +292,10 @@ def predict_command(
     as_json: JSON = False,
 ) -> None:
     """An answer from a device, over MQTT."""
+    from cloud_server import identity, predict
+    from cloud_server.fleet import Fleet
+    from fleet_core.data import asked
+
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
     x = asked.load(inputs, made.config.model.input)
@@ -288,6 +317,10 @@ def report(
     out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
 ) -> None:
     """One self-contained page: table, curves, bytes, joules."""
+    from cloud_server import outcome
+    from cloud_server.report import render
+    from fleet_core import storage
+
     found = outcome.of_run(folder)
     storage.write_atomic(out, render(found, title=f"Metafleet: {found['method']}").encode())
     print(out)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from cloud_server.figures import ABSENT, bytes_text
 from fleet_core import runtime, schema, terminal
-from fleet_core.data.sets import fetch as fetching
-from fleet_core.data.sets import named
-from fleet_core.data.sets.registry import Entry, entries, entry
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from fleet_core.data.sets.registry import Entry
 
 datasets_app = typer.Typer(help="The named data sets.", invoke_without_command=True)
 
@@ -26,6 +26,8 @@ def datasets(context: typer.Context, as_json: JSON = False) -> None:
     """The named data sets: what they hold, whose they are, whether they are here."""
     if context.invoked_subcommand is not None:
         return
+    from fleet_core.data.sets.registry import entries
+
     listed = [facts(one) for one in entries().values()]
     if as_json:
         return terminal.show(listed)
@@ -46,6 +48,10 @@ def fetch(
     ] = None,
 ) -> None:
     """Bring a named data set here: download it, or take a local copy; checked by sha256."""
+    from fleet_core.data.sets import fetch as fetching
+    from fleet_core.data.sets import named
+    from fleet_core.data.sets.registry import entry
+
     wanted = entry(name)
     if source is None and named.is_here(wanted):
         return print(f"{name} is here already, {_place(wanted)}")
@@ -63,6 +69,8 @@ def fetch(
 
 def facts(one: Entry) -> dict[str, Any]:
     """What the listing says of a set, as plain JSON; the numbers of one that is here are those of its copy."""
+    from fleet_core.data.sets import named
+
     note = named.note_of(one)
     counts = {what: getattr(one if note is None else note, what) for what in ("train", "test", "clients")}
     whole = None if None in (counts["train"], counts["test"]) else counts["train"] + counts["test"]
@@ -94,6 +102,8 @@ def _here(one: dict[str, Any]) -> str:
 
 
 def _place(one: Entry) -> str:
+    from fleet_core.data.sets import named
+
     return "the package" if one.reader == named.IN_PACKAGE else str(named.home() / one.name)
 
 
@@ -101,9 +111,12 @@ class Bars:
     """How far downloads are, on stderr: a bar for each file on a terminal, one line a file elsewhere."""
 
     def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
         console = Console(stderr=True)
-        self._bars = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
-                              console=console) if console.is_terminal else None
+        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+        self._bars = Progress(*columns, console=console) if console.is_terminal else None
         self._tasks: dict[str, TaskID] = {}
         self._told: set[str] = set()
 

@@ -1,4 +1,5 @@
-"""``metafleet devices``: who belongs to the fleet, who may join it, and who has to leave."""
+"""``metafleet devices``: who belongs to the fleet, who may join it, and who has to leave. What a command
+needs is imported when it is called."""
 
 from __future__ import annotations
 
@@ -6,18 +7,18 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server import enroll, enrolment, identity, serve
-from cloud_server.fleet import Fleet
 from cloud_server.ledger import Ledger
 from cloud_server.ledger_tables import Certificate, Device
-from fleet_core import runtime, schema, terminal, token, topics
+from fleet_core import runtime, schema, terminal, topics
 from fleet_core.errors import ConfigError
-from fleet_core.link.mqtt import check_plain, parse_url
 from fleet_core.runtime import typed
+
+if TYPE_CHECKING:
+    from cloud_server.fleet import Fleet
 
 devices_app = typer.Typer(help="The fleet's devices.", no_args_is_help=True)
 
@@ -29,8 +30,12 @@ MAX_VALID_S = 366 * 86400.0
 
 def address_of(url: str | None) -> str | None:
     """A broker's URL as an option's value. Raises ConfigError."""
-    if url is not None and url != serve.EMBEDDED:
-        parse_url(url)
+    if url is not None:
+        from cloud_server import serve
+        from fleet_core.link.mqtt import parse_url
+
+        if url != serve.EMBEDDED:
+            parse_url(url)
     return url
 
 
@@ -48,6 +53,9 @@ PLAIN = Annotated[
 def url_of(broker: str | None, fleet: Fleet, plain: bool = False) -> str:
     """Where the broker is: flag or environment, else the file, else the private one that runs, as it was started last.
     Raises ConfigError for plain MQTT that leaves this machine, unless that is asked for."""
+    from cloud_server import serve
+    from fleet_core.link.mqtt import check_plain
+
     named = broker or fleet.config.link.broker
     if named is not None and named != serve.EMBEDDED:
         return check_plain(named, plain or fleet.config.link.plain)
@@ -60,6 +68,8 @@ def url_of(broker: str | None, fleet: Fleet, plain: bool = False) -> str:
 @devices_app.command("list")
 def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
     """Every device that was ever seen, and those that a token waits for."""
+    from cloud_server.fleet import Fleet
+
     with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
         listed = [_facts(ledger, row) for row in _rows(ledger)]
     if as_json:
@@ -72,6 +82,8 @@ def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
 @devices_app.command("show")
 def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
     """One device: state, capabilities, certificate, costs."""
+    from cloud_server.fleet import Fleet
+
     with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
         facts = {**_facts(ledger, _known(ledger, fleet, name)),
                  "volume": schema.plain(ledger.volume("device").get(name)),
@@ -84,6 +96,8 @@ def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
 
 def _rows(ledger: Ledger) -> list[Device]:
     """The devices of the ledger, and those that a token waits for."""
+    from cloud_server import enrolment
+
     known = {device.name: device for device in ledger.devices()}
     for invited in enrolment.waiting(ledger).values():
         known.setdefault(invited.device, Device(name=invited.device, status="invited"))
@@ -92,6 +106,8 @@ def _rows(ledger: Ledger) -> list[Device]:
 
 def _facts(ledger: Ledger, device: Device) -> dict[str, Any]:
     """A device with its certificate and the token that waits for it; neither with what is secret of it."""
+    from cloud_server import enrolment, identity
+
     held = identity.certificate_facts(ledger).get(device.name)
     waiting = enrolment.waiting(ledger).get(device.name)
     shown = ("serial", "issued_at", "expires_at")
@@ -132,6 +148,11 @@ def devices_enroll(
     as_json: JSON = False,
 ) -> None:
     """Let a device in: a one-time token in a file, or a folder to run an agent in on this machine."""
+    from cloud_server import enroll, enrolment
+    from cloud_server.fleet import Fleet
+    from fleet_core import token
+    from fleet_core.link.mqtt import parse_url
+
     made = Fleet.load(fleet)
     topics.check_name(name, "device")
     url = token_broker(broker, made) if to is None else url_of(broker, made, plain)
@@ -151,6 +172,8 @@ def devices_enroll(
 
 def _enroll_plainly(fleet: Fleet, name: str, to: Path, url: str, as_json: bool) -> None:
     """A folder for the private broker on this machine, where nobody needs a certificate."""
+    from cloud_server import enroll
+
     path = enroll.device_folder(fleet, name, to, url)
     _ask(fleet.folder, f"enroll/{name}", "yes")
     if as_json:
@@ -161,6 +184,8 @@ def _enroll_plainly(fleet: Fleet, name: str, to: Path, url: str, as_json: bool) 
 
 def token_broker(broker: str | None, fleet: Fleet) -> str:
     """The broker that a token names: the one that is named, or the private one beyond loopback."""
+    from cloud_server import identity, serve
+
     named = broker or fleet.config.link.broker
     if named is not None and named != serve.EMBEDDED:
         return named
@@ -182,6 +207,9 @@ def _seconds(text: str) -> float:
 @devices_app.command("revoke")
 def devices_revoke(fleet: FLEET, name: str, as_json: JSON = False) -> None:
     """Take a device out, with its certificate and its tokens; methods with duals start them again from zero."""
+    from cloud_server import identity
+    from cloud_server.fleet import Fleet
+
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:
         _known(ledger, fleet, name)
@@ -196,5 +224,7 @@ def devices_revoke(fleet: FLEET, name: str, as_json: JSON = False) -> None:
 
 
 def _ask(fleet: Path, key: str, value: str) -> None:
+    from cloud_server.fleet import Fleet
+
     with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
         ledger.ask(key, value)

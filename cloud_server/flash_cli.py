@@ -2,7 +2,7 @@
 
 What ``flash_prepare`` makes of a device file goes to one of the writers. ``--to`` says which: an image, a card, or over
 SSH to a board that runs (``flash_ssh``); nothing is asked of the fleet, and no token made, before all that can be
-refused has been.
+refused has been. What it needs is imported when it is called.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server import flash_ssh
-from cloud_server.flash_prepare import VALID_S, Prepared, invited, package_of, prepare
-from firmware_profiles import block, card, image, package, program
-from firmware_profiles.block import Card
-from firmware_profiles.device_file import MASK
-from firmware_profiles.image import Plan
-from firmware_profiles.package import File, Package
-from firmware_profiles.progress import Progress
 from fleet_core import runtime, schema, terminal
 from fleet_core.errors import ConfigError
 from fleet_core.runtime import typed
+
+if TYPE_CHECKING:
+    from cloud_server.flash_prepare import Prepared
+    from firmware_profiles.block import Card
+    from firmware_profiles.image import Plan
+    from firmware_profiles.package import File, Package
 
 IMAGE, SSH = "image:", "ssh://"
 DAY_S = 86400.0
@@ -59,6 +57,11 @@ def flash(
     = False,
 ) -> None:
     """Make a device of an image, a card or a board that runs: the agent, its wheels, settings and a one-time token."""
+    from cloud_server import flash_ssh
+    from cloud_server.flash_prepare import package_of, prepare
+    from firmware_profiles import image, program
+    from firmware_profiles.progress import Progress
+
     if inventory is not None or (to or "").startswith(SSH):
         choices = flash_ssh.Choices(ssh_config, patience_s, dry_run, as_json)
         if inventory is None:
@@ -100,6 +103,8 @@ def _named(device: Path | None) -> Path:
 
 
 def _source(made: Prepared, path: Path, named: Path | None) -> Path:
+    from firmware_profiles import image
+
     if made.machine.first_boot not in ("cloud-init", "firstrun"):
         raise ConfigError(f"{made.machine.os} takes no first boot from an image or a card", where=made.machine.board,
                           hint="--to ssh://USER@HOST, once it runs")
@@ -118,6 +123,10 @@ def _write(
     made: Prepared, shown: Package, begin: Path, to: str, found: Card | None, rehearse: bool
 ) -> dict[str, Any]:
     """shown: the package without a token; one is made when the image is known to fit. Returns what there is to tell."""
+    from cloud_server.flash_prepare import VALID_S, invited, package_of
+    from firmware_profiles import block, card, image
+    from firmware_profiles.progress import Progress
+
     expires = {} if made.plain else {"token_expires": int(time.time() + VALID_S)}
     progress = Progress()
 
@@ -141,6 +150,8 @@ def _write(
 @contextmanager
 def _scratch() -> Iterator[Path]:
     """A folder for an unpacked image, on the disk: where /tmp is memory there is no room for one."""
+    from firmware_profiles import program
+
     cache = program.cache_folder().parent
     cache.mkdir(parents=True, exist_ok=True)
     _forget_killed(cache)
@@ -156,6 +167,8 @@ def _forget_killed(cache: Path) -> None:
 
 
 def _card(to: str, rehearse: bool) -> Card:
+    from firmware_profiles import block
+
     if not to.startswith("/"):
         raise ConfigError("is no target", where=f"--to {to}", expected="image:PATH, /dev/NAME or ssh://USER@HOST")
     if sys.platform != "linux":
@@ -194,6 +207,9 @@ def _plan_facts(plan: Plan) -> dict[str, Any]:
 
 def _file_facts(file: File) -> dict[str, Any]:
     """path: on the first partition. content: of a text; the plan was made without the secrets."""
+    from firmware_profiles import package
+    from firmware_profiles.device_file import MASK
+
     facts = {"path": file.path, "size_bytes": len(file.data), "secret": file.secret}
     if file.path.startswith(f"{package.FOLDER}/home/"):
         return {**facts, "content": f"{MASK}\n"}
@@ -205,6 +221,8 @@ def _file_facts(file: File) -> dict[str, Any]:
 
 
 def _show(facts: dict[str, Any], packed: Package) -> None:
+    from firmware_profiles import image, program
+
     built = packed.program
     print(f"{facts['device']}: {facts['board']}, {facts['os']}, CPython {facts['python']} {facts['arch']}")
     print(f"agent {built.version}, built from {built.built_from}; nothing is written\n")

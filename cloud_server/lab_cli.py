@@ -1,24 +1,23 @@
-"""The laboratory's commands of ``metafleet``: simulate, compare, advise."""
+"""The laboratory's commands of ``metafleet``: simulate, compare, advise. What a command needs is imported
+when it is called."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server.laboratory import compare as comparing
-from cloud_server.laboratory import experiment as experiments
-from cloud_server.laboratory import page, plots, tables, trials
-from cloud_server.laboratory.compare import Comparison
-from cloud_server.laboratory.experiment import Experiment, Run
-from cloud_server.laboratory.progress import Progress
-from cloud_server.laboratory.store import Store, read_table
-from fleet_core import runtime, schema, storage, terminal
+from fleet_core import runtime, schema, terminal
 from fleet_core.errors import ConfigError, RoundError
 from fleet_core.runtime import typed
+
+if TYPE_CHECKING:
+    from cloud_server.laboratory.compare import Comparison
+    from cloud_server.laboratory.experiment import Experiment, Run
+    from cloud_server.laboratory.store import Store
 
 ENGINES, DEVICES = ("local", "ray"), ("auto", "cpu", "cuda")
 GOES_ON = "stopped; nothing is lost: the same command goes on"
@@ -39,6 +38,11 @@ def simulate(
     as_json: JSON = False,
 ) -> None:
     """Run an experiment on this machine, without a broker: methods, grids and seeds side by side."""
+    from cloud_server.laboratory import compare as comparing
+    from cloud_server.laboratory import experiment as experiments
+    from cloud_server.laboratory import tables, trials
+    from cloud_server.laboratory.store import Store
+
     _among("--engine", engine, ENGINES)
     _among("--device", device, DEVICES)
     asked = experiments.load(experiment, settings or ())
@@ -63,12 +67,15 @@ def _simulated(
     asked: Experiment, runs: Sequence[Run], out: Path, choices: tuple[str, int, str]
 ) -> tuple[list[Path], RoundError | None]:
     """(the folders of all runs, which of them failed and why)."""
+    from cloud_server.laboratory.store import Store
+
     folders = [out / run.name for run in runs]
     left = [run.name for run in runs if not Store(out / run.name).done]
     if not left and _as_before(asked, runs, out, choices[2]):
         return folders, None
     from cloud_server.laboratory import simulate as simulation
     from cloud_server.laboratory.engine import Stopped
+    from cloud_server.laboratory.progress import Progress
 
     with runtime.until_signal() as stopped, Progress(left, asked.budget.rounds) as progress:
         try:
@@ -84,6 +91,8 @@ def _simulated(
 
 def _as_before(asked: Experiment, runs: Sequence[Run], out: Path, device: str) -> bool:
     """Whether the runs in ``out`` are these, so that nothing has to be checked with the data and with torch."""
+    from cloud_server.laboratory.store import Store, read_table
+
     path = out / "experiment.json"
     same = path.exists() and read_table(path) == json.loads(json.dumps(schema.plain(asked)))
     for run in runs:
@@ -97,6 +106,7 @@ def _plan(asked: Experiment, runs: Sequence[Run], out: Path, choices: tuple[str,
     """Checks the experiment as a start would, and lists its runs."""
     from cloud_server.laboratory import simulate as simulation
     from cloud_server.laboratory import workload as workloads
+    from cloud_server.laboratory.store import Store
     from cloud_server.laboratory.work import device_of
 
     engine, _, device = choices
@@ -143,7 +153,7 @@ def compare(
     target_of: Annotated[
         str, typer.Option(metavar="FIGURE", help="What targets are of, over the devices that train: accuracy (their "
                                                  "mean) or macro-f1 (pooled).")
-    ] = comparing.ACCURACY,
+    ] = "accuracy",
     baseline: Annotated[
         str | None, typer.Option(metavar="LABEL", help="Gains are over this one; default: Per-FedAvg.")
     ] = None,
@@ -151,6 +161,9 @@ def compare(
     as_json: JSON = False,
 ) -> None:
     """Curves and tables over several runs: mean and spread over seeds, costs of an accuracy."""
+    from cloud_server.laboratory import compare as comparing
+    from cloud_server.laboratory import tables, trials
+
     if target_of not in comparing.TARGETS_OF:
         raise ConfigError(f"'{target_of}' can be no target", where="--target-of",
                           expected=f"one of {', '.join(comparing.TARGETS_OF)}")
@@ -171,6 +184,10 @@ def compare(
 def write(compared: Comparison, out: Path) -> list[Path]:
     """compare.html, curves.png, tables.csv and compare.json in ``out``. Raises ConfigError without matplotlib, before
     anything is written."""
+    from cloud_server.laboratory import compare as comparing
+    from cloud_server.laboratory import page, plots, tables
+    from fleet_core import storage
+
     contents = {
         "compare.html": page.render(compared, title="Comparison").encode(),
         "curves.png": plots.png(compared, page.brief(compared)),
@@ -199,8 +216,12 @@ def advise(
     """Which method, model and codec to take for these recordings, and why: a short comparison on them."""
     from cloud_server.laboratory import advice
     from cloud_server.laboratory import advise as advising
+    from cloud_server.laboratory import experiment as experiments
     from cloud_server.laboratory import simulate as simulation
     from cloud_server.laboratory.engine import Stopped
+    from cloud_server.laboratory.progress import Progress
+    from cloud_server.laboratory.store import Store
+    from fleet_core import storage
 
     folder = out or Path(f"advice-{Path(data).stem}")
     warned = set[str]()
@@ -242,6 +263,8 @@ def advise(
 
 def _settings(told: Any, folder: Path) -> Iterator[str]:
     """Writes the fleet.toml, and says how to make the fleet."""
+    from fleet_core import storage
+
     fleet = folder / "fleet"
     if told.fleet_toml is not None and not (fleet / "fleet.key").exists():
         storage.write_atomic(fleet / "fleet.toml", told.fleet_toml.encode())

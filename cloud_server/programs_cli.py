@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cloud_server.figures import bytes_text
-from firmware_profiles import program
-from firmware_profiles.cache import Cache
 from fleet_core import runtime, schema, terminal
 from fleet_core.errors import FlashError
+
+if TYPE_CHECKING:
+    from firmware_profiles.cache import Cache
 
 programs_app = typer.Typer(help="The programs for boards that flashing keeps.", invoke_without_command=True)
 
@@ -23,6 +24,8 @@ def programs(context: typer.Context, as_json: JSON = False) -> None:
     """The programs for boards that flashing keeps: of each Python and architecture the newest few."""
     if context.invoked_subcommand is not None:
         return
+    from firmware_profiles import program
+
     kept = _cache().entries()
     if as_json:
         return terminal.show([schema.plain(one) for one in kept])
@@ -44,6 +47,9 @@ def clear(as_json: JSON = False) -> None:
 
 
 def _cache() -> Cache:
+    from firmware_profiles import program
+    from firmware_profiles.cache import Cache
+
     folder = program.cache_folder()
     try:
         return Cache(folder)

@@ -45,8 +45,19 @@ BOUNDS = {
 
 # What starts, with all that lies below it, without these modules. Inside functions only COMPOSERS and the homes of
 # torch may reach torch.
+OPERATOR = {"torch", "onnx", "onnxscript", "matplotlib", "ray"}
 LIGHT = {
-    "cloud_server.cli": {"torch", "onnx", "onnxscript", "matplotlib", "ray"},
+    "cloud_server.cli": OPERATOR | {"numpy", "cryptography", "paho"},
+    **dict.fromkeys(
+        # What the operator's commands import when they are called.
+        (
+            "cloud_server.serve", "cloud_server.found", "cloud_server.predict", "cloud_server.report",
+            "cloud_server.backup", "cloud_server.judged", "cloud_server.catalog", "cloud_server.enrolment",
+            "cloud_server.flash_ssh", "cloud_server.demo", "cloud_server.laboratory.page",
+            "cloud_server.laboratory.store", "cloud_server.laboratory.progress", "firmware_profiles.image",
+        ),
+        OPERATOR,
+    ),
     "edge_agent.cli": {"torch", "onnx", "onnxscript"},
     "edge_agent.serve": {"torch", "onnx", "onnxscript", "paho", "cryptography", "typer", "rich"},
     "fleet_core.power": {"torch"},
@@ -323,6 +334,29 @@ def test_a_function_of_the_command_line_may_reach_torch(tmp_path: Path) -> None:
     files = {"cloud_server/cli": "def init():\n    import export.graph", "export/graph": "import torch"}
     tree = tree_of(tmp_path, files)
     assert heavy_at_start(tree, "cloud_server.cli", {"torch"}) == []
+
+
+def test_help_of_every_operators_command_imports_nothing_heavy():
+    program = """
+import contextlib, io, sys
+import typer
+from cloud_server.cli import app
+
+def paths(group, before=()):
+    for name, command in group.commands.items():
+        yield (*before, name)
+        yield from paths(command, (*before, name)) if hasattr(command, "commands") else ()
+
+shown = [(), *paths(typer.main.get_command(app))]
+for path in shown:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        app([*path, "--help"])
+print(len(shown), *{"numpy", "cryptography", "paho", "torch", "onnxruntime"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    count, *heavy = done.stdout.split()
+    assert int(count) > 25, done.stderr
+    assert heavy == []
 
 
 @pytest.mark.parametrize("start", ["import edge_agent.session; edge_agent.session.runtime()", "import export.gate"])
