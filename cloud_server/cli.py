@@ -10,7 +10,7 @@ import typer
 
 from cloud_server import bundle_cli, flash_cli, lab_cli
 from cloud_server.datasets import datasets_app
-from cloud_server.devices_cli import BROKER_OF, FLEET, JSON, PLAIN, address_of, devices_app, url_of
+from cloud_server.devices_cli import BROKER_OF, FLEET, JSON, PLAIN, address_of, askable, devices_app, url_of
 from cloud_server.profiles import profiles_app
 from cloud_server.programs_cli import programs_app
 from fleet_core import runtime, schema, terminal, topics
@@ -168,7 +168,7 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
     """How far the fleet is, who is on, what it has cost."""
     from collections import Counter
 
-    from cloud_server import result
+    from cloud_server import pause, result
     from cloud_server.fleet import Fleet
     from cloud_server.ledger import Ledger
     from cloud_server.live import snapshot
@@ -181,9 +181,10 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
         programs = Counter(d.version for d in devices if d.status == "enrolled" and d.version)
         running = made.running()
         facts = {"fleet": made.config.fleet.name, "method": made.method.name, "running": running,
-                 "rounds_closed": totals.rounds,
+                 "paused": pause.is_paused(ledger), "rounds_closed": totals.rounds,
                  "rounds": made.config.fleet.rounds, "open_round": now.open_round, "on": on, "off": silent,
                  "programs": dict(sorted(programs.items())), "totals": result.plain_sums(ledger)}
+        finished = pause.last_closed(ledger) >= made.config.fleet.rounds
         stalled = ledger.facts().get("stalled")
         if stalled:
             facts["stalled"] = stalled
@@ -191,6 +192,10 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
         return terminal.show(facts)
     print(f"fleet {facts['fleet']}, {facts['method']}: {totals.rounds} of {facts['rounds']} rounds closed, "
           + (f"{len(on)} devices on" if running else "the aggregator is not running"))
+    if finished:
+        print(pause.done(made.config.fleet.rounds))
+    elif facts["paused"]:
+        print(f"paused: no further round opens until 'metafleet server resume {typed(fleet)}'")
     if stalled:
         print(f"stalled: {stalled}")
     if silent:
@@ -215,11 +220,13 @@ def rounds(fleet: FLEET, as_json: JSON = False) -> None:
     if as_json:
         return terminal.show([schema.plain(r) for r in listed])
     rows = [
-        (str(r.round), r.status, str(len(r.cohort)), "" if r.loss is None else f"{r.loss:.4f}",
-         "" if r.seconds is None else f"{r.seconds:.1f}", r.note)
+        (str(r.round), terminal.date(r.opened_at), r.status, str(len(r.cohort)),
+         "" if r.loss is None else f"{r.loss:.4f}", "" if r.seconds is None else f"{r.seconds:.1f}", r.note)
         for r in listed
     ]
-    terminal.table(rows, ("round", "status", "cohort", "loss", "seconds", "note"))
+    terminal.table(rows, ("round", "opened", "status", "cohort", "loss", "seconds", "note"))
+    if not rows:
+        runtime.say("no round has been opened yet")
 
 
 @server_app.command("backup")
@@ -241,23 +248,24 @@ def server_backup(
 
 
 @server_app.command("pause")
-def pause(fleet: FLEET) -> None:
+def pause(fleet: FLEET, as_json: JSON = False) -> None:
     """Open no further round; the one in flight is closed."""
-    _ask(fleet, "paused", "yes")
+    _pause(fleet, True, as_json)
 
 
 @server_app.command("resume")
-def resume(fleet: FLEET) -> None:
+def resume(fleet: FLEET, as_json: JSON = False) -> None:
     """Open rounds again."""
-    _ask(fleet, "paused", "no")
+    _pause(fleet, False, as_json)
 
 
-def _ask(fleet: Path, key: str, value: str) -> None:
+def _pause(fleet: Path, paused: bool, as_json: bool) -> None:
+    from cloud_server import pause as pausing
     from cloud_server.fleet import Fleet
-    from cloud_server.ledger import Ledger
 
-    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
-        ledger.ask(key, value)
+    made = Fleet.load(fleet)
+    answer = pausing.ask(made, paused)
+    terminal.show(schema.plain(answer)) if as_json else print(pausing.sentence(answer, made))
 
 
 @app.command()
@@ -298,10 +306,12 @@ def predict_command(
 
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
+    row = askable(made, device)
     x = asked.load(inputs, made.config.model.input)
     url = url_of(broker, made, plain)
     with identity.as_operator(made, url) as tls:
-        answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls)
+        answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls,
+                             off=predict.why_off(made, row))
     if as_json:
         return terminal.show(schema.plain(answer))
     unknown = answer.unknown or (False,) * len(answer.labels)

@@ -26,6 +26,7 @@ FLEET = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet's folder
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 MAX_VALID_S = 366 * 86400.0
+TIMES = ("first_seen", "last_seen", "issued_at", "expires_at")  # Unix seconds
 
 
 def address_of(url: str | None) -> str | None:
@@ -70,13 +71,18 @@ def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
     """Every device that was ever seen, and those that a token waits for."""
     from cloud_server.fleet import Fleet
 
-    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
+    made = Fleet.load(fleet)
+    with Ledger(made.ledger_path, create=False) as ledger:
         listed = [_facts(ledger, row) for row in _rows(ledger)]
     if as_json:
         return terminal.show(listed)
     rows = [(d["name"], d["status"], d["state"], d["phase"], d["version"], "yes" if d["took_part"] else "no",
-             _date(d["certificate"], "expires_at"), d["cannot"] or "") for d in listed]
+             terminal.date((d["certificate"] or {}).get("expires_at")), d["cannot"] or "") for d in listed]
     terminal.table(rows, ("device", "status", "state", "phase", "version", "took part", "certificate until", "cannot"))
+    if not rows:
+        runtime.say(f"no device yet: metafleet devices enroll {typed(fleet)} NAME")
+    elif not made.running():
+        runtime.say("the aggregator is not running: state and phase are what it saw last")
 
 
 @devices_app.command("show")
@@ -90,8 +96,16 @@ def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
                  "energy": schema.plain(ledger.joules("device").get(name))}
     if as_json:
         return terminal.show(facts)
-    terminal.table([(key, value if isinstance(value, str) else json.dumps(value)) for key, value in facts.items()],
-                   ("what", "value"))
+    terminal.table([(key, _shown(key, value)) for key, value in facts.items()], ("what", "value"))
+
+
+def _shown(key: str, value: Any) -> str:
+    """A fact of a device as people read it: times as dates."""
+    if isinstance(value, dict) and key in ("certificate", "token"):
+        return ", ".join(f"{inner} {_shown(inner, held)}" for inner, held in value.items())
+    if value is None or key in TIMES:
+        return terminal.date(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _rows(ledger: Ledger) -> list[Device]:
@@ -128,8 +142,14 @@ def _known(ledger: Ledger, fleet: Path, name: str) -> Device:
     return rows[name]
 
 
-def _date(facts: dict[str, Any] | None, key: str) -> str:
-    return "" if facts is None else time.strftime("%Y-%m-%d", time.gmtime(facts[key]))
+def askable(fleet: Fleet, name: str) -> Device:
+    """The device, if it can be asked for answers. Raises ConfigError when it never joined or was revoked."""
+    with Ledger(fleet.ledger_path, create=False) as ledger:
+        device = _known(ledger, fleet.folder, name)
+    if device.status != "enrolled":
+        why = "was revoked" if device.status == "revoked" else "has not joined yet"
+        raise ConfigError(f"device '{name}' {why}", hint=f"metafleet devices list {typed(fleet.folder)}")
+    return device
 
 
 # Who comes and goes ---------------------------------------------------------------------------------------------------
@@ -164,8 +184,7 @@ def devices_enroll(
     if as_json:
         facts = {"device": name, "file": str(path), "token": issued.id, "expires_at": issued.expires, "broker": url}
         return terminal.show(facts)
-    until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(issued.expires))
-    print(f"{path} written: good once, until {until}")
+    print(f"{path} written: good once, until {terminal.date(issued.expires)}")
     command = f"edge-agent run --home {typed(to)}" if to is not None else f"edge-agent enroll {path.name} --home HOME"
     runtime.say(f"next, on the device: {command}; the aggregator has to be running")
 

@@ -101,7 +101,7 @@ class Fleet:
         """Raises ConfigError with every mistake in fleet.toml."""
         path = folder / "fleet.toml"
         if not path.exists():
-            raise ConfigError("there is no fleet here", where=str(folder), hint=f"metafleet init {typed(folder)}")
+            raise _no_fleet(folder)
         settings = config.load(FleetConfig, path)
         return Fleet(folder, settings, *method_of(settings, path))
 
@@ -238,6 +238,14 @@ class Fleet:
 
     def _busy(self) -> StateError:
         return StateError("another aggregator is running here", where=str(self.folder), hint="stop it")
+
+
+def _no_fleet(folder: Path) -> ConfigError:
+    if folder.is_file():
+        return ConfigError("is a file", where=str(folder), expected="the folder of a fleet")
+    if (folder / "device.toml").exists():
+        return ConfigError("is a device's folder", where=str(folder), expected="the folder of a fleet")
+    return ConfigError("there is no fleet here", where=str(folder), hint=f"metafleet init {typed(folder)}")
 
 
 def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:

@@ -9,21 +9,28 @@ from typing import Any
 
 import numpy as np
 
+from cloud_server.fleet import Fleet
 from cloud_server.identity import TlsFiles
-from fleet_core import messages, topics
+from cloud_server.ledger_tables import Device
+from fleet_core import messages, terminal, topics
 from fleet_core.errors import LinkError, RoundError
 from fleet_core.link.base import Connected, Disconnected, Message
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.messages import Answer, Question
+from fleet_core.runtime import typed
 
 
 def ask(
-    fleet: str, device: str, x: np.ndarray[Any, Any], url: str, *, timeout_s: float = 20.0, tls: TlsFiles | None = None
+    fleet: str, device: str, x: np.ndarray[Any, Any], url: str, *, timeout_s: float = 20.0, tls: TlsFiles | None = None,
+    off: str = "",
 ) -> Answer:
-    """Raises LinkError when no broker or device answers in time, RoundError with the device's own reason."""
+    """off: why no answer is expected, for the error's text.
+
+    Raises LinkError when no broker or device answers in time, RoundError with the device's own reason.
+    """
     link = MqttLink(url, client_id=f"{fleet}-ask-{secrets.token_hex(4)}", **(tls or {}))
     question_id = secrets.token_hex(8)
-    awaited = topics.answer(fleet, device, question_id)
+    answer_topic = topics.answer(fleet, device, question_id)
     little = np.ascontiguousarray(x, dtype=x.dtype.newbyteorder("<"))
     question = Question(x.shape, str(x.dtype), base64.b64encode(little.tobytes()).decode())
     until, reason, hint = time.monotonic() + timeout_s, "no broker answered", "start the broker, or check --broker"
@@ -33,17 +40,25 @@ def ask(
             for event in link.poll(0.2):
                 match event:
                     case Connected():
-                        link.subscribe(awaited)
+                        link.subscribe(answer_topic)
                         link.publish(topics.question(fleet, device, question_id), messages.encode(question))
                         reason = f"device {device} did not answer"
                         hint = f"is {device} on? see 'metafleet devices list'"
                     case Disconnected(text):
                         reason, hint = f"no broker answered ({text})", "start the broker, or check --broker"
-                    case Message(topic, payload) if topic == awaited:  # amqtt sends other retained messages too
+                    case Message(topic, payload) if topic == answer_topic:  # amqtt may deliver others too
                         return _answer(messages.decode(Answer, payload), device)
     finally:
         link.close()
-    raise LinkError(f"{reason} in {timeout_s:g} s", where=url, hint=hint)
+    raise LinkError(f"{reason} in {timeout_s:g} s" + (f"; {off}" if off else ""), where=url, hint=hint)
+
+
+def why_off(fleet: Fleet, device: Device) -> str:
+    """Why the device may not answer, as far as the fleet's folder tells; empty when it should."""
+    said = [f"when last heard of, {terminal.date(device.last_seen)}, it was off"] if device.state == "off" else []
+    if not fleet.running():
+        said.append(f"the aggregator is not running: metafleet server start {typed(fleet.folder)}")
+    return "; ".join(said)
 
 
 def _answer(answer: Answer, device: str) -> Answer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,7 +30,7 @@ def programs(context: typer.Context, as_json: JSON = False) -> None:
         return terminal.show([schema.plain(one) for one in kept])
     terminal.table(
         [(one.version, one.arch, one.python, bytes_text(one.size_bytes), bytes_text(one.installed_bytes),
-          time.strftime("%Y-%m-%d", time.gmtime(one.used_at)), "yes" if one.in_use else "no") for one in kept],
+          terminal.date(one.used_at), "yes" if one.in_use else "no") for one in kept],
         ("version", "architecture", "Python", "packed", "installed", "used", "in use"),
     )
     runtime.say(f"{len(kept)} in {program.cache_folder()}; metafleet programs clear")

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from fleet_core import __version__, runtime
@@ -48,6 +49,11 @@ def main(app: Callable[..., Any]) -> None:
     if len(arguments) < len(sys.argv) - 1:
         os.environ[runtime.VERBOSE] = "1"
     runtime.guarded(lambda: app(args=arguments))
+
+
+def date(unix_s: float | None) -> str:
+    """Unix seconds as local date and time, in ISO 8601 to the second; empty for None."""
+    return "" if unix_s is None else datetime.fromtimestamp(unix_s).astimezone().isoformat(" ", "seconds")
 
 
 def show(value: Any) -> None:

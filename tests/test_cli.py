@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from cloud_server import cli as operator_cli
 from cloud_server import serve
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Ledger
-from cloud_server.ledger_tables import Device
+from cloud_server.ledger_tables import Device, Round
 from cloud_server.starting import topic_name
 from edge_agent import cli as device_cli
 from edge_agent.home import Home
@@ -32,6 +33,8 @@ from edge_agent.settings import settings_of
 from fleet_core import __version__, config, runtime, topics
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.data.samples import load, save
+from fleet_core.link.base import Connected, Message
+from fleet_core.link.mqtt import MqttLink
 from tests.desk import called, desk_in, found_fleet, metafleet, write_samples
 
 NOBODY = "mqtt://127.0.0.1:9"  # the discard port, where no broker is
@@ -443,13 +446,85 @@ def test_one_home_has_one_agent(run: Run, place: Path) -> None:
 
 
 def test_a_device_that_is_not_on_does_not_keep_one_waiting_for_ever(run: Run, place: Path, data: Path) -> None:
+    with Ledger(place / "fleet" / "ledger.sqlite") as ledger:
+        seen = datetime(2026, 1, 2, 3, 4, 5).timestamp()
+        ledger.put(replace(ledger.rows(Device, name="d0")[0], state="off", last_seen=seen))
     with desk_in(place) as desk:
         server = desk.start(*metafleet("server", "start", place / "fleet", "--port", 0, "--quiet"))
         server.says("broker: ")
         url = re.search(r"mqtt://\S+", server.text())
         assert url is not None
-        ran = run("metafleet", "predict", place / "fleet", "d7", data, "--broker", url[0], "--timeout-s", 0.5)
-    refused(ran, 1, "device d7 did not answer in 0.5 s", "hint: is d7 on?")
+        with closing(MqttLink(url[0], client_id="somebody")) as other:
+            # amqtt sends a new client what was retained for the subscriptions of others.
+            other.open()
+            server.until(lambda: any(isinstance(event, Connected) for event in other.poll(0.1)))
+            other.subscribe(topics.server("desk"))
+            server.until(lambda: any(isinstance(event, Message) for event in other.poll(0.1)))
+            ran = run("metafleet", "predict", place / "fleet", "d0", data, "--broker", url[0], "--timeout-s", 0.5)
+    refused(ran, 1, "device d0 did not answer in 0.5 s; when last heard of, 2026-01-02 03:04:05", "it was off",
+            "hint: is d0 on?")
+
+
+def test_a_device_that_cannot_answer_is_not_asked(run: Run, place: Path, data: Path) -> None:
+    fleet = place / "fleet"
+    with Ledger(fleet / "ledger.sqlite") as ledger:
+        ledger.put(replace(ledger.rows(Device, name="d1")[0], status="revoked"))
+    assert run("metafleet", "devices", "enroll", fleet, "d3", "--token", place / "d3.token").code == 0
+    for name, words in (("d00", "no device 'd00' (did you mean 'd0'?)"), ("d1", "device 'd1' was revoked"),
+                        ("d3", "device 'd3' has not joined yet")):
+        ran = run("metafleet", "predict", fleet, name, data, "--broker", NOBODY, "--timeout-s", 60)
+        refused(ran, 2, words, f"hint: metafleet devices list {fleet}")
+
+
+def test_pause_and_resume_say_what_they_did(run: Run, place: Path) -> None:
+    path = place / "fleet"
+    text = (path / "fleet.toml").read_text()
+    (path / "fleet.toml").write_text(text.replace("rounds = 2", "rounds = 5"))
+    resume = f"until 'metafleet server resume {path}'"
+    stopped = f"the aggregator is not running; after its next start it opens no new round {resume}\n"
+    assert run("metafleet", "server", "pause", path).out == f"paused: {stopped}"
+    assert run("metafleet", "server", "pause", path).out == f"already paused: {stopped}"
+    assert f"paused: no further round opens {resume}" in run("metafleet", "server", "status", path).out
+    with Fleet.load(path).lock():
+        again = run("metafleet", "server", "pause", path).out
+        assert again == f"already paused: no further round opens after round 2 {resume}\n"
+        assert run("metafleet", "server", "resume", path).out == "resumed: the next round is 3 of 5\n"
+        with Ledger(path / "ledger.sqlite") as ledger:
+            ledger.put(Round(round=3, opened_at=0.0))
+        asked = json.loads(run("metafleet", "server", "pause", path, "--json").out)
+        assert asked == {"paused": True, "changed": True, "running": True, "open_round": 3, "last_round": 2,
+                         "rounds": 5}
+        again = run("metafleet", "server", "pause", path).out
+        assert again == f"already paused: round 3 is still completed; no further round opens after it {resume}\n"
+        assert run("metafleet", "server", "resume", path).out == "resumed: round 3 of 5 is open\n"
+    assert run("metafleet", "server", "resume", path).out == (
+        f"was not paused: round 3 of 5 is open; the aggregator is not running: metafleet server start {path}\n"
+    )
+
+
+def test_a_fleet_whose_rounds_are_done_says_how_it_goes_on(run: Run, place: Path) -> None:
+    done = "all 2 rounds are done: raise fleet.rounds in fleet.toml and start the server again\n"
+    assert done in run("metafleet", "server", "status", place / "fleet").out
+    assert run("metafleet", "server", "resume", place / "fleet").out == f"was not paused: {done}"
+    paused = run("metafleet", "server", "pause", place / "fleet").out
+    assert "should fleet.rounds be raised, no new round opens" in paused
+
+
+def test_times_are_dates_for_people_and_seconds_in_json(run: Run, place: Path) -> None:
+    fleet, moment = place / "fleet", r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d"
+    assert run("metafleet", "devices", "enroll", fleet, "d3", "--token", place / "d3.token").code == 0
+    for command, dates in ((("devices", "show", fleet, "d0"), 2), (("devices", "show", fleet, "d3"), 1),
+                           (("server", "rounds", fleet), 2)):
+        shown = run("metafleet", *command).out
+        assert len(re.findall(moment, shown)) == dates
+        assert not re.search(r"\b\d{10}\b", shown)
+    assert isinstance(json.loads(run("metafleet", "server", "rounds", fleet, "--json").out)[0]["opened_at"], float)
+
+
+def test_a_folder_of_another_kind_is_no_fleet(run: Run, place: Path) -> None:
+    refused(run("metafleet", "server", "status", place / "d0"), 2, "d0: is a device's folder; expected the folder of a")
+    refused(run("metafleet", "devices", "list", place), 2, "there is no fleet here")
+    refused(run("metafleet", "server", "rounds", place / "d0" / "samples.npz"), 2, "samples.npz: is a file")
 
 
 # Folders -------------------------------------------------------------------------------------------------------------
