@@ -191,7 +191,7 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
     if as_json:
         return terminal.show(facts)
     print(f"fleet {facts['fleet']}, {facts['method']}: {totals.rounds} of {facts['rounds']} rounds closed, "
-          + (f"{len(on)} devices on" if running else "the aggregator is not running"))
+          + (f"{len(on)} device{'s' * (len(on) != 1)} on" if running else "the aggregator is not running"))
     if finished:
         print(pause.done(made.config.fleet.rounds))
     elif facts["paused"]:
@@ -334,6 +334,8 @@ def report(
     found = outcome.of_run(folder)
     storage.write_atomic(out, render(found, title=f"Metafleet: {found['method']}").encode())
     print(out)
+    if not found["rounds"]:
+        runtime.say("no round has been closed yet")
 
 
 for command in (bundle_cli.export, flash_cli.flash, lab_cli.simulate, lab_cli.compare, lab_cli.advise):

@@ -118,8 +118,10 @@ class Coordinator:
                 case Connected(max_packet_bytes=limit):
                     self._on_connected(limit)
                 case Disconnected(reason):
-                    self.broker_said = limits.explained(reason)
-                    self._log(f"broker: {self.broker_said}")
+                    said = limits.explained(reason)
+                    if said != self.broker_said:  # every attempt to connect fails alike
+                        self._log(f"broker: {said}")
+                    self.broker_said = said
                 case Message(topic, payload):
                     self._guarded(topic, payload)
                 case Denied(topic, reason):

@@ -101,7 +101,8 @@ class Fleet:
         """Raises ConfigError with every mistake in fleet.toml."""
         path = folder / "fleet.toml"
         if not path.exists():
-            raise _no_fleet(folder)
+            check_folder(folder)
+            raise ConfigError("there is no fleet here", where=str(folder), hint=f"metafleet init {typed(folder)}")
         settings = config.load(FleetConfig, path)
         return Fleet(folder, settings, *method_of(settings, path))
 
@@ -240,12 +241,12 @@ class Fleet:
         return StateError("another aggregator is running here", where=str(self.folder), hint="stop it")
 
 
-def _no_fleet(folder: Path) -> ConfigError:
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError for a file and for a device's folder, which cannot be a fleet's."""
     if folder.is_file():
-        return ConfigError("is a file", where=str(folder), expected="the folder of a fleet")
+        raise ConfigError("is a file", where=str(folder), expected="the folder of a fleet")
     if (folder / "device.toml").exists():
-        return ConfigError("is a device's folder", where=str(folder), expected="the folder of a fleet")
-    return ConfigError("there is no fleet here", where=str(folder), hint=f"metafleet init {typed(folder)}")
+        raise ConfigError("is a device's folder", where=str(folder), expected="the folder of a fleet")
 
 
 def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:

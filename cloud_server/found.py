@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cloud_server import identity
-from cloud_server.fleet import Fleet, FleetConfig, method_of
+from cloud_server.fleet import Fleet, FleetConfig, check_folder, method_of
 from cloud_server.ledger import Ledger
 from fleet_core import bundle, config, storage
 from fleet_core.errors import ConfigError
@@ -24,6 +24,8 @@ def found(folder: Path, text: str | None, make: Make) -> Fleet:
     of a fleet whose fleet.toml is gone. Raises ConfigError.
     """
     path = folder / "fleet.toml"
+    if not path.exists():
+        check_folder(folder)
     if not path.exists() and (folder / "state").exists():
         raise ConfigError("is absent, and rounds of its fleet are here", where=str(path),
                           hint="put it back, or take an empty folder")

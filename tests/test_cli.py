@@ -521,9 +521,10 @@ def test_times_are_dates_for_people_and_seconds_in_json(run: Run, place: Path) -
     assert isinstance(json.loads(run("metafleet", "server", "rounds", fleet, "--json").out)[0]["opened_at"], float)
 
 
-def test_a_folder_of_another_kind_is_no_fleet(run: Run, place: Path) -> None:
+def test_a_folder_of_another_kind_is_no_fleet(run: Run, place: Path, data: Path) -> None:
     refused(run("metafleet", "server", "status", place / "d0"), 2, "d0: is a device's folder; expected the folder of a")
-    refused(run("metafleet", "devices", "list", place), 2, "there is no fleet here")
+    refused(run("metafleet", "init", place / "d0", "--data", data), 2, "d0: is a device's folder")
+    refused(run("metafleet", "init", data, "--data", data), 2, "data.npz: is a file")
     refused(run("metafleet", "server", "rounds", place / "d0" / "samples.npz"), 2, "samples.npz: is a file")
 
 
