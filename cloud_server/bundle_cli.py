@@ -83,7 +83,9 @@ def _made(source: Path, stored: str, data: str | None) -> Bundle:
     judged = Judged(fleet.config.fleet.name, fleet.public_key(), fleet.method, fleet.hyper, number, params,
                     fleet.weights(graph.layout))
     layout = graph.layout
-    named = None if data is None else samples.load(Path(data), classes=layout.classes, dtype=layout.input.dtype)
+    spec = layout.input
+    named = None if data is None else samples.load(Path(data), classes=layout.classes, dtype=spec.dtype,
+                                                   shape=spec.shape)
     return whole(judged, graph, stored=stored, data=named, say=runtime.say)
 
 

@@ -27,6 +27,7 @@ from edge_agent.worker import Child, Done, Job, parse_frame, write_frame
 from fleet_core import bundle, storage
 from fleet_core.algorithms import trees
 from fleet_core.bundle import Graph
+from fleet_core.data import inputs
 from fleet_core.data.samples import Samples, stratified
 from fleet_core.errors import BundleError, DataError, FleetError, StateError
 from fleet_core.layout import MODEL_GROUPS
@@ -69,10 +70,9 @@ class InlineAdapter:
 
 def job(graph: Path, weights: str, model: str, data: LocalData, steps: int, rate: float | None) -> Job:
     """weights: a name of ``Home.weights``, which must be ``model``. rate None: learned rates."""
-    split = {"train_fraction": data.train_fraction, "support_seconds": data.support_seconds}
     return Job("adapt", {
         "home": str(graph.parent), "graph": graph.name, "weights": weights, "model": model, "samples": str(data.path),
-        "split": split, "steps": steps, "rate": rate,
+        "split": data.how(), "steps": steps, "rate": rate,
     })
 
 
@@ -110,7 +110,7 @@ def _adapted(header: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Array
     if weights is None or weights.model != header["model"]:
         raise StateError(f"the weights {header['model']} are not here", where=str(home.folder))
     layout = graph.layout
-    data = LocalData(Path(header["samples"]), layout.classes, layout.input.dtype, **header["split"])
+    data = LocalData.of(Path(header["samples"]), layout, header["split"])
     every = data.own()
     support = every.take(stratified(every.y, MAX_SUPPORT))
     arrays = stepped(graph, weights, support, header["steps"], header["rate"])
@@ -137,7 +137,7 @@ def _check(graph: Graph, support: Samples) -> None:
     spec = graph.layout.input
     if support.x.shape[1:] != tuple(spec.shape) or str(support.x.dtype) != spec.dtype:
         raise DataError(f"the samples are {support.x.dtype} {list(support.x.shape[1:])}",
-                        expected=f"{spec.dtype} {list(spec.shape)}")
+                        expected=f"{spec.dtype} {list(spec.shape)}", hint=inputs.hint(support.x, spec))
 
 
 def main() -> int:

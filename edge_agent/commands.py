@@ -129,7 +129,8 @@ def _before(service: Service) -> tuple[int, float] | None:
 def predict(inputs: Path, home: Path, as_json: bool) -> None:
     """Answers for raw samples, from the served model as this device personalized it."""
     service = _answering(home)
-    answer = service.answers(asked.load(inputs, service.layout.input))
+    stride = settings_of(home).data.stride
+    answer = service.answers(asked.load(inputs, service.layout.input, stride=stride, say=runtime.say))
     classes = answer.classes or service.layout.classes
     if as_json:
         return terminal.show(schema.plain(answer))
@@ -176,7 +177,7 @@ def add(file: Path, label: str, home: Path, *, new_class: bool) -> None:
     service = service_of(home, settings)
     service.known_classes()
     teach.check_labels(service, [label], new=new_class)
-    x = asked.load(file, service.layout.input)
+    x = asked.load(file, service.layout.input, stride=settings.data.stride, say=runtime.say)
     with service.slots.writing():
         total = service.local().add(x, [label] * len(x))
     print(f"{len(x)} samples of class {label} added, {total} added by now")

@@ -7,19 +7,22 @@ have: those are this device's alone, come after the fleet's, and nothing trains 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fleet_core.data import samples, split
 from fleet_core.data.samples import Samples
 from fleet_core.errors import DataError
+from fleet_core.layout import Layout
 
 ADDED = "added.npz"
 MAX_OWN_CLASSES = 1000
+HOW = ("train_fraction", "support_seconds", "stride")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class LocalData:
     dtype: of the model's samples.
     train_fraction: share of the recorded time that is the device's own to learn from; the rest judges.
     support_seconds: instead of a share, the first seconds of the recording.
+    shape: of the model's samples; others are refused. stride: of windows that are cut from a file of readings.
     """
 
     path: Path
@@ -36,6 +40,18 @@ class LocalData:
     dtype: str
     train_fraction: float = 0.6
     support_seconds: float | None = None
+    shape: tuple[int, ...] | None = None
+    stride: int | None = None
+
+    @staticmethod
+    def of(path: Path, layout: Layout, how: Mapping[str, Any]) -> LocalData:
+        """Samples for a model. how: the table ``[data]`` of device.toml, or what ``how`` gave."""
+        taken = {key: how[key] for key in HOW if key in how}
+        return LocalData(path, layout.classes, layout.input.dtype, shape=tuple(layout.input.shape), **taken)
+
+    def how(self) -> dict[str, Any]:
+        """How the file is divided and cut, as plain values."""
+        return {key: getattr(self, key) for key in HOW}
 
     @property
     def added_path(self) -> Path:
@@ -54,7 +70,7 @@ class LocalData:
             raise DataError(
                 "there are no samples of the fleet's classes yet", where=str(self.path), hint="edge-agent samples add"
             )
-        return Samples(found.x, found.y, classes=self.classes)
+        return Samples(found.x, found.y, classes=self.classes, notes=found.notes)
 
     def every(self) -> Samples:
         """Samples of all classes, this device's own among them. Raises DataError when there are none."""
@@ -64,13 +80,13 @@ class LocalData:
         if not found:
             raise DataError("there are no samples yet", where=str(self.path), hint=self._where_else())
         x = np.concatenate([part.x.astype(found[0].x.dtype) for part in found])
-        return Samples(x, np.concatenate([part.y for part in found]), classes=names)
+        return Samples(x, np.concatenate([part.y for part in found]), classes=names, notes=found[0].notes)
 
     def _where_else(self) -> str:
         """What to do without samples; a file of them that lies beside is named."""
         beside: list[str] = []
         with suppress(OSError):
-            beside = sorted(p.name for p in self.path.parent.iterdir() if p.suffix.lower() in (".csv", ".npz"))
+            beside = sorted(p.name for p in self.path.parent.iterdir() if p.suffix.lower() in (".csv", ".ndjson", ".jsonl", ".npz"))
         named = f', or samples = "{beside[0]}" under [data] in device.toml' if beside else ""
         return "edge-agent samples add" + named
 
@@ -154,5 +170,7 @@ class LocalData:
         return f"{self}{self.path.stat().st_mtime_ns if self.path.exists() else 0}"
 
     def _parts(self) -> tuple[Samples, Samples]:
-        everything = samples.load(self.path, classes=self.classes, dtype=self.dtype)
+        everything = samples.load(
+            self.path, classes=self.classes, dtype=self.dtype, shape=self.shape, stride=self.stride
+        )
         return split.learned(everything, self.train_fraction, self.support_seconds)

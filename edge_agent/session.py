@@ -19,7 +19,9 @@ from fleet_core import storage
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.trees import Params
 from fleet_core.bundle import GRAPH_GROUPS, Graph
+from fleet_core.data import inputs
 from fleet_core.errors import BundleError, DataError
+from fleet_core.layout import InputSpec
 
 Array = np.ndarray[Any, Any]
 
@@ -56,7 +58,8 @@ class Session:
         """Raw samples [n, *shape] in the layout's dtype -> float32 [n, width]. Raises DataError for other input."""
         if x.shape[1:] != self._shape or x.dtype != self._dtype or not len(x):
             wanted = f"{self._dtype} {list(self._shape)}"
-            raise DataError(f"the input is {x.dtype} {list(x.shape)}", expected=f"one or more samples {wanted}")
+            hint = inputs.hint(x, InputSpec(self._shape, self._dtype.name))
+            raise DataError(f"the input is {x.dtype} {list(x.shape)}", expected=f"one or more samples {wanted}", hint=hint)
         if self._dtype.kind == "f" and not np.isfinite(x).all():
             raise DataError("the input holds a value that is not finite")
         if len(x) <= BATCH:

@@ -39,11 +39,13 @@ class Tls:
 @dataclass(frozen=True)
 class Data:
     """samples: file or folder, relative to the device's home. train_fraction: share of its time to learn from.
-    support_seconds: instead of a share, the first seconds of the recording."""
+    support_seconds: instead of a share, the first seconds of the recording. stride: of a file of readings, from the
+    first of a window to that of the next; none for windows that do not overlap."""
 
     samples: str = "samples.npz"
     train_fraction: float = field(default=0.6, metadata={"above": 0, "max": 0.99})
     support_seconds: float | None = field(default=None, metadata={"above": 0})
+    stride: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
 
 
 @dataclass(frozen=True)

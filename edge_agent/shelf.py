@@ -79,8 +79,7 @@ class Shelf:
 
     def local(self, layout: Layout) -> LocalData:
         """The device's samples, of the layout's classes."""
-        split = {key: self._data[key] for key in ("train_fraction", "support_seconds")}
-        return LocalData(self.home.folder / self._data["samples"], layout.classes, layout.input.dtype, **split)
+        return LocalData.of(self.home.folder / self._data["samples"], layout, self._data)
 
     # Graphs -----------------------------------------------------------------------------------------------------------
 

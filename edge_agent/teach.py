@@ -24,6 +24,7 @@ from edge_agent.shelf import Served, Shelf, graph_of
 from edge_agent.support import Embed
 from edge_agent.ways import EMBEDS, Plan, working
 from fleet_core import schema
+from fleet_core.data import inputs
 from fleet_core.data.samples import Samples
 from fleet_core.errors import ConfigError, DataError, RoundError, StateError
 
@@ -189,7 +190,7 @@ def _check(service: Service, x: Array, labels: Sequence[str]) -> None:
     if not len(x) or x.shape != (len(labels), *spec.shape) or str(x.dtype) != spec.dtype:
         raise DataError(
             f"samples {x.dtype} {list(x.shape)} with {len(labels)} labels",
-            expected=f"one or more {spec.dtype} {list(spec.shape)}, each with a label",
+            expected=f"one or more {spec.dtype} {list(spec.shape)}, each with a label", hint=inputs.hint(x, spec),
         )
     if not np.isfinite(x).all():
         raise DataError("a sample holds a value that is not finite")

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from fleet_core.data import inputs
 from fleet_core.errors import MessageError
 
 MAX_SAMPLES = 4096
@@ -103,7 +104,9 @@ def _listed(names: Any) -> str:
 def _values(tensor: Mapping[str, Any], form: Form, binary: memoryview, where: str) -> tuple[Any, memoryview]:
     """(a tensor's values, the bytes behind it)."""
     if tensor.get("datatype") != form.datatype:
-        raise MessageError(f"its datatype is {shown(tensor.get('datatype'))}", where=where, expected=form.datatype)
+        hint = inputs.BYTES if (tensor.get("datatype"), form.datatype) == ("UINT8", "FP32") else None
+        raise MessageError(f"its datatype is {shown(tensor.get('datatype'))}", where=where, expected=form.datatype,
+                           hint=hint)
     shape, size = _shape(tensor.get("shape"), form, where), parameters_of(tensor, where).get("binary_data_size")
     if size is None:
         return _from_json(tensor.get("data"), shape, form.datatype, where), binary
@@ -120,7 +123,7 @@ def _shape(shape: Any, form: Form, where: str) -> tuple[int, ...]:
     if not whole or tuple(shape[1:]) != form.shape or not shape or not 0 < shape[0] <= MAX_SAMPLES:
         expected = ", ".join([f"1 to {MAX_SAMPLES}", *map(str, form.shape)])
         raise MessageError(f"its shape is {shape if whole else 'no short list of whole numbers'}", where=where,
-                           expected=f"[{expected}]")
+                           expected=f"[{expected}]", hint=inputs.conversion(shape, form.shape) if whole else None)
     return tuple(shape)
 
 

@@ -25,7 +25,7 @@ from edge_agent.local import LocalData
 from edge_agent.methods import capped, cut, hyper_of, method_of, wire
 from edge_agent.slots import Slots
 from edge_agent.worker import Done, Job, parse_frame, write_frame
-from fleet_core import memory, schema, storage
+from fleet_core import memory, runtime, schema, storage
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.seam import ClientState, Method, Payload
 from fleet_core.data.samples import Samples
@@ -103,6 +103,8 @@ class Workshop:
         stamp = order.data.stamp()
         if stamp not in self._data:
             self._data = {stamp: order.data.own()}
+            for note in self._data[stamp].notes:
+                runtime.say(note)
         return self._data[stamp]
 
 
@@ -136,7 +138,7 @@ class Order:
         hyper = capped(hyper_of(method, manifest.method.hyper), header.get("max_batch"))
         layout, home = Layout.from_json(header["layout"]), Home(Path(header["home"]))
         seed = int(manifest.scalars.get("seed", 0)), manifest.round, zlib.crc32(header["device"].encode())
-        data = LocalData(home.folder / header["samples"], layout.classes, layout.input.dtype, **header["split"])
+        data = LocalData.of(home.folder / header["samples"], layout, header["split"])
         return Order(header["life"], manifest, method, hyper, layout, home, data, seed, str(header.get("given", "")))
 
     def given(self) -> trees.Params:

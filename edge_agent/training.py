@@ -68,7 +68,7 @@ class LocalTraining:
             "home": str(self._home.folder),
             "samples": data.samples,
             "max_batch": self._limits.max_batch,
-            "split": {"train_fraction": data.train_fraction, "support_seconds": data.support_seconds},
+            "split": schema.plain(data),
         }
 
     def ended(self, done: Done) -> Manifest | None:

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet_core.data import inputs
 from fleet_core.data.samples import LIMIT_BYTES
 from fleet_core.errors import DataError
 from fleet_core.layout import InputSpec
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
-FORMS = "a .npy array, a .npz with x, a .csv, an image or a folder of images; labels are passed over"
+FORMS = "a .npy array, a .npz with x, a .csv, a .ndjson, an image or a folder of images; labels are passed over"
 
 
-def load(path: Path, spec: InputSpec, *, limit_bytes: int = LIMIT_BYTES) -> NDArray[Any]:
+def load(
+    path: Path, spec: InputSpec, *, stride: int | None = None, limit_bytes: int = LIMIT_BYTES,
+    say: Callable[[str], None] = lambda text: None,
+) -> NDArray[Any]:  # fmt: skip
     """Raw samples [n, *spec.shape] of spec.dtype: all of a file or folder, or the single one that a .npy has. Grey
-    images are of equal colours where the model takes colours. Raises DataError for anything that is not that."""
-    x = _read(path, spec, limit_bytes)
+    images are of equal colours where the model takes colours. stride: from one window of a file of readings to the
+    next; None for no overlap. say: takes how the file was read. Raises DataError for anything that is not that."""
+    x = _read(path, spec, stride, limit_bytes, say)
     if x.shape == tuple(spec.shape):
         x = x[None]
-    if x.shape[1:] != tuple(spec.shape) or not len(x):
-        expected = f"[n, {', '.join(map(str, spec.shape))}]"
-        raise DataError(f"has shape {list(x.shape)}", where=str(path), expected=expected)
+    inputs.check_shape(x, spec.shape, str(path))
     if x.dtype.kind not in "biuf" or not np.isfinite(x).all():
         raise DataError("holds what is no finite number", where=str(path), expected=f"{spec.dtype} values")
+    if x.dtype == np.uint8:
+        _check_bytes(path, spec)
     with np.errstate(all="ignore"):
         wanted = x.astype(spec.dtype)
     if not np.isfinite(wanted).all() or (wanted.dtype.kind in "iu" and not np.array_equal(wanted, x)):
@@ -34,30 +40,29 @@ def load(path: Path, spec: InputSpec, *, limit_bytes: int = LIMIT_BYTES) -> NDAr
     return wanted
 
 
-def _read(path: Path, spec: InputSpec, limit_bytes: int) -> NDArray[Any]:
+def _read(
+    path: Path, spec: InputSpec, stride: int | None, limit_bytes: int, say: Callable[[str], None]
+) -> NDArray[Any]:
     kind = path.suffix.lower()
     if kind == ".npy":
         return _array(path)
     from fleet_core.data import readers  # most questions are arrays, and small devices answer them
 
-    if not path.exists():
-        raise DataError("does not exist", where=str(path), expected=FORMS)
-    if path.is_dir() or kind in IMAGES:
+    if path.is_dir() or (kind in IMAGES and path.exists()):
         _check_bytes(path, spec)
         x = readers.read_unsorted(path, limit_bytes)
         return np.repeat(x, spec.shape[0], axis=1) if x.shape[1] == 1 and len(spec.shape) == 3 else x
-    if kind == ".npz":
-        return readers.read_npz(path, limit_bytes, labelled=False).x
-    if kind == ".csv":
-        return readers.read_csv(path, limit_bytes, labelled=False).x
-    raise DataError(f"has an unknown form '{path.suffix}'", where=str(path), expected=FORMS)
+    raw = readers.read(path, limit_bytes, readers.Cut(spec.shape, stride=stride), expected=FORMS, labelled=False)
+    for note in raw.notes:
+        say(note)
+    return raw.x
 
 
 def _check_bytes(path: Path, spec: InputSpec) -> None:
-    """Raises DataError for images where the model takes no bytes."""
-    if spec.dtype != "uint8":
-        raise DataError(f"has bytes, and the model takes {spec.dtype}", where=str(path),
-                        hint="a .npy array with the values that this fleet learns from")
+    """Raises DataError for bytes where the model takes floats."""
+    hint = inputs.bytes_hint("uint8", spec.dtype)
+    if hint:
+        raise DataError(f"has bytes, and the model takes {spec.dtype}", where=str(path), hint=hint)
 
 
 def _array(path: Path) -> NDArray[Any]:

@@ -1,14 +1,19 @@
-"""How raw samples become a model's input, where nobody has said it."""
+"""How raw samples become a model's input, where nobody has said it, and what to do with those that do not fit it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleet_core.data.samples import Samples
+from fleet_core.errors import DataError
 from fleet_core.layout import InputSpec
+
+if TYPE_CHECKING:
+    from fleet_core.data.samples import Samples
 
 MAX_CHANNELS = 256  # whose mean and deviation are written out
 COLOURS = (1, 3, 4)
@@ -60,3 +65,62 @@ def unscaled(samples: Samples, spec: InputSpec) -> list[str]:
         return []
     return [f"the samples are taken as they are, {mean:.4g} ± {deviation:.4g}: give data.mean and data.std, as "
             "'metafleet init' writes them for a fleet, or data.standardize"]
+
+
+# Samples that do not fit ----------------------------------------------------------------------------------------------
+
+BYTES = "give the values on the scale that the fleet learned from, as floats: x.astype(np.float32)"
+
+
+def check(x: np.ndarray[Any, Any], spec: InputSpec, where: str | None = None) -> None:
+    """Raises DataError, with the way to convert them, where x is not one or more samples [n, *shape] of the dtype."""
+    check_shape(x, spec.shape, where)
+    if x.dtype != spec.dtype:
+        raise DataError(f"has {x.dtype} values, and the model takes {spec.dtype}", where=where,
+                        hint=bytes_hint(x.dtype.name, spec.dtype))
+
+
+def check_shape(x: np.ndarray[Any, Any], shape: Sequence[int], where: str | None = None) -> None:
+    """As ``check``, whatever the dtype."""
+    if not len(x) or x.shape[1:] != tuple(shape):
+        raise DataError(f"has shape {list(x.shape)}", where=where, expected=f"[n, {', '.join(map(str, shape))}]",
+                        hint=conversion(x.shape, shape))
+
+
+def hint(x: np.ndarray[Any, Any], spec: InputSpec) -> str | None:
+    """How an array x becomes samples of the model's input; None where it is, or nobody can tell."""
+    return conversion(x.shape, spec.shape) or bytes_hint(x.dtype.name, spec.dtype)
+
+
+def bytes_hint(found: str, wanted: str) -> str | None:
+    """What to do with bytes where the model takes floats: nobody knows on what scale they are."""
+    return BYTES if (found, wanted) == ("uint8", "float32") else None
+
+
+def conversion(found: Sequence[int], wanted: Sequence[int]) -> str | None:
+    """How an array x of the shape ``found`` becomes samples [n, *wanted]; None where it fits or nobody can tell."""
+    found, wanted = tuple(found), tuple(wanted)
+    if found[1:] == wanted or not wanted:
+        return None
+    size, sizes = math.prod(wanted), ", ".join(map(str, wanted))
+    if found == wanted:
+        return "one sample is a batch of one: x[None]"
+    turned = (*wanted[1:], wanted[0])
+    if found[1:] == turned:
+        return "channels come first: np.moveaxis(x, -1, 1)"
+    if found == turned:
+        return "channels come first, and one sample is a batch of one: np.moveaxis(x, -1, 0)[None]"
+    flat = len(found) < 3 and size and len(wanted) > 1 and found and found[-1] == size
+    if flat and len(wanted) == 2:
+        return (f"x.reshape(-1, {sizes}), where a row has one channel after the other; in a .csv, columns of windows: "
+                f"a_0 … a_{wanted[1] - 1} for each of {wanted[0]} channels")
+    if flat or [n for n in found[1:] if n != 1] == [n for n in wanted if n != 1]:
+        return f"x.reshape(-1, {sizes})"
+    if len(wanted) == 1 and math.prod(found[1:]) == size:
+        return f"x.reshape(-1, {sizes})"
+    if len(found) == 3 and len(wanted) == 2 and found[1] == wanted[0]:
+        return f"windows of {wanted[1]} steps, not {found[2]}: cut them anew, as from a .csv of readings"
+    if len(found) == 2 and len(wanted) == 2 and wanted[0] in found:
+        return (f"readings are cut into windows of {wanted[1]}: write them as a .csv with one column for each of "
+                f"{wanted[0]} channels")
+    return None

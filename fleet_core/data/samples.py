@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet_core import schema
+from fleet_core.data import inputs
 from fleet_core.errors import DataError
+from fleet_core.layout import InputSpec
 from fleet_core.storage import write_atomic
 
 if TYPE_CHECKING:
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
 LIMIT_BYTES = 4 << 30
 MAX_LABEL = 1_000_000
 MAX_CLASSES = 10_000
-FORMS = ".npz with x and y, .csv with a label column, or a folder of images with one subfolder per class"
+FORMS = (
+    ".npz with x and y, .csv with a label column, .ndjson with a label a line, or a folder of images with one subfolder "
+    "per class"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +38,8 @@ class Samples:
     """x [N, ...] float32 (readings), uint8 (bytes, as of images) or int64 (tokens, as of texts); y int64 [N];
     client str [N] or None; time float64 [N] in seconds or None.
 
-    classes: the names of labels 0..C-1, or None where the file names none.
+    classes: the names of labels 0..C-1, or None where the file names none. notes: what a person should know about how
+    a file was read.
     """
 
     x: NDArray[Any]
@@ -41,6 +47,7 @@ class Samples:
     client: NDArray[np.str_] | None = None
     time: NDArray[np.float64] | None = None
     classes: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, column in (("y", self.y), ("client", self.client), ("time", self.time)):
@@ -67,6 +74,7 @@ class Samples:
             None if self.client is None else self.client[rows],
             None if self.time is None else self.time[rows],
             self.classes,
+            self.notes,
         )
 
     def of_client(self, name: str) -> Samples:
@@ -82,9 +90,10 @@ class Samples:
 
 
 def load(
-    path: Path, *, classes: Sequence[str] | None = None, dtype: str | None = None, limit_bytes: int = LIMIT_BYTES
-) -> Samples:
-    """The samples of a .npz file, a .csv file or a folder of images.
+    path: Path, *, classes: Sequence[str] | None = None, dtype: str | None = None, shape: Sequence[int] | None = None,
+    window: int | None = None, stride: int | None = None, limit_bytes: int = LIMIT_BYTES,
+) -> Samples:  # fmt: skip
+    """The samples of a .npz, .csv or .ndjson file, or of a folder of images.
 
     classes: the fleet's names of the labels. Labels that are text are mapped through them; so are whole numbers where
         the file names its own classes; a label outside them is refused. Without it, the file's own classes hold, or
@@ -92,20 +101,19 @@ def load(
     dtype: of the model's samples. Whole numbers become that where it has them all, but for bytes, which are never
         float32. Without it bytes stay bytes; other whole numbers are tokens (int64) where a sample has one axis and
         each is the number of a class, else readings (float32).
+    shape: of the model's samples; others are refused, and a table of readings is cut into windows of it.
+    window, stride: readings in a window and from one to the next, of a table of readings where there is no shape.
     limit_bytes: of the file's arrays, unpacked.
 
     Raises DataError that says file, array and row.
     """
     from fleet_core.data import readers  # what answers has no file of samples to read, nor the memory for it
 
-    if path.is_dir():
-        return checked(readers.read_images(path, limit_bytes), str(path), classes, dtype)
-    if not path.exists():
-        raise DataError("does not exist", where=str(path), expected=FORMS)
-    known = {".npz": readers.read_npz, ".csv": readers.read_csv}
-    if path.suffix.lower() not in known:
-        raise DataError(f"has an unknown form '{path.suffix}'", where=str(path), expected=FORMS)
-    return checked(known[path.suffix.lower()](path, limit_bytes), str(path), classes, dtype)
+    cut = readers.Cut(None if shape is None else tuple(shape), window, stride)
+    found = checked(readers.read(path, limit_bytes, cut, expected=FORMS), str(path), classes, dtype)
+    if shape is not None:
+        inputs.check(found.x, InputSpec(tuple(shape), dtype or found.x.dtype.name), str(path))
+    return found
 
 
 def save(path: Path, samples: Samples) -> None:
@@ -165,7 +173,7 @@ def checked(raw: Raw, where: str, classes: Sequence[str] | None = None, dtype: s
             )
     y, names = _labels(raw, where, None if classes is None else tuple(classes))
     x = _whole(x, dtype, int(y.max()) + 1 if names is None else len(names))
-    return Samples(x, y, _clients(raw, where), _times(raw, where), names)
+    return Samples(x, y, _clients(raw, where), _times(raw, where), names, raw.notes)
 
 
 def _features(raw: Raw, where: str) -> NDArray[Any]:

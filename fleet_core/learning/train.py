@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fleet_core.algorithms import trees
 from fleet_core.algorithms.seam import ClientState, GradFn, Method, Payload
 from fleet_core.algorithms.trees import Params
+from fleet_core.data import inputs
 from fleet_core.data.episodes import Draw, draws
 from fleet_core.errors import DataError, RoundError
 from fleet_core.layout import Layout
@@ -360,8 +361,9 @@ def check(method: Method, layout: Layout, x: Samples, y: Samples) -> int:
     """The number of classes to train for on the raw samples x, y. Raises DataError."""
     if x.shape[1:] != layout.input.shape or str(x.dtype) != layout.input.dtype:
         raise DataError(
-            f"samples are {x.dtype} {list(x.shape[1:])}", expected=f"{layout.input.dtype} {list(layout.input.shape)}"
-        )
+            f"samples are {x.dtype} {list(x.shape[1:])}", expected=f"{layout.input.dtype} {list(layout.input.shape)}",
+            hint=inputs.hint(x, layout.input),
+        )  # fmt: skip
     if len(x) != len(y) or not len(y):
         raise DataError(f"{len(x)} samples and {len(y)} labels", expected="as many labels as samples, at least one")
     if layout.model in TOKENS:

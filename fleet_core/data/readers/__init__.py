@@ -1,0 +1,37 @@
+"""The forms of data that people bring, read within bounds and not yet checked.
+
+Each reader returns ``Raw``; ``fleet_core.data.samples`` checks it and makes ``Samples`` of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fleet_core.data.readers.csv_file import read_csv
+from fleet_core.data.readers.images import read_images, read_unsorted
+from fleet_core.data.readers.ndjson import read_ndjson
+from fleet_core.data.readers.npz import read_npz
+from fleet_core.data.readers.raw import Cut, Raw
+from fleet_core.errors import DataError
+
+__all__ = ["Cut", "Raw", "read", "read_csv", "read_images", "read_ndjson", "read_npz", "read_unsorted"]
+
+TABLES = {".csv": read_csv, ".ndjson": read_ndjson, ".jsonl": read_ndjson}
+
+
+def read(path: Path, limit_bytes: int, cut: Cut, *, expected: str, labelled: bool = True) -> Raw:
+    """A file or, where labels are wanted, a folder of images. expected: of a file in no known form. Raises DataError.
+    """
+    if not path.exists():
+        raise DataError("does not exist", where=str(path), expected=expected)
+    kind = path.suffix.lower()
+    if kind in TABLES and not path.is_dir():
+        return TABLES[kind](path, limit_bytes, cut, labelled=labelled)
+    if cut.window is not None:
+        raise DataError("is no table of readings, of which windows could be cut", where=str(path),
+                        expected="a .csv or .ndjson file", hint="leave the window out")
+    if path.is_dir() and labelled:
+        return read_images(path, limit_bytes)
+    if kind == ".npz":
+        return read_npz(path, limit_bytes, labelled=labelled)
+    raise DataError(f"has an unknown form '{path.suffix}'", where=str(path), expected=expected)

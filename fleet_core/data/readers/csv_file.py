@@ -1,0 +1,93 @@
+"""Samples in a .csv file: a first line with the names of the columns, then a line a row."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from fleet_core import schema
+from fleet_core.data.readers.forms import arranged
+from fleet_core.data.readers.raw import Cut, Raw, bound
+from fleet_core.data.readers.table import KEYS, Lines, Table
+from fleet_core.errors import DataError
+
+
+def read_csv(path: Path, limit_bytes: int, cut: Cut = Cut(), *, labelled: bool = True) -> Raw:  # noqa: B008 (frozen)
+    """A header with ``label`` and optionally ``client`` and ``time``; every other column holds numbers, as ``forms``
+    reads them. Not labelled: ``label`` may be absent, and is passed over.
+
+    Raises DataError with the line and the column.
+    """
+    try:
+        if not path.is_file():
+            raise DataError("is no file", where=str(path))
+        bound(path.stat().st_size, limit_bytes, path)
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return arranged(_table(csv.reader(file, strict=True), path, limit_bytes, labelled), cut)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot be read: {error}", where=str(path), expected="a .csv file in UTF-8") from error
+
+
+def _table(reader: Any, path: Path, limit_bytes: int, labelled: bool) -> Table:
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        features = _features(header, path, labelled)
+        keys = [key for key in KEYS if key in header and (labelled or key != "label")]
+        lines = Lines(path, [header[i] for i in features], keys, limit_bytes)
+        _read(reader, header, features, keys, lines, path)
+    except csv.Error as error:
+        raise DataError(f"is no .csv: {error}", where=f"{path}: line {reader.line_num}") from error
+    return lines.table()
+
+
+def _features(header: list[str], path: Path, labelled: bool) -> list[int]:
+    """Positions of the columns that hold a sample's numbers."""
+    if labelled and "label" not in header:
+        near = schema.suggest("label", header)
+        hint = f"rename the column '{near}'" if near else "the first line names the columns; one of them is 'label'"
+        raise DataError("has no column 'label'", where=f"{path}: line 1", hint=hint)
+    for name, times in Counter(header).items():
+        if times > 1:
+            raise DataError(f"names the column '{name}' {times} times", where=f"{path}: line 1")
+    features = [i for i, name in enumerate(header) if name not in KEYS]
+    if not features:
+        raise DataError("has no feature column", where=f"{path}: line 1", expected="a column beside label")
+    return features
+
+
+def _read(
+    reader: Any, header: Sequence[str], features: Sequence[int], keys: Sequence[str], lines: Lines, path: Path
+) -> None:
+    numbers, places = _picked(features), {key: header.index(key) for key in keys}
+    for cells in reader:
+        if not cells:
+            continue
+        if len(cells) != len(header):
+            raise DataError(f"has {len(cells)} cells", where=f"{path}: line {reader.line_num}",
+                            expected=f"{len(header)}, as the header has")
+        try:
+            about: dict[str, Any] = {key: cells[i].strip() for key, i in places.items()}
+            if "time" in about:
+                about["time"] = float(about["time"])
+            lines.add(reader.line_num, map(float, numbers(cells)), about)
+        except ValueError:
+            raise _no_number(cells, header, [*features, *places.values()], f"{path}: line {reader.line_num}") from None
+
+
+def _picked(places: Sequence[int]) -> Callable[[list[str]], Sequence[str]]:
+    """A row's cells at these places, as a sequence even of one."""
+    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+
+
+def _no_number(cells: Sequence[str], header: Sequence[str], places: Sequence[int], where: str) -> DataError:
+    for i in places:
+        try:
+            float(cells[i])
+        except ValueError:
+            if header[i] not in ("label", "client"):
+                return DataError(f"'{cells[i][:40]}' is no number", where=f"{where}: column {header[i]}")
+    return DataError("holds what is no number", where=where)

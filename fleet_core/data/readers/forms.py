@@ -1,0 +1,122 @@
+"""What a row of a table is: a sample of features, a window, or a reading that becomes part of one.
+
+* features: every column is one. x [N, F].
+* wide: the columns ``ax_0 … ax_63, ay_0 … ay_63`` are a window of two channels. x [N, C, T], the channels in the order
+  in which they first appear.
+* long: a row is a reading and a column a channel; ``windows`` cuts it. x [W, C, T].
+
+The shape of the fleet's samples decides where it is known. Else a window length says that the rows are readings, and
+two or more channels of numbered columns that they are windows. One name with numbers (``f_0 … f_63``) is features, as
+it always was, unless a window of just so many readings is asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet_core.data.readers import windows
+from fleet_core.data.readers.raw import Cut, Raw
+from fleet_core.data.readers.table import Table
+from fleet_core.errors import DataError, shortened
+
+FEATURES, WIDE, LONG = "features", "wide", "long"
+NUMBERED = re.compile(r"(.+)_([0-9]{1,7})")
+Channels = dict[str, dict[int, int]]
+"""Channel to step to position of its column."""
+
+
+def arranged(table: Table, cut: Cut) -> Raw:
+    """The table's samples. Raises DataError for columns that are neither features nor windows."""
+    channels, plain = _numbered(table.names)
+    form = _form(cut, channels, plain, len(table.names))
+    if form == LONG:
+        length = cut.shape[1] if cut.shape else cut.window
+        assert length is not None
+        return windows.cut(table, length, cut.stride or length)
+    if form == FEATURES:
+        return _rows(table, table.values, _said_of_features(table.names, cut, channels, plain))
+    places = _places(channels, plain, table.where)
+    x = table.values[:, places.ravel()].reshape(len(table), *places.shape)
+    said = (
+        f"a row is read as a window of {places.shape[0]} channels ({', '.join(shortened(list(channels)))}) and "
+        f"{places.shape[1]} steps; if its columns are features, name them without _0, _1, …"
+    )
+    return _rows(table, x, () if cut.shape else (said,))
+
+
+def _form(cut: Cut, channels: Channels, plain: Sequence[str], columns: int) -> str:
+    several = sum(len(steps) > 1 for steps in channels.values())
+    if cut.shape is not None:
+        if len(cut.shape) != 2:
+            return FEATURES
+        if not plain and len(channels) == cut.shape[0] and _all_have(channels, cut.shape[1]):
+            return WIDE
+        return LONG if columns == cut.shape[0] else WIDE if several else FEATURES
+    if cut.window is not None:
+        return WIDE if not plain and _all_have(channels, cut.window) else LONG
+    return WIDE if several > 1 else FEATURES
+
+
+def _all_have(channels: Channels, steps: int) -> bool:
+    """Whether every channel has the steps 0 to ``steps`` - 1 and no others."""
+    return all(len(own) == steps == max(own) + 1 for own in channels.values())
+
+
+def _rows(table: Table, x: NDArray[np.float64], notes: tuple[str, ...]) -> Raw:
+    rows = np.arange(len(table))
+    label = table.text(table.label, rows)
+    y = np.empty(0, np.str_) if label is None else label
+    return Raw(x, y, table.text(table.client, rows), table.time, None, table.row, notes)
+
+
+def _numbered(names: Sequence[str]) -> tuple[Channels, list[str]]:
+    """(the columns named channel_step, the others)."""
+    channels: Channels = {}
+    plain = []
+    for position, name in enumerate(names):
+        match = NUMBERED.fullmatch(name)
+        steps = channels.setdefault(match[1], {}) if match else {}
+        if match is None or int(match[2]) in steps:
+            plain.append(name)
+        else:
+            steps[int(match[2])] = position
+    return channels, plain
+
+
+def _places(channels: Channels, plain: Sequence[str], where: str) -> NDArray[np.int64]:
+    """Positions int64 [C, T] of the columns of windows. Raises DataError with the channel and the column."""
+    where = f"{where}: line 1"
+    longest = max(channels, key=lambda name: len(channels[name]))
+    last = len(channels[longest]) - 1
+    if plain:
+        raise DataError(
+            f"mixes the columns of windows ({longest}_0 … {longest}_{last}) with plain ones: "
+            f"{', '.join(shortened(list(plain)))}", where=where, expected="one or the other",
+            hint="leave the plain ones out, or name the features without _0, _1, …",
+        )
+    length = 1 + max(max(steps) for steps in channels.values())
+    for name, steps in channels.items():
+        missing = next((step for step in range(length) if step not in steps), None)
+        if missing is not None:
+            of = max(channels, key=lambda other: max(channels[other]))
+            raise DataError(
+                f"channel {name} has no column '{name}_{missing}'", where=where,
+                expected=f"{name}_0 to {name}_{length - 1}, for there is '{of}_{length - 1}'",
+                hint="steps count from 0; if the columns are features, name them without _0, _1, …",
+            )
+    return np.array([[steps[step] for step in range(length)] for steps in channels.values()], np.int64)
+
+
+def _said_of_features(
+    names: Sequence[str], cut: Cut, channels: Channels, plain: Sequence[str]
+) -> tuple[str, ...]:
+    if cut.shape is not None or plain or len(channels) != 1 or len(names) < 2:
+        return ()
+    return (
+        f"the columns {names[0]} … {names[-1]} are read as {len(names)} features; if they are the steps of one channel, "
+        f"say so by a window of {len(names)} (--window, data.window)",
+    )

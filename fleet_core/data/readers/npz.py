@@ -1,0 +1,86 @@
+"""Samples in a .npz file of numpy, never unpickled."""
+
+from __future__ import annotations
+
+import math
+import struct
+import tokenize
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet_core import schema
+from fleet_core.data.readers.raw import Raw, bound, row_number
+from fleet_core.errors import DataError
+
+ARRAYS = ("x", "y", "client", "time", "classes")
+
+
+def read_npz(path: Path, limit_bytes: int, *, labelled: bool = True) -> Raw:
+    """The arrays x, y and, where present, client, time and classes; other arrays are not read. Not labelled: y too may
+    be absent.
+
+    Raises DataError for what is no .npz, an object array, or arrays of more than ``limit_bytes`` unpacked.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            _require(members, path, ("x", "y") if labelled else ("x",))
+            wanted = {name: members[name] for name in ARRAYS if name in members}
+            bound(sum(info.file_size for info in wanted.values()), limit_bytes, path)
+            _known_compression(wanted, path)
+            arrays = {name: _read_member(archive, info, f"{path}: {name}") for name, info in wanted.items()}
+    except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, struct.error) as error:
+        raise DataError(f"cannot be read: {error}", where=str(path), expected="a .npz file of numpy.savez") from error
+    y = arrays.get("y", np.empty(0, np.int64))
+    return Raw(arrays["x"], y, arrays.get("client"), arrays.get("time"), arrays.get("classes"), row_number)
+
+
+def _require(members: dict[str, zipfile.ZipInfo], path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in members:
+            near = schema.suggest(name, members)
+            found = ", ".join(list(members)[:20]) or "none"
+            raise DataError(
+                f"has no array '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
+                where=str(path),
+                expected=f"{'arrays x [N, ...] and y [N]' if 'y' in names else 'an array x [N, ...]'}, found {found}",
+            )
+
+
+def _known_compression(members: dict[str, zipfile.ZipInfo], path: Path) -> None:
+    for name, info in members.items():
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
+            raise DataError("is encrypted or compressed in a way numpy does not write", where=f"{path}: {name}")
+
+
+def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: str) -> NDArray[Any]:
+    """One array, whose header must not announce more than the member holds: numpy allocates what the header says."""
+    try:
+        with archive.open(info) as member:
+            shape, dtype = _header(member)
+            if dtype.hasobject or dtype.fields is not None:
+                raise DataError("holds Python objects or records", where=where, expected="numbers or text")
+            if dtype.itemsize == 0:
+                raise DataError("holds empty text alone", where=where)
+            if math.prod(shape) * dtype.itemsize > info.file_size:
+                raise DataError(f"announces shape {shape}, more than the file holds", where=where)
+        with archive.open(info) as member:
+            return np.asarray(np.lib.format.read_array(member, allow_pickle=False))
+    except (ValueError, SyntaxError, TypeError, tokenize.TokenError, RecursionError) as error:
+        raise DataError(f"is no array: {error}", where=where) from error
+
+
+def _header(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    version = np.lib.format.read_magic(member)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"npy version {version}")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(member)
+    if any(extent < 0 for extent in shape):
+        raise ValueError(f"shape {shape}")
+    return shape, dtype

@@ -1,0 +1,104 @@
+"""A table of numbers, one name to a column, as .csv and .ndjson have them, read line by line."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet_core.data.readers.raw import bound
+from fleet_core.errors import DataError
+
+KEYS = ("label", "client", "time")
+"""Columns that say something about a row; every other one holds numbers of the sample."""
+MAX_NAME = 256  # characters of a label or a client
+
+
+@dataclass(frozen=True, eq=False)
+class Names:
+    """A column of text. names: each once, in the order in which they appear. codes int64 [N]: row to place in names."""
+
+    names: NDArray[np.str_]
+    codes: NDArray[np.int64]
+
+    def at(self, rows: NDArray[np.int64]) -> NDArray[np.str_]:
+        return self.names[self.codes[rows]]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """values float64 [N, F] of the columns ``names``, all finite; time float64 [N] in seconds. lines int64 [N]: of the
+    file, counted from 1. where: the file. limit_bytes: of what is made of the table."""
+
+    where: str
+    names: tuple[str, ...]
+    values: NDArray[np.float64]
+    label: Names | None
+    client: Names | None
+    time: NDArray[np.float64] | None
+    lines: NDArray[np.int64]
+    limit_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def row(self, index: int) -> str:
+        return f"line {self.lines[index]}"
+
+    def text(self, column: Names | None, rows: NDArray[np.int64]) -> NDArray[np.str_] | None:
+        """The column's text in these rows. Raises DataError where that is over the limit."""
+        if column is None:
+            return None
+        bound(len(rows) * column.names.itemsize, self.limit_bytes, self.where)
+        return column.at(rows)
+
+
+class Lines:
+    """Takes a file's lines, and gives the table. keys: those of KEYS that the file has."""
+
+    def __init__(self, path: Path, names: Sequence[str], keys: Sequence[str], limit_bytes: int):
+        self._path, self._names, self._limit = path, tuple(names), limit_bytes
+        self._values, self._times, self._lines = array.array("d"), array.array("d"), array.array("q")
+        self._text = {key: (array.array("q"), dict[str, int]()) for key in keys if key != "time"}
+
+    def add(self, line: int, numbers: Iterable[float], about: Mapping[str, Any]) -> None:
+        """One row. about: its label and client as text, its time as a number. Raises DataError; ValueError or
+        OverflowError where a number is none."""
+        self._values.extend(numbers)
+        self._lines.append(line)
+        if "time" in about:
+            self._times.append(about["time"])
+        for key, (codes, seen) in self._text.items():
+            name = about[key]
+            if len(name) > MAX_NAME:
+                raise DataError(f"has a {key} of {len(name)} characters", where=f"{self._path}: line {line}",
+                                expected=f"at most {MAX_NAME}")
+            codes.append(seen.setdefault(name, len(seen)))
+        if len(self._values) * 8 > self._limit:
+            bound(len(self._values) * 8, self._limit, self._path)
+
+    def table(self) -> Table:
+        """Raises DataError for a number that is not finite."""
+        lines = np.frombuffer(self._lines, np.int64)
+        values = np.frombuffer(self._values, np.float64).reshape(len(lines), len(self._names))
+        times = np.frombuffer(self._times, np.float64) if self._times else None
+        self._check_finite(values, lines, self._names)
+        if times is not None:
+            self._check_finite(times[:, None], lines, ("time",))
+        text = {
+            key: Names(np.array(list(seen), np.str_), np.frombuffer(codes, np.int64))
+            for key, (codes, seen) in self._text.items()
+        }
+        return Table(str(self._path), self._names, values, text.get("label"), text.get("client"), times, lines,
+                     self._limit)
+
+    def _check_finite(self, values: NDArray[np.float64], lines: NDArray[np.int64], names: Sequence[str]) -> None:
+        if not np.isfinite(values).all():
+            row, column = np.argwhere(~np.isfinite(values))[0]
+            raise DataError(f"holds {values[row, column]}", expected="a finite number",
+                            where=f"{self._path}: line {lines[row]}: column {names[column]}")

@@ -1,0 +1,101 @@
+"""Windows cut from a recording in which each row is a reading.
+
+A window is of one client, of one label and without a gap in time: a step back, or one of more than 1.5 times the median
+step of that client. The readings of a client are taken in the order of the file, also where clients take turns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from fleet_core.data.readers.raw import Raw, bound
+from fleet_core.data.readers.table import Table
+from fleet_core.errors import DataError
+
+GAP = 1.5  # median steps: one lost reading is a gap, and an uneven clock is none
+
+Rows = NDArray[np.int64]
+
+
+def cut(table: Table, length: int, stride: int) -> Raw:
+    """x float32 [W, C, length]: a window's label is that of its readings, its time that of the last one. Readings whose
+    label is empty are in none. Raises DataError where there is no window."""
+    if not len(table):
+        raise DataError("holds no samples", where=table.where)
+    order = np.arange(len(table)) if table.client is None else np.argsort(table.client.codes, kind="stable")
+    starts, gaps = _stretches(table, order)
+    lengths = np.diff(starts, append=len(table))
+    taken = _labelled(table, order[starts])
+    counts = np.where(taken & (lengths >= length), (lengths - length) // stride + 1, 0)
+    if not counts.sum():
+        raise DataError(
+            f"gives no window of {length} readings: the longest stretch has {lengths.max()}", where=table.where,
+            expected="stretches of one client and one label without a gap in time", hint="a shorter window",
+        )
+    bound(int(counts.sum()) * length * len(table.names) * 4, table.limit_bytes, f"{table.where}: windows")
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = np.repeat(starts, counts) + stride * within
+    heads, tails = order[first], order[first + length - 1]
+    x = np.ascontiguousarray(sliding_window_view(_single(table)[order], length, axis=0)[first])
+    label = table.text(table.label, heads)
+    left = np.where(counts, lengths - (counts - 1) * stride - length, lengths)
+    return Raw(
+        x=x,
+        y=np.empty(0, np.str_) if label is None else label,
+        client=table.text(table.client, heads),
+        time=None if table.time is None else table.time[tails],
+        classes=None,
+        row=lambda i: f"{table.row(int(heads[i]))} to {table.row(int(tails[i]))}",
+        notes=(_said(len(table), len(first), length, stride, len(starts), gaps, left, taken, lengths),),
+    )
+
+
+def _stretches(table: Table, order: Rows) -> tuple[Rows, int]:
+    """(where in ``order`` a stretch begins, of one client and one label without a gap; how many gaps there are)."""
+    begins = np.zeros(len(order), bool)
+    begins[0] = True
+    if table.client is not None:
+        begins[1:] |= np.diff(table.client.codes[order]) != 0
+    gaps = np.zeros(len(order), bool)
+    if table.time is not None:
+        bounds = [*np.flatnonzero(begins), len(order)]
+        times = table.time[order]
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            steps = np.diff(times[start:end])
+            usual = np.median(steps[steps > 0]) if (steps > 0).any() else np.inf
+            gaps[start + 1 : end] = (steps < 0) | (steps > GAP * usual)
+    if table.label is not None:
+        begins[1:] |= np.diff(table.label.codes[order]) != 0
+    return np.flatnonzero(begins | gaps), int((gaps & ~begins).sum())
+
+
+def _labelled(table: Table, rows: Rows) -> NDArray[np.bool_]:
+    """Which rows have a label, where there is a column of them."""
+    return np.ones(len(rows), bool) if table.label is None else table.label.at(rows) != ""
+
+
+def _single(table: Table) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        single = table.values.astype(np.float32)
+    if not np.isfinite(single).all():
+        row, column = np.argwhere(~np.isfinite(single))[0]
+        raise DataError(f"holds {single[row, column]}", expected="finite float32 values",
+                        where=f"{table.where}: x, {table.row(row)}: column {table.names[column]}")
+    return single
+
+
+def _said(
+    readings: int, made: int, length: int, stride: int, stretches: int, gaps: int, left: Rows,
+    taken: NDArray[np.bool_], lengths: Rows,
+) -> str:
+    said = f"{readings} readings give {made} windows of {length}, one every {stride}"
+    over, short = int(left[taken].sum()), int((taken & (lengths < length)).sum())
+    if over:
+        ended = f", {short} of them too short for a window" * (short > 0)
+        said += f"; {over} readings are left over at the ends of {stretches} stretches{ended}"
+    if gaps:
+        said += f"; {gaps} gaps in time (a step back, or over {GAP} median steps) end a stretch"
+    unlabelled = int(lengths[~taken].sum())
+    return said + (f"; {unlabelled} readings without a label are passed over" if unlabelled else "")
