@@ -11,6 +11,7 @@ import typer
 from cloud_server import bundle_cli, flash_cli, lab_cli
 from cloud_server.datasets import datasets_app
 from cloud_server.devices_cli import BROKER_OF, FLEET, JSON, PLAIN, address_of, askable, devices_app, url_of
+from cloud_server.lab_cli import STRIDE, WINDOW
 from cloud_server.profiles import profiles_app
 from cloud_server.programs_cli import programs_app
 from fleet_core import runtime, schema, terminal, topics
@@ -46,6 +47,8 @@ def demo(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of training.")] = DEFAULT_ROUNDS,
     method: Annotated[str, typer.Option(help="See 'metafleet methods'.")] = DEFAULT_METHOD,
     data: Annotated[str, typer.Option(help="heartbeat, or a file of samples with a 'client' column.")] = "heartbeat",
+    window: WINDOW = None,
+    stride: STRIDE = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     broker: BROKER = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; an unfinished run there goes on.")] = None,
@@ -61,7 +64,7 @@ def demo(
 
     options = demonstration.Options(
         devices=devices, new_devices=new_devices, rounds=rounds, method=method, data=data, seed=seed,
-        baseline=baseline, support_s=support_s, meter_watts=meter_watts,
+        baseline=baseline, support_s=support_s, meter_watts=meter_watts, window=window, stride=stride,
     )
     shown = demonstration.run(options, out, broker, show=runtime.say if as_json else print)
     if as_json:
@@ -72,6 +75,8 @@ def demo(
 def init(
     fleet: FLEET,
     data: Annotated[str | None, typer.Option(help="heartbeat, or samples to take shape and classes from.")] = None,
+    window: WINDOW = None,
+    stride: STRIDE = None,
     name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: from the folder's.")] = None,
     method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto.")] = None,
     model: Annotated[str | None, typer.Option(help="A named model or package.module:build; default by shape.")]
@@ -84,12 +89,13 @@ def init(
     from cloud_server.starting import data_of, fleet_toml, topic_name
 
     text = None
-    given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed}
+    given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
+             "--window": window, "--stride": stride}
     unused = [option for option, value in given.items() if value is not None]
     if data is None and unused:
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     if data is not None:
-        samples, spec = data_of(data, runtime.say)
+        samples, spec = data_of(data, runtime.say, window=window, stride=stride)
         text = fleet_toml(samples, name or topic_name(fleet.resolve().name), method or DEFAULT_METHOD, model,
                           rounds=rounds or DEFAULT_ROUNDS, seed=seed or 0, spec=spec)
     made = found(fleet, text, _export)
@@ -292,8 +298,8 @@ def methods(
 def predict_command(
     fleet: FLEET,
     device: str,
-    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array, .npz, .csv, image or folder of images; "
-                                            "labels are passed over.")],
+    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array, .npz, .csv, .ndjson, image or folder of "
+                                            "images; labels are passed over.")],
     broker: BROKER_OF = None,
     plain: PLAIN = False,
     timeout_s: Annotated[float, typer.Option(help="How long to wait for the answer.")] = 20.0,
@@ -307,7 +313,7 @@ def predict_command(
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
     row = askable(made, device)
-    x = asked.load(inputs, made.config.model.input)
+    x = asked.load(inputs, made.config.model.input, say=runtime.say)
     url = url_of(broker, made, plain)
     with identity.as_operator(made, url) as tls:
         answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls,

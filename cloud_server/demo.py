@@ -43,7 +43,7 @@ class Options:
     """What a person may choose; written to demo.json, so that an unfinished run goes on with the same.
 
     support_s: what a new device learns from; None for 300 s of heart beats, and of a file for a share of its time, as
-    the devices that train.
+    the devices that train. window, stride: of a file of readings.
     """
 
     devices: int = 8
@@ -55,6 +55,8 @@ class Options:
     baseline: bool = True
     support_s: float | None = None
     meter_watts: tuple[float, ...] | None = None
+    window: int | None = None
+    stride: int | None = None
 
 
 def run(
@@ -155,7 +157,7 @@ def _free_folder(options: Options) -> Path:
 def _fleet_toml(options: Options, say: Callable[[str], None] = lambda text: None) -> str:
     """The run's fleet.toml. say: as ``data_of`` takes it. Raises DataError or ConfigError when these options cannot be
     run."""
-    everything, spec = data_of(options.data, say)
+    everything, spec = data_of(options.data, say, window=options.window, stride=options.stride)
     training, joining = _names(options, everything)
     for name in (*training, *joining):
         topics.check_name(name, "device")
@@ -219,7 +221,7 @@ def _support_s(options: Options) -> float | None:
 
 def _write_devices(options: Options, folder: Path, fleet: Fleet) -> tuple[list[Path], list[Path]]:
     """A home for every device with its own recording and nothing else: (training, joining)."""
-    everything, _ = data_of(options.data)
+    everything, _ = data_of(options.data, window=options.window, stride=options.stride)
     training, joining = _names(options, everything)
     watts = options.meter_watts
     power = {} if watts is None else {"power": {"idle_w": watts[0], "busy_w": watts[1]}}

@@ -24,6 +24,11 @@ GOES_ON = "stopped; nothing is lost: the same command goes on"
 
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
+WINDOW = Annotated[int | None, typer.Option("--window", min=1, max=1_000_000, help="Readings in a window, for a .csv "
+                                            "or .ndjson of which each row is a reading.")]
+STRIDE = Annotated[int | None, typer.Option("--stride", min=1, max=1_000_000, help="Readings from one window to the "
+                                            "next; default: as many as a window has.")]
+
 
 def simulate(
     experiment: Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="See docs/laboratory.md.")],
@@ -208,6 +213,8 @@ def _among(option: str, value: str, known: Sequence[str]) -> None:
 
 def advise(
     data: Annotated[str, typer.Argument(metavar="DATA", help="A named set, or samples with a 'client'.")],
+    window: WINDOW = None,
+    stride: STRIDE = None,
     budget_minutes: Annotated[float, typer.Option("--budget-minutes", min=0.01, help="For all runs together.")] = 5.0,
     board: Annotated[str | None, typer.Option(help="A profile, or a file, for joules.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the runs; default: advice-DATA.")] = None,
@@ -245,7 +252,7 @@ def advise(
             return [place / one.name for one in runs if Store(place / one.name).done], failed
 
         try:
-            options = advising.Options(data, budget_minutes, board)
+            options = advising.Options(data, budget_minutes, board, window, stride)
             told = advising.advise(options, folder, run, cores=simulation.cores_here(), say=runtime.say)
         except Stopped:
             runtime.say(f"stopped; nothing is lost: the same command with --out {folder} goes on")

@@ -17,21 +17,27 @@ from fleet_core.data.sets.registry import entries
 from fleet_core.errors import DataError
 from fleet_core.layout import InputSpec
 
+NO_WINDOW = "leave --window and --stride out"
+
 
 def topic_name(folder: str) -> str:
     """A fleet's name from its folder's: what a topic does not take becomes a dash."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", folder).strip("-")[:64] or "fleet"
 
 
-def data_of(data: str, say: Callable[[str], None] = lambda text: None) -> tuple[Samples, InputSpec]:
+def data_of(
+    data: str, say: Callable[[str], None] = lambda text: None, *, window: int | None = None, stride: int | None = None
+) -> tuple[Samples, InputSpec]:
     """The named set with the input that is recommended for it, or the file with its channels standardized. say: takes
-    how a file is read, where that may not be what was meant. Raises DataError, also for samples whose classes have no
-    names."""
+    how a file is read, where that may not be what was meant. window, stride: of a file of readings. Raises DataError,
+    also for samples whose classes have no names."""
     if data in entries() and not Path(data).exists():
+        if window is not None or stride is not None:
+            raise DataError("is a named set, of which no windows are cut", where=data, hint=NO_WINDOW)
         found = load_set(data)
         return pool(found.train, found.test), found.entry.input_spec
-    samples = load(Path(data))
-    for remark in inputs.remarks(samples.x):
+    samples = load(Path(data), window=window, stride=stride)
+    for remark in (*samples.notes, *inputs.remarks(samples.x)):
         say(remark)
     if samples.classes is None:
         most = int(samples.y.max())

@@ -86,7 +86,7 @@ class LocalData:
         """What to do without samples; a file of them that lies beside is named."""
         beside: list[str] = []
         with suppress(OSError):
-            beside = sorted(p.name for p in self.path.parent.iterdir() if p.suffix.lower() in (".csv", ".ndjson", ".jsonl", ".npz"))
+            beside = sorted(p.name for p in self.path.parent.iterdir() if p.suffix.lower() in samples.FILES)
         named = f', or samples = "{beside[0]}" under [data] in device.toml' if beside else ""
         return "edge-agent samples add" + named
 

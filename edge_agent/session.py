@@ -59,7 +59,8 @@ class Session:
         if x.shape[1:] != self._shape or x.dtype != self._dtype or not len(x):
             wanted = f"{self._dtype} {list(self._shape)}"
             hint = inputs.hint(x, InputSpec(self._shape, self._dtype.name))
-            raise DataError(f"the input is {x.dtype} {list(x.shape)}", expected=f"one or more samples {wanted}", hint=hint)
+            raise DataError(f"the input is {x.dtype} {list(x.shape)}", expected=f"one or more samples {wanted}",
+                            hint=hint)
         if self._dtype.kind == "f" and not np.isfinite(x).all():
             raise DataError("the input holds a value that is not finite")
         if len(x) <= BATCH:

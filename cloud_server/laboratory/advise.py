@@ -51,11 +51,13 @@ Simulate = Callable[[Experiment, Path, str], tuple[list[Path], list[str]]]
 
 @dataclass(frozen=True)
 class Options:
-    """data: a named set or a file. board: whose joules are told."""
+    """data: a named set or a file. board: whose joules are told. window, stride: of a file of readings."""
 
     data: str = field(metadata={"max_length": 4096})
     budget_minutes: float = field(default=5.0, metadata={"above": 0, "max": 100_000})
     board: str | None = field(default=None, metadata={"max_length": 4096})
+    window: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
+    stride: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def advise(
 
     Raises DataError for data that cannot be judged, and ConfigError for a budget that is too short for them.
     """
-    work = _Work(options, recordings(options.data), out, simulate, cores, clock)
+    work = _Work(options, recordings(options.data, options.window, options.stride), out, simulate, cores, clock)
     for remark in work.remarks:
         say(f"note: {remark}")
     plan = work.plan()
@@ -223,7 +225,9 @@ class _Work:
             facts["absent"] = dict(BoardModel(known.load(options.board)).absent_terms)
         one, named = federated(advice), self._found.samples.classes is not None
         model, rounds = self._models[one.model], max(advice.rounds, FLEET_ROUNDS)
-        command = (f"metafleet init FLEET --data {typed(options.data)} --method {one.method} --model {model.name} "
+        cut = "".join(f" --{name} {value}" for name, value in (("window", options.window), ("stride", options.stride))
+                      if value is not None)
+        command = (f"metafleet init FLEET --data {typed(options.data)}{cut} --method {one.method} --model {model.name} "
                    f"--rounds {rounds}")
         return Outcome(advice, facts, self._fleet_toml(advice, rounds) if named else None,
                        command if named and not model.options else None)

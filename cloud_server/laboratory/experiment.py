@@ -12,7 +12,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Method
 from fleet_core.codecs import CODECS
 from fleet_core.data.partitions import PARTITIONS, Newcomers
+from fleet_core.data.samples import FILES
+from fleet_core.data.sets.registry import entries
 from fleet_core.errors import ConfigError
 
 PLAIN = "none"
@@ -30,19 +32,24 @@ SHARE: dict[str, Any] = {"min": 0.01, "max": 0.99}
 LABEL = r"[A-Za-z0-9_.=,+-]{1,100}"
 LONGEST_LABEL = 200  # with the values of a grid; it is a folder's name
 MAX_RUNS = 1000
+SYNTHETIC = "synthetic"
+FILE_KEYS = ("data.file", "data.samples", "data.data")  # what people write for data.path
 SEVERAL = ("method", "seeds")
 """Of an experiment: what its runs differ in."""
 
 
 @dataclass(frozen=True)
 class DataSection:
-    """set: a named one (``metafleet datasets``), or path: a file or folder of one's own. limit: of samples, at random
+    """set: a named one (``metafleet datasets``), or path: a file or folder of one's own. window, stride: of a file of
+    readings, how many make a window and from one to the next. limit: of samples, at random
     from the seed; 0 for all. options: of the set ``synthetic``. scale, mean, std: of the model's input, in place of the
     set's own. standardize: each feature to mean 0 and deviation 1 over all samples of all devices, which a fleet does
     not know, in place of these three."""
 
     set: str | None = field(default=None, metadata=TEXT)
     path: str | None = field(default=None, metadata={"max_length": 4096})
+    window: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
+    stride: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
     options: Mapping[str, Any] = field(default_factory=dict)
     limit: int = field(default=0, metadata={"min": 0, "max": 1 << 40})
     scale: float | None = field(default=None, metadata={"above": 0, "max": 1e9})
@@ -168,6 +175,7 @@ def read(
 ) -> Experiment:
     """An experiment from plain values; ``text``, ``where`` and ``settings`` tell where a mistake was made."""
     found, problems = schema.read(Experiment, data)
+    problems = [replace(one, hint="data.path") if one.key in FILE_KEYS else one for one in problems]
     if found is not None:
         problems = list(_checks(found))
     if found is None or problems:
@@ -227,6 +235,10 @@ def _short(value: Any) -> str:
 def _checks(found: Experiment) -> Iterator[schema.Problem]:
     if (found.data.set is None) == (found.data.path is None):
         yield schema.Problem("data.set", "give one of data.set and data.path")
+    elif found.data.set is not None and found.data.set not in (SYNTHETIC, *entries()):
+        yield schema.Problem("data.set", f"no data set is named '{found.data.set}'", _meant(found.data.set))
+    if found.data.path is None and (found.data.window or found.data.stride):
+        yield schema.Problem("data.window", "is for a file of readings: give data.path")
     _, problems = schema.read(PARTITIONS[found.partition.kind].options, found.partition.options)
     yield from _below("partition.options", problems)
     yield from _judge_checks(found.judge)
@@ -240,6 +252,13 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
         yield schema.Problem("method", "no method is named")
     grids = [problem for i, section in enumerate(found.method) for problem in _grid_checks(f"method[{i}]", section)]
     yield from grids or _run_checks(found)
+
+
+def _meant(name: str) -> str | None:
+    """A set that does not exist: a file, or another set."""
+    if Path(name).suffix.lower() in FILES or "/" in name or Path(name).exists():
+        return f"data.path = {json.dumps(name)}"
+    return schema.suggest(name, entries())
 
 
 def _judge_checks(judge: JudgeSection) -> Iterator[schema.Problem]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cloud_server.starting import NO_WINDOW
 from fleet_core import schema
 from fleet_core.data import inputs
 from fleet_core.data.partitions import pool
@@ -42,15 +43,18 @@ class Recordings:
     remarks: tuple[str, ...]
 
 
-def recordings(data: str) -> Recordings:
-    """The named set, or the file, once it is known that it can be judged. Raises DataError with the reason."""
+def recordings(data: str, window: int | None = None, stride: int | None = None) -> Recordings:
+    """The named set, or the file, once it is known that it can be judged. window, stride: of a file of readings. Raises
+    DataError with the reason."""
     named = data in entries()
     if not named and not Path(data).exists():
         near = schema.suggest(data, entries())
         raise DataError("is neither a data set nor a file" + (f" (did you mean '{near}'?)" if near else ""),
                         where=data, expected=f"a path, or one of {', '.join(entries())}")
+    if named and (window is not None or stride is not None):
+        raise DataError("is a named set, of which no windows are cut", where=data, hint=NO_WINDOW)
     found = load_set(data) if named else None
-    samples = load(Path(data)) if found is None else pool(found.train, found.test)
+    samples = load(Path(data), window=window, stride=stride) if found is None else pool(found.train, found.test)
     if samples.client is None:
         raise DataError("names no client, so that nobody knows which samples are one device's", where=data,
                         hint="add an array or a column 'client'")
@@ -67,9 +71,10 @@ def recordings(data: str) -> Recordings:
     section: dict[str, Any] = {"set": data}
     remarks = _remarks(samples, len(names), held)
     if not named:
-        remarks = [*inputs.remarks(samples.x), *remarks]
+        remarks = [*samples.notes, *inputs.remarks(samples.x), *remarks]
         spec = inputs.standardized(by_time(samples, TRAIN_FRACTION)[0])
-        section = {"path": data, **({"mean": spec.mean, "std": spec.std} if spec.mean else {})}
+        cut = {key: value for key, value in (("window", window), ("stride", stride)) if value is not None}
+        section = {"path": data, **cut, **({"mean": spec.mean, "std": spec.std} if spec.mean else {})}
     return Recordings(samples, section, len(enough), models_for(samples), tuple(remarks))
 
 

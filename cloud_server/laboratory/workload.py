@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.laboratory.experiment import Experiment, Run
+from cloud_server.laboratory.experiment import SYNTHETIC, Experiment, Run
 from fleet_core import schema
 from fleet_core.algorithms.seam import Method
 from fleet_core.data import inputs, synthetic
@@ -30,7 +30,7 @@ from fleet_core.data.sets.named import load_set
 from fleet_core.errors import ConfigError, DataError, shortened
 from fleet_core.layout import InputSpec, Layout
 
-SYNTHETIC, TIME = "synthetic", "time"
+TIME = "time"
 WITHIN = 0.75  # of what a device trains on, where the partition has no fraction of its own
 Array = np.ndarray[Any, Any]
 
@@ -140,7 +140,7 @@ def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload:
     if ways > len(layout.classes):
         raise ConfigError(f"novel devices with {ways} classes, and the model has {len(layout.classes)}",
                           hint="lower judge.novel.classes_per_device")
-    return [*inputs.unscaled(workload.samples, workload.spec), *_warnings(methods, workload)]
+    return [*workload.samples.notes, *inputs.unscaled(workload.samples, workload.spec), *_warnings(methods, workload)]
 
 
 def _check_devices(workload: Workload, episodic: Sequence[str], supports: Sequence[float]) -> None:
@@ -175,7 +175,7 @@ def _data(experiment: Experiment) -> tuple[Samples, Samples | None, InputSpec]:
     section = experiment.data
     test: Samples | None = None
     if section.path is not None:
-        train = load(Path(section.path))
+        train = load(Path(section.path), window=section.window, stride=section.stride)
         spec = inputs.plain(train)
     elif section.set == SYNTHETIC:
         train = _synthetic(section.options, experiment.partition.seed)

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 LIMIT_BYTES = 4 << 30
 MAX_LABEL = 1_000_000
 MAX_CLASSES = 10_000
+FILES = (".csv", ".jsonl", ".ndjson", ".npz")
 FORMS = (
-    ".npz with x and y, .csv with a label column, .ndjson with a label a line, or a folder of images with one subfolder "
-    "per class"
+    ".npz with x and y, .csv with a label column, .ndjson with a label a line, or a folder of images with one "
+    "subfolder per class"
 )
 
 
@@ -109,6 +110,8 @@ def load(
     """
     from fleet_core.data import readers  # what answers has no file of samples to read, nor the memory for it
 
+    if stride is not None and window is None and shape is None:
+        raise DataError("a stride without a window", where=str(path), hint="say how many readings a window has")
     cut = readers.Cut(None if shape is None else tuple(shape), window, stride)
     found = checked(readers.read(path, limit_bytes, cut, expected=FORMS), str(path), classes, dtype)
     if shape is not None:

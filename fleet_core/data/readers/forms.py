@@ -49,16 +49,17 @@ def arranged(table: Table, cut: Cut) -> Raw:
 
 
 def _form(cut: Cut, channels: Channels, plain: Sequence[str], columns: int) -> str:
-    several = sum(len(steps) > 1 for steps in channels.values())
+    windowed = any(len(steps) > 1 for steps in channels.values())
     if cut.shape is not None:
         if len(cut.shape) != 2:
             return FEATURES
         if not plain and len(channels) == cut.shape[0] and _all_have(channels, cut.shape[1]):
             return WIDE
-        return LONG if columns == cut.shape[0] else WIDE if several else FEATURES
+        return LONG if columns == cut.shape[0] else WIDE if windowed else FEATURES
     if cut.window is not None:
         return WIDE if not plain and _all_have(channels, cut.window) else LONG
-    return WIDE if several > 1 else FEATURES
+    begun = sum(0 in steps or len(steps) > 1 for steps in channels.values())  # pm_10 alone is no window
+    return WIDE if windowed and begun > 1 else FEATURES
 
 
 def _all_have(channels: Channels, steps: int) -> bool:
@@ -117,6 +118,6 @@ def _said_of_features(
     if cut.shape is not None or plain or len(channels) != 1 or len(names) < 2:
         return ()
     return (
-        f"the columns {names[0]} … {names[-1]} are read as {len(names)} features; if they are the steps of one channel, "
-        f"say so by a window of {len(names)} (--window, data.window)",
+        f"the columns {names[0]} … {names[-1]} are read as {len(names)} features; if they are the steps of one "
+        f"channel, say so by a window of {len(names)} (--window, data.window)",
     )

@@ -60,6 +60,7 @@ def read_ndjson(path: Path, limit_bytes: int, cut: Cut = Cut(), *, labelled: boo
 
 def _objects(file: typing.BinaryIO, path: Path, labelled: bool) -> Iterator[tuple[int, Object]]:
     """(number of the line, its object), blank lines left out."""
+    decoder = json.JSONDecoder(parse_constant=_no_number)
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
         where = f"{path}: line {number}"
         if len(line) > MAX_LINE_BYTES:
@@ -68,7 +69,7 @@ def _objects(file: typing.BinaryIO, path: Path, labelled: bool) -> Iterator[tupl
         if not text.strip():
             continue
         try:
-            found = json.loads(text.decode(), parse_constant=_no_number)
+            found = decoder.decode(text.decode())
         except (ValueError, RecursionError) as error:
             raise DataError(f"is no JSON: {str(error)[:200]}", where=where, expected="one object a line") from error
         if not isinstance(found, dict):
@@ -86,8 +87,9 @@ def _no_number(constant: str) -> typing.NoReturn:
 
 
 def _table(
-    rows: Iterator[tuple[int, Object]], names: Sequence[str], keys: Sequence[str], path: Path, limit_bytes: int, cut: Cut
-) -> Raw:
+    rows: Iterator[tuple[int, Object]], names: Sequence[str], keys: Sequence[str], path: Path, limit_bytes: int,
+    cut: Cut,
+) -> Raw:  # fmt: skip
     if not names:
         raise DataError("has no number beside its " + ", ".join(keys), where=f"{path}: line 1",
                         expected="'x', or a name for each channel")
@@ -141,7 +143,8 @@ def _samples(
     rows: Iterator[tuple[int, Object]], keys: Sequence[str], path: Path, limit_bytes: int, cut: Cut
 ) -> Raw:
     if cut.window is not None:
-        raise DataError("holds whole samples, of which no windows are cut", where=str(path), hint="leave the window out")
+        raise DataError("holds whole samples, of which no windows are cut", where=str(path),
+                        hint="leave the window out")
     lines, values = Lines(path, (), keys, limit_bytes), array.array("d")
     shape, whole = tuple[int, ...](), True
     for line, found in rows:

@@ -6,6 +6,8 @@ step of that client. The readings of a client are taken in the order of the file
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
@@ -62,7 +64,7 @@ def _stretches(table: Table, order: Rows) -> tuple[Rows, int]:
     if table.time is not None:
         bounds = [*np.flatnonzero(begins), len(order)]
         times = table.time[order]
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             steps = np.diff(times[start:end])
             usual = np.median(steps[steps > 0]) if (steps > 0).any() else np.inf
             gaps[start + 1 : end] = (steps < 0) | (steps > GAP * usual)
