@@ -22,7 +22,7 @@ HOME = Annotated[
 ]
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 HERE = Path(".")
-ASKED = ".npy array, .npz, .csv, image or folder of images; labels are passed over."
+ASKED = ".npy array, .npz, .csv, .ndjson, image or folder of images; labels are passed over."
 
 
 @app.command()

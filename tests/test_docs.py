@@ -85,6 +85,23 @@ def test_the_file_of_samples_that_is_shown_makes_a_fleet(tmp_path: Path, monkeyp
     assert inputs.remarks(samples.x) == []
 
 
+def test_the_windows_that_are_shown_are_the_same_in_every_form(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "samples.md").read_text(encoding="utf-8")
+    wide, long = re.findall(r"^```csv\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    whole, rows = re.findall(r"^```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    shown = {"wide.csv": wide, "readings.csv": long, "whole.ndjson": whole, "rows.jsonl": rows}
+    for name, content in shown.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    expected, _ = data_of(str(tmp_path / "wide.csv"))
+    assert expected.x.shape == (2, 2, 3)
+    for name, count in (("readings.csv", 2), ("whole.ndjson", 2), ("rows.jsonl", 1)):
+        found, spec = data_of(str(tmp_path / name), window=None if name == "whole.ndjson" else 3)
+        assert spec.shape == (2, 3)
+        assert found.clients == ("pump-1",)
+        np.testing.assert_array_equal(found.x, expected.x[:count])
+        np.testing.assert_array_equal(found.time, np.array([0.04, 0.10])[:count])
+
+
 def test_the_page_of_models_has_all_of_them_with_their_sizes_and_options() -> None:
     text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     lines = [line.strip("|") for line in text.splitlines() if line.startswith("| `")]

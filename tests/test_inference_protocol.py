@@ -248,6 +248,8 @@ def test_what_the_model_refuses_has_its_status(error: FleetError, status: int) -
     ({"inputs": [x_of(), x_of()]}, "twice"),
     ({"inputs": [x_of(datatype="FP64")]}, "'FP64'; expected FP32"),
     ({"inputs": [x_of(shape=[2, 3])]}, "its shape is [2, 3]"),
+    ({"inputs": [x_of(shape=[2, 2, 1])]}, "hint: x.reshape(-1, 2)"),
+    ({"inputs": [x_of(datatype="UINT8")]}, "'UINT8'; expected FP32\nhint: give the values on the scale"),
     ({"inputs": [x_of(shape=[0, 2])]}, "its shape is [0, 2]"),
     ({"inputs": [x_of(shape=[MAX_SAMPLES + 1, 2])]}, "expected [1 to 4096, 2]"),
     ({"inputs": [x_of(shape=[2.0, 2])]}, "no short list of whole numbers"),

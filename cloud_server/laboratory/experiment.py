@@ -175,7 +175,7 @@ def read(
 ) -> Experiment:
     """An experiment from plain values; ``text``, ``where`` and ``settings`` tell where a mistake was made."""
     found, problems = schema.read(Experiment, data)
-    problems = [replace(one, hint="data.path") if one.key in FILE_KEYS else one for one in problems]
+    problems = [replace(one, hint="path") if one.key in FILE_KEYS else one for one in problems]
     if found is not None:
         problems = list(_checks(found))
     if found is None or problems:
@@ -236,7 +236,7 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
     if (found.data.set is None) == (found.data.path is None):
         yield schema.Problem("data.set", "give one of data.set and data.path")
     elif found.data.set is not None and found.data.set not in (SYNTHETIC, *entries()):
-        yield schema.Problem("data.set", f"no data set is named '{found.data.set}'", _meant(found.data.set))
+        yield schema.Problem("data.set", f"no data set is named '{found.data.set}'{_meant(found.data.set)}")
     if found.data.path is None and (found.data.window or found.data.stride):
         yield schema.Problem("data.window", "is for a file of readings: give data.path")
     _, problems = schema.read(PARTITIONS[found.partition.kind].options, found.partition.options)
@@ -254,11 +254,12 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
     yield from grids or _run_checks(found)
 
 
-def _meant(name: str) -> str | None:
-    """A set that does not exist: a file, or another set."""
+def _meant(name: str) -> str:
+    """A file, or another set, in place of a set that does not exist."""
     if Path(name).suffix.lower() in FILES or "/" in name or Path(name).exists():
-        return f"data.path = {json.dumps(name)}"
-    return schema.suggest(name, entries())
+        return f" (did you mean data.path = {json.dumps(name)}?)"
+    near = schema.suggest(name, entries())
+    return f", expected one of {', '.join(entries())}" + (f" (did you mean '{near}'?)" if near else "")
 
 
 def _judge_checks(judge: JudgeSection) -> Iterator[schema.Problem]:
