@@ -187,7 +187,7 @@ def listed(home: Path, as_json: bool) -> None:
     """How many samples of each class there are: recorded, held back, and added."""
     service = service_of(home, settings_of(home))
     service.known_classes()
-    counts = service.local().counts()
+    counts = service.local().counts(runtime.say)
     if as_json:
         names = ("class", "recorded", "held_back", "added")
         return terminal.show([dict(zip(names, row, strict=True)) for row in counts])

@@ -7,7 +7,7 @@ have: those are this device's alone, come after the fleet's, and nothing trains 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,10 +150,13 @@ class LocalData:
         y = np.searchsorted(np.array(used), kept.y)
         samples.save(self.added_path, Samples(kept.x, y, classes=tuple(everyone[k] for k in used)))
 
-    def counts(self) -> list[tuple[str, int, int, int]]:
-        """(class, recorded samples that are learned from, recorded ones that judge, added ones) of each class."""
+    def counts(self, say: Callable[[str], None] = lambda note: None) -> list[tuple[str, int, int, int]]:
+        """(class, recorded samples that are learned from, recorded ones that judge, added ones) of each class. say:
+        takes how the recording was read."""
         added, names = self._added()
         recorded = self._parts() if self.path.exists() else (None, None)
+        for note in () if recorded[0] is None else recorded[0].notes:
+            say(note)
         own, later, more = (
             [0] * len(names) if part is None else np.bincount(part.y, minlength=len(names)).tolist()
             for part in (*recorded, added)

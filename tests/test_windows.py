@@ -11,12 +11,23 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from cloud_server import cli
+from cloud_server.laboratory import experiment as experiments
+from cloud_server.laboratory import workload
+from cloud_server.laboratory.recordings import recordings
+from cloud_server.starting import data_of
+from edge_agent import commands, teach
 from edge_agent.local import LocalData
+from export.graph import export_graph
+from fleet_core.algorithms import trees
 from fleet_core.data import asked, inputs
 from fleet_core.data.samples import Samples, load, save
 from fleet_core.errors import DataError
 from fleet_core.layout import InputSpec
+from fleet_core.learning import models
+from tests import homes, lab
 
 SERIES = InputSpec((2, 3))
 
@@ -268,7 +279,7 @@ NUMBERS = st.floats(-1e6, 1e6, width=32)
 
 
 @st.composite
-def recordings(draw: st.DrawFn) -> Samples:
+def stretches(draw: st.DrawFn) -> Samples:
     """Windows of which every one is a stretch of its own, for its time begins anew."""
     windows, channels, steps = draw(st.integers(1, 4)), draw(st.integers(2, 3)), draw(st.integers(2, 4))
     size = windows * channels * steps
@@ -308,7 +319,7 @@ def written(path: Path, samples: Samples, form: str) -> Path:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(samples=recordings())
+@given(samples=stretches())
 @pytest.mark.parametrize(("name", "form"), [
     ("a.csv", "wide"), ("a.csv", "long"), ("a.ndjson", "whole"), ("a.jsonl", "long"),
 ])
@@ -417,3 +428,84 @@ def test_bytes_are_refused_where_the_fleet_has_floats(tmp_path: Path, name: str)
     with pytest.raises(DataError, match=r"has bytes, and the model takes float32\nhint: .*astype"):
         asked.load(tmp_path / name, SERIES)
     assert len(asked.load(tmp_path / name, InputSpec((2, 3), "uint8"))) == 4
+
+
+# On a device and for a fleet ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A device of a fleet of windows [2, 3], served a model and with a recording of readings."""
+    layout = models.describe("mlp", InputSpec((2, 3)), ("off", "on"), {"hidden": [4]})
+    home = homes.home(tmp_path / "home", toml='[data]\nsamples = "readings.csv"\nstride = 1\n[serve]\nworse_by = 1.0\n')
+    rows = [*readings("d0", "off", range(20)), *readings("d0", "on", range(20, 40), 5)]
+    (home / "readings.csv").write_text(lines(HEADER, *rows))
+    graph = export_graph(layout, kinds=("embed", "predict"))
+    params = layout.ordered(trees.scale(models.initial(layout, 1), np.float32(2)))
+    homes.furnished(home, "fedavg", graph=graph, params=params)
+    return home
+
+
+def test_a_device_answers_and_adds_readings_and_tells_what_is_left_over(
+    place: Path, write: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(lines("time,ax,ay", *[f"{n},{n},{-n}" for n in (0, 1, 2, 3, 5)]))
+    commands.predict(path, place, as_json=True)
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)["labels"]) == 2, "windows of 3, one every reading, none across the gap"
+    assert "1 readings are left over" in said.err
+    commands.add(path, "on", place, new_class=False)
+    assert "2 samples of class on added" in capsys.readouterr().out
+    commands.listed(place, as_json=True)
+    said = capsys.readouterr()
+    assert [row["recorded"] + row["held_back"] for row in json.loads(said.out)] == [18, 18]
+    assert "40 readings give 36 windows of 3, one every 1" in said.err
+
+
+def test_every_way_to_a_device_tells_how_samples_that_do_not_fit_are_converted(place: Path, tmp_path: Path) -> None:
+    last = np.zeros((4, 3, 2), np.float32)
+    np.save(tmp_path / "last.npy", last)
+    service = homes.restored(place)
+    for ask in (
+        lambda: commands.predict(tmp_path / "last.npy", place, as_json=True),
+        lambda: commands.add(tmp_path / "last.npy", "on", place, new_class=False),
+        lambda: service.answers(last),
+        lambda: teach.learn(service, last, ["on"] * 4),
+    ):
+        with pytest.raises(DataError) as told:
+            ask()
+        assert told.value.hint == "channels come first: np.moveaxis(x, -1, 1)"
+    with pytest.raises(DataError, match="the input is uint8") as told:
+        service.answers(np.zeros((4, 2, 3), np.uint8))
+    assert told.value.hint == inputs.BYTES
+
+
+def test_init_demo_and_advise_cut_readings(write: Any, tmp_path: Path) -> None:
+    rows = [row for client in "abcd" for k, label in enumerate(("on", "off"))
+            for row in readings(client, label, np.arange(60) + 60 * k, 7 * k)]
+    path = write(lines(HEADER, *rows))
+    said: list[str] = []
+    found, spec = data_of(str(path), said.append, window=4, stride=2)
+    assert (len(found), spec.shape) == (4 * 2 * 29, (2, 4))
+    assert "480 readings give 232 windows of 4, one every 2" in said[0]
+    assert "left over" not in said[0]
+    advised = recordings(str(path), 4, 2)
+    assert (advised.section["window"], advised.section["stride"]) == (4, 2)
+    assert "480 readings give" in advised.remarks[0]
+    asked_of = experiments.read(lab.settings(path, data={"path": str(path), "window": 4, "stride": 2}))
+    assert workload.build(asked_of).samples.x.shape == (232, 2, 4)
+    with pytest.raises(DataError, match="is a named set, of which no windows are cut"):
+        data_of("heartbeat", window=4)
+    with pytest.raises(DataError, match="is a named set, of which no windows are cut"):
+        recordings("heartbeat", 4)
+
+
+def test_init_takes_the_window_on_the_command_line(write: Any, tmp_path: Path) -> None:
+    path = write(lines(HEADER, *readings("a", "on", range(9)), *readings("a", "off", range(9, 18))))
+    made = CliRunner().invoke(cli.app, ["init", str(tmp_path / "fleet"), "--data", str(path), "--window", "3",
+                                        "--model", "mlp", "--method", "fedavg"])
+    assert made.exit_code == 0, made.output
+    assert "shape = [2, 3]" in (tmp_path / "fleet" / "fleet.toml").read_text()
+    assert "18 readings give 6 windows of 3" in made.stderr
+    alone = CliRunner().invoke(cli.app, ["init", str(tmp_path / "other"), "--window", "3"])
+    assert "--window without --data" in str(alone.exception)
