@@ -40,7 +40,10 @@ def cut(table: Table, length: int, stride: int) -> Raw:
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     first = np.repeat(starts, counts) + stride * within
     heads, tails = order[first], order[first + length - 1]
-    x = np.ascontiguousarray(sliding_window_view(_single(table)[order], length, axis=0)[first])
+    run = _single(table)[order]
+    x = np.empty((len(first), run.shape[1], length), np.float32)
+    for channel in range(run.shape[1]):
+        x[:, channel] = sliding_window_view(run[:, channel], length)[first]
     label = table.text(table.label, heads)
     left = np.where(counts, lengths - (counts - 1) * stride - length, lengths)
     return Raw(
