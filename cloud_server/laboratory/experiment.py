@@ -235,8 +235,9 @@ def _short(value: Any) -> str:
 def _checks(found: Experiment) -> Iterator[schema.Problem]:
     if (found.data.set is None) == (found.data.path is None):
         yield schema.Problem("data.set", "give one of data.set and data.path")
-    elif found.data.set is not None and found.data.set not in (SYNTHETIC, *entries()):
-        yield schema.Problem("data.set", f"no data set is named '{found.data.set}'{_meant(found.data.set)}")
+    elif found.data.set is not None and _is_file(found.data.set):
+        yield schema.Problem("data.set", f"no data set is named '{found.data.set}' (did you mean data.path = "
+                                         f"{json.dumps(found.data.set)}?)")
     if found.data.path is None and (found.data.window or found.data.stride):
         yield schema.Problem("data.window", "is for a file of readings: give data.path")
     _, problems = schema.read(PARTITIONS[found.partition.kind].options, found.partition.options)
@@ -254,12 +255,11 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
     yield from grids or _run_checks(found)
 
 
-def _meant(name: str) -> str:
-    """A file, or another set, in place of a set that does not exist."""
-    if Path(name).suffix.lower() in FILES or "/" in name or Path(name).exists():
-        return f" (did you mean data.path = {json.dumps(name)}?)"
-    near = schema.suggest(name, entries())
-    return f", expected one of {', '.join(entries())}" + (f" (did you mean '{near}'?)" if near else "")
+def _is_file(name: str) -> bool:
+    """Whether what should name a set names a file or a folder."""
+    if name in (SYNTHETIC, *entries()):
+        return False
+    return Path(name).suffix.lower() in FILES or "/" in name or Path(name).exists()
 
 
 def _judge_checks(judge: JudgeSection) -> Iterator[schema.Problem]:
