@@ -85,6 +85,12 @@ def test_channels_that_are_numbered_are_readings_where_the_fleet_has_as_many_cha
     assert load(path, shape=(2, 3)).x.tolist()[1] == [[3, 4, 5], [-3, -4, -5]]
 
 
+def test_rows_with_a_time_that_are_read_as_features_are_told(write: Any) -> None:
+    path = write(lines("time,ax,ay,label", "0,1,2,on"))
+    assert "a row is read as a sample of 2 features" in load(path).notes[0]
+    assert load(path, shape=(2,)).notes == load(write(lines("ax,ay,label", "1,2,on"))).notes == ()
+
+
 # Long form ------------------------------------------------------------------------------------------------------------
 
 

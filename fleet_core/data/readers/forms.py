@@ -38,7 +38,7 @@ def arranged(table: Table, cut: Cut) -> Raw:
         assert length is not None
         return windows.cut(table, length, cut.stride or length)
     if form == FEATURES:
-        return _rows(table, table.values, _said_of_features(table.names, cut, channels, plain))
+        return _rows(table, table.values, _said_of_features(table, cut, channels, plain))
     places = _places(channels, plain, table.where)
     x = table.values[:, places.ravel()].reshape(len(table), *places.shape)
     said = (
@@ -112,12 +112,19 @@ def _places(channels: Channels, plain: Sequence[str], where: str) -> NDArray[np.
     return np.array([[steps[step] for step in range(length)] for steps in channels.values()], np.int64)
 
 
-def _said_of_features(
-    names: Sequence[str], cut: Cut, channels: Channels, plain: Sequence[str]
-) -> tuple[str, ...]:
-    if cut.shape is not None or plain or len(channels) != 1 or len(names) < 2:
+def _said_of_features(table: Table, cut: Cut, channels: Channels, plain: Sequence[str]) -> tuple[str, ...]:
+    """What else the columns could be, where no fleet says it."""
+    names = table.names
+    if cut.shape is not None:
         return ()
-    return (
-        f"the columns {names[0]} … {names[-1]} are read as {len(names)} features; if they are the steps of one "
-        f"channel, say so by a window of {len(names)} (--window, data.window)",
-    )
+    if len(channels) == 1 and not plain and len(names) > 1:
+        return (
+            f"the columns {names[0]} … {names[-1]} are read as {len(names)} features; if they are the steps of one "
+            f"channel, say so by a window of {len(names)} (--window, data.window)",
+        )
+    if table.time is not None:
+        return (
+            f"a row is read as a sample of {len(names)} features; if it is one reading of a recording, say how many "
+            "make a window (--window, data.window)",
+        )
+    return ()
