@@ -20,6 +20,7 @@ from cloud_server.books import Books
 from cloud_server.broadcast import Broadcast
 from cloud_server.checkpoint import Checkpoint, Checkpoints
 from cloud_server.enrolment import Enrolments
+from cloud_server.enrolment import waiting as invitations
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Ledger
 from cloud_server.ledger_tables import Invitation
@@ -31,7 +32,7 @@ from cloud_server.rounds import OpenRound, Rounds
 from cloud_server.rule_state import RuleState
 from cloud_server.spool import Spool
 from cloud_server.voice import Voice
-from cloud_server.waiting import Waiting
+from cloud_server.waiting import FirstWait, Places, Waiting
 from fleet_core import bundle, cohort, messages, topics
 from fleet_core.errors import CodecError, FleetError, MessageError, StateError
 from fleet_core.layout import MODEL_GROUPS
@@ -97,7 +98,13 @@ class Coordinator:
             changed=access_changed, now=now, log=log,
         )
         self._renewals = Renewals(fleet, ledger, now=now, log=log)
-        self._waiting = Waiting(self._roster, self._rounds, fleet.config.fleet.deadline_s, clock=clock, log=log)
+        settings = fleet.config.fleet
+        self._waiting = Waiting(self._roster, self._rounds, settings.deadline_s, clock=clock, log=log)
+        self._first_wait = FirstWait(
+            self._roster, settings.first_wait_s, invited=lambda: invitations(ledger), clock=clock, log=log
+        )
+        self._places = Places(self._roster, self._rounds, settings.seed, settings.cohort, log=log)
+        self._numbers, self._few, self._begun = "", 0, 0
         self._connected_at = clock()
         self._asked_at = self._looked_at = -math.inf
         self._idle: int | None = None
@@ -301,6 +308,8 @@ class Coordinator:
         number = self.checkpoint.round + 1
         before = self._rounds.interrupted(number)
         if before is None and not self._enough_there():
+            return self._say_few(number)
+        if number == 1 and before is None and not self._first_wait.over():
             return
         state = self._state.opening(before)
         sent = self.method.server.broadcast(state)
@@ -318,15 +327,35 @@ class Coordinator:
         )
         if not before:
             self._rounds.begin(self.open, len(self._roster.members()))
-        self._idle, self._taken_up = None, before is not None
+            self._say_numbers(number)
+        self._idle, self._taken_up, self._begun = None, before is not None and self._begun != number, number
         self._waiting.begin()
         self._reception.begin(self.open)
         self._broadcast.round(self.open, self.checkpoint)
 
+    def _say_numbers(self, number: int) -> None:
+        """How many devices are on, where that has changed since the last round."""
+        numbers = self._roster.numbers()
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._log(f"round {number} begins: {numbers}")
+
+    def _say_few(self, number: int) -> None:
+        """Once in a round: for how many devices it waits."""
+        least = self.config.fleet.min_devices
+        if self._few != number and self._late() and len(self._roster.ready()) < least:
+            self._few = number
+            self._log(f"round {number} begins when {least} devices are on and can train (min_devices in fleet.toml): "
+                      f"{self._roster.numbers()}")
+
+    def _late(self) -> bool:
+        """Whether devices that were on before this aggregator connected have had time to be heard."""
+        return self._clock() - self._connected_at > GRACE_S
+
     def _enough_there(self) -> bool:
         """Enough devices to begin, and those that were on before this aggregator started have had time to be heard."""
-        late = self._clock() - self._connected_at > GRACE_S
-        return len(self._roster.ready()) >= self.config.fleet.min_devices and (late or not self._roster.awaited())
+        there = len(self._roster.ready()) >= self.config.fleet.min_devices
+        return there and (self._late() or not self._roster.awaited())
 
     # Close a round ----------------------------------------------------------------------------------------------------
 
@@ -335,20 +364,24 @@ class Coordinator:
         open_ones = [name for name in asked if name not in opened.received and name not in opened.failed]
         wanted = max(1, math.ceil(self.config.fleet.quorum * len(asked)))
         due = self._clock() > opened.deadline
-        if len(opened.received) >= wanted and (due or not open_ones or self._all_gone(open_ones)):
+        over = due or not open_ones or self._all_gone(open_ones)
+        if len(opened.received) >= wanted and over:
             return self._close(opened)
         if not asked:
             return self._abandon(opened)
-        if not open_ones:
-            return self._waiting.all_answered(opened, wanted)
-        if due and self._waiting.at_deadline(opened, wanted, open_ones):
+        if over and not self.paused and self._places.pass_on(opened, due=due):
+            self.open = None  # opened again with its new cohort, and with what was received
+        elif due and self._waiting.at_deadline(opened, wanted, open_ones):
+            opened.failed.clear()
             self._broadcast.round(opened, self.checkpoint)
+        elif not due and not open_ones:
+            self._waiting.all_answered(opened, wanted)
 
     def _all_gone(self, names: list[str]) -> bool:
         """Whether none of these delivers any more. A round of an earlier life is given what a new one is given: its
         devices may be starting as this aggregator is."""
         self._taken_up = self._taken_up and not self._enough_there()
-        return not self._taken_up and not any(map(self._roster.alive, names))
+        return not self._taken_up and not any(map(self._roster.expected, names))
 
     def _abandon(self, opened: OpenRound) -> None:
         """Everybody who was asked has been revoked: the round is opened again for others."""

@@ -45,6 +45,7 @@ class FleetSection:
     min_devices: int = field(default=1, metadata={"min": 1, "max": 1_000_000})
     quorum: float = field(default=0.5, metadata={"above": 0, "max": 1})
     deadline_s: float = field(default=120.0, metadata={"above": 0, "max": 1e6})
+    first_wait_s: float = field(default=30.0, metadata={"min": 0, "max": 1e6})
     serve_every: int = field(default=10, metadata={"min": 1, "max": 1_000_000})
     enrolment: str = field(default="open", metadata={"choices": ("open", "listed")})
     seed: int = field(default=0, metadata={"min": 0, "max": 2**53})

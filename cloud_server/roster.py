@@ -28,7 +28,7 @@ class _Known:
 
     boot: of its last life, or empty. state: on | off, or empty until it is heard of in this life of the aggregator.
     base: id of the model that it holds. heard_s: on the clock. What thousands of devices say alike (state, phase, base)
-    is one text.
+    is one text. lost: it is off because its connection broke, not because it said so.
     """
 
     enrolled: bool
@@ -39,6 +39,7 @@ class _Known:
     phase: str = ""
     base: str = ""
     heard_s: float = 0.0
+    lost: bool = False
 
 
 class Roster:
@@ -87,6 +88,23 @@ class Roster:
         if known is None or known.state != "on":
             return False
         return known.phase not in WORKING or self._clock() - known.heard_s < SILENT_S
+
+    def expected(self, name: str) -> bool:
+        """Whether an update of this device may still come. A device whose connection broke has as long to come back as
+        one at work may be silent: its link connects again within a second or two where the network allows."""
+        known = self._devices.get(name)
+        if known is not None and known.state == "off":
+            return known.lost and self._clock() - known.heard_s < SILENT_S
+        return name in self._ready and self.alive(name)
+
+    def not_on(self) -> list[str]:
+        """The enrolled devices that are not on now."""
+        return [name for name, known in self._devices.items() if known.enrolled and known.state != "on"]
+
+    def numbers(self) -> str:
+        """How many devices are on, of how many."""
+        enrolled = sum(known.enrolled for known in self._devices.values())
+        return f"{enrolled - len(self.not_on())} of {enrolled} enrolled devices on"
 
     def standing(self, name: str) -> str:
         """What is known of a device now, in a few words."""
@@ -162,6 +180,7 @@ class Roster:
                 self._log(f"{name} does not train any more")
             self._put(self._described(self._row(name), presence))
         known.state, known.phase = intern(presence.st), intern(presence.ph)
+        known.lost = presence.st == "off" and not presence.ver  # a last will does not name a version
         if presence.st == "on":
             known.boot, known.base = presence.boot, intern(presence.base)
         self.heard(name)

@@ -57,6 +57,10 @@ class Rounds:
             model_id=opened.model.model,
         ))
 
+    def ask(self, number: int, cohort: tuple[str, ...]) -> None:
+        """Another cohort for a round that is open."""
+        self._ledger.put(replace(self._ledger.rows(Round, round=number)[0], cohort=cohort))
+
     def close(self, opened: OpenRound, members: int) -> None:
         losses = [m.metrics["loss"] for m in opened.received.values() if "loss" in m.metrics]
         row = self._ledger.rows(Round, round=opened.number)[0]

@@ -1,4 +1,4 @@
-"""What the open round waits for, device by device.
+"""What a round waits for: the first one for devices that are not on yet, an open one for updates, device by device.
 
 A broker that speaks MQTT 3.1.1 answers a publish that it denies or finds too large with success. That nothing came
 after a grant is then the only trace, so it is counted and said.
@@ -6,10 +6,11 @@ after a grant is then the only trace, so it is counted and said.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from cloud_server.roster import Roster
 from cloud_server.rounds import OpenRound, Rounds
+from fleet_core import cohort
 from fleet_core.errors import shortened
 
 SUSPICIOUS = 2  # grants without a chunk; one may have been lost
@@ -18,6 +19,66 @@ DENIED = (
     "(its ACL; message_size_limit or max_packet_size against link.chunk_bytes)"
 )
 STAYS_AWAY = "a device that does not come back is let go with: metafleet devices revoke FLEET NAME"
+
+
+class FirstWait:
+    """The wait before round 1. limit_s: how long at most, from when the round could begin; 0: not at all. invited():
+    devices that a token waits for."""
+
+    def __init__(
+        self, roster: Roster, limit_s: float, *, invited: Callable[[], Iterable[str]], clock: Callable[[], float],
+        log: Callable[[str], None],
+    ):
+        self._roster, self._limit_s, self._invited = roster, limit_s, invited
+        self._clock, self._log = clock, log
+        self._since: float | None = None
+
+    def over(self) -> bool:
+        """Whether every device that was enrolled or invited is on, or was waited for long enough."""
+        if not self._limit_s:
+            return True
+        missing = {*self._roster.not_on(), *(name for name in self._invited() if not self._roster.enrolled(name))}
+        if self._since is None and missing:
+            self._since = self._clock()
+            names = ", ".join(shortened(sorted(missing)))
+            self._log(f"round 1 waits up to {self._limit_s:g} s for {names} ({self._roster.numbers()}; first_wait_s in "
+                      "fleet.toml sets how long)")
+        return not missing or self._since is None or self._clock() - self._since > self._limit_s
+
+
+class Places:
+    """Gives the places of devices that left an open round to devices that are on and were not asked: without this, a
+    round whose only device broke would never end. A round needs as many updates after it as before.
+
+    seed, size: of cohorts, as in fleet.toml.
+    """
+
+    def __init__(self, roster: Roster, rounds: Rounds, seed: int, size: int, *, log: Callable[[str], None]):
+        self._roster, self._rounds, self._seed, self._size, self._log = roster, rounds, seed, size, log
+        self._asked = (0, set[str]())  # the round, and who was asked in it since its last deadline
+
+    def pass_on(self, opened: OpenRound, *, due: bool) -> bool:
+        """Whether the round has another cohort in the ledger now, with which it is to be opened again.
+
+        due: at the deadline. Before it, each device is asked once: devices that all fail do not take turns.
+        """
+        number, members = self._asked
+        asked = {*opened.cohort} if due or number != opened.number else {*members, *opened.cohort}
+        kept = [name for name in opened.cohort if name in opened.received or self._expected(opened, name)]
+        gone = [name for name in opened.cohort if name not in kept]
+        others = self._roster.ready() - asked
+        free = self._size - len(kept) if self._size else len(others)
+        if not gone or not others or free <= 0:
+            return False
+        chosen = cohort.select(self._seed, opened.number, others, free)
+        self._asked = opened.number, asked | {*chosen}
+        self._rounds.ask(opened.number, tuple(sorted([*kept, *chosen, *gone[len(chosen) :]])))
+        told = ", ".join(shortened(gone)), ", ".join(shortened(chosen))
+        self._log(f"round {opened.number}: no update comes from {told[0]}; asked as well: {told[1]}")
+        return True
+
+    def _expected(self, opened: OpenRound, name: str) -> bool:
+        return name not in opened.failed and self._roster.expected(name)
 
 
 class Waiting:
@@ -55,11 +116,12 @@ class Waiting:
         return again
 
     def all_answered(self, opened: OpenRound, wanted: int) -> None:
-        """Nobody is missing, too many failed: says so; they are asked again at the next deadline."""
+        """Nobody is missing, too many failed: says so once; they are asked again at the next deadline."""
+        if self._ask_again:
+            return
         reasons = "; ".join(shortened([f"{name}: {why}" for name, why in sorted(opened.failed.items())]))
         text = f"round {opened.number}: {len(opened.received)} of {wanted} devices delivered ({reasons})"
         self._wait_on(opened, f"{text}; they are asked again in {self._deadline_s:g} s")
-        opened.failed.clear()
         self._ask_again = True
 
     def _wait_on(self, opened: OpenRound, text: str) -> None:
