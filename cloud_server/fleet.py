@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,31 @@ NAME = r"[A-Za-z0-9_-]{1,64}"
 
 @dataclass(frozen=True)
 class FleetSection:
-    """name: in topics. cohort: devices asked per round, 0 for all. min_devices: that must be on before a round opens.
-    quorum: share of the cohort that closes a round at its deadline. serve_every: rounds between judged models.
-    enrolment: ``open`` enrols every device that announces itself, ``listed`` only those named by ``devices enroll``.
-    seed: of cohorts, first weights and draws."""
+    """``about`` is the comment that a made fleet.toml has above a key."""
 
-    name: str = field(metadata={"pattern": NAME, "words": "1 to 64 letters, digits, '-' or '_'"})
-    method: str = field(default="pfldyn-proto", metadata={"choices": METHODS})
-    rounds: int = field(default=30, metadata={"min": 1, "max": 1_000_000})
-    cohort: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
-    min_devices: int = field(default=1, metadata={"min": 1, "max": 1_000_000})
-    quorum: float = field(default=0.5, metadata={"above": 0, "max": 1})
-    deadline_s: float = field(default=120.0, metadata={"above": 0, "max": 1e6})
-    first_wait_s: float = field(default=30.0, metadata={"min": 0, "max": 1e6})
-    serve_every: int = field(default=10, metadata={"min": 1, "max": 1_000_000})
-    enrolment: str = field(default="open", metadata={"choices": ("open", "listed")})
-    seed: int = field(default=0, metadata={"min": 0, "max": 2**53})
+    name: str = field(metadata={"pattern": NAME, "words": "1 to 64 letters, digits, '-' or '_'",
+                                "about": "The fleet's name in every topic; devices know it, so it stays."})
+    method: str = field(default="pfldyn-proto", metadata={
+        "choices": METHODS, "about": "What is learned and how; 'metafleet methods' lists what there is."})
+    rounds: int = field(default=30, metadata={"min": 1, "max": 1_000_000, "about":
+        "Rounds of training in all. To go on after the last one: raise this and start the server again."})
+    cohort: int = field(default=0, metadata={"min": 0, "max": 1_000_000, "about":
+        "Devices that are asked to train in a round, drawn anew for each round; 0: all that are on."})
+    min_devices: int = field(default=1, metadata={"min": 1, "max": 1_000_000, "about":
+        "A round begins when this many devices are on and can train."})
+    quorum: float = field(default=0.5, metadata={"above": 0, "max": 1, "about":
+        "A round closes only with updates of at least this share of the devices that it asked."})
+    deadline_s: float = field(default=120.0, metadata={"above": 0, "max": 1e6, "about":
+        "Seconds that a round waits for devices that are on and have not delivered; with all updates it closes at once."
+    })
+    first_wait_s: float = field(default=30.0, metadata={"min": 0, "max": 1e6, "about":
+        "Seconds that round 1 waits for enrolled devices that are not on yet; 0: it does not wait."})
+    serve_every: int = field(default=10, metadata={"min": 1, "max": 1_000_000, "about":
+        "Devices get a new model to answer with after every this many rounds, and after the last one."})
+    enrolment: str = field(default="open", metadata={"choices": ("open", "listed"), "about":
+        "open: every device that reaches the broker joins; listed: only those of 'metafleet devices enroll'."})
+    seed: int = field(default=0, metadata={"min": 0, "max": 2**53, "about":
+        "Seed of the first weights and of the draw of cohorts."})
 
 
 @dataclass(frozen=True)
@@ -66,16 +75,19 @@ class LinkSection:
     """broker: mqtt(s)://host:port, or none for a private one. enrolment: mqtts://host:port where tokens are taken, or
     none for the port after the broker's. ca: PEM file of who vouches for the broker, beside fleet.toml; none for the
     fleet's own authority, ``system`` for those that the system trusts. plain: mqtt:// may leave this machine.
-    up, down: codecs. chunk_bytes: of one publish. max_update_norm: a larger update is refused."""
+    chunk_bytes: of one publish."""
 
     broker: str | None = None
     enrolment: str | None = None
     ca: str | None = None
     plain: bool = False
-    up: str = field(default="int8", metadata={"choices": tuple(codecs.CODECS)})
-    down: str = field(default="int8", metadata={"choices": tuple(codecs.CODECS)})
+    up: str = field(default="int8", metadata={"choices": tuple(codecs.CODECS), "about":
+        "How updates travel to the server: int8 (a byte a value) or fp32 (exact)."})
+    down: str = field(default="int8", metadata={"choices": tuple(codecs.CODECS), "about":
+        "How models travel to the devices: the same choice."})
     chunk_bytes: int = field(default=61440, metadata={"min": 1024, "max": 1 << 24})
-    max_update_norm: float = field(default=1e4, metadata={"above": 0})
+    max_update_norm: float = field(default=1e4, metadata={"above": 0, "about":
+        "An update whose Euclidean norm is above this is refused."})
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,15 @@ class FleetConfig:
     model: ModelSection
     link: LinkSection = field(default_factory=LinkSection)
     hyper: Mapping[str, Any] = field(default_factory=dict)
+
+
+NOTES = {
+    f"{section.name}.{key.name}": str(key.metadata["about"])
+    for section, kind in zip(fields(FleetConfig), (FleetSection, ModelSection, LinkSection), strict=False)
+    for key in fields(kind)
+    if "about" in key.metadata
+}
+"""A comment for each key of fleet.toml that a person may want to change."""
 
 
 @dataclass(frozen=True)

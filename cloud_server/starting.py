@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from cloud_server import catalog
+from cloud_server.fleet import NOTES, FleetSection, LinkSection
 from fleet_core import config, schema
 from fleet_core.data import inputs
 from fleet_core.data.partitions import pool
@@ -18,6 +19,7 @@ from fleet_core.errors import DataError
 from fleet_core.layout import InputSpec
 
 NO_WINDOW = "leave --window and --stride out"
+HEAD = "# What is changed here holds from the next start of the server. Every key: docs/fleet.md of Metafleet."
 
 
 def topic_name(folder: str) -> str:
@@ -50,16 +52,25 @@ def fleet_toml(
     samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int,
     spec: InputSpec | None = None, **fleet: Any,
 ) -> str:  # fmt: skip
-    """fleet.toml for samples like these, whose classes have names; hyper-parameters are written out, so that a person
-    sees what there is. spec: the model's input; by default the samples as they are."""
+    """fleet.toml for samples like these, whose classes have names. spec: the model's input; by default the samples as
+    they are."""
     hyper = catalog.named(method).hyper()
     shape = samples.x.shape[1:]
     tokens = samples.x.dtype.name == "int64"
     chosen = model or ("char-lstm" if tokens else {2: "cnn1d", 3: "lenet"}.get(len(shape), "mlp"))
-    return config.toml({
+    return written({
         "fleet": {"name": name, "method": method, "rounds": rounds, "seed": seed, **fleet},
         "model": {"name": chosen, "classes": list(samples.classes or ()),
                   "input": {key: value for key, value in schema.plain(spec or inputs.plain(samples)).items() if value}},
-        "link": {"up": "int8", "down": "int8"},
         "hyper": schema.plain(hyper),
     })
+
+
+def written(tables: Mapping[str, Any]) -> str:
+    """fleet.toml of these tables, with the defaults of the other keys written out, so that a person sees what there is,
+    and a comment above each."""
+    known = schema.plain(FleetSection(tables["fleet"]["name"])), schema.plain(LinkSection())
+    link = {key: known[1][key] for key in ("up", "down", "max_update_norm")}
+    whole = {**tables, "fleet": {**known[0], **tables["fleet"]}, "link": {**link, **tables.get("link", {})}}
+    ordered = {name: whole[name] for name in ("fleet", "model", "link", "hyper") if name in whole}
+    return f"{HEAD}\n{config.toml(ordered, notes=NOTES)}"

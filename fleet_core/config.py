@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fleet_core import schema
@@ -80,18 +82,20 @@ def line_of(text: str, key: str) -> int:
     return nearest
 
 
-def toml(value: Any, prefix: str = "") -> str:
-    """A plain mapping of scalars, lists and tables as TOML text; None is left out."""
+def toml(value: Any, prefix: str = "", notes: Mapping[str, str] = MappingProxyType({})) -> str:
+    """A plain mapping of scalars, lists and tables as TOML text; None is left out. notes: dotted key -> a line of
+    comment above it."""
     lines, tables = [], []
     for key, item in value.items():
         if isinstance(item, dict):
             tables.append((key, item))
         elif item is not None:
-            lines.append(f"{key} = {_literal(item)}")
+            note = notes.get(f"{prefix}{key}")
+            lines += [*([f"# {note}"] if note else []), f"{key} = {_literal(item)}"]
     body = "\n".join(lines) + ("\n" if lines else "")
     for key, item in tables:
         name = f"{prefix}{key}"
-        body += f"\n[{name}]\n" + toml(item, name + ".")
+        body += f"\n[{name}]\n" + toml(item, name + ".", notes)
     return body
 
 

@@ -27,6 +27,7 @@ from cloud_server.laboratory.advice import CODEC, Advice, candidates, decide, fe
 from cloud_server.laboratory.experiment import PLAIN, Experiment
 from cloud_server.laboratory.recordings import MAX_CLIENTS, MIN_SAMPLES, TRAIN_FRACTION, Recordings, recordings
 from cloud_server.laboratory.trials import Trial
+from cloud_server.starting import written
 from fleet_core import config, schema, storage
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.board import known
@@ -235,7 +236,7 @@ class _Work:
     def _fleet_toml(self, advice: Advice, rounds: int) -> str:
         one = federated(advice)
         model, devices = self._models[one.model], len(self._workload.train)
-        text = config.toml({
+        text = written({
             "fleet": {"name": "advised", "method": one.method, "rounds": rounds,
                       "cohort": self._cohort if self._cohort < devices else 0},
             "model": {"name": model.name, "classes": list(self._workload.classes),
