@@ -33,6 +33,11 @@ class Books:
         self._ledger, self._now = ledger, now
         self._seq = int(ledger.fact("seq") or "0")
 
+    @property
+    def seq(self) -> int:
+        """Of the newest manifest."""
+        return self._seq
+
     def next_seq(self) -> int:
         """max(last + 1, Unix ms), kept on disk, so that it rises even when a backup is restored."""
         self._seq = max(self._seq + 1, int(self._now() * 1000))

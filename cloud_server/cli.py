@@ -174,7 +174,7 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
     """How far the fleet is, who is on, what it has cost."""
     from collections import Counter
 
-    from cloud_server import pause, result
+    from cloud_server import enrolment, pause, result
     from cloud_server.fleet import Fleet
     from cloud_server.ledger import Ledger
     from cloud_server.live import snapshot
@@ -185,10 +185,14 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
         on = [d.name for d in devices if d.state == "on" and d.status == "enrolled"]
         silent = [d.name for d in devices if d.state == "off" and d.status == "enrolled" and d.took_part]
         programs = Counter(d.version for d in devices if d.status == "enrolled" and d.version)
+        enrolled = {d.name: d for d in devices if d.status == "enrolled"}
+        invited = enrolment.waiting(ledger).keys() - enrolled
+        never = sorted([*invited, *(name for name, d in enrolled.items() if not d.capabilities)])
         running = made.running()
         facts = {"fleet": made.config.fleet.name, "method": made.method.name, "running": running,
                  "paused": pause.is_paused(ledger), "rounds_closed": totals.rounds,
-                 "rounds": made.config.fleet.rounds, "open_round": now.open_round, "on": on, "off": silent,
+                 "rounds": made.config.fleet.rounds, "open_round": now.open_round, "enrolled": len(enrolled), "on": on,
+                 "off": silent, "not_on_yet": never,
                  "programs": dict(sorted(programs.items())), "totals": result.plain_sums(ledger)}
         finished = pause.last_closed(ledger) >= made.config.fleet.rounds
         stalled = ledger.facts().get("stalled")
@@ -197,11 +201,13 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
     if as_json:
         return terminal.show(facts)
     print(f"fleet {facts['fleet']}, {facts['method']}: {totals.rounds} of {facts['rounds']} rounds closed, "
-          + (f"{len(on)} device{'s' * (len(on) != 1)} on" if running else "the aggregator is not running"))
+          + (f"{len(on)} of {len(enrolled)} enrolled devices on" if running else "the aggregator is not running"))
     if finished:
         print(pause.done(made.config.fleet.rounds))
     elif facts["paused"]:
         print(f"paused: no further round opens until 'metafleet server resume {typed(fleet)}'")
+    if never:
+        print(f"enrolled or invited, and not on yet: {', '.join(shortened(never))}")
     if stalled:
         print(f"stalled: {stalled}")
     if silent:

@@ -22,7 +22,7 @@ from cloud_server.checkpoint import Checkpoint, Checkpoints
 from cloud_server.enrolment import Enrolments
 from cloud_server.enrolment import waiting as invitations
 from cloud_server.fleet import Fleet
-from cloud_server.ledger import Ledger
+from cloud_server.ledger import Ledger, asked_at
 from cloud_server.ledger_tables import Invitation
 from cloud_server.publisher import Publisher
 from cloud_server.reception import Reception
@@ -123,6 +123,8 @@ class Coordinator:
         for event in events:
             match event:
                 case Connected(max_packet_bytes=limit):
+                    if self.broker_said:
+                        self._log("broker: connected")
                     self._on_connected(limit)
                 case Disconnected(reason):
                     said = limits.explained(reason)
@@ -205,7 +207,7 @@ class Coordinator:
         if self._clock() - self._asked_at < REQUESTS_S:
             return
         self._asked_at = self._clock()
-        for key, value in self.ledger.asked().items():
+        for key, value in sorted(self.ledger.asked().items(), key=lambda item: asked_at(item[1])):
             what, _, name = key.partition("/")
             if key == "paused":
                 self.paused, self._idle = value == "yes", None
@@ -215,7 +217,7 @@ class Coordinator:
             elif what == "invite":
                 self._enrolments.invite(Invitation(**json.loads(value)))
             elif what == "revoke":
-                self._revoke(name, self._now() if value == "yes" else float(value))
+                self._revoke(name, asked_at(value) or self._now())
             else:
                 continue
             self.ledger.settle(key, value)
@@ -223,6 +225,8 @@ class Coordinator:
     def _revoke(self, name: str, asked_at: float) -> None:
         """At once, so that a round does not wait for it; its dual is made up for before the next round."""
         self._roster.revoke(name)
+        if self._roster.revoked(name):
+            self._tell_revoked(name, self._roster.boot(name))  # before the broker denies it everything
         self._enrolments.revoke(name, asked_at)
         self._reception.drop(name)
 
@@ -244,9 +248,13 @@ class Coordinator:
             self._roster.on_presence(name, presence, self.checkpoint.round)
             if presence.st == "off":
                 self._reception.drop(name)
+            elif self._roster.revoked(name):
+                self._tell_revoked(name, presence.boot)
             elif not presence.beat:
                 self._tell(name, Down("heard", self.checkpoint.round, boot=presence.boot))
             return
+        if self._roster.revoked(name):
+            self._tell_revoked(name, self._roster.boot(name))
         if not self._roster.enrolled(name):
             raise MessageError("is not enrolled", where=name, hint="see 'metafleet devices enroll'")
         self._roster.heard(name)
@@ -296,6 +304,13 @@ class Coordinator:
         if pending.round <= self.checkpoint.round:
             counted = self._reception.was_counted(device, pending.round, pending.id)
             self._voice.attest(device, Down("counted", pending.round, pending.id, ok=counted, device=device))
+
+    def _tell_revoked(self, device: str, boot: str) -> None:
+        """Signed for one life of one device, so that nobody else can say it and nobody can say it again."""
+        at = self._roster.revoked_at(device)
+        self._voice.attest(
+            device, Down("revoked", self.checkpoint.round, device=device, boot=boot, seq=self._books.seq, at=at)
+        )
 
     def _tell(self, device: str, message: Down) -> None:
         if message.t == "need":

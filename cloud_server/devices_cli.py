@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server.ledger import Ledger
+from cloud_server.ledger import Ledger, asked_at
 from cloud_server.ledger_tables import Certificate, Device
 from fleet_core import runtime, schema, terminal, topics
 from fleet_core.errors import ConfigError
@@ -68,7 +68,8 @@ def url_of(broker: str | None, fleet: Fleet, plain: bool = False) -> str:
 
 @devices_app.command("list")
 def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
-    """Every device that was ever seen, and those that a token waits for."""
+    """Every device that was ever seen, and those that a token waits for; "pending" is what the aggregator has still to
+    carry out."""
     from cloud_server.fleet import Fleet
 
     made = Fleet.load(fleet)
@@ -76,7 +77,7 @@ def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
         listed = [_facts(ledger, row) for row in _rows(ledger)]
     if as_json:
         return terminal.show(listed)
-    rows = [(d["name"], d["status"], d["state"], d["phase"], d["version"], "yes" if d["took_part"] else "no",
+    rows = [(d["name"], _status(d), d["state"], d["phase"], d["version"], "yes" if d["took_part"] else "no",
              terminal.date((d["certificate"] or {}).get("expires_at")), d["cannot"] or "") for d in listed]
     terminal.table(rows, ("device", "status", "state", "phase", "version", "took part", "certificate until", "cannot"))
     if not rows:
@@ -115,6 +116,8 @@ def _rows(ledger: Ledger) -> list[Device]:
     known = {device.name: device for device in ledger.devices()}
     for invited in enrolment.waiting(ledger).values():
         known.setdefault(invited.device, Device(name=invited.device, status="invited"))
+    for name in _pending(ledger):
+        known.setdefault(name, Device(name=name, status=""))
     return sorted(known.values(), key=lambda device: device.name)
 
 
@@ -128,8 +131,21 @@ def _facts(ledger: Ledger, device: Device) -> dict[str, Any]:
     return {
         **schema.plain(device),
         "certificate": None if held is None else {key: getattr(held, key) for key in shown},
+        "pending": _pending(ledger).get(device.name),
         "token": None if waiting is None else {"id": waiting.id, "expires_at": waiting.expires_at},
     }
+
+
+def _pending(ledger: Ledger) -> dict[str, str]:
+    """Device -> ``enroll`` or ``revoke``: what was asked last and the aggregator has not carried out yet."""
+    asked = [(asked_at(value), *key.partition("/")[::2]) for key, value in ledger.asked().items()]
+    return {name: what for _, what, name in sorted(asked) if what in ("enroll", "revoke")}
+
+
+def _status(facts: dict[str, Any]) -> str:
+    """As it is, and as it is to be."""
+    waits = f"{facts['pending']} pending" if facts["pending"] else ""
+    return ", ".join(filter(None, (facts["status"], waits)))
 
 
 def _known(ledger: Ledger, fleet: Path, name: str) -> Device:
@@ -194,7 +210,7 @@ def _enroll_plainly(fleet: Fleet, name: str, to: Path, url: str, as_json: bool) 
     from cloud_server import enroll
 
     path = enroll.device_folder(fleet, name, to, url)
-    _ask(fleet.folder, f"enroll/{name}", "yes")
+    _ask(fleet.folder, f"enroll/{name}", repr(time.time()))
     if as_json:
         return terminal.show({"device": name, "file": str(path), "broker": url})
     print(f"{path} written; put the device's samples beside it as samples.npz, or name a .csv or a folder in it "

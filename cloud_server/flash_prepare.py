@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def invited(made: Prepared) -> bytes:
     name = made.device.name
     with Ledger(made.fleet.ledger_path) as ledger:
         if made.plain:
-            ledger.ask(f"enroll/{name}", "yes")
+            ledger.ask(f"enroll/{name}", repr(time.time()))
             return b""
         secret, invitation = _token(made)
         ledger.ask(f"invite/{invitation.id}", json.dumps(schema.plain(invitation)))

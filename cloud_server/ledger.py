@@ -329,6 +329,14 @@ class Ledger:
             raise StateError(f"cannot be used: {error.strerror or error}", where=str(self.path)) from error
 
 
+def asked_at(value: str) -> float:
+    """When a request to enrol or to revoke was made, Unix seconds; 0 for others and for those of an older metafleet."""
+    try:
+        return float(value)
+    except ValueError:
+        return 0.0
+
+
 def _of_rounds(within: range | None) -> str:
     return "1" if within is None else f"round BETWEEN {within.start} AND {within.stop - 1}"
 

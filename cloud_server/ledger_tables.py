@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-VERSION = 2
+VERSION = 3
 STAGES = ("before", "fine_tuned", "after")
 
 SCHEMA = """
@@ -65,6 +65,7 @@ CREATE TABLE certificates (
     serial TEXT PRIMARY KEY, device TEXT NOT NULL, token TEXT NOT NULL, public TEXT NOT NULL, certificate TEXT NOT NULL,
     issued_at REAL NOT NULL, expires_at REAL NOT NULL, revoked_at REAL);
 """,
+    3: "ALTER TABLE devices ADD COLUMN revoked_at REAL;",
 }
 """What each version added to those before it."""
 
@@ -105,7 +106,8 @@ class Round(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Device(Row):
-    """cannot: why it cannot take part, or None. took_part: an update of it was counted. new: joined to be judged."""
+    """cannot: why it cannot take part, or None. took_part: an update of it was counted. new: joined to be judged.
+    revoked_at: None also for one that was revoked before ledgers kept it."""
 
     table = "devices"
     key = ("name",)
@@ -121,6 +123,7 @@ class Device(Row):
     cannot: str | None = None
     took_part: bool = False
     new: bool = False
+    revoked_at: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,6 +70,17 @@ class Roster:
     def enrolled(self, name: str) -> bool:
         return name in self._devices and self._devices[name].enrolled
 
+    def revoked(self, name: str) -> bool:
+        return name in self._devices and not self._devices[name].enrolled
+
+    def revoked_at(self, name: str) -> float | None:
+        """Unix seconds; None where the ledger does not say."""
+        return self._row(name).revoked_at
+
+    def boot(self, name: str) -> str:
+        """Of the device's last life that is known."""
+        return self._devices[name].boot
+
     def members(self) -> Set[str]:
         """m: the enrolled devices that train. One that was enrolled by name is a member once it has said so."""
         return self._members
@@ -149,7 +160,7 @@ class Roster:
             return
         was_member = name in self._members
         with self._ledger.transaction():
-            self._put(replace(self._row(name), status="revoked"))
+            self._put(replace(self._row(name), status="revoked", revoked_at=self._now()))
             if was_member:
                 self._count_leave()
         self._log(f"{name} revoked")

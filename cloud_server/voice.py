@@ -28,8 +28,9 @@ class Voice:
         self._send(topics.down(self._fleet, device), messages.encode(message), qos=qos)
 
     def attest(self, device: str, message: Down) -> None:
-        """Signed: what a device may commit or discard its state for."""
-        self._send(topics.down(self._fleet, device), self._signer.sign(messages.encode(message)))
+        """Signed: what a device may commit or discard its state for, or end for."""
+        qos = 1 if message.t == "revoked" else 0
+        self._send(topics.down(self._fleet, device), self._signer.sign(messages.encode(message)), qos=qos)
 
     def _send(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 0) -> None:
         if self._link.connected:

@@ -31,14 +31,15 @@ from edge_agent.uploader import Uploader
 from edge_agent.worker import Done, Trainer
 from fleet_core import messages, topics
 from fleet_core.board.fit import Limits
-from fleet_core.errors import FleetError, LinkError, MessageError, RoundError
+from fleet_core.errors import FleetError, LinkError, MessageError, RevokedError, RoundError
 from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
 from fleet_core.messages import Answer, Down, Manifest, Presence, Question, ServerPresence
 from fleet_core.signing import Verifier
 
 
 class Agent:
-    """One device's agent over an open link. ``log`` receives what a person may want to read, one line at a time."""
+    """One device's agent over an open link; ``step`` raises RevokedError once the fleet has taken the device out, with
+    its signature. ``log`` receives what a person may want to read, one line at a time."""
 
     def __init__(
         self,
@@ -91,6 +92,8 @@ class Agent:
         self._gave_up: dict[str, int] = {}
         self._server_boot = ""
         self._looked = clock()
+        self._lost = False  # the connection, since it was there last
+        self._revoked: RevokedError | None = None
         self.manifest: Manifest | None = None
 
     # The loop ---------------------------------------------------------------------------------------------------------
@@ -104,6 +107,7 @@ class Agent:
                 case Connected():
                     self._on_connected()
                 case Disconnected(reason):
+                    self._lost = True
                     self._log(f"broker: {reason}")
                 case Denied(topic, reason):
                     self._log(f"broker: {topic} denied: {reason}")
@@ -113,6 +117,8 @@ class Agent:
         for done in results:
             self._on_done(done)
         self._tick()
+        if self._revoked is not None:
+            raise self._revoked
         return bool(events or results)
 
     def close(self) -> None:
@@ -166,6 +172,9 @@ class Agent:
     # What arrives -----------------------------------------------------------------------------------------------------
 
     def _on_connected(self) -> None:
+        if self._lost:
+            self._lost = False
+            self._log("broker: connected")
         self.link.subscribe(
             topics.current(self.fleet),
             topics.server(self.fleet),
@@ -244,6 +253,8 @@ class Agent:
     def _on_down(self, payload: bytes) -> None:
         if payload.startswith(b"ed25519:"):
             attested = messages.decode(Down, self._verifier.verify(payload))
+            if attested.t == "revoked":
+                return self._on_revoked(attested)
             if attested.t == "renewed" and self._renewal is not None:
                 return self._renewal.on_answer(attested)
             self._outbox.on_fate(attested)
@@ -252,6 +263,17 @@ class Agent:
         if down.t == "heard":
             return self._reporter.heard(down.boot)
         self._outbox.on_word(down)
+
+    def _on_revoked(self, down: Down) -> None:
+        """Only for this life of this device, and by a word as new as the newest round: no older one ends the life that
+        begins when the device is let in again."""
+        if (down.device, down.boot) != (self.name, self.boot) or (down.seq or 0) < self._seq:
+            raise MessageError("a revocation of another device, of another life of it, or of before the last round")
+        on = "" if down.at is None else time.strftime(" on %Y-%m-%d", time.gmtime(down.at))
+        self._revoked = RevokedError(
+            f"this device was revoked by the fleet {self.fleet}{on}",
+            hint=f"'metafleet devices enroll' with the name {self.name} lets it in again; then start the agent again",
+        )
 
     def _on_question(self, question_id: str, payload: bytes) -> None:
         try:

@@ -16,7 +16,7 @@ import re
 
 from firmware_profiles.machine import Machine
 from fleet_core.board.profile import MEMORY_MAX
-from fleet_core.errors import ConfigError
+from fleet_core.errors import ConfigError, RevokedError
 
 NAME = "metafleet.service"
 USER = "metafleet"
@@ -43,6 +43,7 @@ ExecStart={programs}/current/bin/edge-agent run --home {state} --connect-s 31536
 ExecStopPost=-{programs}/current/bin/pause stopped
 WorkingDirectory={state}
 Restart=always
+RestartPreventExitStatus={revoked}
 RestartSec=5
 WatchdogSec={watchdog_s}
 TimeoutStartSec=infinity
@@ -98,4 +99,4 @@ def text(machine: Machine) -> str:
             raise ConfigError(f"'{device}' is no device", where=machine.board, expected="as /dev/vcio")
     devices = "".join(f"DeviceAllow={device} rw\n" for device in machine.devices)
     return TEXT.format(user=USER, programs=PROGRAMS, state=STATE, watchdog_s=WATCHDOG_S, devices=devices,
-                       memory_max=machine.memory_max)
+                       memory_max=machine.memory_max, revoked=RevokedError.exit_code)

@@ -10,6 +10,7 @@
     ├── StateError     a state file, ledger or checkpoint on disk                        (exit 1)
     ├── RoundError     a round that cannot be opened or closed                           (exit 1)
     ├── PowerError     a power meter that does not read                                  (exit 1)
+    ├── RevokedError   the fleet has taken this device out                               (exit 77)
     └── FlashError     an image, card or device that cannot be flashed                   (exit 1)
 
 Only the command line catches them; it prints the message on stderr and leaves with ``exit_code``.
@@ -79,6 +80,10 @@ class RoundError(FleetError):
 
 class PowerError(FleetError):
     pass
+
+
+class RevokedError(FleetError):
+    exit_code = 77  # EX_NOPERM of sysexits.h; the systemd unit does not start the agent again after it
 
 
 class FlashError(FleetError):

@@ -299,9 +299,11 @@ class Down:
     """Aggregator to device. t: ``need`` grants, acknowledges and asks again for the chunks in ``miss`` (``0-7,12``), or
     for none yet; ``done`` ends an upload; ``reject`` refuses it; ``counted`` says what became of an old update and is
     signed; ``heard`` acknowledges the presence of the life ``boot``; ``renewed`` is signed and brings the next
-    certificate of ``device``, DER in base64, or says the reason why there is none."""
+    certificate of ``device``, DER in base64, or says the reason why there is none; ``revoked`` is signed and ends the
+    life ``boot`` of ``device``, which was taken out of the fleet ``at`` (Unix seconds, None for an older ledger's);
+    seq: as high as that of the newest round."""
 
-    t: str = field(metadata={"choices": ("need", "done", "reject", "counted", "heard", "renewed")})
+    t: str = field(metadata={"choices": ("need", "done", "reject", "counted", "heard", "renewed", "revoked")})
     r: int = field(metadata=_whole(1_000_000_000))
     id: str = field(default="", metadata={"pattern": ID + "|"})
     miss: str = field(default="", metadata={"max_length": 10_000})
@@ -310,6 +312,8 @@ class Down:
     device: str = field(default="", metadata={"max_length": 64})
     boot: str = field(default="", metadata={"max_length": 64})
     certificate: str | None = field(default=None, metadata={"max_length": 8192})
+    seq: int | None = field(default=None, metadata=_whole(1 << 53))
+    at: float | None = field(default=None, metadata={"min": 0, "max": 1e11})
 
 
 @dataclass(frozen=True)

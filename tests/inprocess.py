@@ -29,6 +29,7 @@ from edge_agent.trainer import InlineTrainer
 from edge_agent.worker import Done, Job, Trainer
 from export.first import first
 from fleet_core.data.samples import Samples, save
+from fleet_core.errors import RevokedError
 from fleet_core.layout import InputSpec
 from fleet_core.link.base import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
@@ -181,7 +182,11 @@ class World:
             self.server.step(0)
         for name, agent in list(self.agents.items()):
             self.acting = name
-            agent.step(0)
+            try:
+                agent.step(0)
+            except RevokedError as error:  # as a process: it leaves with the reason
+                self.lines.append(f"{name}: {error}")
+                self.agents.pop(name).close()
         self.acting = ""
         self.clock.seconds += tick_s
 
