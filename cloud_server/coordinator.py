@@ -202,9 +202,9 @@ class Coordinator:
         self._voice.announce("on")
         self._publisher.reconnected()
 
-    def _requests(self) -> None:
+    def _requests(self, *, now: bool = False) -> None:
         """What the command line asked for through the ledger."""
-        if self._clock() - self._asked_at < REQUESTS_S:
+        if self._clock() - self._asked_at < REQUESTS_S and not now:
             return
         self._asked_at = self._clock()
         for key, value in sorted(self.ledger.asked().items(), key=lambda item: asked_at(item[1])):
@@ -237,14 +237,15 @@ class Coordinator:
         if address is None or not payload:
             return
         if address.kind == "en":
-            self._asked_at = -math.inf
-            self._requests()  # its token may have been made a moment ago
+            self._requests(now=True)  # its token may have been made a moment ago
             return self._enrolments.on_request(address.key, payload)
         if not address.device:
             return self._publisher.heard(topic, payload)
         name = address.device
         if address.kind == "st":
             presence = messages.decode(Presence, payload)
+            if self._roster.revoked(name):
+                self._requests(now=True)  # it may have been let in again a moment ago
             self._roster.on_presence(name, presence, self.checkpoint.round)
             if presence.st == "off":
                 self._reception.drop(name)
