@@ -361,7 +361,8 @@ class Coordinator:
         least = self.config.fleet.min_devices
         if self._few != number and self._late() and len(self._roster.ready()) < least:
             self._few = number
-            self._log(f"round {number} begins when {least} devices are on and can train (min_devices in fleet.toml): "
+            wanted = "a device is" if least == 1 else f"{least} devices are"
+            self._log(f"round {number} begins when {wanted} on and can train (min_devices in fleet.toml): "
                       f"{self._roster.numbers()}")
 
     def _late(self) -> bool:

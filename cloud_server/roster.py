@@ -215,6 +215,9 @@ class Roster:
             self.heard(name)
 
     def _on_stranger(self, name: str, presence: Presence) -> None:
+        if self.revoked(name) and (row := self._row(name)).state != presence.st:
+            with self._ledger.transaction(durable=False):
+                self._put(replace(row, state=presence.st))
         if name not in self._strangers:
             self._log(f"{name} is not enrolled: ignored (metafleet devices enroll FLEET {name})")
         self._strangers[name] = presence

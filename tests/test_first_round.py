@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +283,16 @@ def test_a_made_fleet_toml_has_every_key_of_the_fleet_with_a_comment_above_it(tm
         assert lines[at - 1].startswith("# ")
     assert all(len(line) < 120 for line in lines if line.startswith("#"))
     assert {note.partition(".")[2] for note in NOTES} <= {line.partition(" = ")[0] for line in lines}
+
+
+@pytest.mark.parametrize("section", [FleetSection, LinkSection])
+def test_the_page_about_fleet_toml_has_every_key_with_its_default(section):
+    page = (Path(__file__).parent.parent / "docs" / "fleet.md").read_text()
+    for key in fields(section):
+        shown = re.search(rf"^\| `{key.name}` \| (.+?) \|", page, re.MULTILINE)
+        assert shown, key.name
+        if isinstance(key.default, (int, float)) and not isinstance(key.default, bool):
+            assert float(shown[1]) == key.default
 
 
 def test_a_made_fleet_toml_is_read_as_the_defaults_that_it_shows(tmp_path):

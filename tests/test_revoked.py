@@ -66,6 +66,7 @@ def test_a_revoked_device_is_told_at_once_with_the_date_and_stops(fleet):
     pump(w, lambda: stopped(w, "d1"))
     day = time.strftime("%Y-%m-%d", time.gmtime(w.clock.wall()))
     assert w.told(f"d1: {SAID}{day}\nhint: 'metafleet devices enroll' with the name d1 lets it in again")
+    pump(w, lambda: w.server.ledger.device("d1").state == "off")
     assert "d0" in w.agents
 
 
