@@ -349,7 +349,8 @@ def test_a_demo_takes_no_folder_that_holds_something_else(run: Run, data: Path, 
 
 def test_every_mistake_in_fleet_toml_is_told_at_once_with_its_line(run: Run, place: Path) -> None:
     path = place / "fleet" / "fleet.toml"
-    text = path.read_text().replace("rounds = 2\n", 'ruonds = 2\nquorum = 7\n').replace('up = "int8"', 'up = "int9"')
+    text = path.read_text().replace("rounds = 2\n", "ruonds = 2\n").replace("quorum = 0.5", "quorum = 7")
+    text = text.replace('up = "int8"', 'up = "int9"')
     path.write_text(text)
     lines = text.splitlines()
     before = contents(place)

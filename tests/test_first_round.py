@@ -19,6 +19,7 @@ from edge_agent.worker import Job
 from fleet_core import config, schema
 from tests.desk import found_fleet
 from tests.inprocess import World, config_text, toy, without_fsync, world
+from tests.test_fleet import check_duals, settled
 
 TICK_S = 0.1
 
@@ -247,6 +248,28 @@ def test_a_round_whose_cohort_changed_goes_on_after_a_kill_with_what_was_receive
     w.start_agent("d2")
     assert w.pump(lambda: w.closed() == 1, tick_s=TICK_S)
     assert counted(w, 1) == {"d0", "d2"}
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_servers_dual_is_the_devices_duals_when_a_newcomer_took_a_place_in_mid_run(fleet, killed):
+    w = fleet(rounds=6, devices=2, fleet="quorum = 1.0", hyper="penalty = 0.1")
+    w.start_server()
+    for n in range(2):
+        w.start_agent(f"d{n}", toy(n))
+    assert w.pump(lambda: opened(w, 3))
+    w.trainers["d1"].inner = Never()
+    assert w.pump(lambda: w.server.open is not None and len(w.server.open.received) == 1 and w.closed() >= 2)
+    w.kill_agent("d1")
+    w.start_agent("d2", toy(2))
+    assert w.pump(lambda: w.told("asked as well: d2"), tick_s=TICK_S)
+    if killed:
+        w.kill_server()
+        w.start_server()
+    assert w.pump(lambda: w.closed() == 6 and settled(w), tick_s=TICK_S)
+    w.start_agent("d1")
+    assert w.pump(lambda: w.agents["d1"].manifest is not None and settled(w), tick_s=TICK_S)
+    assert w.server.checkpoint.state.dual_epoch == 0
+    check_duals(w, feedback=True)
 
 
 def test_devices_that_all_fail_are_asked_once_each_until_the_deadline(fleet):

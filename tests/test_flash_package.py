@@ -155,6 +155,7 @@ def test_the_unit_confines_the_agent_and_restarts_it():
     wanted = {
         "User": "metafleet", "NoNewPrivileges": "yes", "ProtectSystem": "strict", "Restart": "always",
         "Type": "notify", "MemoryMax": "400M", "DeviceAllow": "/dev/vcio rw", "CapabilityBoundingSet": "",
+        "RestartPreventExitStatus": "77",
     }
     assert {key: service[key] for key in wanted} == wanted
     assert int(service["WatchdogSec"]) > 0

@@ -1569,8 +1569,8 @@ def test_a_revoked_device_is_heard_no_more_and_can_be_let_in_again(fleet):
     assert w.pump(lambda: w.closed() >= 4, tick_s=TICK_S)
     assert set(statuses(w, 4)) == {"d0", "d1"}
     assert w.told("d2: is not enrolled") or "d2" not in statuses(w, 3)
+    assert "d2" not in w.agents, "it was told, and has ended"
     w.server.ledger.ask("enroll/d2", "yes")
-    w.kill_agent("d2")
     w.start_agent("d2")
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     assert set(statuses(w, 6)) == {"d0", "d1", "d2"}

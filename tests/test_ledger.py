@@ -248,6 +248,7 @@ def test_a_ledger_of_the_first_version_is_completed_and_keeps_its_rows(ledger: L
     before = ledger.rows(Round)
     for table in ("invitations", "certificates"):
         ledger._db.execute(f"DROP TABLE {table}")
+    ledger._db.execute("ALTER TABLE devices DROP COLUMN revoked_at")
     ledger._db.execute("PRAGMA user_version = 1")
     ledger.close()
     with Ledger(ledger.path) as again:
