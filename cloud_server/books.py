@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from cloud_server import ledger_tables as tables
 from cloud_server.ledger import Ledger
-from cloud_server.result import confusion_accuracy, macro_f1
+from cloud_server.scores import confusion_accuracy, macro_f1
 from fleet_core.messages import Judgement, Report
 
 KINDS = {
@@ -60,6 +60,11 @@ class Books:
             if report.judged_round is not None:
                 for judgement in report.judgements:
                     self._book_judgement(device, report.judged_round, judgement, report.new)
+                if (alone := report.alone) is not None:
+                    self._ledger.put(tables.Alone(
+                        round=report.judged_round, device=device, frequent=alone.frequent, method=alone.method,
+                        confusion=alone.confusion,
+                    ))
 
     def _book_traffic(self, device: str, report: Report, added: Mapping[str, float]) -> None:
         sums: dict[tuple[str, str], int] = {}

@@ -174,7 +174,7 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
     """How far the fleet is, who is on, what it has cost."""
     from collections import Counter
 
-    from cloud_server import enrolment, pause, result
+    from cloud_server import enrolment, pause, result, verdict
     from cloud_server.fleet import Fleet
     from cloud_server.ledger import Ledger
     from cloud_server.live import snapshot
@@ -198,6 +198,9 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
         stalled = ledger.facts().get("stalled")
         if stalled:
             facts["stalled"] = stalled
+        found_out = verdict.of_ledger(ledger)
+        if found_out is not None:
+            facts["verdict"] = result.plain(found_out)
     if as_json:
         return terminal.show(facts)
     print(f"fleet {facts['fleet']}, {facts['method']}: {totals.rounds} of {facts['rounds']} rounds closed, "
@@ -213,6 +216,8 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
     if silent:
         print(f"off since they took part: {', '.join(shortened(silent))}; one that never comes back biases the model: "
               f"metafleet devices revoke {typed(fleet)} NAME")
+    for line in verdict.lines(found_out):
+        print(line)
     if programs:
         told = (f"{version} on {count}" for version, count in sorted(programs.items()))
         print(f"agents, by what each device said last: {', '.join(told)}")

@@ -31,13 +31,14 @@ from cloud_server.roster import Roster, inability
 from cloud_server.rounds import OpenRound, Rounds
 from cloud_server.rule_state import RuleState
 from cloud_server.spool import Spool
+from cloud_server.verdict import Watch
 from cloud_server.voice import Voice
 from cloud_server.waiting import FirstWait, Places, Waiting
 from fleet_core import bundle, cohort, messages, topics
 from fleet_core.errors import CodecError, FleetError, MessageError, StateError
 from fleet_core.layout import MODEL_GROUPS
 from fleet_core.link.base import Connected, Denied, Disconnected, Link, Message
-from fleet_core.messages import Down, Presence, RenewalRequest, Report, ServerPresence, UpdateRef, UploadManifest
+from fleet_core.messages import Alone, Down, Presence, RenewalRequest, Report, ServerPresence, UpdateRef, UploadManifest
 
 REQUESTS_S = 0.25
 GRACE_S = 3.0
@@ -77,6 +78,7 @@ class Coordinator:
         self._spool = Spool(fleet.folder / "spool", self.wire, self.method.shared)
         self._publisher = Publisher(self.name, link, fleet.folder / "state" / "published.json", clock=clock, log=log)
         self._books = Books(ledger, now)
+        self._watch = Watch(ledger, fleet.config.fleet.rounds, log)
         self._rounds = Rounds(ledger, self.method, now)
         self._reception = Reception(
             fleet, self.wire, self.layout.hash, ledger, self._spool, self._tell, current=lambda: self.open,
@@ -278,6 +280,8 @@ class Coordinator:
         size = len(self.layout.classes)
         if any(len(rows) != size for j in report.judgements for rows in (j.confusion, *j.confusion)):
             raise MessageError("a confusion of another shape", where=device, expected=f"[{size}, {size}]")
+        if report.alone is not None:
+            _check_alone(report.alone, device, size)
         if report.failed:
             self._log(f"round {report.round}: {device}: {report.failed}")
         training = report.failed and report.judged_round is None
@@ -290,6 +294,8 @@ class Coordinator:
         if report.pending is not None:
             self._tell_fate(device, report.pending)
         self._books.report(device, report)
+        if report.alone is not None and report.judged_round is not None:
+            self._watch.reported(device, report.judged_round, self._roster.ready())
 
     def _renew(self, device: str, asked: RenewalRequest) -> None:
         """The device's next certificate, or why there is none."""
@@ -435,6 +441,14 @@ class Coordinator:
 def _answered(opened: OpenRound) -> bool:
     """Whether everybody delivered or failed."""
     return len(opened.received) + len(opened.failed) >= len(opened.cohort)
+
+
+def _check_alone(alone: Alone, device: str, size: int) -> None:
+    """Raises MessageError. size: classes."""
+    if alone.frequent >= size:
+        raise MessageError(f"a most frequent class {alone.frequent}", where=device, expected=f"below {size}")
+    if alone.confusion and any(len(rows) != size for rows in (alone.confusion, *alone.confusion)):
+        raise MessageError("a confusion of another shape", where=device, expected=f"[{size}, {size}]")
 
 
 def will(fleet: str, boot: str) -> tuple[str, bytes]:

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-VERSION = 3
+VERSION = 4
 STAGES = ("before", "fine_tuned", "after")
 
 SCHEMA = """
@@ -66,6 +66,11 @@ CREATE TABLE certificates (
     issued_at REAL NOT NULL, expires_at REAL NOT NULL, revoked_at REAL);
 """,
     3: "ALTER TABLE devices ADD COLUMN revoked_at REAL;",
+    4: """
+CREATE TABLE alone (
+    round INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices, frequent INTEGER NOT NULL, method TEXT NOT NULL,
+    confusion TEXT NOT NULL, PRIMARY KEY (round, device));
+""",
 }
 """What each version added to those before it."""
 
@@ -231,6 +236,20 @@ class Judgement(Row):
     accuracy: float
     macro_f1: float
     new: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone(Row):
+    """What a device could answer without the fleet, on the test samples of that round's judgements. frequent: the class
+    that most of its own labelled samples have. method, confusion: of a plain baseline, empty where there is none."""
+
+    table = "alone"
+    key = ("round", "device")
+    round: int
+    device: str
+    frequent: int
+    method: str = ""
+    confusion: Confusion = ()
 
 
 # In and out -----------------------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ from cloud_server.figures import (
 )
 from cloud_server.ledger import Bytes, Joules, Ledger
 from cloud_server.ledger_tables import Judgement
-from cloud_server.result import Result, RoundFigures, Score, round_figures
+from cloud_server.result import Result, RoundFigures, round_figures
+from cloud_server.scores import Score
 from fleet_core.power.meter import WORKING
 
 SHOWN_DEVICES = 20
@@ -203,7 +204,8 @@ def round_line(closed: RoundFigures, total_rounds: int) -> str:
 
 def closing_table(result: Result, *, report: str | None = None, result_file: str | None = None) -> str:
     """What a run achieved and cost, as plain text: devices before and after, bytes, joules, where the files lie."""
-    blocks = [_devices_block(result), _cost_block(result)]
+    warnings = () if result.verdict is None else result.verdict.warnings
+    blocks = [_devices_block(result), "\n".join(f"warning: {text}" for text in warnings), _cost_block(result)]
     files = [(name, path) for name, path in (("report", report), ("result", result_file)) if path]
     blocks.append("\n".join(f"{name:<9}{path}" for name, path in files))
     return "\n\n".join(filter(None, blocks)) + "\n"

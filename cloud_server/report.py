@@ -22,7 +22,9 @@ from cloud_server.figures import (
     stage_text,
 )
 from cloud_server.ledger import Bytes, Joules
-from cloud_server.result import Personalization, Pooled, Result, RoundFigures, Score
+from cloud_server.result import Personalization, Pooled, Result, RoundFigures
+from cloud_server.scores import Score
+from cloud_server.verdict import compared
 from fleet_core.power.meter import WORKING
 
 COUNTERS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wire_bytes"))
@@ -46,6 +48,7 @@ h1{font-size:30px;line-height:1.2;letter-spacing:-.015em;margin:0 0 6px;overflow
 h2{font-size:19px;letter-spacing:-.005em;margin:44px 0 12px}
 p{margin:0 0 12px;max-width:72ch}
 .soft,.note,.legend,summary{color:var(--soft)}
+.warning{border-left:4px solid var(--second);background:var(--card);padding:10px 14px;max-width:92ch}
 .note{font-size:14px;margin-top:10px;max-width:92ch}h2+.note{margin-top:0}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(230px,1fr));gap:16px;margin:28px 0 0}
 .card,figure,.table{background:var(--card);border:1px solid var(--rule);border-radius:12px}
@@ -100,7 +103,7 @@ tbody th,thead tr:first-child>:first-child{padding-left:10px}
 def render(result: Mapping[str, Any], *, title: str) -> str:
     """The page of a result.json, finished or interrupted. Raises DataError for anything else."""
     run = results.parse(result)
-    sections = [section(run) for section in (_cards, _devices, _curves, _traffic, _energy, _asked)]
+    sections = [section(run) for section in (_cards, _verdict, _devices, _curves, _traffic, _energy, _asked)]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -161,6 +164,19 @@ def _card(heading: str, figure: str, under: str) -> str:
 def _figure(text: str) -> str:
     number, _, unit = text.partition(" ")
     return f'{escape(number)} <span class="unit">{escape(unit)}</span>'
+
+
+def _verdict(run: Result) -> str:
+    """The warnings, and the figures of those that were compared."""
+    if run.verdict is None:
+        return ""
+    found = run.verdict
+    warnings = "".join(f'<p class="warning" role="alert">Warning: {escape(text)}</p>' for text in found.warnings)
+    rows = [(text, share_text(score.accuracy), share_text(score.macro_f1)) for text, score in compared(found)]
+    on = f"{_count(found.samples, 'held-back sample')} of {_count(found.devices, 'device')}"
+    note = f'<p class="note">After round {found.round}, on {on}, over the classes that occur.</p>'
+    table = _table(("", "accuracy", "macro-F1"), rows)
+    return f"<h2>Is the fleet any good?</h2>{warnings}{note}{table}"
 
 
 def _devices(run: Result) -> str:

@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 
 from cloud_server import ledger_tables as tables
+from cloud_server import verdict as verdicts
 from cloud_server.ledger import Bytes, Joules, Ledger
 from cloud_server.ledger_tables import STAGES, Judgement
+from cloud_server.scores import AMOUNT, SHARE, Score, confusion_accuracy, counts, macro_f1
+from cloud_server.verdict import Verdict
 from fleet_core import schema
 from fleet_core.algorithms import installed
 from fleet_core.errors import DataError
@@ -27,10 +30,6 @@ PACKAGES = (
     "metafleet", "numpy", "torch", "onnx", "onnxruntime", "paho-mqtt", "amqtt", "safetensors", "cryptography",
     "backports.zstd", "typer",
 )  # fmt: skip
-SHARE: dict[str, Any] = {"min": 0, "max": 1}
-AMOUNT: dict[str, Any] = {"min": 0}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Spread:
     """Accuracy over devices, each device counting once."""
@@ -38,15 +37,6 @@ class Spread:
     mean: float = field(metadata=SHARE)
     worst: float = field(metadata=SHARE)
     best: float = field(metadata=SHARE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """Of a device, over the classes that it holds; or pooled over devices, over all classes."""
-
-    accuracy: float = field(metadata=SHARE)
-    macro_f1: float = field(metadata=SHARE)
-    method: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +116,7 @@ class Result:
     judged: Pooled | None = None
     new_devices: Pooled | None = None
     totals: Sums | None = None
+    verdict: Verdict | None = None
 
     def stages(self) -> dict[str, str | None]:
         """The stages that were judged, in order, with their method (None where devices differ)."""
@@ -136,27 +127,6 @@ class Result:
 
 Baseline = Mapping[str, Mapping[str, Sequence[Sequence[int]]]]
 """Device → {"before": confusion, "fine_tuned": confusion}; either may be absent."""
-
-
-def confusion_accuracy(confusion: Sequence[Sequence[int]]) -> float | None:
-    """Share of right answers of an [N, N] count (row = true class), None where there were no samples."""
-    counts_NN = _counts(confusion)
-    total = int(counts_NN.sum())
-    return float(np.trace(counts_NN)) / total if total else None
-
-
-def macro_f1(confusion: Sequence[Sequence[int]], classes_present_only: bool) -> float | None:
-    """Mean F1 = 2·TP / (2·TP + FP + FN) of an [N, N] count (row = true class), None where there were no samples.
-
-    classes_present_only: over the classes of the truth (a device's figure); else over all N, where a class that was
-    missed, or that nobody holds, counts 0 (the pooled figure).
-    """
-    counts_NN = _counts(confusion)
-    truth_N, answers_N = counts_NN.sum(axis=1), counts_NN.sum(axis=0)
-    if not truth_N.sum():
-        return None
-    f1_N = 2 * np.diagonal(counts_NN) / np.maximum(truth_N + answers_N, 1)
-    return float((f1_N[truth_N > 0] if classes_present_only else f1_N).mean())
 
 
 def judgement(
@@ -177,7 +147,7 @@ def pooled(judgements: Iterable[Judgement]) -> Score | None:
     rows = list(judgements)
     if not rows:
         return None
-    total_NN = np.sum([_counts(j.confusion) for j in rows], axis=0)
+    total_NN = np.sum([counts(j.confusion) for j in rows], axis=0)
     accuracy, f1 = confusion_accuracy(total_NN), macro_f1(total_NN, classes_present_only=False)
     method = rows[0].method if len({j.method for j in rows}) == 1 else None
     return None if accuracy is None or f1 is None else Score(accuracy=accuracy, macro_f1=f1, method=method)
@@ -225,7 +195,7 @@ def build(
                             **{stage: _score(j) for stage, j in stages.items()})
             for name, stages in sorted(latest.items())
         ),
-        judged=_pooled(latest), totals=sums(ledger),
+        judged=_pooled(latest), totals=sums(ledger), verdict=verdicts.of_ledger(ledger),
         new_devices=_pooled({name: s for name, s in latest.items() if any(j.new for j in s.values())}),
     )  # fmt: skip
 
@@ -249,8 +219,13 @@ def environment() -> dict[str, Any]:
 
 def plain_sums(ledger: Ledger) -> dict[str, Any]:
     """``sums`` ready for ``json.dumps``."""
-    plain: dict[str, Any] = _without_nothing(schema.plain(sums(ledger)))
-    return plain
+    return plain(sums(ledger))
+
+
+def plain(figures: Any) -> dict[str, Any]:
+    """A dataclass of figures ready for ``json.dumps``; those that were not taken are left out."""
+    found: dict[str, Any] = _without_nothing(schema.plain(figures))
+    return found
 
 
 def to_json(result: Result) -> dict[str, Any]:
@@ -274,14 +249,6 @@ def validate(data: Any) -> list[str]:
     figures = {k: v for k, v in data.items() if k not in ("config", "environment")} if isinstance(data, Mapping) else {}
     nulls = [f"{key}: an absent figure is an absent key, not null" for key in _nulls(figures, "")]
     return [*map(str, problems), *nulls]
-
-
-def _counts(confusion: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-    counts_NN = np.asarray(confusion, dtype=np.int64)
-    if counts_NN.ndim != 2 or counts_NN.shape[0] != counts_NN.shape[1] or (counts_NN < 0).any():
-        raise DataError(f"a confusion of shape {list(counts_NN.shape)} is no table of counts",
-                        expected="[N, N] counts of at least 0, row = true class")
-    return counts_NN
 
 
 def _latest(ledger: Ledger, baseline: Baseline | None, method: str) -> dict[str, dict[str, Judgement]]:

@@ -11,7 +11,8 @@ from edge_agent.local import LocalData
 from edge_agent.personalize import Predictor
 from edge_agent.session import Session
 from fleet_core.bundle import Graph
-from fleet_core.errors import StateError
+from fleet_core.errors import FleetError, StateError
+from fleet_core.messages import Alone
 
 Array = np.ndarray[Any, Any]
 
@@ -42,6 +43,17 @@ class Judge:
         self._stamp = ""
         self._outputs: WeakKeyDictionary[Session, Array] = WeakKeyDictionary()
         self._counts: WeakKeyDictionary[Predictor, Array] = WeakKeyDictionary()
+        self._alone: tuple[str, Alone | None] = "", None  # with the stamp of the samples
+
+    def alone(self, data: LocalData) -> Alone | None:
+        """What this device could answer on the held-back samples without the fleet, made once for the same samples.
+        None where nothing is held back, or nothing labelled is left to learn from."""
+        if self._alone[0] != data.stamp():
+            try:
+                self._alone = data.stamp(), _alone(data)
+            except FleetError:
+                self._alone = data.stamp(), None
+        return self._alone[1]
 
     def counts(self, predictor: Predictor, data: LocalData) -> Array | None:
         """int64 [N, N] over the fleet's N classes, rows the true ones; None where nothing is held back. Of an answer
@@ -88,6 +100,20 @@ def finite(predictor: Predictor, graph: Graph) -> bool:
     """Whether the answers to the graph's golden samples are probabilities."""
     found = predictor.probabilities(graph.golden["x"])
     return bool(np.isfinite(found).all() and np.allclose(found.sum(1), 1, atol=1e-3))
+
+
+def _alone(data: LocalData) -> Alone | None:
+    from fleet_core import baseline  # what only answers does without it
+
+    own, later, n = data.own(), data.judge(), len(data.classes)
+    if later is None or not len(later):
+        return None
+    frequent = int(np.bincount(own.y, minlength=n).argmax())
+    if not baseline.applies_to(own.x):
+        return Alone(frequent)
+    made = baseline.Baseline.fit(own.x, own.y, n)
+    counts = baseline.counted(later.y, made.labels(later.x), n)
+    return Alone(frequent, made.name, tuple(tuple(int(v) for v in row) for row in counts))
 
 
 def _accuracy(counts_NN: Array) -> float:

@@ -34,7 +34,7 @@ from fleet_core.algorithms.seam import Method
 from fleet_core.bundle import Graph
 from fleet_core.errors import BundleError, CodecError, FleetError, MessageError, StateError
 from fleet_core.layout import MODEL_GROUPS, Layout
-from fleet_core.messages import Answer, Judgement, ModelRef, Question
+from fleet_core.messages import Alone, Answer, Judgement, ModelRef, Question
 
 if TYPE_CHECKING:
     from edge_agent.worker import Job
@@ -325,6 +325,10 @@ class Service:
             self._plain = None  # its session is not needed any more
         self._latest = None
         return judgements
+
+    def alone(self) -> Alone | None:
+        """What this device could answer on the same samples without the fleet; None where that cannot be told."""
+        return self._judge.alone(self.local())
 
     def held_back(self, predictor: Predictor) -> tuple[int, float] | None:
         """(samples, accuracy) on the later samples; None when there are none."""

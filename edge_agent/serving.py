@@ -18,7 +18,7 @@ from edge_agent.ways import Plan
 from edge_agent.worker import Done, Job, Trainer
 from fleet_core.algorithms.seam import Method
 from fleet_core.errors import RoundError
-from fleet_core.messages import Judgement, Manifest, ModelRef
+from fleet_core.messages import Alone, Judgement, Manifest, ModelRef
 
 
 class Serving:
@@ -35,6 +35,7 @@ class Serving:
         self._adapting = ""  # the model that is being personalized by gradient steps
         self._told = ""  # the model that the aggregator heard of in this life
         self._judgements: tuple[Judgement, ...] = ()
+        self._alone: Alone | None = None
 
     def want(self, manifest: Manifest, ref: ModelRef) -> None:
         """The judged model, from here or from the broker; what the trainer must do for it waits until it is free."""
@@ -102,6 +103,7 @@ class Serving:
         self._accounts.begin("serve")
         try:
             self._judgements = tuple(self._service.judge())
+            self._alone = self._service.alone() if self._judgements else None
         finally:
             self._accounts.end("serve")
         self._tell(failed)
@@ -115,7 +117,9 @@ class Serving:
         self._reporter.report(judged_round=ref.round, failed=rolled_back(back, self._service.answering))
 
     def _tell(self, failed: str = "") -> None:
-        self._reporter.report(judged_round=self._service.round, judgements=self._judgements, failed=failed)
+        self._reporter.report(
+            judged_round=self._service.round, judgements=self._judgements, alone=self._alone, failed=failed
+        )
 
     def tell_again(self) -> bool:
         """Repeats the last judgements; False when there are none."""

@@ -244,6 +244,17 @@ class Judgement:
 
 
 @dataclass(frozen=True)
+class Alone:
+    """What a device could answer without the fleet, on the samples of its judgements. frequent: the class that most of
+    its own labelled samples have. method, confusion: of the plain baseline (``fleet_core.baseline``) fitted to these,
+    counts as in ``Judgement``; empty where there is none."""
+
+    frequent: int = field(metadata=_whole(1_000_000))
+    method: str = field(default="", metadata={"max_length": 64})
+    confusion: tuple[tuple[int, ...], ...] = field(default=(), metadata={"max_length": 1000, "min": 0, "max": 1 << 40})
+
+
+@dataclass(frozen=True)
 class Energy:
     """Joules of one phase (train, adapt, serve, radio, idle) since the agent's boot."""
 
@@ -278,7 +289,8 @@ class RenewalRequest:
 class Report:
     """Metrics and costs outside an upload. failed: why the device delivers nothing this round. want: ``full`` when it
     lacks the base of the round's model, ``chunks`` when what is retained does not come. pending: an update of an older
-    round whose fate it asks for. flops: since boot. renew: asks for the next certificate, and reports nothing else."""
+    round whose fate it asks for. flops: since boot. renew: asks for the next certificate, and reports nothing else.
+    alone: beside the judgements; None where it was not measured."""
 
     round: int = field(metadata=_whole(1_000_000_000))
     boot: str = field(default="", metadata={"max_length": 64})
@@ -292,6 +304,7 @@ class Report:
     new: bool = False
     failed: str = field(default="", metadata={"max_length": 500})
     renew: RenewalRequest | None = None
+    alone: Alone | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from cloud_server.laboratory import page, plots, tables, trials
 from cloud_server.laboratory.compare import Bound, Comparison, Entry, Stat, compare, to_json
 from cloud_server.laboratory.trials import DEVICES
 from cloud_server.ledger import Bytes
+from cloud_server.scores import Score
 from fleet_core.errors import ConfigError, StateError
 from tests.test_report import Page
 
@@ -330,8 +331,8 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
 
 def demo(folder: Path, method: str, seed: int = 0, devices: int = 2) -> Path:
     """The folder of a demo that was judged after its second round."""
-    def score(accuracy: float) -> results.Score:
-        return results.Score(accuracy=accuracy, macro_f1=0.5)
+    def score(accuracy: float) -> Score:
+        return Score(accuracy=accuracy, macro_f1=0.5)
 
     rounds = tuple(
         results.RoundFigures(

@@ -11,6 +11,7 @@ import sys
 import threading
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from cloud_server.disk import is_of_the_disk
 from cloud_server.ledger import Bytes, Ledger
 from cloud_server.ledger_tables import (
     VERSION,
+    Alone,
     Device,
     Energy,
     Flops,
@@ -246,7 +248,7 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
 
 def test_a_ledger_of_the_first_version_is_completed_and_keeps_its_rows(ledger: Ledger) -> None:
     before = ledger.rows(Round)
-    for table in ("invitations", "certificates"):
+    for table in ("invitations", "certificates", "alone"):
         ledger._db.execute(f"DROP TABLE {table}")
     ledger._db.execute("ALTER TABLE devices DROP COLUMN revoked_at")
     ledger._db.execute("PRAGMA user_version = 1")
@@ -256,6 +258,18 @@ def test_a_ledger_of_the_first_version_is_completed_and_keeps_its_rows(ledger: L
         again.put(Invitation(id="a", device="d0", public="", made_at=1.0, expires_at=2.0))
         assert [row.device for row in again.rows(Invitation)] == ["d0"]
         assert again._pragma("user_version") == VERSION
+
+
+def test_a_ledger_of_the_second_version_takes_what_devices_do_alone(ledger: Ledger) -> None:
+    before = ledger.rows(Judgement)
+    ledger._db.execute("DROP TABLE alone")
+    ledger._db.execute("PRAGMA user_version = 2")
+    ledger.close()
+    with Ledger(ledger.path) as again:
+        assert (again.rows(Judgement), again.rows(Alone)) == (before, [])
+        row = Alone(round=1, device="a", frequent=1, method="nearest mean", confusion=((3, 1), (0, 2)))
+        again.put(row, replace(row, frequent=0))
+        assert again.rows(Alone) == [replace(row, frequent=0)]
 
 
 def test_a_page_that_is_damaged_is_found_before_anything_is_built_on_it(ledger: Ledger) -> None:

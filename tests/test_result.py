@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from cloud_server import result
+from cloud_server import result, scores
 from cloud_server.ledger import Ledger
 from cloud_server.ledger_tables import Device, Energy, Flops, Judgement, Round, Traffic, Update
 from cloud_server.live import RECENT_ROUNDS, LiveView, Snapshot, snapshot
@@ -75,30 +75,30 @@ def build(ledger: Ledger, baseline: result.Baseline | None = None) -> dict[str, 
 def test_macro_f1_by_hand() -> None:
     confusion = [[8, 2, 0], [1, 3, 0], [0, 0, 0]]
     f1_first, f1_second = 2 * 8 / (10 + 9), 2 * 3 / (4 + 5)
-    assert result.macro_f1(confusion, classes_present_only=True) == pytest.approx((f1_first + f1_second) / 2)
-    assert result.macro_f1(confusion, classes_present_only=False) == pytest.approx((f1_first + f1_second) / 3)
-    assert result.confusion_accuracy(confusion) == pytest.approx(11 / 14)
+    assert scores.macro_f1(confusion, classes_present_only=True) == pytest.approx((f1_first + f1_second) / 2)
+    assert scores.macro_f1(confusion, classes_present_only=False) == pytest.approx((f1_first + f1_second) / 3)
+    assert scores.confusion_accuracy(confusion) == pytest.approx(11 / 14)
 
 
 def test_a_class_that_was_missed_counts_zero_in_both() -> None:
-    assert result.macro_f1(POOR, classes_present_only=True) == pytest.approx((16 / 18) / 2)
-    assert result.macro_f1(POOR, classes_present_only=False) == pytest.approx((16 / 18) / 2)
+    assert scores.macro_f1(POOR, classes_present_only=True) == pytest.approx((16 / 18) / 2)
+    assert scores.macro_f1(POOR, classes_present_only=False) == pytest.approx((16 / 18) / 2)
 
 
 def test_a_class_that_is_only_answered_costs_its_victims_but_is_no_class_of_the_device() -> None:
-    assert result.macro_f1([[3, 1], [0, 0]], classes_present_only=True) == pytest.approx(6 / 7)
+    assert scores.macro_f1([[3, 1], [0, 0]], classes_present_only=True) == pytest.approx(6 / 7)
 
 
 def test_no_samples_give_no_figure() -> None:
-    assert result.confusion_accuracy([[0, 0], [0, 0]]) is None
-    assert result.macro_f1([[0, 0], [0, 0]], classes_present_only=False) is None
+    assert scores.confusion_accuracy([[0, 0], [0, 0]]) is None
+    assert scores.macro_f1([[0, 0], [0, 0]], classes_present_only=False) is None
     assert result.judgement(1, "a", "after", "fedavg", [[0]]) is None
 
 
 @given(confusions())
 def test_figures_are_shares_and_over_the_classes_present_never_lower(confusion: list[list[int]]) -> None:
-    accuracy = result.confusion_accuracy(confusion)
-    present, every = result.macro_f1(confusion, True), result.macro_f1(confusion, False)
+    accuracy = scores.confusion_accuracy(confusion)
+    present, every = scores.macro_f1(confusion, True), scores.macro_f1(confusion, False)
     if sum(map(sum, confusion)) == 0:
         assert accuracy is present is every is None
     else:
@@ -112,7 +112,7 @@ def test_figures_are_shares_and_over_the_classes_present_never_lower(confusion: 
 @pytest.mark.parametrize("confusion", [[[1, 2]], [1, 2], [[-1]], []])
 def test_what_is_no_confusion_is_refused(confusion: Any) -> None:
     with pytest.raises(DataError, match="no table of counts"):
-        result.confusion_accuracy(confusion)
+        scores.confusion_accuracy(confusion)
 
 
 def test_a_run_says_what_its_ledger_holds(ledger: Ledger) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloud_server.result import macro_f1
+from cloud_server.scores import macro_f1
 from fleet_core.algorithms import closing, trees
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.algorithms.seam import Payload, Update

@@ -12,7 +12,8 @@ import numpy as np
 
 from cloud_server import outcome
 from cloud_server import result as results
-from cloud_server.result import AMOUNT, SHARE, Personalization, Result, RoundFigures
+from cloud_server.result import Personalization, Result, RoundFigures
+from cloud_server.scores import AMOUNT, SHARE
 from fleet_core import schema
 from fleet_core.algorithms.methods import METHODS
 from fleet_core.errors import ConfigError, DataError, StateError
