@@ -19,7 +19,7 @@ from fleet_core.errors import ConfigError, shortened
 from fleet_core.runtime import typed
 
 if TYPE_CHECKING:
-    from cloud_server.fleet import FleetConfig
+    from cloud_server.fleet import FleetConfig, ModelSection
 
 app = terminal.application("Personalized federated learning on real edge devices.")
 server_app = typer.Typer(help="The aggregator.", no_args_is_help=True)
@@ -83,8 +83,14 @@ def init(
     = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Default 30.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Default 0.")] = None,
+    trial: Annotated[
+        bool | None,
+        typer.Option(help="Try models on the samples for about a minute and take the best; by default for a file, "
+                          "where no --model is named."),
+    ] = None,
 ) -> None:
     """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that holds a fleet.toml."""
+    from cloud_server import catalog
     from cloud_server.found import found
     from cloud_server.starting import data_of, fleet_toml, topic_name
 
@@ -96,8 +102,13 @@ def init(
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     if data is not None:
         samples, spec = data_of(data, runtime.say, window=window, stride=stride)
-        text = fleet_toml(samples, name or topic_name(fleet.resolve().name), method or DEFAULT_METHOD, model,
-                          rounds=rounds or DEFAULT_ROUNDS, seed=seed or 0, spec=spec)
+        by = method or DEFAULT_METHOD
+        chosen = _model(fleet, model) or (
+            lab_cli.tried(samples, spec, catalog.named(by).name, seed or 0) if _to_try(data, model, trial) else None
+        )
+        text = fleet_toml(samples, name or topic_name(fleet.resolve().name), by, chosen.name if chosen else model,
+                          rounds=rounds or DEFAULT_ROUNDS, seed=seed or 0, spec=spec,
+                          model_options=chosen.options if chosen else None)
     made = found(fleet, text, _export)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")
@@ -106,6 +117,22 @@ def init(
     where = typed(fleet)
     runtime.say(f"next: metafleet server start {where}, and for each device: metafleet devices enroll {where} NAME "
                 "--to HOME, then edge-agent run --home HOME; for devices elsewhere see docs/security.md")
+
+
+def _to_try(data: str, model: str | None, trial: bool | None) -> bool:
+    from fleet_core.data.sets.registry import entries
+
+    return (model is None and data not in entries()) if trial is None else trial
+
+
+def _model(fleet: Path, model: str | None) -> ModelSection | None:
+    """That of the fleet that is there already, which keeps its model; None where there is none, or one is named."""
+    from cloud_server.fleet import FleetConfig
+    from fleet_core import config
+
+    if model is not None or not (fleet / "fleet.toml").exists():
+        return None
+    return config.load(FleetConfig, fleet / "fleet.toml").model
 
 
 def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fleet_core import runtime, schema, terminal
-from fleet_core.errors import ConfigError, RoundError
+from fleet_core.errors import ConfigError, DataError, RoundError
 from fleet_core.runtime import typed
 
 if TYPE_CHECKING:
     from cloud_server.laboratory.compare import Comparison
     from cloud_server.laboratory.experiment import Experiment, Run
+    from cloud_server.laboratory.recordings import Model
     from cloud_server.laboratory.store import Store
+    from fleet_core.data.samples import Samples
+    from fleet_core.layout import InputSpec
 
 ENGINES, DEVICES = ("local", "ray"), ("auto", "cpu", "cuda")
 GOES_ON = "stopped; nothing is lost: the same command goes on"
@@ -266,6 +269,32 @@ def advise(
         print("\n".join(facts["sentences"]))
     for line in _settings(told, folder):
         runtime.say(line) if as_json else print(line)
+
+
+def tried(samples: Samples, spec: InputSpec, method: str, seed: int) -> Model | None:
+    """The model that a short trial on these samples chooses, with its table and its warnings; None where nothing was
+    tried, which is said."""
+    try:
+        from cloud_server.laboratory import tryout
+    except ModuleNotFoundError:
+        return None  # making the fleet says what to install
+
+    why = tryout.why_not(samples)
+    if why:
+        runtime.say(f"no model was tried: {why}")
+        return None
+    try:
+        found = tryout.tryout(samples, spec, method, seed=seed, say=runtime.say)
+    except DataError as error:
+        runtime.say(f"no model was tried: {error.what}")
+        return None
+    for remark in found.remarks:
+        runtime.say(f"note: {remark}")
+    terminal.table(found.rows(), tryout.HEADS)
+    print(f"* is taken; accuracy and macro-F1 on {found.on}; bytes of one device, up and down")
+    for text in found.warnings:
+        print(f"warning: {text}")
+    return None if found.chosen is None else found.chosen.model
 
 
 def _settings(told: Any, folder: Path) -> Iterator[str]:

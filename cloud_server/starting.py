@@ -50,7 +50,7 @@ def data_of(
 
 def fleet_toml(
     samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int,
-    spec: InputSpec | None = None, **fleet: Any,
+    spec: InputSpec | None = None, model_options: Mapping[str, Any] | None = None, **fleet: Any,
 ) -> str:  # fmt: skip
     """fleet.toml for samples like these, whose classes have names. spec: the model's input; by default the samples as
     they are."""
@@ -61,7 +61,8 @@ def fleet_toml(
     return written({
         "fleet": {"name": name, "method": method, "rounds": rounds, "seed": seed, **fleet},
         "model": {"name": chosen, "classes": list(samples.classes or ()),
-                  "input": {key: value for key, value in schema.plain(spec or inputs.plain(samples)).items() if value}},
+                  "input": {key: value for key, value in schema.plain(spec or inputs.plain(samples)).items() if value},
+                  **({"options": dict(model_options)} if model_options else {})},
         "hyper": schema.plain(hyper),
     })
 

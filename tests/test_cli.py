@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from cloud_server import cli as operator_cli
-from cloud_server import serve
+from cloud_server import lab_cli, serve
 from cloud_server.fleet import Fleet
 from cloud_server.ledger import Ledger
 from cloud_server.ledger_tables import Device, Round
@@ -59,6 +59,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     for name in ("METAFLEET_BROKER", "METAFLEET_HOME", "METAFLEET_WITH_PARENT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(runtime, "become", become_child)
+    monkeypatch.setattr(lab_cli, "tried", lambda *arguments: None)  # tests.test_tryout tries
 
     def run(program: str, *arguments: object) -> Ran:
         main = {"metafleet": operator_cli.main, "edge-agent": device_cli.main}[program]
