@@ -265,7 +265,7 @@ def advise(
     if as_json:
         terminal.show(facts)
     else:
-        print(advice.table(told.advice))
+        print(advice.table(told.advice, told.facts))
         print("\n".join(facts["sentences"]))
     for line in _settings(told, folder):
         runtime.say(line) if as_json else print(line)

@@ -20,6 +20,8 @@ from cloud_server.laboratory.advise import Options, Outcome, planned
 from cloud_server.laboratory.compare import stat
 from cloud_server.laboratory.experiment import Experiment
 from cloud_server.laboratory.recordings import Model, models_for, recordings
+from cloud_server.laboratory.yardsticks import Yardsticks
+from cloud_server.scores import Score
 from fleet_core import config
 from fleet_core.data.samples import Samples, save
 from fleet_core.errors import ConfigError, DataError
@@ -85,9 +87,9 @@ def test_what_is_left_out_or_assumed_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "labels"),
     [
-        ((3, 128), np.float32, ["cnn1d", "mlp"]), ((1, 28, 28), np.uint8, ["lenet-lim", "mlp"]),
-        ((1, 6, 9), np.uint8, ["mlp", "mlp-64-64"]), ((12,), np.float32, ["mlp", "mlp-64-64"]),
-        ((20,), np.int64, ["char-lstm"]),
+        ((3, 128), np.float32, ["cnn1d", "mlp"]), ((1, 28, 28), np.uint8, ["lenet-lim", "mlp", "conv4"]),
+        ((1, 9, 9), np.uint8, ["lenet-lim", "mlp"]), ((1, 6, 9), np.uint8, ["mlp", "mlp-64-64", "logistic"]),
+        ((12,), np.float32, ["mlp", "mlp-64-64", "logistic"]), ((20,), np.int64, ["char-lstm"]),
     ],
 )  # fmt: skip
 def test_models_fit_the_shape_of_the_samples(shape: tuple[int, ...], dtype: Any, labels: list[str]) -> None:
@@ -242,6 +244,48 @@ def test_the_table_has_every_candidate_and_the_json_no_empty_figure() -> None:
     assert "new" not in to_json(found)["ranked"][0]
 
 
+def test_what_simple_answers_come_to_is_told_and_who_memorised() -> None:
+    low, fair = Score(accuracy=0.395, macro_f1=0.39), Score(accuracy=0.71, macro_f1=0.70)
+    plain = Score(accuracy=0.93, macro_f1=0.93, method="nearest mean on spectrum and statistics")
+    beside = Yardsticks(Score(accuracy=0.36, macro_f1=0.33), plain, np.array([900, 900, 900]))
+    found = decide([one("fedavg", [0.71], pooled=fair, loss=0.2), one("fedrep", [0.39], pooled=low, loss=0.004)],
+                   rounds=19)
+    facts = advising._beside(found, beside)
+    text = sentences(found, {**FACTS, **facts})
+    assert ("Beside it: a plain baseline, nearest mean on spectrum and statistics, that learned from all devices "
+            "together has 93.0 %; each device's most frequent class has 36.0 %.") in text
+    assert ("Warning: fedavg with mlp: a plain baseline (nearest mean on spectrum and statistics) reaches 0.930, this "
+            "model 0.710 after 19 rounds.") in text
+    assert ("Warning: fedrep with mlp: memorised: loss 0.004, accuracy near chance: 0.395 after 19 rounds, where the "
+            "most frequent class has 0.360.") in text
+    assert any(line.startswith("Warning: try another model") for line in text)
+    assert [row.split("  ")[0] for row in table(found, facts).splitlines()[3:5]] == ["plain baseline",
+                                                                                    "most frequent class"]
+    fine = decide([one("fedavg", [0.93], pooled=plain, loss=0.004)])
+    assert advising._beside(fine, beside)["warnings"] == []
+    json.dumps({**to_json(found), "facts": facts})
+
+
+def test_a_further_model_that_is_refused_is_told_and_the_first_ones_are_not_forgiven(tmp_path: Path) -> None:
+    bench = Bench()
+
+    def engine(asked: Experiment, folder: Path, title: str) -> tuple[list[Path], list[str]]:
+        if asked.model.name == "logistic":
+            raise ConfigError("has no body")
+        return bench(asked, folder, title)
+
+    data = written(tmp_path / "mine.npz")
+    found = advising.advise(Options(data), tmp_path / "out", engine, cores=1, clock=lambda: bench.now)
+    assert "logistic: has no body" in found.advice.remarks
+    assert {one.model for one in found.advice.ranked} == {"mlp", "mlp-64-64"}
+
+    def refusing(asked: Experiment, folder: Path, title: str) -> tuple[list[Path], list[str]]:
+        raise ConfigError("has no body")
+
+    with pytest.raises(ConfigError, match="has no body"):
+        advising.advise(Options(data), tmp_path / "other", refusing, cores=1)
+
+
 # The whole ------------------------------------------------------------------------------------------------------------
 
 ACCURACY = {
@@ -264,7 +308,8 @@ class Bench:
             place = folder / run.name
             if not place.exists():
                 self.now += self._run_s
-                accuracy = ACCURACY[run.method.name] - (0.1 if asked.model.options else 0) + 0.01 * run.seed
+                worse = 0.2 if asked.model.name == "logistic" else 0.1 if asked.model.options else 0
+                accuracy = ACCURACY[run.method.name] - worse + 0.01 * run.seed
                 share = 0.25 if asked.codec_up == "int8" else 1.0
                 models = (0.0, 0.0) if run.method.name == "local" else (share, share)
                 ended(folder, run.label, [accuracy] * 2, method=run.method.name, seed=run.seed, new=True,
@@ -280,8 +325,10 @@ def test_methods_run_with_one_seed_the_best_with_three_and_the_chosen_one_with_i
     bench, data = Bench(), written(tmp_path / "mine.npz")
     found = bench.advise(data, tmp_path / "out")
     runs = {place: asked for place, asked in bench.asked}
-    assert list(runs) == ["pace-mlp", "pace-mlp-64-64", "first-mlp", "first-mlp-64-64", "seeds-mlp", "int8-mlp"]
+    assert list(runs) == ["pace-mlp", "pace-mlp-64-64", "pace-logistic", "first-mlp", "first-mlp-64-64",
+                          "first-logistic", "seeds-mlp", "int8-mlp"]  # fmt: skip
     assert [m.name for m in runs["first-mlp"].method] == list(advising.TRIED)
+    assert [m.name for m in runs["first-logistic"].method] == ["knn-per", "fedavg-meta"]
     assert [m.name for m in runs["seeds-mlp"].method] == ["pfldyn-proto", "knn-per", "p-avg-proto", "local"]
     assert (runs["seeds-mlp"].seeds, runs["int8-mlp"].seeds) == ((1, 2), (0, 1, 2))
     assert (runs["int8-mlp"].codec_up, runs["int8-mlp"].codec_down) == ("int8", "int8")
@@ -319,7 +366,9 @@ def test_an_advice_that_was_stopped_goes_on_with_its_plan(tmp_path: Path) -> Non
         advising.advise(Options(data), tmp_path / "out", until_seeds, cores=1, clock=lambda: stopped.now)
     again = Bench(run_s=3.0)
     found = again.advise(data, tmp_path / "out")
-    assert [place for place, _ in again.asked] == ["first-mlp", "first-mlp-64-64", "seeds-mlp", "int8-mlp"]
+    assert [place for place, _ in again.asked] == [
+        "first-mlp", "first-mlp-64-64", "first-logistic", "seeds-mlp", "int8-mlp"
+    ]  # fmt: skip
     assert found.advice == replace(Bench().advise(data, tmp_path / "whole").advice, minutes=found.advice.minutes)
 
 
@@ -336,9 +385,9 @@ def test_what_the_budget_left_no_time_for_is_said_and_not_run(tmp_path: Path, mo
     monkeypatch.setattr(advising, "planned", lambda *_: (5, ("mlp",)))
     bench = Bench(run_s=11.0)
     found = bench.advise(written(tmp_path / "mine.npz"), tmp_path / "out", minutes=1)
-    assert [place for place, _ in bench.asked] == ["pace-mlp", "pace-mlp-64-64", "first-mlp"]
+    assert [place for place, _ in bench.asked] == ["pace-mlp", "pace-mlp-64-64", "pace-logistic", "first-mlp"]
     assert found.advice.remarks == (
-        "the budget left no time for mlp-64-64", "the budget was used up before other seeds",
+        "the budget left no time for mlp-64-64 and logistic", "the budget was used up before other seeds",
         "the budget was used up before int8",
     )  # fmt: skip
     assert (found.advice.chosen.score.seeds, found.advice.coded) == (1, None)
@@ -360,4 +409,7 @@ def test_a_real_advice_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
     assert {one.name for one in found.advice.ranked} == {"local with mlp", "fedavg with mlp"}
     assert found.advice.chosen.score.seeds == 2
     assert found.advice.chosen.score.mean > 0.9
+    assert found.facts["plain"]["accuracy"] > 0.9 > found.facts["frequent"]["accuracy"]
+    assert found.facts["warnings"] == []
+    assert found.advice.ranked[0].loss is not None
     assert [title for title in told if "int8" in title] == [f"{federated(found.advice).name}, int8"]

@@ -17,6 +17,7 @@ from cloud_server.figures import ABSENT, bytes_text, flops_text, phase_text
 from cloud_server.laboratory.compare import Stat, present, stat
 from cloud_server.laboratory.tables import aligned, share, stat_text
 from cloud_server.laboratory.trials import DEVICES, Scores, Trial
+from cloud_server.scores import Score
 from fleet_core import schema
 
 CODEC, PLAIN_CODEC = "int8", "fp32"
@@ -24,6 +25,7 @@ LEAST_GAP, GAP_OF_ONE_SEED = 0.005, 0.02
 RISING, FEW_ROUNDS = 0.01, 20
 OTHERS_TOLD = 3
 LEGEND = """macro-F1: over all devices, old and new; accuracy, worst device: of those that trained
+plain baseline, most frequent class: on all later samples of those that trained
 bytes, arithmetic, energy: of one device in one round
 """
 
@@ -32,7 +34,8 @@ bytes, arithmetic, energy: of one device in one round
 class Candidate:
     """A method with a model, and how it did. score: over all devices, old and new. mean, worst: accuracy of those that
     trained; new: mean of the new ones. payload, flops, joules: of one device in one round. risen: by how much its
-    accuracy rose in the second half of the rounds."""
+    accuracy rose in the second half of the rounds. pooled: over all samples of those that trained; loss: of their
+    training at the end, both means over seeds."""
 
     method: str
     model: str
@@ -44,6 +47,8 @@ class Candidate:
     flops: float | None
     joules: float | None
     risen: float
+    pooled: Score | None = None
+    loss: float | None = None
 
     @property
     def name(self) -> str:
@@ -86,8 +91,20 @@ def _candidate(group: Sequence[Trial], cohort: int) -> Candidate:
         stat([trial.last[DEVICES]["mean"] for trial in group]),
         stat([trial.last[DEVICES]["worst"] for trial in group]),
         stat([scores["mean"] for scores in new]) if all(new) else None, each("payload_bytes") or 0.0,
-        each("flops"), each("joules"), sum(_risen(trial) for trial in group) / len(group),
+        each("flops"), each("joules"), sum(_risen(trial) for trial in group) / len(group), _pooled(group),
+        _mean([trial.loss for trial in group]),
     )
+
+
+def _pooled(group: Sequence[Trial]) -> Score | None:
+    accuracy, f1 = (_mean([trial.last[DEVICES].get(key) for trial in group]) for key in ("pooled", "macro_f1"))
+    return None if accuracy is None or f1 is None else Score(accuracy=accuracy, macro_f1=f1)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None where one of them is absent."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
 
 
 def _new(trial: Trial) -> Scores:
@@ -149,7 +166,8 @@ def _federated(chosen: Candidate, ranked: Sequence[Candidate]) -> Candidate:
 
 def sentences(advice: Advice, facts: Mapping[str, Any]) -> list[str]:
     """The advice in plain sentences, a list of paragraphs. facts: data, devices, new_devices, support, board, …"""
-    return [text for part in (_take, _what, _why, _change, _wire, _energy, _sure) for text in part(advice, facts)]
+    parts = (_take, _what, _beside, _why, _change, _wire, _energy, _sure)
+    return [text for part in parts for text in part(advice, facts)]
 
 
 def _take(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
@@ -167,6 +185,16 @@ def _what(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     if one.new is not None:
         yield (f"The {facts['new_devices']} devices that took no part and learn from the first "
                f"{100 * facts['support']:g} % of their time reach {_points(one.new)}.")
+
+
+def _beside(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
+    """What simple answers come to on the same samples, and the warnings."""
+    simple = [(f"a plain baseline, {plain['method']}, that learned from all devices together", plain["accuracy"])
+              for plain in (facts.get("plain"),) if plain]
+    simple += [("each device's most frequent class", facts["frequent"]["accuracy"])] if "frequent" in facts else []
+    if simple:
+        yield "Beside it: " + "; ".join(f"{name} has {100 * accuracy:.1f} %" for name, accuracy in simple) + "."
+    yield from (f"Warning: {text}." for text in facts.get("warnings", ()))
 
 
 def _why(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
@@ -252,8 +280,8 @@ def _sure(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"Note: {remark}." for remark in advice.remarks)
 
 
-def table(advice: Advice) -> str:
-    """All candidates, the best first."""
+def table(advice: Advice, facts: Mapping[str, Any] | None = None) -> str:
+    """All candidates, the best first, and the simple answers of ``facts``."""
     heads = ("", "macro-F1", "accuracy", "worst device", "new devices", "bytes", "arithmetic", "energy", "seeds")
     rows = [
         (one.name, stat_text(one.score), stat_text(one.mean), stat_text(one.worst), stat_text(one.new),
@@ -261,7 +289,10 @@ def table(advice: Advice) -> str:
          ABSENT if one.joules is None else phase_text(one.joules), str(one.score.seeds))
         for one in advice.ranked
     ]
-    return "\n".join(aligned([heads, *rows])) + "\n" + LEGEND
+    simple = {"plain baseline": (facts or {}).get("plain"), "most frequent class": (facts or {}).get("frequent")}
+    others = [(name, share(score["macro_f1"]), share(score["accuracy"]), *[ABSENT] * 6)
+              for name, score in simple.items() if score]
+    return "\n".join(aligned([heads, *rows, *others])) + "\n" + LEGEND
 
 
 def to_json(advice: Advice) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """``metafleet advise``: a short, budgeted comparison on a person's own recordings.
 
 1. two methods with every model for two rounds, to see how long a round takes here;
-2. all methods with one seed, for as many rounds as the budget allows;
-3. the best of them, and training alone, with two seeds more;
-4. the one to take, with int8 on the wire.
+2. all methods with one seed and two models, for as many rounds as the budget allows;
+3. the best of them with the other models;
+4. the best of all, and training alone, with two seeds more;
+5. the one to take, with int8 on the wire.
+
+Beside them stand a plain baseline and the most frequent class, on the same samples.
 
 Devices are the data's own clients, each split along time, and a fifth of them never train: they are the new devices.
 Every method runs with its own defaults; nothing is tuned.
@@ -21,12 +24,13 @@ from typing import Any, TypeVar
 
 from cloud_server.fleet import FleetConfig
 from cloud_server.laboratory import experiment as experiments
-from cloud_server.laboratory import trials
+from cloud_server.laboratory import trials, yardsticks
 from cloud_server.laboratory import workload as workloads
 from cloud_server.laboratory.advice import CODEC, Advice, candidates, decide, federated, together
 from cloud_server.laboratory.experiment import PLAIN, Experiment
 from cloud_server.laboratory.recordings import MAX_CLIENTS, MIN_SAMPLES, TRAIN_FRACTION, Recordings, recordings
 from cloud_server.laboratory.trials import Trial
+from cloud_server.laboratory.yardsticks import Yardsticks
 from cloud_server.starting import written
 from fleet_core import config, schema, storage
 from fleet_core.algorithms.methods import METHODS
@@ -41,6 +45,8 @@ of each kind the one that sends least."""
 PACED = ("local", "per-fedavg-fo")  # those with the least and the most arithmetic
 NEW_DEVICES, SUPPORT, COHORT = 0.2, 0.2, 10
 PACE_ROUNDS, MIN_ROUNDS, MAX_ROUNDS, FLEET_ROUNDS = 2, 5, 50, 30
+WITH_ALL_METHODS, BEST_METHODS = 2, 2
+"""How many models run with all methods; how many methods, the best, run with the others."""
 FINALISTS, MORE_SEEDS = 3, (1, 2)
 LATER_RUNS = (FINALISTS + 1) * len(MORE_SEEDS) + 1 + len(MORE_SEEDS)
 PLANNED = 0.85  # share of the budget
@@ -137,6 +143,8 @@ class _Work:
         began, paces, runs = self._clock(), dict[str, float](), 0
         for label in self._models:
             found = self._run("pace", label, PACED, (0,), PACE_ROUNDS, f"the pace of {label}")
+            if not found and label in list(self._models)[WITH_ALL_METHODS:]:
+                continue
             if not found:
                 raise ConfigError(f"no method gets through {PACE_ROUNDS} rounds with {label}",
                                   hint="; ".join(self.remarks))
@@ -150,11 +158,14 @@ class _Work:
     def advice(self, plan: Plan) -> Advice:
         """Raises ConfigError where no run comes to an end."""
         known = [
-            trial for label in plan.models
+            trial for label in plan.models[:WITH_ALL_METHODS]
             for trial in self._run("first", label, TRIED, (0,), plan.rounds, f"all methods with {label}")
         ]
         if not known:
             raise ConfigError("no method comes to an end with these data", hint="; ".join(self.remarks))
+        others = plan.models[WITH_ALL_METHODS:]
+        if others and self._time_for(together(others)):
+            known += self._other_models(others, plan.rounds, known)
         if self._time_for("other seeds"):
             known += self._more_seeds(plan, known)
         found = candidates(known, self._cohort)
@@ -166,6 +177,17 @@ class _Work:
         minutes = (self._clock() - self._started) / 60
         return decide(found, candidates(coded, self._cohort), rounds=plan.rounds, minutes=minutes,
                       remarks=tuple(self.remarks))
+
+    def _other_models(self, labels: Sequence[str], rounds: int, first: Sequence[Trial]) -> list[Trial]:
+        """The best methods with further models; one that is a head alone goes with methods that share it."""
+        ranked = decide(candidates(first, self._cohort)).ranked
+        methods = list(dict.fromkeys(one.method for one in ranked if one.payload))
+        found = list[Trial]()
+        for label in labels:
+            whole = self._models[label].name != "logistic"
+            best = [name for name in methods if whole or "head" in METHODS[name].shared][:BEST_METHODS]
+            found += self._run("first", label, best, (0,), rounds, f"{together(best)} with {label}") if best else []
+        return found
 
     def _more_seeds(self, plan: Plan, first: Sequence[Trial]) -> list[Trial]:
         best = decide(candidates(first, self._cohort)).ranked[:FINALISTS]
@@ -190,9 +212,14 @@ class _Work:
         self, stage: str, label: str, methods: Sequence[str], seeds: Sequence[int], rounds: int, title: str,
         codec: str = PLAIN,
     ) -> list[Trial]:
-        """The runs that ended; why others did not becomes a remark."""
+        """The runs that ended; why others did not becomes a remark, also that a further model is refused."""
         asked = self._asked(stage, label, methods, seeds, rounds, codec, cohort=self._cohort)
-        folders, failed = self._simulate(asked, self._out / f"{stage}-{label}", title)
+        try:
+            folders, failed = self._simulate(asked, self._out / f"{stage}-{label}", title)
+        except ConfigError as error:
+            if label in list(self._models)[:WITH_ALL_METHODS]:
+                raise
+            folders, failed = list[Path](), [f"{label}: {error.what}"]
         self.remarks += failed
         return [trials.read(folder / "result.json") for folder in folders]
 
@@ -224,6 +251,7 @@ class _Work:
         }
         if options.board is not None:
             facts["absent"] = dict(BoardModel(known.load(options.board)).absent_terms)
+        facts |= _beside(advice, yardsticks.of_later(work))
         one, named = federated(advice), self._found.samples.classes is not None
         model, rounds = self._models[one.model], max(advice.rounds, FLEET_ROUNDS)
         cut = "".join(f" --{name} {value}" for name, value in (("window", options.window), ("stride", options.stride))
@@ -247,16 +275,31 @@ class _Work:
         return text
 
 
+def _beside(advice: Advice, beside: Yardsticks) -> dict[str, Any]:
+    """For the facts: what simple answers come to, and what is wrong with the one to take and with others."""
+    one = federated(advice)
+    warnings = [] if one.pooled is None else beside.warnings(one.name, one.pooled, one.loss, advice.rounds)
+    for other in advice.ranked:
+        if other is not one and other.pooled is not None:
+            warnings += beside.by_chance(other.name, other.pooled, other.loss, advice.rounds)
+    facts = {"plain": beside.plain, "frequent": beside.frequent}
+    return {**{name: schema.plain(score) for name, score in facts.items() if score is not None}, "warnings": warnings}
+
+
 def planned(
     paces: Mapping[str, float], overhead_s: float, left_s: float, cores: int
 ) -> tuple[int, tuple[str, ...]]:
-    """(rounds, models) that fit into ``left_s``: all models, else the quickest. Raises ConfigError where not even that
-    one does. paces: seconds of a run's round, by model. overhead_s: of a run, beside its rounds."""
-    quickest = min(paces, key=lambda label: paces[label])
+    """(rounds, models) that fit into ``left_s``: all models, else those that run with all methods, else the quickest.
+    Raises ConfigError where not even that one does. paces: seconds of a run's round, by model. overhead_s: of a run,
+    beside its rounds."""
+    first = tuple(paces)[:WITH_ALL_METHODS]
+    quickest = min(first, key=lambda label: paces[label])
     needed_s = math.inf
-    for labels in (tuple(paces), (quickest,)):
-        runs = len(labels) * len(TRIED) + LATER_RUNS
-        round_s = sum(len(TRIED) * paces[label] for label in labels) + LATER_RUNS * max(paces[x] for x in labels)
+    for labels in (tuple(paces), first, (quickest,)):
+        methods = [len(TRIED) if number < WITH_ALL_METHODS else BEST_METHODS for number in range(len(labels))]
+        runs = sum(methods) + LATER_RUNS
+        round_s = sum(number * paces[label] for number, label in zip(methods, labels, strict=True))
+        round_s += LATER_RUNS * max(paces[label] for label in labels)
         rounds = int((PLANNED * left_s * cores - runs * overhead_s) / round_s)
         if rounds >= MIN_ROUNDS:
             return min(rounds, MAX_ROUNDS), labels

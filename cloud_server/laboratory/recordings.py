@@ -91,12 +91,14 @@ def _remarks(samples: Samples, names: int, held: np.ndarray[Any, Any]) -> list[s
 
 
 def models_for(samples: Samples) -> tuple[Model, ...]:
-    """Two models for such samples that small devices can train, or one."""
+    """Models for such samples that small devices can train, the usual one first. ``advise`` runs the first two with
+    every method, the others with the best alone; ``init`` tries them all."""
     shape = samples.x.shape[1:]
     if samples.x.dtype == np.int64:
         return (Model("char-lstm", "char-lstm"),)
     if len(shape) == 3 and min(shape[1:]) >= 7:
-        return Model("lenet-lim", "lenet-lim"), Model("mlp", "mlp")
+        small = Model("lenet-lim", "lenet-lim"), Model("mlp", "mlp")
+        return (*small, Model("conv4", "conv4", {"channels": 32})) if min(shape[1:]) >= 16 else small
     if len(shape) == 2:
         return Model("cnn1d", "cnn1d"), Model("mlp", "mlp")
-    return Model("mlp", "mlp"), Model("mlp-64-64", "mlp", {"hidden": [64, 64]})
+    return Model("mlp", "mlp"), Model("mlp-64-64", "mlp", {"hidden": [64, 64]}), Model("logistic", "logistic")

@@ -47,7 +47,7 @@ class Point:
 class Trial:
     """One run. where: its result.json. setting: what must be alike for a comparison of methods, by part. choices: what
     else it was asked for. points: rising rounds. last: the final judgement. spent: by the whole run. seconds: of its
-    rounds, where it ran; no device's."""
+    rounds, where it ran; no device's. loss: of the training, in the last round."""
 
     where: Path
     kind: str
@@ -62,6 +62,7 @@ class Trial:
     last: Mapping[str, Scores]
     spent: Mapping[str, float]
     seconds: float
+    loss: float | None = None
 
 
 def gather(places: Sequence[Path]) -> tuple[list[Trial], list[str]]:
@@ -141,6 +142,7 @@ class Round(Judged):
 
     round: int = field(metadata={"min": 1})
     participants: int = field(metadata=AMOUNT)
+    loss: float | None = None
     models_transmitted: float | None = field(default=None, metadata=AMOUNT)
     models_transmitted_paper: float | None = field(default=None, metadata=AMOUNT)
     payload_bytes: UpDown | None = None
@@ -177,7 +179,7 @@ def of_simulation(data: Mapping[str, Any], path: Path) -> Trial:
             points.append(Point(row.round, _scores(row), spent.sums()))
     last = points[-1].scores if points else {}
     return Trial(path, outcome.SIMULATION, run.label, run.method, run.seed, run.devices, setting, choices, targets,
-                 tuple(points), last, spent.sums(), run.seconds)
+                 tuple(points), last, spent.sums(), run.seconds, run.rounds[-1].loss if run.rounds else None)
 
 
 def _amounts(row: Round | RoundFigures, fallah_rounds: float | None) -> dict[str, float | None]:

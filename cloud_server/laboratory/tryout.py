@@ -29,9 +29,9 @@ from cloud_server.laboratory.experiment import Experiment
 from cloud_server.laboratory.recordings import MIN_SAMPLES, TRAIN_FRACTION, Model, models_for
 from cloud_server.laboratory.store import Store
 from cloud_server.laboratory.trials import DEVICES, Trial
+from cloud_server.laboratory.workload import Workload
 from cloud_server.laboratory.yardsticks import Yardsticks
 from cloud_server.scores import Score
-from cloud_server.verdict import ANOTHER_MODEL, LABELS, near_chance
 from fleet_core.data.samples import Samples, save
 from fleet_core.errors import FleetError
 from fleet_core.layout import InputSpec
@@ -73,12 +73,7 @@ class Outcome:
     def warnings(self) -> list[str]:
         """What is wrong with the chosen model, and what to try; empty where nothing is."""
         one = self.chosen
-        if one is None:
-            return []
-        said = self.beside.warnings(one.model.label, one.judged, one.loss, one.rounds)
-        plain = self.beside.plain
-        unlearnable = plain is not None and near_chance(plain, self.beside.frequent, self.beside.truth)
-        return [*said, f"try {ANOTHER_MODEL}" + (f"; look {LABELS}" if unlearnable else "")] if said else []
+        return [] if one is None else self.beside.warnings(one.model.label, one.judged, one.loss, one.rounds)
 
     def rows(self) -> list[tuple[str, ...]]:
         """Of the table with ``HEADS``."""
@@ -221,17 +216,18 @@ def _tried(
     with contextlib.suppress(Stopped):  # the time is up
         simulate.one(order, heard, lambda: rounds > 0 and clock() > until)
     store = Store(folder)
-    figures = simulate.result_of(order, store, workloads.build(asked))
-    return _figures(model, trials.of_simulation(figures, folder), figures["rounds"][-1]["loss"], asked)
+    work = workloads.build(asked)
+    return _figures(model, trials.of_simulation(simulate.result_of(order, store, work), folder), asked, work)
 
 
-def _figures(model: Model, trial: Trial, loss: float, asked: Experiment) -> Tried:
+def _figures(model: Model, trial: Trial, asked: Experiment, work: Workload) -> Tried:
     rounds = int(trial.spent["rounds"])
     new = next((scores for kind, scores in trial.last.items() if kind.startswith("new")), None)
     own = trial.last[DEVICES]
     judged = own if new is None else new
-    layout = workloads.layout_of(asked, workloads.build(asked))
+    layout = workloads.layout_of(asked, work)
+    scored = Score(accuracy=judged["pooled"], macro_f1=judged["macro_f1"])
     return Tried(
-        model, rounds, loss, own["macro_f1"], Score(accuracy=judged["pooled"], macro_f1=judged["macro_f1"]),
+        model, rounds, trial.loss or 0.0, own["macro_f1"], scored,
         sum(tensor.size for tensor in layout.tensors), trial.spent["payload_bytes"] / rounds / asked.cohort,
     )

@@ -15,7 +15,7 @@ import numpy as np
 from cloud_server.figures import share_text
 from cloud_server.laboratory.workload import Part, Workload
 from cloud_server.scores import Score
-from cloud_server.verdict import MEMORISED, chance, near_chance, score, worse
+from cloud_server.verdict import ANOTHER_MODEL, LABELS, MEMORISED, chance, near_chance, score, worse
 from fleet_core import baseline
 from fleet_core.baseline import Baseline
 
@@ -33,17 +33,25 @@ class Yardsticks:
     truth: Array
 
     def warnings(self, name: str, found: Score, loss: float | None, rounds: int) -> list[str]:
-        """What is wrong with a model's figures on the same samples; empty where nothing is. loss: of its training."""
-        said = []
-        if near_chance(found, self.frequent, self.truth):
-            memorised = loss is not None and loss < MEMORISED
-            began = f"memorised: loss {loss:.2g}, accuracy near chance" if memorised else "accuracy near chance"
-            said.append(f"{name}: {began}: {share_text(found.accuracy)} after {rounds} rounds, where the most frequent "
-                        f"class has {share_text(self.frequent.accuracy)}")
+        """What is wrong with a model's figures on the same samples, and what to try; empty where nothing is. loss: of
+        its training."""
+        said = [*self.by_chance(name, found, loss, rounds)]
         if self.plain is not None and worse(found, self.plain, self.truth):
             said.append(f"{name}: a plain baseline ({self.plain.method}) reaches {share_text(self.plain.accuracy)}, "
                         f"this model {share_text(found.accuracy)} after {rounds} rounds")
-        return said
+        if not said:
+            return []
+        unlearnable = self.plain is not None and near_chance(self.plain, self.frequent, self.truth)
+        return [*said, f"try {ANOTHER_MODEL}" + (f"; look {LABELS}" if unlearnable else "")]
+
+    def by_chance(self, name: str, found: Score, loss: float | None, rounds: int) -> list[str]:
+        """Whether the figures are near chance, in a sentence; empty where they are not."""
+        if not near_chance(found, self.frequent, self.truth):
+            return []
+        memorised = loss is not None and loss < MEMORISED
+        began = f"memorised: loss {loss:.2g}, accuracy near chance" if memorised else "accuracy near chance"
+        return [f"{name}: {began}: {share_text(found.accuracy)} after {rounds} rounds, where the most frequent class "
+                f"has {share_text(self.frequent.accuracy)}"]
 
 
 def of_later(work: Workload) -> Yardsticks:
