@@ -290,11 +290,14 @@ def tried(samples: Samples, spec: InputSpec, method: str, seed: int) -> Model | 
         return None
     for remark in found.remarks:
         runtime.say(f"note: {remark}")
+    if found.chosen is None:
+        runtime.say("no model could be tried: the shape of the samples decides")
+        return None
     terminal.table(found.rows(), tryout.HEADS)
     print(f"* is taken; accuracy and macro-F1 on {found.on}; bytes of one device, up and down")
     for text in found.warnings:
         print(f"warning: {text}")
-    return None if found.chosen is None else found.chosen.model
+    return found.chosen.model
 
 
 def _settings(told: Any, folder: Path) -> Iterator[str]:

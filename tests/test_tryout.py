@@ -124,6 +124,28 @@ def test_the_time_is_looked_at_after_every_round_and_one_round_is_always_judged(
     assert 1 < ticks.tried[0].rounds < tryout.MAX_ROUNDS
 
 
+def test_a_large_model_has_fewer_devices_a_round_and_one_that_takes_too_long_is_not_tried(
+    samples: Samples, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(tryout, "MAX_ROUNDS", 1)
+    asked = list[int]()
+    figures = tryout._figures
+
+    def noted(model: Model, trial: Any, experiment: Any, work: Any) -> Tried:
+        asked.append(experiment.cohort)
+        return figures(model, trial, experiment, work)
+
+    monkeypatch.setattr(tryout, "_figures", noted)
+    for flops in (1e15, 1.0):
+        monkeypatch.setattr(tryout, "ROUND_FLOPS", flops)
+        assert tried(samples).chosen is not None
+    assert asked == [4, 1]
+    monkeypatch.setattr(tryout, "MOST_FLOPS", 1.0)
+    found = tried(samples)
+    assert (found.chosen, found.warnings) == (None, [])
+    assert "too much for a trial" in found.remarks[0]
+
+
 def test_the_same_samples_and_seed_give_the_same_figures(samples: Samples, monkeypatch: Any) -> None:
     monkeypatch.setattr(tryout, "MAX_ROUNDS", 2)
     assert tried(samples, seed=3).tried == tried(samples, seed=3).tried

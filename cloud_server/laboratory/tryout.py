@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.figures import ABSENT, bytes_text, share_text
+from cloud_server.figures import ABSENT, bytes_text, flops_text, share_text
 from cloud_server.laboratory import experiment as experiments
 from cloud_server.laboratory import simulate, trials, yardsticks
 from cloud_server.laboratory import workload as workloads
 from cloud_server.laboratory.advice import LEAST_GAP
 from cloud_server.laboratory.engine import Stopped
-from cloud_server.laboratory.experiment import Experiment
+from cloud_server.laboratory.experiment import Experiment, Run
 from cloud_server.laboratory.recordings import MIN_SAMPLES, TRAIN_FRACTION, Model, models_for
 from cloud_server.laboratory.store import Store
 from cloud_server.laboratory.trials import DEVICES, Trial
@@ -33,13 +33,16 @@ from cloud_server.laboratory.workload import Workload
 from cloud_server.laboratory.yardsticks import Yardsticks
 from cloud_server.scores import Score
 from fleet_core.data.samples import Samples, save
-from fleet_core.errors import FleetError
+from fleet_core.errors import DataError, FleetError
 from fleet_core.layout import InputSpec
 
 SECONDS = 50.0
 MAX_ROUNDS = 30
 MAX_DEVICES, MAX_OF_A_DEVICE, LEAST_ALONE = 16, 200, 40
 COHORT = 10
+ROUND_FLOPS, MOST_FLOPS = 3e10, 3e11
+"""Of a round's training, some seconds: a larger model has fewer devices a round. Of one device's: a model with more is
+not tried."""
 HELD_OUT, SUPPORT, DEVICES_TO_HOLD_OUT = 0.25, 0.2, 4
 LINE_EVERY_S = 10.0
 ONE_CLIENT = "all"
@@ -203,6 +206,8 @@ def _tried(
     """As many rounds as end before ``until``, one at least. Raises FleetError."""
     (run,) = experiments.runs(asked)
     simulate.checked(asked, [run])
+    work = workloads.build(asked)
+    asked = replace(asked, cohort=_cohort(asked, run, work))
     order = simulate.Order(asked, run, folder, "local", "cpu", simulate.cores_here())
     rounds, told = 0, clock()
 
@@ -216,8 +221,22 @@ def _tried(
     with contextlib.suppress(Stopped):  # the time is up
         simulate.one(order, heard, lambda: rounds > 0 and clock() > until)
     store = Store(folder)
-    work = workloads.build(asked)
     return _figures(model, trials.of_simulation(simulate.result_of(order, store, work), folder), asked, work)
+
+
+def _cohort(asked: Experiment, run: Run, work: Workload) -> int:
+    """Devices of a round, so that it takes some seconds. Raises DataError where one device alone takes too long."""
+    from fleet_core.learning import models
+
+    layout = workloads.layout_of(asked, work)
+    forward = models.flops_per_sample(models.build(layout), layout)
+    if forward is None:
+        return asked.cohort
+    batch = sum(getattr(run.hyper, name, 0) for name in ("batch", "support_batch", "query_batch"))
+    flops = 3 * forward * getattr(run.hyper, "local_steps", 1) * max(1, batch)  # backwards costs twice as much
+    if flops > MOST_FLOPS:
+        raise DataError(f"a device's round is {flops_text(flops)}, too much for a trial")
+    return max(1, min(asked.cohort, int(ROUND_FLOPS / flops)))
 
 
 def _figures(model: Model, trial: Trial, asked: Experiment, work: Workload) -> Tried:
