@@ -8,8 +8,9 @@ ten samples are of one class, accuracy is coarse and macro-F1 decides.
 - chance: the mark is a fifth (``ROOM``) of the way from an answer that ignores the sample to a perfect one. That answer
   is, by accuracy, the most frequent class of the device's own labelled samples; by macro-F1 the better of it and of
   guessing each class as often as it occurs.
-- alone: the mark is the plain baseline that each device fitted to its own labelled samples. A fleet that is as good is
-  not warned of.
+- alone: the mark is three points (``POINTS``) below the plain baseline that each device fitted to its own labelled
+  samples. A fleet that is about as good is not warned of: samples of one device are more alike than independent ones,
+  so that a small difference means less than the noise of so many samples says.
 
 Shapes: N classes, M devices.
 """
@@ -30,6 +31,7 @@ from cloud_server.scores import AMOUNT, Score
 
 SIGMAS = 2.0
 ROOM = 0.2
+POINTS = 0.03
 MISSING = 0.2  # of the devices that are on, whose reports are not waited for
 MEMORISED = 0.05
 """A training loss below which the training samples are known by heart."""
@@ -70,22 +72,23 @@ class Answers:
 def near_chance(found: Score, chance: Score, truth_N: Array) -> bool:
     """Whether ``found`` is hardly better than an answer that ignores the sample. truth_N: the judged samples of each
     class."""
-    return _below(found, chance, truth_N, ROOM)
+    return _below(found, chance, truth_N, lambda share: share + ROOM * (1 - share))
 
 
 def worse(found: Score, other: Score, truth_N: Array) -> bool:
-    """Whether ``found`` is below ``other`` by accuracy and by macro-F1, by one of them by more than the noise."""
-    return _below(found, other, truth_N, 0.0)
+    """Whether ``found`` is more than ``POINTS`` below ``other``."""
+    return _below(found, other, truth_N, lambda share: share - POINTS)
 
 
-def _below(found: Score, other: Score, truth_N: Array, room: float) -> bool:
+def _below(found: Score, other: Score, truth_N: Array, mark: Callable[[float], float]) -> bool:
+    """By accuracy and by macro-F1, and by one of them by more than the noise. mark: from a figure of ``other``."""
     held_N = np.asarray(truth_N, np.float64)[np.asarray(truth_N) > 0]
     samples = held_N.sum()
     pairs = (
         (found.accuracy, other.accuracy, samples, 1 / samples),
         (found.macro_f1, other.macro_f1, samples, float((1 / held_N).sum()) / len(held_N) ** 2),
     )
-    lacking = [theirs + room * (1 - theirs) - mine for mine, theirs, _, _ in pairs]
+    lacking = [mark(theirs) - mine for mine, theirs, _, _ in pairs]
     noise = [math.sqrt((_variance(mine, n) + _variance(theirs, n)) * each) for mine, theirs, n, each in pairs]
     return min(lacking) > 0 and any(gap > SIGMAS * error for gap, error in zip(lacking, noise, strict=True))
 

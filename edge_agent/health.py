@@ -22,6 +22,9 @@ LEAST = 10
 MAX_KEPT = 1 << 20
 """Numbers of a session's outputs on the held-back samples that are kept in memory (4 MiB)."""
 
+MAX_CLASSES = 300
+"""Above it the counts of one more kind of answers could make a report too long for a message."""
+
 WORSE_BY = "[serve] worse_by in device.toml says how much worse may be"
 
 
@@ -109,7 +112,7 @@ def _alone(data: LocalData) -> Alone | None:
     if later is None or not len(later):
         return None
     frequent = int(np.bincount(own.y, minlength=n).argmax())
-    if not baseline.applies_to(own.x):
+    if n > MAX_CLASSES or not baseline.applies_to(own.x):
         return Alone(frequent)
     made = baseline.Baseline.fit(own.x, own.y, n)
     counts = baseline.counted(later.y, made.labels(later.x), n)
