@@ -113,12 +113,23 @@ def test_the_input_is_standardized_by_channel_of_what_comes_first_in_time(tmp_pa
 def test_the_budget_gives_the_rounds_of_all_models_or_else_of_the_quickest() -> None:
     both = 2 * 6 + advising.LATER_RUNS
     left_s = both * (2.0 + 10 * 1.0) / 0.85 / 2
-    assert planned({"cnn1d": 1.0, "mlp": 1.0}, 2.0, left_s + 1, 2) == (10, ("cnn1d", "mlp"))
-    assert planned({"cnn1d": 1.0, "mlp": 1.0}, 2.0, 100 * left_s, 2) == (advising.MAX_ROUNDS, ("cnn1d", "mlp"))
-    rounds, models = planned({"cnn1d": 100.0, "mlp": 1.0}, 2.0, left_s, 2)
-    assert (models, rounds > 10) == (("mlp",), True)
+    assert planned({"cnn1d": 1.0, "mlp": 1.0}, 2.0, left_s + 1, 2) == (10, ("cnn1d", "mlp"), 2)
+    assert planned({"cnn1d": 1.0, "mlp": 1.0}, 2.0, 100 * left_s, 2) == (advising.MAX_ROUNDS, ("cnn1d", "mlp"), 2)
+    rounds, models, whole = planned({"cnn1d": 100.0, "mlp": 1.0}, 2.0, left_s, 2)
+    assert (models, whole, rounds > 10) == (("mlp",), 1, True)
     with pytest.raises(ConfigError, match=r"5 rounds with mlp alone take about 1 minute more"):
         planned({"cnn1d": 100.0, "mlp": 1.0}, 2.0, 10.0, 2)
+
+
+def test_a_short_budget_drops_further_models_first_and_then_compares_two_with_the_best_methods_alone() -> None:
+    paces, later = {"cnn1d": 4.0, "mlp": 1.0, "logistic": 1.0}, advising.LATER_RUNS
+
+    def left_s(quick: int, slow: int) -> float:
+        return 5.01 * (quick * 1.0 + (slow + later) * 4.0) / 0.85
+
+    assert planned(paces, 0.0, left_s(8, 6), 1) == (5, ("cnn1d", "mlp", "logistic"), 2)
+    assert planned(paces, 0.0, left_s(6, 6), 1) == (5, ("cnn1d", "mlp"), 2)
+    assert planned(paces, 0.0, left_s(6, 2), 1) == (5, ("mlp", "cnn1d"), 1)
 
 
 # The decision ---------------------------------------------------------------------------------------------------------
@@ -382,7 +393,7 @@ def test_an_advice_of_other_options_and_a_strangers_folder_are_refused(tmp_path:
 
 
 def test_what_the_budget_left_no_time_for_is_said_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advising, "planned", lambda *_: (5, ("mlp",)))
+    monkeypatch.setattr(advising, "planned", lambda *_: (5, ("mlp",), 1))
     bench = Bench(run_s=11.0)
     found = bench.advise(written(tmp_path / "mine.npz"), tmp_path / "out", minutes=1)
     assert [place for place, _ in bench.asked] == ["pace-mlp", "pace-mlp-64-64", "pace-logistic", "first-mlp"]

@@ -69,10 +69,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the budget allows; written to plan.json, so that what was stopped goes on with the same. models: labels."""
+    """What the budget allows; written to plan.json, so that what was stopped goes on with the same. models: labels.
+    whole: how many of them, the first, run with all methods; the others run with the best."""
 
     rounds: int = field(metadata={"min": 1, "max": MAX_ROUNDS})
     models: tuple[str, ...]
+    whole: int = field(default=WITH_ALL_METHODS, metadata={"min": 1})
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +101,9 @@ def advise(
     for remark in work.remarks:
         say(f"note: {remark}")
     plan = work.plan()
-    say(f"{plan.rounds} rounds of {len(TRIED)} methods with {together(plan.models)}")
+    others = plan.models[plan.whole :]
+    say(f"{plan.rounds} rounds of {len(TRIED)} methods with {together(plan.models[: plan.whole])}"
+        + (f", and of the best {BEST_METHODS} with {together(others)}" if others else ""))
     return work.outcome(work.advice(plan))
 
 
@@ -158,12 +162,12 @@ class _Work:
     def advice(self, plan: Plan) -> Advice:
         """Raises ConfigError where no run comes to an end."""
         known = [
-            trial for label in plan.models[:WITH_ALL_METHODS]
+            trial for label in plan.models[: plan.whole]
             for trial in self._run("first", label, TRIED, (0,), plan.rounds, f"all methods with {label}")
         ]
         if not known:
             raise ConfigError("no method comes to an end with these data", hint="; ".join(self.remarks))
-        others = plan.models[WITH_ALL_METHODS:]
+        others = plan.models[plan.whole :]
         if others and self._time_for(together(others)):
             known += self._other_models(others, plan.rounds, known)
         if self._time_for("other seeds"):
@@ -288,21 +292,22 @@ def _beside(advice: Advice, beside: Yardsticks) -> dict[str, Any]:
 
 def planned(
     paces: Mapping[str, float], overhead_s: float, left_s: float, cores: int
-) -> tuple[int, tuple[str, ...]]:
-    """(rounds, models) that fit into ``left_s``: all models, else those that run with all methods, else the quickest.
-    Raises ConfigError where not even that one does. paces: seconds of a run's round, by model. overhead_s: of a run,
-    beside its rounds."""
+) -> tuple[int, tuple[str, ...], int]:
+    """(rounds, models, how many of these run with all methods) that fit into ``left_s``: all models; the first two;
+    these with all methods for the quicker one alone; that one. Raises ConfigError where not even that one does. paces:
+    seconds of a run's round, by model. overhead_s: of a run, beside its rounds."""
     first = tuple(paces)[:WITH_ALL_METHODS]
     quickest = min(first, key=lambda label: paces[label])
     needed_s = math.inf
-    for labels in (tuple(paces), first, (quickest,)):
-        methods = [len(TRIED) if number < WITH_ALL_METHODS else BEST_METHODS for number in range(len(labels))]
+    ordered = (quickest, *(label for label in first if label != quickest))
+    for labels, whole in ((tuple(paces), WITH_ALL_METHODS), (first, WITH_ALL_METHODS), (ordered, 1), ((quickest,), 1)):
+        methods = [len(TRIED) if number < whole else BEST_METHODS for number in range(len(labels))]
         runs = sum(methods) + LATER_RUNS
         round_s = sum(number * paces[label] for number, label in zip(methods, labels, strict=True))
         round_s += LATER_RUNS * max(paces[label] for label in labels)
         rounds = int((PLANNED * left_s * cores - runs * overhead_s) / round_s)
         if rounds >= MIN_ROUNDS:
-            return min(rounds, MAX_ROUNDS), labels
+            return min(rounds, MAX_ROUNDS), labels, whole
         needed_s = (runs * overhead_s + MIN_ROUNDS * round_s) / (PLANNED * cores)
     missing = math.ceil((needed_s - left_s) / 60)
     raise ConfigError(f"the budget is too short: {MIN_ROUNDS} rounds with {quickest} alone take about {missing} minute"
