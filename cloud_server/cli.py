@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,19 +9,19 @@ import typer
 
 from cloud_server import bundle_cli, flash_cli, lab_cli
 from cloud_server.datasets import datasets_app
-from cloud_server.devices_cli import BROKER_OF, FLEET, JSON, PLAIN, address_of, askable, devices_app, url_of
+from cloud_server.devices_cli import BROKER_OF, FLEET, JSON, PLAIN, askable, devices_app, url_of
 from cloud_server.lab_cli import STRIDE, WINDOW
 from cloud_server.profiles import profiles_app
 from cloud_server.programs_cli import programs_app
+from cloud_server.server_cli import BROKER, server_app
 from fleet_core import runtime, schema, terminal, topics
-from fleet_core.errors import ConfigError, shortened
+from fleet_core.errors import ConfigError
 from fleet_core.runtime import typed
 
 if TYPE_CHECKING:
     from cloud_server.fleet import FleetConfig, ModelSection
 
 app = terminal.application("Personalized federated learning on real edge devices.")
-server_app = typer.Typer(help="The aggregator.", no_args_is_help=True)
 app.add_typer(server_app, name="server")
 app.add_typer(devices_app, name="devices")
 app.add_typer(datasets_app, name="datasets")
@@ -31,13 +30,6 @@ app.add_typer(programs_app, name="programs")
 app.add_typer(bundle_cli.bundle_app, name="bundle")
 
 DEFAULT_METHOD, DEFAULT_ROUNDS = "pfldyn-proto", 30
-
-
-BROKER = Annotated[
-    str | None,
-    typer.Option(envvar="METAFLEET_BROKER", callback=address_of,
-                 help="mqtt(s)://host:port; none: a private mosquitto; 'embedded': a private amqtt."),
-]
 
 
 @app.command()
@@ -146,170 +138,6 @@ def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
     hyper, _ = schema.read(method.hyper, settings.hyper)
     return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed,
                  method=method, hyper=hyper, say=runtime.say)
-
-
-@server_app.command("start")
-def start(
-    fleet: FLEET,
-    broker: BROKER = None,
-    host: Annotated[str, typer.Option(help="Address of the private broker; beyond loopback it takes certificates.")]
-    = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of the private broker; default 1883, or 8883 "
-                                                                     "beyond loopback.")] = None,
-    plain: PLAIN = False,
-    connect_s: Annotated[float, typer.Option(help="Leave when no broker answered for so long at the start.")] = 30.0,
-    until_done: Annotated[bool, typer.Option("--until-done", help="Leave after the last round.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
-) -> None:
-    """Run the aggregator; a run that was stopped goes on."""
-    from cloud_server.fleet import Fleet
-
-    Fleet.load(fleet).graph_bytes()  # what is wrong is said here
-    options = {"broker": broker, "host": host, "port": port, "plain": plain, "connect_s": connect_s,
-               "until_done": until_done, "quiet": quiet}
-    runtime.become("cloud_server.serve", str(fleet), json.dumps(options))
-
-
-@server_app.command("config")
-def server_config(
-    fleet: FLEET,
-    host: Annotated[list[str] | None, typer.Option(help="A name or address by which devices reach the broker, the one "
-                                                        "that they are told first; may be given again.")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default 8883.")] = None,
-    enrolment_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Where tokens are taken; default 8884.")]
-    = None,
-    at: Annotated[str, typer.Option(help="Folder in which the broker will find these files; default: this one.")] = "",
-) -> None:
-    """Write what a mosquitto needs to be this fleet's broker: configuration, access lists, certificates."""
-    from cloud_server import identity
-    from cloud_server.fleet import Fleet
-    from cloud_server.ledger import Ledger
-    from cloud_server.mosquitto import ENROLMENT_PORT, PORT, Place
-
-    made = Fleet.load(fleet)
-    with Ledger(made.ledger_path) as ledger:
-        identity.complete(made, ledger)
-        hosts = tuple(host) if host else identity.default_hosts(made.config.link.broker)
-        place = Place(hosts, port or PORT, enrolment_port or ENROLMENT_PORT, at=at)
-        path = identity.configure(made, ledger, place)
-    print(path)
-    runtime.say(f"devices find the broker at {place.url}; all that it needs is in {path.parent}, server.key is secret")
-
-
-@server_app.command("status")
-def status(fleet: FLEET, as_json: JSON = False) -> None:
-    """How far the fleet is, who is on, what it has cost."""
-    from collections import Counter
-
-    from cloud_server import enrolment, pause, result, verdict
-    from cloud_server.fleet import Fleet
-    from cloud_server.ledger import Ledger
-    from cloud_server.live import snapshot
-
-    made = Fleet.load(fleet)
-    with Ledger(made.ledger_path, create=False) as ledger:
-        now, totals, devices = snapshot(ledger), ledger.totals(), ledger.devices()
-        on = [d.name for d in devices if d.state == "on" and d.status == "enrolled"]
-        silent = [d.name for d in devices if d.state == "off" and d.status == "enrolled" and d.took_part]
-        programs = Counter(d.version for d in devices if d.status == "enrolled" and d.version)
-        enrolled = {d.name: d for d in devices if d.status == "enrolled"}
-        invited = enrolment.waiting(ledger).keys() - enrolled
-        never = sorted([*invited, *(name for name, d in enrolled.items() if not d.capabilities)])
-        running = made.running()
-        facts = {"fleet": made.config.fleet.name, "method": made.method.name, "running": running,
-                 "paused": pause.is_paused(ledger), "rounds_closed": totals.rounds,
-                 "rounds": made.config.fleet.rounds, "open_round": now.open_round, "enrolled": len(enrolled), "on": on,
-                 "off": silent, "not_on_yet": never,
-                 "programs": dict(sorted(programs.items())), "totals": result.plain_sums(ledger)}
-        finished = pause.last_closed(ledger) >= made.config.fleet.rounds
-        stalled = ledger.facts().get("stalled")
-        if stalled:
-            facts["stalled"] = stalled
-        found_out = verdict.of_ledger(ledger)
-        if found_out is not None:
-            facts["verdict"] = result.plain(found_out)
-    if as_json:
-        return terminal.show(facts)
-    print(f"fleet {facts['fleet']}, {facts['method']}: {totals.rounds} of {facts['rounds']} rounds closed, "
-          + (f"{len(on)} of {len(enrolled)} enrolled devices on" if running else "the aggregator is not running"))
-    if finished:
-        print(pause.done(made.config.fleet.rounds))
-    elif facts["paused"]:
-        print(f"paused: no further round opens until 'metafleet server resume {typed(fleet)}'")
-    if never:
-        print(f"enrolled or invited, and not on yet: {', '.join(shortened(never))}")
-    if stalled:
-        print(f"stalled: {stalled}")
-    if silent:
-        print(f"off since they took part: {', '.join(shortened(silent))}; one that never comes back biases the model: "
-              f"metafleet devices revoke {typed(fleet)} NAME")
-    for line in verdict.lines(found_out):
-        print(line)
-    if programs:
-        told = (f"{version} on {count}" for version, count in sorted(programs.items()))
-        print(f"agents, by what each device said last: {', '.join(told)}")
-    if totals.volume is not None:
-        print(f"payload up {totals.volume.payload.up} bytes, down {totals.volume.payload.down} bytes")
-
-
-@server_app.command("rounds")
-def rounds(fleet: FLEET, as_json: JSON = False) -> None:
-    """Every round: who was asked, who was counted, how long it took."""
-    from cloud_server.fleet import Fleet
-    from cloud_server.ledger import Ledger
-
-    made = Fleet.load(fleet)
-    with Ledger(made.ledger_path, create=False) as ledger:
-        listed = ledger.rounds()
-    if as_json:
-        return terminal.show([schema.plain(r) for r in listed])
-    rows = [
-        (str(r.round), terminal.date(r.opened_at), r.status, str(len(r.cohort)),
-         "" if r.loss is None else f"{r.loss:.4f}", "" if r.seconds is None else f"{r.seconds:.1f}", r.note)
-        for r in listed
-    ]
-    terminal.table(rows, ("round", "opened", "status", "cohort", "loss", "seconds", "note"))
-    if not rows:
-        runtime.say("no round has been opened yet")
-
-
-@server_app.command("backup")
-def server_backup(
-    fleet: FLEET,
-    to: Annotated[Path, typer.Option("--to", help="The folder to make.")],
-    as_json: JSON = False,
-) -> None:
-    """Copy the fleet as it stands, also while the aggregator runs; the copy is a fleet's folder."""
-    from cloud_server.backup import backup
-    from cloud_server.fleet import Fleet
-
-    made = Fleet.load(fleet)
-    closed = backup(made, to)
-    if as_json:
-        return terminal.show({"folder": str(to), "rounds_closed": closed})
-    print(to)
-    runtime.say(f"{closed} of {made.config.fleet.rounds} rounds closed; the fleet's keys are in it: keep it secret")
-
-
-@server_app.command("pause")
-def pause(fleet: FLEET, as_json: JSON = False) -> None:
-    """Open no further round; the one in flight is closed."""
-    _pause(fleet, True, as_json)
-
-
-@server_app.command("resume")
-def resume(fleet: FLEET, as_json: JSON = False) -> None:
-    """Open rounds again."""
-    _pause(fleet, False, as_json)
-
-
-def _pause(fleet: Path, paused: bool, as_json: bool) -> None:
-    from cloud_server import pause as pausing
-    from cloud_server.fleet import Fleet
-
-    made = Fleet.load(fleet)
-    answer = pausing.ask(made, paused)
-    terminal.show(schema.plain(answer)) if as_json else print(pausing.sentence(answer, made))
 
 
 @app.command()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloud_server import cli, result
+from cloud_server import result, server_cli
 from cloud_server.ledger import Ledger
 from cloud_server.ledger_tables import Alone, Device, Judgement, Round
 from cloud_server.live import closing_table
@@ -223,9 +223,9 @@ def test_a_fleet_whose_labels_mean_nothing_is_warned_of_in_log_and_status_and_a_
     assert found.alone is not None
     assert (found.samples, found.warnings) == (240, ())
     assert min(found.fleet.accuracy, found.alone.accuracy) > 0.9 > found.frequent.accuracy
-    cli.status(bad.fleet.folder)
+    server_cli.status(bad.fleet.folder)
     assert "warning: accuracy near chance: 0." in capsys.readouterr().out
-    cli.status(good.fleet.folder, as_json=True)
+    server_cli.status(good.fleet.folder, as_json=True)
     told = json.loads(capsys.readouterr().out)["verdict"]
     assert (told["devices"], told["warnings"]) == (2, [])
 
