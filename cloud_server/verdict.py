@@ -7,7 +7,8 @@ ten samples are of one class, accuracy is coarse and macro-F1 decides.
 
 - chance: the mark is a fifth (``ROOM``) of the way from an answer that ignores the sample to a perfect one. That answer
   is, by accuracy, the most frequent class of the device's own labelled samples; by macro-F1 the better of it and of
-  guessing each class as often as it occurs.
+  guessing each class as often as it occurs. Where the training loss is near 0 (``MEMORISED``), one standard error is
+  enough: that what is known by heart helps so little is evidence of its own.
 - alone: the mark is three points (``POINTS``) below the plain baseline that each device fitted to its own labelled
   samples. A fleet that is about as good is not warned of: samples of one device are more alike than independent ones,
   so that a small difference means less than the noise of so many samples says.
@@ -69,18 +70,22 @@ class Answers:
 # The rule -------------------------------------------------------------------------------------------------------------
 
 
-def near_chance(found: Score, chance: Score, truth_N: Array) -> bool:
-    """Whether ``found`` is hardly better than an answer that ignores the sample. truth_N: the judged samples of each
-    class."""
-    return _below(found, chance, truth_N, lambda share: share + ROOM * (1 - share))
+def near_chance(found: Score, chance: Score, truth_N: Array, loss: float | None = None) -> str:
+    """In words whether ``found`` is hardly better than an answer that ignores the sample; empty where it is better.
+    truth_N: the judged samples of each class. loss: of the training, or None."""
+    memorised = loss is not None and loss < MEMORISED
+    sigmas = SIGMAS / 2 if memorised else SIGMAS
+    if not _below(found, chance, truth_N, lambda share: share + ROOM * (1 - share), sigmas):
+        return ""
+    return f"memorised: loss {loss:.2g}, accuracy near chance" if memorised else "accuracy near chance"
 
 
 def worse(found: Score, other: Score, truth_N: Array) -> bool:
     """Whether ``found`` is more than ``POINTS`` below ``other``."""
-    return _below(found, other, truth_N, lambda share: share - POINTS)
+    return _below(found, other, truth_N, lambda share: share - POINTS, SIGMAS)
 
 
-def _below(found: Score, other: Score, truth_N: Array, mark: Callable[[float], float]) -> bool:
+def _below(found: Score, other: Score, truth_N: Array, mark: Callable[[float], float], sigmas: float) -> bool:
     """By accuracy and by macro-F1, and by one of them by more than the noise. mark: from a figure of ``other``."""
     held_N = np.asarray(truth_N, np.float64)[np.asarray(truth_N) > 0]
     samples = held_N.sum()
@@ -90,7 +95,7 @@ def _below(found: Score, other: Score, truth_N: Array, mark: Callable[[float], f
     )
     lacking = [mark(theirs) - mine for mine, theirs, _, _ in pairs]
     noise = [math.sqrt((_variance(mine, n) + _variance(theirs, n)) * each) for mine, theirs, n, each in pairs]
-    return min(lacking) > 0 and any(gap > SIGMAS * error for gap, error in zip(lacking, noise, strict=True))
+    return min(lacking) > 0 and any(gap > sigmas * error for gap, error in zip(lacking, noise, strict=True))
 
 
 def _variance(share: float, samples: float) -> float:
@@ -131,9 +136,8 @@ def verdict(devices: Sequence[Answers], *, round: int = 0, loss: float | None = 
     alone = score(np.sum([theirs for _, theirs in both], axis=0)) if both else None
     said = []
     on = f"on {truth_N.sum()} held-back samples of {_devices(len(judged))}"
-    if near_chance(fleet, ignoring, truth_N):
-        memorised = loss is not None and loss < MEMORISED
-        began = f"memorised: training loss {loss:.2g}, accuracy near chance" if memorised else "accuracy near chance"
+    began = near_chance(fleet, ignoring, truth_N, loss)
+    if began:
         learnable = alone is not None and not near_chance(alone, ignoring, truth_N)
         said.append(f"{began}: {share_text(fleet.accuracy)} {on}, where each device's most frequent class alone has "
                     f"{share_text(ignoring.accuracy)}; try {ANOTHER_MODEL}" + ("" if learnable else f"; look {LABELS}"))

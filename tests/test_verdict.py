@@ -51,7 +51,7 @@ EVEN = [1 / 3] * 3
 def test_a_fleet_at_chance_is_warned_of_and_what_it_memorised_is_said() -> None:
     found = judged(counts(EVEN, 0.395), loss=4.6e-6)
     (warning,) = found.warnings
-    assert warning.startswith("memorised: training loss 4.6e-06, accuracy near chance: 0.39")
+    assert warning.startswith("memorised: loss 4.6e-06, accuracy near chance: 0.39")
     assert "most frequent class alone has 0.333" in warning
     assert "'metafleet advise FILE'" in warning
     (other,) = judged(counts(EVEN, 0.395), loss=0.9).warnings
@@ -77,7 +77,13 @@ def test_a_fleet_that_a_device_alone_beats_is_warned_of_and_one_that_is_as_good_
 
 @pytest.mark.parametrize("samples", [6, 15, 30, 60])
 def test_few_samples_are_no_reason_to_warn(samples: int) -> None:
-    assert judged(counts(EVEN, 0.5, samples), counts(EVEN, 0.6, samples)).warnings == ()
+    assert judged(counts(EVEN, 0.5, samples), counts(EVEN, 0.6, samples), loss=0.001).warnings == ()
+
+
+def test_a_training_loss_near_zero_takes_half_the_margin() -> None:
+    few = counts(EVEN, 0.38, 192)
+    assert judged(few, loss=0.3).warnings == ()
+    assert judged(few, loss=0.001).warnings[0].startswith("memorised: loss 0.001, accuracy near chance: 0.375")
 
 
 def test_counts_are_pooled_so_that_tiny_devices_weigh_little() -> None:
@@ -170,7 +176,7 @@ def test_the_log_has_each_warning_once_when_the_devices_have_reported_and_half_o
     for _ in range(2):
         watch.reported("b", 2, {"a", "b"})
     assert [text.partition(": ")[0] for text in said] == ["warning"] * 2
-    assert "after round 2: memorised: training loss 0.001, accuracy near chance" in said[0]
+    assert "after round 2: memorised: loss 0.001, accuracy near chance" in said[0]
 
 
 def test_report_result_and_closing_table_show_the_warnings(ledger: Ledger) -> None:

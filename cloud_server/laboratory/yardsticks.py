@@ -15,7 +15,7 @@ import numpy as np
 from cloud_server.figures import share_text
 from cloud_server.laboratory.workload import Part, Workload
 from cloud_server.scores import Score
-from cloud_server.verdict import ANOTHER_MODEL, LABELS, MEMORISED, chance, near_chance, score, worse
+from cloud_server.verdict import ANOTHER_MODEL, LABELS, chance, near_chance, score, worse
 from fleet_core import baseline
 from fleet_core.baseline import Baseline
 
@@ -46,10 +46,9 @@ class Yardsticks:
 
     def by_chance(self, name: str, found: Score, loss: float | None, rounds: int) -> list[str]:
         """Whether the figures are near chance, in a sentence; empty where they are not."""
-        if not near_chance(found, self.frequent, self.truth):
+        began = near_chance(found, self.frequent, self.truth, loss)
+        if not began:
             return []
-        memorised = loss is not None and loss < MEMORISED
-        began = f"memorised: loss {loss:.2g}, accuracy near chance" if memorised else "accuracy near chance"
         return [f"{name}: {began}: {share_text(found.accuracy)} after {rounds} rounds, where the most frequent class "
                 f"has {share_text(self.frequent.accuracy)}"]
 
