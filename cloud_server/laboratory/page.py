@@ -13,7 +13,7 @@ from cloud_server.laboratory import plots
 from cloud_server.laboratory.compare import ACCURACY, MEASURES, Comparison, Entry, Measure, Reached, Stat, number_text
 from cloud_server.laboratory.tables import bound_text, gain_text, kind_text, kinds, share, small, stat_text, target_head
 from cloud_server.laboratory.trials import DEVICES, flat
-from cloud_server.report import STYLE
+from cloud_server.report_style import STYLE
 
 SCORES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("mean", "mean", share), ("worst", "worst device", share), ("best", "best device", share),
