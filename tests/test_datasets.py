@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from cloud_server import datasets as commands
 from cloud_server.datasets import datasets_app
 from fleet_core.data.samples import Samples, save
 from fleet_core.data.sets import download as downloading
@@ -638,7 +637,7 @@ def test_the_listing_names_every_set_and_what_may_not_be_passed_on() -> None:
 @pytest.fixture
 def listed(known: Entry, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     """The small set as the listing has it."""
-    monkeypatch.setattr(commands, "entries", lambda: {"small": known})
+    monkeypatch.setattr(registry, "entries", lambda: {"small": known})
     return lambda: json.loads(ask("--json").stdout)[0]
 
 

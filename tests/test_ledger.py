@@ -260,10 +260,10 @@ def test_a_ledger_of_the_first_version_is_completed_and_keeps_its_rows(ledger: L
         assert again._pragma("user_version") == VERSION
 
 
-def test_a_ledger_of_the_second_version_takes_what_devices_do_alone(ledger: Ledger) -> None:
+def test_a_ledger_of_the_third_version_takes_what_devices_do_alone(ledger: Ledger) -> None:
     before = ledger.rows(Judgement)
     ledger._db.execute("DROP TABLE alone")
-    ledger._db.execute("PRAGMA user_version = 2")
+    ledger._db.execute("PRAGMA user_version = 3")
     ledger.close()
     with Ledger(ledger.path) as again:
         assert (again.rows(Judgement), again.rows(Alone)) == (before, [])
