@@ -71,7 +71,7 @@ def init(
     stride: STRIDE = None,
     name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: from the folder's.")] = None,
     method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto.")] = None,
-    model: Annotated[str | None, typer.Option(help="A named model or package.module:build; default by shape.")]
+    model: Annotated[str | None, typer.Option(help="A named model or package.module:build; default by data.")]
     = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Default 30.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Default 0.")] = None,
@@ -84,7 +84,7 @@ def init(
     """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that holds a fleet.toml."""
     from cloud_server import catalog
     from cloud_server.found import found
-    from cloud_server.starting import data_of, fleet_toml, topic_name
+    from cloud_server.starting import data_of, fleet_toml, model_for, topic_name
 
     text = None
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
@@ -98,7 +98,8 @@ def init(
         chosen = _model(fleet, model) or (
             lab_cli.tried(samples, spec, catalog.named(by).name, seed or 0) if _to_try(data, model, trial) else None
         )
-        text = fleet_toml(samples, name or topic_name(fleet.resolve().name), by, chosen.name if chosen else model,
+        text = fleet_toml(samples, name or topic_name(fleet.resolve().name), by,
+                          chosen.name if chosen else model or model_for(data, samples),
                           rounds=rounds or DEFAULT_ROUNDS, seed=seed or 0, spec=spec,
                           model_options=chosen.options if chosen else None)
     made = found(fleet, text, _export)

@@ -24,7 +24,7 @@ from cloud_server.ledger import Ledger
 from cloud_server.ledger_tables import Judgement
 from cloud_server.live import LiveView, closing_table, snapshot
 from cloud_server.report import render
-from cloud_server.starting import data_of, fleet_toml
+from cloud_server.starting import data_of, fleet_toml, model_for
 from fleet_core import runtime, schema, storage, topics
 from fleet_core.data import heartbeat, samples, split
 from fleet_core.data.samples import Samples
@@ -163,8 +163,8 @@ def _fleet_toml(options: Options, say: Callable[[str], None] = lambda text: None
         topics.check_name(name, "device")
         _check_parts(options, name, everything.of_client(name), late=name in joining)
     return fleet_toml(
-        everything, "demo", options.method, None, rounds=options.rounds, seed=options.seed,
-        spec=spec, min_devices=options.devices, serve_every=max(1, min(10, options.rounds)),
+        everything, "demo", options.method, model_for(options.data, everything), rounds=options.rounds,
+        seed=options.seed, spec=spec, min_devices=options.devices, serve_every=max(1, min(10, options.rounds)),
     )
 
 

@@ -33,7 +33,7 @@ def data_of(
     """The named set with the input that is recommended for it, or the file with its channels standardized. say: takes
     how a file is read, where that may not be what was meant. window, stride: of a file of readings. Raises DataError,
     also for samples whose classes have no names."""
-    if data in entries() and not Path(data).exists():
+    if _is_named(data):
         if window is not None or stride is not None:
             raise DataError("is a named set, of which no windows are cut", where=data, hint=NO_WINDOW)
         found = load_set(data)
@@ -48,16 +48,24 @@ def data_of(
     return samples, inputs.standardized(samples)
 
 
+def model_for(data: str, samples: Samples) -> str:
+    """The model that is recommended for the named set, else the default for such samples."""
+    recommended = entries()[data].model if _is_named(data) else ""
+    return recommended or inputs.default_model(samples.x.shape[1:], samples.x.dtype.name)
+
+
+def _is_named(data: str) -> bool:
+    return data in entries() and not Path(data).exists()
+
+
 def fleet_toml(
     samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int,
     spec: InputSpec | None = None, model_options: Mapping[str, Any] | None = None, **fleet: Any,
 ) -> str:  # fmt: skip
-    """fleet.toml for samples like these, whose classes have names. spec: the model's input; by default the samples as
-    they are."""
+    """fleet.toml for samples like these, whose classes have names. model: by default that for such samples. spec: the
+    model's input; by default the samples as they are."""
     hyper = catalog.named(method).hyper()
-    shape = samples.x.shape[1:]
-    tokens = samples.x.dtype.name == "int64"
-    chosen = model or ("char-lstm" if tokens else {2: "cnn1d", 3: "lenet"}.get(len(shape), "mlp"))
+    chosen = model or inputs.default_model(samples.x.shape[1:], samples.x.dtype.name)
     return written({
         "fleet": {"name": name, "method": method, "rounds": rounds, "seed": seed, **fleet},
         "model": {"name": chosen, "classes": list(samples.classes or ()),

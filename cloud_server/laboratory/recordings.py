@@ -21,6 +21,7 @@ from fleet_core.errors import DataError
 
 MIN_CLIENTS, MIN_SAMPLES, MAX_CLIENTS = 4, 20, 50
 TRAIN_FRACTION = 0.6
+CONV4_PIXELS = 16  # on each side, of the least image that conv4 takes
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def recordings(data: str, window: int | None = None, stride: int | None = None) 
         spec = inputs.standardized(by_time(samples, TRAIN_FRACTION)[0])
         cut = {key: value for key, value in (("window", window), ("stride", stride)) if value is not None}
         section = {"path": data, **cut, **({"mean": spec.mean, "std": spec.std} if spec.mean else {})}
-    return Recordings(samples, section, len(enough), models_for(samples), tuple(remarks))
+    models = models_for(samples, found.entry.model if found else "")
+    return Recordings(samples, section, len(enough), models, tuple(remarks))
 
 
 def _remarks(samples: Samples, names: int, held: np.ndarray[Any, Any]) -> list[str]:
@@ -90,15 +92,14 @@ def _remarks(samples: Samples, names: int, held: np.ndarray[Any, Any]) -> list[s
     return [text for text, applies in said.items() if applies]
 
 
-def models_for(samples: Samples) -> tuple[Model, ...]:
-    """Models for such samples that small devices can train, the usual one first. ``advise`` runs the first two with
-    every method, the others with the best alone; ``init`` tries them all."""
+def models_for(samples: Samples, recommended: str = "") -> tuple[Model, ...]:
+    """Models for such samples that small devices can train, what is recommended first, then the default. ``advise``
+    runs the first two with every method, the others with the best alone; ``init`` tries them all."""
     shape = samples.x.shape[1:]
-    if samples.x.dtype == np.int64:
-        return (Model("char-lstm", "char-lstm"),)
-    if len(shape) == 3 and min(shape[1:]) >= 7:
-        small = Model("lenet-lim", "lenet-lim"), Model("mlp", "mlp")
-        return (*small, Model("conv4", "conv4", {"channels": 32})) if min(shape[1:]) >= 16 else small
-    if len(shape) == 2:
-        return Model("cnn1d", "cnn1d"), Model("mlp", "mlp")
-    return Model("mlp", "mlp"), Model("mlp-64-64", "mlp", {"hidden": [64, 64]}), Model("logistic", "logistic")
+    names = inputs.models_for(shape, samples.x.dtype.name)
+    models = [Model(name, name) for name in dict.fromkeys([recommended, *names] if recommended else names)]
+    if len(shape) == 1 and names[0] == "mlp":
+        models.insert(1, Model("mlp-64-64", "mlp", {"hidden": [64, 64]}))
+    if len(shape) == 3 and min(shape[1:]) >= CONV4_PIXELS:
+        models.append(Model("conv4", "conv4", {"channels": 32}))
+    return tuple(models)

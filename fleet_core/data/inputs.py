@@ -17,7 +17,25 @@ if TYPE_CHECKING:
 
 MAX_CHANNELS = 256  # whose mean and deviation are written out
 COLOURS = (1, 3, 4)
+LIM_PIXELS = 7  # on each side, of the least image that lenet-lim takes
 FAR = 10.0  # from 0, of what a model takes as it is: initial weights and usual rates are for values near 1
+
+
+def models_for(shape: Sequence[int], dtype: str) -> tuple[str, ...]:
+    """The named models to take for samples of this shape and dtype, where nobody has named one: the first is the
+    default, the others are worth a trial (``benchmarks/own_data``)."""
+    if dtype == "int64":
+        return ("char-lstm",)
+    if len(shape) == 2:
+        return "ds-cnn", "cnn1d", "mlp"
+    if len(shape) == 3:
+        return ("ds-cnn", "lenet-lim") if min(shape[1:]) >= LIM_PIXELS else ("ds-cnn", "mlp")
+    return "mlp", "logistic"
+
+
+def default_model(shape: Sequence[int], dtype: str) -> str:
+    """The first of ``models_for``."""
+    return models_for(shape, dtype)[0]
 
 
 def plain(samples: Samples) -> InputSpec:

@@ -8,7 +8,8 @@
 | lenet-lim | conv2×2-16, maxpool2, conv2×2-32, maxpool2, fc 120, fc 84 | Lim et al. 2024, §4.1 |
 | cnn-leaf | conv5×5-32, maxpool2, conv5×5-64, maxpool2, fc 2048, padded | Chen et al. 2018, A.1; LEAF |
 | conv4 | four times conv3×3-64, GroupNorm, ReLU, maxpool2 | Snell et al., NeurIPS 2017; Vinyals et al. 2016 |
-| cnn1d | strided convolutions with GroupNorm on series | of this project |
+| cnn1d | strided convolutions with GroupNorm on series, flattened | of this project, for aligned windows |
+| ds-cnn | a convolution, three depthwise-separable ones, global pooling | after Zhang et al. 2017, "Hello Edge" |
 | char-lstm | characters 8 wide, two LSTM layers of 256, the last state | Chen et al. 2018, A.1; LEAF |
 
 ``head`` is always there; a method that shares the body alone, as Proto methods do, neither trains nor sends it.
@@ -85,6 +86,44 @@ class Cnn1d(nn.Module):
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = torch.relu(norm(conv(x)))
         return torch.relu(self.hidden(x.flatten(1)))
+
+
+class DsCnn(nn.Module):
+    """Depthwise-separable convolutions on series [C, T] or images [C, H, W] of any size; the embedding is the mean and
+    the maximum, over all positions, of what each layer puts out: ``2 · sum(channels)`` wide.
+
+    Zhang, Suda, Lai, Chandra, "Hello Edge: Keyword Spotting on Microcontrollers", 2017: a convolution, then blocks of a
+    depthwise and a pointwise one, then the mean over all positions. Chosen by ``benchmarks/own_data``: GroupNorm in
+    place of BatchNorm, one activation a block, and what is pooled: where in a window something happens does not count.
+    """
+
+    def __init__(self, shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 32, 32, 32)) -> None:
+        super().__init__()
+        _refuse(
+            "" if len(shape) == 3 else _axes(shape, 2, "series [C, T] or images [C, H, W]"),
+            _sizes("channels", channels, least=1),
+        )
+        conv: type[nn.Conv1d] | type[nn.Conv2d] = nn.Conv1d if len(shape) == 2 else nn.Conv2d
+        kernel, pairs = 7 if len(shape) == 2 else 3, list(pairwise(channels))
+        around = kernel // 2
+        self.stem = conv(shape[0], channels[0], kernel, stride=2, padding=around)
+        self.depthwise = nn.ModuleList(
+            conv(a, a, kernel, stride=1 if i else 2, padding=around, groups=a, bias=False)
+            for i, (a, _) in enumerate(pairs)
+        )
+        self.pointwise = nn.ModuleList(conv(a, b, 1) for a, b in pairs)
+        self.norms = nn.ModuleList(nn.GroupNorm(math.gcd(b, max(1, b // 16)), b) for b in channels)
+        self.head = nn.Linear(2 * sum(channels), classes)
+
+    def layers(self, x: Tensor) -> list[Tensor]:
+        """What each layer puts out, [N, its channels, positions]."""
+        found = [torch.relu(self.norms[0](self.stem(x)))]
+        for depthwise, pointwise, norm in zip(self.depthwise, self.pointwise, self.norms[1:], strict=True):
+            found.append(torch.relu(norm(pointwise(depthwise(found[-1])))))
+        return [z.flatten(2) for z in found]
+
+    def embed(self, x: Tensor) -> Tensor:
+        return torch.cat([pooled for z in self.layers(x) for pooled in (z.mean(2), z.amax(2))], 1)
 
 
 class TwoConvolutions(nn.Module):
@@ -229,6 +268,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn-leaf": LeafCnn,
     "cnn1d": Cnn1d,
     "conv4": Conv4,
+    "ds-cnn": DsCnn,
     "lenet": LeNet,
     "lenet-lim": LimLeNet,
     "logistic": Logistic,

@@ -49,6 +49,7 @@ class Entry:
     terms: what the licence asks for or leaves open. redistribute: whether everyone may pass the data on.
     version: of the reader; what an older one converted is fetched again.
     scale, mean, std: as in InputSpec. figures: where mean and std come from.
+    model: the recommended named one; by default that for samples of this shape.
     files: none for what ships with the package or can only be taken from a local copy.
     """
 
@@ -71,6 +72,7 @@ class Entry:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     figures: str = ""
+    model: str = ""
     files: tuple[Original, ...] = ()
     name: str = ""
 
