@@ -87,9 +87,10 @@ def test_what_is_left_out_or_assumed_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "labels"),
     [
-        ((3, 128), np.float32, ["cnn1d", "mlp"]), ((1, 28, 28), np.uint8, ["lenet-lim", "mlp", "conv4"]),
-        ((1, 9, 9), np.uint8, ["lenet-lim", "mlp"]), ((1, 6, 9), np.uint8, ["mlp", "mlp-64-64", "logistic"]),
-        ((12,), np.float32, ["mlp", "mlp-64-64", "logistic"]), ((20,), np.int64, ["char-lstm"]),
+        ((3, 128), np.float32, ["ds-cnn", "cnn1d", "mlp"]),
+        ((1, 28, 28), np.uint8, ["ds-cnn", "lenet-lim", "conv4"]), ((1, 9, 9), np.uint8, ["ds-cnn", "lenet-lim"]),
+        ((1, 6, 9), np.uint8, ["ds-cnn", "mlp"]), ((12,), np.float32, ["mlp", "mlp-64-64", "logistic"]),
+        ((20,), np.int64, ["char-lstm"]),
     ],
 )  # fmt: skip
 def test_models_fit_the_shape_of_the_samples(shape: tuple[int, ...], dtype: Any, labels: list[str]) -> None:
@@ -409,7 +410,7 @@ def test_a_real_advice_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
     fewer = {"TRIED": ("local", "fedavg"), "PACED": ("local",), "FINALISTS": 1, "MAX_ROUNDS": 5, "MORE_SEEDS": (1,)}
     for name, value in fewer.items():
         monkeypatch.setattr(advising, name, value)
-    monkeypatch.setattr("cloud_server.laboratory.recordings.models_for", lambda samples: (Model("mlp", "mlp"),))
+    monkeypatch.setattr("cloud_server.laboratory.recordings.models_for", lambda *_: (Model("mlp", "mlp"),))
     told: list[str] = []
 
     def engine(asked: Experiment, folder: Path, title: str) -> tuple[list[Path], list[str]]:

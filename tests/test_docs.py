@@ -124,17 +124,17 @@ def test_the_model_of_ones_own_that_is_shown_becomes_a_fleet_with_steps_without_
     monkeypatch.setitem(sys.modules, "models_page", module)
     said: list[str] = []
     method = METHODS["per-fedavg-fo"]
-    data, _ = first("models_page:Separable", InputSpec((2, 24)), ("off", "on"), {"width": 8}, head=True, seed=0,
+    data, _ = first("models_page:Dilated", InputSpec((2, 24)), ("off", "on"), {"width": 8}, head=True, seed=0,
                     method=method, hyper=method.hyper(), say=said.append)
     graph = bundle.unpack(data)
     assert graph.info.adapt is not None
     assert graph.layout.embedding == 8
     with pytest.raises(ConfigError, match="has no option 'wdith'"):
-        models.describe("models_page:Separable", InputSpec((2, 24)), ("off", "on"), {"wdith": 8})
+        models.describe("models_page:Dilated", InputSpec((2, 24)), ("off", "on"), {"wdith": 8})
     headless = re.sub(r"\n +self\.head = .*", "", PAGES["models"])
     exec(compile(headless, "models.md", "exec"), module.__dict__)
-    with pytest.raises(ConfigError, match="per-fedavg-fo trains the head of a model, and 'models_page:Separable' has"):
-        first("models_page:Separable", InputSpec((2, 24)), ("off", "on"), {"width": 8}, head=True, seed=0,
+    with pytest.raises(ConfigError, match="per-fedavg-fo trains the head of a model, and 'models_page:Dilated' has"):
+        first("models_page:Dilated", InputSpec((2, 24)), ("off", "on"), {"width": 8}, head=True, seed=0,
               method=method, hyper=method.hyper())
 
 

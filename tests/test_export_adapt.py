@@ -38,6 +38,8 @@ CASES: dict[str, tuple[str, InputSpec, dict[str, Any], tuple[str, ...], bool]] =
     "mlp": ("mlp", IMAGE, {"hidden": [5]}, ("head",), False),
     "rates": ("mlp", IMAGE, {"hidden": [5], "activation": "elu"}, MODEL_GROUPS, True),
     "cnn1d": ("cnn1d", InputSpec((2, 24)), {"channels": [8], "width": 6}, MODEL_GROUPS, False),
+    "ds-cnn": ("ds-cnn", InputSpec((2, 24)), {"channels": [8, 6]}, MODEL_GROUPS, False),
+    "image": ("ds-cnn", InputSpec((1, 9, 6)), {"channels": [6, 8]}, MODEL_GROUPS, True),
     "lenet": ("lenet", InputSpec((1, 16, 16)), {}, ("body",), False),
     "lstm": ("char-lstm", InputSpec((4,), "int64"), {"width": 5, "layers": 1}, ("head",), False),
     "own": ("bring_own:build", InputSpec((2, 14, 14)), {}, MODEL_GROUPS, False),
@@ -105,7 +107,7 @@ def test_every_parameter_and_rate_is_external_under_its_group_and_name(name: str
     graph = made(name)
     tensors = onnx.load_model_from_string(graph.adapt).graph.initializer
     wanted = {f"{t.group}/{t.name}": list(t.shape) for t in graph.layout.tensors}
-    if name == "rates":
+    if CASES[name][4]:
         wanted |= {f"rates/{key.replace('/', '.')}": shape for key, shape in wanted.items()}
     assert {t.name: list(t.dims) for t in tensors if t.data_location == TensorProto.EXTERNAL} == wanted
 
@@ -117,6 +119,8 @@ def test_every_parameter_and_rate_is_external_under_its_group_and_name(name: str
         ("mlp", "fedrep", 10),
         ("rates", "fedmeta-metasgd", 1),
         ("cnn1d", "per-fedavg-fo", 1),
+        ("ds-cnn", "pfldyn-maml", 10),
+        ("image", "fedmeta-metasgd", 1),
         ("lenet", "lg-fedavg", 10),
         ("lstm", "fedper", 10),
         ("own", "scaffold", 1),

@@ -24,6 +24,7 @@ SMALL: dict[str, tuple[InputSpec, dict[str, Any]]] = {
     "cnn-leaf": (InputSpec((2, 6, 5)), {"channels": (3, 4), "hidden": (6,)}),
     "cnn1d": (InputSpec((2, 12)), {"channels": (4, 8), "width": 5}),
     "conv4": (InputSpec((2, 16, 16)), {"channels": 4, "groups": 2}),
+    "ds-cnn": (InputSpec((2, 12)), {"channels": (4, 6)}),
     "lenet": (InputSpec((1, 16, 16)), {}),
     "lenet-lim": (InputSpec((2, 7, 9)), {"channels": (3, 4), "hidden": (6, 5)}),
     "logistic": (InputSpec((2, 3)), {}),
@@ -106,6 +107,9 @@ def assert_close(left: trees.Params, right: trees.Params) -> None:
         ("conv4", InputSpec((3, 84, 84)), 5, {"channels": 32}, 28 * 32 + 3 * 289 * 32 + 4 * 64, 801 * 5),
         # 128 -> 64 -> 32 -> 16
         ("cnn1d", InputSpec((3, 128)), 3, {}, 22 * 16 + 81 * 32 + 161 * 24 + 2 * 72 + 385 * 64, 65 * 3),
+        # depthwise 7 or 3×3 without bias, pointwise with one, two values of GroupNorm per channel
+        ("ds-cnn", InputSpec((3, 128)), 3, {}, 22 * 32 + 3 * (7 * 32 + 33 * 32) + 4 * 64, 129 * 3),
+        ("ds-cnn", InputSpec((3, 32, 32)), 10, {}, 28 * 32 + 3 * (9 * 32 + 33 * 32) + 4 * 64, 129 * 10),
         # Chen's Shakespeare: 53 characters, 8 wide; per LSTM layer four gates with two biases each
         ("char-lstm", InputSpec((80,), "int64"), 53, {}, 53 * 8 + 1024 * (8 + 256 + 2) + 1024 * (512 + 2), 257 * 53),
         ("char-lstm", InputSpec((9,), "int64"), 4, {"vocabulary": 90, "layers": 1, "width": 6}, 720 + 24 * 16, 28),
@@ -129,6 +133,8 @@ def test_parameters_are_those_counted_by_hand(
         ("conv4", InputSpec((1, 28, 28)), 64),
         ("conv4", InputSpec((3, 32, 32), "uint8", 1 / 255), 256),
         ("cnn1d", InputSpec((9, 128)), 64),
+        ("ds-cnn", InputSpec((9, 128)), 128),
+        ("ds-cnn", InputSpec((1, 5, 3)), 128),
         ("char-lstm", InputSpec((80,), "int64"), 256),
     ],
 )
@@ -377,6 +383,19 @@ def test_a_lenet_is_two_convolutions_and_its_hidden_layers(model: str, padding: 
     torch.testing.assert_close(models.outputs(models.build(layout), {"body": w}, x, "embed"), z)
 
 
+@pytest.mark.parametrize(("model", "same"), [("ds-cnn", True), ("cnn1d", False)])
+def test_when_something_happens_in_a_window_does_not_count_where_a_model_pools(model: str, same: bool) -> None:
+    """The burst and what a layer sees of it lie inside of the window; it moves by whole strides."""
+    network = models.build(models.describe(model, InputSpec((2, 256)), TEN, {}))
+    burst = torch.randn((2, 16), generator=torch.Generator().manual_seed(0))
+    x = torch.zeros((3, 2, 256))
+    for window, start in zip(x, (80, 100, 152), strict=True):
+        window[:, start : start + 16] = burst
+    z = network(x, "embed").detach()
+    assert bool(torch.allclose(z, z[:1].expand_as(z), atol=1e-5)) == same
+    assert not torch.allclose(network(x * 0, "embed")[:1], z[:1], atol=1e-2)
+
+
 def test_a_relu_before_the_pool_would_give_the_same_bits_and_gradients() -> None:
     x = torch.randint(-3, 4, (2, 3, 8, 8)).double()  # many equal values, in the windows and around zero
     results: list[tuple[Tensor, ...]] = []
@@ -445,6 +464,7 @@ def test_conv4_is_four_blocks_of_normalised_convolutions() -> None:
         ("mlp", {"hidden": [1] * 101}, ["expected 0 to 100 whole numbers"]),
         ("logistic", {"hidden": [3]}, ["no option 'hidden'; expected none"]),
         ("cnn1d", {"channels": [], "width": 0}, ["channels is [], expected 1 to 100", "width is 0, expected a whole"]),
+        ("ds-cnn", {"channels": []}, ["channels is [], expected 1 to 100"]),
         ("lenet", {"kernel": 3}, ["no option 'kernel'"]),
         ("lenet-lim", {"kernel": 2.0, "channels": [8], "hidden": "ab"},
          ["kernel is 2.0", "channels is [8], expected 2 whole numbers", "hidden is 'ab'"]),
@@ -471,6 +491,7 @@ SPECS = {
     "cnn-leaf": InputSpec((1, 28, 28)),
     "cnn1d": InputSpec((3, 128)),
     "conv4": InputSpec((1, 28, 28)),
+    "ds-cnn": InputSpec((3, 128)),
     "lenet": InputSpec((1, 28, 28)),
     "lenet-lim": InputSpec((1, 28, 28)),
     "logistic": InputSpec((784,)),
@@ -482,6 +503,7 @@ SPECS = {
     ("model", "spec", "complaint"),
     [
         ("cnn1d", InputSpec((1, 28, 28)), "it takes series [C, T], not samples of shape [1, 28, 28]"),
+        ("ds-cnn", InputSpec((80,)), "it takes series [C, T] or images [C, H, W], not samples of shape [80]"),
         ("conv4", InputSpec((28, 28)), "it takes images [C, H, W], not samples of shape [28, 28]"),
         ("conv4", InputSpec((1, 28, 15)), "16 pixels or more on each side, not 15"),
         ("lenet", InputSpec((1, 15, 28)), "16 pixels or more on each side, not 15"),
@@ -505,6 +527,13 @@ def test_a_model_for_other_samples_is_refused(model: str, spec: InputSpec, compl
 )
 def test_the_smallest_images_pass(model: str, spec: tuple[int, ...]) -> None:
     assert models.describe(model, InputSpec(spec), TEN, {}).embedding > 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 997), (1, 1, 1), (2, 8, 8), (3, 37, 50)])
+def test_a_model_that_pools_takes_any_size_with_the_same_weights(shape: tuple[int, ...]) -> None:
+    layout = models.describe("ds-cnn", InputSpec(shape), TEN, {})
+    other = models.describe("ds-cnn", InputSpec((*shape[:1], *(2 * size for size in shape[1:]))), TEN, {})
+    assert (layout.embedding, layout.tensors) == (128, other.tensors)
 
 
 # Graphs

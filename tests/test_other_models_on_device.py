@@ -1,4 +1,4 @@
-"""A recurrent model and a model of one's own on a device: what answers there is what torch computes, and the device
+"""A recurrent model, one that pools and a model of one's own on a device: what answers there is what torch computes, and the device
 needs nothing of the model's code."""
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ pytestmark = pytest.mark.slow
 METHOD = "pfldyn-maml"
 FAMILIES: dict[str, tuple[str, InputSpec, dict[str, Any]]] = {
     "lstm": ("char-lstm", InputSpec((6,), "int64"), {"width": 8, "layers": 1}),
+    "pooled": ("ds-cnn", InputSpec((3, 4)), {"channels": (8, 6)}),
     "own": ("bring_mine:build", InputSpec((3, 4)), {"width": 5}),
 }
 

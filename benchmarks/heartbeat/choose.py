@@ -4,7 +4,9 @@ Each of the eight training patients has the first 60 % of its time to learn from
 and 40 % to validate; the figure is macro-F1 over N, S and V on the pooled validation beats, the mean over the seeds.
 
     python benchmarks/heartbeat/choose.py --out benchmarks/heartbeat/choose.json [--seeds 2] [--rounds 30]
+    python benchmarks/heartbeat/choose.py --models cnn1d ds-cnn --defaults --out benchmarks/heartbeat/models.json
 
+The second command compares models, with the methods' own defaults.
 Writes every candidate with its figures, best first. About half a minute a candidate and seed on one core.
 """
 
@@ -49,12 +51,12 @@ def parts() -> dict[str, tuple[Samples, Samples]]:
     return {name: split.by_time(samples, 0.6) for name, samples in own.items()}
 
 
-def learn(method_name: str, candidate: Candidate, rounds: int, seed: int) -> dict[str, float]:
+def learn(model: str, method_name: str, candidate: Candidate, rounds: int, seed: int) -> dict[str, float]:
     """One run without a network: what a fleet computes, all devices in every round; figure -> macro-F1."""
     torch.set_num_threads(1)
     method, data = METHODS[method_name], parts()
     hyper = method.hyper(**candidate)
-    layout = models.describe("cnn1d", entry("heartbeat").input_spec, heartbeat.CLASSES, {})
+    layout = models.describe(model, entry("heartbeat").input_spec, heartbeat.CLASSES, {})
     network = models.build(layout)
     full = models.initial(layout, seed)
     state = method.server.init(trees.widened(method.params(full)), hyper)
@@ -105,7 +107,7 @@ def _pooled(answers: dict[str, Any], data: Any) -> float:
     return float(macro_f1(confusion.tolist(), classes_present_only=False) or 0.0)
 
 
-def _job(job: tuple[str, Candidate, int, int]) -> dict[str, float]:
+def _job(job: tuple[str, str, Candidate, int, int]) -> dict[str, float]:
     return learn(*job)
 
 
@@ -114,26 +116,30 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--models", nargs="+", default=[entry("heartbeat").model])
+    parser.add_argument("--defaults", action="store_true", help="the methods' own hyper-parameters alone")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     jobs = [
-        (method, candidate, options.rounds, seed)
-        for method, candidates in GRID.items() for candidate in candidates for seed in range(options.seeds)
+        (model, method, candidate, options.rounds, seed)
+        for model in options.models for method, candidates in GRID.items()
+        for candidate in ([{}] if options.defaults else candidates) for seed in range(options.seeds)
     ]
-    figures: dict[tuple[str, str, str], list[float]] = {}
+    figures: dict[tuple[str, str, str, str], list[float]] = {}
     with ProcessPoolExecutor(options.workers) as pool:
         for number, (job, found) in enumerate(zip(jobs, pool.map(_job, jobs), strict=True), start=1):
             for what, figure in found.items():
-                figures.setdefault((job[0], repr(job[1]), what), []).append(figure)
-            print(f"{number}/{len(jobs)} {job[0]} {job[1]} seed {job[3]}: {found}", file=sys.stderr, flush=True)
+                figures.setdefault((*job[:2], repr(job[2]), what), []).append(figure)
+            print(f"{number}/{len(jobs)} {' '.join(map(str, job[:3]))} seed {job[4]}: {found}", file=sys.stderr, flush=True)
     rows = [
-        {"method": key[0], "hyper": key[1], "judged": key[2], "macro_f1": values, "mean": float(np.mean(values))}
+        {"model": key[0], "method": key[1], "hyper": key[2], "judged": key[3], "macro_f1": values,
+         "mean": float(np.mean(values))}
         for key, values in figures.items()
     ]
     rows.sort(key=lambda row: (row["method"], -float(row["mean"])))
     write_json(options.out, {"rounds": options.rounds, "seeds": options.seeds, "candidates": rows})
     for row in rows:
-        print(f"{row['method']:14} {row['mean']:.3f}  {row['judged']:28} {row['hyper']}")
+        print(f"{row['model']:8} {row['method']:14} {row['mean']:.3f}  {row['judged']:28} {row['hyper']}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from cloud_server.result import macro_f1
 Array = NDArray[Any]
 
 
-def rows_of(x: Array) -> Array:
+def statistics(x: Array) -> Array:
     """float32 [N, 4·C]: mean, deviation, least and largest value of each channel of windows x [N, C, ...]."""
     flat = x.reshape(*x.shape[:2], -1).astype(np.float32)
     return np.concatenate([flat.mean(2), flat.std(2), flat.min(2), flat.max(2)], 1)
@@ -25,7 +25,7 @@ def features(x: Array) -> Array:
         return x.astype(np.float64)
     flat = x.reshape(*x.shape[:2], -1).astype(np.float64)
     spectrum = np.abs(np.fft.rfft(flat - flat.mean(2, keepdims=True)))
-    return np.concatenate([spectrum.reshape(len(x), -1), rows_of(x)], 1)
+    return np.concatenate([spectrum.reshape(len(x), -1), statistics(x)], 1)
 
 
 def nearest_mean(workload: Workload, support: float) -> float:

@@ -6,6 +6,7 @@ Shapes: N samples, C channels, P positions, D embedding width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class Pyramid(Mean):
 
     def pooled(self, z_NCP: Tensor) -> Tensor:
         cuts = [i * z_NCP.shape[2] // SEGMENTS for i in range(SEGMENTS + 1)]
-        segments = [z_NCP[:, :, a : max(b, a + 1)].mean(2) for a, b in zip(cuts, cuts[1:], strict=False)]
+        segments = [z_NCP[:, :, a : max(b, a + 1)].mean(2) for a, b in pairwise(cuts)]
         return torch.cat([z_NCP.mean(2), *segments], 1)
 
 
@@ -72,3 +73,14 @@ class Place(MeanMax):
     def embed(self, x: Tensor) -> Tensor:
         place = torch.linspace(-1, 1, x.shape[-1]).to(x).expand_as(x[:, :1])
         return super().embed(torch.cat([x, place], 1))
+
+
+class Depths(DsCnn):
+    """Mean and maximum of every layer, the first one's too."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int, channels: Sequence[int]) -> None:
+        super().__init__(shape, classes, channels)
+        self.head = nn.Linear(2 * sum(channels), classes)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return torch.cat([pooled for z in self.layers(x) for pooled in (z.mean(2), z.amax(2))], 1)

@@ -5,11 +5,12 @@
 
 Validation: every candidate on every set with the default method, inside what the devices train on, whose time is cut
 once more and of which a quarter stands for new devices (``judge.within_training``). Test: the chosen model beside the
-former default on what was held out, by class means and by fine-tuning. The figure is that of ``metafleet advise``:
-macro-F1 of the devices that train and of the new ones, each device counting the same, the mean over seeds.
+former default on what was held out, by class means, by fine-tuning and by Per-FedAvg. The figure is that of ``metafleet
+advise``: macro-F1 of the devices that train and of the new ones, each device counting the same.
 
 Every run is a folder of ``metafleet simulate`` below OUT; the same command goes on where it was, and writes
-``result.json`` and the tables of README.md. Without CACHE the generated sets and the heart beats are run alone.
+``result.json`` and the tables of README.md. CACHE has the sets har, spoken-digits and mnist; those that are not there
+are left out.
 """
 
 from __future__ import annotations
@@ -19,39 +20,31 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from benchmarks.own_data import series
-from benchmarks.own_data.baseline import nearest_mean, rows_of
+from benchmarks.own_data import sets, table
+from benchmarks.own_data.baseline import nearest_mean
 from cloud_server.laboratory import experiment as experiments
 from cloud_server.laboratory import trials, workload
 from cloud_server.laboratory.advice import score
 from cloud_server.laboratory.engine import Stopped
-from cloud_server.laboratory.recordings import recordings
+from cloud_server.laboratory.experiment import Experiment
 from cloud_server.laboratory.simulate import Options, simulate
-from fleet_core.data.samples import Samples, save
-from fleet_core.data.sets import named
-from fleet_core.data.sets.registry import entry
 from fleet_core.storage import write_json
 
 HERE = Path(__file__).parent
 OUT, RESULT = Path("build/own-data"), HERE / "result.json"
 DIGITS = 4
-STEPS = {"local_steps": 10}
-METHODS = {
-    "pfldyn-proto": {"support_batch": 16, "query_batch": 16, **STEPS},
-    "fedavg-meta": {"batch": 32, "finetune_steps": 20, **STEPS},
-    "per-fedavg-fo": {"support_batch": 16, "query_batch": 16, **STEPS},
-}
 DEFAULT = "pfldyn-proto"
+METHODS = {
+    DEFAULT: {"support_batch": 16, "query_batch": 16, "local_steps": 10},
+    "fedavg-meta": {"batch": 32, "finetune_steps": 20, "local_steps": 10},
+    "per-fedavg-fo": {"support_batch": 16, "query_batch": 16, "local_steps": 10},
+}
 ROUNDS, SEEDS = 15, (0, 1)
 NARROW, WIDE = [32] * 4, [64] * 4
 OWN = "benchmarks.own_data.candidates:"
@@ -62,224 +55,154 @@ class Candidate:
     """method: of the validation. least: pixels that the model needs on each side."""
 
     model: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
     method: str = DEFAULT
     least: int = 1
 
 
 @dataclass(frozen=True)
 class Part:
-    """sets: names of ``_section``. candidates: by label; the first is the former default. chosen: that of the product.
-    """
+    """What is compared for samples of one form. candidates: by label, the former default first. chosen: the label of
+    the product's default."""
 
     sets: tuple[str, ...]
     candidates: Mapping[str, Candidate]
     chosen: str
 
 
-def _of(model: str, **options: Any) -> Candidate:
-    return Candidate(model, options)
-
-
 PARTS = {
     "series": Part(
-        (*series.names(), "heartbeat", "har", "spoken-series"),
+        sets.SERIES,
         {
-            "cnn1d": _of("cnn1d"),
-            "mean": _of(OWN + "Mean", channels=NARROW),
-            "mean, max": _of(OWN + "MeanMax", channels=NARROW),
-            "mean, deviation": _of(OWN + "MeanStd", channels=NARROW),
-            "pyramid": _of(OWN + "Pyramid", channels=NARROW),
-            "place": _of(OWN + "Place", channels=NARROW),
-            "depths": _of("ds-cnn", channels=NARROW),
-            "depths, 64 wide": _of("ds-cnn", channels=WIDE),
+            "cnn1d": Candidate("cnn1d"),
+            "mean": Candidate(OWN + "Mean", {"channels": NARROW}),
+            "mean, deviation": Candidate(OWN + "MeanStd", {"channels": NARROW}),
+            "pyramid": Candidate(OWN + "Pyramid", {"channels": NARROW}),
+            "every layer": Candidate(OWN + "Depths", {"channels": NARROW}),
+            "every layer, wide": Candidate(OWN + "Depths", {"channels": WIDE}),
+            "mean, max": Candidate(OWN + "MeanMax", {"channels": NARROW}),
+            "mean, max, wide": Candidate(OWN + "MeanMax", {"channels": WIDE}),
+            "mean, max, deep": Candidate(OWN + "MeanMax", {"channels": [*NARROW, 32]}),
+            "place": Candidate(OWN + "Place", {"channels": NARROW}),
+            "two layers": Candidate("ds-cnn"),
+            "two layers, wide": Candidate("ds-cnn", {"channels": WIDE}),
         },
-        "depths",
+        "two layers",
     ),
     "images": Part(
-        ("mnist", "mnist-14", "spoken-image"),
+        sets.IMAGES,
         {
-            "lenet": Candidate("lenet", {}, least=16),
-            "lenet-lim": _of("lenet-lim"),
-            "mean, max": _of(OWN + "MeanMax", channels=NARROW),
-            "depths": _of("ds-cnn", channels=NARROW),
-            "depths, 64 wide": _of("ds-cnn", channels=WIDE),
+            "lenet": Candidate("lenet", least=16),
+            "lenet-lim": Candidate("lenet-lim"),
+            "mean, max": Candidate(OWN + "MeanMax", {"channels": NARROW}),
+            "two layers": Candidate("ds-cnn"),
+            "two layers, wide": Candidate("ds-cnn", {"channels": WIDE}),
         },
-        "depths",
+        "two layers",
     ),
     "rows": Part(
-        ("har-rows", "heartbeat-rows", "vibration-free-rows", "event-free-rows"),
+        sets.ROWS,
         {
-            "mlp": _of("mlp"),
-            "mlp, 64-64": _of("mlp", hidden=[64, 64]),
+            "mlp": Candidate("mlp"),
+            "mlp, 64-64": Candidate("mlp", {"hidden": [64, 64]}),
             "mlp, fine-tuned": Candidate("mlp", {}, "fedavg-meta"),
             "logistic, fine-tuned": Candidate("logistic", {}, "fedavg-meta"),
         },
         "mlp",
     ),
 }
-"""What is compared, by the shape of the samples."""
 
 
-def available(part: Part) -> list[str]:
-    """The part's sets that are here."""
-    needs = {"har": "har", "har-rows": "har", "spoken-series": "spoken-digits", "spoken-image": "spoken-digits",
-             "mnist": "mnist", "mnist-14": "mnist"}
-    return [name for name in part.sets if name not in needs or named.is_here(entry(needs[name]))]
+class Job(NamedTuple):
+    """One run. label: of the candidate."""
+
+    part: str
+    stage: str
+    set: str
+    label: str
+    method: str
+    seed: int
+
+    def takes(self, out: Path) -> Experiment:
+        candidate, there = PARTS[self.part].candidates[self.label], sets.sections(self.set, out / "data")
+        natural = {"split": "time", "train_fraction": 0.6, **there.get("partition", {}).get("options", {})}
+        judge = {"every": 0, "within_training": self.stage == "validation", "new_devices": 0.25, "support": [0.33],
+                 "support_split": "time", **there.get("judge", {})}
+        return experiments.read({
+            "seeds": [self.seed], "data": there["data"], "partition": {"options": natural}, "judge": judge,
+            "model": {"name": candidate.model, "options": dict(candidate.options)}, "budget": {"rounds": ROUNDS},
+            "method": [{"name": self.method, "hyper": METHODS[self.method]}],
+        })
+
+    def folder(self, out: Path) -> Path:
+        label = self.label.replace(", ", "+").replace(" ", "-")
+        return out / self.stage / self.set / label / f"{self.method}-{self.seed}"
 
 
-def asked(
-    name: str, candidate: Candidate, method: str, seed: int, out: Path, *, within: bool
-) -> dict[str, Any]:
-    """The experiment of one run."""
-    data, natural, judge = _section(name, out / "data")
-    return {
-        "seeds": [seed], "data": data, "model": {"name": candidate.model, "options": dict(candidate.options)},
-        "partition": {"options": {"split": "time", "train_fraction": 0.6, **natural}},
-        "budget": {"rounds": ROUNDS}, "method": [{"name": method, "hyper": METHODS[method]}],
-        "judge": {"every": 0, "within_training": within, "new_devices": 0.25, "support": [0.33],
-                  "support_split": "time", **judge},
-    }
-
-
-def _section(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """(data, options of the partition, judge) of a set."""
-    if name in ("heartbeat", "har"):
-        return {"set": name}, {"max_clients": 10}, {}
-    if name == "mnist":
-        return {"set": name}, {"max_clients": 10, "min_samples": 60}, {}
-    if name == "spoken-image":
-        return {"set": "spoken-digits"}, {}, {"new_devices": 0.0}
-    path = _file(name, folder)
-    return dict(_recorded(str(path))), {"max_clients": 10}, {"new_devices": 0.0} if name == "spoken-series" else {}
-
-
-@cache
-def _recorded(path: str) -> Mapping[str, Any]:
-    return recordings(path).section
-
-
-def _file(name: str, folder: Path) -> Path:
-    """The set as a file of one's own."""
-    if name in series.names():
-        return series.write(folder, name)
-    path = folder / f"{name}.npz"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        save(path, _derived(name, folder))
-    return path
-
-
-def _derived(name: str, folder: Path) -> Samples:
-    kind, _, form = name.rpartition("-")
-    if name == "spoken-series":
-        samples = named.load_set("spoken-digits").train
-        return _with(samples, samples.x[:, 0])
-    if name == "mnist-14":
-        samples = named.load_set("mnist").train.take(np.arange(6000))
-        halved = samples.x.reshape(-1, 1, 14, 2, 14, 2).mean((3, 5))
-        return _with(samples, halved.astype(np.uint8))
-    assert form == "rows"
-    if kind in ("har", "heartbeat"):
-        samples = named.load_set(kind).train
-    else:
-        made = series.generated(kind)
-        samples = Samples(made["x"], np.unique(made["y"], return_inverse=True)[1], made["client"], made["time"],
-                          tuple(np.unique(made["y"])))
-    return _with(samples, rows_of(samples.x))
-
-
-def _with(samples: Samples, x: NDArray[Any]) -> Samples:
-    return Samples(x, samples.y, samples.client, samples.time, samples.classes)
-
-
-# Runs -----------------------------------------------------------------------------------------------------------------
-
-Job = tuple[str, str, str, int, bool]
-"""(set, candidate's label, method, seed, within training)."""
-
-
-def validation(part: Part) -> Iterator[Job]:
+def jobs(name: str) -> Iterator[Job]:
+    """Of a part, the validation first."""
+    part = PARTS[name]
+    here = [one for one in part.sets if sets.is_here(one)]
     for seed in SEEDS:
-        for name in available(part):
+        for one in here:
             for label, candidate in part.candidates.items():
-                if candidate.least == 1 or name != "mnist-14":
-                    yield name, label, candidate.method, seed, True
+                if candidate.least == 1 or one != "mnist-14":
+                    yield Job(name, "validation", one, label, candidate.method, seed)
+    for one in here:
+        for label in dict.fromkeys((next(iter(part.candidates)), part.chosen)):
+            if part.candidates[label].least == 1 or one != "mnist-14":
+                yield from (Job(name, "test", one, label, DEFAULT, seed) for seed in SEEDS)
+                yield from (Job(name, "test", one, label, method, SEEDS[0]) for method in METHODS if method != DEFAULT)
 
 
-def test(part: Part) -> Iterator[Job]:
-    former = next(iter(part.candidates))
-    for name in available(part):
-        for method in METHODS:
-            for label in dict.fromkeys((former, part.chosen)):
-                for seed in SEEDS if method == DEFAULT else SEEDS[:1]:
-                    yield name, label, method, seed, False
-
-
-def run(job: Job, part: str, out: Path, ends: float) -> tuple[Job, dict[str, Any] | None]:
-    """(job, {score, parameters, bytes, new}); None where the time is over."""
-    name, label, method, seed, within = job
-    folder = out / ("validation" if within else "test") / name / label.replace(", ", "+").replace(" ", "-")
-    experiment = experiments.read(asked(name, PARTS[part].candidates[label], method, seed, out, within=within))
-    try:
-        (made,) = simulate(experiment, folder / f"{method}-{seed}", Options(jobs=1, device="cpu"),
-                           stopped=lambda: time.time() > ends)
-    except Stopped:
-        return job, None
-    trial = trials.read(made / "result.json")
-    layout = workload.layout_of(experiment, workload.build(experiment))
-    return job, {"score": round(score(trial), DIGITS), "parameters": layout.parameters(("body", "head")),
-                 "payload": trial.spent["payload_bytes"], "seconds": round(trial.seconds, 1)}
-
-
-def baseline(name: str, part: str, out: Path, *, within: bool) -> float:
-    """Nearest class mean on spectrum and statistics, of the same devices; no fleet."""
-    first = next(iter(PARTS[part].candidates.values()))
-    experiment = experiments.read(asked(name, first, DEFAULT, 0, out, within=within))
-    return round(nearest_mean(workload.build(experiment), experiment.judge.support[0]), DIGITS)
-
-
-def _job(arguments: tuple[Job, str, Path, float]) -> tuple[Job, dict[str, Any] | None]:
+def run(job: Job, out: Path, ends: float) -> dict[str, Any] | None:
+    """The figures of a run; None where the time is over. ends: in seconds since the epoch."""
     import torch
 
     torch.set_num_threads(1)
-    return run(*arguments)
+    experiment = job.takes(out)
+    try:
+        (made,) = simulate(experiment, job.folder(out), Options(jobs=1, device="cpu"),
+                           stopped=lambda: time.time() > ends)
+    except Stopped:
+        return None
+    trial = trials.read(made / "result.json")
+    layout = workload.layout_of(experiment, workload.build(experiment))
+    return {"score": round(score(trial), DIGITS), "parameters": layout.parameters(("body", "head")),
+            "payload_bytes": trial.spent["payload_bytes"], "seconds": round(trial.seconds, 1)}
+
+
+def baseline(job: Job, out: Path) -> float:
+    """The nearest class mean on the devices of a run."""
+    experiment = job.takes(out)
+    return round(nearest_mean(workload.build(experiment), experiment.judge.support[0]), DIGITS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
-    parser.add_argument("--sets", nargs="+")
-    parser.add_argument("--seeds", nargs="+", type=int)
-    parser.add_argument("--only", choices=("validation", "test"))
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     options = parser.parse_args()
-    ends, over = time.time() + 60 * options.minutes, False
-    found: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    for part_name in options.part:
-        part = PARTS[part_name]
-        jobs = [*validation(part), *test(part)]
-        jobs = [j for j in jobs if (not options.sets or j[0] in options.sets)
-                and (options.only is None or j[4] == (options.only == "validation"))
-                and (not options.seeds or j[3] in options.seeds)]
-        for name in {j[0]: None for j in jobs}:
-            _section(name, options.out / "data")
-        with ProcessPoolExecutor(options.jobs) as pool:
-            for job, figures in pool.map(_job, [(j, part_name, options.out, ends) for j in jobs]):
-                if figures is None:
-                    over = True
-                    continue
-                name, label, method, seed, within = job
-                print(f"{name} {label} {method} {seed} {'validation' if within else 'test'} {figures}", file=sys.stderr,
-                      flush=True)
-                place = found.setdefault(part_name, {}).setdefault("validation" if within else "test", {})
-                place.setdefault(name, {}).setdefault(label, {}).setdefault(method, {})[str(seed)] = figures
-                write_json(RESULT, found)
-    if over:
-        print("the time is over: the same command goes on", file=sys.stderr)
-        sys.exit(1)
+    ends, found = time.time() + 60 * options.minutes, json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    asked = [job for name in options.part for job in jobs(name)]
+    for job in {job.set: job for job in asked}.values():
+        job.takes(options.out)  # makes the files, which the processes below would all make
+    with ProcessPoolExecutor(options.jobs) as pool:
+        waiting = [pool.submit(run, job, options.out, ends) for job in asked]
+        for job, made in zip(asked, waiting, strict=True):
+            figures = made.result()
+            if figures is None:
+                print("the time is over: the same command goes on", file=sys.stderr)
+                pool.shutdown(cancel_futures=True)
+                sys.exit(1)
+            print(*job, figures["score"], file=sys.stderr, flush=True)
+            stage = found.setdefault(job.part, {}).setdefault(job.stage, {})
+            of_set = stage.setdefault(job.set, {"nearest mean": baseline(job, options.out), "runs": {}})
+            of_set["runs"].setdefault(job.label, {}).setdefault(job.method, {})[str(job.seed)] = figures
+            write_json(RESULT, found)
+    table.write(HERE / "README.md", found)
 
 
 if __name__ == "__main__":

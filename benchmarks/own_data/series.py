@@ -150,9 +150,7 @@ def names() -> tuple[str, ...]:
                  if family.free or cut == "aligned")
 
 
-def generated(
-    name: str, seed: int = 0, devices: int = DEVICES, per_class: int = PER_CLASS
-) -> dict[str, Array]:
+def generated(name: str, seed: int = 0, devices: int = DEVICES, per_class: int = PER_CLASS) -> dict[str, Array]:
     """The arrays x, y, client, time of ``FAMILY-free`` or ``FAMILY-aligned``; rows of a device lie together, in time.
 
     Raises KeyError for a name that is not in ``names()``.

@@ -37,7 +37,8 @@ ENGINES = ("local", "ray")
 LOOK_S = 0.2
 SIDE_BY_SIDE = 32
 BATCHED = ("mlp", "logistic", "cnn1d")
-"""Models whose clients are trained side by side on a processor: convolutions over images are slower so."""
+"""Models whose clients are trained side by side on a processor: convolutions over images, and those of one channel,
+are slower so."""
 
 
 @dataclass(frozen=True)

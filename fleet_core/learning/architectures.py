@@ -9,7 +9,7 @@
 | cnn-leaf | conv5×5-32, maxpool2, conv5×5-64, maxpool2, fc 2048, padded | Chen et al. 2018, A.1; LEAF |
 | conv4 | four times conv3×3-64, GroupNorm, ReLU, maxpool2 | Snell et al., NeurIPS 2017; Vinyals et al. 2016 |
 | cnn1d | strided convolutions with GroupNorm on series, flattened | of this project, for aligned windows |
-| ds-cnn | a convolution, three depthwise-separable ones, global pooling | after Zhang et al. 2017, "Hello Edge" |
+| ds-cnn | a convolution, three depthwise-separable ones, pooled over all positions | after Zhang et al. 2017, "Hello Edge" |
 | char-lstm | characters 8 wide, two LSTM layers of 256, the last state | Chen et al. 2018, A.1; LEAF |
 
 ``head`` is always there; a method that shares the body alone, as Proto methods do, neither trains nor sends it.
@@ -89,12 +89,12 @@ class Cnn1d(nn.Module):
 
 
 class DsCnn(nn.Module):
-    """Depthwise-separable convolutions on series [C, T] or images [C, H, W] of any size; the embedding is the mean and
-    the maximum, over all positions, of what each layer puts out: ``2 · sum(channels)`` wide.
+    """Depthwise-separable convolutions on series [C, T] or images [C, H, W] of any size. Embedding: the mean and the
+    maximum over all positions of the last two layers, so that it does not count where in a window something happens.
 
     Zhang, Suda, Lai, Chandra, "Hello Edge: Keyword Spotting on Microcontrollers", 2017: a convolution, then blocks of a
-    depthwise and a pointwise one, then the mean over all positions. Chosen by ``benchmarks/own_data``: GroupNorm in
-    place of BatchNorm, one activation a block, and what is pooled: where in a window something happens does not count.
+    depthwise and a pointwise one, then the mean over all positions of the last. Here GroupNorm in place of BatchNorm
+    and one activation a block; what is pooled was chosen by ``benchmarks/own_data``.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 32, 32, 32)) -> None:
@@ -113,7 +113,7 @@ class DsCnn(nn.Module):
         )
         self.pointwise = nn.ModuleList(conv(a, b, 1) for a, b in pairs)
         self.norms = nn.ModuleList(nn.GroupNorm(math.gcd(b, max(1, b // 16)), b) for b in channels)
-        self.head = nn.Linear(2 * sum(channels), classes)
+        self.head = nn.Linear(2 * sum(channels[-2:]), classes)
 
     def layers(self, x: Tensor) -> list[Tensor]:
         """What each layer puts out, [N, its channels, positions]."""
@@ -123,7 +123,7 @@ class DsCnn(nn.Module):
         return [z.flatten(2) for z in found]
 
     def embed(self, x: Tensor) -> Tensor:
-        return torch.cat([pooled for z in self.layers(x) for pooled in (z.mean(2), z.amax(2))], 1)
+        return torch.cat([pooled for z in self.layers(x)[-2:] for pooled in (z.mean(2), z.amax(2))], 1)
 
 
 class TwoConvolutions(nn.Module):
