@@ -41,6 +41,9 @@ def data_of(
     samples = load(Path(data), window=window, stride=stride)
     for remark in (*samples.notes, *inputs.remarks(samples.x)):
         say(remark)
+    if inputs.channels_last(samples.x.shape[1:]):
+        raise DataError(f"x has shape {list(samples.x.shape)}", where=data, hint="np.moveaxis(x, -1, 1) turns it",
+                        expected="images [N, channels, height, width]")
     if samples.classes is None:
         most = int(samples.y.max())
         raise DataError("names no classes", where=data, expected=f"an array 'classes' of {most + 1} or more names, of "

@@ -310,7 +310,7 @@ def test_images_with_their_channels_last_make_no_fleet_and_are_told_how_to_turn(
     data = tmp_path / "photos.npz"
     np.savez(data, x=np.zeros((4, 32, 32, 3), np.uint8), y=np.array(["cat", "dog"] * 2))
     ran = run("metafleet", "init", tmp_path / "fleet", "--data", data)
-    refused(ran, 2, "images of 32 channels, 32 by 3 pixels", "np.moveaxis(x, -1, 1)", "it needs images of 16 pixels")
+    refused(ran, 2, "images of 32 channels, 32 by 3 pixels", "np.moveaxis(x, -1, 1)", "expected images [N, channels")
     assert list(tmp_path.iterdir()) == [data]
 
 

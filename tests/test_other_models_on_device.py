@@ -1,5 +1,5 @@
-"""A recurrent model, one that pools and a model of one's own on a device: what answers there is what torch computes, and the device
-needs nothing of the model's code."""
+"""A recurrent model, one that pools and one's own on a device: what answers there is what torch computes, and it needs
+nothing of the model's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fleet is made of where nobody named a model: the choice by shape, and that it suits sensors that run freely."""
+"""What a fleet is made of where nobody named a model: the choice by shape; it suits sensors that run freely."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from fleet_core.data.samples import load
 from fleet_core.data.sets.registry import entries
 from fleet_core.layout import InputSpec
 from fleet_core.learning import models
-
 
 # The choice
 
@@ -68,7 +67,7 @@ def test_generated_series_are_those_of_their_seed_and_can_be_read(name: str, tmp
     for key, array in first.items():
         np.testing.assert_array_equal(array, again[key])
     assert not np.array_equal(first["x"], other["x"])
-    np.savez(tmp_path / "made.npz", **first)
+    np.savez(tmp_path / "made.npz", allow_pickle=False, **first)
     samples = load(tmp_path / "made.npz")
     family = series.FAMILIES[name.rpartition("-")[0]]
     assert (samples.x.shape[1:], samples.classes) == (family.shape, tuple(sorted(family.classes)))
@@ -129,7 +128,10 @@ def test_tables_have_the_mean_over_seeds_and_leave_out_what_did_not_run() -> Non
         return {"score": score, "parameters": parameters, "payload_bytes": 1000.0, "seconds": 1.0}
 
     stage = {
-        "a": {"nearest mean": 0.25, "runs": {"old": {"m": {"0": run(0.5), "1": run(0.7)}}, "new": {"m": {"0": run(1)}}}},
+        "a": {
+            "nearest mean": 0.25,
+            "runs": {"old": {"m": {"0": run(0.5), "1": run(0.7)}}, "new": {"m": {"0": run(1)}}},
+        },
         "b": {"nearest mean": 0.75, "runs": {"old": {"m": {"0": run(0.4, 1200)}}}},
     }
     lines = table.validation(stage).splitlines()

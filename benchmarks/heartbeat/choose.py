@@ -130,7 +130,8 @@ def main() -> None:
         for number, (job, found) in enumerate(zip(jobs, pool.map(_job, jobs), strict=True), start=1):
             for what, figure in found.items():
                 figures.setdefault((*job[:2], repr(job[2]), what), []).append(figure)
-            print(f"{number}/{len(jobs)} {' '.join(map(str, job[:3]))} seed {job[4]}: {found}", file=sys.stderr, flush=True)
+            told = f"{number}/{len(jobs)} {' '.join(map(str, job[:3]))} seed {job[4]}: {found}"
+            print(told, file=sys.stderr, flush=True)
     rows = [
         {"model": key[0], "method": key[1], "hyper": key[2], "judged": key[3], "macro_f1": values,
          "mean": float(np.mean(values))}

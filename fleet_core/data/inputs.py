@@ -64,7 +64,7 @@ def remarks(x: np.ndarray[Any, Any]) -> list[str]:
     """What a person may not have meant, of samples x [N, ...]."""
     shape = x.shape[1:]
     turned = "channels come first, [N, channels, …]; where yours come last, np.moveaxis(x, -1, 1) turns them"
-    if len(shape) == 3 and shape[2] in COLOURS and shape[0] not in COLOURS:
+    if channels_last(shape):
         return [f"x is read as images of {shape[0]} channels, {shape[1]} by {shape[2]} pixels: {turned}"]
     if len(shape) == 2 and shape[0] > shape[1]:
         return [f"x is read as series of {shape[0]} channels and {shape[1]} steps: {turned}"]
@@ -72,6 +72,11 @@ def remarks(x: np.ndarray[Any, Any]) -> list[str]:
         return ["x is read as text, for its whole numbers are all below the number of classes; if they are readings, "
                 "save them as float32"]
     return []
+
+
+def channels_last(shape: Sequence[int]) -> bool:
+    """Whether samples of this shape look like images whose colours come last."""
+    return len(shape) == 3 and shape[2] in COLOURS and shape[0] not in COLOURS
 
 
 def unscaled(samples: Samples, spec: InputSpec) -> list[str]:
