@@ -114,7 +114,8 @@ def test_two_devices_enrol_by_token_train_and_answer_over_tls_and_no_secret_is_t
     left = json.loads(ran("metafleet devices revoke", fleet.folder, "d1", "--json"))
     assert len(left["certificates"]) == 1
     server.says("d1 revoked")
-    ran("metafleet predict", fleet.folder, "d1", desk.folder / "all.npz", "--timeout-s", "1", code=1)
+    ran("metafleet predict", fleet.folder, "d1", desk.folder / "all.npz", "--timeout-s", "1", code=2)
+    assert "device 'd1' was revoked" in said[-1]
     commands += commands_of(desk)
     seen |= secrets_in(desk.folder)
     assert len(seen) >= 10
