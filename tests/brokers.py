@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +13,8 @@ import pytest
 
 from cloud_server.broker import Broker, start_broker
 from fleet_core.link import Event, Link, Message
+from tests import waiting
+from tests.waiting import PATIENCE_S
 
 E = TypeVar("E")
 
@@ -52,13 +53,32 @@ class Watched:
         return [message.topic for message in self.of(Message)]
 
 
-def until(condition: Callable[[], object], *watched: Watched, timeout_s: float = 15.0) -> None:
+def until(condition: Callable[[], object], *watched: Watched) -> None:
     """Poll the links until the condition holds; fail with what they saw when it does not."""
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s, [each.events for each in watched]
+
+    def pump() -> None:
         for each in watched:
             each.pump()
+
+    waiting.until(condition, pump, lambda: [each.events for each in watched])
+
+
+def answers(port: int) -> bool:
+    """Whether a connection is taken."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def refuses(port: int) -> bool:
+    """Whether a connection is refused. While a broker ends it hangs up, or resets; only a refusal says that it has."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S).close()
+    except ConnectionError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 class ScriptedBroker:
@@ -70,15 +90,16 @@ class ScriptedBroker:
 
     def meet(self, watched: Watched) -> Peer:
         """The link's next connection, its CONNECT not yet read; what happens until then is in ``watched.events``."""
-        until_s = time.monotonic() + 10
         self.listener.setblocking(False)
-        while time.monotonic() < until_s:
-            watched.events += watched.link.poll(10, also=[self.listener.fileno()])
-            try:
-                return Peer(self.listener.accept()[0])
-            except BlockingIOError:
-                continue
-        raise AssertionError(f"the link did not connect: {watched.events}")
+        accepted: list[socket.socket] = []
+
+        def accept() -> None:
+            watched.events += watched.link.poll(1, also=[self.listener.fileno()])
+            with suppress(BlockingIOError):
+                accepted.append(self.listener.accept()[0])
+
+        waiting.until(lambda: accepted, accept, lambda: f"the link did not connect: {watched.events}")
+        return Peer(accepted[0])
 
 
 class Peer:
@@ -86,7 +107,7 @@ class Peer:
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
-        self.sock.settimeout(5)
+        self.sock.settimeout(PATIENCE_S)
         self.received_bytes = 0
         self.sent_bytes = 0
 

@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ from cloud_server.starting import fleet_toml
 from edge_agent.settings import settings_of
 from export.first import first
 from fleet_core.data.samples import Samples, load, save
+from tests import waiting
+from tests.waiting import PATIENCE_S
 
 CLASSES = ("a", "b", "c")
 CLIENTS = ("d0", "d1", "d2", "d3")
@@ -79,22 +80,21 @@ class Program:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 60) -> None:
-        """Waits until ``condition`` holds. Fails when the program ends before, or after ``timeout_s`` seconds."""
-        until_s = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < until_s, f"not after {timeout_s} s: {self.text()}"
-            try:
+    def until(self, condition: Callable[[], object]) -> None:
+        """Waits until ``condition`` holds. Fails when the program ends before."""
+
+        def wait() -> None:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.05)
-            except subprocess.TimeoutExpired:
-                continue
-            assert condition(), f"exit code {self.process.returncode}: {self.text()}"
+                assert condition(), f"exit code {self.process.returncode}: {self.text()}"
 
-    def says(self, words: str, timeout_s: float = 60) -> None:
-        self.until(lambda: words in self.text(), timeout_s)
+        waiting.until(condition, wait, self.text)
 
-    def ends(self, timeout_s: float = 60) -> int:
-        return self.process.wait(timeout_s)
+    def says(self, words: str) -> None:
+        self.until(lambda: words in self.text())
+
+    def ends(self) -> int:
+        return self.process.wait(PATIENCE_S)
 
 
 class Desk:
@@ -121,7 +121,7 @@ class Desk:
                 program.process.send_signal(signal.SIGTERM)
         for program in self.started:
             try:
-                program.process.wait(15)
+                program.process.wait(60)
             except subprocess.TimeoutExpired:
                 program.process.kill()
                 program.process.wait()
@@ -149,12 +149,10 @@ def edge_agent(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "edge_agent.cli", *map(str, arguments)]
 
 
-def called(
-    command: list[str], *, environ: Mapping[str, str] | None = None, timeout_s: float = 60
-) -> subprocess.CompletedProcess[str]:
+def called(command: list[str], *, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """The command, run to its end, with ``environ`` beside this environment."""
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, env=clean_environ(**(environ or {})), check=False
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env=clean_environ(**(environ or {})), check=False
     )
 
 

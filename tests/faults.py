@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -42,6 +41,8 @@ from fleet_core.data.samples import save
 from fleet_core.errors import StateError
 from fleet_core.link import Message, Will
 from fleet_core.link.mqtt import MqttLink, parse_url
+from tests import waiting
+from tests.brokers import answers
 from tests.desk import Desk, Program, command_of, descendants, edge_agent, metafleet
 from tests.inprocess import config_text, toy, world
 
@@ -83,14 +84,12 @@ class Mosquitto:
         command = [find_mosquitto() or "mosquitto", "-c", str(self.folder / "mosquitto.conf")]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        until_s = time.monotonic() + 20
-        while time.monotonic() < until_s:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
-                return
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(0.02)
-                break
-        raise AssertionError(f"mosquitto did not start: {self.log.read_text()}")
+        waiting.until(self._answers)
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, f"mosquitto did not start: {self.log.read_text()}"
+        return answers(self.port)
 
     def kill(self, *, forget: bool) -> None:
         """SIGKILL. forget: what it had saved of its retained messages is gone too."""
@@ -104,7 +103,7 @@ class Mosquitto:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(5)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -413,23 +412,23 @@ class Processes:
         children = descendants(self.running[device].process.pid)
         return [pid for pid in sorted(children) if "edge_agent.trainer" in command_of(pid)]
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 60.0, what: str = "") -> None:
+    def until(self, condition: Callable[[], object], what: str = "") -> None:
         """Looks on until ``condition`` holds; fails when a process ended that nobody killed."""
-        until_s = time.monotonic() + timeout_s
-        while not condition():
+
+        def look() -> None:
             for name, program in self.running.items():
                 assert program.process.poll() is None, f"{name} ended: {program.text()}"
-            assert time.monotonic() < until_s, f"not after {timeout_s} s: {what}\n{self.story()}"
             self.watcher.look(0.05)
 
-    def message(self, wanted: Callable[[Message], bool], timeout_s: float = 60.0, what: str = "") -> Message:
+        waiting.until(condition, look, lambda: f"{what}\n{self.story()}")
+
+    def message(self, wanted: Callable[[Message], bool], what: str = "") -> Message:
         """The next message that is ``wanted``, from now on."""
-        until_s = time.monotonic() + timeout_s
-        while time.monotonic() < until_s:
-            for message in self.watcher.look():
-                if wanted(message):
-                    return message
-        raise AssertionError(f"never seen: {what}\n{self.story()}")
+        found: list[Message] = []
+        waiting.until(
+            lambda: found, lambda: found.extend(filter(wanted, self.watcher.look())), lambda: f"{what}\n{self.story()}"
+        )
+        return found[0]
 
     def closed(self) -> int:
         return closed_rounds(self.folder)
@@ -442,8 +441,8 @@ class Processes:
         with Ledger(self.folder / "fleet" / "ledger.sqlite", create=False) as ledger:
             return {row.device for row in ledger.rows(Judgement, round=rounds)} >= set(self.devices())
 
-    def finish(self, timeout_s: float = 90.0) -> None:
-        self.until(self.settled, timeout_s, "the end")
+    def finish(self) -> None:
+        self.until(self.settled, "the end")
         self.desk.stop()
         for program in self.desk.started:
             assert "Traceback" not in program.text(), program.text()
@@ -597,13 +596,9 @@ class Crew:
         if not any([actor.step(0) for actor in actors]):
             actors[0].step(0.005)
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 60.0, what: str = "") -> float:
-        """Steps everybody until ``condition`` holds; the seconds it took."""
-        began_s = time.monotonic()
-        while not condition():
-            assert time.monotonic() < began_s + timeout_s, f"not after {timeout_s} s: {what}\n" + self.story()
-            self.step()
-        return time.monotonic() - began_s
+    def until(self, condition: Callable[[], object], what: str = "") -> None:
+        """Steps everybody until ``condition`` holds."""
+        waiting.until(condition, self.step, lambda: f"{what}\n{self.story()}")
 
     def closed(self) -> int:
         return 0 if self.server is None else self.server.checkpoint.round
@@ -617,8 +612,8 @@ class Crew:
             return False
         return {row.device for row in self.ledger.rows(Judgement, round=rounds)} >= set(self.agents)
 
-    def finish(self, timeout_s: float = 60.0) -> float:
-        return self.until(self.settled, timeout_s, "the end")
+    def finish(self) -> None:
+        self.until(self.settled, "the end")
 
     def story(self) -> str:
         phases = {name: (agent.phase, agent.link.connected) for name, agent in self.agents.items()}

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +24,10 @@ from pathlib import Path
 import pytest
 
 from firmware_profiles.program import Program, sha256_of
+from tests import waiting
+from tests.waiting import PATIENCE_S
 
 SBIN = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
-PATIENCE_S = 60.0
 USER = "pi"
 
 SETUP = """set -e
@@ -216,12 +216,8 @@ def a_program(folder: Path, version: str, agent: str = GOOD) -> Program:
     return Program(version, path, sha256_of(path), size, 0, python, platform.machine(), "a test", ())
 
 
-def until(true: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Waits for ``true()``."""
-    end = time.monotonic() + patience_s
-    while not true():
-        assert time.monotonic() < end, f"in vain: {what}"
-        time.sleep(0.02)
+def until(true: Callable[[], object], what: str) -> None:
+    waiting.until(true, reason=lambda: what)
 
 
 def _tellers() -> dict[str, str]:

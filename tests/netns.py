@@ -23,6 +23,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ETHERNET_BYTES = 14
 SETTINGS = {"ipv6/conf/all/disable_ipv6": "1", "ipv6/conf/default/disable_ipv6": "1", "ipv4/tcp_early_retrans": "0"}
 CLONE_NEWNET = 0x40000000
@@ -177,4 +179,6 @@ def _program() -> str:
 
 
 def _ip(*arguments: str) -> str:
-    return subprocess.run([_program(), *arguments], check=True, capture_output=True, text=True, timeout=20).stdout
+    return subprocess.run(
+        [_program(), *arguments], check=True, capture_output=True, text=True, timeout=PATIENCE_S
+    ).stdout

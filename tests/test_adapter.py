@@ -26,6 +26,7 @@ from fleet_core.learning import models, personal
 from tests import homes
 from tests.inprocess import config_text, toy, world
 from tests.test_fleet import finished
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPPING = {
@@ -85,7 +86,7 @@ def test_a_child_takes_the_steps_without_torch_and_is_gone_after(
     service = device(tmp_path, "fedavg-meta")
     job = order(service)
     command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(job.header)]
-    bare = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    bare = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     started: list[int] = []
     begin = AdapterProcess._start
 

@@ -20,7 +20,7 @@ from fleet_core.data.heartbeat import load_heartbeat
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.needs(*scene.PROGRAMS),
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="a root file system is made by root"),
 ]
 

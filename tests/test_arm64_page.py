@@ -1,11 +1,14 @@
-"""The page of the proofs on emulated ARM64 says what result.json has, what failed and what was not played."""
+"""The page of the proofs on emulated ARM64 says what result.json has, what failed and what was not played; and what a
+wait for the emulated board counts."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from benchmarks import markdown
 from benchmarks.arm64 import prove
+from benchmarks.arm64.machine import Patience
 
 
 def test_the_page_has_the_tables_of_the_result() -> None:
@@ -27,3 +30,39 @@ def test_what_failed_is_said() -> None:
     for name, each in told["proofs"].items():
         assert each["passed"] != ("failed" in each), name
         assert each["held"] or not each["passed"], name
+
+
+class Busy:
+    """A board on a machine with other work."""
+
+    def __init__(self) -> None:
+        self.now, self.console = 0.0, ""
+        self.threads = {"1": 0.0, "2": 0.0}
+
+    def said(self) -> str:
+        return self.console
+
+    def waits(self) -> dict[str, float]:
+        return dict(self.threads)
+
+    def passes(self, seconds: float, **waited: float) -> None:
+        self.now += seconds
+        for thread, s in waited.items():
+            self.threads[thread.removeprefix("t")] += s
+
+
+def test_a_wait_for_the_board_leaves_out_what_others_computed_and_begins_again_with_its_words() -> None:
+    board: Any = Busy()
+    patience = Patience(board, lambda: board.now)
+    board.passes(10, t1=7, t2=6)
+    assert patience.spent_s() == 3
+    board.passes(10, t2=9.5)
+    assert patience.spent_s() == 3.5
+    board.passes(5)
+    assert patience.spent_s() == 8.5
+    board.console = "booting"
+    board.passes(5)
+    assert patience.spent_s() == 0
+    board.passes(4)
+    assert patience.spent_s() == 4
+    assert Patience(None, lambda: board.now).spent_s() == 0

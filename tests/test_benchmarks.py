@@ -28,6 +28,7 @@ from cloud_server.laboratory import workload as workloads
 from fleet_core.learning import models
 from tests import lab, netns
 from tests.brokers import NEEDS_MOSQUITTO
+from tests.waiting import PATIENCE_S
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SMALL = Workload(devices=2, rounds=2)
@@ -118,7 +119,7 @@ def test_a_child_that_a_thread_started_belongs_to_the_device() -> None:
 
     def start() -> None:
         children.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
-        done.wait(20)
+        done.wait(PATIENCE_S)
 
     thread = threading.Thread(target=start)
     thread.start()
@@ -318,7 +319,6 @@ def test_updates_per_second_are_those_of_the_median_round_and_processor_time_tha
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_what_subnormals_cost_is_of_the_same_step_in_turn() -> None:
     found = subnormals.beside(0.0, 1)
     assert min(found.values()) > 0

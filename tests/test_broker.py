@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from cloud_server.mosquitto import Place
 from fleet_core.errors import ConfigError, LinkError, StateError
 from fleet_core.link import Connected, Message, Will
 from fleet_core.link.mqtt import MqttLink, parse_url
-from tests.brokers import NEEDS_MOSQUITTO, Watched, private_broker, until
+from tests.brokers import NEEDS_MOSQUITTO, Watched, private_broker, refuses, until
 from tests.certified import bare_fleet
 from tests.desk import (
     clean_environ,
@@ -36,6 +35,7 @@ from tests.desk import (
     found_fleet,
     metafleet,
 )
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(params=[pytest.param("mosquitto", marks=NEEDS_MOSQUITTO), "amqtt"])
@@ -71,12 +71,12 @@ def test_a_private_broker_listens_on_loopback_alone_and_stops(broker: Broker) ->
     port = parse_url(broker.url).port
     assert broker.alive()
     with pytest.raises(OSError, match=r"refused|assign|reach"):
-        socket.create_connection(("127.0.0.2", port), timeout=5)
+        socket.create_connection(("127.0.0.2", port), timeout=PATIENCE_S)
     broker.stop()
     broker.stop()
     assert not broker.alive()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=5)
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
 
 
 @NEEDS_MOSQUITTO
@@ -114,7 +114,7 @@ def test_an_address_that_others_can_reach_is_taken_when_plain_mqtt_is_asked_for_
     broker = start_broker(tmp_path, host="0.0.0.0", embedded=embedded, plain=True)
     try:
         assert parse_url(broker.url).host == "127.0.0.1", "as this machine itself reaches it"
-        socket.create_connection(("127.0.0.2", parse_url(broker.url).port), timeout=5).close()
+        socket.create_connection(("127.0.0.2", parse_url(broker.url).port), timeout=PATIENCE_S).close()
     finally:
         broker.stop()
 
@@ -300,19 +300,6 @@ def ended(sock: socket.socket) -> bool:
         return True
 
 
-def refuses(port: int) -> bool:
-    """Whether connections are refused within ten seconds: amqtt hangs up on its clients before it stops listening."""
-    until_s = time.monotonic() + 10
-    while time.monotonic() < until_s:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=10).close()
-        except ConnectionRefusedError:
-            return True
-        except ConnectionResetError:
-            continue  # the socket was just being closed: only a refusal says that it is
-    return False
-
-
 def test_the_broker_dies_with_its_parent(tmp_path: Path, kind: str) -> None:
     root = Path(__file__).resolve().parent.parent
     parent = subprocess.Popen(
@@ -324,8 +311,8 @@ def test_the_broker_dies_with_its_parent(tmp_path: Path, kind: str) -> None:
     )
     assert parent.stdout is not None
     port = parse_url(parent.stdout.readline().strip()).port
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as sock:
         parent.send_signal(signal.SIGKILL)
         parent.communicate()
         assert ended(sock)
-    assert refuses(port)
+    until(lambda: refuses(port))

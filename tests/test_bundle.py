@@ -392,7 +392,7 @@ def zipped_plain(array: Any) -> bytes:
     return buffer.getvalue()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_turned_bytes_are_refused_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever is turned in the one file, reading it ends with a bundle or a BundleError, and nothing else."""

@@ -20,6 +20,7 @@ from fleet_core.algorithms import trees
 from fleet_core.bundle_files import Bundle
 from fleet_core.errors import BundleError
 from tests.bundles import bundle_of
+from tests.waiting import PATIENCE_S
 
 METHOD = "fedmeta-metasgd"
 BIAS = "head/head.bias"
@@ -186,7 +187,9 @@ def test_a_quantized_encoder_passes_with_its_cost_and_not_with_another() -> None
 def gate(path: Path, before: str = "") -> subprocess.CompletedProcess[str]:
     program = f"import sys\n{before}\nfrom edge_agent import bundle_gate\nfrom fleet_core import runtime\n"
     program += "runtime.guarded(lambda: bundle_gate.main(sys.argv[1:]))\nprint('torch' in sys.modules)"
-    return subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 def test_what_checks_has_no_torch_and_says_so_where_it_has(tmp_path: Path) -> None:

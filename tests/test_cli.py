@@ -36,6 +36,7 @@ from fleet_core.data.samples import load, save
 from fleet_core.link.base import Connected, Message
 from fleet_core.link.mqtt import MqttLink
 from tests.desk import called, desk_in, found_fleet, metafleet, write_samples
+from tests.waiting import PATIENCE_S
 
 NOBODY = "mqtt://127.0.0.1:9"  # the discard port, where no broker is
 COLOUR = re.compile(r"\x1b\[[0-9;]*[34][0-7]")
@@ -78,7 +79,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def become_child(module: str, *arguments: str) -> None:
     """In place of ``runtime.become``, which would end the tests."""
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     print(done.stdout, end="")
     print(done.stderr, end="", file=sys.stderr)
     sys.exit(done.returncode)
@@ -745,7 +748,8 @@ def test_a_listing_that_nobody_reads_to_its_end_ends_quietly() -> None:
     reader = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
     reader.wait()
     done = subprocess.run(
-        metafleet("methods", "--json"), stdout=reader.stdin, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        metafleet("methods", "--json"), stdout=reader.stdin, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S,
+        check=False,
     )
     with suppress(BrokenPipeError):
         reader.communicate()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.messages import Presence
 from tests.certified import bare_fleet, papers, secured_broker
+from tests.waiting import until
 
 TOPIC = topics.presence("lab", "kitchen")
 
@@ -126,10 +125,3 @@ def test_the_operators_certificate_sees_a_device_come_back_over_tls(
         watch.close()
         device.close()
     assert other.calls == []
-
-
-def until(true: Callable[[], bool], meanwhile: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        meanwhile()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from export.first import first
 from fleet_core.data.samples import Samples, save
 from fleet_core.link import Traffic
 from fleet_core.link.mqtt import MqttLink
-from tests import netns
+from tests import netns, waiting
 from tests.brokers import NEEDS_MOSQUITTO, Watched, until
 from tests.desk import Desk, edge_agent, metafleet
 from tests.netns import Passed, Star, Wire
@@ -139,10 +138,11 @@ def work(link: MqttLink) -> None:
 
 def as_passed(wire: Wire) -> Passed:
     """What passed, once nothing does any more."""
-    readings, until_s = [wire.passed()], time.monotonic() + 10
-    while readings[-QUIET_READINGS:] != [readings[-1]] * QUIET_READINGS:
-        assert time.monotonic() < until_s, "the wire does not come to rest"
-        readings.append(wire.passed())
+    readings = [wire.passed()]
+    waiting.until(
+        lambda: readings[-QUIET_READINGS:] == [readings[-1]] * QUIET_READINGS,
+        lambda: readings.append(wire.passed()), lambda: "the wire does not come to rest",
+    )
     return readings[-1]
 
 

@@ -122,7 +122,6 @@ def test_a_trainer_that_is_killed_at_work_costs_only_time(founded: Path, whole: 
     check_end(tmp_path / "run", whole)
 
 
-@pytest.mark.timeout(900 if LONG else 120)
 def test_kills_at_random_moments_change_nothing(founded: Path, whole: Path, tmp_path: Path) -> None:
     draw = random.Random(SEED)
     print(f"METAFLEET_SEED={SEED}")
@@ -134,7 +133,7 @@ def test_kills_at_random_moments_change_nothing(founded: Path, whole: Path, tmp_
             victim = draw.choice(["d0", "d1", "d0's trainer", "d1's trainer", "server", "broker"])
             print(f"round {running.closed() + 1}: {victim}")
             end_one(broker, running, victim, forget=draw.random() < 0.5)
-        running.finish(600 if LONG else 90)
+        running.finish()
     check_end(tmp_path / "run", whole)
 
 
@@ -195,23 +194,23 @@ def reached(running: Processes, number: int, moment: str) -> bool:
 
 
 def test_dead_devices_are_noticed_and_the_round_closes_on_quorum(tmp_path: Path) -> None:
-    """Killed: by its will, in a second. Without a word, as in a power cut: by its silence at work, in five."""
-    founded = found_tiny(tmp_path / "founded", rounds=5, quorum=0.5, deadline_s=300.0)
+    """Killed: by its will. Without a word, as in a power cut: by its silence at work. The deadline is an hour away;
+    within how many seconds by the aggregator's clock is in tests/test_fleet.py."""
+    founded = found_tiny(tmp_path / "founded", rounds=5, quorum=0.5, deadline_s=3600.0)
     trains = STEPS["it trains"]
     with fleet_of(founded, tmp_path / "run") as (_, running):
         running.message(trains, what="d1 trains")
         running.kill(DEVICE)
-        killed_s = time.monotonic()
-        running.message(lambda m: m.topic == topics.presence(FLEET, DEVICE) and said(m).get("st") == "off", 1.0)
-        running.until(lambda: state_of(running, DEVICE) == "off", killed_s + 1.0 - time.monotonic(), "the ledger's off")
-        running.until(lambda: running.closed() >= 1, 30.0, "a round without d1")
+        running.message(lambda m: m.topic == topics.presence(FLEET, DEVICE) and said(m).get("st") == "off", "its will")
+        running.until(lambda: state_of(running, DEVICE) == "off", "the ledger's off")
+        running.until(lambda: running.closed() >= 1, "a round without d1")
 
         running.start(DEVICE)
         running.message(trains, what="d1 trains again")
         os.kill(running.running[DEVICE].process.pid, signal.SIGSTOP)
         try:
             number = running.closed() + 1
-            running.until(lambda: running.closed() >= number, 5.0, "the round that d1 was in")
+            running.until(lambda: running.closed() >= number, "the round that d1 was in")
         finally:
             os.kill(running.running[DEVICE].process.pid, signal.SIGCONT)
         running.finish()
@@ -236,9 +235,9 @@ def test_an_update_that_comes_after_the_close_is_late_and_without_effect(tmp_pat
         proxy.weather.half_open = True
         running.until(lambda: list(folder.glob(f"{DEVICE}/methods/*/pending.safetensors")), what="an update of d1")
         others.weather.half_open = False
-        running.until(lambda: running.closed() >= 1, 30.0, "a round without d1")
+        running.until(lambda: running.closed() >= 1, "a round without d1")
         proxy.weather.half_open = False
-        running.until(lambda: fate(folder, 1, DEVICE) is not None, 30.0, "what d1 sent")
+        running.until(lambda: fate(folder, 1, DEVICE) is not None, "what d1 sent")
         running.finish()
     assert [fate(folder, 1, name) for name in ("d0", DEVICE)] == ["counted", "late"]
     assert fate(folder, 3, DEVICE) == "counted", "it is one of the fleet as before"

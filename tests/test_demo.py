@@ -171,7 +171,7 @@ def test_a_demo_that_was_interrupted_leaves_nobody_and_goes_on_to_its_end(desk: 
     assert not (out / "result.json").exists()
 
     data = desk.folder / "data.npz"
-    done = called(metafleet("demo", *FEW, "--data", data, "--out", out, "--rounds", rounds, "--json"), timeout_s=90)
+    done = called(metafleet("demo", *FEW, "--data", data, "--out", out, "--rounds", rounds, "--json"))
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert validate(result) == []
@@ -194,7 +194,7 @@ def test_a_demo_that_is_killed_takes_its_processes_with_it(desk: Desk) -> None:
     program, _, pids = started(desk, "--rounds", 500, "--no-baseline")
     program.process.kill()
     witness = desk.start("sleep", "60")  # a process to wait beside
-    witness.until(lambda: not alive(pids), timeout_s=30)
+    witness.until(lambda: not alive(pids))
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_a_demo_on_the_embedded_broker_survives_the_death_of_an_agent(desk: Desk
     assert "broker: amqtt at" in program.text()
     (agent,) = (pid for pid in pids if f"--home {out / 'devices' / 'd1'}" in command_of(pid))
     os.kill(agent, signal.SIGKILL)
-    assert program.ends(timeout_s=90) == 0, program.text()
+    assert program.ends() == 0, program.text()
     assert "agent d1 ended with exit code -9 and is started again" in program.text()
     assert closed_rounds(out / "fleet") == list(range(1, 16))
     result = json.loads((out / "result.json").read_text())

@@ -33,6 +33,7 @@ from fleet_core.link.base import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from tests.inprocess import World, config_text, toy, without_fsync, world
 from tests.test_fleet import MORTAL, all_judged, check_duals, finished, opened, outcome, settled
+from tests.waiting import PATIENCE_S
 
 NO_SPACE_S = 2 * RETRY_S + 1  # so that the second attempt fails too
 TICK_S = 0.1
@@ -220,7 +221,7 @@ def mount(*arguments: str) -> None:
 
 
 def command(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(words, check=True, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def fill(folder: Path) -> Path:

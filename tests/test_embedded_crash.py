@@ -6,7 +6,6 @@ The broker is the aggregator's child: it dies with it, and comes back without wh
 from __future__ import annotations
 
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from fleet_core import topics
 from fleet_core.link import Message
 from fleet_core.link.mqtt import parse_url
+from tests.brokers import answers, refuses
 from tests.faults import FLEET, Processes, check_end, found_tiny, free_port, processes, said, undisturbed
 
 pytestmark = pytest.mark.slow
@@ -41,18 +41,9 @@ def whole(founded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return undisturbed(founded, tmp_path_factory.mktemp("whole") / "run")
 
 
-def answers(url: str) -> bool:
-    address = parse_url(url)
-    try:
-        socket.create_connection((address.host, address.port), timeout=1).close()
-    except OSError:
-        return False
-    return True
-
-
 def start_server(running: Processes) -> None:
     running.start("server")
-    running.until(lambda: answers(running.url), 20, "the embedded broker")
+    running.until(lambda: answers(parse_url(running.url).port), "the embedded broker")
     running.watcher.link.abort()
     running.watcher.renew()
 
@@ -62,7 +53,7 @@ def end_one(running: Processes, victim: str) -> None:
     running.kill(victim)
     if victim != "server":
         return running.start(victim)
-    running.until(lambda: not answers(running.url), 10, "the end of the broker with its aggregator")
+    running.until(lambda: refuses(parse_url(running.url).port), "the end of the broker with its aggregator")
     start_server(running)
 
 

@@ -20,6 +20,7 @@ from fleet_core.errors import ConfigError, PowerError
 from fleet_core.power import live
 from fleet_core.power.sensor import Reading
 from tests import boards
+from tests.waiting import PATIENCE_S
 
 KEY = "ab" * 32
 DEVICE = f'# mine\n[device]\nname = "pi-1"\nfleet = "f"\nkey = "{KEY}"\n'
@@ -238,5 +239,7 @@ def test_a_sensor_that_device_toml_misspells_is_refused_with_a_suggestion(
 def test_neither_command_imports_torch_or_onnxruntime(tmp_path: Path) -> None:
     program = ("import sys, edge_agent.cli, edge_agent.doctor, edge_agent.energy; "
                "print([m for m in ('torch', 'onnxruntime', 'onnx') if m in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
     assert done.stdout.strip() == "[]"

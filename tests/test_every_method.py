@@ -46,6 +46,7 @@ from fleet_core.messages import Given, Manifest, UploadManifest
 from fleet_core.nearest import Neighbours, softmax
 from tests.inprocess import CLASSES, World, config_text, toy, without_fsync, world
 from tests.test_fleet import FakeDevice, Faults, Slow, finished, opened, settled, state_key, statuses
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("d0", "d1", "d2")
@@ -362,7 +363,7 @@ def test_the_commands_of_a_device_do_without_torch_what_they_can(fleet, tmp_path
 
     def edge_agent(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, arguments), "--home", str(home)]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
     done = edge_agent("predict", tmp_path / "x.npy", "--json")
     assert json.loads(done.stdout) == json.loads(messages.encode(wanted)), done.stderr

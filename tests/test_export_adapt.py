@@ -30,6 +30,7 @@ from fleet_core.errors import BundleError
 from fleet_core.layout import MODEL_GROUPS, InputSpec, Layout
 from fleet_core.learning import models, personal
 from fleet_core.learning.train import CHUNK, first_personal
+from tests.waiting import PATIENCE_S
 
 aten = torch.ops.aten
 
@@ -374,7 +375,9 @@ print("torch" in sys.modules)
 
 def test_a_device_without_torch_makes_the_golden_steps(tmp_path: Path) -> None:
     (tmp_path / "bundle").write_bytes(bundle.pack(made("lenet")))
-    done = subprocess.run([sys.executable, "-c", DEVICE], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", DEVICE], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.stdout.split("\n")[:3] == ["1 True", "10 True", "False"], done.stderr
 
 

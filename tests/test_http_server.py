@@ -14,8 +14,13 @@ import pytest
 from edge_agent.http_messages import Request, Response
 from edge_agent.http_server import HttpServer, Limits
 from fleet_core.errors import LinkError
+from tests.waiting import PATIENCE_S
 
-SHORT = Limits(connections=3, body_bytes=1000, bodies_bytes=1500, head_s=0.2, body_s=0.2, idle_s=5.0, send_s=5.0)
+SMALL = Limits(
+    connections=3, body_bytes=1000, bodies_bytes=1500, head_s=PATIENCE_S, body_s=PATIENCE_S, send_s=PATIENCE_S,
+    idle_s=PATIENCE_S, stop_s=PATIENCE_S,
+)
+"""Room for little, and time for a client on a busy machine."""
 GET = b"GET /x HTTP/1.1\r\nHost: h\r\n\r\n"
 
 
@@ -30,7 +35,7 @@ class Echo:
             raise ZeroDivisionError("a bug")
         if request.head.path == "/wait":
             self.inside.release()
-            assert self.free.wait(30)
+            assert self.free.wait(PATIENCE_S)
         return Response(200, f"{request.head.method} {request.head.path} ".encode() + bytes(request.body))
 
 
@@ -38,7 +43,7 @@ class Raw:
     """A client that sends what it is told, and reads whole responses."""
 
     def __init__(self, server: HttpServer):
-        self.socket = socket.create_connection((server.host, server.port), timeout=20)
+        self.socket = socket.create_connection((server.host, server.port), timeout=PATIENCE_S)
         self.file = self.socket.makefile("rb")
 
     def send(self, data: bytes) -> None:
@@ -79,9 +84,19 @@ def lines() -> list[str]:
 
 @pytest.fixture
 def server(echo: Echo, lines: list[str]) -> Iterator[HttpServer]:
-    running = HttpServer(echo, limits=SHORT, log=lines.append).start()
+    running = HttpServer(echo, limits=SMALL, log=lines.append).start()
     yield running
     echo.free.set()
+    running.stop()
+
+
+@pytest.fixture
+def hurried(echo: Echo, lines: list[str]) -> Iterator[Raw]:
+    """A client of a server that waits for no request for long."""
+    running = HttpServer(echo, limits=replace(SMALL, head_s=0.2, body_s=0.2), log=lines.append).start()
+    raw = Raw(running)
+    yield raw
+    raw.close()
     running.stop()
 
 
@@ -102,7 +117,7 @@ def client(server: HttpServer) -> Iterator[Callable[[], Raw]]:
 
 
 def test_one_connection_carries_many_requests(server: HttpServer) -> None:
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=20)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=PATIENCE_S)
     for number in range(3):
         connection.request("POST", "/a", body=b"b" * number)
         response = connection.getresponse()
@@ -189,33 +204,32 @@ def test_what_is_no_request_is_refused_and_the_connection_ends(
 
 
 @pytest.mark.parametrize("begun", [b"G", GET[:-1], b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nab"])
-def test_a_request_that_does_not_come_to_its_end_is_given_up(client: Callable[[], Raw], begun: bytes) -> None:
-    raw = client()
-    raw.send(begun)
-    assert raw.response()[0] == 408
-    assert raw.ended()
+def test_a_request_that_does_not_come_to_its_end_is_given_up(hurried: Raw, begun: bytes) -> None:
+    hurried.send(begun)
+    assert hurried.response()[0] == 408
+    assert hurried.ended()
 
 
-def test_a_request_that_comes_byte_by_byte_is_given_up_too(client: Callable[[], Raw]) -> None:
+def test_a_request_that_comes_byte_by_byte_is_given_up_too(hurried: Raw) -> None:
     """The time is that of the whole head: a byte now and then does not prolong it."""
-    raw, given_up = client(), threading.Event()
+    given_up = threading.Event()
 
     def trickle() -> None:
         while not given_up.wait(0.02):
             try:
-                raw.send(b"a")
+                hurried.send(b"a")
             except OSError:
                 return
 
     sender = threading.Thread(target=trickle)
     sender.start()
-    assert raw.response()[0] == 408
+    assert hurried.response()[0] == 408
     given_up.set()
     sender.join()
 
 
 def test_a_silent_connection_ends(echo: Echo) -> None:
-    server = HttpServer(echo, limits=replace(SHORT, idle_s=0.05)).start()
+    server = HttpServer(echo, limits=replace(SMALL, idle_s=0.05)).start()
     raw = Raw(server)
     assert raw.ended()
     raw.close()
@@ -223,7 +237,7 @@ def test_a_silent_connection_ends(echo: Echo) -> None:
 
 
 def test_a_connection_too_many_is_turned_away_and_room_is_made_again(client: Callable[[], Raw]) -> None:
-    held = [client() for _ in range(SHORT.connections)]
+    held = [client() for _ in range(SMALL.connections)]
     for raw in held:
         raw.send(GET)
         assert raw.response()[0] == 200
@@ -243,7 +257,7 @@ def test_bodies_together_are_bounded(client: Callable[[], Raw], echo: Echo) -> N
     first, second = client(), client()
     post = b"POST /wait HTTP/1.1\r\nHost: h\r\nContent-Length: 1000\r\n\r\n" + b"a" * 1000
     first.send(post)
-    assert echo.inside.acquire(timeout=20)
+    assert echo.inside.acquire(timeout=PATIENCE_S)
     second.send(post)
     status, headers, _ = second.response()
     assert (status, headers["retry-after"]) == (503, "1")
@@ -285,12 +299,12 @@ def test_a_client_that_leaves_within_its_request_is_nobodys_concern(
 
 
 def test_a_server_that_stops_finishes_what_is_under_way_and_takes_nothing_new(echo: Echo) -> None:
-    server = HttpServer(echo, limits=SHORT).start()
+    server = HttpServer(echo, limits=SMALL).start()
     busy, idle = Raw(server), Raw(server)
     idle.send(GET)
     assert idle.response()[0] == 200
     busy.send(b"GET /wait HTTP/1.1\r\nHost: h\r\n\r\n")
-    assert echo.inside.acquire(timeout=20)
+    assert echo.inside.acquire(timeout=PATIENCE_S)
     stopping = threading.Thread(target=server.stop)
     stopping.start()
     assert idle.ended()
@@ -298,18 +312,18 @@ def test_a_server_that_stops_finishes_what_is_under_way_and_takes_nothing_new(ec
     echo.free.set()
     status, headers, body = busy.response()
     assert (status, headers["connection"], body) == (200, "close", b"GET /wait ")
-    stopping.join(20)
+    stopping.join(PATIENCE_S)
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection((server.host, server.port), timeout=20)
+        socket.create_connection((server.host, server.port), timeout=PATIENCE_S)
     busy.close()
     idle.close()
 
 
 def test_a_server_that_stops_waits_for_nobody_forever(echo: Echo) -> None:
-    server = HttpServer(echo, limits=replace(SHORT, stop_s=0.05)).start()
+    server = HttpServer(echo, limits=replace(SMALL, stop_s=0.05)).start()
     busy = Raw(server)
     busy.send(b"GET /wait HTTP/1.1\r\nHost: h\r\n\r\n")
-    assert echo.inside.acquire(timeout=20)
+    assert echo.inside.acquire(timeout=PATIENCE_S)
     server.stop()
     assert busy.ended()
     echo.free.set()

@@ -36,6 +36,7 @@ from fleet_core.topics import enrolment_answer, enrolment_request
 from tests.certified import HOURS_S, Office, answer_of, asked_with, bare_fleet
 from tests.inprocess import config_text, world
 from tests.powercut import cut_at
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -313,7 +314,7 @@ def test_a_token_of_another_device_is_refused_by_a_home_that_has_one(office: Off
     (home / "device.toml").write_text(f'[device]\nname = "d1"\nfleet = "t"\nkey = "{office.fleet.public_key()}"\n')
     token.save(home / token.FILE, office.token("d0"))
     with pytest.raises(ConfigError, match="is another device's home: its name is 'd1'"):
-        enrol.enroll(home, home / token.FILE, limit_s=1, log=print)
+        enrol.enroll(home, home / token.FILE, limit_s=PATIENCE_S, log=print)
     assert (home / token.FILE).exists()
 
 
@@ -354,7 +355,7 @@ def test_a_damaged_token_is_refused_before_it_is_spent(
     damaged: dict[str, Any] = {name: text}
     token.save(path, replace(found, **damaged))
     with pytest.raises(ConfigError, match=said) as raised:
-        enrol.enroll(tmp_path / "home", path, limit_s=1, log=print)
+        enrol.enroll(tmp_path / "home", path, limit_s=PATIENCE_S, log=print)
     assert found.private_key not in str(raised.value)
     assert path.exists()
     assert not correspondence.asked
@@ -369,7 +370,7 @@ def test_a_token_makes_a_whole_device_and_is_erased(
     token.save(home / token.FILE, office.token("d0"))
     waiting = enrol.token_in(home)
     assert waiting is not None
-    assert enrol.enroll(home, waiting, limit_s=1, log=office.told.append) == "d0"
+    assert enrol.enroll(home, waiting, limit_s=PATIENCE_S, log=office.told.append) == "d0"
     assert enrol.token_in(home) is None
     settings = settings_of(home)
     assert (settings.device.name, settings.device.fleet, settings.device.broker) == ("d0", "t", "mqtts://h:1")
@@ -398,10 +399,10 @@ def test_a_power_cut_at_any_write_leaves_a_device_that_enrols_when_it_is_back(
 
         correspondence.asked.clear()
         with cut_at(cut) as begun:
-            enrol.enroll(home, home / token.FILE, limit_s=1, log=office.told.append)
+            enrol.enroll(home, home / token.FILE, limit_s=PATIENCE_S, log=office.told.append)
         writes = max(writes, *begun)
         if (home / token.FILE).exists():
-            enrol.enroll(home, home / token.FILE, limit_s=1, log=office.told.append)
+            enrol.enroll(home, home / token.FILE, limit_s=PATIENCE_S, log=office.told.append)
         assert tls_files(home, settings_of(home))["cert"].exists()
         assert len(set(correspondence.asked)) == 1, "one key, however often it is asked for"
         assert not (home / token.FILE).exists()
@@ -415,7 +416,7 @@ def test_a_second_token_replaces_the_certificate_and_leaves_no_old_key(
 ) -> None:
     for _ in range(2):
         token.save(tmp_path / "home" / token.FILE, office.token("d0"))
-        enrol.enroll(tmp_path / "home", tmp_path / "home" / token.FILE, limit_s=1, log=office.told.append)
+        enrol.enroll(tmp_path / "home", tmp_path / "home" / token.FILE, limit_s=PATIENCE_S, log=office.told.append)
     assert len(list((tmp_path / "home").glob("identity-*"))) == 2
     assert tls_files(tmp_path / "home", settings_of(tmp_path / "home"))["key"].exists()
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parent.parent
 CORE = "fleet_core"
 PACKAGES = (CORE, "edge_agent", "cloud_server", "export", "firmware_profiles")
@@ -353,7 +355,7 @@ for path in shown:
         app([*path, "--help"])
 print(len(shown), *{"numpy", "cryptography", "paho", "torch", "onnxruntime"} & set(sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
     count, *heavy = done.stdout.split()
     assert int(count) > 25, done.stderr
     assert heavy == []
@@ -371,5 +373,7 @@ sys.meta_path.insert(0, Look())
 {start}
 """
     environ = {key: value for key, value in os.environ.items() if key not in ("CI", "ORT_DISABLE_TELEMETRY")}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environ)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, env=environ
+    )
     assert done.stdout.split() == ["1"], done.stderr

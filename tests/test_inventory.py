@@ -14,6 +14,7 @@ from firmware_profiles.inventory import Entry
 from firmware_profiles.side_by_side import Following, Lines, flash_all
 from firmware_profiles.ssh_install import Outcome, Tell
 from fleet_core.errors import ConfigError, FlashError
+from tests.waiting import PATIENCE_S
 
 ENTRIES = tuple(Entry(f"{name}.toml", f"ssh://pi@{name}") for name in ("attic", "cellar", "kitchen"))
 
@@ -75,7 +76,7 @@ def test_one_that_fails_stops_no_other_and_each_stage_is_one_line() -> None:
 
 
 def test_as_many_as_asked_for_are_at_work_side_by_side() -> None:
-    meet = threading.Barrier(3, timeout=20)
+    meet = threading.Barrier(3, timeout=PATIENCE_S)
 
     def together(entry: Entry, tell: Tell) -> Outcome:
         meet.wait()
@@ -85,7 +86,7 @@ def test_as_many_as_asked_for_are_at_work_side_by_side() -> None:
 
 
 def test_an_error_of_the_program_itself_ends_the_others_at_their_next_step() -> None:
-    ended, meet = [], threading.Barrier(2, timeout=20)
+    ended, meet = [], threading.Barrier(2, timeout=PATIENCE_S)
 
     def broken(entry: Entry, tell: Tell) -> Outcome:
         meet.wait()

@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from fleet_core.errors import ConfigError, RoundError
 from tests import lab
 from tests.desk import descendants
 from tests.inprocess import Killed
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -96,10 +96,7 @@ def test_processes_give_what_one_gives_and_a_run_goes_on_after_the_death_of_one(
 
     def kill() -> None:
         os.kill(next(iter(crew._pool._processes)), signal.SIGKILL)
-        until_s = time.monotonic() + 20
-        while not crew._pool._broken:  # else the other one may do the rest before it is noticed
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        until(lambda: crew._pool._broken)  # else the other one may do the rest before it is noticed
 
     assert go_on_after_a_death(asked, tmp_path / "died", crew, kill, "a process died at its work") == wanted
     crew.close()
@@ -277,7 +274,7 @@ def test_a_killed_simulation_leaves_no_process_and_goes_on_to_the_same_bits(
     poll = select.poll()
     for child in children:
         poll.register(child, select.POLLIN)
-        assert poll.poll(20_000), "a process has outlived its parent"
+        assert poll.poll(1000 * PATIENCE_S), "a process has outlived its parent"
         poll.unregister(child)
         os.close(child)
     asked = experiments.load(path, [seeds])

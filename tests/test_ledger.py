@@ -33,6 +33,7 @@ from cloud_server.ledger_tables import (
     Update,
 )
 from fleet_core.errors import StateError
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 
@@ -117,7 +118,7 @@ def test_a_process_killed_in_a_transaction_leaves_the_ledger_as_it_was(ledger: L
         "    books.put(*[Round(round=i, opened_at=1.0, note='x' * 4000) for i in range(10, 800)])\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    killed = subprocess.run([sys.executable, "-c", script, str(ledger.path)], timeout=60, cwd=ROOT)
+    killed = subprocess.run([sys.executable, "-c", script, str(ledger.path)], timeout=PATIENCE_S, cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL
     with Ledger(ledger.path) as again:
         assert [r.round for r in again.rounds()] == [1, 2]
@@ -143,7 +144,7 @@ def test_writers_on_two_connections_wait_for_each_other(ledger: Ledger) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE_S)
     assert len(ledger.asked()) == 40
 
 

@@ -70,7 +70,7 @@ def test_a_run_through_a_bad_network_ends_as_an_undisturbed_one(
     with mosquitto(tmp_path / "broker") as broker, Proxy(broker.port, weather) as proxy:
         with crew(folder, proxy.url) as running:
             running.start()
-            running.finish(100)
+            running.finish()
         assert getattr(proxy.counts, counted) > 0, "the network was bad"
     check_end(folder, whole)
 
@@ -88,7 +88,7 @@ def test_a_half_open_link_is_noticed_by_its_silence_and_the_run_goes_on(
         running.until(lambda: opened(running, 2), what="round 2")
         proxy.weather.half_open = True
         links = [server_of(running).link, *(agent.link for agent in running.agents.values())]
-        running.until(lambda: not any(link.connected for link in links), 10, "all links given up")
+        running.until(lambda: not any(link.connected for link in links), "all links given up")
         assert running.told("the broker is silent (keepalive timeout)")
         proxy.weather.half_open = False
         running.finish()
@@ -103,8 +103,8 @@ def test_a_partition_that_heals_costs_only_time(founded: Path, whole: Path, tmp_
         cut_off = running.start_agent("d1", proxy.url)
         running.until(lambda: opened(running, 2), what="round 2")
         proxy.cut()
-        running.until(lambda: not cut_off.link.connected, 10, "d1 is cut off")
-        running.until(lambda: "d0" in received(running), 20, "d0 goes on")
+        running.until(lambda: not cut_off.link.connected, "d1 is cut off")
+        running.until(lambda: "d0" in received(running), "d0 goes on")
         assert running.closed() == 1, "the round waits for d1"
         proxy.weather.closed = False
         running.finish()
@@ -123,7 +123,7 @@ def test_an_aggregator_that_is_cut_off_goes_on_where_it_was(founded: Path, whole
         agents = [running.start_agent("d0"), running.start_agent("d1")]
         running.until(lambda: opened(running, 2) and all(map(uploads_second, agents)))
         proxy.cut()
-        running.until(lambda: all(agent.phase == "upload" for agent in agents), 20, "updates that nobody takes")
+        running.until(lambda: all(agent.phase == "upload" for agent in agents), "updates that nobody takes")
         assert running.closed() == 1
         proxy.weather.closed = False
         running.finish()
@@ -195,7 +195,7 @@ def test_more_than_a_thousand_chunks_pass_a_queue_of_a_hundred_messages(tmp_path
 def asleep_until(running: Crew, condition: Callable[[], bool]) -> None:
     """The aggregator does nothing meanwhile."""
     running.server_sleeps = True
-    running.until(condition, 120)
+    running.until(condition)
     running.server_sleeps = False
 
 
@@ -212,7 +212,7 @@ def test_a_device_that_may_not_send_or_hear_does_not_hold_up_the_others(
         crew(folder, broker.url, protocol=protocol) as running,
     ):
         running.start()
-        running.until(lambda: running.closed() == 2, 30, "two rounds")
+        running.until(lambda: running.closed() == 2, "two rounds")
         counted = [(row.round, row.device) for row in running.ledger.rows(Update, status="counted")]
         assert counted == [(1, "d0"), (2, "d0")]
         if protocol == 5:
@@ -239,7 +239,7 @@ def test_a_run_that_a_brokers_rules_hold_up_says_so(tmp_path: Path, protocol: in
     ):
         running.start()
         said = re.compile(r"broker.*(denied|may deny)")
-        running.until(lambda: any(map(said.search, running.lines)), 5, "who does not let what pass")
+        running.until(lambda: any(map(said.search, running.lines)), "who does not let what pass")
         assert running.closed() == 0
 
 
@@ -248,7 +248,7 @@ def test_a_broker_whose_packets_are_too_small_for_a_chunk_is_named(tmp_path: Pat
     with mosquitto(tmp_path / "broker", "max_packet_size 61440\n") as broker, processes(folder, broker.url) as running:
         running.start("server", "d0")
         server = running.running["server"]
-        assert server.ends(30) != 0
+        assert server.ends() != 0
         assert re.search(r"broker.* packets of 61440 bytes at most", server.text())
         assert "chunk_bytes" in server.text()
         assert "Traceback" not in server.text()
@@ -261,7 +261,7 @@ def test_a_broker_of_3_1_1_that_takes_no_chunk_is_named(tmp_path: Path, limit: s
                         deadline_s=0.5)
     with mosquitto(tmp_path / "broker", limit + "\n") as broker, crew(folder, broker.url, protocol=3) as running:
         running.start()
-        running.until(lambda: running.told("chunk_bytes"), 5, "what may be too large")
+        running.until(lambda: running.told("chunk_bytes"), "what may be too large")
 
 
 def test_a_broker_that_refuses_a_chunk_for_its_size_is_named(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_broker_that_refuses_a_chunk_for_its_size_is_named(tmp_path: Path) -> 
     with mosquitto(tmp_path / "broker", "message_size_limit 50000\n") as broker, crew(folder, broker.url) as running:
         running.start()
         said = re.compile(r"broker: .* fl1/t/b/\S+ with 61440 bytes was under way: perhaps over the broker's limit")
-        running.until(lambda: any(map(said.search, running.lines)), 20, "which message, and why")
+        running.until(lambda: any(map(said.search, running.lines)), "which message, and why")
 
 
 def test_a_broker_that_refuses_retained_messages_is_named(tmp_path: Path, founded: Path) -> None:
@@ -277,5 +277,5 @@ def test_a_broker_that_refuses_retained_messages_is_named(tmp_path: Path, founde
     with mosquitto(tmp_path / "broker", "retain_available false\n") as broker, desk_in(tmp_path) as desk:
         command = metafleet("server", "start", folder / "fleet", "--broker", broker.url, "--quiet", "--connect-s", 2)
         program = desk.start(*command)
-        assert program.ends(30) != 0
+        assert program.ends() != 0
         assert re.search("[Rr]etain not supported", program.text()), program.text()

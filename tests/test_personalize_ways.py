@@ -28,6 +28,7 @@ from fleet_core.nearest import Neighbours
 from fleet_core.unknown import Thresholds
 from tests import homes
 from tests.inprocess import toy
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 X = toy(5).x[:6]
@@ -202,7 +203,7 @@ def test_the_command_personalizes_without_torch_and_another_process_answers_the_
 
     def edge_agent(*arguments: object) -> Any:
         command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, arguments), "--home", str(place), "--json"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

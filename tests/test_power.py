@@ -24,6 +24,7 @@ from fleet_core.power.cpu import TICKS_PER_S, process_cpu_s
 from fleet_core.power.meter import Interval
 from fleet_core.power.model import BoardModel, WattsModel
 from fleet_core.power.rapl import Rapl
+from tests.waiting import PATIENCE_S
 
 WRAP_UJ = 262_143_328_850
 A, B = 101, 102
@@ -445,7 +446,7 @@ def test_phases_of_several_threads_lose_no_joule() -> None:
     gate = threading.Barrier(3)
 
     def work(name: str) -> None:
-        gate.wait(10)
+        gate.wait(PATIENCE_S)
         for _ in range(200):
             with book.phase(name):
                 pass
@@ -454,7 +455,7 @@ def test_phases_of_several_threads_lose_no_joule() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_S)
     total = book.total()
     assert total is not None
     assert total.joules == pytest.approx(3 * 200 * 2)

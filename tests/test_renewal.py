@@ -33,6 +33,7 @@ from tests.brokers import NEEDS_MOSQUITTO
 from tests.certified import bare_fleet, of_aggregator, reload, secured_broker
 from tests.inprocess import config_text, world
 from tests.powercut import cut_at
+from tests.waiting import until
 
 YEAR_S = 365 * DAY_S
 DUE_S = 2.6 * YEAR_S  # after this every certificate of five years, less one at most, is past its middle
@@ -397,10 +398,3 @@ def first_event(link: MqttLink, meanwhile: Callable[[], object]) -> Event:
         meanwhile()
         events += link.poll(0.05)
     return events[0]
-
-
-def until(true: Callable[[], Any], meanwhile: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        meanwhile()

@@ -29,6 +29,7 @@ from fleet_core.power.sensor import Reading
 from fleet_core.power.ticking import pause_s, ticking
 from tests import boards
 from tests.test_power import A, B, Machine, joules
+from tests.waiting import PATIENCE_S
 
 ORIN = {"VDD_IN": (5000, 1200), "VDD_CPU_GPU_CV": (5000, 300), "VDD_SOC": (5000, 250)}
 AGX = {
@@ -369,7 +370,7 @@ def test_settling_goes_on_in_a_thread_until_the_block_ends() -> None:
             twice.set()
 
     with ticking(settle, period_s=0.001):
-        assert twice.wait(30)
+        assert twice.wait(PATIENCE_S)
     assert set(calls) == {"power"}
     assert "power" not in {thread.name for thread in threading.enumerate()}
 

@@ -36,6 +36,7 @@ from tests.desk import CLASSES, Desk, desk_in, edge_agent
 from tests.inprocess import World, config_text, toy, world
 from tests.test_fleet import FakeDevice
 from tests.test_fleet import finished as fleet_finished
+from tests.waiting import PATIENCE_S
 
 X = np.random.default_rng(0).normal(size=(70, 8)).astype(np.float32)  # more than one batch of the session
 CLIENTS = 8
@@ -80,7 +81,7 @@ def client(server: HttpServer) -> Iterator[triton.InferenceServerClient]:
 
 def said(server: HttpServer, verb: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
     """One request by the standard library."""
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=30)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=PATIENCE_S)
     try:
         connection.request(verb, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
         response = connection.getresponse()
@@ -355,7 +356,7 @@ class Clients:
     def __enter__(self) -> Clients:
         for thread in self._threads:
             thread.start()
-        self._begun.wait(30)
+        self._begun.wait(PATIENCE_S)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -367,11 +368,11 @@ class Clients:
         """So many more, or a failure."""
         with self._came:
             until = sum(self.answers.values()) + count
-            assert self._came.wait_for(lambda: self.wrong or sum(self.answers.values()) >= until, 60)
+            assert self._came.wait_for(lambda: self.wrong or sum(self.answers.values()) >= until, PATIENCE_S)
 
     def _ask(self) -> None:
-        connection = http.client.HTTPConnection(self._server.host, self._server.port, timeout=30)
-        self._begun.wait(30)
+        connection = http.client.HTTPConnection(self._server.host, self._server.port, timeout=PATIENCE_S)
+        self._begun.wait(PATIENCE_S)
         try:
             while not self._enough.is_set():
                 connection.request("POST", "/v2/models/desk/infer", self._body)

@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 
 from benchmarks.arm64 import scene
 from tests import bare
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "prepare_venv.py"
@@ -368,7 +369,7 @@ def run_pytest(folder: Path, text: str, **environment: str) -> str:
     kept = {name: value for name, value in os.environ.items() if name not in ("CI", "METAFLEET_SHARED")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), str(folder)],
-        cwd=folder, env=kept | environment, capture_output=True, text=True, timeout=60, check=False,
+        cwd=folder, env=kept | environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode in (0, 1, 2, 4, 5), done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -15,6 +15,7 @@ from edge_agent.start import Personalize, Predict, plain
 from tests import homes
 from tests.desk import called, clean_environ, edge_agent
 from tests.inprocess import toy
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 BARE = """
@@ -64,7 +65,9 @@ def test_it_answers_as_the_command_line_does(tmp_path: Path) -> None:
 
     def bare(*arguments: object) -> Any:
         command = [sys.executable, "-c", BARE, *map(str, arguments)]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=clean_environ())
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, env=clean_environ()
+        )
 
     assert bare("personalize", "--home", place, "--by", "head").stdout.startswith("personalized by head on 54 samples")
     for arguments in (

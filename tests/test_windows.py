@@ -313,7 +313,7 @@ def written(path: Path, samples: Samples, form: str) -> Path:
     return path
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(samples=stretches())
 @pytest.mark.parametrize(("name", "form"), [
     ("a.csv", "wide"), ("a.csv", "long"), ("a.ndjson", "whole"), ("a.jsonl", "long"),
@@ -338,7 +338,7 @@ PIECES = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     text=st.lists(PIECES, max_size=30).map("".join) | st.text(max_size=60),
     form=st.sampled_from([{}, {"window": 2}, {"shape": (2, 2)}, {"shape": (1, 2)}, {"shape": (2,)}]),

@@ -22,9 +22,10 @@ from fleet_core.data.samples import save
 from tests.brokers import private_broker
 from tests.bundles import bundle_of, samples
 from tests.desk import CLASSES, Program, closed_rounds, desk_in, device, edge_agent, found_fleet, write_samples
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first of these tests builds and installs
+pytestmark = pytest.mark.slow  # the first of these tests builds and installs
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Torchless:
     folder: Path  # an empty working directory: nothing is imported from the checkout
     first: Path | None = None  # what lies there is imported before the environment's own
 
-    def run(self, program: str, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """``program`` of this environment, run to its end."""
         command = [str(self.bin / program), *arguments]
         return subprocess.run(
-            command, cwd=self.folder, env=self.environ, capture_output=True, text=True, timeout=timeout_s, check=False
+            command, cwd=self.folder, env=self.environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
 
     @property
@@ -80,7 +81,7 @@ def oldest(torchless: Torchless, tmp_path_factory: pytest.TempPathFactory) -> To
 def pip(*arguments: str) -> None:
     """This environment's pip; what it says is shown when it fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.arm64 import image, root
 from benchmarks.arm64.base import Base
-from benchmarks.arm64.machine import DOOR, Board, Machine
+from benchmarks.arm64.machine import DOOR, Board, Machine, Patience
 from benchmarks.arm64.root import BOOKWORM, Debian
 from cloud_server import identity
 from cloud_server.fleet import Fleet
@@ -88,7 +88,7 @@ class Scene:
             place = Place((DOOR,), self.port, self.enrolment_port, listen="127.0.0.1")
             config = identity.configure(fleet, ledger, place)
         self.start("mosquitto", "-c", str(config))
-        self.until(lambda: listens(self.port), 20)
+        self.until(lambda: listens(self.port), 300)
         self.start("metafleet", "server", "start", str(self.fleet), "--broker", self.broker, "--quiet")
 
     @property
@@ -162,10 +162,19 @@ class Scene:
 
     def on_board(self, command: str, timeout_s: float = 120) -> str:
         """What ``command`` prints on the board, over SSH."""
-        done = subprocess.run(self.ssh(command), capture_output=True, text=True, timeout=timeout_s)
-        if done.returncode:
-            raise AssertionError(f"{command}: {done.returncode}: {done.stdout}{done.stderr}")
-        return done.stdout
+        patience = Patience(self.machine)
+        with subprocess.Popen(self.ssh(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as asked:
+            while True:
+                try:
+                    out, errors = asked.communicate(timeout=1)
+                    break
+                except subprocess.TimeoutExpired:
+                    if patience.spent_s() > timeout_s:
+                        asked.kill()
+                        raise
+        if asked.returncode:
+            raise AssertionError(f"{command}: {asked.returncode}: {out}{errors}")
+        return out
 
     def host_key(self) -> str:
         """The fingerprint of the key that the image was made with."""
@@ -203,17 +212,18 @@ class Scene:
     def serves(self, device: str, rounds: int = 2) -> bool:
         """Whether the device answers from the last round's judged model, as its own."""
         try:
-            found = self.answer(device, np.zeros((1, 3, 128), np.float32))
+            found = self.answer(device, np.zeros((1, 3, 128), np.float32), timeout_s=60)
         except AssertionError:
             return False
         return bool(found.get("round") == rounds and found.get("personalization") != "none")
 
-    def answer(self, device: str, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+    def answer(self, device: str, x: np.ndarray[Any, Any], timeout_s: float = 300) -> dict[str, Any]:
         """What the device answers over MQTT."""
         path = self.folder / "question.npy"
         np.save(path, x)
         found: dict[str, Any] = json.loads(self.metafleet(
-            "predict", str(self.fleet), device, str(path), "--broker", self.broker, "--timeout-s", "60", "--json"
+            "predict", str(self.fleet), device, str(path), "--broker", self.broker,
+            "--timeout-s", f"{timeout_s:g}", "--json",
         ))
         return found
 
@@ -236,11 +246,12 @@ class Scene:
         return process
 
     def until(self, condition: Callable[[], object], timeout_s: float) -> None:
-        """Waits until ``condition`` holds. Fails when the board or a process ends before, or after ``timeout_s``."""
-        until_s = time.monotonic() + timeout_s
+        """Waits until ``condition`` holds. Fails when the board or a process ends before, or after ``timeout_s`` of
+        the board's Patience."""
+        patience = Patience(self.machine)
         while not condition():
             ended = [process.args for process in self._started if process.poll()]
-            if ended or time.monotonic() > until_s:
+            if ended or patience.spent_s() > timeout_s:
                 raise AssertionError(f"ended: {ended}" if ended else f"not within {timeout_s:g} s:\n{self.said()}")
             if self.machine is not None and not self.machine.runs:
                 raise AssertionError(f"the machine has ended:\n{self.said()}")
