@@ -17,6 +17,7 @@ Shapes: S samples, F features, N classes, C channels, T time steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +51,10 @@ class Baseline:
     classifier: Prototypes | Head
 
     @classmethod
-    def fit(cls, x: Array, y: Array, n_classes: int) -> Baseline:
-        """From raw samples x [S, *shape] with labels y int64 [S]; at most ``MAX_SAMPLES`` are used. Raises StateError
-        without a sample, DataError for tokens, a label ≥ N or values that are not finite."""
+    def fit(cls, x: Array, y: Array, n_classes: int, name: str | None = None) -> Baseline:
+        """From raw samples x [S, *shape] with labels y int64 [S]; at most ``MAX_SAMPLES`` are used. name: ``NEAREST``
+        or ``LOGISTIC``, by default the better one. Raises StateError without a sample, DataError for tokens, a label ≥
+        N or values that are not finite."""
         if not len(y):
             raise StateError("there is no labelled sample to fit a baseline to")
         rows = stratified(y, MAX_SAMPLES)
@@ -63,7 +65,8 @@ class Baseline:
         constant = deviation_F <= 1e-9 * np.maximum(1.0, np.abs(mean_F))
         deviation_F = np.where(constant, 1.0, deviation_F)
         z_SF = (features_SF - mean_F) / deviation_F
-        return cls(mean_F, deviation_F, _chosen(z_SF, y, n_classes))
+        fit = _chosen(z_SF, y, n_classes) if name is None else FITS[name]
+        return cls(mean_F, deviation_F, fit(z_SF, y, n_classes))
 
     @property
     def name(self) -> str:
@@ -126,19 +129,18 @@ def _averaged(x: Array, axis: int, bins: int) -> Array:
     return np.asarray(np.add.reduceat(x, starts[:-1], axis=axis) / np.diff(starts).reshape(shape))
 
 
-def _chosen(z_SF: Array, y: Array, n_classes: int) -> Prototypes | Head:
-    """The better of the two on every fourth sample of a class, fitted anew to all."""
+def _chosen(z_SF: Array, y: Array, n_classes: int) -> Fit:
+    """The better of the two on every fourth sample of a class."""
     held = np.zeros(len(y), bool)
     for label in np.unique(y):
         held[np.flatnonzero(y == label)[EVERY - 1 :: EVERY]] = True
-    fits = [_nearest, _logistic][: 1 + (len(np.unique(y)) <= MAX_LOGISTIC_CLASSES and bool(held.any()))]
-    if len(fits) == 1:
-        return _nearest(z_SF, y, n_classes)
-    scores = []
+    if len(np.unique(y)) > MAX_LOGISTIC_CLASSES or not held.any():
+        return _nearest
+    fits, scores = list(FITS.values()), []
     for fit in fits:
         counts = counted(y[held], _answers(fit(z_SF[~held], y[~held], n_classes), z_SF[held]), n_classes)
         scores.append(_macro_f1(counts))
-    return fits[int(np.argmax(scores))](z_SF, y, n_classes)
+    return fits[int(np.argmax(scores))]
 
 
 def _nearest(z_SF: Array, y: Array, n_classes: int) -> Prototypes | Head:
@@ -147,6 +149,10 @@ def _nearest(z_SF: Array, y: Array, n_classes: int) -> Prototypes | Head:
 
 def _logistic(z_SF: Array, y: Array, n_classes: int) -> Prototypes | Head:
     return Head.fit(z_SF, y, n_classes)
+
+
+Fit = Callable[[Array, Array, int], Prototypes | Head]
+FITS: dict[str, Fit] = {NEAREST: _nearest, LOGISTIC: _logistic}
 
 
 def _answers(classifier: Prototypes | Head, z_SF: Array) -> Array:

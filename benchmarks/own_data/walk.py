@@ -1,0 +1,340 @@
+"""A stranger's way with a file: the commands of docs/first-fleet.md as processes, with no setting but the file's name.
+
+``walk`` gives the commands with their exit codes, seconds and output, and what the devices answered. A command that
+fails ends it: ``Failed`` says which and what it said. The port is the only thing that is chosen: any that is free.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.own_data import files
+from benchmarks.own_data.files import Part
+from cloud_server.ledger import Ledger
+from cloud_server.ledger_tables import Alone, Judgement
+from edge_agent.tensors import OF_NUMPY
+from fleet_core.runtime import WITH_PARENT
+
+PROGRAMS = {"metafleet": "cloud_server.cli", "edge-agent": "edge_agent.cli"}
+FLEET, BUNDLE, REPORT = "plant", "plant.bundle", "report.html"
+COMMAND_S, ROUNDS_S, STOP_S, LOOK_S = 300.0, 1200.0, 20.0, 0.2
+ASKED = 5  # samples of the question over HTTP
+TRAINING, LATE = 4, 2
+LEARNED = 0.6  # of the recording: the default of device.toml
+LATE_WINDOWS, LATE_MORE = 24, 24
+"""Of a late joiner's recording: its file at first, and what is labelled by hand later."""
+
+
+class Failed(RuntimeError):
+    """What failed, in full."""
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """recorded: in its file. later: the last 40 % of its recording, which it is asked about. more: windows that are
+    labelled by hand later, of a late joiner."""
+
+    name: str
+    recorded: Part
+    later: Part
+    more: Part | None = None
+
+    @property
+    def learned(self) -> Part:
+        """What of its file a device learns from; the rest judges it."""
+        return self.recorded.take(slice(0, round(LEARNED * len(self.recorded.y))))
+
+
+def devices_of(every: Part) -> list[Device]:
+    """The first four train on their whole recording; the others have little of it. Each is asked about its end."""
+    found = []
+    for k, name in enumerate(every.clients):
+        own = every.of(name)
+        cut = round(LEARNED * len(own.y))
+        late = min(LATE_WINDOWS, cut // 2)
+        more = own.take(slice(late, late + min(LATE_MORE, cut - late))) if k >= TRAINING else None
+        found.append(Device(name, own.take(slice(0, late)) if k >= TRAINING else own, own.take(slice(cut, None)), more))
+    return found
+
+
+@dataclass(eq=False)
+class Commands:
+    """Runs commands in ``folder`` and notes them."""
+
+    folder: Path
+    noted: list[dict[str, Any]] = field(default_factory=list)
+    running: list[tuple[subprocess.Popen[bytes], Path, dict[str, Any]]] = field(default_factory=list)
+
+    def done(self, *command: object) -> subprocess.CompletedProcess[str]:
+        """The command, run to its end. Raises Failed for any exit code but 0."""
+        words, begun = [str(word) for word in command], time.monotonic()
+        found = subprocess.run(_python(words), cwd=self.folder, env=_environ(), stdin=subprocess.DEVNULL,
+                               capture_output=True, text=True, timeout=COMMAND_S, check=False)
+        self.noted.append({"command": " ".join(words), "exit_code": found.returncode, "stdout": found.stdout,
+                           "stderr": found.stderr, "seconds": round(time.monotonic() - begun, 1)})
+        if found.returncode:
+            raise Failed(f"{' '.join(words)}: exit code {found.returncode}\n{found.stdout}{found.stderr}")
+        return found
+
+    def start(self, *command: object) -> tuple[subprocess.Popen[bytes], Path]:
+        """(process, log) of a command that runs until ``stop``."""
+        words = [str(word) for word in command]
+        log = self.folder / f"program-{len(self.running)}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(_python(words), cwd=self.folder, env=_environ(), stdin=subprocess.DEVNULL,
+                                       stdout=output, stderr=output, start_new_session=True)
+        note: dict[str, Any] = {"command": " ".join(words)}
+        self.noted.append(note)
+        self.running.append((process, log, note))
+        return process, log
+
+    def until(self, condition: Callable[[], object], what: str, timeout_s: float = COMMAND_S) -> None:
+        """Raises Failed when a program ends before, or after ``timeout_s`` seconds."""
+        until_s = time.monotonic() + timeout_s
+        while not condition():
+            for process, log, note in self.running:
+                if process.poll() is not None and "exit_code" not in note:
+                    raise Failed(f"{note['command']}: ended with {process.returncode}\n{_text(log)[-3000:]}")
+            if time.monotonic() > until_s:
+                said = "\n".join(f"{note['command']}:\n{_text(log)[-1500:]}" for _, log, note in self.running)
+                raise Failed(f"{what}: not after {timeout_s:g} s\n{said}")
+            time.sleep(LOOK_S)
+
+    def says(self, log: Path, words: str) -> None:
+        self.until(lambda: words in _text(log), f"'{words}'")
+
+    def stop(self, *processes: subprocess.Popen[bytes]) -> None:
+        """Ends programs as a person does, by SIGTERM. Raises Failed for any exit code but 0."""
+        self._ask(processes)
+        failed = []
+        for process, log, note in self.running:
+            if process in processes:
+                process.wait(STOP_S)
+                note |= {"exit_code": process.returncode, "stdout": "", "stderr": _text(log)}
+                failed += [f"{note['command']}: ended with {process.returncode}\n{_text(log)[-3000:]}"
+                           ] * (process.returncode != 0)
+        if failed:
+            raise Failed("\n".join(failed))
+
+    def end(self) -> None:
+        """Ends what is left, whatever it says."""
+        left = [process for process, _, _ in self.running if process.poll() is None]
+        self._ask(left)
+        for process in left:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def _ask(self, processes: Iterable[subprocess.Popen[bytes]]) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+
+def _python(words: list[str]) -> list[str]:
+    return [sys.executable, "-m", PROGRAMS[words[0]], *words[1:]]
+
+
+def _environ() -> dict[str, str]:
+    """This environment without what would change the commands' defaults; programs end with this process."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("METAFLEET_")}
+    return kept | {WITH_PARENT: str(os.getpid())}
+
+
+def _text(log: Path) -> str:
+    return log.read_text(errors="replace")
+
+
+# The walk -------------------------------------------------------------------------------------------------------------
+
+
+def walk(folder: Path, devices: list[Device], form: str, init: tuple[str, ...] = ()) -> dict[str, Any]:
+    """From the file to the bundle, in ``folder``, which is made anew. init: further options of ``metafleet init``.
+
+    {commands, facts, answers: {device: labels of its ``later``}, first: {device: labels before more was labelled}}.
+    Raises Failed.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    commands = Commands(folder)
+    with ExitStack() as stack:
+        stack.callback(_write_notes, commands)
+        stack.callback(commands.end)
+        return _walked(commands, devices, form, init)
+
+
+def _write_notes(commands: Commands) -> None:
+    (commands.folder / "commands.json").write_text(json.dumps(commands.noted, indent=1))
+
+
+def _walked(commands: Commands, devices: list[Device], form: str, init: tuple[str, ...]) -> dict[str, Any]:
+    begun = time.monotonic()
+    training = devices[:TRAINING]
+    together = Part(*(np.concatenate([getattr(device.learned, key) for device in training])
+                      for key in ("x", "y", "client", "time")))
+    file = files.write(together, commands.folder / "samples", form)
+    window = ("--window", together.x.shape[-1]) if form == files.LONG else ()
+    init_s = time.monotonic()
+    made = commands.done("metafleet", "init", FLEET, "--data", file.name, *window, *init)
+    init_s = time.monotonic() - init_s
+    server, log = commands.start("metafleet", "server", "start", FLEET, "--port", 0, "--quiet")
+    commands.says(log, "broker: ")
+
+    rounds_s = time.monotonic()
+    agents = _joined(commands, training, form)
+    with Ledger(commands.folder / FLEET / "ledger.sqlite") as ledger:
+        rounds = _rounds(commands.folder)
+        _judged(commands, ledger, rounds, [device.name for device in training])
+        rounds_s = time.monotonic() - rounds_s
+        agents += _joined(commands, devices[TRAINING:], form)
+        _judged(commands, ledger, rounds, [device.name for device in devices])
+        ends = [(row.seconds or 0.0) for row in ledger.rounds("closed")]
+
+    status = json.loads(commands.done("metafleet", "server", "status", FLEET, "--json").stdout)
+    told = commands.done("metafleet", "server", "status", FLEET).stdout
+    commands.done("metafleet", "server", "rounds", FLEET)
+    commands.done("metafleet", "devices", "list", FLEET)
+    commands.done("metafleet", "report", FLEET, "--out", REPORT)
+    page = html.unescape((commands.folder / REPORT).read_text())
+
+    first = {device.name: _predicted(commands, device) for device in devices}
+    ours = json.loads(commands.done("metafleet", "predict", FLEET, training[0].name, _later(commands, training[0]),
+                                    "--json").stdout)["labels"]
+    _same("metafleet predict and edge-agent predict", ours, first[training[0].name])
+    answers = first | {device.name: _taught(commands, device, form) for device in devices[TRAINING:TRAINING + 1]}
+    _served(commands, devices[-1], answers[devices[-1].name])
+    _installed(commands, devices[-1], answers[devices[-1].name])
+    commands.stop(*agents)
+    commands.stop(server)
+    warnings = {"init": _warnings(made.stdout), "status": _warnings(told)}
+    return {
+        "answers": answers, "first": first, "commands": len(commands.noted),
+        "facts": {
+            "model": _model(made.stdout), "rounds": status["rounds_closed"],
+            "seconds": {"init": round(init_s, 1), "rounds": round(rounds_s, 1), "round": float(np.median(ends)),
+                        "all": round(time.monotonic() - begun, 1)},
+            "payload_bytes": status["totals"]["payload_bytes"], "verdict": status.get("verdict"),
+            "warnings": warnings | {"report": [text for text in warnings["status"] if text in page],
+                                    "log": _warnings(_text(log))},
+        },
+    }  # fmt: skip
+
+
+def _joined(commands: Commands, devices: list[Device], form: str) -> list[subprocess.Popen[bytes]]:
+    """The devices' agents, which run, each with its own samples beside its device.toml."""
+    for device in devices:
+        commands.done("metafleet", "devices", "enroll", FLEET, device.name, "--to", device.name)
+        home = commands.folder / device.name
+        own = files.write(device.recorded, home / "samples", form)
+        files.write(device.later, home / "later", form)
+        if own.name != "samples.npz":  # as 'metafleet devices enroll' says
+            with (home / "device.toml").open("a") as file:
+                file.write(f'\n[data]\nsamples = "{own.name}"\n')
+    started = [commands.start("edge-agent", "run", "--home", device.name) for device in devices]
+    for device, (_, log) in zip(devices, started, strict=True):
+        commands.says(log, f"{device.name} is on")
+    return [process for process, _ in started]
+
+
+def _rounds(folder: Path) -> int:
+    found = re.search(r"^rounds = (\d+)", (folder / FLEET / "fleet.toml").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def _judged(commands: Commands, ledger: Ledger, rounds: int, names: list[str]) -> None:
+    """Waits until these devices have answered their held-back samples with the last round's model."""
+    def there() -> bool:
+        of_last = {row.device for row in ledger.rows(Judgement, round=rounds)}
+        return {row.device for row in ledger.rows(Alone)} & of_last >= set(names)
+
+    commands.until(there, f"the answers of {', '.join(names)} after round {rounds}", ROUNDS_S)
+
+
+def _later(commands: Commands, device: Device) -> str:
+    (found,) = (commands.folder / device.name).glob("later.*")
+    return str(found.relative_to(commands.folder))
+
+
+def _predicted(commands: Commands, device: Device, home: str | None = None) -> list[str]:
+    """The device's answers to what it was not given."""
+    asked = ("edge-agent", "predict", _later(commands, device), "--home", home or device.name, "--json")
+    labels = [str(label) for label in json.loads(commands.done(*asked).stdout)["labels"]]
+    if len(labels) != len(device.later.y):
+        raise Failed(f"{' '.join(asked)}: {len(labels)} answers, expected {len(device.later.y)}")
+    return labels
+
+
+def _taught(commands: Commands, device: Device, form: str) -> list[str]:
+    """The answers of a late joiner that was given more labelled samples by hand, and personalized."""
+    assert device.more is not None
+    for label in sorted(set(map(str, device.more.y))):
+        few = device.more.take(device.more.y == label)
+        few = Part(few.x, few.y, few.client, np.arange(len(few.y)) * 1.0)  # one after the other, without gaps
+        file = files.write(few, commands.folder / device.name / f"more-{label}", form)
+        commands.done("edge-agent", "samples", "add", file.relative_to(commands.folder), "--label", label, "--home",
+                      device.name)
+    commands.done("edge-agent", "samples", "list", "--home", device.name)
+    commands.done("edge-agent", "personalize", "--home", device.name)
+    return _predicted(commands, device)
+
+
+def _served(commands: Commands, device: Device, expected: list[str]) -> None:
+    """One question over HTTP, in the Open Inference Protocol."""
+    process, log = commands.start("edge-agent", "serve", "--home", device.name, "--port", 0)
+    commands.says(log, "http://")
+    url = re.findall(r"http://[^/\s]+", _text(log))[0]
+    x = device.later.x[:ASKED]
+    asked = {"name": "x", "datatype": OF_NUMPY[str(x.dtype)], "shape": list(x.shape), "data": x.ravel().tolist()}
+    request = urllib.request.Request(f"{url}/v2/models/{FLEET}/infer", json.dumps({"inputs": [asked]}).encode())
+    with urllib.request.urlopen(request, timeout=COMMAND_S) as response:
+        outputs = {output["name"]: output["data"] for output in json.loads(response.read())["outputs"]}
+    _same("HTTP and edge-agent predict", outputs["label"], expected[:ASKED])
+    commands.stop(process)
+
+
+def _installed(commands: Commands, device: Device, expected: list[str]) -> None:
+    """A bundle, on a new device with the same samples, without the broker."""
+    commands.done("metafleet", "export", FLEET, "--to", BUNDLE)
+    home, new = commands.folder / device.name, commands.folder / "installed"
+    new.mkdir()
+    for path in home.glob("samples.*"):
+        shutil.copy(path, new / path.name)
+        if path.suffix != ".npz":
+            shutil.copy(home / "device.toml", new / "device.toml")
+    commands.done("edge-agent", "install", BUNDLE, "--home", new.name)
+    _same("a device with the bundle and the device of the fleet", _predicted(commands, device, new.name), expected)
+
+
+def _same(what: str, one: list[str], other: list[str]) -> None:
+    differ = [k for k, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+    if differ:
+        raise Failed(f"{what} answer differently on {len(differ)} of {len(one)} samples: {differ[:10]}")
+
+
+def _warnings(text: str) -> list[str]:
+    return re.findall(r"warning: (.*)", text)
+
+
+def _model(text: str) -> str:
+    found = re.search(r"^fleet .*?, model ([\w:.-]+)", text, re.MULTILINE)
+    assert found is not None, text
+    return found[1]
