@@ -213,8 +213,8 @@ def _enroll_plainly(fleet: Fleet, name: str, to: Path, url: str, as_json: bool) 
     _ask(fleet.folder, f"enroll/{name}", repr(time.time()))
     if as_json:
         return terminal.show({"device": name, "file": str(path), "broker": url})
-    print(f"{path} written; put the device's samples beside it as samples.npz, or name a .csv or a folder in it "
-          f'([data] samples = "…"); then: edge-agent run --home {typed(to)}')
+    print(f"{path} written; put the device's samples beside it as samples.npz, or name a file or a folder in it "
+          f'([data] samples = "readings.csv"); then: edge-agent run --home {typed(to)}')
 
 
 def token_broker(broker: str | None, fleet: Fleet) -> str:

@@ -36,10 +36,7 @@ POINTS = 0.03
 MISSING = 0.2  # of the devices that are on, whose reports are not waited for
 MEMORISED = 0.05
 """A training loss below which the training samples are known by heart."""
-ANOTHER_MODEL = (
-    "another model (for series ds-cnn, or cnn1d where all windows begin at the same event), more rounds, 'metafleet "
-    "advise FILE'"
-)
+ANOTHER_MODEL = "more rounds, another model (docs/models.md), or 'metafleet advise FILE'"
 LABELS = "whether the labels are mixed up, and whether the channels can tell the classes apart"
 
 Array = np.ndarray[Any, Any]

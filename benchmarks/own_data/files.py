@@ -7,6 +7,7 @@
 | chirp-free | .ndjson: a line is a whole window |
 | vibration-rows | a .csv of features: mean, deviation, least and largest value of each channel |
 | marks-image | .npz of grey images of 16 × 16 bytes: a disc, a cross or stripes, anywhere |
+| mixed-labels | .npz; vibration-free with its labels dealt anew, so that nothing can be learned |
 | the others | .npz, as ``benchmarks.own_data.series`` makes them |
 
 Shapes: N samples, C channels, T steps.
@@ -32,7 +33,7 @@ Array = NDArray[Any]
 WIDE, LONG, NDJSON, FEATURES, NPZ = "wide .csv", "long .csv", ".ndjson", ".csv of features", ".npz"
 FORMS = {"event-free": WIDE, "level-free": LONG, "chirp-free": NDJSON, "vibration-rows": FEATURES}
 SUFFIXES = {WIDE: ".csv", LONG: ".csv", NDJSON: ".ndjson", FEATURES: ".csv", NPZ: ".npz"}
-ROWS, IMAGES = "vibration-rows", "marks-image"
+ROWS, IMAGES, MIXED = "vibration-rows", "marks-image", "mixed-labels"
 MARKS, SIDE = ("cross", "disc", "stripes"), 16
 
 
@@ -58,7 +59,7 @@ class Part:
 
 
 def names() -> tuple[str, ...]:
-    return (*series.names(), ROWS, IMAGES)
+    return (*series.names(), ROWS, IMAGES, MIXED)
 
 
 def made(name: str, devices: int, per_class: int, seed: int = 0) -> Part:
@@ -68,6 +69,9 @@ def made(name: str, devices: int, per_class: int, seed: int = 0) -> Part:
     if name == ROWS:
         found = made("vibration-free", devices, per_class, seed)
         return replace(found, x=rows_of(found.x))
+    if name == MIXED:
+        found = made("vibration-free", devices, per_class, seed)
+        return replace(found, y=np.random.default_rng(seed).permutation(found.y))
     arrays = series.generated(name, seed, devices, per_class)
     return Part(arrays["x"], arrays["y"], arrays["client"], arrays["time"])
 

@@ -15,7 +15,8 @@ the most frequent class of each.
 
 The requirement: a fleet that ends more than 3 points (accuracy or macro-F1) below the best of these baselines comes
 with a warning of init, status or the log. A set that is done is not run again: OUT/NAME.json. ``strangers.json`` and
-the tables of ``strangers.md`` are written after each. With ``--quick`` a few samples and three rounds without a trial:
+the tables of ``strangers.md`` are written after each, and ``transcript.json``: what the commands said that
+docs/first-fleet.md shows. With ``--quick`` a few samples and three rounds without a trial:
 whether the commands work, not what they are worth; nothing but OUT is written. ``--page`` makes the tables anew.
 """
 
@@ -35,7 +36,8 @@ from numpy.typing import NDArray
 
 from benchmarks import markdown
 from benchmarks.own_data import files
-from benchmarks.own_data.walk import LATE, TRAINING, Device, Failed, devices_of, walk
+from benchmarks.own_data.commands import Failed
+from benchmarks.own_data.walk import LATE, TRAINING, Device, devices_of, walk
 from cloud_server.result import environment
 from cloud_server.verdict import score
 from fleet_core.baseline import LOGISTIC, NEAREST, Baseline, counted
@@ -44,7 +46,9 @@ from fleet_core.storage import write_atomic, write_json
 Array = NDArray[Any]
 
 HERE = Path(__file__).parent
-RESULT, PAGE = HERE / "strangers.json", HERE / "strangers.md"
+RESULT, PAGE, TRANSCRIPT = HERE / "strangers.json", HERE / "strangers.md", HERE / "transcript.json"
+SHOWN = ("level-free", files.MIXED)
+"""Sets whose commands docs/first-fleet.md shows with what they said."""
 OUT = Path("build/strangers")
 POINTS = 0.03
 DIGITS = 4
@@ -226,8 +230,19 @@ def main() -> None:
         print(f"{name}, {time.monotonic() - begun:.0f} s: {_line(found)}", file=sys.stderr, flush=True)
         if not options.quick:
             _keep(name, found)
+            if name in SHOWN:
+                _keep_transcript(name, options.out)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
+
+
+def _keep_transcript(name: str, out: Path) -> None:
+    """What the commands of a set said to a person."""
+    noted = json.loads((out / name / "commands.json").read_text())
+    kept: dict[str, Any] = json.loads(TRANSCRIPT.read_text()) if TRANSCRIPT.exists() else {}
+    kept[name] = [{key: note[key] for key in ("command", "stdout", "stderr")} for note in noted
+                  if "--json" not in note["command"]]
+    write_json(TRANSCRIPT, kept)
 
 
 def _line(found: Mapping[str, Any]) -> str:

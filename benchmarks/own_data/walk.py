@@ -1,48 +1,41 @@
 """A stranger's way with a file: the commands of docs/first-fleet.md as processes, with no setting but the file's name.
 
 ``walk`` gives the commands with their exit codes, seconds and output, and what the devices answered. A command that
-fails ends it: ``Failed`` says which and what it said. The port is the only thing that is chosen: any that is free.
+fails ends it: ``Failed`` says which and what it said. Only the broker is chosen, so that every machine runs the same:
+the embedded one, on any port that is free.
 """
 
 from __future__ import annotations
 
 import html
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.own_data import files
+from benchmarks.own_data.commands import COMMAND_S, Commands, Failed, text
 from benchmarks.own_data.files import Part
 from cloud_server.ledger import Ledger
 from cloud_server.ledger_tables import Alone, Judgement
 from edge_agent.tensors import OF_NUMPY
-from fleet_core.runtime import WITH_PARENT
 
-PROGRAMS = {"metafleet": "cloud_server.cli", "edge-agent": "edge_agent.cli"}
 FLEET, BUNDLE, REPORT = "plant", "plant.bundle", "report.html"
-COMMAND_S, ROUNDS_S, STOP_S, LOOK_S = 300.0, 1200.0, 20.0, 0.2
-ASKED = 5  # samples of the question over HTTP
+ROUNDS_S = 1200.0
+REFUSED = "not personalized, what answered before goes on"
+ASKED = 3  # samples of a question that a person reads, and of that over HTTP
 TRAINING, LATE = 4, 2
 LEARNED = 0.6  # of the recording: the default of device.toml
 LATE_WINDOWS, LATE_MORE = 24, 24
 """Of a late joiner's recording: its file at first, and what is labelled by hand later."""
-
-
-class Failed(RuntimeError):
-    """What failed, in full."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,96 +64,6 @@ def devices_of(every: Part) -> list[Device]:
         more = own.take(slice(late, late + min(LATE_MORE, cut - late))) if k >= TRAINING else None
         found.append(Device(name, own.take(slice(0, late)) if k >= TRAINING else own, own.take(slice(cut, None)), more))
     return found
-
-
-@dataclass(eq=False)
-class Commands:
-    """Runs commands in ``folder`` and notes them."""
-
-    folder: Path
-    noted: list[dict[str, Any]] = field(default_factory=list)
-    running: list[tuple[subprocess.Popen[bytes], Path, dict[str, Any]]] = field(default_factory=list)
-
-    def done(self, *command: object) -> subprocess.CompletedProcess[str]:
-        """The command, run to its end. Raises Failed for any exit code but 0."""
-        words, begun = [str(word) for word in command], time.monotonic()
-        found = subprocess.run(_python(words), cwd=self.folder, env=_environ(), stdin=subprocess.DEVNULL,
-                               capture_output=True, text=True, timeout=COMMAND_S, check=False)
-        self.noted.append({"command": " ".join(words), "exit_code": found.returncode, "stdout": found.stdout,
-                           "stderr": found.stderr, "seconds": round(time.monotonic() - begun, 1)})
-        if found.returncode:
-            raise Failed(f"{' '.join(words)}: exit code {found.returncode}\n{found.stdout}{found.stderr}")
-        return found
-
-    def start(self, *command: object) -> tuple[subprocess.Popen[bytes], Path]:
-        """(process, log) of a command that runs until ``stop``."""
-        words = [str(word) for word in command]
-        log = self.folder / f"program-{len(self.running)}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(_python(words), cwd=self.folder, env=_environ(), stdin=subprocess.DEVNULL,
-                                       stdout=output, stderr=output, start_new_session=True)
-        note: dict[str, Any] = {"command": " ".join(words)}
-        self.noted.append(note)
-        self.running.append((process, log, note))
-        return process, log
-
-    def until(self, condition: Callable[[], object], what: str, timeout_s: float = COMMAND_S) -> None:
-        """Raises Failed when a program ends before, or after ``timeout_s`` seconds."""
-        until_s = time.monotonic() + timeout_s
-        while not condition():
-            for process, log, note in self.running:
-                if process.poll() is not None and "exit_code" not in note:
-                    raise Failed(f"{note['command']}: ended with {process.returncode}\n{_text(log)[-3000:]}")
-            if time.monotonic() > until_s:
-                said = "\n".join(f"{note['command']}:\n{_text(log)[-1500:]}" for _, log, note in self.running)
-                raise Failed(f"{what}: not after {timeout_s:g} s\n{said}")
-            time.sleep(LOOK_S)
-
-    def says(self, log: Path, words: str) -> None:
-        self.until(lambda: words in _text(log), f"'{words}'")
-
-    def stop(self, *processes: subprocess.Popen[bytes]) -> None:
-        """Ends programs as a person does, by SIGTERM. Raises Failed for any exit code but 0."""
-        self._ask(processes)
-        failed = []
-        for process, log, note in self.running:
-            if process in processes:
-                process.wait(STOP_S)
-                note |= {"exit_code": process.returncode, "stdout": "", "stderr": _text(log)}
-                failed += [f"{note['command']}: ended with {process.returncode}\n{_text(log)[-3000:]}"
-                           ] * (process.returncode != 0)
-        if failed:
-            raise Failed("\n".join(failed))
-
-    def end(self) -> None:
-        """Ends what is left, whatever it says."""
-        left = [process for process, _, _ in self.running if process.poll() is None]
-        self._ask(left)
-        for process in left:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-    def _ask(self, processes: Iterable[subprocess.Popen[bytes]]) -> None:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-
-
-def _python(words: list[str]) -> list[str]:
-    return [sys.executable, "-m", PROGRAMS[words[0]], *words[1:]]
-
-
-def _environ() -> dict[str, str]:
-    """This environment without what would change the commands' defaults; programs end with this process."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("METAFLEET_")}
-    return kept | {WITH_PARENT: str(os.getpid())}
-
-
-def _text(log: Path) -> str:
-    return log.read_text(errors="replace")
 
 
 # The walk -------------------------------------------------------------------------------------------------------------
@@ -195,7 +98,7 @@ def _walked(commands: Commands, devices: list[Device], form: str, init: tuple[st
     init_s = time.monotonic()
     made = commands.done("metafleet", "init", FLEET, "--data", file.name, *window, *init)
     init_s = time.monotonic() - init_s
-    server, log = commands.start("metafleet", "server", "start", FLEET, "--port", 0, "--quiet")
+    server, log = commands.start("metafleet", "server", "start", FLEET, "--broker", "embedded", "--port", 0, "--quiet")
     commands.says(log, "broker: ")
 
     rounds_s = time.monotonic()
@@ -215,6 +118,7 @@ def _walked(commands: Commands, devices: list[Device], form: str, init: tuple[st
     commands.done("metafleet", "report", FLEET, "--out", REPORT)
     page = html.unescape((commands.folder / REPORT).read_text())
 
+    _asked_today(commands, training[0], form)
     first = {device.name: _predicted(commands, device) for device in devices}
     ours = json.loads(commands.done("metafleet", "predict", FLEET, training[0].name, _later(commands, training[0]),
                                     "--json").stdout)["labels"]
@@ -232,8 +136,8 @@ def _walked(commands: Commands, devices: list[Device], form: str, init: tuple[st
             "seconds": {"init": round(init_s, 1), "rounds": round(rounds_s, 1), "round": float(np.median(ends)),
                         "all": round(time.monotonic() - begun, 1)},
             "payload_bytes": status["totals"]["payload_bytes"], "verdict": status.get("verdict"),
-            "warnings": warnings | {"report": [text for text in warnings["status"] if text in page],
-                                    "log": _warnings(_text(log))},
+            "warnings": warnings | {"report": [said for said in warnings["status"] if said in page],
+                                    "log": _warnings(text(log))},
         },
     }  # fmt: skip
 
@@ -274,6 +178,14 @@ def _later(commands: Commands, device: Device) -> str:
     return str(found.relative_to(commands.folder))
 
 
+def _asked_today(commands: Commands, device: Device, form: str) -> None:
+    """Both ways to ask a device, as a person reads the answers."""
+    today = files.write(device.later.take(slice(0, ASKED)), commands.folder / "today", form)
+    commands.done("edge-agent", "predict", today.name, "--home", device.name)
+    commands.done("metafleet", "predict", FLEET, device.name, today.name)
+    commands.done("edge-agent", "status", "--home", device.name)
+
+
 def _predicted(commands: Commands, device: Device, home: str | None = None) -> list[str]:
     """The device's answers to what it was not given."""
     asked = ("edge-agent", "predict", _later(commands, device), "--home", home or device.name, "--json")
@@ -284,7 +196,8 @@ def _predicted(commands: Commands, device: Device, home: str | None = None) -> l
 
 
 def _taught(commands: Commands, device: Device, form: str) -> list[str]:
-    """The answers of a late joiner that was given more labelled samples by hand, and personalized."""
+    """The answers of a late joiner that was given more labelled samples by hand and personalized, unless it would then
+    answer its held-back samples worse."""
     assert device.more is not None
     for label in sorted(set(map(str, device.more.y))):
         few = device.more.take(device.more.y == label)
@@ -293,7 +206,7 @@ def _taught(commands: Commands, device: Device, form: str) -> list[str]:
         commands.done("edge-agent", "samples", "add", file.relative_to(commands.folder), "--label", label, "--home",
                       device.name)
     commands.done("edge-agent", "samples", "list", "--home", device.name)
-    commands.done("edge-agent", "personalize", "--home", device.name)
+    commands.done("edge-agent", "personalize", "--home", device.name, refusal=REFUSED)
     return _predicted(commands, device)
 
 
@@ -301,12 +214,14 @@ def _served(commands: Commands, device: Device, expected: list[str]) -> None:
     """One question over HTTP, in the Open Inference Protocol."""
     process, log = commands.start("edge-agent", "serve", "--home", device.name, "--port", 0)
     commands.says(log, "http://")
-    url = re.findall(r"http://[^/\s]+", _text(log))[0]
+    url = re.findall(r"http://[^/\s]+", text(log))[0]
     x = device.later.x[:ASKED]
     asked = {"name": "x", "datatype": OF_NUMPY[str(x.dtype)], "shape": list(x.shape), "data": x.ravel().tolist()}
     request = urllib.request.Request(f"{url}/v2/models/{FLEET}/infer", json.dumps({"inputs": [asked]}).encode())
     with urllib.request.urlopen(request, timeout=COMMAND_S) as response:
-        outputs = {output["name"]: output["data"] for output in json.loads(response.read())["outputs"]}
+        said = response.read().decode()
+    commands.noted.append({"command": f"POST {request.selector}", "exit_code": 0, "stdout": said, "stderr": ""})
+    outputs = {output["name"]: output["data"] for output in json.loads(said)["outputs"]}
     _same("HTTP and edge-agent predict", outputs["label"], expected[:ASKED])
     commands.stop(process)
 
@@ -330,11 +245,11 @@ def _same(what: str, one: list[str], other: list[str]) -> None:
         raise Failed(f"{what} answer differently on {len(differ)} of {len(one)} samples: {differ[:10]}")
 
 
-def _warnings(text: str) -> list[str]:
-    return re.findall(r"warning: (.*)", text)
+def _warnings(said: str) -> list[str]:
+    return re.findall(r"warning: (.*)", said)
 
 
-def _model(text: str) -> str:
-    found = re.search(r"^fleet .*?, model ([\w:.-]+)", text, re.MULTILINE)
-    assert found is not None, text
+def _model(said: str) -> str:
+    found = re.search(r"^fleet .*?, model ([\w:.-]+)", said, re.MULTILINE)
+    assert found is not None, said
     return found[1]
