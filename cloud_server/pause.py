@@ -79,4 +79,4 @@ def _goes_on(answer: Answer, fleet: Fleet) -> str:
 
 def done(rounds: int) -> str:
     """How a fleet whose rounds are over goes on."""
-    return f"all {rounds} rounds are done: raise fleet.rounds in fleet.toml and start the server again"
+    return f"all {rounds} rounds are done; to train on, raise rounds in fleet.toml and start the server again"

@@ -193,7 +193,7 @@ def _drive(
             shown = time.monotonic()
         if coordinator.finished and not told:
             log(f"all {coordinator.checkpoint.round} rounds are closed; the judged model stays published; to train on, "
-                "raise fleet.rounds in fleet.toml and start the server again")
+                "raise rounds in fleet.toml and start the server again")
             told = True
         if coordinator.finished and until_done and not aggregator.held_up and coordinator.settled:
             return

@@ -36,7 +36,7 @@ POINTS = 0.03
 MISSING = 0.2  # of the devices that are on, whose reports are not waited for
 MEMORISED = 0.05
 """A training loss below which the training samples are known by heart."""
-ANOTHER_MODEL = "more rounds, another model (docs/models.md), or 'metafleet advise FILE'"
+ANOTHER_MODEL = "another model (docs/models.md), more rounds while the loss still falls, or 'metafleet advise FILE'"
 LABELS = "whether the labels are mixed up, and whether the channels can tell the classes apart"
 
 Array = np.ndarray[Any, Any]
@@ -78,6 +78,12 @@ def near_chance(found: Score, chance: Score, truth_N: Array, loss: float | None 
     if not _below(found, chance, truth_N, lambda share: share + ROOM * (1 - share), sigmas):
         return ""
     return f"memorised: loss {loss:.2g}, accuracy near chance" if memorised else "accuracy near chance"
+
+
+def learnable(found: Score, chance: Score) -> bool:
+    """Whether a plain baseline passes the mark of ``near_chance`` by either figure. If not, look at the samples."""
+    pairs = (found.accuracy, chance.accuracy), (found.macro_f1, chance.macro_f1)
+    return any(mine > theirs + ROOM * (1 - theirs) for mine, theirs in pairs)
 
 
 def worse(found: Score, other: Score, truth_N: Array) -> bool:
@@ -138,9 +144,9 @@ def verdict(devices: Sequence[Answers], *, round: int = 0, loss: float | None = 
     on = f"on {truth_N.sum()} held-back samples of {_devices(len(judged))}"
     began = near_chance(fleet, ignoring, truth_N, loss)
     if began:
-        learnable = alone is not None and not near_chance(alone, ignoring, truth_N)
+        by_plain = alone is not None and learnable(alone, ignoring)
         said.append(f"{began}: {share_text(fleet.accuracy)} {on}, where each device's most frequent class alone has "
-                    f"{share_text(ignoring.accuracy)}; try {ANOTHER_MODEL}" + ("" if learnable else f"; look {LABELS}"))
+                    f"{share_text(ignoring.accuracy)}; try {ANOTHER_MODEL}" + ("" if by_plain else f"; look {LABELS}"))
     if alone is not None:
         together_NN = np.sum([ours for ours, _ in both], axis=0)
         if worse(score(together_NN), alone, together_NN.sum(1)):

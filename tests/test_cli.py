@@ -508,7 +508,7 @@ def test_pause_and_resume_say_what_they_did(run: Run, place: Path) -> None:
 
 
 def test_a_fleet_whose_rounds_are_done_says_how_it_goes_on(run: Run, place: Path) -> None:
-    done = "all 2 rounds are done: raise fleet.rounds in fleet.toml and start the server again\n"
+    done = "all 2 rounds are done; to train on, raise rounds in fleet.toml and start the server again\n"
     assert done in run("metafleet", "server", "status", place / "fleet").out
     assert run("metafleet", "server", "resume", place / "fleet").out == f"was not paused: {done}"
     paused = run("metafleet", "server", "pause", place / "fleet").out

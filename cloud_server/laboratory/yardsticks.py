@@ -15,7 +15,7 @@ import numpy as np
 from cloud_server.figures import share_text
 from cloud_server.laboratory.workload import Part, Workload
 from cloud_server.scores import Score
-from cloud_server.verdict import ANOTHER_MODEL, LABELS, chance, near_chance, score, worse
+from cloud_server.verdict import ANOTHER_MODEL, LABELS, chance, learnable, near_chance, score, worse
 from fleet_core import baseline
 from fleet_core.baseline import Baseline
 
@@ -41,7 +41,7 @@ class Yardsticks:
                         f"this model {share_text(found.accuracy)} after {rounds} rounds")
         if not said:
             return []
-        unlearnable = self.plain is not None and near_chance(self.plain, self.frequent, self.truth)
+        unlearnable = self.plain is not None and not learnable(self.plain, self.frequent)
         return [*said, f"try {ANOTHER_MODEL}" + (f"; look {LABELS}" if unlearnable else "")]
 
     def by_chance(self, name: str, found: Score, loss: float | None, rounds: int) -> list[str]:
