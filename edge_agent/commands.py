@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.home import Home
+from edge_agent.local import few_labels
 from edge_agent.own import Own
 from edge_agent.service import Service, service_of
 from edge_agent.settings import Personalize, Settings, settings_of
 from edge_agent.shelf import graph_of
 from edge_agent.slots import Slots
+from edge_agent.ways import EMBEDS
 from fleet_core import runtime, schema, terminal
 from fleet_core.data import asked
 from fleet_core.errors import CodecError, ConfigError, DataError, StateError
@@ -99,6 +101,9 @@ def _say_personalized(facts: dict[str, Any]) -> None:
     if judged:
         before = "" if judged["before"] is None else f", {judged['before']:.3f} before"
         print(f"accuracy on {judged['samples']} held-back samples: {judged['accuracy']:.3f}{before}")
+    few = few_labels(facts["per_class"]) if facts["personalization"] in EMBEDS else ""
+    if few:
+        runtime.say(few)
 
 
 def _choice(

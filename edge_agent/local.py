@@ -17,12 +17,24 @@ import numpy as np
 
 from fleet_core.data import samples, split
 from fleet_core.data.samples import Samples
-from fleet_core.errors import DataError
+from fleet_core.errors import DataError, shortened
 from fleet_core.layout import Layout
 
 ADDED = "added.npz"
 MAX_OWN_CLASSES = 1000
 HOW = ("train_fraction", "support_seconds", "stride")
+FEW = 5
+"""Labelled samples of a class, below which answers that come of them alone are doubtful."""
+
+
+def few_labels(per_class: Mapping[str, int]) -> str:
+    """A note where some class has fewer than ``FEW`` labelled samples; empty where none has. A class without any is
+    not this device's to answer. per_class: labelled samples by class."""
+    rare = [f"{name} {number}" for name, number in per_class.items() if 0 < number < FEW]
+    if not rare:
+        return ""
+    return (f"note: few labelled samples ({', '.join(shortened(rare))}): answers come of them alone, and {FEW} or more "
+            "of each class may give better ones: edge-agent samples add")
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from typing import Any
 from edge_agent.accounts import Accounts
 from edge_agent.fetcher import Fetcher
 from edge_agent.home import Weights
+from edge_agent.local import few_labels
 from edge_agent.methods import hyper_of, method_of
 from edge_agent.models import MAX_MODEL_BYTES, Models
 from edge_agent.reporter import Reporter
 from edge_agent.service import Service
 from edge_agent.shelf import NO_TRAINER, Answering
 from edge_agent.slots import RolledBack
-from edge_agent.ways import Plan
+from edge_agent.ways import EMBEDS, Plan
 from edge_agent.worker import Done, Job, Trainer
 from fleet_core.algorithms.seam import Method
 from fleet_core.errors import RoundError
@@ -36,6 +37,7 @@ class Serving:
         self._told = ""  # the model that the aggregator heard of in this life
         self._judgements: tuple[Judgement, ...] = ()
         self._alone: Alone | None = None
+        self._counted = ""  # the samples whose number was looked at
 
     def want(self, manifest: Manifest, ref: ModelRef) -> None:
         """The judged model, from here or from the broker; what the trainer must do for it waits until it is free."""
@@ -104,9 +106,20 @@ class Serving:
         try:
             self._judgements = tuple(self._service.judge())
             self._alone = self._service.alone() if self._judgements else None
+            self._say_few()
         finally:
             self._accounts.end("serve")
         self._tell(failed)
+
+    def _say_few(self) -> None:
+        """Said once for the same samples."""
+        now, data = self._service.answering, self._service.local()
+        if now is None or now.how not in EMBEDS or data.stamp() == self._counted:
+            return
+        self._counted = data.stamp()
+        text = few_labels({name: own + added for name, own, _, added in data.counts()})
+        if text:
+            self._log(text)
 
     def _tell_of(self, ref: ModelRef) -> None:
         """What was judged in an earlier life is judged again; what was rolled back stays so."""

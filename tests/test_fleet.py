@@ -1864,3 +1864,15 @@ def test_an_update_that_a_power_cut_tore_is_left_out_of_the_spool(tmp_path):
     spool.put(1, "torn", whole, b"x")
     (tmp_path / "1" / "torn.json").write_bytes(b'{"blob": {"id"')
     assert list(spool.manifests(1)) == ["whole"]
+
+
+def test_a_device_that_answers_by_few_labelled_samples_says_so_once(tmp_path: Path) -> None:
+    w = world(tmp_path, config_text(rounds=2, devices=2).replace("serve_every = 2", "serve_every = 1"))
+    w.start_server()
+    w.start_agent("many", toy(0))
+    w.start_agent("some", toy(1, count=12))
+    assert w.pump(lambda: finished(w) and settled(w))
+    (line,) = (line for line in w.lines if "few labelled samples" in line)
+    assert line.startswith("some: note: few labelled samples (")
+    assert w.told("edge-agent samples add")
+    w.close()

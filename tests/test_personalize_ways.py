@@ -15,6 +15,7 @@ import torch
 
 from edge_agent import adapter, teach
 from edge_agent.home import Home
+from edge_agent.local import few_labels
 from edge_agent.service import Service
 from edge_agent.session import Session
 from edge_agent.settings import Personalize
@@ -404,3 +405,9 @@ def test_samples_far_from_all_that_is_known_are_told_where_that_is_on(tmp_path: 
 def test_nothing_is_told_unless_it_is_asked_for(tmp_path: Path) -> None:
     service = device(tmp_path, HEADLESS)
     assert service.answers(np.full((1, 8), 40, np.float32)).unknown == ()
+
+
+def test_few_labels_are_those_of_classes_that_a_device_has_some_of() -> None:
+    assert few_labels({"a": 5, "b": 9}) == ""
+    assert few_labels({"a": 5, "b": 0}) == ""
+    assert few_labels({"a": 4, "b": 0, "c": 1}).startswith("note: few labelled samples (a 4, c 1): answers come of")

@@ -35,7 +35,7 @@ def result(
 def test_a_fleet_more_than_three_points_behind_the_best_baseline_without_a_warning_is_told() -> None:
     assert strangers.silent({"a": result(0.9, 0.92), "b": result(0.8, 0.84, warnings=("worse",))}) == []
     assert strangers.silent({"c": result(0.8, 0.84)}) == [
-        f"c, {who}: 4.0 points behind the best baseline ({BASELINES[-1]}), and no warning"
+        f"c, {who}: 4.0 points behind the best baseline ({BASELINES[-1]})"
         for who in ("the fleet", "late joiners")
     ]
 
@@ -51,9 +51,12 @@ def test_late_joiners_alone_may_be_behind_and_macro_f1_counts_as_accuracy_does()
 def test_the_tables_name_every_set_with_its_warning_and_say_what_the_requirement_found() -> None:
     sets = {"quiet": result(0.8, 0.84), "told": result(0.8, 0.84, warnings=("worse",)), "good": result(0.95, 0.9)}
     made = strangers.tables({"sets": sets})
-    assert "3 sets, of which 2 end more than 3 points behind the best baseline (quiet, told)." in made["requirement"]
-    assert "* quiet, the fleet: 4.0 points behind" in made["requirement"]
-    assert "* told" not in made["requirement"]
+    assert "Of 3 sets with two groups each, 4 groups end more than 3 points behind" in made["requirement"]
+    assert "2 of them without a warning" in made["requirement"]
+    assert f"* quiet, the fleet: 4.0 points behind the best baseline ({BASELINES[-1]}); warning of nobody" in made[
+        "requirement"]
+    assert f"* told, late joiners: 4.0 points behind the best baseline ({BASELINES[-1]}); warning of init" in made[
+        "requirement"]
     assert "| told | 80.0 / 80.0 |" in made["fleet"]
     assert made["fleet"].count("| init |") == 1
     assert "| good | .npz | 6 by 64 | ds-cnn | 60 | 90 | 200 | 4,000 | 9,000 | 50.0 → 60.0 |" in made["cost"]

@@ -14,10 +14,11 @@ learns from. Beside the fleet's answers stand the nearest class mean and logisti
 the most frequent class of each.
 
 The requirement: a fleet that ends more than 3 points (accuracy or macro-F1) below the best of these baselines comes
-with a warning of init, status or the log. A set that is done is not run again: OUT/NAME.json. ``strangers.json`` and
-the tables of ``strangers.md`` are written after each, and ``transcript.json``: what the commands said that
-docs/first-fleet.md shows. With ``--quick`` a few samples and three rounds without a trial:
-whether the commands work, not what they are worth; nothing but OUT is written. ``--page`` makes the tables anew.
+with a warning of init, status, log or report, which compare it with something; a note that labels are few is none.
+A set that is done is not run again: OUT/NAME.json. ``strangers.json`` and the tables of ``strangers.md`` are written
+after each, and ``transcript.json``: what the commands said that docs/first-fleet.md shows. With ``--quick`` there are
+few samples and three rounds without a trial: whether the commands work, not what they are worth; only OUT is written.
+``--page`` makes the tables anew.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ SHOWN = ("level-free", files.MIXED)
 OUT = Path("build/strangers")
 POINTS = 0.03
 DIGITS = 4
-GROUPS = ("fleet", "late")
+WHO = {"fleet": "the fleet", "late": "late joiners"}
+GROUPS = tuple(WHO)
 FLEET, FREQUENT = "the fleet", "most frequent class"
 BASELINES = tuple(f"{name}, {how}" for how in ("together", "alone") for name in (NEAREST, LOGISTIC))
 
@@ -151,15 +153,17 @@ def warned(found: Mapping[str, Any]) -> list[str]:
     return [who for who, texts in found["warnings"].items() if texts]
 
 
-def silent(sets: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Sentences for the groups that are more than ``POINTS`` behind without a warning; empty where the requirement
-    holds."""
+def lagging(sets: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """(a sentence, who warned) of each group that is more than ``POINTS`` behind."""
     return [
-        f"{name}, {'the fleet' if group == 'fleet' else 'late joiners'}: {100 * behind(found['groups'][group]):.1f} "
-        f"points behind the best baseline ({best(found['groups'][group])[0]}), and no warning"
-        for name, found in sets.items() for group in GROUPS
-        if behind(found["groups"][group]) > POINTS and not warned(found)
+        (f"{name}, {WHO[group]}: {100 * behind(of):.1f} points behind the best baseline ({best(of)[0]})", warned(found))
+        for name, found in sets.items() for group, of in found["groups"].items() if behind(of) > POINTS
     ]
+
+
+def silent(sets: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The groups that are behind without a warning; none where the requirement holds."""
+    return [sentence for sentence, by in lagging(sets) if not by]
 
 
 # The page -------------------------------------------------------------------------------------------------------------
@@ -193,12 +197,11 @@ def _cost(sets: Mapping[str, Any]) -> str:
 
 
 def _requirement(sets: Mapping[str, Any]) -> str:
-    far = [name for name, found in sets.items() if max(behind(found["groups"][group]) for group in GROUPS) > POINTS]
-    lines = [f"{len(sets)} sets, of which {len(far)} end more than {100 * POINTS:.0f} points behind the best baseline"
-             + (f" ({', '.join(far)})" if far else "") + "."]
-    quiet = silent(sets)
-    lines += [f"* {text}" for text in quiet] if quiet else ["None of these is without a warning." if far else ""]
-    return "\n".join(line for line in lines if line) + "\n"
+    found, quiet = lagging(sets), len(silent(sets))
+    lines = [f"Of {len(sets)} sets with two groups each, {len(found)} groups end more than {100 * POINTS:.0f} points "
+             f"behind the best baseline, {quiet or 'none'} of them without a warning.", ""]
+    lines += [f"* {sentence}; warning of {', '.join(by) or 'nobody'}" for sentence, by in found]
+    return "\n".join(lines) + "\n"
 
 
 def write_page() -> None:
