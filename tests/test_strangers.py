@@ -62,11 +62,13 @@ def test_the_tables_name_every_set_with_its_warning_and_say_what_the_requirement
     assert "| good | .npz | 6 by 64 | ds-cnn | 60 | 90 | 200 | 4,000 | 9,000 | 50.0 → 60.0 |" in made["cost"]
 
 
-def test_the_page_is_that_of_the_committed_result_in_which_nobody_is_behind_without_a_warning() -> None:
+def test_the_page_is_that_of_the_committed_result_and_tells_of_all_that_are_behind_without_a_warning() -> None:
     kept = json.loads(strangers.RESULT.read_text())
     text = strangers.PAGE.read_text()
     assert markdown.filled(text, strangers.tables(kept)) == text
     assert set(kept["sets"]) == set(files.names())
+    assert [sentence.partition(":")[0] for sentence in strangers.silent(kept["sets"])] == ["event-free, late joiners"]
+    assert "**It does not hold in one place:** the late joiners of `event-free`" in text
 
 
 @pytest.mark.parametrize("name", ["event-free", "level-free", "chirp-free", "vibration-rows", "marks-image"])
