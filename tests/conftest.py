@@ -63,8 +63,17 @@ def board(ssh_machine: Board) -> Board:
     return ssh_machine
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker more than there are processors: many tests wait for processes."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips, with the reason, what this machine cannot run."""
+    """Skips, with the reason, what this machine cannot run. Files with slow tests come first: the quick ones at the end
+    keep every worker busy to the last."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     for item in items:
         if not os.environ.get(SHARED_VARIABLE) and "shared" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.skip(reason=f"{NOT_HERE}: set {SHARED_VARIABLE}"))

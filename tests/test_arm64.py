@@ -40,7 +40,8 @@ def test_a_flashed_card_becomes_a_device_that_answers_as_this_machine_does(world
     assert "systemd.run" not in image.cmdline(world.card), "the first boot ended"
     world.desk()
     world.boot()
-    world.until(lambda: world.devices().get(scene.BOARD, {}).get("state") == "on", 600)
+    world.until(lambda: world.device().get("state") == "on", 600)
+    assert world.devices()[scene.BOARD]["state"] == "on"
     samples = load_heartbeat()
     x = samples.of_client(samples.clients[0]).x[-20:]
     world.until(lambda: world.serves(scene.DESK) and world.serves(scene.BOARD), 300)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,9 +22,17 @@ def declared(name: str, key: str) -> dataclasses.Field[Any]:
     return next(field for field in dataclasses.fields(METHODS[name].hyper) if field.name == key)
 
 
+@cache
+def hints(name: str) -> dict[str, Any]:
+    return typing.get_type_hints(METHODS[name].hyper)
+
+
 def kind_of(name: str, key: str) -> type[Any]:
-    hint = typing.get_type_hints(METHODS[name].hyper)[key]
+    hint = hints(name)[key]
     return next(kind for kind in (bool, int, float, str) if kind is hint or kind in typing.get_args(hint))
+
+
+NUMBERS = [field for field in FIELDS if kind_of(*field) in (int, float)]
 
 
 def problems(name: str, **values: Any) -> list[schema.Problem]:
@@ -58,11 +67,9 @@ def test_every_number_has_limits_on_both_sides_and_every_text_has_choices(name: 
             assert limits.get("min", limits.get("above")) in (0, 1), field.name
 
 
-@pytest.mark.slow
-@settings(deadline=None)
 @given(st.data())
 def test_what_is_outside_the_limits_is_refused_by_name_and_what_is_inside_is_taken(data: st.DataObject) -> None:
-    name, key = data.draw(st.sampled_from([f for f in FIELDS if kind_of(*f) in (int, float)]))
+    name, key = data.draw(st.sampled_from(NUMBERS))
     kind, limits = kind_of(name, key), declared(name, key).metadata
     least, most = limits.get("min", limits.get("above")), limits["max"]
     numbers: Any = st.integers if kind is int else st.floats

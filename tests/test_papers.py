@@ -82,6 +82,8 @@ def small(path: Path) -> tuple[str, ...]:
         known = {field.name for field in dataclasses.fields(METHODS[method.name].hyper)}
         settings += [f"method.{number}.hyper.{key}={value}" for key, value in HYPER.items()
                      if key in known.difference(method.grid)]
+    if asked.model.name == "cnn-leaf":
+        settings += ["model.options.channels=[2, 2]", "model.options.hidden=[4]"]
     if asked.data.path:
         settings.append(f"data.path={named.home() / OWN}")
     if asked.data.set == "synthetic":
