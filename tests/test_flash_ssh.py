@@ -45,7 +45,7 @@ def made(patch: pytest.MonkeyPatch, folder: Path, build: str, **agent: str) -> N
     patch.setattr(program, "make", lambda *_, **__: built)
 
 
-def flash(desk: Path, board: Board, *, dry_run: bool = False, patience_s: int = 60) -> None:
+def flash(desk: Path, board: Board, *, dry_run: bool = False, patience_s: int = 300) -> None:
     flash_cli.flash(desk / "kitchen.toml", board.url(), ssh_config=board.config, patience_s=patience_s,
                     dry_run=dry_run, as_json=True)
 

@@ -48,7 +48,7 @@ def a_release(folder: Path, version: str = "1.0-aaa", agent: str = GOOD, setting
     return releases.of(package.make("kitchen", a_machine(), program, named))
 
 
-def flash(board: Board, release: Release, *, user: str = "root", told: list[str] | None = None, patience_s: int = 60,
+def flash(board: Board, release: Release, *, user: str = "root", told: list[str] | None = None, patience_s: int = 300,
           margin_s: int = 60, watch: ssh_install.Watch | None = None) -> Outcome:
     said = [] if told is None else told
     with ssh.Connection(ssh.parse(board.url(user), board.config)) as connection:

@@ -35,15 +35,15 @@ CHARACTERS, LENGTH, WINDOWS = 81, 80, 20
 FORGET = (0.0, -0.5, -1.0, -2.0, -4.0)
 
 
-def step(forget: float) -> Callable[[], train.TrainResult]:
-    """One client's step from these weights, the same one every time."""
+def step(forget: float, length: int = LENGTH) -> Callable[[], train.TrainResult]:
+    """One client's step from these weights, the same one every time. length: characters of a window."""
     method = METHODS["fedmeta-maml"]
     hyper = method.hyper(local_steps=1, support_batch=WINDOWS, query_batch=WINDOWS)
     classes = tuple(map(str, range(CHARACTERS)))
-    layout = models.describe("char-lstm", InputSpec((LENGTH,), "int64"), classes, {"forget_bias": forget})
+    layout = models.describe("char-lstm", InputSpec((length,), "int64"), classes, {"forget_bias": forget})
     model, broadcast = models.build(layout), Payload(models.initial(layout, 0), {"round": 1.0, "seed": 0.0})
     drawn = np.random.default_rng(0)
-    x, y = drawn.integers(0, CHARACTERS, (2 * WINDOWS, LENGTH)), drawn.integers(0, CHARACTERS, 2 * WINDOWS)
+    x, y = drawn.integers(0, CHARACTERS, (2 * WINDOWS, length)), drawn.integers(0, CHARACTERS, 2 * WINDOWS)
     return lambda: train.train_round(method, model, layout, broadcast, {}, x, y, hyper, np.random.default_rng(0))
 
 
@@ -55,9 +55,9 @@ def timed(work: Callable[[], Any], around: AbstractContextManager[Any]) -> float
         return time.process_time() - began
 
 
-def beside(forget: float, pairs: int) -> dict[str, float]:
+def beside(forget: float, pairs: int, length: int = LENGTH) -> dict[str, float]:
     """Medians of a step with subnormals and without, taken in turn, and their ratio."""
-    work, found = step(forget), []
+    work, found = step(forget, length), []
     for _ in range(pairs + 1):  # the first warms up
         kept = timed(work, patch.object(train, "flushed", contextlib.nullcontext))
         found.append((kept, timed(work, contextlib.nullcontext())))
