@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.own_data import series
-from benchmarks.own_data.baseline import rows_of
+from benchmarks.own_data.baseline import statistics
 
 Array = NDArray[Any]
 
@@ -68,7 +68,7 @@ def made(name: str, devices: int, per_class: int, seed: int = 0) -> Part:
         return _images(devices, per_class, seed)
     if name == ROWS:
         found = made("vibration-free", devices, per_class, seed)
-        return replace(found, x=rows_of(found.x))
+        return replace(found, x=statistics(found.x))
     if name == MIXED:
         found = made("vibration-free", devices, per_class, seed)
         return replace(found, y=np.random.default_rng(seed).permutation(found.y))
