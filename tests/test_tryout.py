@@ -16,7 +16,7 @@ from cloud_server import cli, lab_cli
 from cloud_server.fleet import FleetConfig
 from cloud_server.laboratory import tryout, yardsticks
 from cloud_server.laboratory.recordings import Model
-from cloud_server.laboratory.tryout import HEADS, Outcome, Tried, why_not
+from cloud_server.laboratory.tryout import HEADS, FewLabels, Outcome, Tried, why_not
 from cloud_server.laboratory.yardsticks import Yardsticks
 from cloud_server.scores import Score
 from fleet_core import config
@@ -176,6 +176,27 @@ def test_a_model_that_memorises_is_said_to_and_a_better_baseline_is_named() -> N
 def test_labels_are_suspected_where_a_baseline_is_below_the_mark_by_less_than_the_noise() -> None:
     few = Yardsticks(CHANCE, Score(accuracy=0.42, macro_f1=0.41), TRUTH // 20)
     assert "labels are mixed up" in few.warnings("cnn1d", Score(accuracy=0.36, macro_f1=0.36), 1e-6, 12)[-1]
+
+
+def test_a_model_that_does_not_carry_over_to_a_device_with_few_labels_is_warned_of() -> None:
+    few = FewLabels(15, Yardsticks(CHANCE, GOOD, TRUTH))
+    poor, good = (one("ds-cnn", 0.95, few=Score(accuracy=share, macro_f1=share)) for share in (0.7, 0.93))
+    (said,) = replace(outcome(poor), few=few).warnings
+    assert said.startswith("a device that joins with 15 labelled samples: ds-cnn reaches 0.700 there, a plain baseline")
+    assert replace(outcome(good), few=few).warnings == []
+    assert outcome(poor).warnings == []
+
+
+def test_devices_that_do_not_train_are_judged_with_few_labels_too(
+    samples: Samples, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(tryout, "MAX_ROUNDS", 2)
+    assert tried(samples).few is None, "a fifth of 48 samples is few"
+    found = tried(load(waves.written(tmp_path / "more.npz", rows=120)))
+    assert found.few is not None
+    assert found.few.number == 5 * len(waves.CLASSES)
+    assert found.tried[0].few is not None
+    assert found.few.beside.truth.sum() > found.beside.truth.sum(), "fewer labels leave more to judge"
 
 
 def test_a_model_that_only_memorises_real_samples_is_warned_of_and_a_good_one_is_not(

@@ -1,8 +1,9 @@
 """A trial before a fleet is made: each candidate model trains for a moment by the fleet's method, on one's samples.
 
 Where there are devices enough, a quarter of them never train: a model is chosen by macro-F1 on the later samples of the
-devices that train, and told by its accuracy on those that do not. With fewer there are the later samples alone, on
-which it is both chosen and told. Beside it stand a plain baseline and the most frequent class.
+devices that train, and told by its accuracy on those that do not, with as many labels as they have and with few. With
+fewer devices there are the later samples alone, on which it is both chosen and told. Beside it stand a plain baseline
+and the most frequent class.
 
 The time is bounded: few devices, few samples of each, and a deadline that is looked at after every round.
 """
@@ -32,6 +33,7 @@ from cloud_server.laboratory.trials import DEVICES, Trial
 from cloud_server.laboratory.workload import Workload
 from cloud_server.laboratory.yardsticks import Yardsticks
 from cloud_server.scores import Score
+from cloud_server.verdict import worse
 from fleet_core.data.samples import Samples, save
 from fleet_core.errors import DataError, FleetError
 from fleet_core.layout import InputSpec
@@ -44,6 +46,8 @@ ROUND_FLOPS, MOST_FLOPS = 3e10, 3e11
 """Of a round's training, some seconds: a larger model has fewer devices a round. Of one device's: a model with more is
 not tried."""
 HELD_OUT, SUPPORT, DEVICES_TO_HOLD_OUT = 0.25, 0.2, 4
+FEW_OF_A_CLASS = 5
+"""Labelled samples of each class that a device may have when it joins."""
 LINE_EVERY_S = 10.0
 ONE_CLIENT = "all"
 
@@ -51,7 +55,8 @@ ONE_CLIENT = "all"
 @dataclass(frozen=True)
 class Tried:
     """A model after ``rounds``. validation: macro-F1 by which it is chosen. judged: what it is told by. payload: bytes
-    of one device in one round, up and down."""
+    of one device in one round, up and down. few: on devices that did not train and have few labels; None where that was
+    not tried."""
 
     model: Model
     rounds: int
@@ -60,6 +65,16 @@ class Tried:
     judged: Score
     parameters: int
     payload: float
+    few: Score | None = None
+
+
+@dataclass(frozen=True)
+class FewLabels:
+    """How devices are judged that did not train and have few labels. number: of labels. beside: what is known without a
+    model."""
+
+    number: int
+    beside: Yardsticks
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +86,23 @@ class Outcome:
     chosen: Tried | None
     beside: Yardsticks
     remarks: tuple[str, ...]
+    few: FewLabels | None = None
 
     @property
     def warnings(self) -> list[str]:
         """What is wrong with the chosen model, and what to try; empty where nothing is."""
         one = self.chosen
-        return [] if one is None else self.beside.warnings(one.model.label, one.judged, one.loss, one.rounds)
+        if one is None:
+            return []
+        return [*self.beside.warnings(one.model.label, one.judged, one.loss, one.rounds), *self._of_few_labels(one)]
+
+    def _of_few_labels(self, one: Tried) -> list[str]:
+        plain = self.few and self.few.beside.plain
+        if not (self.few and plain and one.few and worse(one.few, plain, self.few.beside.truth)):
+            return []
+        return [f"a device that joins with {self.few.number} labelled samples: {one.model.label} reaches "
+                f"{share_text(one.few.accuracy)} there, a plain baseline ({plain.method}) that knows the other devices "
+                f"{share_text(plain.accuracy)}; label more on a new device, or let it train before you rely on it"]
 
     def rows(self) -> list[tuple[str, ...]]:
         """Of the table with ``HEADS``."""
@@ -115,6 +141,7 @@ def tryout(
     ends, remarks = clock() + seconds, list[str]()
     models = models_for(samples) if models is None else models
     part = _part(samples, seed)
+    few = _few(part)
     say(f"a trial of {', '.join(model.label for model in models)} on {len(part.clients)} of "
         f"{max(1, len(samples.clients))} clients, {len(part)} of {len(samples)} samples: {seconds:.0f} s at most "
         "(--no-trial does without)")
@@ -123,7 +150,7 @@ def tryout(
         save(path, part)
         work, found = None, list[Tried]()
         for number, model in enumerate(models):
-            asked = _asked(path, part, spec, model, method, seed)
+            asked = _asked(path, part, spec, model, method, seed, few)
             work = work or workloads.build(asked)
             until = clock() + (ends - clock()) / (len(models) - number)
             try:
@@ -133,9 +160,10 @@ def tryout(
         assert work is not None
         held_out = bool(work.new)
         beside = yardsticks.of_new(work, SUPPORT, 0) if held_out else yardsticks.of_later(work)
+        told = FewLabels(_few_labels(part), yardsticks.of_new(work, few, 0)) if held_out and few else None
     on = (f"{len(work.new)} client{'s' * (len(work.new) > 1)} that did not train" if held_out
           else f"the last {100 * (1 - TRAIN_FRACTION):.0f} % of each client, by which the model is chosen too")
-    return Outcome(on, tuple(found), _chosen(found), beside, tuple(remarks))
+    return Outcome(on, tuple(found), _chosen(found), beside, tuple(remarks), told)
 
 
 def _chosen(found: Sequence[Tried]) -> Tried | None:
@@ -182,7 +210,19 @@ def _part(samples: Samples, seed: int) -> Samples:
     return replace(part, client=client)
 
 
-def _asked(path: Path, part: Samples, spec: InputSpec, model: Model, method: str, seed: int) -> Experiment:
+def _few_labels(part: Samples) -> int:
+    return FEW_OF_A_CLASS * len(np.unique(part.y))
+
+
+def _few(part: Samples) -> float:
+    """The share of a device's samples that few labels are; 0 where ``SUPPORT`` is no more than that."""
+    share = round(_few_labels(part) * len(part.clients) / len(part), 3)
+    return share if share < SUPPORT else 0.0
+
+
+def _asked(
+    path: Path, part: Samples, spec: InputSpec, model: Model, method: str, seed: int, few: float
+) -> Experiment:
     clients = len(part.clients)
     share = HELD_OUT if clients >= DEVICES_TO_HOLD_OUT else 0.0
     data: dict[str, Any] = {"path": str(path), "scale": spec.scale}
@@ -192,7 +232,8 @@ def _asked(path: Path, part: Samples, spec: InputSpec, model: Model, method: str
         "data": data, "model": {"name": model.name, "options": dict(model.options)},
         "partition": {"kind": "natural", "options": {"split": "time", "train_fraction": TRAIN_FRACTION}},
         "method": [{"name": method}], "seeds": [seed], "budget": {"rounds": MAX_ROUNDS},
-        "judge": {"every": 1, "new_devices": share, "support": [SUPPORT], "support_split": "time"},
+        "judge": {"every": 1, "new_devices": share, "support": [SUPPORT, few] if few else [SUPPORT],
+                  "support_split": "time"},
         "cohort": min(COHORT, max(1, int(clients * (1 - share)))), "codec_up": "int8", "codec_down": "int8",
     })
 
@@ -241,12 +282,12 @@ def _cohort(asked: Experiment, run: Run, work: Workload) -> int:
 
 def _figures(model: Model, trial: Trial, asked: Experiment, work: Workload) -> Tried:
     rounds = int(trial.spent["rounds"])
-    new = next((scores for kind, scores in trial.last.items() if kind.startswith("new")), None)
-    own = trial.last[DEVICES]
-    judged = own if new is None else new
-    layout = workloads.layout_of(asked, work)
-    scored = Score(accuracy=judged["pooled"], macro_f1=judged["macro_f1"])
+    own, layout = trial.last[DEVICES], workloads.layout_of(asked, work)
+    new = [Score(accuracy=scores["pooled"], macro_f1=scores["macro_f1"])
+           for share in asked.judge.support if (scores := trial.last.get(f"new {share}"))]
     return Tried(
-        model, rounds, trial.loss or 0.0, own["macro_f1"], scored,
+        model, rounds, trial.loss or 0.0, own["macro_f1"],
+        new[0] if new else Score(accuracy=own["pooled"], macro_f1=own["macro_f1"]),
         sum(tensor.size for tensor in layout.tensors), trial.spent["payload_bytes"] / rounds / asked.cohort,
+        new[1] if len(new) > 1 else None,
     )
