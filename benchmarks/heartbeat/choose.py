@@ -4,7 +4,8 @@ Each of the eight training patients has the first 60 % of its time to learn from
 and 40 % to validate; the figure is macro-F1 over N, S and V on the pooled validation beats, the mean over the seeds.
 
     python benchmarks/heartbeat/choose.py --out benchmarks/heartbeat/choose.json [--seeds 2] [--rounds 30]
-    python benchmarks/heartbeat/choose.py --models cnn1d ds-cnn --defaults --seeds 3 --out benchmarks/heartbeat/models.json
+    python benchmarks/heartbeat/choose.py --models cnn1d ds-cnn --defaults --seeds 3 \\
+        --out benchmarks/heartbeat/models.json
 
 The second command compares models, with the methods' own defaults.
 Writes every candidate with its figures, best first. About half a minute a candidate and seed on one core.
