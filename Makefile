@@ -29,7 +29,7 @@ test-all: setup
 	@$(PYTEST) $(ARGS)
 
 test-bare: setup
-	@$(BIN)/python -m tests.bare $(PARALLEL) -m "not slow" $(ARGS)
+	@$(BIN)/python -m tests.support.bare $(PARALLEL) -m "not slow" $(ARGS)
 
 tools:
 	@$(PYTHON) scripts/install_tools.py

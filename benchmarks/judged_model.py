@@ -14,16 +14,17 @@ import argparse
 import numpy as np
 import torch
 
-from edge_agent.personalize import Prototypes
-from fleet_core.algorithms import closing, trees
-from fleet_core.algorithms.methods import METHODS
-from fleet_core.algorithms.seam import ClientState, Payload, Update
-from fleet_core.algorithms.trees import Params
+from edge_agent.inference.predictor import Prototypes
+from fleet_core.algorithms import aggregation
+from fleet_core.algorithms.interface import ClientState, Payload, Update
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import trees
+from fleet_core.base.trees import Params
 from fleet_core.data import heartbeat
 from fleet_core.data.samples import Samples
-from fleet_core.data.split import by_time
-from fleet_core.layout import InputSpec
-from fleet_core.learning import models, train
+from fleet_core.data.time_split import by_time
+from fleet_core.learning import local_training, models
+from fleet_core.model.layout import InputSpec
 
 METHOD = METHODS["pfldyn-proto"]
 NETWORK = models.build(LAYOUT := models.describe("cnn1d", InputSpec((3, 128)), heartbeat.CLASSES, {}))
@@ -52,9 +53,9 @@ def compare(parts: dict[str, tuple[Samples, Samples]], active: int, rounds: int,
         updates = []
         anchor = trees.apply(lambda a: a.astype(np.float32), state.model)
         broadcast = Payload(anchor, {"round": float(number)})
-        for name in closing.order(str(n) for n in rng.choice(sorted(parts), active, replace=False)):
+        for name in aggregation.order(str(n) for n in rng.choice(sorted(parts), active, replace=False)):
             data = parts[name][0]
-            result = train.train_round(
+            result = local_training.train_round(
                 METHOD, NETWORK, LAYOUT, broadcast, own[name], data.x, data.y, hyper, np.random.default_rng(rng)
             )
             own[name] = result.pending
@@ -75,8 +76,8 @@ def judge(parts: dict[str, tuple[Samples, Samples]], model: Params) -> tuple[flo
     params = trees.apply(lambda a: a.astype(np.float32), model)
     said, true = [], []
     for own, later in parts.values():
-        prototypes = Prototypes.from_support(lambda x: train.embed(NETWORK, params, x), own.x, own.y, 3)
-        said.append(prototypes.probabilities(train.embed(NETWORK, params, later.x)).argmax(1))
+        prototypes = Prototypes.from_support(lambda x: local_training.embed(NETWORK, params, x), own.x, own.y, 3)
+        said.append(prototypes.probabilities(local_training.embed(NETWORK, params, later.x)).argmax(1))
         true.append(later.y)
     answers, labels = np.concatenate(said), np.concatenate(true)
     scores = []

@@ -1,7 +1,8 @@
 """A model's gradient steps as an ONNX graph ``adapt``, so that a device personalizes without torch.
 
-w ← w − a∘∇f(w) over the whole support set, f the mean cross-entropy, as ``fleet_core.learning.personal`` steps: MAML's
-inner steps and fine-tuning with one rate for all (``lr``), Meta-SGD with a learned rate for every value (``rates``).
+w ← w − a∘∇f(w) over the whole support set, f the mean cross-entropy, as ``fleet_core.learning.personal_model`` steps:
+MAML's inner steps and fine-tuning with one rate for all (``lr``), Meta-SGD with a learned rate for every value
+(``rates``).
 
 Inputs: ``support_x`` raw samples [S, *shape], ``support_y`` int64 [S], ``steps`` int64, and ``lr`` float32 unless the
 rates are learned. Parameters are external initializers ``group/name``, rates ``rates/group.name``. Outputs:
@@ -36,16 +37,15 @@ from export import gate
 from export.graph import IR_VERSION, OPSET, TRACED_SAMPLES, _cause, _quiet, export_graph, samples
 from export.loops import Loops
 from export.lowering import DECOMPOSED, TRANSLATED
-from fleet_core import storage
-from fleet_core.algorithms import trees
-from fleet_core.algorithms.trees import Params
-from fleet_core.bundle import GOLDEN_STEPS, AdaptInfo, Graph
-from fleet_core.errors import BundleError
-from fleet_core.layout import MODEL_GROUPS, Layout
+from fleet_core.base import storage, trees
+from fleet_core.base.errors import BundleError
+from fleet_core.base.trees import Params
 from fleet_core.learning import losses
-from fleet_core.learning.gradients import entropy, leaves, value_and_gradient
+from fleet_core.learning.gradient_estimators import entropy, leaves, value_and_gradient
+from fleet_core.learning.local_training import CHUNK
 from fleet_core.learning.models import Network, build, outputs, to_torch
-from fleet_core.learning.train import CHUNK
+from fleet_core.model.graph_bundle import GOLDEN_STEPS, AdaptInfo, Graph
+from fleet_core.model.layout import MODEL_GROUPS, Layout
 
 PASS_BYTES = 12 << 20
 """What one pass may compute at once, in bytes; it decides how many samples a pass takes."""

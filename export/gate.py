@@ -11,15 +11,14 @@ import torch
 from onnx import TensorProto, numpy_helper
 
 from export.loops import PASS
-from fleet_core import storage
-from fleet_core.algorithms import trees
-from fleet_core.algorithms.trees import Params
-from fleet_core.bundle import GOLDEN_STEPS, GRAPH_GROUPS, Graph
-from fleet_core.errors import BundleError
-from fleet_core.layout import MODEL_GROUPS
-from fleet_core.learning.gradients import entropy, leaves, value_and_gradient
+from fleet_core.base import storage, trees
+from fleet_core.base.errors import BundleError
+from fleet_core.base.trees import Params
+from fleet_core.learning.gradient_estimators import entropy, leaves, value_and_gradient
+from fleet_core.learning.local_training import CHUNK
 from fleet_core.learning.models import Network, outputs, to_torch
-from fleet_core.learning.train import CHUNK
+from fleet_core.model.graph_bundle import GOLDEN_STEPS, GRAPH_GROUPS, Graph
+from fleet_core.model.layout import MODEL_GROUPS
 
 Array = np.ndarray[Any, Any]
 
@@ -146,7 +145,8 @@ def steps_in_torch(graph: Graph, network: Network, weights: Params, x: Array, y:
 
 
 def _gradient(network: Network, w: Params, x: torch.Tensor, y: torch.Tensor) -> Params:
-    """Of the mean cross-entropy, a ``CHUNK`` of samples at a time as ``fleet_core.learning.personal`` takes it."""
+    """Of the mean cross-entropy, a ``CHUNK`` of samples at a time as ``fleet_core.learning.personal_model`` takes
+    it."""
     total = trees.zeros_like(w)
     for start in range(0, len(y), CHUNK):
         some = slice(start, start + CHUNK)

@@ -22,10 +22,10 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
 
 from export import gate
-from fleet_core.bundle import FORMAT, GRAPH_GROUPS, Graph, GraphInfo
-from fleet_core.errors import BundleError
-from fleet_core.layout import InputSpec, Layout
+from fleet_core.base.errors import BundleError
 from fleet_core.learning.models import Network, build, outputs, to_torch
+from fleet_core.model.graph_bundle import FORMAT, GRAPH_GROUPS, Graph, GraphInfo
+from fleet_core.model.layout import InputSpec, Layout
 
 OPSET = 18
 IR_VERSION = 10

@@ -23,13 +23,13 @@ from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
 from export import gate
 from export.graph import IR_VERSION, OPSET, _quiet
-from fleet_core import storage
-from fleet_core.algorithms.trees import Params
-from fleet_core.bundle import Graph
-from fleet_core.bundle_files import Int8Info
+from fleet_core.base import storage
+from fleet_core.base.errors import BundleError, DataError
+from fleet_core.base.trees import Params
 from fleet_core.data.samples import Samples
-from fleet_core.errors import BundleError, DataError
-from fleet_core.nearest import Prototypes
+from fleet_core.model.graph_bundle import Graph
+from fleet_core.personalization.device_bundle import Int8Info
+from fleet_core.personalization.nearest import Prototypes
 
 Array = np.ndarray[Any, Any]
 

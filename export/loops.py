@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from fleet_core.layout import Layout
+from fleet_core.model.layout import Layout
 
 PASS = "constant/pass"
 """The initializer that holds the number of samples of a pass."""

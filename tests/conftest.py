@@ -19,7 +19,7 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 if TYPE_CHECKING:
-    from tests.loopback_board import Board
+    from tests.support.loopback_board import Board
 
 SHARED_VARIABLE = "METAFLEET_SHARED"
 NOT_HERE = "reads data that is not in the repository"
@@ -40,7 +40,7 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``fleet`` after two rounds and the homes of its devices; tests that change it copy it."""
-    from tests.desk import finished_fleet
+    from tests.support.desk import finished_fleet
 
     return finished_fleet(tmp_path_factory.mktemp("finished"))
 
@@ -48,7 +48,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ssh_machine() -> Iterator[Board]:
     """A machine with an SSH server on loopback, in namespaces of its own."""
-    from tests.loopback_board import board
+    from tests.support.loopback_board import board
 
     with tempfile.TemporaryDirectory(prefix="mf-b-") as folder:
         Path(folder).chmod(0o755)

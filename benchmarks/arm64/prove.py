@@ -25,7 +25,7 @@ from benchmarks import markdown
 from benchmarks.arm64 import cloud_init, over_ssh, power_cut, training
 from benchmarks.arm64.proof import Notes, Proof
 from benchmarks.arm64.scene import PROGRAMS, scene, which
-from fleet_core import storage
+from fleet_core.base import storage
 
 HERE = Path(__file__).parent
 RESULT, PAGE = HERE / "result.json", HERE / "README.md"

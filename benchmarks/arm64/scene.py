@@ -27,12 +27,12 @@ from benchmarks.arm64 import image, root
 from benchmarks.arm64.base import Base
 from benchmarks.arm64.machine import DOOR, Board, Machine, Patience
 from benchmarks.arm64.root import BOOKWORM, Debian
-from cloud_server import identity
-from cloud_server.fleet import Fleet
-from cloud_server.ledger import Ledger
-from cloud_server.ledger_tables import Round, Update
-from cloud_server.mosquitto import Place
-from fleet_core import schema
+from cloud_server.broker.mosquitto_config import Place
+from cloud_server.identity import fleet_certificates
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Round, Update
+from fleet_core.base import schema
 from fleet_core.data import heartbeat
 from fleet_core.data import samples as stored
 
@@ -86,7 +86,7 @@ class Scene:
         fleet = Fleet.load(self.fleet)
         with Ledger(fleet.ledger_path) as ledger:
             place = Place((DOOR,), self.port, self.enrolment_port, listen="127.0.0.1")
-            config = identity.configure(fleet, ledger, place)
+            config = fleet_certificates.configure(fleet, ledger, place)
         self.start("mosquitto", "-c", str(config))
         self.until(lambda: listens(self.port), 300)
         self.start("metafleet", "server", "start", str(self.fleet), "--broker", self.broker, "--quiet")

@@ -2,7 +2,7 @@
 
     python benchmarks/boards/training_memory.py > benchmarks/boards/training_memory.json
 
-``fleet_core.board.fit`` takes its bytes per parameter from here. x86-64 with the torch that is installed: a board's
+``fleet_core.board.limits`` takes its bytes per parameter from here. x86-64 with the torch that is installed: a board's
 torch is another one, and what it needs before there is a model is the board's to know.
 """
 
@@ -28,11 +28,11 @@ def one(name: str, model: str, width: int, batch: int) -> dict[str, float | int 
     import numpy as np
     import torch
 
-    from fleet_core.algorithms.methods import METHODS
-    from fleet_core.algorithms.seam import Payload
-    from fleet_core.layout import InputSpec
+    from fleet_core.algorithms.interface import Payload
+    from fleet_core.algorithms.methods.registry import METHODS
     from fleet_core.learning import models
-    from fleet_core.learning.train import train_round
+    from fleet_core.learning.local_training import train_round
+    from fleet_core.model.layout import InputSpec
 
     torch.set_num_threads(1)
     torch.ones(8, 8) @ torch.ones(8, 8)

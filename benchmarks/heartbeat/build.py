@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet_core.base.errors import ConfigError, DataError, FleetError
+from fleet_core.base.storage import write_atomic
 from fleet_core.data.heartbeat import CLASSES, DEVICES, FILE, NEW_DEVICES, expand, load_heartbeat, pack_beats
 from fleet_core.data.samples import Samples, save
-from fleet_core.data.split import by_time, first_seconds
-from fleet_core.errors import ConfigError, DataError, FleetError
-from fleet_core.storage import write_atomic
+from fleet_core.data.time_split import by_time, first_seconds
 
 SOURCE = Path("data") / "ecg-mitbih-ds1.npz"
 SHA256 = "4cae610a4cec0bd4854a4604f7cfc266eb196a143990db45b119d6851cfc264f"

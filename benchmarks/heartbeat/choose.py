@@ -23,15 +23,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloud_server.scores import macro_f1
-from fleet_core.algorithms import closing, trees
-from fleet_core.algorithms.methods import METHODS
-from fleet_core.algorithms.seam import Payload, Update
-from fleet_core.data import heartbeat, split
+from cloud_server.reports.scores import macro_f1
+from fleet_core.algorithms import aggregation
+from fleet_core.algorithms.interface import Payload, Update
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import trees
+from fleet_core.base.storage import write_json
+from fleet_core.data import heartbeat, time_split
 from fleet_core.data.samples import Samples
 from fleet_core.data.sets.registry import entry
-from fleet_core.learning import losses, models, personal, train
-from fleet_core.storage import write_json
+from fleet_core.learning import local_training, losses, models, personal_model
 
 Candidate = dict[str, Any]
 TUNED = [(lr, steps) for lr in (0.02, 0.05, 0.1) for steps in (10, 50)]
@@ -48,8 +49,8 @@ GRID: dict[str, list[Candidate]] = {
 def parts() -> dict[str, tuple[Samples, Samples]]:
     """Patient -> (train, validate), both inside the patient's own first 60 %."""
     everything = heartbeat.load_heartbeat()
-    own = {name: split.by_time(everything.of_client(name), 0.6)[0] for name in heartbeat.DEVICES}
-    return {name: split.by_time(samples, 0.6) for name, samples in own.items()}
+    own = {name: time_split.by_time(everything.of_client(name), 0.6)[0] for name in heartbeat.DEVICES}
+    return {name: time_split.by_time(samples, 0.6) for name, samples in own.items()}
 
 
 def learn(model: str, method_name: str, candidate: Candidate, rounds: int, seed: int) -> dict[str, float]:
@@ -65,10 +66,10 @@ def learn(model: str, method_name: str, candidate: Candidate, rounds: int, seed:
     for number in range(1, rounds + 1):
         groups = trees.apply(lambda a: np.asarray(a, np.float32), state.model)
         updates = []
-        for name in closing.order(data):
+        for name in aggregation.order(data):
             rng = np.random.default_rng([seed, number, *name.encode()])
             samples = data[name][0]
-            done = train.train_round(
+            done = local_training.train_round(
                 method, network, layout, Payload(groups, {"round": float(number)}), own[name], samples.x, samples.y,
                 hyper, rng,
             )
@@ -83,20 +84,22 @@ def _answers(method_name: str, network: Any, params: Any, data: Any, layout: Any
     """(what, patient -> answered labels) for each way in which this method is judged."""
     if METHODS[method_name].personalizer == "proto":
         return [("proto", {name: _proto(network, params, own, later) for name, (own, later) in data.items()})]
-    plain = {name: train.predict_logits(network, params, later.x).argmax(1) for name, (_, later) in data.items()}
+    plain = {
+        name: local_training.predict_logits(network, params, later.x).argmax(1) for name, (_, later) in data.items()
+    }
     found = [("as it is", plain)]
     for lr, steps in TUNED:
         hyper = METHODS["fedavg-meta"].hyper(finetune_lr=lr, finetune_steps=steps)
         answers = {}
         for name, (own, later) in data.items():
-            tuned = personal.adapt(METHODS["fedavg-meta"], network, layout, params, own.x, own.y, hyper)
-            answers[name] = train.predict_logits(network, tuned, later.x).argmax(1)
+            tuned = personal_model.adapt(METHODS["fedavg-meta"], network, layout, params, own.x, own.y, hyper)
+            answers[name] = local_training.predict_logits(network, tuned, later.x).argmax(1)
         found.append((f"fine-tuned lr={lr} steps={steps}", answers))
     return found
 
 
 def _proto(network: Any, params: Any, own: Samples, later: Samples) -> Any:
-    support, query = (torch.tensor(train.embed(network, params, part.x)) for part in (own, later))
+    support, query = (torch.tensor(local_training.embed(network, params, part.x)) for part in (own, later))
     mean, count = losses.prototypes(support, torch.tensor(own.y), len(heartbeat.CLASSES))
     return losses.proto_logits(query, mean, count).argmax(1).numpy()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fleet_core.storage import write_json
+from fleet_core.base.storage import write_json
 
 STAGES = ("before", "fine_tuned", "after")
 GROUPS = ("judged", "new_devices")
@@ -32,7 +32,7 @@ def demo(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [
-                sys.executable, "-m", "cloud_server.cli", "demo", "--seed", str(seed), "--data", options.data,
+                sys.executable, "-m", "cloud_server.commands.cli", "demo", "--seed", str(seed), "--data", options.data,
                 "--devices", str(options.devices), "--new-devices", str(options.new_devices), "--rounds",
                 str(options.rounds), "--method", options.method, *learns, "--out", str(Path(folder) / "run"),
             ],

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.on_device.ways import WAYS, Setting, Stepping, Way, drawn, load, predictor
-from edge_agent.personalize import Predictor
-from fleet_core.algorithms.trees import Params
-from fleet_core.bundle import Graph
+from edge_agent.inference.predictor import Predictor
+from fleet_core.base.storage import write_json
+from fleet_core.base.trees import Params
 from fleet_core.data import samples as stored
 from fleet_core.data.samples import Samples
-from fleet_core.storage import write_json
+from fleet_core.model.graph_bundle import Graph
 
 Array = np.ndarray[Any, Any]
 

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.on_device.ways import WAYS, Stepping, Way, load, predictor
-from edge_agent.session import open_kind
-from fleet_core import storage
-from fleet_core.algorithms import trees
-from fleet_core.layout import MODEL_GROUPS
+from edge_agent.compute.onnx_session import open_kind
+from fleet_core.base import storage, trees
+from fleet_core.model.layout import MODEL_GROUPS
 
 
 def found(way: Way, job: dict[str, Any], x: Any, y: Any, query: Any) -> dict[str, Any]:

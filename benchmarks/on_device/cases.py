@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from export.graph import export_graph, samples
-from fleet_core.bundle import Graph
-from fleet_core.layout import InputSpec, Layout
 from fleet_core.learning import models
+from fleet_core.model.graph_bundle import Graph
+from fleet_core.model.layout import InputSpec, Layout
 
 Array = np.ndarray[Any, Any]
 

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cloud_server.result import environment
-from export import steps
+from cloud_server.reports.result import environment
+from export import method_steps
 from export.graph import export_graph
-from fleet_core.algorithms.methods import METHODS
-from fleet_core.bundle import Graph
-from fleet_core.errors import BundleError
-from fleet_core.layout import InputSpec
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base.errors import BundleError
+from fleet_core.base.storage import write_json
 from fleet_core.learning import models
-from fleet_core.storage import write_json
+from fleet_core.model.graph_bundle import Graph
+from fleet_core.model.layout import InputSpec
 
 IMAGE = InputSpec((1, 28, 28), "uint8", 1 / 255)
 OWN = "metafleet_benchmark_own:build"
@@ -76,7 +76,7 @@ def family(name: str, say: Callable[[str], None]) -> dict[str, Any]:
     seconds["embed, predict"] = round(time.monotonic() - started, 1)
     found: dict[str, Any] = {"parameters": layout.parameters(("body", "head")), "methods": {}}
     made: dict[Any, Graph | BundleError] = {}
-    inner = steps.with_adapt
+    inner = method_steps.with_adapt
 
     def once(graph_: Graph, *, rates: bool, groups: tuple[str, ...]) -> Graph:
         key = (groups, rates)
@@ -93,11 +93,11 @@ def family(name: str, say: Callable[[str], None]) -> dict[str, Any]:
             raise one
         return one
 
-    steps.with_adapt = once
+    method_steps.with_adapt = once
     try:
         for method in METHODS.values():
             said: list[str] = []
-            whole = steps.with_steps(graph, method, method.hyper(), models.initial(layout, 0), said.append)
+            whole = method_steps.with_steps(graph, method, method.hyper(), models.initial(layout, 0), said.append)
             how = whole.info.adapt
             found["methods"][method.name] = {
                 "graphs": [*method.graphs, *(["adapt"] if whole.adapt else [])],
@@ -105,7 +105,7 @@ def family(name: str, say: Callable[[str], None]) -> dict[str, Any]:
                 "said": [line for line in said if not line.startswith("exporting")],
             }  # fmt: skip
     finally:
-        steps.with_adapt = inner
+        method_steps.with_adapt = inner
     say(f"{name}: {seconds}")
     return found
 

@@ -20,27 +20,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloud_server.laboratory import experiment as experiments
-from cloud_server.laboratory import workload as workloads
-from cloud_server.laboratory.simulate import Options, simulate
-from cloud_server.laboratory.store import Store
+from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.run import workload as workloads
+from cloud_server.laboratory.run.run_folder import Store
+from cloud_server.laboratory.run.simulate import Options, simulate
 from export.adapt import with_adapt
 from export.graph import export_graph
-from fleet_core import bundle, storage
-from fleet_core.algorithms import trees
-from fleet_core.algorithms.trees import Params
+from fleet_core.base import storage, trees
+from fleet_core.base.trees import Params
 from fleet_core.data import samples as stored
-from fleet_core.data import split
+from fleet_core.data import time_split
 from fleet_core.data.samples import Samples
-from fleet_core.data.sets.named import load_set
-from fleet_core.layout import InputSpec, Layout
+from fleet_core.data.sets.set_cache import load_set
 from fleet_core.learning import models
+from fleet_core.model import graph_bundle
+from fleet_core.model.layout import InputSpec, Layout
 
 ROOM = Path("build/on-device")
 """Where samples, checkpoints, graphs and answers lie, below the working folder."""
 LEAST = 5
 CHARACTERS = 10
-GRAPHS: Mapping[str, Callable[[bundle.Graph], bundle.Graph]] = {
+GRAPHS: Mapping[str, Callable[[graph_bundle.Graph], graph_bundle.Graph]] = {
     "plain": lambda graph: graph,
     "all": lambda graph: with_adapt(graph, rates=False),
     "rates": lambda graph: with_adapt(graph, rates=True),
@@ -184,7 +184,7 @@ def _several(y: Any) -> bool:
 
 
 def _device(own: Samples, fraction: float) -> Device:
-    pool, query = split.by_time(own, fraction)
+    pool, query = time_split.by_time(own, fraction)
     classes = [k for k in np.unique(own.y) if min((pool.y == k).sum(), (query.y == k).sum()) >= LEAST]
     return Device(*(part.take(np.isin(part.y, classes)) for part in (pool, query)))
 
@@ -247,7 +247,7 @@ def graphs(layout: Layout, kinds: Sequence[str], room: Path) -> dict[str, Path]:
     for kind, path in made.items():
         if not path.exists():
             plain = export_graph(layout, kinds=("embed", "predict"))
-            storage.write_atomic(path, bundle.pack(GRAPHS[kind](plain)))
+            storage.write_atomic(path, graph_bundle.pack(GRAPHS[kind](plain)))
     return made
 
 

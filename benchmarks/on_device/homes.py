@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 
 from benchmarks.on_device.cases import LR, STEPS, SUPPORT, Case, drawn, plain
-from edge_agent import teach
-from edge_agent.home import Home, Weights
-from edge_agent.service import service_of
-from edge_agent.settings import settings_of
+from edge_agent.device.state import Home, Weights
+from edge_agent.inference import relearn
+from edge_agent.inference.service import service_of
 from export.adapt import with_adapt
-from fleet_core import bundle, codecs, storage
-from fleet_core.algorithms import trees
-from fleet_core.algorithms.methods import METHODS
-from fleet_core.bundle import GRAPH_GROUPS, Graph
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import storage, trees
+from fleet_core.board.device_settings import settings_of
 from fleet_core.data import samples as stored
 from fleet_core.data.samples import Samples
 from fleet_core.learning import models
+from fleet_core.model import codecs, graph_bundle
+from fleet_core.model.graph_bundle import GRAPH_GROUPS, Graph
 
 DEVICE = f'[device]\nname = "one"\nfleet = "bench"\nkey = "{"0" * 64}"\n'
 METHODS_OF: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,13 +63,13 @@ def _home(folder: Path, name: str, graph: Graph, weights: Any, x: Any, y: Any) -
     method = METHODS[method_name]
     folder.mkdir()
     (folder / "device.toml").write_text(DEVICE)
-    Home(folder).save_graph("0" * 32, bundle.pack(graph))
+    Home(folder).save_graph("0" * 32, graph_bundle.pack(graph))
     service = service_of(folder, settings_of(folder))
     service.known_classes()
     stored.append(service.local().added_path, Samples(x, y, classes=service.layout.classes))
     judged = trees.only(weights, method.shared)
     service.load(method, hyper, Weights(codecs.identity(judged), 1, judged))
-    teach.personalize(service)
+    relearn.personalize(service)
     return folder
 
 

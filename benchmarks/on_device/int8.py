@@ -29,17 +29,16 @@ from benchmarks.on_device.cases import CASES, Case, drawn, plain
 from benchmarks.on_device.fleets import PLANS, Device, Plan
 from benchmarks.on_device.ways import drawn as labelled
 from benchmarks.on_device.ways import load
-from cloud_server.result import environment
-from edge_agent.session import Session, open_kind, open_session
+from cloud_server.reports.result import environment
+from edge_agent.compute.onnx_session import Session, open_kind, open_session
 from export.int8 import quantized
-from fleet_core import storage
-from fleet_core.algorithms import trees
+from fleet_core.base import storage, trees
+from fleet_core.base.storage import write_json
 from fleet_core.data.samples import Samples
-from fleet_core.head import Head
-from fleet_core.layout import Layout
 from fleet_core.learning import models
-from fleet_core.nearest import Neighbours, Prototypes
-from fleet_core.storage import write_json
+from fleet_core.model.layout import Layout
+from fleet_core.personalization.linear_head import Head
+from fleet_core.personalization.nearest import Neighbours, Prototypes
 
 Array = np.ndarray[Any, Any]
 Say = Callable[[str], None]

@@ -34,11 +34,11 @@ from torch.func import functional_call
 from benchmarks.on_device import homes
 from benchmarks.on_device.cases import CASES, LR, STEPS, SUPPORT, Case, drawn, plain
 from benchmarks.on_device.homes import Place
-from cloud_server.result import environment
-from edge_agent.session import open_steps
+from cloud_server.reports.result import environment
+from edge_agent.compute.onnx_session import open_steps
 from export.adapt import with_adapt
+from fleet_core.base.storage import write_json
 from fleet_core.learning import models
-from fleet_core.storage import write_json
 
 BARS = {"answer_us": 50.0, "answer_share": 0.10, "steps_mlp": 1.0, "steps_cnn": 0.9}
 

@@ -12,21 +12,21 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.on_device.measure import status_bytes
-from edge_agent import teach
-from edge_agent.service import service_of
-from edge_agent.settings import settings_of
-from fleet_core import memory
+from edge_agent.inference import relearn
+from edge_agent.inference.service import service_of
+from fleet_core.board import allocator
+from fleet_core.board.device_settings import settings_of
 
 
 def main(home: Path, sample: Path) -> None:
-    memory.keep_freed()
+    allocator.keep_freed()
     service = service_of(home, settings_of(home))
     service.restore()
     x = np.load(sample)[None]
     service.answers(x)
     before = status_bytes("VmRSS")
-    teach.personalize(service)
-    memory.trim()
+    relearn.personalize(service)
+    allocator.trim()
     service.answers(x)
     print(json.dumps({"before": before, "peak": status_bytes("VmHWM"), "after": status_bytes("VmRSS"),
                       "personalization": service.answers(x).personalization, "torch": "torch" in sys.modules}))

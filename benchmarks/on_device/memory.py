@@ -26,10 +26,10 @@ from benchmarks.on_device import homes
 from benchmarks.on_device.cases import CASES, STEPS, SUPPORT
 from benchmarks.on_device.homes import Place
 from benchmarks.overhead.memory import Watch
-from cloud_server.result import environment
-from fleet_core.storage import write_json
+from cloud_server.reports.result import environment
+from fleet_core.base.storage import write_json
 
-AGENT = [sys.executable, "-c", "from edge_agent.start import main; main()"]  # as the command edge-agent does
+AGENT = [sys.executable, "-c", "from edge_agent.commands.start import main; main()"]  # as the command edge-agent does
 BARE = [sys.executable, str(Path(__file__).with_name("bare.py"))]
 BARS = {"predict_mb": 65.0, "first_answer_s": 0.8, "adapt_ratio": 1.10, "after_mb": 80.0}
 

@@ -32,11 +32,11 @@ import numpy as np
 from benchmarks.on_device import homes
 from benchmarks.on_device.asking import clients, collected, serving
 from benchmarks.on_device.cases import CASES
-from cloud_server.result import environment
-from edge_agent.service import service_of
-from edge_agent.settings import settings_of
-from edge_agent.tensors import OF_NUMPY
-from fleet_core.storage import write_json
+from cloud_server.reports.result import environment
+from edge_agent.http.tensors import OF_NUMPY
+from edge_agent.inference.service import service_of
+from fleet_core.base.storage import write_json
+from fleet_core.board.device_settings import settings_of
 
 AGENT = str(Path(sys.executable).with_name("edge-agent"))
 PATH = "/v2/models/bench/infer"

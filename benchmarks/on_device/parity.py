@@ -3,8 +3,8 @@
     python -m benchmarks.on_device.parity --out benchmarks/on_device/parity.json
 
 Bars: probabilities by class means 1e-5; weights after one step 1e-6; logits after ten 1e-3 of the largest. The device's
-side runs in a process that must not import torch (``apart.py``); torch's is ``fleet_core.learning.personal``, which the
-trainer personalizes with. Every seed has first weights and samples of its own.
+side runs in a process that must not import torch (``apart.py``); torch's is ``fleet_core.learning.personal_model``,
+which the trainer personalizes with. Every seed has first weights and samples of its own.
 
 Two values of a max-pool's window, or a value and ReLU's 0, can be so close that the last bit decides which way the
 gradient goes; ten steps later two right computations are then far apart. So torch in double precision is the referee:
@@ -31,17 +31,17 @@ import numpy as np
 import torch
 
 from benchmarks.on_device.cases import CASES, LR, STEPS, SUPPORT, drawn, plain
-from cloud_server.result import environment
+from cloud_server.reports.result import environment
 from export.adapt import with_adapt
-from fleet_core import bundle, storage
-from fleet_core.algorithms import trees
-from fleet_core.algorithms.methods import METHODS
-from fleet_core.algorithms.trees import Params
-from fleet_core.layout import Layout
-from fleet_core.learning import models, personal
-from fleet_core.learning.gradients import entropy, leaves, value_and_gradient
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import storage, trees
+from fleet_core.base.storage import write_json
+from fleet_core.base.trees import Params
+from fleet_core.learning import models, personal_model
+from fleet_core.learning.gradient_estimators import entropy, leaves, value_and_gradient
 from fleet_core.learning.models import Network, outputs, to_torch
-from fleet_core.storage import write_json
+from fleet_core.model import graph_bundle
+from fleet_core.model.layout import Layout
 
 Array = np.ndarray[Any, Any]
 
@@ -66,7 +66,7 @@ def bundles(layout: Layout, folder: Path) -> dict[str, Path]:
     made = {"plain": base, "all": with_adapt(base, rates=False), "rates": with_adapt(base, rates=True)}
     paths = {kind: folder / f"{kind}.bundle" for kind in made}
     for kind, graph in made.items():
-        paths[kind].write_bytes(bundle.pack(graph))
+        paths[kind].write_bytes(graph_bundle.pack(graph))
     return paths
 
 
@@ -111,8 +111,8 @@ def _in_torch(layout: Layout, weights: Any, rates: Any, x: Array, y: Array, quer
     network = models.build(layout).eval()
     maml, learned = METHODS["per-fedavg-fo"], METHODS["fedmeta-metasgd"]
     hyper = {name: replace(maml.hyper(), inner_lr=LR, inner_steps=steps) for name, steps in MAML.items()}
-    own = {name: personal.adapt(maml, network, layout, weights, x, y, how) for name, how in hyper.items()}
-    own["learned"] = personal.adapt(learned, network, layout, {**weights, "rates": rates}, x, y, learned.hyper())
+    own = {name: personal_model.adapt(maml, network, layout, weights, x, y, how) for name, how in hyper.items()}
+    own["learned"] = personal_model.adapt(learned, network, layout, {**weights, "rates": rates}, x, y, learned.hyper())
     return {**_proto(network, to_torch(weights), x, y, query), **_named(network, own, query)}
 
 

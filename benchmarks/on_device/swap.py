@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.on_device.asking import clients, collected, fingerprint, serving
-from edge_agent import serve
-from edge_agent.home import Weights
-from edge_agent.service import Service, service_of
-from edge_agent.settings import settings_of
-from fleet_core import codecs, runtime
-from fleet_core.algorithms import trees
-from fleet_core.algorithms.methods import METHODS
-from fleet_core.messages import Answer
-from fleet_core.storage import write_json
+from edge_agent.device.state import Weights
+from edge_agent.http import serve
+from edge_agent.inference.service import Service, service_of
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import processes, trees
+from fleet_core.base.storage import write_json
+from fleet_core.board.device_settings import settings_of
+from fleet_core.model import codecs
+from fleet_core.protocol.messages import Answer
 
 CLIENTS, EVERY_S, SECONDS = 8, 1.0, 60.0
 STEP = 0.003
@@ -78,7 +78,7 @@ def swap(service: Service, held: Weights, x: Any, wanted: Callable[[], bool]) ->
 def agent(home: Path, sample: Path) -> None:
     """A process that swaps and serves until its input ends; then it prints the fingerprints."""
     service, held = opened(home)
-    server = serve.start(settings_of(home).listening("127.0.0.1", 0), service, runtime.say)
+    server = serve.start(settings_of(home).listening("127.0.0.1", 0), service, processes.say)
     try:
         until = time.monotonic() + float(sys.stdin.readline())
         print(json.dumps(swap(service, held, np.load(sample)[None], lambda: time.monotonic() < until)), flush=True)
@@ -134,7 +134,7 @@ def main() -> None:
         return agent(*options.agent)
     from benchmarks.on_device import homes  # torch makes the device's model; a serving process needs none
     from benchmarks.on_device.cases import CASES
-    from cloud_server.result import environment
+    from cloud_server.reports.result import environment
 
     found = {}
     for way in ("agent", "beside"):

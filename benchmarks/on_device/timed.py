@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.on_device.bare import session
-from edge_agent.service import service_of
-from edge_agent.settings import settings_of
-from fleet_core import memory
+from edge_agent.inference.service import service_of
+from fleet_core.board import allocator
+from fleet_core.board.device_settings import settings_of
 
 WARM = 50
 
 
 def main(home: str, graph: str, weights: str, sample: str, calls: str) -> None:
-    memory.keep_freed()  # as edge-agent run and edge-agent serve do
+    allocator.keep_freed()  # as edge-agent run and edge-agent serve do
     x = np.load(sample)[None]
     bare = session(graph, weights)
     service = service_of(Path(home), settings_of(Path(home)))

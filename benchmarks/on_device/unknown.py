@@ -1,4 +1,5 @@
-"""How well a device tells samples of classes that it has no label of: ``fleet_core.unknown`` on real data.
+"""How well a device tells samples of classes that it has no label of: ``fleet_core.personalization.unknown_class`` on
+real data.
 
     METAFLEET_DATA=CACHE python -m benchmarks.on_device.unknown --out benchmarks/on_device/unknown.json
 
@@ -28,13 +29,13 @@ from benchmarks.on_device import fleets
 from benchmarks.on_device.accuracy import beside, spread
 from benchmarks.on_device.fleets import PLANS, Device, Plan
 from benchmarks.on_device.ways import drawn, load
-from cloud_server.result import environment
-from edge_agent.session import Session, open_kind
-from fleet_core.algorithms import trees
-from fleet_core.layout import Layout
-from fleet_core.nearest import Prototypes
-from fleet_core.storage import write_json
-from fleet_core.unknown import Thresholds, nearest
+from cloud_server.reports.result import environment
+from edge_agent.compute.onnx_session import Session, open_kind
+from fleet_core.base import trees
+from fleet_core.base.storage import write_json
+from fleet_core.model.layout import Layout
+from fleet_core.personalization.nearest import Prototypes
+from fleet_core.personalization.unknown_class import Thresholds, nearest
 
 Array = np.ndarray[Any, Any]
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.personalize import Predictor
-from edge_agent.session import open_kind, runtime
-from fleet_core import bundle, storage
-from fleet_core.algorithms import trees
-from fleet_core.algorithms.trees import Params
-from fleet_core.bundle import Graph
-from fleet_core.head import Head
-from fleet_core.layout import MODEL_GROUPS
-from fleet_core.nearest import Prototypes
+from edge_agent.compute.onnx_session import open_kind, runtime
+from edge_agent.inference.predictor import Predictor
+from fleet_core.base import storage, trees
+from fleet_core.base.trees import Params
+from fleet_core.model import graph_bundle
+from fleet_core.model.graph_bundle import Graph
+from fleet_core.model.layout import MODEL_GROUPS
+from fleet_core.personalization.linear_head import Head
+from fleet_core.personalization.nearest import Prototypes
 
 Array = np.ndarray[Any, Any]
 Setting = Mapping[str, float]
@@ -89,7 +89,7 @@ class Stepping:
 
 
 def _open(data: bytes, weights: Params) -> Any:
-    """As ``edge_agent.session.open_session``, for a graph of several inputs."""
+    """As ``edge_agent.compute.onnx_session.open_session``, for a graph of several inputs."""
     onnxruntime = runtime()
     flat = storage.flatten(weights)
     options = onnxruntime.SessionOptions()
@@ -102,7 +102,7 @@ def _open(data: bytes, weights: Params) -> Any:
 def load(graph: Path, weights: Path) -> tuple[Graph, dict[str, dict[str, Any]]]:
     """A bundle and weights from their files."""
     arrays, _ = storage.unpack(weights.read_bytes(), where=str(weights))
-    return bundle.unpack(graph.read_bytes()), storage.unflatten(arrays)
+    return graph_bundle.unpack(graph.read_bytes()), storage.unflatten(arrays)
 
 
 def drawn(y: Array, number: int, rng: np.random.Generator) -> Array:

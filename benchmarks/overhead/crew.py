@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.overhead.rooms import House, Room
-from cloud_server.broker import MOSQUITTO_CONFIG, find_mosquitto
-from fleet_core.runtime import WITH_PARENT
+from cloud_server.broker.private_broker import MOSQUITTO_CONFIG, find_mosquitto
+from fleet_core.base.processes import WITH_PARENT
 
 START_S, STOP_S = 20.0, 15.0
 PLAIN = "METAFLEET_PLAIN"

@@ -38,20 +38,22 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.broker import find_mosquitto
-from cloud_server.fleet import Fleet, FleetConfig
-from cloud_server.found import found
-from cloud_server.ledger import Ledger
-from cloud_server.ledger_tables import Update
-from edge_agent.uploader import Uploader
-from fleet_core import bundle, codecs, cohort, config, messages, topics
-from fleet_core.algorithms.methods import METHODS
-from fleet_core.link.base import Connected, Message, Will
-from fleet_core.link.counters import ByteCounters
-from fleet_core.link.session import Address, Session, Settings
-from fleet_core.messages import Blob, Cost, Down, Manifest, Presence, Report, UploadManifest
-from fleet_core.runtime import WITH_PARENT
-from fleet_core.storage import write_json
+from cloud_server.broker.private_broker import find_mosquitto
+from cloud_server.identity.create_fleet import found
+from cloud_server.records.fleet_folder import Fleet, FleetConfig
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Update
+from edge_agent.connection.update_upload import Uploader
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import config
+from fleet_core.base.processes import WITH_PARENT
+from fleet_core.base.storage import write_json
+from fleet_core.link.byte_counters import ByteCounters
+from fleet_core.link.interface import Connected, Message, Will
+from fleet_core.link.mqtt_connection import Address, Session, Settings
+from fleet_core.model import codecs, graph_bundle
+from fleet_core.protocol import cohort, messages, topics
+from fleet_core.protocol.messages import Blob, Cost, Down, Manifest, Presence, Report, UploadManifest
 
 FLEET = "fan-in"
 PROCESSES = 2
@@ -182,7 +184,7 @@ def read_manifest(signed: bytes) -> Manifest:
 
 def devices(folder: Path, port: int, first: int, count: int) -> list[Device]:
     fleet = Fleet.load(folder)
-    layout = bundle.unpack(fleet.graph_bytes()).layout
+    layout = graph_bundle.unpack(fleet.graph_bytes()).layout
     groups = fleet.method.shared
     rng = np.random.default_rng(first)
     made = []
@@ -263,7 +265,7 @@ def raise_limit() -> None:
 
 def make(folder: Path, count: int, rounds: int) -> Fleet:
     """A fleet that waits for every device and for every update; about 27,400 parameters, 100 KB once encoded."""
-    from export.first import first
+    from export.first_model import first
 
     text = config.toml({
         "fleet": {"name": FLEET, "method": "fedavg", "rounds": rounds, "min_devices": count, "quorum": 1.0,
@@ -334,7 +336,7 @@ def measure(
         log = folder / "server.log"
         with log.open("wb") as output:
             server = subprocess.Popen(
-                [sys.executable, "-m", "cloud_server.cli", "server", "start", str(fleet.folder), "--quiet",
+                [sys.executable, "-m", "cloud_server.commands.cli", "server", "start", str(fleet.folder), "--quiet",
                  "--broker", f"mqtt://127.0.0.1:{port}"],
                 stdout=output, stderr=output, env={**os.environ, WITH_PARENT: str(os.getpid())},
             )

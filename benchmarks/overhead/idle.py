@@ -17,9 +17,9 @@ from benchmarks.overhead import rooms
 from benchmarks.overhead.crew import end_in_order
 from benchmarks.overhead.run import SETTLE_S, Setting, Stage, at_rest, start_agent, watched
 from benchmarks.overhead.workload import Workload, make_fleet
-from cloud_server.ledger import Ledger
-from cloud_server.ledger_tables import Judgement
-from fleet_core.storage import write_json
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Judgement
+from fleet_core.base.storage import write_json
 
 BAR_KB_PER_HOUR = 20.0
 HEADERS_BYTES = 20 + 20 + 12  # IPv4, TCP, time stamps
@@ -42,7 +42,9 @@ def measure(minutes: float) -> dict[str, Any]:
         raise SystemExit(f"the bytes of one agent are read from its own interface: {reason}")
     with Stage(1, Setting(namespaces=True)) as (house, crew, url):
         fleet = make_fleet(crew.folder, Workload(1, 1), "fp32", url)
-        crew.module(house.hub, "cloud_server.cli", "server", "start", str(fleet.folder), "--quiet", "--broker", url)
+        crew.module(
+            house.hub, "cloud_server.commands.cli", "server", "start", str(fleet.folder), "--quiet", "--broker", url
+        )
         agent = start_agent(crew, house.rooms[0], crew.folder / "devices" / "d0")
         with Ledger(fleet.ledger_path) as ledger:
             watched(crew, [agent.pid], lambda: ledger.rows(Judgement) and at_rest([agent.pid]))

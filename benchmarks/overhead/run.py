@@ -32,9 +32,9 @@ from benchmarks.overhead import memory, rooms
 from benchmarks.overhead.crew import Crew, Process, cpu_s, end_in_order, start_broker
 from benchmarks.overhead.rooms import House, Passed
 from benchmarks.overhead.workload import PARAMETERS, RAW_BYTES, Workload, make_fleet
-from cloud_server.ledger import Ledger
-from cloud_server.ledger_tables import Judgement
-from fleet_core.storage import write_json
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Judgement
+from fleet_core.base.storage import write_json
 
 LIMIT_S = 240.0
 FEWEST_ROUNDS = 2
@@ -113,7 +113,7 @@ def run_fleet(workload: Workload, setting: Setting, codec: str) -> Figures:
         fleet = make_fleet(crew.folder, workload, codec, url)
         started = time.time()
         server = crew.module(
-            house.hub, "cloud_server.cli", "server", "start", str(fleet.folder), "--quiet", "--broker", url
+            house.hub, "cloud_server.commands.cli", "server", "start", str(fleet.folder), "--quiet", "--broker", url
         )
         homes = sorted((crew.folder / "devices").iterdir())
         agents = [start_agent(crew, room, home) for room, home in zip(house.rooms, homes, strict=True)]
@@ -146,7 +146,7 @@ def run_idle(setting: Setting) -> Figures:
 
 
 def start_agent(crew: Crew, room: rooms.Room, home: Path) -> Process:
-    return crew.module(room, "edge_agent.cli", "run", "--home", str(home))
+    return crew.module(room, "edge_agent.commands.cli", "run", "--home", str(home))
 
 
 def watched(crew: Crew, pids: Sequence[int], over: Callable[[], object]) -> memory.Watch:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet_core.layout import InputSpec
 from fleet_core.learning import losses, models
+from fleet_core.model.layout import InputSpec
 
 BATCH, CLIENT_LR = 32, 0.01
 

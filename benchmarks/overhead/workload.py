@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.enroll import device_folder
-from cloud_server.fleet import Fleet, FleetConfig
-from cloud_server.found import found
-from export.first import first
-from fleet_core import config
+from cloud_server.identity.create_fleet import found
+from cloud_server.identity.device_folder import device_folder
+from cloud_server.records.fleet_folder import Fleet, FleetConfig
+from export.first_model import first
+from fleet_core.base import config
 from fleet_core.data.samples import Samples, save
-from fleet_core.layout import InputSpec
+from fleet_core.model.layout import InputSpec
 
 CLASSES = tuple(map(str, range(10)))
 PARAMETERS = 794_762

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cloud_server.laboratory.workload import Part, Workload
-from cloud_server.result import macro_f1
+from cloud_server.laboratory.run.workload import Part, Workload
+from cloud_server.reports.result import macro_f1
 
 Array = NDArray[Any]
 

@@ -28,13 +28,14 @@ from typing import Any, NamedTuple
 
 from benchmarks.own_data import sets, table
 from benchmarks.own_data.baseline import nearest_mean
-from cloud_server.laboratory import experiment as experiments
-from cloud_server.laboratory import trials, workload
-from cloud_server.laboratory.advice import score
-from cloud_server.laboratory.engine import Stopped
-from cloud_server.laboratory.experiment import Experiment
-from cloud_server.laboratory.simulate import Options, simulate
-from fleet_core.storage import write_json
+from cloud_server.laboratory.compare import finished_runs
+from cloud_server.laboratory.compare.advice import score
+from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.run import workload
+from cloud_server.laboratory.run.engine import Stopped
+from cloud_server.laboratory.run.experiment import Experiment
+from cloud_server.laboratory.run.simulate import Options, simulate
+from fleet_core.base.storage import write_json
 
 HERE = Path(__file__).parent
 OUT, RESULT = Path("build/own-data"), HERE / "result.json"
@@ -166,7 +167,7 @@ def run(job: Job, out: Path, ends: float) -> dict[str, Any] | None:
                            stopped=lambda: time.time() > ends)
     except Stopped:
         return None
-    trial = trials.read(made / "result.json")
+    trial = finished_runs.read(made / "result.json")
     layout = workload.layout_of(experiment, workload.build(experiment))
     return {"score": round(score(trial), DIGITS), "parameters": layout.parameters(("body", "head")),
             "payload_bytes": trial.spent["payload_bytes"], "seconds": round(trial.seconds, 1)}

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fleet_core.runtime import WITH_PARENT
+from fleet_core.base.processes import WITH_PARENT
 
-PROGRAMS = {"metafleet": "cloud_server.cli", "edge-agent": "edge_agent.cli"}
+PROGRAMS = {"metafleet": "cloud_server.commands.cli", "edge-agent": "edge_agent.commands.cli"}
 COMMAND_S, STOP_S, LOOK_S = 300.0, 20.0, 0.2
 
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from benchmarks.own_data import series
 from benchmarks.own_data.baseline import statistics
-from cloud_server.laboratory.recordings import recordings
+from cloud_server.laboratory.run.recordings import recordings
 from fleet_core.data.samples import Samples, save
-from fleet_core.data.sets import named
+from fleet_core.data.sets import set_cache
 from fleet_core.data.sets.registry import entry
 
 DEVICES = 10
@@ -27,7 +27,7 @@ NO_NEW = {"judge": {"new_devices": 0.0}}  # four speakers are too few to set som
 
 
 def is_here(name: str) -> bool:
-    return name not in SOURCES or named.is_here(entry(SOURCES[name]))
+    return name not in SOURCES or set_cache.is_here(entry(SOURCES[name]))
 
 
 def sections(name: str, folder: Path) -> dict[str, dict[str, Any]]:
@@ -61,15 +61,15 @@ def _file(name: str, folder: Path) -> Path:
 
 def _derived(name: str) -> Samples:
     if name == "spoken-series":
-        samples = named.load_set("spoken-digits").train
+        samples = set_cache.load_set("spoken-digits").train
         return replace(samples, x=samples.x[:, 0])
     if name == "mnist-14":
-        samples = named.load_set("mnist").train.take(np.arange(6000))
+        samples = set_cache.load_set("mnist").train.take(np.arange(6000))
         halved = samples.x.reshape(-1, 1, 14, 2, 14, 2).mean((3, 5))
         return replace(samples, x=halved.astype(np.uint8))
     kind = name.removesuffix("-rows")
     if kind in ("har", "heartbeat"):
-        samples = named.load_set(kind).train
+        samples = set_cache.load_set(kind).train
     else:
         made = series.generated(kind)
         classes, y = np.unique(made["y"], return_inverse=True)

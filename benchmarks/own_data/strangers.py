@@ -10,8 +10,8 @@ personalize, HTTP, a bundle on another device. A command that fails ends it and 
 
 What is judged is the last 40 % of each device's recording, which is in no file that ``init`` sees and which no device
 learns from. Beside the fleet's answers stand the nearest class mean and logistic regression on spectrum and statistics
-(``fleet_core/baseline.py``), fitted to what the four devices learn from together and to what each device has alone, and
-the most frequent class of each.
+(``fleet_core/personalization/plain_baseline.py``), fitted to what the four devices learn from together and to what each
+device has alone, and the most frequent class of each.
 
 The requirement: a fleet that ends more than 3 points (accuracy or macro-F1) below the best of these baselines comes
 with a warning of init, status, log or report, which compare it with something; a note that labels are few is none.
@@ -39,10 +39,10 @@ from benchmarks import markdown
 from benchmarks.own_data import files
 from benchmarks.own_data.commands import Failed
 from benchmarks.own_data.walk import LATE, TRAINING, Device, devices_of, walk
-from cloud_server.result import environment
-from cloud_server.verdict import score
-from fleet_core.baseline import LOGISTIC, NEAREST, Baseline, counted
-from fleet_core.storage import write_atomic, write_json
+from cloud_server.reports.result import environment
+from cloud_server.reports.verdict import score
+from fleet_core.base.storage import write_atomic, write_json
+from fleet_core.personalization.plain_baseline import LOGISTIC, NEAREST, Baseline, counted
 
 Array = NDArray[Any]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import markdown
-from cloud_server.figures import ABSENT, bytes_text
-from fleet_core.storage import write_atomic
+from cloud_server.reports.formatting import ABSENT, bytes_text
+from fleet_core.base.storage import write_atomic
 
 Stage = Mapping[str, Any]
 TITLES = {"pfldyn-proto": "class means", "fedavg-meta": "fine-tuned", "per-fedavg-fo": "Per-FedAvg"}

@@ -27,14 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cloud_server.laboratory import compare, trials
-from cloud_server.laboratory import experiment as experiments
-from cloud_server.laboratory.experiment import Experiment, Run
-from cloud_server.laboratory.store import Store
-from cloud_server.laboratory.trials import DEVICES, Point, Trial
-from cloud_server.outcome import SIMULATION
-from fleet_core import schema
-from fleet_core.errors import DataError
+from cloud_server.laboratory.compare import comparison, finished_runs
+from cloud_server.laboratory.compare.finished_runs import DEVICES, Point, Trial
+from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.run.experiment import Experiment, Run
+from cloud_server.laboratory.run.run_folder import Store
+from cloud_server.reports.outcome import SIMULATION
+from fleet_core.base import schema
+from fleet_core.base.errors import DataError
 
 FORMAT = 1
 NO_FIGURES = ("round", "loss", "participants", "refused", "models_transmitted", "models_transmitted_paper",
@@ -94,7 +94,7 @@ def _still_true(name: str, asked: Experiment, kept: Row | None, say: Callable[[s
 
 
 def _settings(asked: Experiment) -> Any:
-    settings = compare.present(_written(asked))
+    settings = comparison.present(_written(asked))
     return {key: value for key, value in settings.items() if key not in ("method", "seeds")}
 
 
@@ -109,7 +109,7 @@ def _made(asked: Experiment, folder: Path) -> Iterator[Made]:
         rounds = store.rounds()
         if rounds:
             judged = tuple(row for row in rounds if "accuracy" in row)
-            trial = trials.of_simulation(_data(run, store, rounds, judged), store.folder) if judged else None
+            trial = finished_runs.of_simulation(_data(run, store, rounds, judged), store.folder) if judged else None
             yield Made(run, asked.budget.rounds, store.done, tuple(rounds), judged, trial)
 
 
@@ -164,7 +164,7 @@ def _of_run(name: str, one: Made, details: Details | None) -> dict[str, Any]:
 def _costs(trial: Trial) -> list[dict[str, Any]]:
     """For every target that was reached, the first judgement that did."""
     return [{"target": target, "round": point.round, "spent": dict(point.spent)}
-            for target in trial.targets if (point := compare.first_at(trial, target)) is not None]
+            for target in trial.targets if (point := comparison.first_at(trial, target)) is not None]
 
 
 # Over seeds -----------------------------------------------------------------------------------------------------------
@@ -183,14 +183,14 @@ def _over(seeds: Methods) -> dict[str, Any]:
     names = [name for name in each[0] if all(name in one for one in each)]
     return {
         "round": min(one["judged"] for one in seeds.values()), "seeds": [int(seed) for seed in seeds],
-        "figures": {name: compare.present(_written(compare.stat([one[name] for one in each]))) for name in names},
+        "figures": {name: comparison.present(_written(comparison.stat([one[name] for one in each]))) for name in names},
     }
 
 
 def _curve(seeds: Methods) -> list[list[float | None]]:
     each = [dict(one["curve"]) for one in seeds.values()]
     common = sorted(set.intersection(*(set(one) for one in each)))
-    stats = [compare.stat([one[number] for one in each]) for number in common]
+    stats = [comparison.stat([one[number] for one in each]) for number in common]
     return [[number, stat.mean, stat.std] for number, stat in zip(common, stats, strict=True)]
 
 
@@ -202,8 +202,8 @@ def _reached(asked: Experiment, methods: Methods) -> dict[str, Any]:
     ]
     if not known:
         return {}
-    entries = compare.compare(known, targets=asked.judge.targets).entries
-    return {entry.label: compare.present(_written(entry.reached)) for entry in entries}
+    entries = comparison.compare(known, targets=asked.judge.targets).entries
+    return {entry.label: comparison.present(_written(entry.reached)) for entry in entries}
 
 
 def _trial(label: str, method: str, seed: int, one: Row) -> Trial:

@@ -28,10 +28,10 @@ from typing import Any
 
 from benchmarks import markdown
 from benchmarks.papers import collect, run
-from cloud_server.figures import ABSENT
-from cloud_server.laboratory.plots import style
-from fleet_core.errors import FleetError
-from fleet_core.storage import write_atomic, write_json
+from cloud_server.laboratory.compare.plots import style
+from cloud_server.reports.formatting import ABSENT
+from fleet_core.base.errors import FleetError
+from fleet_core.base.storage import write_atomic, write_json
 
 RESULT, PAPER, PAGE = "result.json", "paper.json", "README.md"
 RUNS = "runs"

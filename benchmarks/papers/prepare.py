@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet_core import schema
+from fleet_core.base import schema
+from fleet_core.base.errors import ConfigError, DataError, FleetError
 from fleet_core.data.heartbeat import expand
 from fleet_core.data.samples import Samples
-from fleet_core.data.sets import har, idx, named, omniglot, shakespeare, spoken
+from fleet_core.data.sets import har, idx, omniglot, set_cache, shakespeare, spoken
 from fleet_core.data.sets.archives import gunzip
 from fleet_core.data.sets.cifar import OBJECTS
 from fleet_core.data.sets.fetch import keep, source
-from fleet_core.data.sets.named import Note, Parts
 from fleet_core.data.sets.registry import entry
-from fleet_core.errors import ConfigError, DataError, FleetError
+from fleet_core.data.sets.set_cache import Note, Parts
 
 SHARED_VARIABLE = "METAFLEET_SHARED"
 CIFAR_PARTS = ("train-1", "train-2", "train-3", "train-4", "train-5", "test")
@@ -69,12 +69,12 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, metavar="FOLDER", help="default: where 'metafleet datasets' looks")
     options = parser.parse_args()
     if options.cache:
-        os.environ[named.FOLDER_VARIABLE] = str(options.cache)
+        os.environ[set_cache.FOLDER_VARIABLE] = str(options.cache)
     try:
         folder = shared_folder()
         for name in options.names or MAKERS:
             note = prepare(name, folder)
-            place = named.home() / name
+            place = set_cache.home() / name
             print(f"{name}: {note.train} + {note.test} samples, {note.clients} clients, {place}", flush=True)
     except FleetError as error:
         print(error, file=sys.stderr)

@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cloud_server.laboratory import experiment as experiments
-from cloud_server.laboratory.engine import Stopped
-from cloud_server.laboratory.experiment import Experiment
-from cloud_server.laboratory.simulate import Options, simulate
-from fleet_core.errors import ConfigError, FleetError
+from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.run.engine import Stopped
+from cloud_server.laboratory.run.experiment import Experiment
+from cloud_server.laboratory.run.simulate import Options, simulate
+from fleet_core.base.errors import ConfigError, FleetError
 
 HERE = Path(__file__).parent
 OUT = Path("build/papers")

@@ -24,11 +24,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from edge_agent.accounts import Accounts  # noqa: E402
+from edge_agent.rounds.costs import Accounts  # noqa: E402
 from fleet_core.board.profile import Power  # noqa: E402
-from fleet_core.power.choose import sensor_of  # noqa: E402
-from fleet_core.power.sampled import Sampled  # noqa: E402
-from tests import boards  # noqa: E402
+from fleet_core.power.choose_meter import sensor_of  # noqa: E402
+from fleet_core.power.sampled_meter import Sampled  # noqa: E402
+from tests.support import boards  # noqa: E402
 
 PROGRAM = '#include <stdio.h>\nint main(void) {{ fputs({text}, stdout); return 0; }}\n'
 LIMIT = 0.005

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.simulation.workload import CLASSES, LR, Workload
-from fleet_core import memory
+from fleet_core.board import allocator
 
 
 def lenet(shape: tuple[int, ...]) -> nn.Module:
@@ -46,7 +46,7 @@ def serve(workload: Workload, kept: bool, pipe: Any) -> None:
     clock, and of processor time. kept: with the allocator's settings of the laboratory, PyTorch's default without."""
     torch.set_num_threads(1)
     if kept:
-        memory.keep_freed()
+        allocator.keep_freed()
     model = MODELS[workload.model](workload.shape)
     optimizer = torch.optim.SGD(model.parameters(), LR)
     data = [tuple(map(torch.tensor, workload.data(k))) for k in range(workload.clients)]

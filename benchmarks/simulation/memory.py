@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.laboratory import experiment as experiments
-from cloud_server.laboratory.simulate import Options, simulate
+from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.run.simulate import Options, simulate
 from fleet_core.data.samples import Samples, save
 
 SAMPLES, COHORT = 12, 8

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.simulation.workload import CLASSES, LR, Workload
-from cloud_server.laboratory import experiment as experiments
-from cloud_server.laboratory.experiment import Experiment
-from cloud_server.laboratory.simulate import Options, simulate
+from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.run.experiment import Experiment
+from cloud_server.laboratory.run.simulate import Options, simulate
 from fleet_core.data.samples import Samples, save
 
 OPTIONS = {"lenet": {}, "mlp": {"hidden": [80, 60]}}

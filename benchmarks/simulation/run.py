@@ -36,7 +36,7 @@ from benchmarks.overhead.memory import family
 from benchmarks.overhead.peers.venvs import python_of
 from benchmarks.simulation import loop, ours
 from benchmarks.simulation.workload import WORKLOADS, Workload
-from fleet_core.storage import write_json
+from fleet_core.base.storage import write_json
 
 HERE = Path(__file__).parent
 PEER = "flower-simulation"

@@ -25,17 +25,17 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from fleet_core.algorithms.methods import METHODS
-from fleet_core.algorithms.seam import Payload
-from fleet_core.layout import InputSpec
-from fleet_core.learning import models, train
-from fleet_core.storage import write_json
+from fleet_core.algorithms.interface import Payload
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base.storage import write_json
+from fleet_core.learning import local_training, models
+from fleet_core.model.layout import InputSpec
 
 CHARACTERS, LENGTH, WINDOWS = 81, 80, 20
 FORGET = (0.0, -0.5, -1.0, -2.0, -4.0)
 
 
-def step(forget: float, length: int = LENGTH) -> Callable[[], train.TrainResult]:
+def step(forget: float, length: int = LENGTH) -> Callable[[], local_training.TrainResult]:
     """One client's step from these weights, the same one every time. length: characters of a window."""
     method = METHODS["fedmeta-maml"]
     hyper = method.hyper(local_steps=1, support_batch=WINDOWS, query_batch=WINDOWS)
@@ -44,7 +44,9 @@ def step(forget: float, length: int = LENGTH) -> Callable[[], train.TrainResult]
     model, broadcast = models.build(layout), Payload(models.initial(layout, 0), {"round": 1.0, "seed": 0.0})
     drawn = np.random.default_rng(0)
     x, y = drawn.integers(0, CHARACTERS, (2 * WINDOWS, length)), drawn.integers(0, CHARACTERS, 2 * WINDOWS)
-    return lambda: train.train_round(method, model, layout, broadcast, {}, x, y, hyper, np.random.default_rng(0))
+    return lambda: local_training.train_round(
+        method, model, layout, broadcast, {}, x, y, hyper, np.random.default_rng(0)
+    )
 
 
 def timed(work: Callable[[], Any], around: AbstractContextManager[Any]) -> float:
@@ -59,7 +61,7 @@ def beside(forget: float, pairs: int, length: int = LENGTH) -> dict[str, float]:
     """Medians of a step with subnormals and without, taken in turn, and their ratio."""
     work, found = step(forget, length), []
     for _ in range(pairs + 1):  # the first warms up
-        kept = timed(work, patch.object(train, "flushed", contextlib.nullcontext))
+        kept = timed(work, patch.object(local_training, "flushed", contextlib.nullcontext))
         found.append((kept, timed(work, contextlib.nullcontext())))
     kept, flushed = (median(column) for column in zip(*found[1:], strict=True))
     return {"kept": round(kept, 4), "flushed": round(flushed, 4), "ratio": round(kept / flushed, 3)}

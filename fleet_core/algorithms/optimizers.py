@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fleet_core.algorithms import trees
-from fleet_core.algorithms.trees import Params
+from fleet_core.base import trees
+from fleet_core.base.trees import Params
 
 LOCAL = ("sgd", "adam")
 SERVER = ("sgd", "adam", "yogi")

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fleet_core import config, schema
-from fleet_core.errors import ConfigError
-from fleet_core.schema import Problem
+from fleet_core.base import config, schema
+from fleet_core.base.errors import ConfigError
+from fleet_core.base.schema import Problem
 
 ARCHITECTURES = ("aarch64", "x86_64")
 NARROW = ("armv6", "armv7", "armhf", "armel", "i386", "i486", "i586", "i686")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fleet_core.errors import DataError
+from fleet_core.base.errors import DataError
 
 Indices = NDArray[np.int64]
 Draw = tuple[Indices, ...]

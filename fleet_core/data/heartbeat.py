@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet_core.base.errors import DataError
 from fleet_core.data.samples import Samples
-from fleet_core.errors import DataError
 
 DEVICES = ("106", "119", "124", "201", "203", "207", "208", "209")
 NEW_DEVICES = ("118", "223")

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet_core import schema
-from fleet_core.data import inputs
-from fleet_core.errors import DataError
-from fleet_core.layout import InputSpec
-from fleet_core.storage import write_atomic
+from fleet_core.base import schema
+from fleet_core.base.errors import DataError
+from fleet_core.base.storage import write_atomic
+from fleet_core.data import model_input
+from fleet_core.model.layout import InputSpec
 
 if TYPE_CHECKING:
     from fleet_core.data.readers import Raw
@@ -115,7 +115,7 @@ def load(
     cut = readers.Cut(None if shape is None else tuple(shape), window, stride)
     found = checked(readers.read(path, limit_bytes, cut, expected=FORMS), str(path), classes, dtype)
     if shape is not None:
-        inputs.check(found.x, InputSpec(tuple(shape), dtype or found.x.dtype.name), str(path))
+        model_input.check(found.x, InputSpec(tuple(shape), dtype or found.x.dtype.name), str(path))
     return found
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fleet_core.errors import ConfigError
+from fleet_core.base.errors import ConfigError
 
 PADDING = 4
 

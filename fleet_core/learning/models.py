@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fleet_core import schema
-from fleet_core.algorithms.seam import Method
-from fleet_core.algorithms.trees import Params
-from fleet_core.errors import ConfigError
-from fleet_core.layout import MODEL_GROUPS, InputSpec, Layout, TensorSpec
+from fleet_core.algorithms.interface import Method
+from fleet_core.base import schema
+from fleet_core.base.errors import ConfigError
+from fleet_core.base.trees import Params
 from fleet_core.learning.architectures import MODELS, TOKENS
+from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout, TensorSpec
 
 NumpyParams = dict[str, dict[str, np.ndarray[Any, Any]]]
 TorchParams = dict[str, dict[str, Tensor]]

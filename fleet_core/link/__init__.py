@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fleet_core.link.base import Connected, Denied, Disconnected, Event, Link, Message, Will, matches
-from fleet_core.link.counters import ByteCounters, Traffic
+from fleet_core.link.byte_counters import ByteCounters, Traffic
+from fleet_core.link.interface import Connected, Denied, Disconnected, Event, Link, Message, Will, matches
 
 __all__ = [
     "ByteCounters",

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from fleet_core.errors import LinkError
-from fleet_core.link.base import (
+from fleet_core.base.errors import LinkError
+from fleet_core.link.byte_counters import ByteCounters
+from fleet_core.link.interface import (
     Connected,
     Disconnected,
     Event,
@@ -20,7 +21,6 @@ from fleet_core.link.base import (
     check_topic,
     matches,
 )
-from fleet_core.link.counters import ByteCounters
 
 Faults = Callable[[str, Message], list[Message]]
 

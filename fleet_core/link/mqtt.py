@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from fleet_core.errors import ConfigError, LinkError
-from fleet_core.link.base import Disconnected, Event, Will, check_filter, check_topic
-from fleet_core.link.counters import ByteCounters
-from fleet_core.link.session import Address, Session, Settings, describe
+from fleet_core.base.errors import ConfigError, LinkError
+from fleet_core.link.byte_counters import ByteCounters
+from fleet_core.link.interface import Disconnected, Event, Will, check_filter, check_topic
+from fleet_core.link.mqtt_connection import Address, Session, Settings, describe
 
 BACKOFF_FIRST_S = 0.2
 BACKOFF_LAST_S = 30.0

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet_core.errors import PowerError
+from fleet_core.base.errors import PowerError
 from fleet_core.power.meter import Interval
-from fleet_core.power.share import Share
+from fleet_core.power.shared_counter import Share
 
 ZONES = "sys/class/powercap"
 ZONE = re.compile(r"intel-rapl:\d+")  # a package; intel-rapl:0:1 is a part of one

@@ -45,7 +45,7 @@ from benchmarks.overhead.run import (
     with_namespaces,
 )
 from benchmarks.overhead.workload import PARAMETERS, Workload
-from fleet_core.storage import write_json
+from fleet_core.base.storage import write_json
 
 LIMIT_S = 1800.0
 IDLE_S = 60.0

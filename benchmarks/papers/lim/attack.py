@@ -39,10 +39,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.papers.lim.table import ATTACK, CASES
-from fleet_core.data.sets.named import load_set
+from fleet_core.base.storage import pack, unpack, write_atomic, write_json
+from fleet_core.data.sets.set_cache import load_set
 from fleet_core.learning import losses
 from fleet_core.learning.architectures import MODELS
-from fleet_core.storage import pack, unpack, write_atomic, write_json
 
 HERE = Path(__file__).parent
 CLASSES, SHOTS, WIDTH = 2, 5, 84

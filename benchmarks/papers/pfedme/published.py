@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.papers import prepare
+from fleet_core.base.errors import FleetError
 from fleet_core.data.samples import Samples, save
-from fleet_core.errors import FleetError
 
 OUT = Path("build/papers/cache")
 DIGITS, DEVICES, PIECES = 10, 20, 4
@@ -99,7 +99,8 @@ def pieces(counts: list[int]) -> list[int]:
 
 
 def synthetic() -> Samples:
-    """x float32 [N, 60] and y int64 [N] of 100 devices. u, B, v, W, b as in ``fleet_core.data.synthetic``."""
+    """x float32 [N, 60] and y int64 [N] of 100 devices. u, B, v, W, b as in
+    ``fleet_core.data.partitions.synthetic``."""
     rng = np.random.RandomState(0)
     sizes = 5 * (rng.lognormal(4, 2, SYNTHETIC_DEVICES).astype(int) + 50)
     u, B = (rng.normal(0, SPREAD, SYNTHETIC_DEVICES) for _ in range(2))

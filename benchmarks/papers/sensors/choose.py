@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.run import told
-from cloud_server.laboratory import experiment as experiments
-from cloud_server.laboratory import trials
-from cloud_server.laboratory.advice import score
-from cloud_server.laboratory.engine import Stopped
-from cloud_server.laboratory.simulate import Options, simulate
-from fleet_core import schema
-from fleet_core.algorithms.methods import METHODS
-from fleet_core.errors import FleetError
-from fleet_core.storage import write_atomic, write_json
+from cloud_server.laboratory.compare import finished_runs
+from cloud_server.laboratory.compare.advice import score
+from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.run.engine import Stopped
+from cloud_server.laboratory.run.simulate import Options, simulate
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import schema
+from fleet_core.base.errors import FleetError
+from fleet_core.base.storage import write_atomic, write_json
 
 HERE = Path(__file__).parent
 OUT = Path("build/papers/sensors-grid")
@@ -44,7 +44,7 @@ def candidates(folders: Sequence[Path]) -> dict[str, list[Candidate]]:
     found: dict[str, list[Candidate]] = {}
     for folder in folders:
         path = folder / "result.json"
-        trial = trials.read(path)
+        trial = finished_runs.read(path)
         hyper = differing(trial.method, json.loads(path.read_text())["config"]["hyper"])
         found.setdefault(trial.method, []).append({"hyper": hyper, "macro_f1": round(score(trial), DIGITS)})
     return found

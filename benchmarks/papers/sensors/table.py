@@ -15,12 +15,12 @@ from typing import Any
 from benchmarks import markdown
 from benchmarks.papers import page
 from benchmarks.papers.sensors import choose
-from cloud_server.figures import ABSENT, bytes_text, flops_text
-from cloud_server.laboratory import compare
-from cloud_server.laboratory.advice import GAP_OF_ONE_SEED, LEAST_GAP
-from cloud_server.laboratory.compare import Stat
-from cloud_server.laboratory.tables import gain_text
-from fleet_core.algorithms.methods import METHODS
+from cloud_server.laboratory.compare import comparison
+from cloud_server.laboratory.compare.advice import GAP_OF_ONE_SEED, LEAST_GAP
+from cloud_server.laboratory.compare.comparison import Stat
+from cloud_server.laboratory.compare.tables import gain_text
+from cloud_server.reports.formatting import ABSENT, bytes_text, flops_text
+from fleet_core.algorithms.methods.registry import METHODS
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -51,7 +51,7 @@ def score(row: Row) -> float:
 def final(method: Result) -> Stat | None:
     """The score at the end over the seeds that have ended; None where none has."""
     values = [one["details"]["score"][-1][1] for one in _ended(method)]
-    return compare.stat(values) if values else None
+    return comparison.stat(values) if values else None
 
 
 def _ended(method: Result) -> list[Result]:
@@ -73,7 +73,7 @@ def apart(best: Stat, other: Stat) -> bool:
     return best.mean - other.mean > max(LEAST_GAP, math.hypot(best.std, other.std))
 
 
-def cost(method: Result, target: float, key: str) -> compare.Bound | None:
+def cost(method: Result, target: float, key: str) -> comparison.Bound | None:
     """The mean over seeds of what a device that trains spent up to the first judged round that reaches ``target``; what
     it spent in all where a seed does not. Every round of a run costs the same. None where it was not counted."""
     spent, all_reach = [], True
@@ -84,7 +84,7 @@ def cost(method: Result, target: float, key: str) -> compare.Bound | None:
         all_reach = all_reach and first is not None
         share = (first or one["round"]) / one["round"]
         spent.append(one["spent"][key] * share / (1 if key == "rounds" else one["details"]["devices"]))
-    return compare.Bound(sum(spent) / len(spent), "=" if all_reach else ">")
+    return comparison.Bound(sum(spent) / len(spent), "=" if all_reach else ">")
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def _costs(result: Result, name: str) -> Iterator[list[str]]:
     order = ranked(result, name)
     base = next((method for label, method, _ in order if label == BASE), None)
     for label, method, _ in order:
-        cells = [_bound(cost(method, TARGETS[name], "rounds"), compare.number_text)]
+        cells = [_bound(cost(method, TARGETS[name], "rounds"), comparison.number_text)]
         for key, text in MEASURES:
             own = cost(method, TARGETS[name], key)
             theirs = cost(base, TARGETS[name], key) if base is not None and method is not base else None
@@ -165,17 +165,17 @@ def _text(one: Stat) -> str:
     return f"{one.mean:.3f}" + (f" ± {one.std:.3f}" if one.std is not None else "")
 
 
-def _bound(found: compare.Bound | None, text: Callable[[float], str]) -> str:
+def _bound(found: comparison.Bound | None, text: Callable[[float], str]) -> str:
     if found is None:
         return ABSENT
     return (">" if found.sign == ">" else "") + text(found.value)
 
 
-def _gain(base: compare.Bound | None, own: compare.Bound | None) -> str:
+def _gain(base: comparison.Bound | None, own: comparison.Bound | None) -> str:
     if base is None or own is None or not own.value or base.sign == own.sign == ">":
         return ""
     sign = ">" if base.sign == ">" else "<" if own.sign == ">" else "="
-    return gain_text(compare.Bound(base.value / own.value, sign))
+    return gain_text(comparison.Bound(base.value / own.value, sign))
 
 
 # Curves ---------------------------------------------------------------------------------------------------------------
@@ -196,5 +196,5 @@ def draw(result: Result, folder: Path) -> None:
 def curve(method: Result) -> list[list[Any]]:
     """[[round, mean over seeds, deviation], …]."""
     each = [dict(one["details"]["score"]) for one in _ended(method)]
-    stats = {number: compare.stat([one[number] for one in each]) for number in each[0]}
+    stats = {number: comparison.stat([one[number] for one in each]) for number in each[0]}
     return [[number, one.mean, one.std] for number, one in stats.items()]

@@ -42,8 +42,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet_core.base.errors import DataError
 from fleet_core.data.partitions.shares import Counts, Share, Source, apportion, cut, on_classes, shares_of
-from fleet_core.errors import DataError
 
 DEVICES: dict[str, Any] = {"min": 1, "max": 100_000}
 SAMPLES: dict[str, Any] = {"min": 1, "max": 10_000_000}

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fleet_core.base.errors import DataError
 from fleet_core.data.partitions.by_class import DEVICES, FRACTION
 from fleet_core.data.partitions.shares import Hand, Rows, Share, Source, Stock, cut, shares_of, split_rows
 from fleet_core.data.samples import Samples
-from fleet_core.data.split import by_time
-from fleet_core.errors import DataError
+from fleet_core.data.time_split import by_time
 
 
 @dataclass(frozen=True)

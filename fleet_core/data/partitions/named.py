@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fleet_core import schema
+from fleet_core.base import schema
+from fleet_core.base.errors import DataError
 from fleet_core.data.partitions import by_class, by_client
 from fleet_core.data.partitions.shares import Share, Source, checked, generator
 from fleet_core.data.samples import Samples
-from fleet_core.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet_core.base.errors import DataError
 from fleet_core.data.partitions.by_class import CLASSES, DEVICES, SAMPLES, own_labels, spread
 from fleet_core.data.partitions.shares import (
     Rows,
@@ -29,8 +30,7 @@ from fleet_core.data.partitions.shares import (
     split_rows,
 )
 from fleet_core.data.samples import Samples
-from fleet_core.data.split import by_time
-from fleet_core.errors import DataError
+from fleet_core.data.time_split import by_time
 
 
 @dataclass(frozen=True)

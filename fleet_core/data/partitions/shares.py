@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fleet_core import schema
+from fleet_core.base import schema
+from fleet_core.base.errors import DataError, shortened
 from fleet_core.data.samples import Samples
-from fleet_core.errors import DataError, shortened
 
 Rows = NDArray[np.int64]
 Counts = NDArray[np.int64]

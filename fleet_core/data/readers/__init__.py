@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fleet_core.base.errors import DataError
 from fleet_core.data.readers.csv_file import read_csv
 from fleet_core.data.readers.images import read_images, read_unsorted
 from fleet_core.data.readers.ndjson import read_ndjson
 from fleet_core.data.readers.npz import read_npz
 from fleet_core.data.readers.raw import Cut, Raw
-from fleet_core.errors import DataError
 
 __all__ = ["Cut", "Raw", "read", "read_csv", "read_images", "read_ndjson", "read_npz", "read_unsorted"]
 

@@ -9,11 +9,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from fleet_core import schema
+from fleet_core.base import schema
+from fleet_core.base.errors import DataError
 from fleet_core.data.readers.forms import arranged
 from fleet_core.data.readers.raw import Cut, Raw, bound
 from fleet_core.data.readers.table import KEYS, Lines, Table
-from fleet_core.errors import DataError
 
 
 def read_csv(path: Path, limit_bytes: int, cut: Cut = Cut(), *, labelled: bool = True) -> Raw:  # noqa: B008 (frozen)

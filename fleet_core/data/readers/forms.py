@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet_core.base.errors import DataError, shortened
 from fleet_core.data.readers import windows
 from fleet_core.data.readers.raw import Cut, Raw
 from fleet_core.data.readers.table import Table
-from fleet_core.errors import DataError, shortened
 
 FEATURES, WIDE, LONG = "features", "wide", "long"
 NUMBERED = re.compile(r"(.+)_([0-9]{1,7})")

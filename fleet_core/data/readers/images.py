@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet_core.base.errors import DataError
 from fleet_core.data.readers.raw import Raw, bound
-from fleet_core.errors import DataError
 
 if TYPE_CHECKING:
     from PIL import Image as PillowImage

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet_core import schema
+from fleet_core.base import schema
+from fleet_core.base.errors import DataError
 from fleet_core.data.readers.forms import arranged
 from fleet_core.data.readers.raw import Cut, Raw, bound
 from fleet_core.data.readers.table import KEYS, Lines
-from fleet_core.errors import DataError
 
 MAX_LINE_BYTES = 16 << 20
 MAX_AXES = 4

@@ -13,9 +13,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet_core import schema
+from fleet_core.base import schema
+from fleet_core.base.errors import DataError
 from fleet_core.data.readers.raw import Raw, bound, row_number
-from fleet_core.errors import DataError
 
 ARRAYS = ("x", "y", "client", "time", "classes")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from fleet_core.errors import DataError
+from fleet_core.base.errors import DataError
 
 
 @dataclass(frozen=True)

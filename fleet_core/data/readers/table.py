@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet_core.base.errors import DataError
 from fleet_core.data.readers.raw import bound
-from fleet_core.errors import DataError
 
 KEYS = ("label", "client", "time")
 """Columns that say something about a row; every other one holds numbers of the sample."""

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from fleet_core.base.errors import DataError
 from fleet_core.data.readers.raw import Raw, bound
 from fleet_core.data.readers.table import Table
-from fleet_core.errors import DataError
 
 GAP = 1.5  # median steps: one lost reading is a gap, and an uneven clock is none
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, cast
 
-from fleet_core.errors import DataError
+from fleet_core.base.errors import DataError
 
 GZIP_MAGIC = b"\x1f\x8b"
 MAX_MEMBERS = 200_000

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fleet_core.base.errors import DataError
 from fleet_core.data.samples import Samples
 from fleet_core.data.sets.archives import tar_files
-from fleet_core.errors import DataError
 
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32

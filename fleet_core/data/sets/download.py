@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO
 
 from fleet_core import __version__
+from fleet_core.base.errors import LinkError, StateError
 from fleet_core.data.sets.registry import Original
-from fleet_core.errors import LinkError, StateError
 
 CHUNK_BYTES = 1 << 18
 TIMEOUT_S = 30.0

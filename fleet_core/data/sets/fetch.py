@@ -9,13 +9,13 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from fleet_core.base.errors import DataError, StateError
 from fleet_core.data.samples import load
-from fleet_core.data.sets import cifar, har, idx, named, omniglot, shakespeare, spoken
+from fleet_core.data.sets import cifar, har, idx, omniglot, set_cache, shakespeare, spoken
 from fleet_core.data.sets.archives import gunzip
 from fleet_core.data.sets.download import Show, digest, download, unseen
-from fleet_core.data.sets.named import TEST, TRAIN, Note, Parts, Source
 from fleet_core.data.sets.registry import Entry, Original
-from fleet_core.errors import DataError, StateError
+from fleet_core.data.sets.set_cache import TEST, TRAIN, Note, Parts, Source
 
 READERS: Mapping[str, Callable[[Mapping[str, Path]], Parts]] = {
     "mnist": idx.mnist,
@@ -39,7 +39,7 @@ def fetch(entry: Entry, show: Show = unseen) -> Note:
     if not entry.files:
         raise DataError(f"'{entry.name}' cannot be fetched", expected=entry.source,
                         hint=f"metafleet datasets fetch {entry.name} --from PATH")
-    downloads = named.home() / entry.name / "downloads"
+    downloads = set_cache.home() / entry.name / "downloads"
     with _alone(entry):
         got = {file.name: download(file, downloads, show) for file in entry.files}
         sources = tuple(Source(file.name, got[file.name][1], file.sha256, file.bytes) for file in entry.files)
@@ -57,7 +57,7 @@ def take(entry: Entry, path: Path, *, remark: str = "") -> Note:
     """
     if not path.exists():
         raise DataError("does not exist", where=str(path))
-    if entry.reader == named.IN_PACKAGE:
+    if entry.reader == set_cache.IN_PACKAGE:
         raise DataError(f"'{entry.name}' ships with the package")
     if path.is_file() and path.suffix.lower() == ".npz":
         return _own(entry, path, None, remark)
@@ -71,7 +71,7 @@ def take(entry: Entry, path: Path, *, remark: str = "") -> Note:
 def keep(entry: Entry, parts: Parts, sources: tuple[Source, ...], *, remark: str) -> Note:
     """Keeps samples that were not read from the registered originals. Raises DataError and StateError."""
     with _alone(entry):
-        return named.store(entry, parts, sources, checked=False, remark=remark)
+        return set_cache.store(entry, parts, sources, checked=False, remark=remark)
 
 
 def source(name: str, path: Path) -> Source:
@@ -87,7 +87,7 @@ def _digest(path: Path) -> str:
 
 
 def _converted(entry: Entry, files: Mapping[str, Path], sources: tuple[Source, ...], remark: str = "") -> Note:
-    return named.store(entry, READERS[entry.reader](files), sources, checked=True, remark=remark)
+    return set_cache.store(entry, READERS[entry.reader](files), sources, checked=True, remark=remark)
 
 
 def _own(entry: Entry, train: Path, test: Path | None, remark: str) -> Note:
@@ -142,13 +142,13 @@ def _is(original: Original, file: Path) -> bool:
 @contextlib.contextmanager
 def _alone(entry: Entry) -> Iterator[None]:
     """Holds the set's folder against another fetch at the same time. Raises DataError where one is under way."""
-    folder = named.home() / entry.name
+    folder = set_cache.home() / entry.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
     except OSError as error:
         raise StateError(f"cannot be written: {error.strerror or error}", where=str(folder),
-                         hint=f"check permissions, or set {named.FOLDER_VARIABLE}") from error
+                         hint=f"check permissions, or set {set_cache.FOLDER_VARIABLE}") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

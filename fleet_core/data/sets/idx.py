@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet_core.base.errors import DataError
 from fleet_core.data.samples import Samples
 from fleet_core.data.sets.archives import gunzip
-from fleet_core.errors import DataError
 
 TYPES: dict[int, np.dtype[Any]] = {0x08: np.dtype(np.uint8), 0x0C: np.dtype(">i4")}
 LIMIT_BYTES = 64 << 20

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet_core.base.errors import DataError
 from fleet_core.data.samples import Samples
 from fleet_core.data.sets.archives import zip_files
-from fleet_core.errors import DataError
 
 SIDE, ORIGINAL_SIDE = 28, 105
 CHARACTERS = 1623

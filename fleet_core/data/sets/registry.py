@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from fleet_core import config, schema
-from fleet_core.errors import DataError
-from fleet_core.layout import InputSpec
+from fleet_core.base import config, schema
+from fleet_core.base.errors import DataError
+from fleet_core.model.layout import InputSpec
 
 FILE = Path(__file__).with_name("sets.toml")
 SHA256 = "[0-9a-f]{64}"

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet_core.base.errors import DataError
 from fleet_core.data.samples import Samples
 from fleet_core.data.sets.archives import unlzma
-from fleet_core.errors import DataError
 
 VOCABULARY = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 UNKNOWN = len(VOCABULARY)

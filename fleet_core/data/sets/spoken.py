@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet_core.base.errors import DataError
 from fleet_core.data.samples import Samples
 from fleet_core.data.sets.archives import tar_files
-from fleet_core.errors import DataError
 
 RATE_HZ = 8000
 WINDOW, HOP, FRAMES, BANDS = 256, 128, 64, 32

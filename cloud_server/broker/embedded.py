@@ -1,0 +1,49 @@
+"""The embedded broker as a process of its own: ``python -m cloud_server.broker.embedded HOST PORT``.
+
+amqtt's own defaults listen on every interface; here it listens on the one loopback address that it is given, where
+anyone may connect. It speaks MQTT 3.1.1, keeps nothing on disk, and is meant for a first try with a few agents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from typing import Any
+
+from amqtt.broker import Broker
+from amqtt.mqtt.connect import ConnectPacket, ConnectPayload
+
+HEADER_BYTES = 10  # of a CONNECT, before its payload
+MQTT_3_1_1 = 4
+
+
+class PatientPayload:
+    """amqtt 0.12.1 reads MQTT 5's CONNECT field by field as if it were 3.1.1, and waits for bytes that never come.
+
+    Here such a packet is read whole, so that amqtt goes on to answer *unacceptable protocol version*.
+    """
+
+    @classmethod
+    async def from_stream(cls, reader: Any, fixed_header: Any, variable_header: Any) -> Any:
+        if variable_header.proto_level == MQTT_3_1_1:
+            return await ConnectPayload.from_stream(reader, fixed_header, variable_header)
+        await reader.read(fixed_header.remaining_length - HEADER_BYTES)
+        return ConnectPayload(client_id="refused", will_topic="refused", will_message=b"")
+
+
+async def serve(host: str, port: int) -> None:
+    ConnectPacket.PAYLOAD = PatientPayload
+    broker = Broker(
+        {
+            "listeners": {"default": {"type": "tcp", "bind": f"{host}:{port}"}},
+            "plugins": {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}},
+        }
+    )
+    await broker.start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    asyncio.run(serve(sys.argv[1], int(sys.argv[2])))

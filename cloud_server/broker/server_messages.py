@@ -1,0 +1,41 @@
+"""What the aggregator says beside the rounds that it publishes: that it is there, and answers to devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fleet_core import __version__
+from fleet_core.base.errors import LinkError
+from fleet_core.link.interface import Link
+from fleet_core.protocol import messages, topics
+from fleet_core.protocol.messages import Down, ServerPresence
+from fleet_core.protocol.signing import Signer
+
+
+class Voice:
+    """Words to devices go at QoS 0, for what is lost is asked for again; the first one, ``heard``, at QoS 1, so that a
+    broker of MQTT 5 says if it denies them. boot: of this aggregator's life."""
+
+    def __init__(self, fleet: str, link: Link, signer: Signer, boot: str, log: Callable[[str], None]):
+        self._fleet, self._link, self._signer, self._boot, self._log = fleet, link, signer, boot, log
+
+    def announce(self, state: str) -> None:
+        """on | off, retained."""
+        presence = ServerPresence(st=state, boot=self._boot, ver=__version__)
+        self._send(topics.server(self._fleet), messages.encode(presence), retain=True, qos=1)
+
+    def tell(self, device: str, message: Down) -> None:
+        qos = 1 if message.t == "heard" else 0
+        self._send(topics.down(self._fleet, device), messages.encode(message), qos=qos)
+
+    def attest(self, device: str, message: Down) -> None:
+        """Signed: what a device may commit or discard its state for, or end for."""
+        qos = 1 if message.t == "revoked" else 0
+        self._send(topics.down(self._fleet, device), self._signer.sign(messages.encode(message)), qos=qos)
+
+    def _send(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 0) -> None:
+        if self._link.connected:
+            try:
+                self._link.publish(topic, payload, retain=retain, qos=qos)
+            except LinkError as error:
+                self._log(f"not sent: {error}")

@@ -1,0 +1,129 @@
+"""``metafleet export`` and ``metafleet bundle``: what a device needs, as a folder or one file. What a
+command needs is imported when it is called."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fleet_core.base import processes, schema, terminal
+from fleet_core.base.errors import BundleError, ConfigError
+from fleet_core.base.processes import typed
+
+if TYPE_CHECKING:
+    from fleet_core.personalization.device_bundle import Bundle
+
+bundle_app = typer.Typer(help="Bundles: a judged model with all that a device needs.", no_args_is_help=True)
+JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+EXTRA = 'pip install "metafleet[export]"'
+
+
+def export(
+    source: Annotated[Path, typer.Argument(metavar="FLEET|CHECKPOINT", help="A fleet, or FLEET/state/round-….")],
+    to: Annotated[Path, typer.Option("--to", metavar="BUNDLE", help="A new folder, or one file: NAME.bundle.")],
+    stored: Annotated[str, typer.Option(help="Weights on disk: fp32 or fp16.")] = "fp32",
+    int8: Annotated[
+        str | None, typer.Option("--int8", metavar="DATA", help="Add an int8 encoder, calibrated with these samples.")
+    ] = None,
+    as_json: JSON = False,
+) -> None:
+    """Write a judged model as a bundle that a device installs and answers with, without torch and without a broker."""
+    from fleet_core.personalization import device_bundle
+    from fleet_core.personalization.device_bundle import STORED
+
+    if stored not in STORED:
+        raise ConfigError(f"unknown --stored '{stored}'", expected=" or ".join(STORED))
+    device_bundle.refuse_what_is_there(to)
+    started = time.monotonic()
+    made = _made(source, stored, int8)
+    passed: list[dict[str, Any]] = []
+    device_bundle.write(to, made, check=lambda place: passed.append(_checked_apart(place)))
+    facts = {**_facts(device_bundle.read(to)), **passed[0], "seconds": round(time.monotonic() - started, 1)}
+    if as_json:
+        return terminal.show(facts)
+    print(f"{to}: {_line(facts)}")
+    processes.say(f"next, on a device: edge-agent install {typed(to)} --home HOME")
+
+
+@bundle_app.command("verify")
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder or one file.")], as_json: JSON = False
+) -> None:
+    """Read a bundle and check it: every file, what the graphs give here, and with torch where that is installed."""
+    from edge_agent.inference import bundle_check
+    from fleet_core.personalization import device_bundle
+
+    found = device_bundle.read(path)
+    facts = {**_facts(found), **schema.plain(bundle_check.check(found)), "torch": _compared(found)}
+    if as_json:
+        return terminal.show(facts)
+    print(f"{path}: sound; {_line(facts)}")
+    torch = "compared with torch" if facts["torch"] else f"not compared with torch, which is not here ({EXTRA})"
+    print(f"golden outputs under onnxruntime {facts['onnxruntime']}; {torch}")
+
+
+def _made(source: Path, stored: str, data: str | None) -> Bundle:
+    from cloud_server.records.served_model import judged_model, place_of
+    from fleet_core.data import samples
+    from fleet_core.model import graph_bundle
+
+    fleet, file = place_of(source)
+    graph = graph_bundle.unpack(fleet.graph_bytes())
+    number, params = judged_model(fleet, file, graph.layout)
+    try:
+        from export.full_bundle import Judged, whole  # torch and onnx: only here
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"'{error.name}' is not installed", hint=EXTRA) from error
+    judged = Judged(fleet.config.fleet.name, fleet.public_key(), fleet.method, fleet.hyper, number, params,
+                    fleet.weights(graph.layout))
+    layout = graph.layout
+    spec = layout.input
+    named = None if data is None else samples.load(Path(data), classes=layout.classes, dtype=spec.dtype,
+                                                   shape=spec.shape)
+    return whole(judged, graph, stored=stored, data=named, say=processes.say)
+
+
+def _checked_apart(place: Path) -> dict[str, Any]:
+    """The gate of a device, in a process without torch. Raises BundleError."""
+    command = processes.command("edge_agent.inference.bundle_check", str(place))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BundleError(f"the bundle fails its check: {done.stderr.strip().removeprefix('error: ')[-2000:]}",
+                          hint="nothing was written")
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts
+
+
+def _compared(found: Bundle) -> bool:
+    """Whether torch and the model are here to compare with. Raises BundleError where the numbers differ."""
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "onnx", "onnxscript")):
+        return False
+    from export import gate
+    from fleet_core.learning.models import build
+
+    gate.check(found.graph, build(found.graph.layout).eval())
+    return True
+
+
+def _facts(found: Bundle) -> dict[str, Any]:
+    manifest = found.manifest
+    return {
+        "fleet": manifest.fleet, "method": manifest.method.name, "round": manifest.model.round,
+        "model": manifest.model.id, "family": manifest.layout.model, "stored": manifest.model.stored,
+        "classes": list(manifest.layout.classes), "adaptation": schema.plain(manifest.adaptation),
+        "int8_cost": schema.plain(manifest.int8), "min_onnxruntime": manifest.graph.min_onnxruntime,
+        "bytes": {name: info.size for name, info in sorted(manifest.files.items())},
+    }  # fmt: skip
+
+
+def _line(facts: dict[str, Any]) -> str:
+    steps = facts["adaptation"]
+    how = f"{steps['number']} steps of {' and '.join(steps['groups'])}" if steps else "no gradient steps"
+    size = sum(facts["bytes"].values())
+    return f"{facts['method']}, {facts['family']} of round {facts['round']}, {how}, {size} bytes as {facts['stored']}"

@@ -1,0 +1,228 @@
+"""``metafleet``: the operator's command line. What a command needs is imported when it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cloud_server.commands import bundle, lab
+from cloud_server.commands.datasets import datasets_app
+from cloud_server.commands.lab import STRIDE, WINDOW
+from cloud_server.commands.server import BROKER, server_app
+from cloud_server.devices import flash
+from cloud_server.devices.devices import BROKER_OF, FLEET, JSON, PLAIN, askable, devices_app, url_of
+from cloud_server.devices.profiles import profiles_app
+from cloud_server.devices.programs import programs_app
+from fleet_core.base import processes, schema, terminal
+from fleet_core.base.errors import ConfigError
+from fleet_core.base.processes import typed
+from fleet_core.protocol import topics
+
+if TYPE_CHECKING:
+    from cloud_server.records.fleet_folder import FleetConfig, ModelSection
+
+app = terminal.application("Personalized federated learning on real edge devices.")
+app.add_typer(server_app, name="server")
+app.add_typer(devices_app, name="devices")
+app.add_typer(datasets_app, name="datasets")
+app.add_typer(profiles_app, name="profiles")
+app.add_typer(programs_app, name="programs")
+app.add_typer(bundle.bundle_app, name="bundle")
+
+DEFAULT_METHOD, DEFAULT_ROUNDS = "pfldyn-proto", 30
+
+
+@app.command()
+def demo(
+    devices: Annotated[int, typer.Option(min=1, help="Devices that train.")] = 8,
+    new_devices: Annotated[int, typer.Option(min=0, help="Devices that join at the end, with little data.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of training.")] = DEFAULT_ROUNDS,
+    method: Annotated[str, typer.Option(help="See 'metafleet methods'.")] = DEFAULT_METHOD,
+    data: Annotated[str, typer.Option(help="heartbeat, or a file of samples with a 'client' column.")] = "heartbeat",
+    window: WINDOW = None,
+    stride: STRIDE = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    broker: BROKER = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; an unfinished run there goes on.")] = None,
+    baseline: Annotated[bool, typer.Option("--baseline/--no-baseline", help="FedAvg in the same run.")] = True,
+    support_s: Annotated[float | None, typer.Option(
+        "--support-seconds", min=1e-3, help="What a new device may learn from; default: 300 of heart beats, of a file "
+        "60 % of the device's time.")] = None,
+    meter_watts: Annotated[tuple[float, float] | None, typer.Option(metavar="IDLE BUSY")] = None,
+    as_json: JSON = False,
+) -> None:
+    """Broker, aggregator and real agent processes on this machine, from nothing to personalized answers."""
+    from cloud_server.running import demo as demonstration
+
+    options = demonstration.Options(
+        devices=devices, new_devices=new_devices, rounds=rounds, method=method, data=data, seed=seed,
+        baseline=baseline, support_s=support_s, meter_watts=meter_watts, window=window, stride=stride,
+    )
+    shown = demonstration.run(options, out, broker, show=processes.say if as_json else print)
+    if as_json:
+        terminal.show(shown)
+
+
+@app.command()
+def init(
+    fleet: FLEET,
+    data: Annotated[str | None, typer.Option(help="heartbeat, or samples to take shape and classes from.")] = None,
+    window: WINDOW = None,
+    stride: STRIDE = None,
+    name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: from the folder's.")] = None,
+    method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto.")] = None,
+    model: Annotated[str | None, typer.Option(help="A named model or package.module:build; default by data.")]
+    = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Default 30.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Default 0.")] = None,
+    trial: Annotated[
+        bool | None,
+        typer.Option(help="Try models on the samples for about a minute and take the best; by default for a file, "
+                          "where no --model is named."),
+    ] = None,
+) -> None:
+    """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that holds a fleet.toml."""
+    from cloud_server.identity.create_fleet import found
+    from cloud_server.running import method_catalogue
+    from cloud_server.running.first_settings import data_of, fleet_toml, model_for, topic_name
+
+    text = None
+    given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
+             "--window": window, "--stride": stride}
+    unused = [option for option, value in given.items() if value is not None]
+    if data is None and unused:
+        raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
+    if data is not None:
+        samples, spec = data_of(data, processes.say, window=window, stride=stride)
+        by = method or DEFAULT_METHOD
+        chosen = _model(fleet, model) or (
+            lab.tried(samples, spec, method_catalogue.named(by).name, seed or 0)
+            if _to_try(data, model, trial)
+            else None
+        )
+        text = fleet_toml(samples, name or topic_name(fleet.resolve().name), by,
+                          chosen.name if chosen else model or model_for(data, samples),
+                          rounds=rounds or DEFAULT_ROUNDS, seed=seed or 0, spec=spec,
+                          model_options=chosen.options if chosen else None)
+    made = found(fleet, text, _export)
+    print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
+          f"classes {', '.join(made.config.model.classes)}")
+    for remark in made.remarks():
+        processes.say(remark)
+    where = typed(fleet)
+    processes.say(f"next: metafleet server start {where}, and for each device: metafleet devices enroll {where} NAME "
+                "--to HOME, then edge-agent run --home HOME; for devices elsewhere see docs/security.md")
+
+
+def _to_try(data: str, model: str | None, trial: bool | None) -> bool:
+    from fleet_core.data.sets.registry import entries
+
+    return (model is None and data not in entries()) if trial is None else trial
+
+
+def _model(fleet: Path, model: str | None) -> ModelSection | None:
+    """That of the fleet that is there already, which keeps its model; None where there is none, or one is named."""
+    from cloud_server.records.fleet_folder import FleetConfig
+    from fleet_core.base import config
+
+    if model is not None or not (fleet / "fleet.toml").exists():
+        return None
+    return config.load(FleetConfig, fleet / "fleet.toml").model
+
+
+def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
+    from fleet_core.algorithms.methods.registry import METHODS
+
+    try:
+        from export.first_model import first  # torch and onnx: only here, once per fleet
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[export]"') from error
+    model, method = settings.model, METHODS[settings.fleet.method]
+    hyper, _ = schema.read(method.hyper, settings.hyper)
+    return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed,
+                 method=method, hyper=hyper, say=processes.say)
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method in full.")] = None,
+    as_json: JSON = False,
+) -> None:
+    """What there is: what is sent, what stays, source, hyper-parameters."""
+    from cloud_server.running import method_catalogue
+    from fleet_core.algorithms.methods.registry import METHODS
+
+    if name is not None:
+        method = method_catalogue.named(name)
+        if as_json:
+            notes = {"notes": method_catalogue.notes(method), "pages": method_catalogue.pages(method)}
+            return terminal.show({**method_catalogue.facts(method), **notes})
+        return print(method_catalogue.described(method))
+    if as_json:
+        return terminal.show([method_catalogue.facts(method) for method in METHODS.values()])
+    terminal.table(method_catalogue.rows(), ("method", "down", "up", "stays", "what", "source"))
+
+
+@app.command("predict")
+def predict_command(
+    fleet: FLEET,
+    device: str,
+    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array, .npz, .csv, .ndjson, image or folder of "
+                                            "images; labels are passed over.")],
+    broker: BROKER_OF = None,
+    plain: PLAIN = False,
+    timeout_s: Annotated[float, typer.Option(help="How long to wait for the answer.")] = 20.0,
+    as_json: JSON = False,
+) -> None:
+    """An answer from a device, over MQTT."""
+    from cloud_server.commands import predict
+    from cloud_server.identity import fleet_certificates
+    from cloud_server.records.fleet_folder import Fleet
+    from fleet_core.data import unlabelled
+
+    made = Fleet.load(fleet)
+    topics.check_name(device, "device")
+    row = askable(made, device)
+    x = unlabelled.load(inputs, made.config.model.input, say=processes.say)
+    url = url_of(broker, made, plain)
+    with fleet_certificates.as_operator(made, url) as tls:
+        answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls,
+                             off=predict.why_off(made, row))
+    if as_json:
+        return terminal.show(schema.plain(answer))
+    unknown = answer.unknown or (False,) * len(answer.labels)
+    rows = [(str(n), label + " (unknown)" * unknown[n], " ".join(f"{p:.3f}" for p in row))
+            for n, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))]
+    terminal.table(rows, ("sample", "answer", " ".join(answer.classes or made.config.model.classes)))
+    processes.say(f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}")
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="FLEET|DIR", help="A fleet, or the folder of a run.")],
+    out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """One self-contained page: table, curves, bytes, joules."""
+    from cloud_server.reports import outcome
+    from cloud_server.reports.html_report import render
+    from fleet_core.base import storage
+
+    found = outcome.of_run(folder)
+    storage.write_atomic(out, render(found, title=f"Metafleet: {found['method']}").encode())
+    print(out)
+    if not found["rounds"]:
+        processes.say("no round has been closed yet")
+
+
+for command in (bundle.export, flash.flash, lab.simulate, lab.compare, lab.advise):
+    app.command()(command)
+
+
+def main() -> None:
+    terminal.main(app)
+
+
+if __name__ == "__main__":
+    main()

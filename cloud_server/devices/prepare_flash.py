@@ -1,0 +1,167 @@
+"""What a device file comes to before anything is written: its fleet, board and broker, and the package for the device.
+
+``invited`` alone makes a token and asks something of the fleet: it is called when all that can be refused has been.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cloud_server.devices import devices
+from cloud_server.identity import device_folder, token_enrolment
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Invitation
+from firmware_profiles.package import board_needs as machine
+from firmware_profiles.package import device_file, device_package, own_wheels, program
+from firmware_profiles.package.board_needs import Machine
+from firmware_profiles.package.device_file import DeviceFile
+from firmware_profiles.package.device_package import Package
+from firmware_profiles.package.program import Program
+from fleet_core.algorithms.methods.registry import PRODUCT
+from fleet_core.algorithms.plugins import GROUP
+from fleet_core.base import config, schema
+from fleet_core.base.errors import ConfigError
+from fleet_core.base.schema import Problem
+from fleet_core.board import catalogue
+from fleet_core.board import device_settings as agents
+from fleet_core.board import profile as boards
+from fleet_core.link.mqtt import check_plain, is_loopback, parse_url
+from fleet_core.protocol import enrolment_token
+
+VALID_S = 30 * 86400.0  # a token's life
+TOKEN_STEP = 1024
+TABLES = {"data": agents.Data, "train": agents.Training, "personalize": agents.Personalize, "serve": agents.Serve,
+          "power": agents.Power}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that can be known before a token is made. broker: its URL. plain: over mqtt://, which needs no token."""
+
+    device: DeviceFile
+    fleet: Fleet
+    profile: Path
+    machine: Machine
+    broker: str
+    plain: bool
+
+    @property
+    def wheels(self) -> tuple[Path, ...]:
+        """Of the user's own, that come along."""
+        return tuple(map(Path, self.device.wheels))
+
+
+def prepare(path: Path, *, python: str | None = None) -> Prepared:
+    """The device file with its fleet, board and broker. python: that was found on the device. Raises ConfigError."""
+    device = device_file.load(path, os.environ, partial(_problems, path.parent))
+    fleet = Fleet.load(path.parent / Path(device.fleet).expanduser())
+    profile = _profile(device.board, path.parent)
+    train = device.train.get("enabled", True) is not False
+    system = machine.of(boards.load(profile), device.os, train=train, python=python)
+    program.check_python(system)
+    _check_own(fleet, system, device, path)
+    broker = devices.token_broker(device.broker, fleet)
+    url = parse_url(broker)
+    if is_loopback(url.host):
+        raise ConfigError(f"the device would look for the broker at {url.host} on itself", where=str(path),
+                          hint='broker = "mqtts://ADDRESS" as the device reaches it')
+    check_plain(broker, fleet.config.link.plain)
+    return Prepared(device, fleet, profile, system, broker, not url.tls)
+
+
+def _check_own(fleet: Fleet, system: Machine, device: DeviceFile, path: Path) -> None:
+    """A model or method of the user's own is in none of the agent's wheels. Raises ConfigError without its own."""
+    model, method = fleet.config.model.name, fleet.config.fleet.method
+    module, _, build = model.partition(":")
+    own = []
+    if build and system.train and not any(own_wheels.holds(Path(wheel), module) for wheel in device.wheels):
+        own.append(f"model '{model}'")
+    if method not in PRODUCT and not any(method in own_wheels.entry_points(Path(w), GROUP) for w in device.wheels):
+        own.append(f"method '{method}'")
+    if own:
+        raise ConfigError(f"the fleet's {' and '.join(own)} would not be on the device",
+                          where=str(path), hint='wheels = ["my_lab-1.0-py3-none-any.whl"], as python -m build makes it')
+
+
+def _profile(board: str, folder: Path) -> Path:
+    """The board's file. Raises ConfigError."""
+    return folder / board if board.endswith(".toml") else catalogue.path_of(board)
+
+
+def _problems(folder: Path, tables: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with what a device file names, and with the tables that the agent will read, by its own rules."""
+    found = []
+    for name, kind in TABLES.items():
+        if isinstance(table := tables.get(name), dict):
+            _, problems = schema.read(kind, table)
+            found += [Problem(f"{name}.{problem.key}", problem.what, problem.hint) for problem in problems]
+    fleet, board = tables.get("fleet"), tables.get("board")
+    if isinstance(fleet, str) and not (folder / Path(fleet).expanduser() / "fleet.toml").is_file():
+        found.append(Problem("fleet", f"there is no fleet here: '{fleet[:200]}' (metafleet init makes one)"))
+    if isinstance(board, str):
+        with _noted("board", found):
+            if not (path := _profile(board, folder)).is_file():
+                raise ConfigError(f"there is no file '{path}'")
+    if isinstance(tables.get("broker"), str):
+        with _noted("broker", found):
+            parse_url(tables["broker"])
+    return found
+
+
+@contextmanager
+def _noted(key: str, found: list[Problem]) -> Iterator[None]:
+    """A ConfigError becomes a mistake of ``key``."""
+    try:
+        yield
+    except ConfigError as error:
+        found.append(Problem(key, error.what + (f", expected {error.expected}" if error.expected else "")))
+
+
+# The package ----------------------------------------------------------------------------------------------------------
+
+
+def package_of(made: Prepared, built: Program, secret: bytes | None, *, with_token: bool = True) -> Package:
+    """The device's package. secret: the token; None for something as long in its place, for showing. with_token: not
+    for a device that is enrolled already. Raises ConfigError."""
+    tables: dict[str, Any] = {**made.device.tables, "board": {"profile": "profile.toml"}}
+    home = {"profile.toml": made.profile.read_bytes()}
+    if made.plain:
+        with tempfile.TemporaryDirectory() as folder:
+            path = device_folder.device_folder(made.fleet, made.device.name, Path(folder), made.broker, **tables)
+            home["device.toml"] = path.read_bytes()
+    else:
+        home["device.toml"] = config.toml(tables).encode()
+        if with_token:
+            home[enrolment_token.FILE] = b"*" * len(_token(made)[0]) if secret is None else secret
+    return device_package.make(made.device.name, made.machine, built, home, (enrolment_token.FILE,))
+
+
+def invited(made: Prepared) -> bytes:
+    """A new one-time token for the device, which the fleet knows of from now on; empty where it needs none."""
+    name = made.device.name
+    with Ledger(made.fleet.ledger_path) as ledger:
+        if made.plain:
+            ledger.ask(f"enroll/{name}", repr(time.time()))
+            return b""
+        secret, invitation = _token(made)
+        ledger.ask(f"invite/{invitation.id}", json.dumps(schema.plain(invitation)))
+    return secret
+
+
+def _token(made: Prepared) -> tuple[bytes, Invitation]:
+    """A token as a file, and what the ledger would keep of it. It is none before the ledger knows of it. Filled up with
+    empty lines: signatures differ by some bytes, and what is shown beforehand is as long as what is written."""
+    url = token_enrolment.enrolment_url(made.fleet, made.broker)
+    issued, invitation = token_enrolment.make_token(made.fleet, made.device.name, made.broker, url, VALID_S)
+    text = config.toml(schema.plain(issued)).encode()
+    return text + b"\n" * (-len(text) % TOKEN_STEP), invitation

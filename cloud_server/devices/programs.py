@@ -1,0 +1,56 @@
+"""``metafleet programs``: what flashing keeps in the user's cache folder, and how to be rid of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cloud_server.reports.formatting import bytes_text
+from fleet_core.base import processes, schema, terminal
+from fleet_core.base.errors import FlashError
+
+if TYPE_CHECKING:
+    from firmware_profiles.package.program_cache import Cache
+
+programs_app = typer.Typer(help="The programs for boards that flashing keeps.", invoke_without_command=True)
+
+JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+@programs_app.callback()
+def programs(context: typer.Context, as_json: JSON = False) -> None:
+    """The programs for boards that flashing keeps: of each Python and architecture the newest few."""
+    if context.invoked_subcommand is not None:
+        return
+    from firmware_profiles.package import program
+
+    kept = _cache().entries()
+    if as_json:
+        return terminal.show([schema.plain(one) for one in kept])
+    terminal.table(
+        [(one.version, one.arch, one.python, bytes_text(one.size_bytes), bytes_text(one.installed_bytes),
+          terminal.date(one.used_at), "yes" if one.in_use else "no") for one in kept],
+        ("version", "architecture", "Python", "packed", "installed", "used", "in use"),
+    )
+    processes.say(f"{len(kept)} in {program.cache_folder()}; metafleet programs clear")
+
+
+@programs_app.command()
+def clear(as_json: JSON = False) -> None:
+    """Delete all that no flash is using; the next one makes its program anew."""
+    gone = _cache().clear()
+    if as_json:
+        return terminal.show([schema.plain(one) for one in gone])
+    print(f"{len(gone)} deleted, {bytes_text(sum(one.size_bytes for one in gone))}")
+
+
+def _cache() -> Cache:
+    from firmware_profiles.package import program
+    from firmware_profiles.package.program_cache import Cache
+
+    folder = program.cache_folder()
+    try:
+        return Cache(folder)
+    except OSError as error:
+        raise FlashError(f"cannot be read: {error.strerror or error}", where=str(folder)) from error

@@ -1,0 +1,139 @@
+"""A certificate authority on a P-256 key: who may speak to the broker under which name (RFC 5280).
+
+Certificates begin a day before they are made: a board without a battery clock may believe that it is still yesterday.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from fleet_core.base import storage
+from fleet_core.base.errors import ConfigError, StateError
+from fleet_core.protocol import certificates
+from fleet_core.protocol.certificates import PrivateKey, PublicKey
+
+BACK_DATED = datetime.timedelta(days=1)
+AUTHORITY_LIFE = datetime.timedelta(days=30 * 365)
+LIFE = datetime.timedelta(days=10 * 365)
+"""Of the aggregator's and the broker's certificate, which are made anew from its middle on, and of a list of revoked
+ones."""
+DEVICE_LIFE, SPREAD = datetime.timedelta(days=5 * 365), datetime.timedelta(days=365)
+"""Of a device's certificate, and by how much, at most, it is shorter by chance: devices that were made on one day are
+neither renewed on one day nor end on one."""
+LOST = "put the fleet's folder back from a backup, or make a new fleet in an empty one with 'metafleet init'"
+
+
+def devices_until() -> datetime.datetime:
+    """The end of a device's certificate that begins now."""
+    return _now() + DEVICE_LIFE - datetime.timedelta(seconds=secrets.randbelow(int(SPREAD.total_seconds())))
+
+
+class Authority:
+    """Holds the private key. ``certificate`` is what others trust."""
+
+    def __init__(self, key: PrivateKey, certificate: x509.Certificate):
+        self._key, self.certificate = key, certificate
+
+    @staticmethod
+    def create(key_path: Path, path: Path, name: str) -> Authority:
+        """A new one: the key at ``key_path``, mode 0600, and its own certificate at ``path``."""
+        key = certificates.new_key()
+        subject = certificates.called(name)
+        builder = _builder(subject, subject, key.public_key(), _now() + AUTHORITY_LIFE)
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        builder = builder.add_extension(_usage(signs=True), critical=True)
+        certificate = builder.sign(key, hashes.SHA256())
+        certificates.save_key(key_path, key)
+        storage.write_atomic(path, certificates.certificate_pem(certificate))
+        return Authority(key, certificate)
+
+    @staticmethod
+    def load(key_path: Path, path: Path) -> Authority:
+        """Raises StateError for files that are absent, damaged or not of one pair."""
+        try:
+            key, certificate = certificates.load_key(key_path), certificates.load_certificate(path)
+        except StateError as error:
+            raise StateError(error.what, where=error.where, expected=error.expected, hint=LOST) from error
+        public = certificate.public_key()
+        if not isinstance(public, PublicKey) or public != key.public_key():
+            raise StateError("is not the certificate of the key beside it", where=str(path), hint=LOST)
+        return Authority(key, certificate)
+
+    def client(self, name: str, key: PublicKey, until: datetime.datetime | None = None) -> x509.Certificate:
+        """A certificate by which whoever holds ``key`` is ``name`` at a broker; it is good for no server."""
+        return self._issue(name, key, until, ExtendedKeyUsageOID.CLIENT_AUTH)
+
+    def server(self, hosts: Iterable[str], key: PublicKey) -> x509.Certificate:
+        """A broker's certificate for these host names and addresses; it is good for no client. Raises ConfigError."""
+        names = [_alternative(host) for host in hosts]
+        first = next(iter(hosts))
+        return self._issue(first[:64], key, None, ExtendedKeyUsageOID.SERVER_AUTH, x509.SubjectAlternativeName(names))
+
+    def revocations(self, revoked: Mapping[str, float], before: bytes | None) -> bytes:
+        """The list of revoked certificates in PEM. revoked: serial in hex -> Unix seconds. before: the last list, which
+        this one must be newer than: OpenSSL takes the newest one of those that it holds."""
+        updated = _now() - BACK_DATED
+        if before is not None:
+            last = x509.load_pem_x509_crl(before).last_update_utc
+            updated = max(updated, last + datetime.timedelta(seconds=1))
+        builder = x509.CertificateRevocationListBuilder().issuer_name(self.certificate.subject)
+        builder = builder.last_update(updated).next_update(_now() + LIFE)
+        for serial, seconds in sorted(revoked.items()):
+            when = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
+            entry = x509.RevokedCertificateBuilder().serial_number(int(serial, 16)).revocation_date(when)
+            builder = builder.add_revoked_certificate(entry.build())
+        builder = builder.add_extension(self._issuer_id(), critical=False)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    def _issue(
+        self, name: str, key: PublicKey, until: datetime.datetime | None, purpose: x509.ObjectIdentifier,
+        *more: x509.ExtensionType,
+    ) -> x509.Certificate:
+        builder = _builder(certificates.called(name), self.certificate.subject, key, until or _now() + LIFE)
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        builder = builder.add_extension(_usage(signs=False), critical=True)
+        for extension in (x509.ExtendedKeyUsage([purpose]), self._issuer_id(), *more):
+            builder = builder.add_extension(extension, critical=False)
+        return builder.sign(self._key, hashes.SHA256())
+
+    def _issuer_id(self) -> x509.AuthorityKeyIdentifier:
+        return x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: PublicKey, until: datetime.datetime
+) -> x509.CertificateBuilder:
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+    builder = builder.serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(_now() - BACK_DATED).not_valid_after(until)
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, content_commitment=False,
+        key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
+    )
+
+
+def _alternative(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise ConfigError("is no name of a host", where=host, expected="ASCII letters, digits, '-' and '.'") from error
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)

@@ -1,0 +1,73 @@
+"""Makes the folder that an agent starts from: who it is, where its broker is, whose signature it believes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cloud_server.records.fleet_folder import Fleet
+from fleet_core.base import config, schema, storage
+from fleet_core.base.errors import ConfigError
+from fleet_core.link.mqtt import is_loopback, parse_url
+from fleet_core.protocol import topics
+
+
+@dataclass(frozen=True)
+class DeviceFile:
+    """The tables of a device.toml, as a person wrote them."""
+
+    device: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    board: Mapping[str, Any] = field(default_factory=dict)
+    power: Mapping[str, Any] = field(default_factory=dict)
+    personalize: Mapping[str, Any] = field(default_factory=dict)
+    serve: Mapping[str, Any] = field(default_factory=dict)
+    tls: Mapping[str, Any] = field(default_factory=dict)
+
+
+def device_folder(fleet: Fleet, name: str, folder: Path, broker: str, **sections: dict[str, Any]) -> Path:
+    """``device.toml`` in ``folder``. sections: its other tables (data, train, power); those not given stay as they are.
+    Raises ConfigError when the folder is a fleet's or another device's."""
+    topics.check_name(name, "device")
+    identity: dict[str, Any] = {**_identity(fleet, name), "broker": broker}
+    if not (parse_url(broker).tls or is_loopback(parse_url(broker).host)):
+        identity["plain"] = True
+    path = folder / "device.toml"
+    check_folder(fleet, name, folder)
+    known = _known(path)
+    wanted = {**known, "device": identity, **sections}
+    if wanted != known:
+        storage.write_atomic(path, config.toml(wanted).encode())
+    return path
+
+
+def check_folder(fleet: Fleet, name: str, folder: Path | None) -> None:
+    """Raises ConfigError when the folder is a fleet's or another device's."""
+    if folder is None:
+        return
+    if (folder / "fleet.toml").exists():
+        raise ConfigError("is a fleet's own folder", where=str(folder), hint="take an empty one")
+    path, identity = folder / "device.toml", _identity(fleet, name)
+    known = _known(path)
+    for key in ("name", "fleet", "key"):
+        found = known.get("device", identity).get(key)
+        if found != identity[key]:
+            raise ConfigError(f"is another device's folder: its {key} is '{found}'", where=str(path),
+                              expected=f"'{identity[key]}'", hint="take an empty one")
+
+
+def _identity(fleet: Fleet, name: str) -> dict[str, str]:
+    return {"name": name, "fleet": fleet.config.fleet.name, "key": fleet.public_key()}
+
+
+def _known(path: Path) -> dict[str, Any]:
+    """The file's tables that are not empty; none when there is no file."""
+    if not path.exists():
+        return {}
+    tables = schema.plain(config.load(DeviceFile, path))
+    return {name: table for name, table in tables.items() if table}
+
+

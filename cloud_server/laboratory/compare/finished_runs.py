@@ -1,0 +1,309 @@
+"""Runs that have ended, as they are compared: simulations, and fleets and demos as far as their figures go."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cloud_server.reports import outcome
+from cloud_server.reports import result as results
+from cloud_server.reports.result import Personalization, Result, RoundFigures
+from cloud_server.reports.scores import AMOUNT, SHARE
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import schema
+from fleet_core.base.errors import ConfigError, DataError, StateError
+from fleet_core.base.processes import typed
+
+DEVICES, NOVEL = "devices", "novel"
+JUDGED_SO = ("new_devices", "validation", "support", "support_split", "within_training", "novel_classes", "novel",
+             "devices", "test_step")
+NO_CHOICE = ("judge", "data", "partition", "model")
+OF_ONE_RUN = ("demo.seed", "demo.baseline", "fleet.fleet.seed", "fleet.fleet.name", "fleet.link.broker")
+MAX_RUNS = 10_000
+
+Scores = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A judged round.
+
+    scores: of ``devices``, those that train; of ``new SHARE`` and ``novel``: mean, worst, best and variance over the
+    devices, how many there are, pooled, macro_f1, nvar. spent: from the first round up to the end of this one, by
+    measure. A figure that was not taken is absent.
+    """
+
+    round: int
+    scores: Mapping[str, Scores]
+    spent: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run. where: its result.json. setting: what must be alike for a comparison of methods, by part. choices: what
+    else it was asked for. points: rising rounds. last: the final judgement. spent: by the whole run. seconds: of its
+    rounds, where it ran; no device's. loss: of the training, in the last round."""
+
+    where: Path
+    kind: str
+    label: str
+    method: str
+    seed: int
+    devices: int
+    setting: Mapping[str, str]
+    choices: Mapping[str, str]
+    targets: tuple[float, ...]
+    points: tuple[Point, ...]
+    last: Mapping[str, Scores]
+    spent: Mapping[str, float]
+    seconds: float
+    loss: float | None = None
+
+
+def gather(places: Sequence[Path]) -> tuple[list[Trial], list[str]]:
+    """The ended runs in ``places``, each a folder of runs, a run's folder, a fleet's, or a result.json; and remarks
+    about those that have not ended. Raises ConfigError and StateError."""
+    trials, remarks = dict[Path, Trial](), list[str]()
+    for place in places:
+        found = list(_results(place))
+        remarks += [f"{folder} has not ended and is left out" for folder in _unfinished(place)]
+        if not found and not (place / "fleet.toml").exists():
+            raise ConfigError("holds no run that has ended", where=str(place),
+                              hint=f"metafleet simulate EXPERIMENT.toml --out {typed(place)}")
+        trials |= {path.resolve(): read(path) for path in found or [place]}
+        if len(trials) > MAX_RUNS:
+            raise ConfigError(f"more than {MAX_RUNS} runs", where=str(place))
+    return list(trials.values()), remarks
+
+
+def read(path: Path) -> Trial:
+    """The run of a result.json, or of a fleet's folder. Raises StateError where it was not judged."""
+    data = outcome.read(path) if path.is_file() else outcome.of_fleet(path)
+    made = of_simulation(data, path) if data.get("kind") == outcome.SIMULATION else _of_fleet(data, path)
+    if not made.last.get(DEVICES):
+        raise StateError("no round of it was judged", where=str(path))
+    return made
+
+
+def _results(place: Path) -> Iterator[Path]:
+    if place.is_file():
+        yield place
+    elif (place / "result.json").exists():
+        yield place / "result.json"
+    else:
+        yield from sorted(place.glob("*/result.json"))
+
+
+def _unfinished(place: Path) -> list[Path]:
+    return [path.parent for path in sorted(place.glob("*/run.json")) if not (path.parent / "result.json").exists()]
+
+
+# Simulations ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    mean: float = field(metadata=SHARE)
+    worst: float = field(metadata=SHARE)
+    best: float = field(metadata=SHARE)
+    variance: float | None = field(default=None, metadata=AMOUNT)
+    pooled: float | None = field(default=None, metadata=SHARE)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Devices of one kind, after one round."""
+
+    accuracy: Accuracy | None = None
+    macro_f1: float | None = field(default=None, metadata=SHARE)
+    devices: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class UpDown:
+    up: float = field(metadata=AMOUNT)
+    down: float = field(metadata=AMOUNT)
+
+
+@dataclass(frozen=True)
+class Energy:
+    value: float = field(metadata=AMOUNT)
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round(Judged):
+    """A line of a simulation's figures, those that are compared."""
+
+    round: int = field(metadata={"min": 1})
+    participants: int = field(metadata=AMOUNT)
+    loss: float | None = None
+    models_transmitted: float | None = field(default=None, metadata=AMOUNT)
+    models_transmitted_paper: float | None = field(default=None, metadata=AMOUNT)
+    payload_bytes: UpDown | None = None
+    flops: float | None = field(default=None, metadata=AMOUNT)
+    energy_j: Energy | None = None
+    nvar: float | None = field(default=None, metadata=AMOUNT)
+    new_devices: Mapping[str, Judged] | None = None
+    novel_classes: Judged | None = None
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A simulation's result.json."""
+
+    label: str = field(metadata={"max_length": 1000})
+    method: str = field(metadata={"max_length": 100})
+    seed: int = field(metadata=AMOUNT)
+    config: Mapping[str, Any]
+    devices: int = field(metadata=AMOUNT)
+    rounds: tuple[Round, ...] = field(metadata={"max_length": 10_000_000})
+    seconds: float = field(default=0.0, metadata=AMOUNT)
+
+
+def of_simulation(data: Mapping[str, Any], path: Path) -> Trial:
+    """The run of a simulation's result, or of as many rounds as there are. Raises StateError."""
+    run, problems = schema.read(Simulated, data, unknown="ignore")
+    if run is None:
+        raise StateError(f"is no result of a simulation: {'; '.join(map(str, problems[:5]))}", where=str(path))
+    setting, choices, targets = _asked(run.config)
+    points, spent = [], _Purse()
+    for row in run.rounds:
+        spent.add(_amounts(row, _fallah_rounds(row)))
+        if row.accuracy is not None:
+            points.append(Point(row.round, _scores(row), spent.sums()))
+    last = points[-1].scores if points else {}
+    return Trial(path, outcome.SIMULATION, run.label, run.method, run.seed, run.devices, setting, choices, targets,
+                 tuple(points), last, spent.sums(), run.seconds, run.rounds[-1].loss if run.rounds else None)
+
+
+def _amounts(row: Round | RoundFigures, fallah_rounds: float | None) -> dict[str, float | None]:
+    """What a round cost, by measure. fallah_rounds: what it sent as the papers count, in rounds of Per-FedAvg."""
+    moved, energy = row.payload_bytes, row.energy_j
+    return {
+        "rounds": 1.0, "fallah_rounds": fallah_rounds, "models": row.models_transmitted,
+        "payload_bytes": None if moved is None else float(moved.up + moved.down),
+        "up_bytes": None if moved is None else float(moved.up),
+        "down_bytes": None if moved is None else float(moved.down),
+        "flops": row.flops, "joules": None if energy is None else energy.value,
+    }
+
+
+def _fallah_rounds(row: Round) -> float | None:
+    if row.models_transmitted_paper is None or not row.participants:
+        return row.models_transmitted_paper
+    return row.models_transmitted_paper / (2 * row.participants)
+
+
+class _Purse:
+    """Sums by measure; one that a round lacks is lacking from then on."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] | None = None
+
+    def add(self, amounts: Mapping[str, float | None]) -> None:
+        before = dict.fromkeys(amounts, 0.0) if self._sums is None else self._sums
+        self._sums = {k: before[k] + v for k, v in amounts.items() if v is not None and k in before}
+
+    def sums(self) -> dict[str, float]:
+        return dict(self._sums or {})
+
+
+def _scores(row: Round) -> dict[str, Scores]:
+    found = {DEVICES: {**_of(row), **({} if row.nvar is None else {"nvar": row.nvar})}}
+    found |= {f"new {support}": _of(judged) for support, judged in (row.new_devices or {}).items()}
+    found |= {NOVEL: _of(row.novel_classes)} if row.novel_classes else {}
+    return {name: scores for name, scores in found.items() if scores}
+
+
+def _of(judged: Judged) -> dict[str, float]:
+    if judged.accuracy is None:
+        return {}
+    every = {**schema.plain(judged.accuracy), "macro_f1": judged.macro_f1}
+    every["devices"] = None if judged.devices is None else float(len(judged.devices))
+    return {name: value for name, value in every.items() if value is not None}
+
+
+def _asked(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str], tuple[float, ...]]:
+    """(setting, choices, targets) of a simulation."""
+    experiment = config.get("experiment")
+    experiment = experiment if isinstance(experiment, Mapping) else {}
+    judge = experiment.get("judge")
+    judge = judge if isinstance(judge, Mapping) else {}
+    setting = {part: _text(experiment.get(part)) for part in ("data", "partition", "model")}
+    setting["judged"] = _text({key: judge[key] for key in JUDGED_SO if key in judge})
+    rest = {key: value for key, value in experiment.items() if key not in NO_CHOICE}
+    others = {key: config[key] for key in ("hyper", "version") if key in config}
+    targets = judge.get("targets")
+    wanted = [t for t in targets if isinstance(t, (int, float)) and 0 < t <= 1] if isinstance(targets, list) else []
+    return setting, flat({**rest, **others}), tuple(map(float, wanted))
+
+
+# Fleets and demos -----------------------------------------------------------------------------------------------------
+
+
+def _of_fleet(data: Mapping[str, Any], path: Path) -> Trial:
+    try:
+        run = results.parse(data)
+    except DataError as error:
+        raise StateError(error.what, where=str(path)) from error
+    method = METHODS.get(run.method)
+    paper = None if method is None else sum(method.paper_models or (method.models_down, method.models_up)) / 2
+    points, spent = [], _Purse()
+    for row in run.rounds:
+        spent.add(_amounts(row, paper))
+        if row.accuracy is not None:
+            f1 = {} if row.macro_f1 is None else {"macro_f1": row.macro_f1}
+            points.append(Point(row.round, {DEVICES: {**schema.plain(row.accuracy), **f1}}, spent.sums()))
+    return Trial(path, "fleet", run.method, run.method, run.seed, run.devices, _setting(run.config),
+                 _choices(run.config), (), tuple(points), _last(run, points), spent.sums(),
+                 sum(row.seconds or 0.0 for row in run.rounds))
+
+
+def _last(run: Result, points: Sequence[Point]) -> dict[str, Scores]:
+    """The last judgement of a fleet: over its devices as they answer at the end."""
+    own = {**(points[-1].scores[DEVICES] if points else {}), **_over(p for p in run.personalization if not p.new)}
+    new = _over(p for p in run.personalization if p.new)
+    if new and run.new_devices:
+        new |= {"pooled": run.new_devices.accuracy, "macro_f1": run.new_devices.macro_f1}
+    return {name: scores for name, scores in ((DEVICES, own), ("new", new)) if scores}
+
+
+def _over(devices: Iterable[Personalization]) -> dict[str, float]:
+    values = np.array([p.after.accuracy for p in devices if p.after])
+    if not values.size:
+        return {}
+    return {"mean": float(values.mean()), "worst": float(values.min()), "best": float(values.max()),
+            "variance": float(values.var()), "devices": float(values.size)}
+
+
+def _setting(config: Mapping[str, Any]) -> dict[str, str]:
+    """What a fleet's devices hold is known only of a demo."""
+    demo, fleet = (part if isinstance(part, Mapping) else {} for part in (config.get("demo"), config.get("fleet")))
+    fleet = fleet or config
+    known = {key: demo[key] for key in ("data", "devices", "new_devices", "support_s") if key in demo}
+    return {"data": _text(known or "of the devices"), "partition": "each device its own recording",
+            "model": _text(fleet.get("model")), "judged": "the devices' own split by time"}
+
+
+def _choices(config: Mapping[str, Any]) -> dict[str, str]:
+    return {key: text for key, text in flat(config).items()
+            if key not in OF_ONE_RUN and not key.startswith(("fleet.model", "demo."))}
+
+
+def flat(tree: Mapping[str, Any], at: str = "") -> dict[str, str]:
+    """Nested tables as {"a.b.c": text}."""
+    found: dict[str, str] = {}
+    for key, value in tree.items():
+        name = f"{at}.{key}" if at else str(key)
+        found |= flat(value, name) if isinstance(value, Mapping) else {name: _text(value)}
+    return found
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

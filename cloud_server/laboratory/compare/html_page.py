@@ -1,0 +1,313 @@
+"""``compare.html``: a comparison as one page that needs nothing else: curves, tables, costs of an accuracy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import PurePath
+from typing import Any
+
+from cloud_server.laboratory.compare import plots
+from cloud_server.laboratory.compare.comparison import (
+    ACCURACY,
+    MEASURES,
+    Comparison,
+    Entry,
+    Measure,
+    Reached,
+    Stat,
+    number_text,
+)
+from cloud_server.laboratory.compare.finished_runs import DEVICES, flat
+from cloud_server.laboratory.compare.tables import (
+    bound_text,
+    gain_text,
+    kind_text,
+    kinds,
+    share,
+    small,
+    stat_text,
+    target_head,
+)
+from cloud_server.reports.formatting import ABSENT, bytes_text, flops_text, phase_text
+from cloud_server.reports.html_style import STYLE
+
+SCORES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("mean", "mean", share), ("worst", "worst device", share), ("best", "best device", share),
+    ("variance", "variance over devices", small), ("macro_f1", "macro-F1", share), ("nvar", "nVAR", small),
+)
+OTHERS = SCORES[:3] + SCORES[4:5]
+COSTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("rounds", "rounds", number_text), ("models", "models transmitted", number_text),
+    ("fallah_rounds", "in rounds of Per-FedAvg", number_text), ("up_bytes", "payload up", bytes_text),
+    ("down_bytes", "payload down", bytes_text), ("flops", "arithmetic", flops_text), ("joules", "energy", phase_text),
+)
+LOOK = """
+main{max-width:1180px}
+.charts{grid-template-columns:repeat(auto-fill,minmax(min(100%,440px),1fr))}
+.all{margin:0 0 14px;gap:4px 22px;font-size:14px;color:var(--ink)}
+.legend .swatch,th .swatch{width:36px;height:10px;flex:none;vertical-align:middle}
+th .swatch{margin-right:9px}
+figure svg{overflow:visible}polyline,.swatch line{stroke-linecap:butt}
+.gain{display:block;font-size:12.5px;color:var(--soft);line-height:1.25}
+.pm{color:var(--soft);font-weight:400}
+td.top{background:var(--wash);font-weight:600}
+.warning{border-left:4px solid var(--second);padding:10px 14px;background:var(--card);max-width:92ch}
+dl{display:grid;grid-template-columns:max-content 1fr;gap:4px 18px;font-size:14px;margin:8px 0}
+dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
+.table td{white-space:nowrap}tbody th{white-space:normal;min-width:17ch}
+"""
+NOTES = (
+    ("±", "The sample standard deviation over seeds; none with one seed. Bands in the curves are the same."),
+    ("accuracy", "Each device's own model on its own test samples, each device counting once."),
+    ("variance", "Of the accuracy over the devices: 0 where all fare alike."),
+    ("nVAR", "Normalized variance of the representation (Lim et al. 2024, Table 4); less is better."),
+    ("models transmitted", "Whole models, down and up, over all devices, as this product sends them."),
+    ("rounds of Per-FedAvg", "The same as the papers count it (Acar et al. 2021): per device, in units of one round of "
+     "Per-FedAvg, which sends one model down and one up."),
+    ("payload", "Bytes of encoded models and updates; without a codec, four bytes a value."),
+    ("arithmetic", "Floating-point operations of the training, counted from the shapes of the layers."),
+    ("energy", "Joules of computing and sending as modelled for the board; idle time is in none of them."),
+    ("cost of an accuracy", "Up to the first judged round in which the mean over devices reaches it; not interpolated. "
+     ">N: not reached when N was spent (where some seeds reach it, the mean of what all had spent by then)."),
+    ("gain", "What the baseline spent divided by what this label spent, as in the tables of Acar et al."),
+)  # fmt: skip
+
+
+def render(comparison: Comparison, *, title: str) -> str:
+    """The page."""
+    sections = (_warnings, _cards, _curves, _scores, _others, _costs, _targets, _notes, _asked)
+    body = "\n".join([_heading(comparison, title), *filter(None, (section(comparison) for section in sections))])
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>{STYLE}{LOOK}{plots.css(len(comparison.entries))}</style></head>\n"
+        f"<body><main>\n{body}\n</main></body></html>\n"
+    )
+
+
+def brief(comparison: Comparison) -> str:
+    """What was compared, in a line."""
+    first = comparison.entries[0]
+    setting = comparison.settings[first.setting]
+    seeds = max(len(entry.seeds) for entry in comparison.entries)
+    parts = [_brief(setting[part]) for part in ("data", "partition", "model")] + [_count(first.devices, "device")]
+    return " · ".join([*(["different settings"] if comparison.mixed else parts),
+                       _count(len(comparison.entries), "label"), _count(seeds, "seed")])
+
+
+def _brief(text: str) -> str:
+    """A part of a setting by its name alone."""
+    found = _table_of(text)
+    path = found.get("path")
+    names = (found.get("set"), PurePath(path).name if isinstance(path, str) else None, found.get("kind"),
+             found.get("name"), found.get("data"))
+    return next((name for name in names if isinstance(name, str)), text)
+
+
+def _table_of(text: str) -> dict[str, Any]:
+    """The part of a setting that is a table; empty for one that is a sentence."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _told(text: str) -> str:
+    """A part of a setting, without what was not asked for."""
+    pairs = [(key, value) for key, value in flat(_table_of(text)).items() if value not in ("null", "[]", "0", "0.0")]
+    return ", ".join(f"{key} = {value}" for key, value in pairs) or (ABSENT if _table_of(text) else text)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _heading(comparison: Comparison, title: str) -> str:
+    return f'<header><h1>{escape(title)}</h1><p class="soft">{escape(brief(comparison))}</p></header>'
+
+
+def _warnings(comparison: Comparison) -> str:
+    texts = list(comparison.remarks)
+    if comparison.mixed:
+        texts.insert(0, f"These runs have different {', '.join(comparison.mixed)}: their figures stand side by side "
+                        "and do not compare methods. The letter behind a label names its setting, see the end.")
+    return "".join(f'<p class="warning">{escape(text)}</p>' for text in texts)
+
+
+# Headline figures -----------------------------------------------------------------------------------------------------
+
+
+def _cards(comparison: Comparison) -> str:
+    if comparison.mixed:
+        return ""
+    cards = [_best_card("Highest accuracy, mean over devices", comparison, DEVICES, "mean"),
+             _best_card("Highest accuracy of the worst device", comparison, DEVICES, "worst"),
+             *(_best_card(f"Highest on {kind_text(kind)}", comparison, kind, "mean")
+               for kind in kinds(comparison)[:1]),
+             _cheapest_card(comparison)]
+    return f'<section class="cards" aria-label="Headline figures">{"".join(cards)}</section>'
+
+
+def _best_card(heading: str, comparison: Comparison, kind: str, name: str) -> str:
+    found = [(scores[name], e.label) for e in comparison.entries if name in (scores := e.final.get(kind, {}))]
+    if not found:
+        return ""
+    best, label = max(found, key=lambda one: one[0].mean)
+    return _card(heading, _stat(best, share), label)
+
+
+def _cheapest_card(comparison: Comparison) -> str:
+    """The label that reaches the highest target for the least payload."""
+    for place in reversed(range(len(comparison.targets))):
+        reached = [(entry.reached[place], entry.label) for entry in comparison.entries]
+        costs = [(cost, one, label) for one, label in reached
+                 if (cost := one.at.get("payload_bytes")) and cost.sign == "="]
+        if costs:
+            least, one, label = min(costs, key=lambda found: found[0].value)
+            gain = gain_text(one.gain.get("payload_bytes"))
+            under = f"{label}; {comparison.baseline} takes {gain}" if gain else label
+            return _card(f"Least payload {target_head(comparison, one.target)}", escape(bytes_text(least.value)), under)
+    return ""
+
+
+def _card(heading: str, figure: str, under: str) -> str:
+    """``figure`` is HTML, the other two are text."""
+    return (f'<div class="card"><h3>{escape(heading)}</h3><div class="figure">{figure}</div>'
+            f'<p class="under">{escape(under)}</p></div>')
+
+
+# Curves and tables ----------------------------------------------------------------------------------------------------
+
+
+def _curves(comparison: Comparison) -> str:
+    charts = plots.charts(comparison)
+    if not charts:
+        return ""
+    everyone = {curve.number: curve for chart in charts for curve in chart.curves}
+    figures = "".join(
+        f"<figure><figcaption>Accuracy against {escape(chart.measure.title)}</figcaption>{plots.svg(chart)}</figure>"
+        for chart in charts
+    )
+    legend = plots.legend([everyone[number] for number in sorted(everyone)]).replace("legend", "legend all", 1)
+    free = any(curve.free for chart in charts for curve in chart.curves)
+    note = '<p class="note">A label that spends nothing is drawn as its last accuracy from end to end.</p>'
+    return f'<h2>Curves</h2>{legend}<div class="charts">{figures}</div>{note if free else ""}'
+
+
+def _scores(comparison: Comparison) -> str:
+    present = [column for column in SCORES if any(column[0] in entry.final[DEVICES] for entry in comparison.entries)]
+    rows = [
+        (place, [entry.final[DEVICES].get(name) for name, _, _ in present])
+        for place, entry in enumerate(comparison.entries)
+    ]
+    return "<h2>Devices that train, at the end</h2>" + _stats(comparison, present, rows, lower=("variance", "nvar"))
+
+
+def _others(comparison: Comparison) -> str:
+    parts = []
+    for kind in kinds(comparison):
+        rows = [
+            (place, [entry.final[kind].get(name) for name, _, _ in OTHERS])
+            for place, entry in enumerate(comparison.entries) if kind in entry.final
+        ]
+        heading = kind_text(kind)
+        parts.append(f"<h2>{escape(heading[0].upper() + heading[1:])}, at the end</h2>"
+                     + _stats(comparison, OTHERS, rows))
+    return "".join(parts)
+
+
+def _costs(comparison: Comparison) -> str:
+    present = [column for column in COSTS if any(column[0] in entry.spent for entry in comparison.entries)]
+    rows = [
+        (place, [entry.spent.get(key) for key, _, _ in present]) for place, entry in enumerate(comparison.entries)
+    ]
+    return "<h2>What the whole run cost, all devices</h2>" + _stats(comparison, present, rows, mark=False)
+
+
+def _stats(
+    comparison: Comparison, columns: Sequence[tuple[str, str, Callable[[float], str]]],
+    rows: Sequence[tuple[int, Sequence[Stat | None]]], *, lower: Sequence[str] = (), mark: bool = True,
+) -> str:
+    """A table of figures, the best of each column marked; ``lower``: columns where less is better."""
+    best: list[float | None] = []
+    for k, (name, _, _) in enumerate(columns):
+        values = [stat.mean for _, stats in rows if (stat := stats[k])]
+        shown = mark and not comparison.mixed and len(set(values)) > 1
+        best.append((min if name in lower else max)(values) if shown else None)
+    body = [
+        _row(comparison, place, [
+            f'<td class="top">{_stat(stat, columns[k][2])}</td>' if stat and stat.mean == best[k]
+            else f"<td>{_stat(stat, columns[k][2])}</td>" for k, stat in enumerate(stats)
+        ])
+        for place, stats in rows
+    ]
+    return _table([title for _, title, _ in columns], body)
+
+
+def _targets(comparison: Comparison) -> str:
+    over = f"; below, the gain over {comparison.baseline}" if comparison.baseline else ""
+    what, parts = "an accuracy" if comparison.target_of == ACCURACY else f"a {comparison.target_of}", []
+    for k, target in enumerate(comparison.targets):
+        taken = [m for m in MEASURES if any(m.key in entry.reached[k].at for entry in comparison.entries)]
+        rows = [
+            _row(comparison, place, _target_cells(entry, entry.reached[k], taken))
+            for place, entry in enumerate(comparison.entries)
+        ]
+        parts.append(f"<h2>What {what} of {target:g} costs{escape(over)}</h2>"
+                     + _table(["seeds", *(m.title for m in taken)], rows))
+    return "".join(parts)
+
+
+def _target_cells(entry: Entry, reached: Reached, taken: Sequence[Measure]) -> list[str]:
+    cells = [f"<td>{reached.seeds} of {len(entry.seeds)}</td>"]
+    for measure in taken:
+        gain = gain_text(reached.gain.get(measure.key))
+        under = f'<span class="gain">{escape(gain)}</span>' if gain else ""
+        cells.append(f"<td>{escape(bound_text(reached.at.get(measure.key), measure.text))}{under}</td>")
+    return cells
+
+
+def _row(comparison: Comparison, place: int, cells: Iterable[str]) -> str:
+    """``cells`` are HTML."""
+    entry = comparison.entries[place]
+    swatch = (f'<svg class="swatch" viewBox="0 0 36 10" aria-hidden="true"><line class="c{place}" x1="1" x2="35" '
+              'y1="5" y2="5"/></svg>')
+    letter = f' <span class="pm">{entry.setting}</span>' if comparison.mixed else ""
+    return f'<tr><th scope="row">{swatch}{escape(entry.label)}{letter}</th>{"".join(cells)}</tr>'
+
+
+def _stat(stat: Stat | None, text: Callable[[float], str]) -> str:
+    if stat is None:
+        return ABSENT
+    figure, _, spread = stat_text(stat, text).partition(" ± ")
+    return escape(figure) + (f' <span class="pm">± {escape(spread)}</span>' if spread else "")
+
+
+def _table(heads: Sequence[str], rows: Sequence[str]) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in ("label", *heads))
+    return (f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>')
+
+
+# Notes and settings ---------------------------------------------------------------------------------------------------
+
+
+def _notes(comparison: Comparison) -> str:
+    return f"<h2>How to read this</h2>{_pairs(NOTES)}"
+
+
+def _asked(comparison: Comparison) -> str:
+    several = len(comparison.settings) > 1
+    parts = [
+        (f"<h3>{letter}</h3>" if several else "") + _pairs((part, _told(text)) for part, text in setting.items())
+        for letter, setting in comparison.settings.items()
+    ]
+    return f"<h2>What was asked for</h2>{''.join(parts)}"
+
+
+def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in pairs)
+    return f"<dl>{items}</dl>"

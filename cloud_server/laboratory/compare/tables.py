@@ -1,0 +1,173 @@
+"""A comparison as rows: the closing table on a terminal, tables.csv, and the cells that the page shows too."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+
+from cloud_server.laboratory.compare.comparison import (
+    ACCURACY,
+    MEASURES,
+    Bound,
+    Comparison,
+    Entry,
+    Measure,
+    Reached,
+    Stat,
+    number_text,
+)
+from cloud_server.laboratory.compare.finished_runs import DEVICES, NOVEL
+from cloud_server.reports.formatting import ABSENT, bytes_text, phase_text, plain_text
+
+TIMES = "\u00d7"
+SIGNS = {"=": "", ">": ">", "<": "<"}
+CSV_HEADS = ("label", "method", "setting", "seeds", "table", "figure", "mean", "std", "min", "max", "sign", "reached")
+
+
+def share(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def small(value: float) -> str:
+    """A variance, or a normalized one: two digits that count."""
+    return f"{value:.2g}"
+
+
+def stat_text(stat: Stat | None, text: Callable[[float], str] = share) -> str:
+    """0.912 ± 0.004, 1.49 ± 0.19 TFLOP; a dash for what was not taken."""
+    return ABSENT if stat is None else _spread(stat.mean, stat.std, text)
+
+
+def bound_text(bound: Bound | None, text: Callable[[float], str]) -> str:
+    """163, 163 ± 4, >1,000."""
+    return ABSENT if bound is None else SIGNS[bound.sign] + _spread(bound.value, bound.std, text)
+
+
+def _spread(mean: float, std: float | None, text: Callable[[float], str]) -> str:
+    """Both in the unit and with the digits of the mean; without the spread where there is none."""
+    number, _, unit = text(mean).partition(" ")
+    shown = float(number.replace(",", ""))
+    if not std or not shown:
+        return text(mean)
+    around = std / (mean / shown if unit else 1)
+    return f"{number} ± {around:,.{len(number.partition('.')[2])}f} {unit}".rstrip()
+
+
+def gain_text(gain: Bound | None) -> str:
+    """4.7×, >4.7×, or nothing."""
+    return "" if gain is None else f"{SIGNS[gain.sign]}{gain.value:.{1 if gain.value >= 0.095 else 2}f}{TIMES}"
+
+
+def kinds(comparison: Comparison) -> list[str]:
+    """What was judged beside the devices that train: new devices by the share that they learn from, novel classes."""
+    found = {kind: None for entry in comparison.entries for kind in entry.final if kind != DEVICES}
+    return sorted(found, key=lambda kind: (kind == NOVEL, kind))
+
+
+def kind_text(kind: str) -> str:
+    """``new 0.2`` → new devices, 20 % support."""
+    name, _, support = kind.partition(" ")
+    if name == NOVEL:
+        return "novel classes"
+    return f"new devices, {100 * float(support):g} % support" if support else "new devices"
+
+
+def kind_head(kind: str) -> str:
+    """``new 0.2`` → new 20 %."""
+    name, _, support = kind.partition(" ")
+    return f"{name} {100 * float(support):g} %" if support else name
+
+
+# On a terminal --------------------------------------------------------------------------------------------------------
+
+
+def closing(comparison: Comparison) -> str:
+    """One line per label: mean ± spread over seeds of what it came to and what it cost."""
+    heads = ("", "seeds", "accuracy", "worst device", "macro-F1", *map(kind_head, kinds(comparison)), "rounds",
+             "models", "payload", "energy")
+    head, *lines = aligned([heads, *(_line(entry, kinds(comparison)) for entry in comparison.entries)])
+    return "\n".join([head, "-" * len(head), *lines, *_notes(comparison)]) + "\n"
+
+
+def targets_text(comparison: Comparison) -> str:
+    """The cost of every target, one line per label, with the gain over the baseline."""
+    taken = [m for m in MEASURES if any(m.key in one.at for entry in comparison.entries for one in entry.reached)]
+    blocks = []
+    for place, target in enumerate(comparison.targets):
+        heads = (target_head(comparison, target), *(measure.head for measure in taken))
+        rows = [(plain_text(entry.label), *_costs(entry.reached[place], taken)) for entry in comparison.entries]
+        blocks.append("\n".join(aligned([heads, *rows])))
+    return "\n\n".join(blocks) + "\n" if blocks else ""
+
+
+def target_head(comparison: Comparison, target: float) -> str:
+    """``to 0.9``, or ``to macro-f1 0.9``."""
+    return f"to {target:g}" if comparison.target_of == ACCURACY else f"to {comparison.target_of} {target:g}"
+
+
+def _line(entry: Entry, others: Sequence[str]) -> tuple[str, ...]:
+    own = entry.final[DEVICES]
+    return (
+        plain_text(entry.label), str(len(entry.seeds)), stat_text(own.get("mean")), stat_text(own.get("worst")),
+        stat_text(own.get("macro_f1")), *(stat_text(entry.final.get(kind, {}).get("mean")) for kind in others),
+        stat_text(entry.spent.get("rounds"), number_text), stat_text(entry.spent.get("models"), number_text),
+        stat_text(entry.spent.get("payload_bytes"), bytes_text), stat_text(entry.spent.get("joules"), phase_text),
+    )
+
+
+def _costs(reached: Reached, taken: Sequence[Measure]) -> Iterator[str]:
+    for measure in taken:
+        bound, gain = reached.at.get(measure.key), gain_text(reached.gain.get(measure.key))
+        yield (SIGNS[bound.sign] + measure.text(bound.value) if bound else ABSENT) + (f" ({gain})" if gain else "")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns: the first to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+    ]
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    one = all(len(entry.seeds) == 1 for entry in comparison.entries)
+    notes = ["one seed each: no spread is known" if one else "±: sample standard deviation over seeds"]
+    if comparison.mixed:
+        notes.append(f"different {', '.join(comparison.mixed)}: this does not compare methods")
+    if not any("joules" in entry.spent for entry in comparison.entries):
+        notes.append("energy needs a board whose profile cites what a FLOP and a byte take")
+    return notes
+
+
+# tables.csv -----------------------------------------------------------------------------------------------------------
+
+
+def csv_text(comparison: Comparison) -> str:
+    """One line a figure, in plain units: shares of 1, bytes, FLOPs, joules."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(CSV_HEADS)
+    for entry in comparison.entries:
+        for table, figure, cells in _figures(entry):
+            seeds = " ".join(map(str, entry.seeds))
+            writer.writerow([entry.label, entry.method, entry.setting, seeds, table, figure, *cells])
+    return buffer.getvalue()
+
+
+def _figures(entry: Entry) -> Iterator[tuple[str, str, list[str]]]:
+    for kind, scores in entry.final.items():
+        for name, stat in scores.items():
+            yield kind, name, _cells(stat)
+    for key, stat in entry.spent.items():
+        yield "whole run", key, _cells(stat)
+    for reached in entry.reached:
+        at = f"{reached.target:g}"
+        for table, bounds in ((f"cost of {at}", reached.at), (f"gain at {at}", reached.gain)):
+            for key, bound in bounds.items():
+                std = "" if bound.std is None else repr(bound.std)
+                yield table, key, [repr(bound.value), std, "", "", bound.sign, str(reached.seeds)]
+
+
+def _cells(stat: Stat) -> list[str]:
+    return [repr(stat.mean), "" if stat.std is None else repr(stat.std), repr(stat.min), repr(stat.max), "=", ""]

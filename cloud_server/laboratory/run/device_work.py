@@ -1,0 +1,321 @@
+"""What the devices of a run do: train one round, or be judged. It runs in whatever process a crew gives it.
+
+Needs torch. A device's work is a function of the run, the round and the device, whoever does it and in what order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cloud_server.laboratory.run import workload as workloads
+from cloud_server.laboratory.run.experiment import PLAIN, Experiment, Run
+from cloud_server.laboratory.run.run_folder import Clients
+from cloud_server.laboratory.run.workload import Part, Workload
+from fleet_core.algorithms.interface import ClientState, Payload
+from fleet_core.base import trees
+from fleet_core.base.errors import CodecError, ConfigError, DataError, FleetError, RoundError
+from fleet_core.base.trees import Params
+from fleet_core.board import allocator
+from fleet_core.data.partitions import Share
+from fleet_core.learning import local_training, models, personal_model
+from fleet_core.learning.architectures import MODELS
+from fleet_core.model import codecs
+from fleet_core.personalization.gaussian_process import Processes
+from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
+
+RESIDUAL, TEST_STEP = "residual", "test_step"
+FAILURES = (RoundError, DataError, CodecError)
+"""Of one device: the others go on."""
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """One round of some devices. broadcast: float32 as decoded. after: the last round that counts. given: what a device
+    alone receives beside it, by its name; empty for most methods."""
+
+    round: int
+    clients: tuple[str, ...]
+    broadcast: Payload
+    after: int
+    given: Mapping[str, Params] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What a device's round gave; ``error`` and nothing else where it failed. update: as the server decodes it.
+    payload_bytes: of the update on the wire. averaged: whether the server is to have the update."""
+
+    client: str
+    update: Payload | None = None
+    samples: int = 0
+    loss: float = 0.0
+    flops: int | None = None
+    payload_bytes: int = 0
+    stateful: bool = False
+    error: str = ""
+    averaged: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """Devices to judge under the judged model ``served`` of ``round``. kind: ``train``, ``new`` or ``novel``, or
+    ``test_step``: those that train, with the step taken on what they are judged on. support: the share that a new
+    device learns from."""
+
+    round: int
+    clients: tuple[str, ...]
+    served: Params
+    kind: str = "train"
+    support: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Of the representations of a device's test samples under the judged body, by class of the whole set: their sum
+    [K, D], the sum of their squared lengths [K], their number [K]."""
+
+    total: Array
+    squares: Array
+    count: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """How a device's own model did; ``error`` and no figures where it could not be judged.
+
+    confusion: int64 [K, K + 1], true class by answer in the numbers of the whole set, however the device numbers its
+    classes; the last column has answers that name no class of the device. before: the same of the judged model as it
+    is, or None where it does not answer by itself. moments: None where no body is shared.
+    """
+
+    client: str
+    kind: str
+    support: float
+    confusion: Array = field(default_factory=lambda: np.zeros((0, 1), np.int64))
+    before: Array | None = None
+    moments: Moments | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """All that a worker needs to begin; plain values, so that another process can have it."""
+
+    experiment: Experiment
+    run: Run
+    folder: Path
+    side_by_side: int = 1
+    device: str = "cpu"
+
+
+class Worker:
+    """Trains and judges devices of one run."""
+
+    def __init__(self, setting: Setting, workload: Workload | None = None):
+        torch.set_num_threads(1)
+        allocator.keep_freed()
+        if setting.device == "cuda":
+            repeatable()
+        self._experiment, self._run = setting.experiment, setting.run
+        self._method, self._hyper = setting.run.method, setting.run.hyper
+        self.workload = workload or workloads.build(setting.experiment)
+        self.layout = workloads.layout_of(setting.experiment, self.workload)
+        self._wire = self.layout.extended(self._method.down, self._method.shared)
+        reduced = setting.experiment.precision == "bfloat16"
+        alone = setting.side_by_side == 1  # vmap knows no order of pixels
+        self._model = models.build(self.layout, channels_last=alone, reduced=reduced).to(setting.device)
+        up = setting.experiment.codec_up
+        self._codec = up if self._method.cumulative or up == PLAIN else "fp32"
+        self._plain_bytes = 4 * self._wire.parameters(self._method.shared)
+        self._clients = Clients(setting.folder)
+        self._side_by_side = setting.side_by_side
+        self._whole = int(self.workload.samples.y.max()) + 1
+        groups = ("train", self.workload.train), ("new", self.workload.new), ("novel", self.workload.novel)
+        self._shares = {(kind, share.name): share for kind, shares in groups for share in shares}
+
+    # Train ------------------------------------------------------------------------------------------------------------
+
+    def learn(self, lesson: Lesson) -> list[Learned]:
+        """One round of each client, side by side where the run says so. What fails fails alone."""
+        states = [self._clients.load(client, lesson.after) for client in lesson.clients]
+        residuals = [state.pop(RESIDUAL, None) for state in states]
+        results: Sequence[local_training.TrainResult | FleetError] | None = None
+        if self._side_by_side > 1 and len(states) > 1:
+            results = self._together(lesson, states)
+        if results is None:
+            results = [self._alone(lesson, *found) for found in zip(lesson.clients, states, strict=True)]
+        return [self._sent(lesson, *found) for found in zip(lesson.clients, results, residuals, strict=True)]
+
+    def _alone(self, lesson: Lesson, client: str, state: ClientState) -> local_training.TrainResult | FleetError:
+        one = self._participant(lesson, client, state)
+        try:
+            return local_training.train_round(
+                self._method, self._model, self.layout, lesson.broadcast.beside(one.given), one.state, one.x, one.y,
+                self._hyper, one.rng,
+            )
+        except FAILURES as error:
+            return error
+
+    def _together(self, lesson: Lesson, states: Sequence[ClientState]) -> list[local_training.TrainResult] | None:
+        """None where one of them fails: alone, the others go on."""
+        several = [self._participant(lesson, *found) for found in zip(lesson.clients, states, strict=True)]
+        with contextlib.suppress(*FAILURES):
+            return local_training.train_side_by_side(
+                self._method, self._model, self.layout, lesson.broadcast, several, self._hyper,
+                padded=self._experiment.model.name in MODELS,
+            )
+        return None
+
+    def _participant(self, lesson: Lesson, client: str, state: ClientState) -> local_training.Participant:
+        own = self.workload.own(self._shares["train", client])
+        rng = np.random.default_rng((self._run.seed, lesson.round, zlib.crc32(client.encode())))
+        return local_training.Participant(state, own.x, own.y, rng, lesson.given.get(client, {}))
+
+    def _sent(
+        self, lesson: Lesson, client: str, result: local_training.TrainResult | FleetError, residual: Params | None
+    ) -> Learned:
+        """The update as the server will decode it; the state that follows is on the disk."""
+        try:
+            if isinstance(result, FleetError):
+                raise result
+            update, size, after = self._encoded(lesson, result, residual)
+            _check_finite(update)
+        except FAILURES as error:
+            return Learned(client, error=str(error))
+        if after:
+            self._clients.save(client, lesson.round, after)
+        return Learned(client, update, result.samples, result.loss, result.flops, size, bool(after))
+
+    def _encoded(
+        self, lesson: Lesson, result: local_training.TrainResult, residual: Params | None
+    ) -> tuple[Payload, int, ClientState]:
+        """(the update as it arrives, its bytes, the device's state if it is counted)."""
+        update, after = self._wire.ordered(result.update.groups), dict(result.pending)
+        if self._codec == PLAIN:
+            return Payload(update, result.update.scalars), self._plain_bytes, after
+        sent = codecs.send(self._codec, update, residual, self._wire, self._method.shared)
+        if sent.error is not None:
+            after = dict(self._method.client.settle(after, sent.error, self._hyper, lesson.round))
+        if sent.residual is not None:
+            after[RESIDUAL] = sent.residual
+        return Payload(self._wire.ordered(sent.decoded), result.update.scalars), len(sent.data), after
+
+    # Judge ------------------------------------------------------------------------------------------------------------
+
+    def judge(self, question: Question) -> list[Verdict]:
+        return [self._judged(question, client) for client in question.clients]
+
+    def _judged(self, question: Question, client: str) -> Verdict:
+        kind, support = question.kind, question.support
+        share = self._shares["train" if kind == TEST_STEP else kind, client]
+        try:
+            own, query = self._parts(question, share)
+            state = self._clients.load(client, question.round) if kind == "train" else {}
+            found = self._confusion(share, query.y, self._answers(question, own, query, state))
+            moments = self._moments(question, share, query) if kind == "train" else None
+            return Verdict(client, kind, support, found, self._before(question, share, query), moments)
+        except FAILURES as error:
+            return Verdict(client, kind, support, error=str(error))
+
+    def _parts(self, question: Question, share: Share) -> tuple[Part, Part]:
+        if question.kind == "new":
+            return self.workload.divided(share, question.support, self._experiment.partition.seed)
+        own, later = self.workload.own(share), self.workload.later(share)
+        return (later if self._experiment.judge.test_step or question.kind == TEST_STEP else own), later
+
+    def _answers(self, question: Question, support: Part, query: Part, state: ClientState) -> Array:
+        """Classes int64 [N] of the query, by the device's own model."""
+        scalars = {"round": float(question.round), "seed": float(self._run.seed)}
+        method, model = self._method, self._model
+        params = personal_model.adapt(
+            method, model, self.layout, question.served, support.x, support.y, self._hyper, state, scalars
+        )
+        if method.personalizer == "proto":
+            z = local_training.embed(model, params, support.x)
+            own = Prototypes.empty(len(self.layout.classes), z.shape[1]).add(z, support.y)
+            return _chosen(own.probabilities(local_training.embed(model, params, query.x)))
+        if method.personalizer == "gp":
+            z = local_training.embed(model, params, support.x)
+            processes = Processes.of(z, support.y, len(self.layout.classes), self._hyper)
+            return _chosen(processes.probabilities(local_training.embed(model, params, query.x)))
+        if method.personalizer == "fleet-proto":
+            means = Prototypes.of_fleet(question.served)
+            return _chosen(means.probabilities(local_training.embed(model, params, query.x)))
+        head = local_training.predict_logits(model, params, query.x)
+        if method.personalizer == "knn":
+            known = softmax(local_training.predict_logits(model, params, support.x))
+            z = local_training.embed(model, params, support.x)
+            near = Neighbours.of(z, support.y, known, self._hyper.neighbours, self._hyper.mixture)
+            return _chosen(near.probabilities(local_training.embed(model, params, query.x), softmax(head)))
+        return _chosen(head)
+
+    def _before(self, question: Question, share: Share, query: Part) -> Array | None:
+        groups = {t.group for t in self.layout.tensors}
+        if "head" not in groups or not groups <= set(question.served):
+            return None
+        params = trees.only(question.served, groups)
+        return self._confusion(share, query.y, _chosen(local_training.predict_logits(self._model, params, query.x)))
+
+    def _confusion(self, share: Share, y: Array, answers: Array) -> Array:
+        classes = len(self.layout.classes) if share.labels is None else self._whole
+        names = np.full(len(self.layout.classes), classes)
+        own = np.arange(classes) if share.labels is None else np.array(share.labels)
+        names[: len(own)] = own
+        counts = np.zeros((classes, classes + 1), np.int64)
+        np.add.at(counts, (names[y], names[answers]), 1)
+        return counts
+
+    def _moments(self, question: Question, share: Share, query: Part) -> Moments | None:
+        if "body" not in question.served:
+            return None
+        z = local_training.embed(self._model, {"body": question.served["body"]}, query.x).astype(np.float64)
+        y = self.workload.samples.y[share.test]
+        total, squares = np.zeros((self._whole, z.shape[1])), np.zeros(self._whole)
+        np.add.at(total, y, z)
+        np.add.at(squares, y, np.square(z).sum(1))
+        return Moments(total, squares, np.bincount(y, minlength=self._whole))
+
+
+def _chosen(scores_nK: Array) -> Array:
+    return np.asarray(scores_nK.argmax(1))
+
+
+def _check_finite(update: Payload) -> None:
+    arrays = [array for named in update.groups.values() for array in named.values()]
+    if not all(np.isfinite(array).all() for array in (*arrays, *update.scalars.values())):
+        raise RoundError("the update holds a value that is not finite", hint="lower client_lr")
+
+
+def device_of(wanted: str, *, gpu: bool) -> str:
+    """torch's device for ``auto``, ``cpu`` or ``cuda``. gpu: whether one may be used. Raises ConfigError."""
+    there = torch.cuda.is_available()
+    if wanted == "cuda" and not (gpu and there):
+        raise ConfigError("there is no GPU that torch can use here" if gpu else "Ray's actors compute on processors",
+                          where="--device cuda", hint="--device cpu")
+    return "cuda" if gpu and there and wanted != "cpu" else "cpu"
+
+
+def repeatable() -> None:
+    """From now on a GPU gives the same bits for the same work, in whole float32: the kernels that torch knows to be
+    repeatable, in cuBLAS and cuDNN too, and no TF32. Where torch has no such kernel it warns."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def chunks(clients: Sequence[str], most: int) -> list[tuple[str, ...]]:
+    """The clients in tasks of nearly equal size, ``most`` at most, in their order: a task is the same whoever does
+    it."""
+    number = -(-len(clients) // most)
+    return [tuple(part) for part in np.array_split(np.array(clients, object), number)] if number else []

@@ -1,0 +1,258 @@
+"""One run: select → broadcast → train → close → judge, with the fleet's own algorithms, codecs and closing.
+
+It goes on where it was ended: a round counts once its checkpoint is on the disk. For a fleet's settings (seed, cohort,
+codecs) it computes what the fleet computes, bit for bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cloud_server.laboratory.run import round_figures
+from cloud_server.laboratory.run.device_work import TEST_STEP, Learned, Lesson, Question, Verdict
+from cloud_server.laboratory.run.executors import Crew
+from cloud_server.laboratory.run.experiment import PLAIN, Experiment, Run
+from cloud_server.laboratory.run.round_figures import Costs
+from cloud_server.laboratory.run.run_folder import Store
+from cloud_server.laboratory.run.workload import Workload
+from cloud_server.records.checkpoint import Checkpoint
+from cloud_server.records.fleet_folder import LinkSection
+from cloud_server.rounds.broadcast import encode_model
+from fleet_core.algorithms import aggregation
+from fleet_core.algorithms.interface import Payload, ServerState, Update
+from fleet_core.base import storage, trees
+from fleet_core.base.errors import RoundError
+from fleet_core.base.trees import Params
+from fleet_core.model import codecs
+from fleet_core.model.layout import MODEL_GROUPS, Layout
+from fleet_core.protocol import cohort, messages
+from fleet_core.protocol.messages import Blob, Given
+
+IN_MEMORY_BYTES = 256 << 20
+CHECKPOINT_S = 2.0
+MAX_UPDATE_BYTES = 1 << 34
+
+
+class Stopped(Exception):
+    """The person asked for an end; the run goes on next time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Laboratory:
+    """What a run needs around it. stopped: whether to end now. told: takes each round's figures."""
+
+    experiment: Experiment
+    workload: Workload
+    layout: Layout
+    first: Params
+    crew: Crew
+    costs: Costs
+    stopped: Callable[[], bool] = lambda: False
+    told: Callable[[Mapping[str, Any]], None] = lambda row: None
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, eq=False)
+class _Sent:
+    """A round's model. decoded: float32, as devices hold it. lost: what a lossy codec left out, or None. size: bytes,
+    of a delta to the last round's or of the whole."""
+
+    decoded: Params
+    lost: Params | None
+    scalars: Mapping[str, float]
+    size: int
+    delta: bool
+
+
+class Engine:
+    """Runs ``run`` in ``store``."""
+
+    def __init__(self, lab: Laboratory, run: Run, store: Store):
+        self._lab, self._run, self._store = lab, run, store
+        self._method, self._hyper = run.method, run.hyper
+        self._wire = lab.layout.extended(self._method.down, self._method.shared)
+        self._spent = round_figures.Spent()
+        self._met, self._met_until = set[str](), 0
+        self._saved, self._unsaved = lab.clock(), set[str]()
+
+    def run(self) -> None:
+        """To the end of the budget. Raises Stopped, and RoundError when a round counts no update."""
+        checkpoint = self._resume()
+        while not self._over(checkpoint.round):
+            if self._lab.stopped():
+                self._save(checkpoint)
+                raise Stopped
+            checkpoint = self._round(checkpoint)
+        self._save(checkpoint)
+
+    def _over(self, number: int) -> bool:
+        budget = self._lab.experiment.budget
+        return number >= budget.rounds or self._spent.reaches(budget.payload_bytes, budget.joules)
+
+    def _resume(self) -> Checkpoint:
+        besides = tuple(group for group in self._method.down if group not in MODEL_GROUPS)
+        first = self._wire.ordered({**self._lab.first, **self._wire.zeros(besides)})
+        kept = self._store.resume(first)
+        for row in self._store.rounds():
+            self._spent.add(row)
+        if kept is not None:
+            return kept
+        state = self._method.server.init(trees.widened(trees.only(first, self._method.received)), self._hyper)
+        return Checkpoint(0, state)
+
+    def _save(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.round:
+            self._store.save(checkpoint, self._unsaved)
+        self._unsaved, self._saved = set(), self._lab.clock()
+
+    # A round ----------------------------------------------------------------------------------------------------------
+
+    def _round(self, before: Checkpoint) -> Checkpoint:
+        started, number = self._lab.clock(), before.round + 1
+        sent = self._publish(before)
+        asked = aggregation.order(self._asked(number))
+        broadcast = Payload(sent.decoded, {**sent.scalars, "round": float(number), "seed": float(self._run.seed)})
+        taken = _Taken(self._store.folder / "spool")
+        given = self._given(before.state, asked)
+        lesson = Lesson(number, tuple(asked), broadcast, before.round, given)
+        sending = self._averaged(number, asked)
+        learned = [self._take(one, taken, one.client in sending) for one in self._lab.crew.learn(lesson)]
+        counted = [one for one in learned if not one.error]
+        if not any(one.averaged for one in counted):
+            raise RoundError(f"round {number}: no update counts: {next(one.error for one in learned if one.averaged)}")
+        heard = self._method.server.heard(before.state, trees.widened(sent.decoded))
+        members = len(self._lab.workload.names)
+        state = self._method.server.apply(replace(heard, round=number), taken, members, self._hyper)
+        taken.clear()
+        plain = self._lab.experiment.codec_down == PLAIN
+        down_bytes = self._down_bytes(sent, number) + given_bytes(given, plain=plain)
+        row = round_figures.of_round(number, self._method, learned, down_bytes, self._lab.costs)
+        self._spent.add(row)
+        if self._due(number):
+            row |= self._judged(number, state)
+        row["seconds"] = self._lab.clock() - started
+        self._store.add(row)
+        after = Checkpoint(number, state, sent.decoded, sent.lost)
+        self._unsaved |= {one.client for one in counted if one.stateful}
+        if self._lab.clock() - self._saved > CHECKPOINT_S:
+            self._save(after)
+        self._lab.told(row)
+        return after
+
+    def _asked(self, number: int) -> list[str]:
+        return cohort.select(self._run.seed, number, self._lab.workload.names, self._lab.experiment.cohort)
+
+    def _averaged(self, number: int, asked: Sequence[str]) -> set[str]:
+        """Whose updates the server has: all, or the draw that would be a cohort of so many."""
+        return set(cohort.select(self._run.seed, number, asked, self._lab.experiment.averaged))
+
+    @property
+    def _codec_down(self) -> str:
+        """As the fleet's: nothing lossy for sums over samples."""
+        wanted = self._lab.experiment.codec_down
+        return wanted if wanted == PLAIN or self._method.cumulative else "fp32"
+
+    def _publish(self, before: Checkpoint) -> _Sent:
+        sent = self._method.server.broadcast(before.state)
+        codec = self._codec_down
+        if codec == PLAIN:
+            plain = trees.apply(lambda a: np.asarray(a, np.float32), sent.groups)
+            return _Sent(plain, None, sent.scalars, 4 * self._wire.parameters(self._method.down), False)
+        made = encode_model(sent.groups, before, codec, self._wire, self._method.down)
+        return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), made.delta)
+
+    def _given(self, state: ServerState, asked: Sequence[str]) -> dict[str, Params]:
+        """What each device alone receives, float32, whole and without a codec."""
+        if not self._method.given:
+            return {}
+        rule = self._method.server
+        return {name: trees.apply(lambda a: np.asarray(a, np.float32), rule.given(state, name)) for name in asked}
+
+    def _down_bytes(self, sent: _Sent, number: int) -> int:
+        """To all that were asked. As in the fleet a delta is for those that hold the model of the last round, having
+        been asked in it; the others take the model whole."""
+        asked = self._asked(number)
+        if not self._method.down:
+            return len(set(asked) - self._before(number)) * sent.size
+        held = self._asked(number - 1) if sent.delta else asked
+        lacking = len(set(asked) - set(held))
+        whole = len(codecs.encode("fp32", sent.decoded)) if lacking else 0
+        return (len(asked) - lacking) * sent.size + lacking * whole
+
+    def _before(self, number: int) -> set[str]:
+        """Who was asked in an earlier round, and holds a model without arrays, which is the same in every round."""
+        while self._met_until < number - 1:
+            self._met_until += 1
+            self._met |= set(self._asked(self._met_until))
+        return self._met
+
+    def _take(self, one: Learned, taken: _Taken, averaged: bool) -> Learned:
+        """Keeps the update for the closing, and the rest for the figures."""
+        if one.update is not None and averaged:
+            taken.add(Update(one.client, one.update, one.samples))
+        return replace(one, update=None, averaged=averaged)
+
+    # Judge ------------------------------------------------------------------------------------------------------------
+
+    def _due(self, number: int) -> bool:
+        every = self._lab.experiment.judge.every
+        return self._over(number) or bool(every and number % every == 0)
+
+    def _judged(self, number: int, state: ServerState) -> dict[str, Any]:
+        served = trees.apply(lambda a: np.asarray(a, np.float32), trees.only(state.judged, self._method.shared))
+        work, judge, seed = self._lab.workload, self._lab.experiment.judge, self._lab.experiment.partition.seed
+        chosen = cohort.select(seed, 0, work.names, judge.devices)
+        asked = [Question(number, tuple(chosen), served)]
+        asked += [Question(number, tuple(chosen), served, TEST_STEP)] if judge.also_test_step else []
+        new, novel = (tuple(share.name for share in shares) for shares in (work.new, work.novel))
+        asked += [Question(number, new, served, "new", support) for support in judge.support if new]
+        asked += [Question(number, novel, served, "novel")] if novel else []
+        verdicts: list[Verdict] = [verdict for question in asked for verdict in self._lab.crew.judge(question)]
+        return round_figures.judged(verdicts)
+
+
+def given_bytes(given: Mapping[str, Params], *, plain: bool) -> int:
+    """Of what devices alone receive in a round, with the list that each of them fetches; plain: of its values alone."""
+    if plain or not given:
+        return sum(4 * array.size for groups in given.values() for named in groups.values() for array in named.values())
+    blobs = tuple(Blob.of(codecs.encode("fp32", groups), LinkSection().chunk_bytes) for groups in given.values())
+    return sum(blob.size for blob in blobs) + len(given) * len(messages.encode(Given(tuple(given), blobs)))
+
+
+class _Taken(Iterable[Update]):
+    """Updates in the order in which they came, which is the closing order; the first 256 MiB in memory, others on
+    disk. Can be iterated any number of times."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._bytes = folder, 0
+        self._kept: list[Update | tuple[Path, Update]] = []
+
+    def add(self, update: Update) -> None:
+        size = sum(array.nbytes for named in update.payload.groups.values() for array in named.values())
+        if self._bytes + size <= IN_MEMORY_BYTES:
+            self._bytes += size
+            self._kept.append(update)
+            return
+        path = self._folder / f"{len(self._kept)}.safetensors"
+        storage.write_arrays(path, storage.flatten(update.payload.groups), durable=False)
+        self._kept.append((path, replace(update, payload=replace(update.payload, groups={}))))
+
+    def __iter__(self) -> Iterator[Update]:
+        for kept in self._kept:
+            if isinstance(kept, Update):
+                yield kept
+            else:
+                path, update = kept
+                arrays, _ = storage.unpack(storage.read_bytes(path, limit=MAX_UPDATE_BYTES), where=str(path))
+                yield replace(update, payload=replace(update.payload, groups=storage.unflatten(arrays)))
+
+    def clear(self) -> None:
+        self._kept.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,193 @@
+"""Who does the devices' work of a run: this process, several processes of this machine, or a Ray cluster.
+
+All give the same answers in the same order: a task is a fixed group of devices, and what a device does depends on
+nothing but the run, the round and the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from typing import Any, Protocol
+
+from cloud_server.laboratory.run.device_work import Learned, Lesson, Question, Setting, Verdict, Worker, chunks
+from cloud_server.laboratory.run.workload import Workload
+from fleet_core.base.errors import ConfigError, RoundError
+
+JUDGED_AT_ONCE = 4
+
+
+class Crew(Protocol):
+    """Does lessons and questions; results in the order of their clients."""
+
+    def learn(self, lesson: Lesson) -> Iterator[Learned]: ...
+
+    def judge(self, question: Question) -> Iterator[Verdict]: ...
+
+    def close(self) -> None: ...
+
+
+def lessons(lesson: Lesson, size: int) -> list[Lesson]:
+    return [
+        replace(lesson, clients=part, given={one: lesson.given[one] for one in part if one in lesson.given})
+        for part in chunks(lesson.clients, size)
+    ]
+
+
+def questions(question: Question) -> list[Question]:
+    return [
+        Question(question.round, part, question.served, question.kind, question.support)
+        for part in chunks(question.clients, JUDGED_AT_ONCE)
+    ]
+
+
+class Inline:
+    """This process does everything."""
+
+    def __init__(self, setting: Setting, workload: Workload):
+        self._worker, self._size = Worker(setting, workload), setting.side_by_side
+
+    def learn(self, lesson: Lesson) -> Iterator[Learned]:
+        for part in lessons(lesson, self._size):
+            yield from self._worker.learn(part)
+
+    def judge(self, question: Question) -> Iterator[Verdict]:
+        for part in questions(question):
+            yield from self._worker.judge(part)
+
+    def close(self) -> None:
+        pass
+
+
+class Processes:
+    """``count`` processes of one thread each, which end with this one."""
+
+    def __init__(self, setting: Setting, count: int):
+        self._setting = setting
+        self._pool = ProcessPoolExecutor(
+            count, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(setting,)
+        )
+
+    def learn(self, lesson: Lesson) -> Iterator[Learned]:
+        yield from self._each(_learn, lessons(lesson, self._setting.side_by_side))
+
+    def judge(self, question: Question) -> Iterator[Verdict]:
+        yield from self._each(_judge, questions(question))
+
+    def _each(self, work: Callable[[Any], list[Any]], parts: Sequence[Any]) -> Iterator[Any]:
+        """What is told is forgotten here: a round's updates are not in memory together."""
+        waiting = deque[Future[list[Any]]]()
+        try:
+            waiting.extend(self._pool.submit(work, part) for part in parts)
+            while waiting:
+                yield from waiting.popleft().result()
+        except BrokenProcessPool as error:
+            self._pool.shutdown()  # who is still at work would write beside the run that goes on
+            raise _died("a process") from error
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+class RayCrew:
+    """Actors of a Ray cluster, ``count`` or one for each of its CPUs, whose machines see the run's folder and the data
+    under the same paths. RAY_ADDRESS names the cluster; without it Ray takes the one that is here, or starts one."""
+
+    def __init__(self, setting: Setting, count: int = 0):
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            ray = importlib.import_module("ray")
+        except ModuleNotFoundError as error:
+            raise ConfigError("Ray is not installed", hint='pip install "metafleet[ray]"') from error
+        self._ray, self._setting = ray, setting
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False, include_dashboard=False, logging_level="error")
+        there = int(ray.cluster_resources().get("CPU", 1))
+        self._actors = [ray.remote(num_cpus=1)(Worker).remote(setting) for _ in range(min(count or there, there))]
+
+    def learn(self, lesson: Lesson) -> Iterator[Learned]:
+        yield from self._each("learn", lessons(lesson, self._setting.side_by_side))
+
+    def judge(self, question: Question) -> Iterator[Verdict]:
+        yield from self._each("judge", questions(question))
+
+    def _each(self, what: str, parts: Sequence[Any]) -> Iterator[Any]:
+        """One task at a time for each actor, the next as it becomes free."""
+        free, todo = list(self._actors), deque(enumerate(parts))
+        at_work, done = dict[Any, tuple[int, Any]](), dict[int, Any]()
+        try:
+            for told in range(len(parts)):
+                while told not in done:
+                    while free and todo:
+                        number, part = todo.popleft()
+                        actor = free.pop()
+                        at_work[getattr(actor, what).remote(part)] = number, actor
+                    (ready, *_), _ = self._ray.wait(list(at_work))
+                    number, actor = at_work.pop(ready)
+                    free.append(actor)
+                    done[number] = self._result(ready)
+                yield from done.pop(told)
+        finally:
+            if at_work:  # an error: who is still at work would write beside the run that goes on
+                self._ray.wait(list(at_work), num_returns=len(at_work))
+
+    def _result(self, ready: Any) -> Any:
+        try:
+            return self._ray.get(ready)
+        except self._ray.exceptions.RayActorError as error:
+            raise _died("an actor of the Ray cluster") from error
+
+    def close(self) -> None:
+        for actor in self._actors:
+            self._ray.kill(actor)
+
+
+def _died(who: str) -> RoundError:
+    hint = "the same command goes on where this run was; if it was for want of memory, with fewer --jobs"
+    return RoundError(f"{who} died at its work", hint=hint)
+
+
+_WORKER: Worker | None = None
+
+
+def _begin(setting: Setting) -> None:
+    global _WORKER
+    end_with_parent()
+    _WORKER = Worker(setting)
+
+
+def end_with_parent() -> None:
+    """This process leaves interrupts to its parent, and does not outlive it: it would wait for work for ever."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    with contextlib.suppress(OSError):
+        multiprocessing.connection.wait([sentinel])
+    os._exit(1)
+
+
+def _learn(lesson: Lesson) -> list[Learned]:
+    assert _WORKER is not None
+    return _WORKER.learn(lesson)
+
+
+def _judge(question: Question) -> list[Verdict]:
+    assert _WORKER is not None
+    return _WORKER.judge(question)

@@ -1,0 +1,339 @@
+"""An experiment: a TOML file of data, partition, model, methods, seeds and budget; and the runs that it asks for.
+
+Every mistake is told at once, before anything is computed: unknown keys with a suggestion, hyper-parameters that the
+method lacks, options that the partition lacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fleet_core.algorithms.interface import Method
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import config, schema
+from fleet_core.base.errors import ConfigError
+from fleet_core.data.partitions import PARTITIONS, Newcomers
+from fleet_core.data.samples import FILES
+from fleet_core.data.sets.registry import entries
+from fleet_core.model.codecs import CODECS
+
+PLAIN = "none"
+PRECISIONS = ("float32", "bfloat16")
+TEXT: dict[str, Any] = {"max_length": 200}
+SHARE: dict[str, Any] = {"min": 0.01, "max": 0.99}
+LABEL = r"[A-Za-z0-9_.=,+-]{1,100}"
+LONGEST_LABEL = 200  # with the values of a grid; it is a folder's name
+MAX_RUNS = 1000
+SYNTHETIC = "synthetic"
+FILE_KEYS = ("data.file", "data.samples", "data.data")  # what people write for data.path
+SEVERAL = ("method", "seeds")
+"""Of an experiment: what its runs differ in."""
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """set: a named one (``metafleet datasets``), or path: a file or folder of one's own. window, stride: of a file of
+    readings, how many make a window and from one to the next. limit: of samples, at random
+    from the seed; 0 for all. options: of the set ``synthetic``. scale, mean, std: of the model's input, in place of the
+    set's own. standardize: each feature to mean 0 and deviation 1 over all samples of all devices, which a fleet does
+    not know, in place of these three."""
+
+    set: str | None = field(default=None, metadata=TEXT)
+    path: str | None = field(default=None, metadata={"max_length": 4096})
+    window: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
+    stride: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
+    options: Mapping[str, Any] = field(default_factory=dict)
+    limit: int = field(default=0, metadata={"min": 0, "max": 1 << 40})
+    scale: float | None = field(default=None, metadata={"above": 0, "max": 1e9})
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    standardize: bool = False
+
+
+@dataclass(frozen=True)
+class PartitionSection:
+    """kind: a name of ``fleet_core.data.partitions``. options: those of that partition. seed: of the division; the same
+    for every run, so that methods and seeds are compared on the same devices."""
+
+    kind: str = field(default="natural", metadata={"choices": tuple(PARTITIONS)})
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = field(default=0, metadata={"min": 0, "max": 2**53})
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """name: a named model or ``package.module:build``; options: its keyword arguments."""
+
+    name: str = field(metadata=TEXT)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class JudgeSection:
+    """every: rounds between judgements, 0 for the last alone. devices: how many of those that train are judged, by
+    the seed's draw; 0 for all. new_devices: the share of devices that never train and are judged as new ones; another
+    share, validation, is left out altogether. support: shares of a new device's samples that it learns from, drawn at
+    ``random`` by class or the first of its ``time`` (support_split). within_training: for choosing hyper-parameters;
+    all of it is done inside what the devices train on, and nothing that is judged otherwise is looked at.
+    novel_classes: that no device trains on; ``novel`` says how many devices with how many of them are judged (devices,
+    classes_per_device, shots, queries). test_step: as in Fallah's table, the gradient step at test takes the test
+    samples (their labels are seen!). also_test_step: the devices are judged so besides, under ``test_step``. targets:
+    accuracies whose cost is told."""
+
+    every: int = field(default=10, metadata={"min": 0, "max": 1_000_000})
+    devices: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
+    new_devices: float = field(default=0.0, metadata={"min": 0, "max": 0.9})
+    validation: float = field(default=0.0, metadata={"min": 0, "max": 0.9})
+    support: tuple[float, ...] = field(default=(0.2,), metadata=SHARE)
+    support_split: str = field(default="random", metadata={"choices": ("random", "time")})
+    within_training: bool = False
+    novel_classes: tuple[int, ...] = field(default=(), metadata={"min": 0})
+    novel: Mapping[str, int] = field(default_factory=dict)
+    test_step: bool = False
+    also_test_step: bool = False
+    targets: tuple[float, ...] = field(default=(), metadata={"above": 0, "max": 1})
+
+
+@dataclass(frozen=True)
+class MethodSection:
+    """name: of the method. label: in tables, by default the name and the grid's values. hyper: its hyper-parameters.
+    grid: lists of values; every combination is a run of its own."""
+
+    name: str = field(metadata={"choices": METHODS})
+    label: str | None = field(default=None, metadata={"pattern": LABEL})
+    hyper: Mapping[str, Any] = field(default_factory=dict)
+    grid: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A run ends at the first of these that is reached; 0 for none. rounds must be given. payload_bytes: up and down,
+    over all devices. joules: as modelled for the board."""
+
+    rounds: int = field(metadata={"min": 1, "max": 10_000_000})
+    payload_bytes: float = field(default=0.0, metadata={"min": 0, "max": 1e300})
+    joules: float = field(default=0.0, metadata={"min": 0, "max": 1e300})
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """cohort: devices asked per round, 0 for all. averaged: how many of these the server averages, 0 for all; the
+    others train for themselves, as in pFedMe's paper, which a fleet does not do. codec_up, codec_down: ``none``
+    counts four bytes a value and loses nothing. board: a profile, or a file, whose constants give joules. precision:
+    with ``bfloat16`` the products of a model's body are taken so; weights, sums and all that a method does stay
+    float32. A fleet trains in float32."""
+
+    data: DataSection
+    model: ModelSection
+    budget: Budget
+    method: tuple[MethodSection, ...] = field(metadata={"max_length": 200})
+    partition: PartitionSection = field(default_factory=PartitionSection)
+    judge: JudgeSection = field(default_factory=JudgeSection)
+    seeds: tuple[int, ...] = field(default=(0,), metadata={"min": 0, "max": 2**53})
+    cohort: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
+    averaged: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
+    codec_up: str = field(default=PLAIN, metadata={"choices": (PLAIN, *CODECS)})
+    codec_down: str = field(default=PLAIN, metadata={"choices": (PLAIN, *CODECS)})
+    board: str | None = field(default=None, metadata={"max_length": 4096})
+    precision: str = field(default=PRECISIONS[0], metadata={"choices": PRECISIONS})
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method with one set of hyper-parameters and one seed."""
+
+    label: str
+    method: Method
+    hyper: Any
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.label}-s{self.seed}"
+
+
+def load(path: Path, settings: Sequence[str] = ()) -> Experiment:
+    """The experiment in a TOML file, with ``key=value`` settings over it. Raises ConfigError with every mistake."""
+    text = config.text_of(path)
+    data = config.tables(text, str(path))
+    for setting in settings:
+        _set(data, setting)
+    return read(data, text, str(path), settings)
+
+
+def read(
+    data: Mapping[str, Any], text: str = "", where: str = "experiment", settings: Sequence[str] = ()
+) -> Experiment:
+    """An experiment from plain values; ``text``, ``where`` and ``settings`` tell where a mistake was made."""
+    found, problems = schema.read(Experiment, data)
+    problems = [replace(one, hint="path") if one.key in FILE_KEYS else one for one in problems]
+    if found is not None:
+        problems = list(_checks(found))
+    if found is None or problems:
+        raise ConfigError("\n".join(_located(problem, text, where, settings) for problem in problems))
+    return found
+
+
+def _located(problem: schema.Problem, text: str, where: str, settings: Sequence[str]) -> str:
+    key = problem.key.replace("[", ".").replace("]", "") + "."
+    for setting in reversed(settings):
+        given = setting.partition("=")[0].strip() + "."
+        if key.startswith(given) or given.startswith(key):
+            return f"--set {setting}: {problem}"
+    return config.located(problem, text, where)
+
+
+def runs(experiment: Experiment) -> tuple[Run, ...]:
+    """Every combination of method, grid and seed, seeds last."""
+    made = []
+    for section in experiment.method:
+        for label, hyper in _combinations(section):
+            read_hyper, _ = schema.read(METHODS[section.name].hyper, hyper)
+            made += [Run(label, METHODS[section.name], read_hyper, seed) for seed in experiment.seeds]
+    return tuple(made)
+
+
+def settled(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run was asked (``run.json``), with the defaults of keys that it is too old to have; as it is where it
+    cannot be read."""
+    method = METHODS.get(str(asked.get("method")))
+    experiment, hyper = asked.get("experiment"), asked.get("hyper")
+    if method is None or not isinstance(experiment, Mapping):
+        return dict(asked)
+    found, _ = schema.read(Experiment, {**experiment, "method": []})
+    read_hyper, _ = schema.read(method.hyper, hyper)
+    if found is None or read_hyper is None:
+        return dict(asked)
+    plain = {key: value for key, value in schema.plain(found).items() if key not in SEVERAL}
+    return dict(json.loads(json.dumps({**asked, "experiment": plain, "hyper": schema.plain(read_hyper)})))
+
+
+def _combinations(section: MethodSection) -> Iterator[tuple[str, dict[str, Any]]]:
+    names = sorted(section.grid)
+    for values in itertools.product(*(section.grid[name] for name in names)):
+        chosen = dict(zip(names, values, strict=True))
+        parts = [section.label or section.name, *(f"{name}={_short(value)}" for name, value in chosen.items())]
+        yield ",".join(parts), {**section.hyper, **chosen}
+
+
+def _short(value: Any) -> str:
+    return "".join(c for c in json.dumps(value) if c.isalnum() or c in "._-+")
+
+
+# What the types cannot say --------------------------------------------------------------------------------------------
+
+
+def _checks(found: Experiment) -> Iterator[schema.Problem]:
+    if (found.data.set is None) == (found.data.path is None):
+        yield schema.Problem("data.set", "give one of data.set and data.path")
+    elif found.data.set is not None and _is_file(found.data.set):
+        yield schema.Problem("data.set", f"no data set is named '{found.data.set}' (did you mean data.path = "
+                                         f"{json.dumps(found.data.set)}?)")
+    if found.data.path is None and (found.data.window or found.data.stride):
+        yield schema.Problem("data.window", "is for a file of readings: give data.path")
+    _, problems = schema.read(PARTITIONS[found.partition.kind].options, found.partition.options)
+    yield from _below("partition.options", problems)
+    yield from _judge_checks(found.judge)
+    if found.budget.joules and found.board is None:
+        yield schema.Problem("budget.joules", "are modelled for a board: name one with board")
+    if found.averaged > (found.cohort or found.averaged):
+        yield schema.Problem("averaged", f"are more than the cohort of {found.cohort}")
+    if not found.seeds or len(set(found.seeds)) != len(found.seeds):
+        yield schema.Problem("seeds", "expected one or more, all different")
+    if not found.method:
+        yield schema.Problem("method", "no method is named")
+    grids = [problem for i, section in enumerate(found.method) for problem in _grid_checks(f"method[{i}]", section)]
+    yield from grids or _run_checks(found)
+
+
+def _is_file(name: str) -> bool:
+    """Whether what should name a set names a file or a folder."""
+    if name in (SYNTHETIC, *entries()):
+        return False
+    return Path(name).suffix.lower() in FILES or "/" in name or Path(name).exists()
+
+
+def _judge_checks(judge: JudgeSection) -> Iterator[schema.Problem]:
+    if judge.new_devices + judge.validation >= 1:
+        yield schema.Problem("judge.new_devices", "nobody is left to train")
+    for name in ("support", "novel_classes", "targets"):
+        if len(set(getattr(judge, name))) != len(getattr(judge, name)):
+            yield schema.Problem(f"judge.{name}", "names one twice")
+    known = {f.name for f in dataclasses.fields(Newcomers)}
+    for name in judge.novel:
+        if name not in known:
+            yield schema.Problem(f"judge.novel.{name}", "unknown key", schema.suggest(name, known))
+    if judge.within_training and judge.novel_classes:
+        yield schema.Problem("judge.within_training", "nothing of a novel class is in what devices train on")
+    if judge.novel and not judge.novel_classes:
+        yield schema.Problem("judge.novel", "no class is novel: name some with novel_classes")
+
+
+def _grid_checks(key: str, section: MethodSection) -> Iterator[schema.Problem]:
+    """Also of the number of combinations, before anything goes through them."""
+    for name, values in section.grid.items():
+        if not isinstance(values, (list, tuple)) or not values:
+            yield schema.Problem(f"{key}.grid.{name}", "expected a list of values")
+            return
+        if name in section.hyper:
+            yield schema.Problem(f"{key}.grid.{name}", "is in hyper too")
+    if math.prod(map(len, section.grid.values())) > MAX_RUNS:
+        yield schema.Problem(f"{key}.grid", f"gives more than {MAX_RUNS} runs")
+
+
+def _run_checks(found: Experiment) -> Iterator[schema.Problem]:
+    """Of the hyper-parameters and the labels of all runs."""
+    times = Counter[str]()
+    for i, section in enumerate(found.method):
+        wrong: dict[schema.Problem, None] = {}
+        for label, hyper in _combinations(section):
+            times[label] += 1
+            _, problems = schema.read(METHODS[section.name].hyper, hyper)
+            wrong |= dict.fromkeys(problems)
+        if found.averaged and set(METHODS[section.name].client.keeps) - {"personal"}:
+            kept = ", ".join(METHODS[section.name].client.keeps)
+            yield schema.Problem("averaged", f"{section.name} keeps a {kept} that moves only with what is averaged")
+        for problem in wrong:
+            table = "grid" if problem.key in section.grid else "hyper"
+            yield from _below(f"method[{i}].{table}", [problem])
+    for label, number in times.items():
+        if number > 1:
+            yield schema.Problem("method", f"'{label}' names {number} runs: give them labels")
+        if len(label) > LONGEST_LABEL:
+            yield schema.Problem("method", f"'{label[:40]}…' has {len(label)} characters: give it a shorter label")
+    if times.total() * len(found.seeds) > MAX_RUNS:
+        yield schema.Problem("method", f"{times.total() * len(found.seeds)} runs are over the limit of {MAX_RUNS}")
+
+
+def _below(key: str, problems: Iterable[schema.Problem]) -> Iterator[schema.Problem]:
+    return (schema.Problem(f"{key}.{problem.key}", problem.what, problem.hint) for problem in problems)
+
+
+def _set(data: dict[str, Any], setting: str) -> None:
+    """``a.b.c=value`` in plain tables; the value as TOML would have it, else as text."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {setting}", expected="--set key=value", hint="for example --set budget.rounds=10")
+    try:
+        value = config.tables(f"x = {text}", setting)["x"]
+    except ConfigError:
+        value = text
+    *tables, last = key.strip().split(".")
+    at: Any = data
+    for name in tables:
+        if isinstance(at, list):
+            at = at[int(name)] if name.isdecimal() and int(name) < len(at) else None
+        elif isinstance(at, dict):
+            at = at.setdefault(name, {})
+    if not isinstance(at, dict):
+        raise ConfigError(f"--set {setting}", expected="a key of the experiment", hint="method.0.hyper.client_lr=…")
+    at[last] = value

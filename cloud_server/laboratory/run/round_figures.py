@@ -1,0 +1,144 @@
+"""The figures of a run's rounds: what was spent, and how the devices' models did.
+
+N: classes. M: answers. D: width of the representation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cloud_server.laboratory.run.device_work import TEST_STEP, Learned, Verdict
+from fleet_core.algorithms.interface import Method
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Joules of work on a named board, from its profile's constants; None for what it has no cited constant for.
+    source: what they are modelled from; empty without a board. Idle time is in none of them: a laboratory has no time
+    of a device's."""
+
+    j_per_flop: float | None = None
+    j_per_byte: float | None = None
+    source: str = ""
+
+    def joules(self, flops: float | None, payload_bytes: float) -> float | None:
+        """Of computing and sending; None unless all that it takes is known."""
+        if self.j_per_flop is None or self.j_per_byte is None or flops is None:
+            return None
+        return self.j_per_flop * flops + self.j_per_byte * payload_bytes
+
+
+class Spent:
+    """What a run has spent so far."""
+
+    def __init__(self) -> None:
+        self.payload_bytes = 0.0
+        self.joules = 0.0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self.payload_bytes += sum(row["payload_bytes"].values())
+        self.joules += row.get("energy_j", {}).get("value", 0.0)
+
+    def reaches(self, payload_bytes: float, joules: float) -> bool:
+        """0 is no bound."""
+        return bool(payload_bytes and self.payload_bytes >= payload_bytes) or bool(joules and self.joules >= joules)
+
+
+def of_round(
+    number: int, method: Method, learned: Sequence[Learned], down_bytes: int, costs: Costs
+) -> dict[str, Any]:
+    """A round's figures, before it is judged. A figure that was not taken is absent. down_bytes: to all devices."""
+    counted = [one for one in learned if not one.error]
+    sent = [one for one in counted if one.averaged]
+    paper = method.paper_models or (method.models_down, method.models_up)
+    up = sum(one.payload_bytes for one in sent)
+    row: dict[str, Any] = {
+        "round": number,
+        "loss": float(np.mean([one.loss for one in counted])),
+        "participants": len(counted),
+        "refused": len(learned) - len(counted),
+        "models_transmitted": float(len(counted) * method.models_down + len(sent) * method.models_up),
+        "models_transmitted_paper": float(len(counted) * paper[0] + len(sent) * paper[1]),
+        "payload_bytes": {"up": up, "down": down_bytes},
+    }
+    if counted and all(one.flops is not None for one in counted):
+        row["flops"] = float(sum(one.flops or 0 for one in counted))
+    joules = costs.joules(row.get("flops"), up + down_bytes)
+    if joules is not None:
+        row["energy_j"] = {"value": joules, "source": costs.source}
+    errors = {one.client: one.error for one in learned if one.error}
+    return row | ({"errors": errors} if errors else {})
+
+
+def judged(verdicts: Iterable[Verdict]) -> dict[str, Any]:
+    """Accuracy over devices and pooled, macro-F1, variance; with the step at test; new devices by support; novel
+    classes; nVAR."""
+    of: dict[tuple[str, float], list[Verdict]] = {}
+    for verdict in verdicts:
+        of.setdefault((verdict.kind, verdict.support), []).append(verdict)
+    row: dict[str, Any] = {}
+    for (kind, support), found in of.items():
+        sound = [verdict for verdict in found if not verdict.error]
+        wrong = {verdict.client: verdict.error for verdict in found if verdict.error}
+        summary = _summary(sound) if sound else {}
+        summary |= {"not_judged": wrong} if wrong else {}
+        if kind == "train":
+            row |= summary
+            row |= {"nvar": value} if (value := nvar(sound)) is not None else {}
+        elif kind == "new":
+            row.setdefault("new_devices", {})[f"{support:g}"] = summary
+        elif kind == TEST_STEP:
+            row["test_step"] = {key: value for key, value in summary.items() if key != "before"}
+        else:
+            row["novel_classes"] = summary
+    return row
+
+
+def _summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    by_device = {v.client: float(np.trace(v.confusion) / v.confusion.sum()) for v in verdicts}
+    values, pooled = np.array(list(by_device.values())), np.sum([v.confusion for v in verdicts], axis=0)
+    summary: dict[str, Any] = {
+        "accuracy": {"mean": float(values.mean()), "worst": float(values.min()), "best": float(values.max()),
+                     "variance": float(values.var()), "pooled": float(np.trace(pooled) / pooled.sum())},
+        "macro_f1": macro_f1(pooled),
+        "devices": by_device,
+    }
+    if all(v.before is not None for v in verdicts):
+        plain = [v.before for v in verdicts if v.before is not None]
+        together = np.sum(plain, axis=0)
+        mean = float(np.mean([np.trace(one) / one.sum() for one in plain]))
+        pooled_accuracy = float(np.trace(together) / together.sum())
+        summary["before"] = {"accuracy": {"mean": mean, "pooled": pooled_accuracy}, "macro_f1": macro_f1(together)}
+    return summary
+
+
+def macro_f1(confusion_NM: Array) -> float:
+    """Mean F1 over the classes that occur. M: N, or one more for answers that are no class."""
+    right, asked, answered = np.diag(confusion_NM), confusion_NM.sum(1), confusion_NM.sum(0)[: len(confusion_NM)]
+    f1 = 2 * right / np.maximum(asked + answered, 1)
+    return float(f1[asked > 0].mean())
+
+
+def nvar(verdicts: Sequence[Verdict]) -> float | None:
+    """Normalized variance of the representation (Lim et al. 2024, Table 4): over classes k, the mean squared distance
+    of the class's test samples to their mean c_k, divided by that of c_k to the nearest other class mean. None where
+    there are fewer than two classes, or no representation."""
+    taken = [v.moments for v in verdicts if v.moments is not None]
+    if not taken:
+        return None
+    count_N = np.sum([m.count for m in taken], axis=0)
+    here = count_N > 0
+    if here.sum() < 2:
+        return None
+    mean_ND = np.sum([m.total for m in taken], axis=0)[here] / count_N[here, None]
+    spread_N = np.sum([m.squares for m in taken], axis=0)[here] / count_N[here] - np.square(mean_ND).sum(1)
+    apart_NN = np.square(mean_ND[:, None] - mean_ND).sum(2)
+    np.fill_diagonal(apart_NN, np.inf)
+    nearest_N = apart_NN.min(1)
+    return float(np.mean(spread_N / nearest_N)) if (nearest_N > 0).all() else None

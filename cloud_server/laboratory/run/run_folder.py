@@ -1,0 +1,183 @@
+"""A run's folder: what it was asked, its state after every round, its figures, its result.
+
+    run.json            experiment, method, hyper-parameters, seed: a run goes on only with the same
+    state/              the server's last checkpoints
+    clients/ID/         a device's state after the rounds that it took part in: round-N.safetensors
+    rounds.jsonl        one line of figures per round
+    result.json         once it has ended
+
+A round counts once it, or a later one, has its checkpoint on the disk. What a killed run has written after that is
+dropped when the run goes on, so that it computes what an uninterrupted one does, bit for bit. (After a power cut a
+state may be missing on the disk though its round counts: only a fleet survives that.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cloud_server.laboratory.run.experiment import settled
+from cloud_server.records.checkpoint import Checkpoint, Checkpoints
+from fleet_core.base import storage
+from fleet_core.base.errors import ConfigError, StateError
+from fleet_core.base.trees import Params
+
+MAX_JSON_BYTES = 1 << 26
+MAX_STATE_BYTES = 1 << 33
+MAX_ROUNDS_BYTES = 1 << 32
+
+
+class Clients:
+    """The devices' states on disk; shared by the processes of one run, of which one writes a device at a time."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder / "clients"
+
+    def load(self, client: str, after: int) -> dict[str, Params]:
+        """The state of ``client`` after its last counted round up to ``after``; empty where it never took part."""
+        found = [path for number, path in _files(self._of(client)) if number <= after]
+        if not found:
+            return {}
+        arrays, _ = storage.unpack(storage.read_bytes(found[-1], limit=MAX_STATE_BYTES), where=str(found[-1]))
+        return dict[str, Params](storage.unflatten_roles(arrays))
+
+    def save(self, client: str, number: int, state: Mapping[str, Params]) -> None:
+        """The state that follows from round ``number``; the one before stays until ``settle``."""
+        path = self._of(client) / f"round-{number:09d}.safetensors"
+        storage.write_arrays(path, storage.flatten_roles(state), durable=False)
+
+    def settle(self, client: str, number: int) -> None:
+        """The rounds up to ``number`` count: of the states after them only the last is needed."""
+        for _, path in [found for found in _files(self._of(client)) if found[0] <= number][:-1]:
+            path.unlink(missing_ok=True)
+
+    def forget_after(self, number: int) -> None:
+        """Drops what was written for rounds that do not count."""
+        for folder in self._folder.glob("*"):
+            for torn in folder.glob(".*"):
+                torn.unlink(missing_ok=True)
+            for later, path in _files(folder):
+                if later > number:
+                    path.unlink(missing_ok=True)
+
+    def _of(self, client: str) -> Path:
+        """A name is whatever the data has; a folder's is not."""
+        return self._folder / hashlib.sha256(client.encode()).hexdigest()[:32]
+
+
+def _files(folder: Path) -> list[tuple[int, Path]]:
+    """(round, path), in order."""
+    return [(int(path.stem.partition("-")[2]), path) for path in sorted(folder.glob("round-*.safetensors"))]
+
+
+class Store:
+    """The files of one run below ``folder``."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.clients = Clients(folder)
+
+    def check(self, asked: Mapping[str, Any]) -> None:
+        """Raises ConfigError where another run lies, or something else."""
+        if (self.folder / "run.json").exists():
+            if settled(self.asked()) != json.loads(json.dumps(asked)):
+                raise ConfigError("holds a run with other settings", where=str(self.folder), hint="give another --out")
+        elif self.folder.exists() and any(not path.name.startswith(".") for path in self.folder.iterdir()):
+            raise ConfigError("is not empty and holds no run", where=str(self.folder), hint="give another --out")
+
+    @contextlib.contextmanager
+    def begun(self, asked: Mapping[str, Any]) -> Iterator[None]:
+        """A new run, or the same one going on; one process at a time. Raises ConfigError as ``check``, and StateError
+        where another process is at it."""
+        self.check(asked)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise StateError("another simulation is at work here", where=str(self.folder)) from error
+            if not (self.folder / "run.json").exists():
+                storage.write_json(self.folder / "run.json", asked)
+            yield
+
+    def asked(self) -> dict[str, Any]:
+        """Raises StateError."""
+        return read_table(self.folder / "run.json")
+
+    @property
+    def done(self) -> bool:
+        return (self.folder / "result.json").exists()
+
+    # Rounds -----------------------------------------------------------------------------------------------------------
+
+    def resume(self, first: Params) -> Checkpoint | None:
+        """The last round that counts, or None before the first; what was begun after it is dropped."""
+        for torn in self.folder.glob(".*.json*"):
+            torn.unlink(missing_ok=True)
+        checkpoints, kept = self._checkpoints(), _files(self.folder / "state")
+        number = kept[-1][0] if kept else 0
+        self.clients.forget_after(number)
+        lines = [figures for figures in self.rounds() if figures["round"] <= number]
+        text = "".join(json.dumps(figures, allow_nan=False) + "\n" for figures in lines)
+        storage.write_atomic(self.folder / "rounds.jsonl", text.encode())
+        return checkpoints.load(number, first) if kept else None
+
+    def _checkpoints(self) -> Checkpoints:
+        """For the process that holds the lock: it clears writes that were cut off."""
+        return Checkpoints(self.folder / "state")
+
+    def add(self, figures: Mapping[str, Any]) -> None:
+        """A round's figures, before its checkpoint."""
+        path = self.folder / "rounds.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(figures, allow_nan=False) + "\n")
+        except OSError as error:
+            raise StateError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
+
+    def save(self, checkpoint: Checkpoint, taken: Collection[str]) -> None:
+        """All rounds up to this one count now. taken: devices that wrote a state since the last checkpoint."""
+        self._checkpoints().save(checkpoint)
+        for client in taken:
+            self.clients.settle(client, checkpoint.round)
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """The figures of the rounds that count."""
+        path = self.folder / "rounds.jsonl"
+        if not path.exists():
+            return []
+        found = []
+        for line in storage.read_bytes(path, limit=MAX_ROUNDS_BYTES).decode("utf-8", "replace").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return found
+
+    # The end ----------------------------------------------------------------------------------------------------------
+
+    def end(self, result: Mapping[str, Any]) -> None:
+        storage.write_json(self.folder / "result.json", result)
+
+    def result(self) -> dict[str, Any]:
+        """Raises StateError."""
+        return read_table(self.folder / "result.json")
+
+    def forget_clients(self) -> None:
+        """The devices' states are not needed once a run has ended."""
+        shutil.rmtree(self.folder / "clients", ignore_errors=True)
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A JSON file that holds a table. Raises StateError."""
+    try:
+        found = json.loads(storage.read_bytes(path, limit=MAX_JSON_BYTES))
+    except ValueError as error:
+        raise StateError(f"is no JSON: {error}", where=str(path)) from error
+    if not isinstance(found, dict):
+        raise StateError("holds no table", where=str(path))
+    return found

@@ -1,0 +1,128 @@
+"""How far an experiment is, on stderr: a table that follows the runs on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cloud_server.reports.formatting import plain_text, seconds_text, share_text
+
+SHOWN_RUNS = 16
+LINE_EVERY_S = 10.0
+DRAW_EVERY_S = 0.25
+
+
+@dataclass(frozen=True)
+class _Last:
+    """A run's last round. judged: the last round that was, and its accuracy."""
+
+    round: int
+    loss: float
+    judged: tuple[int, str] | None
+
+    @property
+    def accuracy(self) -> str:
+        if self.judged is None:
+            return ""
+        number, text = self.judged
+        return text if number == self.round else f"{text} in round {number}"
+
+
+class Progress:
+    """Takes the rounds of several runs as they end. Use it as a context manager.
+
+    runs: those that are left to do. rounds: that each has at most. NO_COLOR asks for plain lines on a terminal too;
+    those come for rounds that were judged, and every ten seconds for a run.
+    """
+
+    def __init__(self, runs: Sequence[str], rounds: int, stream: TextIO | None = None,
+                 clock: Callable[[], float] = time.monotonic):
+        self._left, self._rounds, self._clock = dict.fromkeys(runs, rounds), rounds, clock
+        self._last: dict[str, _Last] = {}
+        self._lined: dict[str, float] = {}
+        self._first_s: float | None = None
+        self._told, self._drawn_s = 0, 0.0
+        self._stream = stream or sys.stderr
+        self._live: Live | None = None
+        if self._stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+            console = Console(file=self._stream)
+            self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.update(self.table(), refresh=True)
+            self._live.stop()
+
+    def say(self, line: str) -> None:
+        """A line of text, above the table where there is one."""
+        if self._live:
+            self._live.console.print(Text(plain_text(line)))
+        else:
+            print(plain_text(line), file=self._stream, flush=True)
+
+    def told(self, run: str, row: Mapping[str, Any]) -> None:
+        """A round of ``run`` has ended; ``row``: its figures."""
+        now, number = self._clock(), int(row["round"])
+        if self._first_s is None:
+            self._first_s = now
+        else:
+            self._told += 1
+        judged = (number, share_text(row["accuracy"]["mean"])) if "accuracy" in row else None
+        self._left[run] = self._rounds - number
+        self._last[run] = _Last(number, row["loss"], judged or (self._last[run].judged if run in self._last else None))
+        if self._live:
+            if now - self._drawn_s >= DRAW_EVERY_S:
+                self._live.update(self.table(), refresh=True)
+                self._drawn_s = now
+        elif judged or now - self._lined.get(run, -LINE_EVERY_S) >= LINE_EVERY_S:
+            self._lined[run] = now
+            self.say(self.line(run))
+
+    def line(self, run: str) -> str:
+        """A run as it is now."""
+        last = self._last[run]
+        parts = [run, f"round {last.round:>{len(str(self._rounds))}}/{self._rounds}", f"loss {last.loss:.3f}"]
+        accuracy = f"accuracy {last.accuracy}" if last.judged else ""
+        return "  ".join([*parts, *filter(None, [accuracy, self.remaining()])])
+
+    def table(self) -> Group:
+        """How many have ended, and the runs that are under way."""
+        ended = sum(not left for left in self._left.values())
+        head = "  ".join(filter(None, [f"{ended} of {len(self._left)} runs ended", self.remaining()]))
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+        for name in ("run", "round", "loss", "accuracy"):
+            table.add_column(name, justify="left" if name == "run" else "right")
+        under_way = [run for run in self._last if self._left[run]]
+        if not under_way:
+            return Group(Text(head, style="bold"))
+        for run in under_way[:SHOWN_RUNS]:
+            last = self._last[run]
+            cells = (plain_text(run), f"{last.round}/{self._rounds}", f"{last.loss:.3f}", last.accuracy)
+            table.add_row(*map(Text, cells))
+        if len(under_way) > SHOWN_RUNS:
+            table.add_row(Text(f"and {len(under_way) - SHOWN_RUNS} more", style="dim"))
+        return Group(Text(head, style="bold"), table)
+
+    def remaining(self) -> str:
+        """By the pace so far of all runs together; a budget of bytes or joules may end them earlier."""
+        left = sum(self._left.values())
+        if not self._told or self._first_s is None or not left:
+            return ""
+        return f"about {seconds_text(left * (self._clock() - self._first_s) / self._told)} left"

@@ -1,0 +1,184 @@
+"""The aggregator's state after each closed round, whole or absent: one safetensors file per round.
+
+A checkpoint is on the disk before the ledger says that its round is closed, so no crash can leave a closed round
+without it. A damaged one is refused and not replaced by the one before: the devices have committed the duals of every
+round that the ledger calls closed, and an older state would count their updates twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleet_core.algorithms.interface import ServerState
+from fleet_core.base import storage
+from fleet_core.base.errors import StateError
+from fleet_core.base.trees import Params
+
+KEPT = 3
+MAX_BYTES = 1 << 34
+FORMAT = 1
+OWN = ("format", "sha256", "round", "dual_epoch", "scalars")  # metadata that are no facts
+RESTORE = "put the whole fleet folder back from a backup: ledger and state belong together"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the next round starts from.
+
+    round: the last closed round, 0 before the first. state: arrays float64. published: the decoded float32 weights that
+    devices hold, or None before the first round. lost: what the lossy model of that round left out, or None.
+    """
+
+    round: int
+    state: ServerState
+    published: Params | None = None
+    lost: Params | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+class Checkpoints:
+    """``{folder}/round-{n}.safetensors``, the last three; ``{folder}/served.safetensors``, the last served model.
+
+    Only the aggregator that holds the fleet's lock makes one: it clears writes that a power cut ended.
+    """
+
+    def __init__(self, folder: Path, log: Callable[[str], None] = lambda line: None):
+        self._folder, self._log = folder, log
+        self._served = folder / "served.safetensors"
+        for torn in folder.glob(".*"):
+            with contextlib.suppress(OSError):
+                torn.unlink()
+
+    def path(self, round_number: int) -> Path:
+        return self._folder / file_name(round_number)
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state
+        roles: dict[str, Params] = {"model": state.model}
+        if state.judged is not state.model:
+            roles["judged"] = state.judged
+        roles |= {f"memory.{name}": tree for name, tree in state.memory.items()}
+        if checkpoint.published is not None:
+            roles["published"] = checkpoint.published
+        if checkpoint.lost is not None:
+            roles["lost"] = checkpoint.lost
+        metadata = {
+            "round": str(checkpoint.round), "dual_epoch": str(state.dual_epoch),
+            "scalars": json.dumps(dict(state.scalars), sort_keys=True), **checkpoint.facts,
+        }
+        _write(self.path(checkpoint.round), storage.flatten_roles(roles), metadata)
+        for old in sorted(self._folder.glob("round-*.safetensors"))[:-KEPT]:
+            old.unlink(missing_ok=True)
+
+    def exists(self, round_number: int) -> bool:
+        return self.path(round_number).exists()
+
+    def save_served(self, round_number: int, params: Params) -> None:
+        """The judged model that was published after ``round_number``."""
+        _write(self._served, storage.flatten(params), {"round": str(round_number)})
+
+    def served(self) -> tuple[int, Params] | None:
+        """(round, float32 params) of the last served model, or None. A damaged one is set aside: devices keep theirs,
+        and the next one follows. Raises StateError when it is of a newer metafleet."""
+        if not self._served.exists():
+            return None
+        found = _read(self._served)
+        if found is None:
+            aside = self._served.with_suffix(".damaged")
+            self._served.replace(aside)
+            self._log(f"{self._served} is damaged: set aside as {aside.name}; the next judged model takes its place")
+            return None
+        arrays, metadata = found
+        return int(metadata["round"]), storage.unflatten(arrays)
+
+    def load(self, round_number: int, order: Params) -> Checkpoint:
+        """The checkpoint after ``round_number``, arrays in the order of ``order``; groups that it lacks, which a server
+        rule has for itself, by their names. Raises StateError."""
+        path = self.path(round_number)
+        if not path.exists():
+            raise StateError(f"is missing, and round {round_number} is closed", where=str(path), hint=RESTORE)
+        found = _read(path)
+        if found is None:
+            raise StateError("is damaged", where=str(path), hint=RESTORE)
+        arrays, metadata = found
+        roles = {role: _ordered(tree, order) for role, tree in storage.unflatten_roles(arrays).items()}
+        if "dual_epoch" not in metadata or metadata["round"] != str(round_number):
+            raise StateError("is no checkpoint of this round", where=str(path), hint=RESTORE)
+        memory = {role[len("memory."):]: tree for role, tree in roles.items() if role.startswith("memory.")}
+        model = roles.get("model", {})  # a method that shares nothing has none
+        scalars = json.loads(metadata.get("scalars", "{}"))
+        state = ServerState(
+            model, roles.get("judged", model), memory, int(metadata["dual_epoch"]), scalars, round_number
+        )
+        facts = {key: value for key, value in metadata.items() if key not in OWN}
+        return Checkpoint(round_number, state, roles.get("published"), roles.get("lost"), facts)
+
+
+def file_name(round_number: int) -> str:
+    return f"round-{round_number:09d}.safetensors"
+
+
+def facts(path: Path) -> dict[str, str]:
+    """What a checkpoint says beside its arrays. Raises StateError where it is damaged."""
+    found = _read(path)
+    if found is None:
+        raise StateError("is damaged", where=str(path), hint=RESTORE)
+    return found[1]
+
+
+def judged(path: Path) -> tuple[int, Params]:
+    """(round, judged model) of a checkpoint, float64, or of a served model, float32. Only reads, so that an aggregator
+    may be at work. Raises StateError."""
+    found = _read(path)
+    if found is None:
+        raise StateError("is damaged, or no checkpoint", where=str(path))
+    arrays, metadata = found
+    if "dual_epoch" not in metadata:
+        return int(metadata["round"]), storage.unflatten(arrays)
+    roles = storage.unflatten_roles(arrays)
+    return int(metadata["round"]), roles.get("judged", roles.get("model", {}))
+
+
+def _ordered(tree: Params, order: Params) -> Params:
+    known = {g: {n: tree[g][n] for n in named} for g, named in order.items() if g in tree}
+    return known | {g: {n: tree[g][n] for n in sorted(tree[g])} for g in sorted(tree) if g not in order}
+
+
+def _write(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    known = {**metadata, "format": str(FORMAT)}
+    storage.write_arrays(path, arrays, {**known, "sha256": _digest(arrays, known)})
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
+    """(arrays, metadata) as they were written; None for a damaged file. Raises StateError when it cannot be read now,
+    or is of a newer version."""
+    data = storage.read_bytes(path, limit=MAX_BYTES)
+    try:
+        arrays, metadata = storage.unpack(data, where=str(path))
+        version = int(metadata["format"])
+    except (StateError, KeyError, ValueError):
+        return None
+    if version > FORMAT:
+        raise StateError(
+            f"was made by a newer metafleet: version {version}, this one reads up to {FORMAT}", where=str(path),
+            hint="update metafleet",
+        )
+    return (arrays, metadata) if metadata.pop("sha256", None) == _digest(arrays, metadata) else None
+
+
+def _digest(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
+    """sha256 over names, types, values and metadata: safetensors has no checksum of its own."""
+    digest = hashlib.sha256(repr(sorted(metadata.items())).encode())
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(array.data)
+    return digest.hexdigest()

@@ -1,0 +1,26 @@
+"""A disk that cannot be used now, told apart from a file that is damaged: the first passes, the second does not."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Callable
+
+from fleet_core.base import storage
+from fleet_core.base.errors import StateError
+
+
+def is_of_the_disk(error: BaseException) -> bool:
+    """Whether the disk refused a file or the ledger, so that the same may succeed later."""
+    of_the_ledger = isinstance(error, StateError) and isinstance(error.__cause__, sqlite3.OperationalError)
+    return of_the_ledger or storage.is_of_the_disk(error)
+
+
+def undisturbed(log: Callable[[str], None]) -> Callable[[str], None]:
+    """``log`` for those who must go on when it fails: it may well be a file on the disk that is full."""
+
+    def say(line: str) -> None:
+        with contextlib.suppress(OSError):
+            log(line)
+
+    return say

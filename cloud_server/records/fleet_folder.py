@@ -1,0 +1,283 @@
+"""The fleet's folder on the operator's machine, and its file ``fleet.toml``.
+
+    fleet.toml            what a person decides: method, rounds, model, link
+    fleet.key, fleet.pub  the signing key (mode 0600) and the public key that agents are given
+    ca.key, ca.pem, …     certificates, and all that a broker needs in mosquitto/ (see ``identity``)
+    graph.safetensors     graphs, layout and golden outputs, made once by ``metafleet init``
+    weights.safetensors   the first weights
+    ledger.sqlite         rounds, devices, updates, bytes, joules, accuracy
+    state/, spool/        checkpoints of closed rounds, verified updates of the open one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fleet_core.algorithms.interface import Method
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import config, schema, storage
+from fleet_core.base.errors import CodecError, ConfigError, StateError
+from fleet_core.base.processes import typed
+from fleet_core.base.trees import Params
+from fleet_core.model import codecs, graph_bundle
+from fleet_core.model.graph_bundle import Graph
+from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
+from fleet_core.protocol.signing import Signer, load_public
+
+NAME = r"[A-Za-z0-9_-]{1,64}"
+
+
+@dataclass(frozen=True)
+class FleetSection:
+    """``about`` is the comment that a made fleet.toml has above a key."""
+
+    name: str = field(metadata={"pattern": NAME, "words": "1 to 64 letters, digits, '-' or '_'",
+                                "about": "The fleet's name in every topic; devices know it, so it stays."})
+    method: str = field(default="pfldyn-proto", metadata={
+        "choices": METHODS, "about": "What is learned and how; 'metafleet methods' lists what there is."})
+    rounds: int = field(default=30, metadata={"min": 1, "max": 1_000_000, "about":
+        "Rounds of training in all. To go on after the last one: raise this and start the server again."})
+    cohort: int = field(default=0, metadata={"min": 0, "max": 1_000_000, "about":
+        "Devices that are asked to train in a round, drawn anew for each round; 0: all that are on."})
+    min_devices: int = field(default=1, metadata={"min": 1, "max": 1_000_000, "about":
+        "A round begins when this many devices are on and can train."})
+    quorum: float = field(default=0.5, metadata={"above": 0, "max": 1, "about":
+        "A round closes only with updates of at least this share of the devices that it asked."})
+    deadline_s: float = field(default=120.0, metadata={"above": 0, "max": 1e6, "about":
+        "Seconds that a round waits for devices that are on and have not delivered; with all updates it closes at once."
+    })
+    first_wait_s: float = field(default=30.0, metadata={"min": 0, "max": 1e6, "about":
+        "Seconds that round 1 waits for enrolled devices that are not on yet; 0: it does not wait."})
+    serve_every: int = field(default=10, metadata={"min": 1, "max": 1_000_000, "about":
+        "Devices get a new model to answer with after every this many rounds, and after the last one."})
+    enrolment: str = field(default="open", metadata={"choices": ("open", "listed"), "about":
+        "open: every device that reaches the broker joins; listed: only those of 'metafleet devices enroll'."})
+    seed: int = field(default=0, metadata={"min": 0, "max": 2**53, "about":
+        "Seed of the first weights and of the draw of cohorts."})
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """name: a named model or ``package.module:build``. classes: names in the order of the labels, fixed for good."""
+
+    name: str = field(metadata={"max_length": 200})
+    input: InputSpec
+    classes: tuple[str, ...] = field(metadata={"max_length": 10_000})
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LinkSection:
+    """broker: mqtt(s)://host:port, or none for a private one. enrolment: mqtts://host:port where tokens are taken, or
+    none for the port after the broker's. ca: PEM file of who vouches for the broker, beside fleet.toml; none for the
+    fleet's own authority, ``system`` for those that the system trusts. plain: mqtt:// may leave this machine.
+    chunk_bytes: of one publish."""
+
+    broker: str | None = None
+    enrolment: str | None = None
+    ca: str | None = None
+    plain: bool = False
+    up: str = field(default="int8", metadata={"choices": tuple(codecs.CODECS), "about":
+        "How updates travel to the server: int8 (a byte a value) or fp32 (exact)."})
+    down: str = field(default="int8", metadata={"choices": tuple(codecs.CODECS), "about":
+        "How models travel to the devices: the same choice."})
+    chunk_bytes: int = field(default=61440, metadata={"min": 1024, "max": 1 << 24})
+    max_update_norm: float = field(default=1e4, metadata={"above": 0, "about":
+        "An update whose Euclidean norm is above this is refused."})
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """fleet.toml. hyper: the method's hyper-parameters by the names of its page; others are refused."""
+
+    fleet: FleetSection
+    model: ModelSection
+    link: LinkSection = field(default_factory=LinkSection)
+    hyper: Mapping[str, Any] = field(default_factory=dict)
+
+
+NOTES = {
+    f"{section.name}.{key.name}": str(key.metadata["about"])
+    for section, kind in zip(fields(FleetConfig), (FleetSection, ModelSection, LinkSection), strict=False)
+    for key in fields(kind)
+    if "about" in key.metadata
+}
+"""A comment for each key of fleet.toml that a person may want to change."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A fleet's folder, read and checked."""
+
+    folder: Path
+    config: FleetConfig
+    method: Method
+    hyper: Any
+
+    @staticmethod
+    def load(folder: Path) -> Fleet:
+        """Raises ConfigError with every mistake in fleet.toml."""
+        path = folder / "fleet.toml"
+        if not path.exists():
+            check_folder(folder)
+            raise ConfigError("there is no fleet here", where=str(folder), hint=f"metafleet init {typed(folder)}")
+        settings = config.load(FleetConfig, path)
+        return Fleet(folder, settings, *method_of(settings, path))
+
+    @property
+    def ledger_path(self) -> Path:
+        return self.folder / "ledger.sqlite"
+
+    @property
+    def codec_up(self) -> str:
+        """The codec of updates: nothing lossy for what the server does not sum over rounds."""
+        return self.config.link.up if self.method.cumulative else "fp32"
+
+    @property
+    def codec_down(self) -> str:
+        """The codec of models. Sums over samples have no common scale: a rare class would drown in a common one's."""
+        return self.config.link.down if self.method.cumulative else "fp32"
+
+    def remarks(self) -> list[str]:
+        """What the method sends, and makes of the settings, where a person may expect something else."""
+        if not self.method.received:
+            nothing = len(codecs.encode("fp32", {}))
+            text = f"a device fetches a model of {nothing} bytes once, and sends as many a round"
+            return [f"{self.method.name} shares nothing: {text}"]
+        return [*self._telling(), *self._unlike_the_settings()]
+
+    def _telling(self) -> list[str]:
+        """What of a device's samples its updates tell, other methods' do not."""
+        if self.method.given:
+            return [f"{self.method.name} makes a model for each device, which every device of the fleet may read at "
+                    "the broker during the round; it goes whole and as fp32, whatever codec the link has for models"]
+        if "prototypes" not in self.method.shared:
+            return []
+        return [f"{self.method.name} sends every device's class means and their counts: they leave it by this method's "
+                "design, and tell about its samples"]
+
+    def _unlike_the_settings(self) -> list[str]:
+        name, link, steps = self.method.name, self.config.link, self.hyper.local_steps
+        if getattr(self.hyper, "head_steps", 0) >= steps:
+            text = f"head_steps = {self.hyper.head_steps} of local_steps = {steps} move the head alone"
+            return [f"{name} never trains what is shared: {text}"]
+        if (self.codec_up, self.codec_down) != (link.up, link.down):
+            text = f"all goes as fp32, not as {link.up} up and {link.down} down"
+            return [f"{name} sends sums over samples, which a lossy codec would spoil: {text}"]
+        return []
+
+    def signer(self) -> Signer:
+        """Raises StateError when there is no key."""
+        return Signer.load(self.folder / "fleet.key")
+
+    def public_key(self) -> str:
+        """64 hex digits. Raises StateError when there is none."""
+        return load_public(self.folder / "fleet.pub")
+
+    def graph_bytes(self) -> bytes:
+        """The published graph bundle as it lies on disk. Raises StateError with what to run when it is missing, or
+        when it is of another model than fleet.toml describes."""
+        path = self.folder / "graph.safetensors"
+        if not path.exists():
+            raise StateError("the graph is missing", where=str(path), hint=f"metafleet init {typed(self.folder)}")
+        data = storage.read_bytes(path, limit=graph_bundle.MAX_BYTES)
+        self._check_graph(graph_bundle.unpack(data), path)
+        return data
+
+    def _check_graph(self, graph: Graph, path: Path) -> None:
+        model, layout, method = self.config.model, graph.layout, self.method
+        pairs = {
+            "name": (layout.model, model.name), "input": (layout.input, model.input),
+            "classes": (layout.classes, model.classes),
+            "options": (schema.plain(layout.options), schema.plain(model.options)),
+            "graphs": (set(graph.graphs) >= set(method.graphs), True),
+        }
+        wrong = [name for name, (found, wanted) in pairs.items() if found != wanted]
+        if wrong:
+            raise StateError(
+                f"is the graph of another model: {', '.join(wrong)} differ from fleet.toml", where=str(path),
+                hint="make the fleet anew in an empty folder: a fleet keeps its model",
+            )
+
+    def first(self, layout: Layout) -> Params:
+        """The first values, float32, of every group: the model's, and zeros in those that the method has besides."""
+        wire = layout.extended(self.method.down, self.method.shared)
+        besides = tuple(group for group in self.method.down if group not in MODEL_GROUPS)
+        return wire.ordered({**self.weights(layout), **wire.zeros(besides)})
+
+    def weights(self, layout: Layout) -> Params:
+        """The model's first weights, float32. Raises StateError."""
+        path = self.folder / "weights.safetensors"
+        if not path.exists():
+            raise StateError("the first weights are missing", where=str(path),
+                             hint=f"metafleet init {typed(self.folder)}")
+        groups = tuple(dict.fromkeys(t.group for t in layout.tensors))
+        data = storage.read_bytes(path, limit=1 << 33)
+        try:
+            return graph_bundle.weights_from_bytes(data, layout, groups)
+        except CodecError as error:
+            raise StateError(
+                f"are not this model's first weights: {error.what}", where=str(path), expected=error.expected,
+                hint=f"delete them, then: metafleet init {typed(self.folder)}",
+            ) from error
+
+    def running(self) -> bool:
+        """Whether an aggregator works on this folder now."""
+        import fcntl
+
+        path = self.folder / ".lock"
+        if not path.exists():
+            return False
+        with open(path, "rb") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def check_idle(self) -> None:
+        """Raises StateError when an aggregator works on this folder now."""
+        if self.running():
+            raise self._busy()
+
+    @contextlib.contextmanager
+    def lock(self) -> Any:
+        """One aggregator per folder. Raises StateError when another one runs."""
+        import fcntl
+
+        handle = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise self._busy() from error
+            yield
+        finally:
+            os.close(handle)
+
+    def _busy(self) -> StateError:
+        return StateError("another aggregator is running here", where=str(self.folder), hint="stop it")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError for a file and for a device's folder, which cannot be a fleet's."""
+    if folder.is_file():
+        raise ConfigError("is a file", where=str(folder), expected="the folder of a fleet")
+    if (folder / "device.toml").exists():
+        raise ConfigError("is a device's folder", where=str(folder), expected="the folder of a fleet")
+
+
+def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:
+    """The method and its hyper-parameters. Raises ConfigError that names the keys at fault."""
+    method = METHODS[settings.fleet.method]
+    hyper, problems = schema.read(method.hyper, settings.hyper)
+    if hyper is None:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        named = [schema.Problem(f"hyper.{p.key}", p.what, p.hint) for p in problems]
+        raise ConfigError("\n".join(config.located(problem, text, str(path)) for problem in named))
+    return method, hyper

@@ -1,0 +1,86 @@
+"""How figures are written for people, on the terminal and in the report: one home for units and for what is absent."""
+
+from __future__ import annotations
+
+from cloud_server.records.ledger import Bytes, Joules
+
+ABSENT = "—"
+NOT_COUNTED = "not counted"
+NOT_MEASURED = "not measured"
+STAGES = {"before": "not personalized", "fine_tuned": "fine-tuned", "after": "personalized"}
+SPELLED = {
+    "fedavg": "FedAvg", "pfldyn": "PFLDyn", "avg": "Avg", "p": "P", "per": "Per", "proto": "Proto",
+    "maml": "MAML", "fo": "FO", "meta": "Meta",
+}  # fmt: skip
+
+
+def bytes_text(count: float) -> str:
+    """Three digits and a decimal unit: 42 B, 4.20 kB, 42.0 MB."""
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
+
+
+def flops_text(count: float) -> str:
+    """Three digits and a decimal unit: 4.20 GFLOP."""
+    return _scaled(count, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def joules_text(joules: Joules | None) -> str:
+    """42.0 J, or *not measured*."""
+    return NOT_MEASURED if joules is None else _scaled(joules.value, ("J", "kJ", "MJ"))
+
+
+def phase_text(joules: float) -> str:
+    """The joules of one phase."""
+    return _scaled(joules, ("J", "kJ", "MJ"))
+
+
+def share_text(share: float | None) -> str:
+    """An accuracy or an F1 in three decimals, a dash where it is absent."""
+    return ABSENT if share is None else f"{share:.3f}"
+
+
+def traffic_text(moved: Bytes | None) -> str:
+    """up 4.20 MB  down 4.30 MB, with what it lacks, or *not counted*."""
+    if moved is None:
+        return NOT_COUNTED
+    return f"up {bytes_text(moved.up)}  down {bytes_text(moved.down)}{missing_text(moved.missing)}"
+
+
+def missing_text(missing: int | None) -> str:
+    """What a sum lacks, in brackets, or nothing."""
+    return f"  ({missing} report{'s' * (missing > 1)} missing)" if missing else ""
+
+
+def seconds_text(seconds: float) -> str:
+    """2.1 s, 1 min 05 s, 2 h 03 min."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def method_text(name: str) -> str:
+    """pfldyn-proto → PFLDyn-Proto; a name that is not one of ours stays as it is."""
+    words = name.split("-")
+    return "-".join(SPELLED[w] for w in words) if all(w in SPELLED for w in words) else name
+
+
+def stage_text(stage: str, method: str | None) -> str:
+    """A column's heading: "FedAvg, not personalized", "FedAvg fine-tuned", "PFLDyn-Proto personalized"."""
+    if method is None:
+        return STAGES[stage]
+    return f"{method_text(method)}{',' if stage == 'before' else ''} {STAGES[stage]}"
+
+
+def plain_text(text: str) -> str:
+    """``text`` from outside on one line, without what a terminal would obey."""
+    return "".join(c if c.isprintable() else "?" for c in text.replace("\n", "; "))
+
+
+def _scaled(value: float, units: tuple[str, ...]) -> str:
+    for unit in units:
+        if value < 999.5 or unit == units[-1]:
+            whole = value >= 99.95 or (unit == "B" and value == int(value))
+            return f"{value:.0f} {unit}" if whole else f"{value:.{2 if value < 9.995 else 1}f} {unit}"
+        value /= 1000
+    raise AssertionError("units are never empty")

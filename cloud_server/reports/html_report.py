@@ -1,0 +1,294 @@
+"""``report.html``: a result.json as one page that needs nothing else: figures, devices, curves, bytes, joules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from itertools import accumulate
+from typing import Any
+
+from cloud_server.records.ledger import Bytes, Joules
+from cloud_server.reports import result as results
+from cloud_server.reports.charts import Line, legend, line_chart, ticks
+from cloud_server.reports.formatting import (
+    ABSENT,
+    NOT_COUNTED,
+    bytes_text,
+    flops_text,
+    joules_text,
+    method_text,
+    missing_text,
+    phase_text,
+    share_text,
+    stage_text,
+)
+from cloud_server.reports.html_style import STYLE
+from cloud_server.reports.result import Personalization, Pooled, Result, RoundFigures
+from cloud_server.reports.scores import Score
+from cloud_server.reports.verdict import compared
+from fleet_core.power.meter import WORKING
+
+COUNTERS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wire_bytes"))
+COUNTERS_NOTE = (
+    '<p class="note">Three counters, none an estimate of another: encoded models and updates; '
+    "what went through the MQTT sockets; what TCP and IP made of it on the wire.</p>"
+)
+BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+
+
+def render(result: Mapping[str, Any], *, title: str) -> str:
+    """The page of a result.json, finished or interrupted. Raises DataError for anything else."""
+    run = results.parse(result)
+    sections = [section(run) for section in (_cards, _verdict, _devices, _curves, _traffic, _energy, _asked)]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
+        + "\n".join([_heading(run, title), *filter(None, sections)]) + "\n</main></body></html>\n"
+    )  # fmt: skip
+
+
+def _heading(run: Result, title: str) -> str:
+    new = sum(p.new for p in run.personalization)
+    facts = [method_text(run.method), _count(run.devices, "device") + (f" and {new} new" if new else ""),
+             _count(len(run.rounds), "round"), f"seed {run.seed}"]  # fmt: skip
+    return f'<header><h1>{escape(title)}</h1><p class="soft">{escape(" · ".join(facts))}</p></header>'
+
+
+def _cards(run: Result) -> str:
+    energy = run.totals.energy_j if run.totals else None
+    cards = [
+        _judged_card("Macro-F1, all judged devices", run.judged),
+        _judged_card("Macro-F1, new devices", run.new_devices) if run.new_devices else "",
+        _byte_card(run),
+        _card("Energy, all devices", _figure(joules_text(energy)), f"{energy.source}{missing_text(energy.missing)}")
+        if energy
+        else _card("Energy, all devices", joules_text(None), "no meter and no model with a source"),
+    ]
+    return f'<section class="cards" aria-label="Headline figures">{"".join(cards)}</section>'
+
+
+def _byte_card(run: Result) -> str:
+    fleet = run.devices + sum(p.new for p in run.personalization)
+    if run.totals is None or run.totals.payload_bytes is None or not fleet:
+        return _card("Bytes per device", NOT_COUNTED, "")
+    moved, wire = run.totals.payload_bytes, run.totals.wire_bytes
+    under = "payload, up and down" + (f"; on the wire {bytes_text((wire.up + wire.down) / fleet)}" if wire else "")
+    return _card("Bytes per device", _figure(bytes_text((moved.up + moved.down) / fleet)), under)
+
+
+def _judged_card(heading: str, judged: Pooled | None) -> str:
+    if judged is None:
+        return _card(heading, "not judged yet", "")
+    after = share_text(judged.macro_f1)
+    if judged.before is None:
+        return _card(heading, after, stage_text("after", judged.method))
+    figure = f'<span class="from">{share_text(judged.before.macro_f1)} →</span> {after}'
+    labels = [stage_text("before", judged.before.method), stage_text("after", judged.method)]
+    return _card(heading, figure, " → ".join(labels))
+
+
+def _card(heading: str, figure: str, under: str) -> str:
+    """``figure`` is HTML, the other two are text."""
+    return (
+        f'<div class="card"><h3>{escape(heading)}</h3><div class="figure">{figure}</div>'
+        f'<p class="under">{escape(under)}</p></div>'
+    )
+
+
+def _figure(text: str) -> str:
+    number, _, unit = text.partition(" ")
+    return f'{escape(number)} <span class="unit">{escape(unit)}</span>'
+
+
+def _verdict(run: Result) -> str:
+    """The warnings, and the figures of those that were compared."""
+    if run.verdict is None:
+        return ""
+    found = run.verdict
+    warnings = "".join(f'<p class="warning" role="alert">Warning: {escape(text)}</p>' for text in found.warnings)
+    rows = [(text, share_text(score.accuracy), share_text(score.macro_f1)) for text, score in compared(found)]
+    on = f"{_count(found.samples, 'held-back sample')} of {_count(found.devices, 'device')}"
+    note = f'<p class="note">After round {found.round}, on {on}, over the classes that occur.</p>'
+    table = _table(("", "accuracy", "macro-F1"), rows)
+    return f"<h2>Is the fleet any good?</h2>{warnings}{note}{table}"
+
+
+def _devices(run: Result) -> str:
+    if not run.personalization:
+        return "<h2>Devices</h2><p class='soft'>No device was judged in this run.</p>"
+    stages = run.stages()
+    names = [escape(stage_text(stage, method)) for stage, method in stages.items()]
+    headings = "".join(f'<th class="stage first" scope="colgroup" colspan="2">{name}</th>' for name in names)
+    accuracy = '<th class="first" scope="col">acc<span class="wide">uracy</span></th>'
+    f1 = '<th scope="col"><span class="wide">macro-</span>F1</th>'
+    measures = (accuracy + f1) * len(stages)
+    rows = "".join(_device_row(_device_name(p), [(s, p.at(s)) for s in stages]) for p in run.personalization)
+    sums = "".join(
+        _device_row(name, [(s, judged.at(s)) for s in stages])
+        for name, judged in (("All, pooled", run.judged), ("New, pooled", run.new_devices))
+        if judged
+    )
+    return (
+        "<h2>What personalization brought</h2>"
+        '<p class="note" id="how">Accuracy and macro-F1 of each device on its own test samples, over the classes that '
+        "it holds. Pooled: all test samples together, over all classes, a class that was missed counting 0.</p>"
+        '<div class="table"><table aria-describedby="how"><thead>'
+        f'<tr><th rowspan="2" scope="col">device</th>{headings}</tr><tr>{measures}</tr></thead>'
+        f"<tbody>{rows}</tbody>" + (f'<tbody class="pooled">{sums}</tbody>' if sums else "") + "</table></div>"
+    )
+
+
+def _device_name(device: Personalization) -> str:
+    return escape(device.device) + ('<span class="new">new</span>' if device.new else "")
+
+
+def _device_row(name: str, scores: Iterable[tuple[str, Score | None]]) -> str:
+    """``name`` is HTML."""
+    cells = "".join(
+        f'<td class="first {stage}">{share_text(score.accuracy if score else None)}</td>'
+        f'<td class="{stage}">{share_text(score.macro_f1 if score else None)}</td>'
+        for stage, score in scores
+    )
+    return f'<tr><th scope="row">{name}</th>{cells}</tr>'
+
+
+def _curves(run: Result) -> str:
+    if not run.rounds:
+        return ""
+    charts = _accuracy_chart(run.rounds) + _loss_chart(run.rounds)
+    judged = any(r.accuracy for r in run.rounds)
+    note = "" if judged else '<p class="note">No round of this run was judged.</p>'
+    return f'<h2>Learning</h2><div class="charts">{charts}</div>{note}'
+
+
+def _accuracy_chart(rounds: Sequence[RoundFigures]) -> str:
+    judged = [(r.round, r.accuracy) for r in rounds if r.accuracy]
+    if not judged:
+        return ""
+    mean, best, worst = (
+        Line(name, style, [(n, getattr(spread, name)) for n, spread in judged])
+        for name, style in (("mean", "one"), ("best", "three"), ("worst", "two"))
+    )
+    last_round, last = judged[-1]
+    text = (
+        f"After round {last_round} the mean accuracy is {share_text(last.mean)}, "
+        f"the worst device's {share_text(last.worst)} and the best device's {share_text(last.best)}."
+    )
+    rows = [(str(n), share_text(s.mean), share_text(s.worst), share_text(s.best)) for n, s in judged]
+    chart = line_chart(
+        "accuracy", "Accuracy of the devices over the rounds", text, [mean, best, worst], bands=[(worst, best)],
+        y_ticks=ticks(max(0.0, min(s.worst for _, s in judged) - 0.02), 1.0), y_text="{:.2f}".format, x_label="round",
+    )  # fmt: skip
+    table = _table(("round", "mean", "worst", "best"), rows)
+    return _chart("Accuracy of the devices", [mean, best, worst], chart, table)
+
+
+def _loss_chart(rounds: Sequence[RoundFigures]) -> str:
+    losses = [(r.round, r.loss) for r in rounds if r.loss is not None]
+    if not losses:
+        return ""
+    low, high = min(0.0, *(v for _, v in losses)), max(v for _, v in losses)
+    (first, start), (last, end) = losses[0], losses[-1]
+    text = f"From {start:.3g} in round {first} to {end:.3g} in round {last}."
+    line = Line("mean over the participants", "one", losses)
+    chart = line_chart(
+        "loss", "Training loss over the rounds", text, [line],
+        y_ticks=ticks(low, high if high > low else low + 1), y_text="{:.3g}".format, x_label="round",
+    )  # fmt: skip
+    return _chart("Training loss", [line], chart, _table(("round", "loss"), [(str(n), f"{v:.4g}") for n, v in losses]))
+
+
+def _traffic(run: Result) -> str:
+    sums = run.totals
+    if sums is None or sums.payload_bytes is None:
+        return f"<h2>Bytes</h2><p class='soft'>{NOT_COUNTED}</p>"
+    ways = {way: _cumulative(run.rounds, way) for way in ("up", "down")}
+    top = max((line.points[-1][1] for lines in ways.values() for line in lines), default=0.0)
+    charts = "".join(_byte_chart(way, lines, top) for way, lines in ways.items() if lines and top)
+    rows = [_byte_row(name, getattr(sums, key)) for name, key in COUNTERS]
+    rows[1:1] = [_byte_row(f"of which {kind}", moved) for kind, moved in sorted((sums.kinds or {}).items())]
+    lacks = any(row[3] for row in rows)
+    table = _table(("whole run, all devices", "up", "down", *([""] * lacks)), [row[: 3 + lacks] for row in rows])
+    return f'<h2>Bytes</h2><div class="charts">{charts}</div>{COUNTERS_NOTE}{table}'
+
+
+def _cumulative(rounds: Sequence[RoundFigures], way: str) -> list[Line]:
+    """Running sums, only of counters that every round has, so that no line falls short unseen."""
+    lines = []
+    for (name, key), style in zip(COUNTERS, ("one", "two", "three"), strict=True):
+        counts = [getattr(moved, way) for r in rounds if (moved := getattr(r, key))]
+        if rounds and len(counts) == len(rounds):
+            lines.append(Line(name, style, list(zip([r.round for r in rounds], accumulate(counts), strict=True))))
+    return lines
+
+
+def _byte_chart(way: str, lines: Sequence[Line], top: float) -> str:
+    unit, symbol = next((u, s) for u, s in BYTE_UNITS if top >= u or u == 1.0)
+    ends = "; ".join(f"{line.name} {bytes_text(line.points[-1][1])}" for line in lines)
+    points = list(zip(*(line.points for line in lines), strict=True))
+    chart = line_chart(
+        f"bytes-{way}", f"Bytes {way}, all devices, running sum over the rounds", f"After the last round: {ends}.",
+        lines, y_ticks=[t * unit for t in ticks(0.0, top / unit)], y_text=lambda v: f"{v / unit:g} {symbol}",
+        x_label="round",
+    )  # fmt: skip
+    rows = [(f"{at[0][0]:.0f}", *(bytes_text(count) for _, count in at)) for at in points]
+    caption = "Up, from the devices" if way == "up" else "Down, to the devices"
+    return _chart(caption, lines, chart, _table(("round", *(line.name for line in lines)), rows))
+
+
+def _byte_row(name: str, moved: Bytes | None) -> tuple[str, str, str, str]:
+    if moved is None:
+        return name, NOT_COUNTED, NOT_COUNTED, ""
+    return name, bytes_text(moved.up), bytes_text(moved.down), missing_text(moved.missing).strip(" ()")
+
+
+def _energy(run: Result) -> str:
+    energy: Joules | None = run.totals.energy_j if run.totals else None
+    flops = run.totals.flops if run.totals else None
+    work = f'<p class="note">Arithmetic, all devices: {escape(flops_text(flops))}</p>' if flops else ""
+    if energy is None:
+        return f"<h2>Energy</h2><p class='soft'>{joules_text(None)}</p>{work}"
+    phases = [(phase, phase_text(energy.phases[phase])) for phase in WORKING if phase in energy.phases]
+    rows = [*phases, ("sum", phase_text(energy.value))]
+    if "idle" in energy.phases:
+        rows.append(("idle, not in the sum", phase_text(energy.phases["idle"])))
+    source = f'<p class="note">{escape(energy.source)}{escape(missing_text(energy.missing))}</p>'
+    return f"<h2>Energy</h2>{_table(('phase', 'joules, all devices'), rows)}{source}{work}"
+
+
+def _asked(run: Result) -> str:
+    rows = [*_flat(run.config), *_flat(run.environment)]
+    table = _table(("what was asked for, and where it ran", ""), rows, "left")
+    return f"<h2>Reproduce</h2><details><summary>Configuration and environment</summary>{table}</details>"
+
+
+def _flat(tree: Mapping[str, Any], at: str = "") -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    for key, value in sorted(tree.items()):
+        name = f"{at}.{key}" if at else key
+        pairs += _flat(value, name) if isinstance(value, Mapping) else [(name, ABSENT if value is None else str(value))]
+    return pairs
+
+
+def _chart(caption: str, lines: Sequence[Line], chart: str, table: str) -> str:
+    return (
+        f"<figure><figcaption>{escape(caption)}</figcaption>{legend(lines)}{chart}"
+        f"<details><summary>The figures as a table</summary>{table}</details></figure>"
+    )
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> str:
+    """Text cells; the first of each row is its heading."""
+    head = "".join(f'<th scope="col">{escape(h)}</th>' for h in heads)
+    body = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
+        for row in rows
+    )
+    table = f'<table class="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="table">{table}</div>'
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

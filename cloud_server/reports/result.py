@@ -1,0 +1,316 @@
+"""``result.json``: what a run says about itself, and the two figures that judge it.
+
+The dataclasses are the schema; ``build`` fills them from the ledger, ``to_json`` writes them with the keys of figures
+that were not taken left out, ``parse`` and ``validate`` read them back.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cloud_server.records import ledger_tables as tables
+from cloud_server.records.ledger import Bytes, Joules, Ledger
+from cloud_server.records.ledger_tables import STAGES, Judgement
+from cloud_server.reports import verdict as verdicts
+from cloud_server.reports.scores import AMOUNT, SHARE, Score, confusion_accuracy, counts, macro_f1
+from cloud_server.reports.verdict import Verdict
+from fleet_core.algorithms import plugins
+from fleet_core.base import schema
+from fleet_core.base.errors import DataError
+
+FORMAT = 1
+PACKAGES = (
+    "metafleet", "numpy", "torch", "onnx", "onnxruntime", "paho-mqtt", "amqtt", "safetensors", "cryptography",
+    "backports.zstd", "typer",
+)  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Accuracy over devices, each device counting once."""
+
+    mean: float = field(metadata=SHARE)
+    worst: float = field(metadata=SHARE)
+    best: float = field(metadata=SHARE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooled(Score):
+    """After personalization; before and fine_tuned only where they were taken on the very same devices."""
+
+    before: Score | None = None
+    fine_tuned: Score | None = None
+
+    def at(self, stage: str) -> Score | None:
+        return {"before": self.before, "fine_tuned": self.fine_tuned, "after": self}[stage]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFigures:
+    """A closed round. accuracy and macro_f1 (pooled) are of the devices that train, in rounds that were judged.
+
+    asked: devices of the cohort. participants: whose update was counted. refused: updates.
+    payload_bytes, mqtt_bytes, wire_bytes: all kinds of traffic of the round. models_transmitted: whole models, up and
+    down, without those that were served. flops: over all devices.
+    """
+
+    round: int = field(metadata={"min": 0})
+    participants: int = field(metadata=AMOUNT)
+    refused: int = field(metadata=AMOUNT)
+    asked: int | None = field(default=None, metadata=AMOUNT)
+    accuracy: Spread | None = None
+    macro_f1: float | None = field(default=None, metadata=SHARE)
+    loss: float | None = None
+    models_transmitted: float | None = field(default=None, metadata=AMOUNT)
+    payload_bytes: Bytes | None = None
+    mqtt_bytes: Bytes | None = None
+    wire_bytes: Bytes | None = None
+    flops: float | None = field(default=None, metadata=AMOUNT)
+    energy_j: Joules | None = None
+    seconds: float | None = field(default=None, metadata=AMOUNT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Personalization:
+    """One judged device. new: it took no part in the training."""
+
+    device: str
+    new: bool
+    before: Score | None = None
+    fine_tuned: Score | None = None
+    after: Score | None = None
+
+    def at(self, stage: str) -> Score | None:
+        return {"before": self.before, "fine_tuned": self.fine_tuned, "after": self.after}[stage]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """Everything on the books, joins and answers after the last round included. kinds: payload by kind of traffic."""
+
+    payload_bytes: Bytes | None = None
+    mqtt_bytes: Bytes | None = None
+    wire_bytes: Bytes | None = None
+    kinds: Mapping[str, Bytes] | None = None
+    flops: float | None = field(default=None, metadata=AMOUNT)
+    energy_j: Joules | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """devices: how many train, those that only joined to be judged not counted."""
+
+    format: int = field(metadata={"min": FORMAT, "max": FORMAT})
+    method: str
+    seed: int
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    devices: int = field(metadata=AMOUNT)
+    rounds: tuple[RoundFigures, ...]
+    personalization: tuple[Personalization, ...]
+    judged: Pooled | None = None
+    new_devices: Pooled | None = None
+    totals: Sums | None = None
+    verdict: Verdict | None = None
+
+    def stages(self) -> dict[str, str | None]:
+        """The stages that were judged, in order, with their method (None where devices differ)."""
+        scores = {stage: [s for p in self.personalization if (s := p.at(stage))] for stage in STAGES}
+        methods = {stage: {s.method for s in found} for stage, found in scores.items() if found}
+        return {stage: next(iter(names)) if len(names) == 1 else None for stage, names in methods.items()}
+
+
+Baseline = Mapping[str, Mapping[str, Sequence[Sequence[int]]]]
+"""Device → {"before": confusion, "fine_tuned": confusion}; either may be absent."""
+
+
+def judgement(
+    round: int, device: str, stage: str, method: str, confusion: Sequence[Sequence[int]], *, new: bool = False
+) -> Judgement | None:
+    """A row for the ledger from the counts [N, N] of one device; None where there was nothing to judge."""
+    accuracy, f1 = confusion_accuracy(confusion), macro_f1(confusion, classes_present_only=True)
+    if accuracy is None or f1 is None:
+        return None
+    return Judgement(
+        round=round, device=device, stage=stage, method=method, accuracy=accuracy, macro_f1=f1, new=new,
+        confusion=tuple(tuple(int(n) for n in row) for row in confusion),
+    )  # fmt: skip
+
+
+def pooled(judgements: Iterable[Judgement]) -> Score | None:
+    """The sum of the judged devices' counts, judged over all classes; None without judgements."""
+    rows = list(judgements)
+    if not rows:
+        return None
+    total_NN = np.sum([counts(j.confusion) for j in rows], axis=0)
+    accuracy, f1 = confusion_accuracy(total_NN), macro_f1(total_NN, classes_present_only=False)
+    method = rows[0].method if len({j.method for j in rows}) == 1 else None
+    return None if accuracy is None or f1 is None else Score(accuracy=accuracy, macro_f1=f1, method=method)
+
+
+def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFigures, ...]:
+    """The closed rounds of a ledger, or those of them that are ``within``."""
+    volume, joules, flops = ledger.volume("round", within), ledger.joules("round", within), ledger.flops(within)
+    statuses: dict[int, list[str]] = {}
+    for update in ledger.each(tables.Update, within):
+        statuses.setdefault(update.round, []).append(update.status)
+    judged: dict[int, list[Judgement]] = {}
+    for row in ledger.each(Judgement, within, stage="after", new=False):
+        judged.setdefault(row.round, []).append(row)
+    figures = []
+    for r in ledger.rounds("closed", within):
+        score, moved = pooled(judged.get(r.round, ())), volume.get(r.round)
+        figures.append(RoundFigures(
+            round=r.round, asked=len(r.cohort), loss=r.loss, seconds=r.seconds, models_transmitted=r.models_transmitted,
+            participants=statuses.get(r.round, []).count("counted"), refused=statuses.get(r.round, []).count("refused"),
+            accuracy=_spread([j.accuracy for j in judged.get(r.round, ())]), macro_f1=score.macro_f1 if score else None,
+            payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,
+            wire_bytes=moved.wire if moved else None, flops=flops.get(r.round), energy_j=joules.get(r.round),
+        ))  # fmt: skip
+    return tuple(figures)
+
+
+def build(
+    ledger: Ledger, *, method: str, seed: int, config: Mapping[str, Any], baseline: Baseline | None = None,
+    baseline_method: str = "fedavg",
+) -> Result:  # fmt: skip
+    """The result of a run, finished or interrupted.
+
+    config: what the run was asked for, in plain JSON, without paths or names of machines. baseline: the counts of
+    ``baseline_method`` on the same test samples, before and after fine-tuning; it takes the place of what the ledger
+    holds of those stages.
+    """
+    latest = _latest(ledger, baseline, baseline_method)
+    devices = ledger.devices()
+    return Result(
+        format=FORMAT, method=method, seed=seed, config=config, environment=environment(),
+        devices=sum(not d.new for d in devices), rounds=round_figures(ledger),
+        personalization=tuple(
+            Personalization(device=name, new=any(j.new for j in stages.values()),
+                            **{stage: _score(j) for stage, j in stages.items()})
+            for name, stages in sorted(latest.items())
+        ),
+        judged=_pooled(latest), totals=sums(ledger), verdict=verdicts.of_ledger(ledger),
+        new_devices=_pooled({name: s for name, s in latest.items() if any(j.new for j in s.values())}),
+    )  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Python, platform, versions of the packages that are installed, those that bring methods too, and the number of
+    cores: nothing that names a machine or its user."""
+    packages = {}
+    for name in (*PACKAGES, *plugins.packages()):
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "packages": packages,
+        "cpu_count": os.cpu_count() or 1,
+    }
+
+
+def plain_sums(ledger: Ledger) -> dict[str, Any]:
+    """``sums`` ready for ``json.dumps``."""
+    return plain(sums(ledger))
+
+
+def plain(figures: Any) -> dict[str, Any]:
+    """A dataclass of figures ready for ``json.dumps``; those that were not taken are left out."""
+    found: dict[str, Any] = _without_nothing(schema.plain(figures))
+    return found
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """Ready for ``json.dumps``: absent figures are absent keys."""
+    data = _without_nothing(schema.plain(result))
+    return {**data, "config": schema.plain(result.config), "environment": schema.plain(result.environment)}
+
+
+def parse(data: Any) -> Result:
+    """A result.json that was read from a file; keys of a newer program are ignored. Raises DataError."""
+    result, problems = schema.read(Result, data, unknown="ignore")
+    if result is None:
+        raise DataError("is no result.json: " + "; ".join(map(str, problems[:5])), where="result.json",
+                        hint="every run writes one; give that file or its folder")
+    return result
+
+
+def validate(data: Any) -> list[str]:
+    """What is wrong with a result.json: unknown or missing keys, wrong types and ranges, figures that are null."""
+    _, problems = schema.read(Result, data, unknown="error")
+    figures = {k: v for k, v in data.items() if k not in ("config", "environment")} if isinstance(data, Mapping) else {}
+    nulls = [f"{key}: an absent figure is an absent key, not null" for key in _nulls(figures, "")]
+    return [*map(str, problems), *nulls]
+
+
+def _latest(ledger: Ledger, baseline: Baseline | None, method: str) -> dict[str, dict[str, Judgement]]:
+    """Device → stage → its last judgement, the baseline's in place of the ledger's."""
+    latest: dict[str, dict[str, Judgement]] = {}
+    for row in ledger.rows(Judgement):
+        if baseline is None or row.stage == "after":
+            latest.setdefault(row.device, {})[row.stage] = row
+    new = {device.name for device in ledger.devices() if device.new}
+    for device, stages in (baseline or {}).items():
+        for stage, confusion in stages.items():
+            judged = judgement(0, device, stage, method, confusion, new=device in new)
+            if judged:
+                latest.setdefault(device, {})[stage] = judged
+    return latest
+
+
+def _pooled(latest: Mapping[str, Mapping[str, Judgement]]) -> Pooled | None:
+    """Over the devices judged after personalization; an earlier stage only if all of them have it."""
+    judged = [stages for stages in latest.values() if "after" in stages]
+    after = pooled(stages["after"] for stages in judged)
+    if after is None:
+        return None
+    before, fine_tuned = (
+        pooled(stages[stage] for stages in judged) if all(stage in stages for stages in judged) else None
+        for stage in ("before", "fine_tuned")
+    )
+    return Pooled(
+        accuracy=after.accuracy, macro_f1=after.macro_f1, method=after.method, before=before, fine_tuned=fine_tuned
+    )
+
+
+def _score(row: Judgement) -> Score:
+    return Score(accuracy=row.accuracy, macro_f1=row.macro_f1, method=row.method)
+
+
+def _spread(accuracies: Sequence[float]) -> Spread | None:
+    if not accuracies:
+        return None
+    return Spread(mean=sum(accuracies) / len(accuracies), worst=min(accuracies), best=max(accuracies))
+
+
+def sums(ledger: Ledger) -> Sums:
+    """Everything that the fleet has cost so far."""
+    totals = ledger.totals()
+    volume = totals.volume
+    return Sums(
+        payload_bytes=volume.payload if volume else None, mqtt_bytes=volume.mqtt if volume else None,
+        wire_bytes=volume.wire if volume else None, kinds=totals.payload_by_kind or None, flops=totals.flops,
+        energy_j=totals.energy,
+    )  # fmt: skip
+
+
+def _without_nothing(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nothing(v) for k, v in value.items() if v is not None}
+    return [_without_nothing(v) for v in value] if isinstance(value, list) else value
+
+
+def _nulls(value: Any, at: str) -> list[str]:
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return [null for key, item in value.items() for null in _nulls(item, f"{at}.{key}".lstrip("."))]
+    return [at] if value is None else []

@@ -1,0 +1,285 @@
+"""What a running fleet shows: a table that follows the rounds on a terminal, one plain line per round elsewhere, and
+the closing table."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from cloud_server.records import ledger_tables as tables
+from cloud_server.records.ledger import Bytes, Joules, Ledger
+from cloud_server.records.ledger_tables import Judgement
+from cloud_server.reports.formatting import (
+    ABSENT,
+    bytes_text,
+    joules_text,
+    missing_text,
+    phase_text,
+    plain_text,
+    seconds_text,
+    share_text,
+    stage_text,
+    traffic_text,
+)
+from cloud_server.reports.result import Result, RoundFigures, round_figures
+from cloud_server.reports.scores import Score
+from fleet_core.power.meter import WORKING
+
+SHOWN_DEVICES = 20
+RECENT_ROUNDS = 5  # the remaining time is told from the pace of these
+TOTAL_ROWS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wire_bytes"))
+
+
+@dataclass(frozen=True)
+class DeviceLine:
+    """A device as it is now. accuracy: its last judgement. payload: over its life."""
+
+    name: str
+    phase: str
+    accuracy: float | None = None
+    payload: Bytes | None = None
+    energy: Joules | None = None
+    new: bool = False
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A fleet at one moment. open_round: the one in flight with ``received`` of ``cohort`` updates, or None."""
+
+    rounds: tuple[RoundFigures, ...] = ()
+    devices: tuple[DeviceLine, ...] = ()
+    open_round: int | None = None
+    received: int = 0
+    cohort: int = 0
+
+
+def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
+    """Reads all devices and the rounds that ``_rounds`` names: take one when something happened or every second, not
+    more often."""
+    volume, joules = ledger.volume("device"), ledger.joules("device")
+    accuracy = {row.device: row.accuracy for row in ledger.each(Judgement, stage="after")}
+    devices = tuple(
+        DeviceLine(
+            name=d.name, phase=_phase(d), accuracy=accuracy.get(d.name), energy=joules.get(d.name), new=d.new,
+            payload=volume[d.name].payload if d.name in volume else None,
+        )
+        for d in ledger.devices()
+        if d.status == "enrolled"
+    )  # fmt: skip
+    running = ledger.rounds("open")[-1:]
+    received = sum(len(ledger.rows(tables.Update, round=r.round, status="counted")) for r in running)
+    return Snapshot(
+        rounds=_rounds(ledger, after), devices=devices, open_round=running[0].round if running else None,
+        received=received, cohort=len(running[0].cohort) if running else 0,
+    )  # fmt: skip
+
+
+def _rounds(ledger: Ledger, after: int) -> tuple[RoundFigures, ...]:
+    """The closed rounds after ``after``, those that tell the pace, and the last one that was judged."""
+    last, judged = ledger.newest(tables.Round, status="closed"), ledger.newest(Judgement, stage="after", new=False)
+    if last is None:
+        return ()
+    first = min(after, last - RECENT_ROUNDS) + 1
+    alone = range(0) if judged is None or judged >= first else range(judged, judged + 1)
+    return *round_figures(ledger, alone), *round_figures(ledger, range(first, last + 1))
+
+
+class LiveView:
+    """Shows snapshots on ``stream`` (stderr): a table on a terminal, else one plain line per closed round.
+
+    NO_COLOR asks for plain lines too. Use it as a context manager; ``say`` puts a line of text above the table.
+
+    after_round: rounds up to it are history that a resumed run does not tell again.
+    settle_s: a plain line waits so long, or for the next round, so that it holds what devices report after the close.
+    """
+
+    def __init__(
+        self, total_rounds: int, stream: TextIO | None = None, *, after_round: int = -1, settle_s: float = 2.0
+    ):
+        self.total_rounds = total_rounds
+        self.stream = stream or sys.stderr
+        self._told = after_round
+        self._settle_s = settle_s
+        self._seen: dict[int, float] = {}
+        self._untold: list[RoundFigures] = []
+        self._live: Live | None = None
+        if self.stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+            console = Console(file=self.stream)
+            self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+
+    def __enter__(self) -> LiveView:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+        for closed in self._untold:
+            if closed.round > self._told:
+                self._tell(closed)
+
+    @property
+    def told(self) -> int:
+        """The round up to which none need be shown again."""
+        return self._told
+
+    def update(self, now: Snapshot) -> None:
+        """Shows ``now``; as plain lines only the rounds that closed since the last one."""
+        if self._live:
+            self._live.update(self.table(now), refresh=True)
+            self._told = max([closed.round for closed in now.rounds], default=self._told)
+            return
+        self._untold = [closed for closed in now.rounds if closed.round > self._told]
+        for closed in self._untold:
+            seen_s = self._seen.setdefault(closed.round, time.monotonic())
+            if closed is not self._untold[-1] or time.monotonic() - seen_s >= self._settle_s:
+                self._tell(closed)
+
+    def _tell(self, closed: RoundFigures) -> None:
+        self.say(round_line(closed, self.total_rounds))
+        self._told = closed.round
+        self._seen.pop(closed.round, None)
+
+    def say(self, text: str) -> None:
+        """One line of text."""
+        if self._live:
+            self._live.console.print(Text(plain_text(text)))
+        else:
+            print(plain_text(text), file=self.stream, flush=True)
+
+    def table(self, now: Snapshot) -> Group:
+        """Progress, the last figures and the devices."""
+        shown = now.devices[:SHOWN_DEVICES]
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+        table.add_column("device")
+        table.add_column("now")
+        for heading in ("accuracy", "up", "down", "energy"):
+            table.add_column(heading, justify="right")
+        for device in shown:
+            table.add_row(*map(Text, _device_cells(device)))
+        hidden = len(now.devices) - len(shown)
+        return Group(self._progress(now), Text(""), table, Text(f"and {hidden} more" if hidden else "", style="dim"))
+
+    def _progress(self, now: Snapshot) -> Group:
+        last = now.rounds[-1] if now.rounds else None
+        done = last.round if last else 0
+        bar = ProgressBar(total=max(self.total_rounds, 1), completed=done, width=28)
+        head = Table.grid(padding=(0, 2, 0, 0))
+        head.add_row(Text(f"round {done}/{self.total_rounds}", style="bold"), bar, Text(self._remaining(now)))
+        in_flight = f"round {now.open_round} in flight: {now.received}/{now.cohort} updates"
+        lines = [in_flight if now.open_round is not None else "no round in flight"]
+        lines.append("  ".join(_figures(last)) if last else "no round closed yet")
+        judged = next((r for r in reversed(now.rounds) if r.accuracy), None)
+        if judged and judged is not last:
+            lines.append(f"{_accuracy(judged)} after round {judged.round}")
+        return Group(head, *map(Text, lines))
+
+    def _remaining(self, now: Snapshot) -> str:
+        paces = [r.seconds for r in now.rounds[-RECENT_ROUNDS:] if r.seconds is not None]
+        left = self.total_rounds - (now.rounds[-1].round if now.rounds else 0)
+        return f"about {seconds_text(left * sum(paces) / len(paces))} left" if paces and left > 0 else ""
+
+
+def round_line(closed: RoundFigures, total_rounds: int) -> str:
+    """A closed round in one line, without colour."""
+    width = len(str(total_rounds))
+    asked = "" if closed.asked is None else f" of {closed.asked}"
+    head = f"round {closed.round:>{width}}/{total_rounds}  {closed.participants}{asked} devices"
+    return "  ".join([head, *_figures(closed)])
+
+
+def closing_table(result: Result, *, report: str | None = None, result_file: str | None = None) -> str:
+    """What a run achieved and cost, as plain text: devices before and after, bytes, joules, where the files lie."""
+    warnings = () if result.verdict is None else result.verdict.warnings
+    blocks = [_devices_block(result), "\n".join(f"warning: {text}" for text in warnings), _cost_block(result)]
+    files = [(name, path) for name, path in (("report", report), ("result", result_file)) if path]
+    blocks.append("\n".join(f"{name:<9}{path}" for name, path in files))
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def _figures(closed: RoundFigures) -> list[str]:
+    refused = f"{closed.refused} refused" if closed.refused else ""
+    loss = f"loss {closed.loss:.3f}" if closed.loss is not None else ""
+    moved = traffic_text(closed.payload_bytes) if closed.payload_bytes else "bytes not counted"
+    seconds = seconds_text(closed.seconds) if closed.seconds is not None else ""
+    energy = f"energy {joules_text(closed.energy_j)}"
+    return list(filter(None, [refused, loss, _accuracy(closed), moved, energy, seconds]))
+
+
+def _accuracy(closed: RoundFigures) -> str:
+    if closed.accuracy is None:
+        return ""
+    of = closed.accuracy
+    return f"accuracy {share_text(of.mean)} (worst {share_text(of.worst)}, best {share_text(of.best)})"
+
+
+def _phase(device: tables.Device) -> str:
+    if device.new and device.state == "on":
+        return "serves"
+    if device.cannot:
+        return f"cannot: {device.cannot}"
+    return (device.phase or "on") if device.state == "on" else "off"
+
+
+def _device_cells(device: DeviceLine) -> tuple[str, ...]:
+    moved = device.payload
+    return (
+        plain_text(device.name) + (" (new)" if device.new else ""), plain_text(device.phase)[:60],
+        share_text(device.accuracy), bytes_text(moved.up) if moved else ABSENT,
+        bytes_text(moved.down) if moved else ABSENT, joules_text(device.energy),
+    )  # fmt: skip
+
+
+def _devices_block(result: Result) -> str:
+    stages = result.stages()
+    if not stages:
+        return "no device was judged in this run"
+    rows = [(p.device + " (new)" * p.new, [p.at(s) for s in stages]) for p in result.personalization]
+    pooled = (("all, pooled", result.judged), ("new, pooled", result.new_devices))
+    sums = [(name, [judged.at(s) for s in stages]) for name, judged in pooled if judged]
+    titles = [stage_text(stage, method) for stage, method in stages.items()]
+    first, widths = max(len(name) for name, _ in [*rows, *sums]), [max(len(title), 18) for title in titles]
+    measures = ["accuracy  macro-F1"] * len(titles)
+    head = [_cells("", titles, first, widths), _cells("device", measures, first, widths)]
+    rule = "-" * len(head[0])
+    table = [_cells(plain_text(name), map(_score_text, scores), first, widths) for name, scores in rows]
+    foot = [_cells(name, map(_score_text, scores), first, widths) for name, scores in sums]
+    return "\n".join([*head, rule, *table, *([rule, *foot] if foot else [])])
+
+
+def _cells(name: str, cells: Iterable[str], first: int, widths: Sequence[int]) -> str:
+    return name.ljust(first) + "".join("   " + cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+
+def _score_text(score: Score | None) -> str:
+    return f"{share_text(score.accuracy if score else None):>8}  {share_text(score.macro_f1 if score else None):>8}"
+
+
+def _cost_block(result: Result) -> str:
+    sums = result.totals
+    lines = [
+        f"{'bytes' if name == 'payload' else '':<9}{name:<10}{traffic_text(getattr(sums, key) if sums else None)}"
+        for name, key in TOTAL_ROWS
+    ]
+    energy = sums.energy_j if sums else None
+    lines.append(f"{'energy':<9}{joules_text(energy)}" + (_energy_details(energy) if energy else ""))
+    return "\n".join(lines)
+
+
+def _energy_details(energy: Joules) -> str:
+    phases = ", ".join(f"{phase} {phase_text(j)}" for phase in WORKING if (j := energy.phases.get(phase)) is not None)
+    return f" ({phases})  {energy.source}{missing_text(energy.missing)}"

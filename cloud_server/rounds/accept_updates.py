@@ -1,0 +1,206 @@
+"""Updates of the open round: what is offered, checked, taken into the spool or refused with the reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Round, Update
+from cloud_server.records.spool import Spool
+from cloud_server.rounds.open_round import OpenRound
+from cloud_server.rounds.uploads import WRONG_CHUNKS, Intake
+from fleet_core.base import storage, trees
+from fleet_core.base.errors import FleetError, MessageError
+from fleet_core.model import codecs
+from fleet_core.model.layout import Layout
+from fleet_core.protocol.messages import Down, UploadManifest
+
+REFUSALS_NOTED = 8
+REASON = 500  # characters
+BATCHES = ("batch", "support_batch", "query_batch")
+
+
+class Reception:
+    """Fills ``received`` and ``failed`` of the open round.
+
+    layout: of what crosses the wire; layout_hash: of the model. tell(device, message): sends to a device. current():
+    the open round, or None. closed(): (the last closed round, the present dual epoch). taken(device, manifest): before
+    an update is kept.
+    """
+
+    def __init__(
+        self, fleet: Fleet, layout: Layout, layout_hash: str, ledger: Ledger, spool: Spool,
+        tell: Callable[[str, Down], None], *, current: Callable[[], OpenRound | None],
+        closed: Callable[[], tuple[int, int]], taken: Callable[[str, UploadManifest], None],
+        clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
+    ):
+        self._link, self._method, self._layout = fleet.config.link, fleet.method, layout
+        self._layout_hash, self._codec_up = layout_hash, fleet.codec_up
+        self._ledger, self._spool, self._tell, self._taken = ledger, spool, tell, taken
+        self._current, self._closed, self._now, self._log = current, closed, now, log
+        self.limit = upload_limit(layout, fleet.method.shared)
+        self._intake = Intake(tell, clock, self.limit)
+        self._cut = set[str]()
+
+    # A round's course -------------------------------------------------------------------------------------------------
+
+    def begin(self, opened: OpenRound) -> None:
+        """Takes back what an earlier life of this aggregator had received; what is not as it was is asked for again.
+        Raises StateError when the disk does not give it."""
+        self._intake.clear()
+        self._spool.clear(keep=opened.number)
+        for device, manifest in self._spool.manifests(opened.number).items():
+            try:
+                reason = self._refusal(device, opened.number, manifest)
+                if not reason:
+                    self._spool.check(opened.number, device, manifest)
+            except FleetError as error:
+                if storage.is_of_the_disk(error) and not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+                reason = str(error)
+            if reason:
+                self._log(f"round {opened.number}: the kept update of {device} is dropped: {reason}")
+                self._spool.drop(opened.number, device)
+            else:
+                opened.received[device] = manifest
+
+    def tick(self) -> None:
+        self._intake.tick()
+
+    def drop(self, device: str) -> None:
+        """Forgets what a device that is gone was sending."""
+        self._intake.drop(device)
+
+    def book(self, opened: OpenRound) -> None:
+        """What was received is counted, in the ledger."""
+        for device, manifest in opened.received.items():
+            self._ledger.put(self._row(opened.number, device, manifest, "counted"))
+
+    def end(self) -> None:
+        """The round is closed: what is still under way is refused."""
+        for device, number, manifest in self._intake.clear():
+            self._refuse(device, number, manifest, "the round is closed")
+
+    # What arrives -----------------------------------------------------------------------------------------------------
+
+    def on_offer(self, device: str, number: int, manifest: UploadManifest) -> None:
+        opened = self._current()
+        if opened is not None and number == opened.number and device in opened.received:
+            same = opened.received[device].id == manifest.id
+            return self._tell(device, Down("done" if same else "reject", number, manifest.id, ok=same,
+                                           reason="" if same else "another update of this round is here already"))
+        if self.was_counted(device, number, manifest.id):
+            return self._tell(device, Down("done", number, manifest.id))  # the first one was lost
+        reason = self._refusal(device, number, manifest)
+        if not reason:
+            try:
+                return self._intake.offer(device, number, manifest)
+            except MessageError as error:
+                reason = str(error)
+        self._refuse(device, number, manifest, reason)
+
+    def on_chunk(self, device: str, number: int, k: int | None, payload: bytes) -> None:
+        try:
+            whole = None if k is None else self._intake.chunk(device, number, k, payload)
+        except MessageError as error:
+            manifest = self._intake.given_up(device)
+            if manifest is None:
+                raise
+            reason = f"{WRONG_CHUNKS} chunks were not as announced, at last: {error}"
+            return self._refuse(device, number, manifest, reason)
+        opened = self._current()
+        if whole is None or opened is None:
+            return
+        manifest, inbox = whole
+        try:
+            data = inbox.take()
+            self._verify(manifest, data)
+        except FleetError as error:
+            return self._refuse(device, number, manifest, str(error))
+        self._taken(device, manifest)
+        self._spool.put(number, device, manifest, data)
+        opened.received[device] = manifest
+        self._say_cut(device, manifest)
+        opened.failed.pop(device, None)
+        self._tell(device, Down("done", number, manifest.id))
+
+    def _say_cut(self, device: str, manifest: UploadManifest) -> None:
+        """Once for each device: its board has no room for the round's batches."""
+        cut = [f"{name} {manifest.metrics[name]:g}" for name in BATCHES if name in manifest.metrics]
+        if cut and device not in self._cut:
+            self._cut.add(device)
+            told = ", ".join(cut)
+            self._log(f"{device} trains with a smaller batch than the round asks for, its board's limit: {told}")
+
+    def was_counted(self, device: str, number: int, update_id: str) -> bool:
+        closed, _ = self._closed()
+        return number <= closed and self._ledger.counted(device, number) == update_id
+
+    # Taken or refused -------------------------------------------------------------------------------------------------
+
+    def _refusal(self, device: str, number: int, manifest: UploadManifest) -> str:
+        """Why an offer is not taken, or an empty text."""
+        opened, (_, dual_epoch) = self._current(), self._closed()
+        if opened is None or number != opened.number:
+            return "the round is closed"
+        if device not in opened.cohort:
+            return "not in this round's cohort"
+        checks: dict[str, tuple[Any, Any]] = {
+            "method": (manifest.method, self._method.name),
+            "layout": (manifest.layout, self._layout_hash),
+            "dual epoch": (manifest.dual_epoch, dual_epoch),
+            "base model": (manifest.base, opened.model.model),
+            "codec": (manifest.codec, self._codec_up),
+            "scalars": (sorted(manifest.scalars), sorted(self._method.up_scalars)),
+        }
+        wrong = [f"{what} {got}, expected {wanted}" for what, (got, wanted) in checks.items() if got != wanted]
+        bound = self._link.max_update_norm
+        wrong += [f"{name} is {v:g}, above {bound:g}" for name, v in manifest.scalars.items() if not abs(v) <= bound]
+        return "; ".join(wrong)
+
+    def _verify(self, manifest: UploadManifest, data: bytes) -> None:
+        """Raises CodecError for arrays of another layout, values that are not finite and norms over the bound; of what
+        adds up over a device's samples, norms over the bound for each of them."""
+        params = codecs.decode(manifest.codec, data, self._layout, self._method.shared)
+        length, bound = norm(params), self._link.max_update_norm
+        if not self._method.cumulative:
+            length /= max(1, manifest.samples)
+        if not math.isfinite(length) or length > bound:
+            raise MessageError(f"an update of norm {length:.3g}", expected=f"at most {bound:g}")
+
+    def _refuse(self, device: str, number: int, manifest: UploadManifest, reason: str) -> None:
+        reason = reason[:REASON]  # it quotes the device
+        opened = self._current()
+        late = opened is None or number != opened.number
+        noted = self._ledger.rows(Update, round=number, device=device)
+        new = all(row.update_id != manifest.id for row in noted)
+        if new and len(noted) < REFUSALS_NOTED and self._ledger.rows(Round, round=number):
+            self._ledger.put(self._row(number, device, manifest, "late" if late else "refused", reason))
+        if opened is not None and not late and device in opened.cohort:
+            opened.failed[device] = reason
+        self._log(f"round {number}: {device}: update refused: {reason}")
+        self._tell(device, Down("reject", number, manifest.id, ok=False, reason=reason))
+
+    def _row(self, number: int, device: str, manifest: UploadManifest, status: str, reason: str = "") -> Update:
+        return Update(
+            round=number, device=device, update_id=manifest.id, received_at=self._now(), samples=manifest.samples,
+            loss=manifest.metrics.get("loss"), payload_bytes=manifest.blob.size, chunks=manifest.blob.n, status=status,
+            reason=reason,
+        )
+
+
+def norm(params: trees.Params) -> float:
+    """Euclidean norm of float32 arrays; infinite for values whose squares float32 cannot hold."""
+    with np.errstate(over="ignore"):
+        flat = (array.ravel() for named in params.values() for array in named.values())
+        return math.sqrt(sum(float(np.dot(array, array)) for array in flat))
+
+
+def upload_limit(layout: Layout, groups: tuple[str, ...]) -> int:
+    """Bytes of the largest update that can be one: every value at four bytes, and room for names."""
+    return 2 * 4 * layout.parameters(groups) + (1 << 16)

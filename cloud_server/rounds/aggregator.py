@@ -1,0 +1,84 @@
+"""An aggregator that outlives a disk on which it cannot write.
+
+A write that fails ends its coordinator as a death would, in order: it leaves the broker, and what it held in memory is
+forgotten, so that nothing half-written or half-remembered is carried on. When the disk takes writes again the next
+coordinator begins from what is there, the open round included. So a full disk costs what a kill costs, time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cloud_server.records import disk_errors
+from cloud_server.records.ledger import Ledger
+from cloud_server.rounds.coordinator import Coordinator
+from fleet_core.base import storage
+from fleet_core.base.errors import StateError
+
+RETRY_S = 5.0
+
+
+class Aggregator:
+    """One coordinator after the other. The first one begins here: what is wrong at the start is raised.
+
+    life(): the next coordinator, its link not yet open. state: the folder of its checkpoints. ``coordinator``: the
+    present one, or the last one while there is none. ``held_up``: why there is none now, or an empty text.
+    """
+
+    def __init__(
+        self, life: Callable[[], Coordinator], ledger: Ledger, state: Path, *,
+        clock: Callable[[], float] = time.monotonic, log: Callable[[str], None],
+    ):
+        self._life, self._ledger, self._state = life, ledger, state
+        self._clock, self._log = clock, disk_errors.undisturbed(log)
+        self._again_at = 0.0
+        self.held_up = ""
+        self.coordinator = self._begin()
+
+    def step(self, timeout_s: float) -> bool:
+        """A step of the coordinator, or a pause and, when it is time, another attempt to begin one. Raises StateError
+        for a file that is damaged: that does not pass."""
+        try:
+            if not self.held_up:
+                return self.coordinator.step(timeout_s)
+            time.sleep(timeout_s)
+            if self._clock() >= self._again_at:
+                self._go_on()
+        except (StateError, OSError) as error:
+            if not disk_errors.is_of_the_disk(error):
+                raise
+            self._hold_up(error)
+        return False
+
+    def close(self) -> None:
+        if not self.held_up:
+            self.coordinator.close()
+
+    def _begin(self) -> Coordinator:
+        storage.try_room(self._state, "round-*")
+        with self._ledger.transaction():  # refused where nothing can be written
+            if self._ledger.fact("stalled"):
+                self._ledger.set_facts(stalled="")
+        begun = self._life()
+        begun.link.open()
+        return begun
+
+    def _go_on(self) -> None:
+        self.coordinator = self._begin()
+        self.held_up = ""
+        self._log("the disk takes writes again: going on with what is on it")
+
+    def _hold_up(self, error: Exception) -> None:
+        """Said once, here and for ``server status`` if the ledger takes that."""
+        self._again_at = self._clock() + RETRY_S
+        if self.held_up:
+            return
+        self.coordinator.close()
+        reason = "; ".join(str(error).splitlines())
+        self.held_up = f"waiting for the disk: {reason}; tried again every {RETRY_S:g} s"
+        self._log(f"{self.held_up}; nothing that was received is lost")
+        with contextlib.suppress(StateError):
+            self._ledger.set_facts(stalled=self.held_up)

@@ -1,0 +1,288 @@
+"""Who belongs to the fleet and who is there: enrolment, presence, heartbeats, and members whose state was lost.
+
+A member that took part and leaves, or comes back without its training state, takes a dual with it that the server does
+not know; ``leaves`` counts these on disk, and the round after one starts every dual again (see ``ServerRule.left``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Set
+from dataclasses import dataclass, replace
+from sys import intern
+
+from cloud_server.records.fleet_folder import LinkSection
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Device
+from fleet_core.algorithms.interface import Method
+from fleet_core.base import schema
+from fleet_core.protocol import messages
+from fleet_core.protocol.messages import BEGINS, Presence, UpdateRef
+
+SILENT_S = 4.5
+WORKING = ("train", "upload")
+STRANGERS = 1000
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is kept in memory of a device; the rest is in the ledger alone.
+
+    boot: of its last life, or empty. state: on | off, or empty until it is heard of in this life of the aggregator.
+    base: id of the model that it holds. heard_s: on the clock. What thousands of devices say alike (state, phase, base)
+    is one text. lost: it is off because its connection broke, not because it said so.
+    """
+
+    enrolled: bool
+    new: bool
+    took_part: bool
+    boot: str = ""
+    state: str = ""
+    phase: str = ""
+    base: str = ""
+    heard_s: float = 0.0
+    lost: bool = False
+
+
+class Roster:
+    """The devices of one fleet, in memory and in the ledger.
+
+    everyone: enrol whoever announces itself. cannot(presence): why a device cannot take part, or None.
+    """
+
+    def __init__(
+        self, ledger: Ledger, *, everyone: bool, cannot: Callable[[Presence], str | None],
+        clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
+    ):
+        self._ledger, self._everyone, self._cannot = ledger, everyone, cannot
+        self._clock, self._now, self._log = clock, now, log
+        self._devices: dict[str, _Known] = {}
+        self._strangers: dict[str, Presence] = {}
+        self._awaited: set[str] = set()
+        self._members: set[str] = set()
+        self._ready: set[str] = set()
+        self.leaves = int(ledger.fact("leaves") or "0")
+        for device in ledger.each(Device):
+            self._know(device)
+            if device.state == "on" and device.name in self._members:
+                self._awaited.add(device.name)
+
+    # Who is who -------------------------------------------------------------------------------------------------------
+
+    def enrolled(self, name: str) -> bool:
+        return name in self._devices and self._devices[name].enrolled
+
+    def revoked(self, name: str) -> bool:
+        return name in self._devices and not self._devices[name].enrolled
+
+    def revoked_at(self, name: str) -> float | None:
+        """Unix seconds; None where the ledger does not say."""
+        return self._row(name).revoked_at
+
+    def boot(self, name: str) -> str:
+        """Of the device's last life that is known."""
+        return self._devices[name].boot
+
+    def members(self) -> Set[str]:
+        """m: the enrolled devices that train. One that was enrolled by name is a member once it has said so."""
+        return self._members
+
+    def ready(self) -> Set[str]:
+        """Members that are there and able to do this fleet's rounds."""
+        return self._ready
+
+    def awaited(self) -> bool:
+        """Whether a member that was on when this aggregator began has not been heard of yet."""
+        return bool(self._awaited)
+
+    def alive(self, name: str) -> bool:
+        """On, and heard lately if it is at work; a device that never came up counts as not there."""
+        known = self._devices.get(name)
+        if known is None or known.state != "on":
+            return False
+        return known.phase not in WORKING or self._clock() - known.heard_s < SILENT_S
+
+    def expected(self, name: str) -> bool:
+        """Whether an update of this device may still come. A device whose connection broke has as long to come back as
+        one at work may be silent: its link connects again within a second or two where the network allows."""
+        known = self._devices.get(name)
+        if known is not None and known.state == "off":
+            return known.lost and self._clock() - known.heard_s < SILENT_S
+        return name in self._ready and self.alive(name)
+
+    def not_on(self) -> list[str]:
+        """The enrolled devices that are not on now."""
+        return [name for name, known in self._devices.items() if known.enrolled and known.state != "on"]
+
+    def numbers(self) -> str:
+        """How many devices are on, of how many."""
+        enrolled = sum(known.enrolled for known in self._devices.values())
+        return f"{enrolled - len(self.not_on())} of {enrolled} enrolled devices on"
+
+    def standing(self, name: str) -> str:
+        """What is known of a device now, in a few words."""
+        known = self._devices.get(name)
+        if known is None or not known.state:
+            return "not on since the aggregator started"
+        seconds = f"{self._clock() - known.heard_s:.0f} s"
+        if known.state == "off":
+            return f"off for {seconds}"
+        return f"on, phase {known.phase}, " + (f"heard {seconds} ago" if self.alive(name) else f"silent for {seconds}")
+
+    def phase(self, name: str) -> str:
+        return self._devices[name].phase if name in self._devices else ""
+
+    def someone_lacks(self, model: str, *, besides: Collection[str]) -> bool:
+        """Whether a device that may be asked has not said that it holds ``model``; ``besides`` are known to."""
+        return any(name not in besides and self._devices[name].base != model for name in self._ready)
+
+    def took_part(self, names: Collection[str]) -> None:
+        """Updates of these devices were counted."""
+        for name in names:
+            if not self._devices[name].took_part:
+                self._put(replace(self._row(name), took_part=True))
+
+    # Enrolment --------------------------------------------------------------------------------------------------------
+
+    def enroll(self, name: str, closed: int, *, trains: bool = False) -> None:
+        """closed: the last closed round. A device that announced itself before is taken in as it is."""
+        if self.enrolled(name):
+            return
+        now = self._now()
+        self._devices.pop(name, None)  # what was known of it before it was revoked
+        with self._ledger.transaction(durable=False):
+            self._put(Device(name=name, enrolled_round=closed + 1, first_seen=now, last_seen=now, new=not trains))
+        self._log(f"{name} enrolled")
+        waiting = self._strangers.pop(name, None)
+        if waiting is not None:
+            self.on_presence(name, waiting, closed)
+
+    def revoke(self, name: str) -> None:
+        if not self.enrolled(name):
+            return
+        was_member = name in self._members
+        with self._ledger.transaction():
+            self._put(replace(self._row(name), status="revoked", revoked_at=self._now()))
+            if was_member:
+                self._count_leave()
+        self._log(f"{name} revoked")
+
+    # Presence ---------------------------------------------------------------------------------------------------------
+
+    def heard(self, name: str) -> None:
+        self._devices[name].heard_s = self._clock()
+
+    def on_presence(self, name: str, presence: Presence, closed: int) -> None:
+        """closed: the last closed round.
+
+        The row may be lost in a power cut, with which the device has to announce itself anew; a leave may not.
+        """
+        if presence.beat:
+            return self._on_beat(name, presence)
+        if name not in self._devices and self._everyone:
+            self.enroll(name, closed, trains=presence.train)
+        if not self.enrolled(name):
+            return self._on_stranger(name, presence)
+        known = self._devices[name]
+        if presence.st == "off" and known.boot not in ("", presence.boot):
+            return  # the will of an earlier life
+        stopped = presence.st == "on" and not known.new and not presence.train
+        with self._ledger.transaction(durable=stopped):
+            if stopped:
+                self._count_leave()
+                self._log(f"{name} does not train any more")
+            self._put(self._described(self._row(name), presence))
+        known.state, known.phase = intern(presence.st), intern(presence.ph)
+        known.lost = presence.st == "off" and not presence.ver  # a last will does not name a version
+        if presence.st == "on":
+            known.boot, known.base = presence.boot, intern(presence.base)
+        self.heard(name)
+        self._awaited.discard(name)
+        able = name in self._members and presence.st == "on" and not self._cannot(presence)
+        (self._ready.add if able else self._ready.discard)(name)
+
+    def _described(self, row: Device, presence: Presence) -> Device:
+        row = replace(row, state=presence.st, phase=presence.ph, last_seen=self._now())
+        if presence.st == "off":
+            return row
+        return replace(
+            row, version=presence.ver, cannot=self._cannot(presence), capabilities=schema.plain(presence),
+            new=not presence.train,
+        )
+
+    def _on_beat(self, name: str, presence: Presence) -> None:
+        known = self._devices.get(name)
+        if known is not None and known.enrolled and known.state and known.boot == presence.boot:
+            known.phase = intern(presence.ph)
+            self.heard(name)
+
+    def _on_stranger(self, name: str, presence: Presence) -> None:
+        if self.revoked(name) and (row := self._row(name)).state != presence.st:
+            with self._ledger.transaction(durable=False):
+                self._put(replace(row, state=presence.st))
+        if name not in self._strangers:
+            self._log(f"{name} is not enrolled: ignored (metafleet devices enroll FLEET {name})")
+        self._strangers[name] = presence
+        while len(self._strangers) > STRANGERS:
+            self._strangers.pop(next(iter(self._strangers)))
+
+    # Training states --------------------------------------------------------------------------------------------------
+
+    def on_update(self, name: str, after: UpdateRef | None, closed: int, begin: int) -> None:
+        """An update is taken, made from the training state that came with the update ``after``. Where that is not the
+        last one that was counted, its dual is not what the server takes it for. closed: the last closed round. begin:
+        the first round of the present duals."""
+        unlike = "" if after is None else self._unlike(name, after, closed, begin)
+        if unlike:
+            self._count_leave()
+            self._log(f"{name} {unlike}")
+
+    def _unlike(self, name: str, after: UpdateRef, closed: int, begin: int) -> str:
+        if after != BEGINS and after.id != self._ledger.counted(name, after.round):
+            return f"learned in round {after.round} what this ledger did not count: the fleet's folder is an older one"
+        since = range(max(after.round + 1, begin), closed + 1) if self._devices[name].took_part else ()
+        return "lost its training state" if any(self._ledger.counted(name, number) for number in since) else ""
+
+    # In memory and in the ledger --------------------------------------------------------------------------------------
+
+    def _count_leave(self) -> None:
+        self.leaves += 1
+        self._ledger.set_facts(leaves=str(self.leaves))
+
+    def _row(self, name: str) -> Device:
+        return self._ledger.rows(Device, name=name)[0]
+
+    def _put(self, device: Device) -> None:
+        self._ledger.put(device)
+        self._know(device)
+
+    def _know(self, device: Device) -> None:
+        """Keeps what is needed of a row, and who is a member; one that is no member is not ready either."""
+        name, enrolled = device.name, device.status == "enrolled"
+        known = self._devices.get(name)
+        if known is None:
+            boot = str(device.capabilities.get("boot", ""))
+            known = self._devices[name] = _Known(enrolled, device.new, device.took_part, boot)
+        known.enrolled, known.new, known.took_part = enrolled, device.new, device.took_part
+        if enrolled and not device.new:
+            self._members.add(name)
+        else:
+            for group in (self._members, self._ready, self._awaited):
+                group.discard(name)
+        if not enrolled:
+            known.state = ""
+
+
+def inability(presence: Presence, method: Method, link: LinkSection, parameters: int) -> str | None:
+    """Why a device cannot take part in the rounds of a fleet with this method, these codecs and a model of so many
+    parameters, or None."""
+    if presence.proto != messages.PROTOCOL:
+        return f"speaks protocol {presence.proto}, this is {messages.PROTOCOL}"
+    if not presence.train:
+        return f"does not train: {presence.cannot}" if presence.cannot else "does not train"
+    if 0 < presence.most < parameters:
+        return f"does not train: {parameters} parameters are over its board's {presence.most}"
+    if presence.methods.get(method.name) != method.version:
+        return f"lacks {method.name} version {method.version}"
+    if link.up not in presence.codecs or link.down not in presence.codecs:
+        return f"lacks codec {link.up} or {link.down}"
+    return None

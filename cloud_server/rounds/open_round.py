@@ -1,0 +1,83 @@
+"""The round that is being collected, and the rounds as the ledger holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Round
+from fleet_core.algorithms.interface import Method
+from fleet_core.base.trees import Params
+from fleet_core.protocol.messages import ModelRef, UploadManifest
+
+
+@dataclass
+class OpenRound:
+    """One round between its opening and its closing; what has come is in the spool too.
+
+    opened_at: Unix seconds. deadline: on the aggregator's clock. model: as announced; published: its decoded
+    float32 weights, which devices hold; lost: what a lossy codec left out of them, or None. scalars: sent beside it.
+    given: float32, what each device of the cohort alone receives; empty for most methods.
+    failed: device -> why it will not deliver.
+    """
+
+    number: int
+    cohort: tuple[str, ...]
+    opened_at: float
+    deadline: float
+    model: ModelRef
+    published: Params
+    lost: Params | None
+    scalars: Mapping[str, float]
+    given: Mapping[str, Params] = field(default_factory=dict)
+    received: dict[str, UploadManifest] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class Rounds:
+    """One fleet's rounds in its ledger. now: Unix seconds. ``stalled``: why the open round does not end, or empty."""
+
+    def __init__(self, ledger: Ledger, method: Method, now: Callable[[], float]):
+        self._ledger, self._method, self._now = ledger, method, now
+        self.stalled = ledger.facts().get("stalled", "")
+
+    def interrupted(self, number: int) -> Round | None:
+        """The row of a round that an earlier life of the aggregator opened and did not close."""
+        return next(iter(self._ledger.rows(Round, round=number, status="open")), None)
+
+    def cohort(self, number: int) -> set[str]:
+        """The devices that were asked in a round; nobody in one that never was."""
+        rows = self._ledger.rows(Round, round=number)
+        return set(rows[0].cohort) if rows else set()
+
+    def begin(self, opened: OpenRound, members: int) -> None:
+        self._ledger.put(Round(
+            round=opened.number, opened_at=opened.opened_at, cohort=opened.cohort, members=members,
+            model_id=opened.model.model,
+        ))
+
+    def ask(self, number: int, cohort: tuple[str, ...]) -> None:
+        """Another cohort for a round that is open."""
+        self._ledger.put(replace(self._ledger.rows(Round, round=number)[0], cohort=cohort))
+
+    def close(self, opened: OpenRound, members: int) -> None:
+        losses = [m.metrics["loss"] for m in opened.received.values() if "loss" in m.metrics]
+        row = self._ledger.rows(Round, round=opened.number)[0]
+        self._ledger.put(replace(
+            row, status="closed", closed_at=self._now(), members=members, seconds=self._now() - row.opened_at,
+            loss=sum(losses) / len(losses) if losses else None,
+            models_transmitted=float(len(opened.received) * (self._method.models_down + self._method.models_up)),
+            note="; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())),
+        ))
+
+    def abandon(self, opened: OpenRound) -> None:
+        """Everybody who was asked has been revoked."""
+        row = self._ledger.rows(Round, round=opened.number)[0]
+        self._ledger.put(replace(row, status="abandoned", note="every device of the cohort was revoked"))
+
+    def say_stalled(self, text: str) -> None:
+        """Why the open round does not end, for ``server status`` and those who watch; empty once it goes on."""
+        if text != self.stalled:
+            self.stalled = text
+            self._ledger.set_facts(stalled=text)

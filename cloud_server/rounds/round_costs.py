@@ -1,0 +1,136 @@
+"""From what devices report to what the ledger holds: running counters become the figures of a round."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+from cloud_server.records import ledger_tables as tables
+from cloud_server.records.ledger import Ledger
+from cloud_server.reports.scores import confusion_accuracy, macro_f1
+from fleet_core.protocol.messages import Judgement, Report
+
+KINDS = {
+    "model_down": ("model", "down"),
+    "counted_down": ("model", "down"),
+    "graph_down": ("graph", "down"),
+    "serve_down": ("serve", "down"),
+    "update_up": ("update", "up"),
+}
+
+
+LIVES = 2
+
+
+class Books:
+    """Devices report counters that run since their start; a round is booked with what was added during it.
+
+    What the counters stood at is kept, in the ledger alone, for a device's last two lives, so that a report that comes
+    again, late or out of order adds nothing twice.
+    """
+
+    def __init__(self, ledger: Ledger, now: Callable[[], float]):
+        self._ledger, self._now = ledger, now
+        self._seq = int(ledger.fact("seq") or "0")
+
+    @property
+    def seq(self) -> int:
+        """Of the newest manifest."""
+        return self._seq
+
+    def next_seq(self) -> int:
+        """max(last + 1, Unix ms), kept on disk, so that it rises even when a backup is restored."""
+        self._seq = max(self._seq + 1, int(self._now() * 1000))
+        self._ledger.set_facts(seq=str(self._seq))
+        return self._seq
+
+    def report(self, device: str, report: Report) -> None:
+        """One report, all or nothing. What a power cut takes away the device's next report adds again."""
+        counters = _counters(report)
+        key = f"counters/{device}"
+        lives: dict[str, dict[str, float]] = json.loads(self._ledger.fact(key) or "{}")
+        old = lives.pop(report.boot, {})
+        added = {name: max(0.0, value - old.get(name, 0.0)) for name, value in counters.items()}
+        lives[report.boot] = {**old, **{name: max(value, old.get(name, 0.0)) for name, value in counters.items()}}
+        lives = dict(list(lives.items())[-LIVES:])
+        with self._ledger.transaction(durable=False):
+            self._ledger.set_facts(**{key: json.dumps(lives)})
+            self._book_traffic(device, report, added)
+            self._book_energy(device, report, added)
+            if report.judged_round is not None:
+                for judgement in report.judgements:
+                    self._book_judgement(device, report.judged_round, judgement, report.new)
+                if (alone := report.alone) is not None:
+                    self._ledger.put(tables.Alone(
+                        round=report.judged_round, device=device, frequent=alone.frequent, method=alone.method,
+                        confusion=alone.confusion,
+                    ))
+
+    def _book_traffic(self, device: str, report: Report, added: Mapping[str, float]) -> None:
+        sums: dict[tuple[str, str], int] = {}
+        for name, place in KINDS.items():
+            sums[place] = sums.get(place, 0) + int(added.get(f"payload.{name}", 0))
+        rows = [
+            tables.Traffic(round=report.round, device=device, direction=way, kind=kind, payload_bytes=count)
+            for (kind, way), count in sums.items()
+            if count
+        ]
+        for way in ("up", "down"):
+            if report.traffic is not None:
+                wire = int(added[f"wire.{way}"]) if f"wire.{way}" in added else None
+                rows.append(tables.Traffic(
+                    round=report.round, device=device, direction=way, kind="link",
+                    mqtt_bytes=int(added.get(f"mqtt.{way}", 0)), wire_bytes=wire,
+                ))
+        for row in rows:
+            known = self._ledger.rows(
+                tables.Traffic, round=row.round, device=device, direction=row.direction, kind=row.kind
+            )
+            self._ledger.put(_sum(known[0], row) if known else row)
+
+    def _book_energy(self, device: str, report: Report, added: Mapping[str, float]) -> None:
+        for entry in report.energy:
+            joules = added.get(f"energy.{entry.phase}", 0.0)
+            known = self._ledger.rows(tables.Energy, round=report.round, device=device, phase=entry.phase)
+            self._ledger.put(tables.Energy(
+                round=report.round, device=device, phase=entry.phase,
+                joules=joules + (known[0].joules if known else 0.0), source=entry.source, measured=entry.measured,
+            ))
+        if "flops" in added:
+            known_flops = self._ledger.rows(tables.Flops, round=report.round, device=device)
+            total = added["flops"] + (known_flops[0].flops if known_flops else 0.0)
+            self._ledger.put(tables.Flops(round=report.round, device=device, flops=total))
+
+    def _book_judgement(self, device: str, round_number: int, judgement: Judgement, new: bool) -> None:
+        confusion = judgement.confusion
+        accuracy, score = confusion_accuracy(confusion), macro_f1(confusion, classes_present_only=True)
+        if accuracy is None or score is None:
+            return  # no sample was judged
+        self._ledger.put(tables.Judgement(
+            round=round_number, device=device, stage=judgement.stage, method=judgement.method, confusion=confusion,
+            accuracy=accuracy, macro_f1=score, new=new,
+        ))
+
+
+def _counters(report: Report) -> dict[str, float]:
+    counters: dict[str, float] = {f"energy.{entry.phase}": entry.joules for entry in report.energy}
+    if report.flops is not None:
+        counters["flops"] = report.flops
+    if report.traffic is not None:
+        traffic = report.traffic
+        counters |= {"mqtt.up": traffic.mqtt_up, "mqtt.down": traffic.mqtt_down}
+        if traffic.wire_up is not None and traffic.wire_down is not None:
+            counters |= {"wire.up": traffic.wire_up, "wire.down": traffic.wire_down}
+        counters |= {f"payload.{name}": float(traffic.payload[name]) for name in KINDS if name in traffic.payload}
+    return counters
+
+
+def _sum(left: tables.Traffic, right: tables.Traffic) -> tables.Traffic:
+    def both(a: int | None, b: int | None) -> int | None:
+        return None if a is None and b is None else (a or 0) + (b or 0)
+
+    return tables.Traffic(
+        round=left.round, device=left.device, direction=left.direction, kind=left.kind,
+        payload_bytes=left.payload_bytes + right.payload_bytes, mqtt_bytes=both(left.mqtt_bytes, right.mqtt_bytes),
+        wire_bytes=both(left.wire_bytes, right.wire_bytes),
+    )

@@ -1,0 +1,86 @@
+"""What the server rule remembers from round to round: resumed from the disk, made up for devices that came or left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from cloud_server.records.checkpoint import Checkpoint, Checkpoints
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Round
+from cloud_server.rounds.members import Roster
+from cloud_server.rounds.open_round import OpenRound
+from fleet_core.algorithms.interface import ServerState, Update
+from fleet_core.base import trees
+from fleet_core.base.errors import ConfigError
+from fleet_core.model.layout import Layout
+
+
+class RuleState:
+    """``checkpoint``: after the last closed round. layout: of the fleet's model."""
+
+    def __init__(
+        self, fleet: Fleet, layout: Layout, ledger: Ledger, checkpoints: Checkpoints, roster: Roster, *,
+        log: Callable[[str], None],
+    ):
+        self._method, self._hyper = fleet.method, fleet.hyper
+        self._checkpoints, self._roster, self._log = checkpoints, roster, log
+        self.checkpoint = self._resumed(fleet, layout, ledger)
+
+    def _resumed(self, fleet: Fleet, layout: Layout, ledger: Ledger) -> Checkpoint:
+        """Raises ConfigError where the rounds are another method's: what one remembers means nothing to another."""
+        first, name = fleet.first(layout), fleet.method.name
+        closed = ledger.rounds("closed")
+        number = closed[-1].round if closed else 0
+        if not closed and not self._checkpoints.exists(0):
+            state = self._method.server.init(trees.widened(trees.only(first, self._method.received)), self._hyper)
+            return Checkpoint(0, state, facts={"method": name, "members": "0", "leaves": "0", "epoch_start": "1"})
+        found = self._checkpoints.load(number, first)
+        theirs = found.facts.get("method", name)
+        if theirs != name:
+            raise ConfigError(
+                f"fleet.method is {name}, and {number} rounds here are {theirs}'s",
+                where=str(fleet.folder / "fleet.toml"),
+                hint=f'put back method = "{theirs}", or make a fleet anew in an empty folder',
+            )
+        return replace(found, facts={**found.facts, "method": name})
+
+    def history(self) -> tuple[int, int]:
+        """(last closed round, first round of the present duals)."""
+        return self.checkpoint.round, int(self.checkpoint.facts["epoch_start"])
+
+    def opening(self, interrupted: Round | None) -> ServerState:
+        """What a round starts from: the checkpoint's state after the joins and the leaves since it was made.
+
+        A round that is opened again after a restart starts from what it started from, so that an interrupted run
+        computes what an undisturbed one does: who left or joined since then waits, for the next round or its close.
+        """
+        if interrupted is not None:
+            return self._reconciled(interrupted.members, leaving=False)
+        return self._reconciled(len(self._roster.members()), leaving=True)
+
+    def _reconciled(self, members: int, *, leaving: bool) -> ServerState:
+        state, rule, facts = self.checkpoint.state, self._method.server, self.checkpoint.facts
+        before = int(facts["members"])
+        if leaving and self._roster.leaves > int(facts["leaves"]):
+            state = rule.left(state, members)
+            facts = {**facts, "members": str(members), "leaves": str(self._roster.leaves)}
+            if state.dual_epoch != self.checkpoint.state.dual_epoch:
+                facts["epoch_start"] = str(self.checkpoint.round + 1)
+                self._log("every device's dual starts again from zero: one that took part has left, or lost its state")
+            self.checkpoint = replace(self.checkpoint, state=state, facts=facts)
+            self._checkpoints.save(self.checkpoint)
+            return state
+        for count in range((before or members) + 1, members + 1):
+            state = rule.joined(state, count)
+        return state
+
+    def closing(self, opened: OpenRound, updates: Iterable[Update], members: int) -> Checkpoint:
+        """What follows from a round's ``updates``; nothing is kept yet. Raises StateError or CodecError for an update
+        that is not as it was received."""
+        joined = self._reconciled(len(self._roster.members()), leaving=False)
+        heard = self._method.server.heard(joined, trees.widened(opened.published))
+        state = self._method.server.apply(replace(heard, round=opened.number), updates, members, self._hyper)
+        facts = {**self.checkpoint.facts, "members": str(members)}
+        return Checkpoint(opened.number, state, opened.published, opened.lost, facts)

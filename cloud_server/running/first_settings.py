@@ -1,0 +1,95 @@
+"""What a fleet is made from when a person gives data and not a file: named sets, and a fleet.toml that fits them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cloud_server.records.fleet_folder import NOTES, FleetSection, LinkSection
+from cloud_server.running import method_catalogue
+from fleet_core.base import config, schema
+from fleet_core.base.errors import DataError
+from fleet_core.data import model_input
+from fleet_core.data.partitions import pool
+from fleet_core.data.samples import Samples, load
+from fleet_core.data.sets.registry import entries
+from fleet_core.data.sets.set_cache import load_set
+from fleet_core.model.layout import InputSpec
+
+NO_WINDOW = "leave --window and --stride out"
+HEAD = "# What is changed here holds from the next start of the server. Every key: docs/fleet.md of Metafleet."
+
+
+def topic_name(folder: str) -> str:
+    """A fleet's name from its folder's: what a topic does not take becomes a dash."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", folder).strip("-")[:64] or "fleet"
+
+
+def data_of(
+    data: str, say: Callable[[str], None] = lambda text: None, *, window: int | None = None, stride: int | None = None
+) -> tuple[Samples, InputSpec]:
+    """The named set with the input that is recommended for it, or the file with its channels standardized. say: takes
+    how a file is read, where that may not be what was meant. window, stride: of a file of readings. Raises DataError,
+    also for samples whose classes have no names."""
+    if _is_named(data):
+        if window is not None or stride is not None:
+            raise DataError("is a named set, of which no windows are cut", where=data, hint=NO_WINDOW)
+        found = load_set(data)
+        return pool(found.train, found.test), found.entry.input_spec
+    samples = load(Path(data), window=window, stride=stride)
+    for remark in (*samples.notes, *model_input.remarks(samples.x)):
+        say(remark)
+    if model_input.channels_last(samples.x.shape[1:]):
+        raise DataError(f"x has shape {list(samples.x.shape)}", where=data, hint="np.moveaxis(x, -1, 1) turns it",
+                        expected="images [N, channels, height, width]")
+    if samples.classes is None:
+        most = int(samples.y.max())
+        raise DataError("names no classes", where=data, expected=f"an array 'classes' of {most + 1} or more names, of "
+                        f"the labels 0 to {most}", hint="or let y hold the names themselves")
+    return samples, model_input.standardized(samples)
+
+
+def model_for(data: str, samples: Samples) -> str:
+    """The model that is recommended for the named set, else the default for such samples."""
+    recommended = entries()[data].model if _is_named(data) else ""
+    return recommended or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
+
+
+def _is_named(data: str) -> bool:
+    return data in entries() and not Path(data).exists()
+
+
+def fleet_toml(
+    samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int,
+    spec: InputSpec | None = None, model_options: Mapping[str, Any] | None = None, **fleet: Any,
+) -> str:  # fmt: skip
+    """fleet.toml for samples like these, whose classes have names. model: by default that for such samples. spec: the
+    model's input; by default the samples as they are."""
+    hyper = method_catalogue.named(method).hyper()
+    chosen = model or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
+    return written(
+        {
+            "fleet": {"name": name, "method": method, "rounds": rounds, "seed": seed, **fleet},
+            "model": {
+                "name": chosen,
+                "classes": list(samples.classes or ()),
+                "input": {
+                    key: value for key, value in schema.plain(spec or model_input.plain(samples)).items() if value
+                },
+                **({"options": dict(model_options)} if model_options else {}),
+            },
+            "hyper": schema.plain(hyper),
+        }
+    )
+
+
+def written(tables: Mapping[str, Any]) -> str:
+    """fleet.toml of these tables, with the defaults of the other keys written out, so that a person sees what there is,
+    and a comment above each."""
+    known = schema.plain(FleetSection(tables["fleet"]["name"])), schema.plain(LinkSection())
+    link = {key: known[1][key] for key in ("up", "down", "max_update_norm")}
+    whole = {**tables, "fleet": {**known[0], **tables["fleet"]}, "link": {**link, **tables.get("link", {})}}
+    ordered = {name: whole[name] for name in ("fleet", "model", "link", "hyper") if name in whole}
+    return f"{HEAD}\n{config.toml(ordered, notes=NOTES)}"

@@ -1,0 +1,92 @@
+"""A whole fleet in one process on the loopback link: the real aggregator, the real agents, the trainer inline.
+
+Time is virtual: it passes only while nobody has anything to do, so that no device seems silent while another trains.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Judgement
+from cloud_server.rounds.coordinator import Coordinator
+from cloud_server.rounds.coordinator import will as server_will
+from edge_agent.commands.run import service_of
+from edge_agent.compute.trainer import InlineTrainer
+from edge_agent.device.state import Home
+from edge_agent.rounds.agent import Agent, will
+from edge_agent.rounds.costs import Accounts
+from fleet_core.base.errors import RoundError
+from fleet_core.board.device_settings import Settings
+from fleet_core.link.interface import Will
+from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
+
+IDLE_STEP_S = 0.05
+GIVE_UP_S = 600.0
+
+
+class Clock:
+    """Virtual seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def run(
+    fleet: Fleet, devices: Mapping[str, tuple[Path, Settings]], *, progress: Callable[[int], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False, log: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Runs ``fleet`` to its last round, and until every device was judged on it; a stopped run goes on next time.
+
+    devices: name -> (home, settings). progress: called with each round that closed.
+    """
+    broker, clock = LoopbackBroker(max_queued_messages=100_000), Clock()
+    with fleet.lock(), Ledger(fleet.ledger_path) as ledger:
+        boot = secrets.token_hex(8)
+        topic, payload = server_will(fleet.config.fleet.name, boot)
+        link = LoopbackLink(broker, "aggregator", Will(topic, payload), max_queued=100_000)
+        server = Coordinator(fleet, link, ledger, boot=boot, clock=clock, log=log)
+        agents = [_agent(broker, home, settings, clock, log) for home, settings in devices.values()]
+        link.open()
+        told, idle_since = server.checkpoint.round, clock.seconds
+        while not stopped() and not (server.finished and _judged(ledger, server.checkpoint.round) >= devices.keys()):
+            busy = server.step(0) | any([agent.step(0) for agent in agents])
+            if busy:
+                idle_since = clock.seconds
+            else:
+                clock.seconds += IDLE_STEP_S
+            if server.stalled:
+                raise RoundError(server.stalled)
+            if clock.seconds - idle_since > GIVE_UP_S:
+                missing = sorted(devices.keys() - _judged(ledger, server.checkpoint.round))
+                raise RoundError(f"round {server.checkpoint.round + 1} does not end", where=", ".join(missing))
+            if progress is not None and server.checkpoint.round != told:
+                told = server.checkpoint.round
+                progress(told)
+        for agent in agents:
+            agent.close()
+        server.close()
+
+
+def _judged(ledger: Ledger, round_number: int) -> set[str]:
+    return {row.device for row in ledger.rows(Judgement, round=round_number)}
+
+
+def _agent(
+    broker: LoopbackBroker, home: Path, settings: Settings, clock: Clock, log: Callable[[str], None]
+) -> Agent:
+    boot = secrets.token_hex(8)
+    topic, payload = will(settings, boot)
+    link = LoopbackLink(broker, settings.device.name, Will(topic, payload), max_queued=100_000)
+    agent = Agent(
+        settings, Home(home), link, service_of(home, settings), Accounts(), InlineTrainer(), boot=boot, clock=clock,
+        log=lambda line: log(f"{settings.device.name}: {line}"),
+    )
+    link.open()
+    return agent

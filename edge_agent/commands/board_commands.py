@@ -1,0 +1,61 @@
+"""``edge-agent energy`` and ``edge-agent doctor``: what the board draws, and whether it is what its profile says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+energy_app = typer.Typer(help="Watts now, by source.", invoke_without_command=True)
+
+HOME = Annotated[
+    Path, typer.Option("--home", envvar="METAFLEET_HOME", help="Folder with device.toml, samples and state.")
+]
+PROFILE = Annotated[
+    str | None, typer.Option("--profile", metavar="NAME|FILE", help="A board in place of device.toml's.")
+]
+JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+HERE = Path(".")
+
+
+@energy_app.callback()
+def energy(
+    context: typer.Context,
+    home: HOME = HERE,
+    profile: PROFILE = None,
+    seconds: Annotated[float, typer.Option(min=0.1, max=86400, help="How long to read.")] = 5.0,
+    as_json: JSON = False,
+) -> None:
+    """Watts now, by source: the board's sensor, RAPL, the model; and why a source says nothing."""
+    if context.invoked_subcommand is not None:
+        return
+    from edge_agent.commands import energy as commands
+
+    commands.show(home, profile, seconds, as_json)
+
+
+@energy_app.command()
+def calibrate(
+    meter_watts: Annotated[
+        tuple[float, float],
+        typer.Option(metavar="IDLE BUSY", help="A meter's readings at the input: idle, and with all cores busy."),
+    ],
+    home: HOME = HERE,
+) -> None:
+    """Put your own meter's watts into device.toml, in place of the table's."""
+    from edge_agent.commands import energy as commands
+
+    commands.calibrate(home, *meter_watts)
+
+
+def doctor(
+    home: HOME = HERE,
+    profile: PROFILE = None,
+    run: Annotated[bool, typer.Option("--run", help="Also run torch and onnxruntime once, each in a process.")] = False,
+    as_json: JSON = False,
+) -> None:
+    """What the profile says, what the board has, what the agent will do, and what is wrong (exit code 1)."""
+    from edge_agent.commands import doctor as commands
+
+    commands.doctor(home, profile, run, as_json)

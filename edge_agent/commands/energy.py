@@ -1,0 +1,123 @@
+"""``edge-agent energy``: watts now by source, and a user's own figures in place of the table's."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from edge_agent.device import this_board as boards
+from fleet_core.base import config, processes, storage, terminal
+from fleet_core.base.errors import ConfigError, PowerError
+from fleet_core.board.device_settings import Settings, settings_of
+from fleet_core.board.profile import Power, Profile
+from fleet_core.power import watts_now
+from fleet_core.power.watts_now import Tally
+
+PERIOD_S = 1.0
+
+
+def show(home: Path, profile: str | None, seconds: float, as_json: bool) -> None:
+    """A line a second on stderr, and at the end a table, or JSON, on stdout. Raises PowerError when nothing tells
+    watts."""
+    found = watts_now.sources(*_chosen(home, profile))
+    tallies, absent = watched(found, seconds, log=lambda line: None if as_json else processes.say(line))
+    facts = {
+        "seconds": seconds, "sources": [_plain(tally) for tally in tallies], "absent": absent,
+        "meters": list(found.meters),
+    }
+    if as_json:
+        terminal.show(facts)
+    elif tallies:
+        terminal.table([_row(tally) for tally in tallies], ("source", "", "mean W", "least", "most", "not in it"))
+    for name, why in absent.items() if not as_json else ():
+        processes.say(f"{name}: {why}")
+    for line in found.meters if not as_json else ():
+        processes.say(f"a meter here: {line}")
+    if not tallies and not as_json:
+        raise PowerError("nothing here tells watts", hint="edge-agent energy calibrate --meter-watts IDLE BUSY")
+
+
+def watched(
+    found: watts_now.Found, seconds: float, *, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> tuple[list[Tally], dict[str, str]]:
+    """(what each source said, {source: why it says nothing}), read every second for so many seconds, and five times at
+    the least."""
+    tallies, absent = [Tally(source) for source in found.sources], dict(found.absent)
+    end_s, readings = clock() + seconds, 0
+    while readings < 2 or clock() < end_s:
+        if readings:
+            sleep(min(PERIOD_S, seconds / 4))
+        for tally in list(tallies):
+            try:
+                tally.take(clock())
+            except PowerError as error:
+                absent[tally.source.name] = str(error)
+                tallies.remove(tally)
+        readings += 1
+        if readings > 1 and tallies:
+            log("  ".join(f"{tally.source.name}: {tally.watts[-1]:.2f} W" for tally in tallies))
+    for tally in tallies:  # a counter's first reading is over no time
+        del tally.at_s[0], tally.watts[0]
+    return tallies, absent
+
+
+def calibrate(home: Path, idle_w: float, busy_w: float) -> None:
+    """The user's watts into device.toml, whose other lines stay as they are. Raises ConfigError."""
+    if not 0 <= idle_w <= busy_w < 100_000:
+        raise ConfigError(f"{idle_w:g} {busy_w:g} are no watts", where="--meter-watts", expected="0 ≤ IDLE ≤ BUSY")
+    settings_of(home)
+    path = home / "device.toml"
+    text = with_values(config.text_of(path), "power", {"idle_w": float(idle_w), "busy_w": float(busy_w)})
+    hint = f"write [power] idle_w = {idle_w:g} and busy_w = {busy_w:g} there by hand"
+    try:
+        power = config.parse(Settings, text, str(path)).power
+    except ConfigError as error:
+        raise ConfigError("is written in a way that cannot be completed here", where=str(path), hint=hint) from error
+    if (power.idle_w, power.busy_w) != (idle_w, busy_w):
+        raise ConfigError("is written in a way that cannot be completed here", where=str(path), hint=hint)
+    storage.write_atomic(path, text.encode(), mode=path.stat().st_mode & 0o777)
+    print(f"{path}: {idle_w:g} W idle, {busy_w:g} W busy, from your meter, in place of the table's")
+
+
+def with_values(text: str, table: str, values: dict[str, float]) -> str:
+    """TOML ``text`` with ``values`` in ``[table]``; every other line as it was."""
+    lines = text.splitlines()
+    header = re.compile(rf"\s*\[\s*{table}\s*\]\s*(#.*)?")
+    start = next((n for n, line in enumerate(lines) if header.fullmatch(line)), None)
+    written = [f"{key} = {value!r}" for key, value in values.items()]
+    if start is None:
+        return "\n".join([*lines, "", f"[{table}]", *written]) + "\n"
+    end = next((n for n, line in enumerate(lines) if n > start and line.lstrip().startswith("[")), len(lines))
+    setting = re.compile(rf"\s*(?:{'|'.join(values)})\s*=")
+    kept = [line for line in lines[start + 1 : end] if not setting.match(line)]
+    return "\n".join([*lines[: start + 1], *written, *kept, *lines[end:]]) + "\n"
+
+
+def _chosen(home: Path, profile: str | None) -> tuple[Profile | None, Power | None, tuple[float, float] | None]:
+    """(board, sensor, watts) of the device here, and of the board that is named; none of them where there is no
+    device."""
+    board = None if profile is None else boards.named(profile)
+    if not (home / "device.toml").exists():
+        return board, None, None
+    settings = settings_of(home)
+    return board or boards.profile_of(home, settings), boards.sensor_of(settings), boards.watts_of(home, settings)
+
+
+def _plain(tally: Tally) -> dict[str, Any]:
+    source = tally.source
+    return {
+        "source": source.name, "measured": source.measured, "misses": source.misses or None,
+        "watts": {"mean": tally.mean_w, "least": min(tally.watts), "most": max(tally.watts), "last": tally.watts[-1]},
+        "rails": dict(tally.rails), "readings": len(tally.watts),
+    }
+
+
+def _row(tally: Tally) -> tuple[str, ...]:
+    source = tally.source
+    watts = (tally.mean_w, min(tally.watts), max(tally.watts))
+    return (source.name, "measured" if source.measured else "modelled", *(f"{value:.2f}" for value in watts),
+            source.misses)

@@ -1,0 +1,138 @@
+"""Starts an agent as a process: settings, link, meter, trainer, then the loop until it is told to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from edge_agent.commands import online_note
+from edge_agent.commands.watchdog import Watchdog
+from edge_agent.compute.worker import Trainer, TrainerProcess
+from edge_agent.connection.broker_login import tls_files
+from edge_agent.connection.certificate_renewal import Renewal
+from edge_agent.device.state import Home
+from edge_agent.device.this_board import limits_of, profile_of, remarks, sensor_of, watts_of
+from edge_agent.inference.service import Service
+from edge_agent.inference.service import service_of as service_of
+from edge_agent.rounds.agent import Agent, will
+from edge_agent.rounds.costs import Accounts
+from fleet_core.base import processes
+from fleet_core.base.errors import FleetError
+from fleet_core.board import allocator
+from fleet_core.board.device_settings import Settings, settings_of
+from fleet_core.board.limits import Limits
+from fleet_core.link.await_broker import await_broker
+from fleet_core.link.interface import Will
+from fleet_core.link.mqtt import MqttLink
+from fleet_core.power.choose_meter import choose_meter
+from fleet_core.power.meter import Meter
+
+TICK_S = 0.5
+PLAIN = "--plain"
+
+
+def run(
+    home: Path, settings: Settings, *, stopped: Callable[[], bool], log: Callable[[str], None], connect_s: float,
+    plain: bool = False,
+) -> None:
+    """Runs until ``stopped``. Raises LinkError when no broker answered within ``connect_s`` seconds of the start."""
+    allocator.keep_freed()
+    place = Home(home)
+    place.lock()
+    place.check_formats()
+    boot = secrets.token_hex(8)
+    topic, payload = will(settings, boot)
+    identity = settings.device
+    link = MqttLink(
+        identity.broker, client_id=f"{identity.fleet}-{identity.name}", will=Will(topic, payload),
+        **tls_files(home, settings, plain=plain),
+    )
+    service = service_of(home, settings)
+    limits, accounts = limits_of(home, settings), Accounts(_meter(home, settings))
+    for remark in remarks(home, settings):
+        log(f"{remark} ('edge-agent doctor' says more)")
+    renewal = None
+    if settings.tls.renew_after is not None:
+        renewal = Renewal(home, settings, link, boot=boot, take_up=link.take_up, log=log)
+    agent = Agent(
+        settings, place, link, service, accounts, _trainer(settings, limits, log), limits=limits, renewal=renewal,
+        boot=boot, log=log,
+    )
+    _answer_as_before(service, log)
+    with accounts.metering(), _over_http(settings, service, log):
+        link.open()
+        try:
+            await_broker(link, lambda: agent.step(TICK_S), identity.broker, stopped, connect_s)
+            if link.connected:
+                online_note.tell(home, boot, log)
+            log(f"{identity.name} is on, fleet {identity.fleet} at {identity.broker}")
+            _loop(agent, stopped)
+        finally:
+            agent.close()
+
+
+def _loop(agent: Agent, stopped: Callable[[], bool]) -> None:
+    worked = True
+    while not stopped():
+        happened = agent.step(TICK_S)
+        if worked and not happened:
+            allocator.trim()
+        worked = happened
+
+
+@contextlib.contextmanager
+def _over_http(settings: Settings, service: Service, log: Callable[[str], None]) -> Iterator[None]:
+    """The agent's answers over HTTP as well, where ``[serve] port`` asks for it. Raises LinkError."""
+    if not settings.serve.port:
+        yield
+        return
+    from edge_agent.http import serve
+
+    server = serve.start(settings, service, log)
+    try:
+        yield
+    finally:
+        server.stop()
+
+
+def _answer_as_before(service: Service, log: Callable[[str], None]) -> None:
+    """From the disk, without waiting for the aggregator."""
+    if not service.slots.in_order():
+        return
+    try:
+        note = service.restore()
+    except FleetError as error:
+        return log(f"there are no answers until a round is served: {error}")
+    if note:
+        log(note)
+
+
+def _trainer(settings: Settings, limits: Limits, log: Callable[[str], None]) -> Trainer | None:
+    if settings.train.enabled and not limits.train:
+        log(f"{limits.why}: this device serves and does not train ('edge-agent doctor' says more)")
+        return None
+    return None if importlib.util.find_spec("torch") is None else TrainerProcess(settings.train.threads)
+
+
+def _meter(home: Path, settings: Settings) -> Meter | None:
+    return choose_meter(profile_of(home, settings), watts_of(home, settings), power=sensor_of(settings))
+
+
+def main(arguments: list[str]) -> None:
+    """``--home HOME CONNECT_S [--plain] [BROKER]``: the agent as ``edge-agent run`` leaves it."""
+    _, home, connect_s, *rest = arguments
+    plain, broker = PLAIN in rest, [argument for argument in rest if argument != PLAIN]
+    with processes.until_signal() as stopped:
+        settings = settings_of(Path(home), *broker)
+        watchdog = Watchdog()
+        watchdog.ready()
+        run(Path(home), settings, stopped=watchdog.watching(stopped), log=processes.say, connect_s=float(connect_s),
+            plain=plain)
+
+
+if __name__ == "__main__":
+    processes.guarded(lambda: main(sys.argv[1:]))

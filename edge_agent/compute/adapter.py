@@ -1,0 +1,159 @@
+"""Gradient steps on a device without torch: a child process that runs the graph ``adapt`` and ends.
+
+Its peak memory goes back to the system with it. It speaks as the trainer does (``worker``): a job on standard input,
+what came of it on standard output. Weights, graph and samples it reads from the device's folder; the device's own
+weights go back through the pipe.
+
+A pass takes at most ``MAX_SUPPORT`` samples: of more, about as many of each class, spread evenly over the recording.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_agent.compute.onnx_session import open_steps
+from edge_agent.compute.worker import Child, Done, Job, parse_frame, write_frame
+from edge_agent.device.local_samples import LocalData
+from edge_agent.device.state import Home, Weights
+from fleet_core.base import storage, trees
+from fleet_core.base.errors import BundleError, DataError, FleetError, StateError
+from fleet_core.data import model_input
+from fleet_core.data.samples import Samples, stratified
+from fleet_core.model import graph_bundle
+from fleet_core.model.graph_bundle import Graph
+from fleet_core.model.layout import MODEL_GROUPS
+
+Array = np.ndarray[Any, Any]
+
+MAX_SUPPORT = 1000
+
+
+class AdapterProcess(Child):
+    """``python -m edge_agent.compute.adapter``, which ends after each job."""
+
+    def __init__(self) -> None:
+        super().__init__("adapter", ["edge_agent.compute.adapter"], {})
+
+
+class InlineAdapter:
+    """The adapter in the caller's own process: for a whole fleet in one process."""
+
+    def __init__(self) -> None:
+        self._done: Done | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._done is not None
+
+    def submit(self, job: Job) -> None:
+        self._done = handle(job)
+
+    def poll(self) -> Done | None:
+        done, self._done = self._done, None
+        return done
+
+    def descriptors(self) -> tuple[int, ...]:
+        return ()
+
+    def stop(self) -> None:
+        self._done = None
+
+
+def job(graph: Path, weights: str, model: str, data: LocalData, steps: int, rate: float | None) -> Job:
+    """weights: a name of ``Home.weights``, which must be ``model``. rate None: learned rates."""
+    return Job("adapt", {
+        "home": str(graph.parent), "graph": graph.name, "weights": weights, "model": model, "samples": str(data.path),
+        "split": data.how(), "steps": steps, "rate": rate,
+    })
+
+
+def waited(order: Job, stopped: Callable[[], bool] = lambda: False) -> Done:
+    """What came of a job, in a child process that has ended. stopped: asked every half second."""
+    adapter = AdapterProcess()
+    try:
+        adapter.submit(order)
+        while (done := adapter.poll()) is None:
+            if stopped():
+                return Done(order.kind, {}, error="stopped")
+            select.select(adapter.descriptors(), [], [], 0.5)
+        return done
+    finally:
+        adapter.stop()
+
+
+def handle(order: Job) -> Done:
+    """The job's result; whatever goes wrong with it is in ``error``."""
+    try:
+        started_cpu = time.process_time()
+        facts, arrays = _adapted(order.header)
+        return Done(order.kind, {**facts, "cpu_s": time.process_time() - started_cpu}, arrays)
+    except FleetError as error:
+        return Done(order.kind, {"disk": storage.is_of_the_disk(error)}, error=str(error))
+    except Exception as error:  # onnxruntime raises errors of many classes
+        return Done(order.kind, {}, error=f"{type(error).__name__}: {str(error)[:500]}")
+
+
+def _adapted(header: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Array]]:
+    """(samples that were used and there are, the device's own weights as ``group/name``)."""
+    home = Home(Path(header["home"]))
+    graph = graph_bundle.unpack(storage.read_bytes(home.folder / header["graph"], limit=graph_bundle.MAX_BYTES))
+    weights = home.weights(header["weights"])
+    if weights is None or weights.model != header["model"]:
+        raise StateError(f"the weights {header['model']} are not here", where=str(home.folder))
+    layout = graph.layout
+    data = LocalData.of(Path(header["samples"]), layout, header["split"])
+    every = data.own()
+    support = every.take(stratified(every.y, MAX_SUPPORT))
+    arrays = stepped(graph, weights, support, header["steps"], header["rate"])
+    return {"samples": len(support), "of": len(every)}, arrays
+
+
+def stepped(graph: Graph, weights: Weights, support: Samples, steps: int, rate: float | None) -> dict[str, Array]:
+    """The model's arrays ``group/name`` after ``steps`` on the raw support samples. Raises BundleError, DataError, and
+    CodecError for weights of another layout."""
+    how = graph.info.adapt
+    if how is None:
+        raise BundleError("the bundle has no graph 'adapt'", hint="its model or method does not step on a device")
+    taken = graph.taken(weights.params)
+    run = open_steps(graph.adapt, taken)
+    learned = {} if how.rates else {"lr": np.array(rate, np.float32)}
+    _check(graph, support)
+    moved = run({"support_x": support.x, "support_y": support.y, "steps": np.array(steps, np.int64), **learned})
+    if not all(np.isfinite(array).all() for array in moved.values()):
+        raise DataError(f"{steps} gradient steps ran away from these samples", hint="fewer steps, or a smaller rate")
+    return {**storage.flatten(trees.only(taken, MODEL_GROUPS)), **moved}
+
+
+def _check(graph: Graph, support: Samples) -> None:
+    spec = graph.layout.input
+    if support.x.shape[1:] != tuple(spec.shape) or str(support.x.dtype) != spec.dtype:
+        raise DataError(f"the samples are {support.x.dtype} {list(support.x.shape[1:])}",
+                        expected=f"{spec.dtype} {list(spec.shape)}", hint=model_input.hint(support.x, spec))
+
+
+def main() -> int:
+    """One job, then the end."""
+    source, sink, buffer = sys.stdin.buffer, os.fdopen(os.dup(1), "wb"), bytearray()
+    os.dup2(2, 1)  # whatever a library prints must not mix with the frames
+    while data := os.read(source.fileno(), 1 << 20):
+        buffer += data
+        frame = parse_frame(buffer)
+        if frame is not None:
+            done = handle(Job(frame[0]["kind"], frame[0]))
+            with contextlib.suppress(BrokenPipeError):
+                write_frame(sink, {**done.header, "error": done.error}, done.arrays)
+            return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

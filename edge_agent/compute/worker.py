@@ -1,0 +1,193 @@
+"""Child processes as the agent sees them: jobs in, results out, over pipes. The trainer alone loads torch.
+
+A frame is 4 bytes length + JSON header, then 8 bytes length + safetensors. Nothing is pickled. A child is started at
+the first job, kept warm while a run goes on, and ended by ``stop``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Protocol
+
+from fleet_core.base import processes, storage
+from fleet_core.base.errors import FleetError, MessageError, RoundError
+
+MAX_HEADER_BYTES = 1 << 22
+MAX_ARRAYS_BYTES = 1 << 33
+
+
+@dataclass(frozen=True)
+class Job:
+    """kind: ``train`` or ``adapt``. header: plain values; arrays lie in the device's folder."""
+
+    kind: str
+    header: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of a job. error: why nothing did, or empty."""
+
+    kind: str
+    header: Mapping[str, Any]
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+class Trainer(Protocol):
+    """Where torch runs: a child process on a device, the same process in tests."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def submit(self, job: Job) -> None: ...
+
+    def poll(self) -> Done | None: ...
+
+    def descriptors(self) -> tuple[int, ...]: ...
+
+    def stop(self) -> None: ...
+
+
+def write_frame(stream: BinaryIO, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    head, body = json.dumps(header).encode(), storage.pack(arrays)
+    stream.write(struct.pack("<I", len(head)) + head + struct.pack("<Q", len(body)) + body)
+    stream.flush()
+
+
+def parse_frame(buffer: bytearray) -> tuple[dict[str, Any], dict[str, Any], int] | None:
+    """(header, arrays, bytes used) of the frame at the buffer's start, or None while it is incomplete."""
+    if len(buffer) < 4:
+        return None
+    (head_size,) = struct.unpack_from("<I", buffer)
+    if head_size > MAX_HEADER_BYTES:
+        raise MessageError(f"a frame header of {head_size} bytes", expected=f"at most {MAX_HEADER_BYTES}")
+    if len(buffer) < 12 + head_size:
+        return None
+    (body_size,) = struct.unpack_from("<Q", buffer, 4 + head_size)
+    if body_size > MAX_ARRAYS_BYTES:
+        raise MessageError(f"a frame of {body_size} bytes", expected=f"at most {MAX_ARRAYS_BYTES}")
+    end = 12 + head_size + body_size
+    if len(buffer) < end:
+        return None
+    header = json.loads(bytes(buffer[4 : 4 + head_size]))
+    arrays, _ = storage.unpack(bytes(buffer[12 + head_size : end]), where="trainer frame")
+    return header, arrays, end
+
+
+class Child:
+    """``python -m`` with ``arguments`` as a child of the agent; ``name``: in what is said of it. It ends with the
+    agent, because its standard input closes."""
+
+    def __init__(self, name: str, arguments: Sequence[str], environ: Mapping[str, str]):
+        self._name, self._arguments, self._environ = name, list(arguments), dict(environ)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._buffer = bytearray()
+        self._job: Job | None = None
+        self._failure = ""
+
+    @property
+    def busy(self) -> bool:
+        return self._job is not None
+
+    def submit(self, job: Job) -> None:
+        """Raises RoundError when a job is still running. A child that cannot be started or fed ends the job."""
+        if self._job is not None:
+            raise RoundError(f"the {self._name} is busy")
+        self._job = job
+        try:
+            write_frame(_stream(self._start().stdin), {"kind": job.kind, **job.header}, {})
+        except OSError as error:
+            self._end_child()
+            self._failure = f"the {self._name} process does not take the job: {error.strerror or error}"
+
+    def poll(self) -> Done | None:
+        """The finished job's result, or None. A child that died, or answers nonsense, gives a result with an error."""
+        if self._job is None:
+            return None
+        if self._child is None:
+            return self._done({}, error=self._failure)
+        open_still = self._drain(_stream(self._child.stdout).fileno())
+        try:
+            frame = parse_frame(self._buffer)
+        except (FleetError, ValueError) as error:
+            self._end_child()
+            return self._done({}, error=f"the {self._name} process answered nonsense: {error}")
+        if frame is not None:
+            header, arrays, used = frame
+            del self._buffer[:used]
+            return self._done(header, arrays, str(header.get("error", "")))
+        if open_still:
+            return None
+        code = self._end_child()
+        return self._done({}, error=f"the {self._name} process ended with exit code {code}")
+
+    def _done(self, header: Mapping[str, Any], arrays: Mapping[str, Any] | None = None, error: str = "") -> Done:
+        kind = "" if self._job is None else self._job.kind
+        self._job = None
+        return Done(kind, header, arrays or {}, error)
+
+    def descriptors(self) -> tuple[int, ...]:
+        return () if self._child is None else (_stream(self._child.stdout).fileno(),)
+
+    def stop(self) -> None:
+        self._end_child()
+        self._job = None
+
+    def _end_child(self) -> int:
+        """Closes the child's input, which ends it, and waits two seconds before it is killed; its exit code."""
+        child, self._child = self._child, None
+        self._buffer.clear()
+        if child is None:
+            return 0
+        with contextlib.suppress(OSError):
+            _stream(child.stdin).close()
+        try:
+            child.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        _stream(child.stdout).close()
+        return child.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._child is not None and self._child.poll() is not None:
+            self._end_child()
+        if self._child is None:
+            self._child = subprocess.Popen(
+                processes.command(*self._arguments),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **self._environ},
+                start_new_session=True,  # Ctrl-C goes to the agent, which ends its children in order
+            )
+            os.set_blocking(_stream(self._child.stdout).fileno(), False)
+        return self._child
+
+    def _drain(self, descriptor: int) -> bool:
+        """Reads what is there; False at the end of the stream."""
+        while True:
+            try:
+                data = os.read(descriptor, 1 << 20)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._buffer += data
+
+
+class TrainerProcess(Child):
+    """The trainer, with ``threads``."""
+
+    def __init__(self, threads: int = 1):
+        environ = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        super().__init__("trainer", ["edge_agent.compute.trainer", "--threads", str(threads)], environ)
+
+
+def _stream(stream: Any) -> Any:
+    if stream is None:
+        raise RoundError("the process has no pipe")
+    return stream

@@ -1,0 +1,33 @@
+"""How a device reaches its broker: over TLS with its own certificate, or plainly where that is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypedDict
+
+from fleet_core.board.device_settings import Settings
+from fleet_core.link.mqtt import check_plain, parse_url
+
+
+class TlsFiles(TypedDict, total=False):
+    """What a link over TLS is given."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+
+def tls_files(home: Path, settings: Settings, *, plain: bool = False) -> TlsFiles:
+    """For a link to the device's broker; nothing for mqtt://. Raises ConfigError for plain MQTT that leaves this
+    machine where neither ``plain`` nor device.toml asks for it."""
+    check_plain(settings.device.broker, plain or settings.device.plain)
+    files: TlsFiles = {}
+    if not parse_url(settings.device.broker).tls:
+        return files
+    if settings.tls.ca is not None:
+        files["ca"] = home / settings.tls.ca
+    if settings.tls.certificate is not None:
+        files["cert"] = home / settings.tls.certificate
+    if settings.tls.key is not None:
+        files["key"] = home / settings.tls.key
+    return files

@@ -1,0 +1,98 @@
+"""Offers one pending update and sends the chunks that the aggregator grants, until it says done or reject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from fleet_core.base.backoff import Patience
+from fleet_core.base.errors import LinkError
+from fleet_core.link.interface import Link
+from fleet_core.protocol import messages, topics
+from fleet_core.protocol.messages import Down, UploadManifest
+
+SILENCE_S, MOST_SILENCE_S = 2.0, 60.0
+QUEUED_S = 60.0  # after "not yet" the aggregator speaks first
+UNANSWERED = 3  # offers after which it is said
+
+
+class Offer(Protocol):
+    """An update as it is offered; its bytes are read when they are asked for."""
+
+    @property
+    def round(self) -> int: ...
+
+    @property
+    def upload(self) -> UploadManifest: ...
+
+    def chunk(self, k: int) -> bytes: ...
+
+
+class Uploader:
+    """The upload under way, if any. Every offer is answered at once; one that is not is repeated after two seconds,
+    four, and so on.
+
+    ``book(bytes)`` is told of every chunk that was sent; ``unanswered(round)`` that three offers got no answer. What a
+    link that fails does not take is granted again.
+    """
+
+    def __init__(
+        self, fleet: str, device: str, link: Link, clock: Callable[[], float], book: Callable[[int], None], *,
+        unanswered: Callable[[int], None] = lambda round_number: None,
+    ):
+        self._fleet, self._device, self._link, self._clock, self._book = fleet, device, link, clock, book
+        self._unanswered = unanswered
+        self._patience = Patience(device, clock, SILENCE_S, MOST_SILENCE_S)
+        self._pending: Offer | None = None
+        self._queued_at: float | None = None
+
+    @property
+    def active(self) -> bool:
+        return self._pending is not None
+
+    def offer(self, pending: Offer) -> None:
+        self._pending, self._queued_at = pending, None
+        self._patience.answered()
+        self._announce()
+
+    def stop(self) -> None:
+        self._pending = None
+
+    def on_need(self, down: Down) -> None:
+        """Sends the chunks that were granted. Raises MessageError for chunks that the update does not have, LinkError
+        when the link ends meanwhile."""
+        pending = self._pending
+        if pending is None or (down.r, down.id) != (pending.round, pending.upload.id):
+            return
+        self._patience.answered()
+        self._queued_at = None if down.miss else self._clock()
+        blob, sent_bytes = pending.upload.blob, 0
+        try:
+            for k in messages.numbers(down.miss, blob.n):
+                part = pending.chunk(k)
+                self._link.publish(topics.upload(self._fleet, self._device, pending.round, k), part, qos=0)
+                sent_bytes += len(part)
+        finally:
+            if sent_bytes:
+                self._book(sent_bytes)
+
+    def tick(self) -> None:
+        if self._pending is not None and self._is_time():
+            self._patience.again()
+            if self._patience.times == UNANSWERED:
+                self._unanswered(self._pending.round)
+            self._announce()
+
+    def _is_time(self) -> bool:
+        if self._queued_at is not None and self._clock() - self._queued_at < QUEUED_S:
+            return False
+        return self._patience.over
+
+    def _announce(self) -> None:
+        if self._pending is None or not self._link.connected:
+            return
+        topic = topics.upload(self._fleet, self._device, self._pending.round, "m")
+        try:
+            self._link.publish(topic, messages.encode(self._pending.upload))
+        except LinkError:
+            return  # full: offered again after the silence

@@ -1,0 +1,303 @@
+"""An HTTP/1.1 server for one device: a thread per connection, and a bound on everything that a client can take.
+
+Bounded are connections, heads, bodies and all bodies together, the time that each may take to come, the time without a
+request, and the time to take an answer. Plain HTTP and no accounts: for loopback, or a network that is trusted.
+
+``stop`` lets requests that are under way come to their answer; connections without one end at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from edge_agent.http.http_messages import (
+    CONTINUE,
+    MAX_HEAD_BYTES,
+    Head,
+    Refused,
+    Request,
+    Response,
+    as_error,
+    body_length,
+    parse_head,
+)
+from fleet_core.base.errors import LinkError
+
+RECEIVE_BYTES = 1 << 16
+BACKLOG = 64
+ACCEPT_S = 1.0
+LINGER_S, LINGER_BYTES = 1.0, 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """connections: at a time. body_bytes, bodies_bytes: of one request, and of all that are under way. head_s, body_s,
+    send_s: for the whole of each. idle_s: without a request. stop_s: for requests under way, when the server stops."""
+
+    connections: int = 64
+    body_bytes: int = 16 << 20
+    bodies_bytes: int = 32 << 20
+    head_s: float = 10.0
+    body_s: float = 30.0
+    send_s: float = 30.0
+    idle_s: float = 60.0
+    stop_s: float = 10.0
+
+
+class Ended(Exception):
+    """The connection is over: closed by the client, silent for too long, or the server stops."""
+
+
+class HttpServer:
+    """``answer`` turns requests into responses, in several threads at a time; what it raises is a 500 and ``log``ged.
+
+    host, port: where to listen; 0 for any free port, which ``port`` says. Raises LinkError when that cannot be had.
+    """
+
+    def __init__(
+        self, answer: Callable[[Request], Response], host: str = "127.0.0.1", port: int = 0, *,
+        limits: Limits | None = None, log: Callable[[str], None] = lambda line: None,
+    ):
+        self._answer, self._log, self.limits = answer, log, limits or Limits()
+        self._listener = _listener(host, port)
+        self._listener.settimeout(ACCEPT_S)
+        self.host, self.port = host, int(self._listener.getsockname()[1])
+        self._bodies = Budget(self.limits.bodies_bytes)
+        self._changed = threading.Condition()
+        self._connections: set[Connection] = set()
+        self._stopping = threading.Event()
+        self._accepting = threading.Thread(target=self._accept, name="http", daemon=True)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    def start(self) -> HttpServer:
+        self._accepting.start()
+        return self
+
+    def stop(self) -> None:
+        """Takes no more requests, and waits for the answers to those that are under way, up to ``stop_s``."""
+        with self._changed:
+            self._stopping.set()
+            for connection in self._connections:
+                connection.end_if_idle()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # on Linux this ends the waiting accept at once
+        if self._accepting.ident is not None:
+            self._accepting.join()
+        self._listener.close()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._connections, self.limits.stop_s)
+            for connection in self._connections:
+                connection.end()
+
+    def _accept(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                peer, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if self._stopping.is_set():
+                    return
+                self._log(f"http: {error.strerror or error}")  # too many open files: some of them end
+                time.sleep(0.1)
+                continue
+            self._take(peer)
+
+    def _take(self, peer: socket.socket) -> None:
+        connection = Connection(peer, self._answer, self.limits, self._bodies, self._log, self._stopping)
+        with self._changed:
+            if len(self._connections) >= self.limits.connections or self._stopping.is_set():
+                return connection.turn_away()
+            self._connections.add(connection)
+        try:
+            threading.Thread(target=self._serve, args=(connection,), name="http connection", daemon=True).start()
+        except RuntimeError as error:  # the system gives no more threads
+            self._log(f"http: {error}")
+            self._leave(connection)
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            connection.serve()
+        finally:
+            self._leave(connection)
+
+    def _leave(self, connection: Connection) -> None:
+        with self._changed:
+            self._connections.discard(connection)
+            self._changed.notify_all()
+        connection.close()
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LinkError(f"cannot listen: {reason}", where=f"{host}:{port}", hint="another host or port") from error
+
+
+class Budget:
+    """Bytes that are shared: the bodies of all connections together."""
+
+    def __init__(self, size: int):
+        self._left, self._lock = size, threading.Lock()
+
+    def take(self, size: int) -> None:
+        """Raises Refused when so many are not left."""
+        with self._lock:
+            if size > self._left:
+                raise Refused(503, "too much is being received at a time", {"Retry-After": "1"})
+            self._left -= size
+
+    def give(self, size: int) -> None:
+        with self._lock:
+            self._left += size
+
+
+class Connection:
+    """One client's requests, one after the other."""
+
+    def __init__(
+        self, peer: socket.socket, answer: Callable[[Request], Response], limits: Limits, bodies: Budget,
+        log: Callable[[str], None], stopping: threading.Event,
+    ):
+        self._peer, self._answer, self._limits, self._bodies = peer, answer, limits, bodies
+        self._log, self._stopping = log, stopping
+        self._buffer = bytearray()
+        self._busy = threading.Lock()  # held from a request's first byte to the end of its answer
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def serve(self) -> None:
+        """Until either side wants no more."""
+        with contextlib.suppress(Ended, OSError):
+            more = True
+            while more:
+                self._await_request()
+                with self._busy:
+                    more = self._one()
+
+    def turn_away(self) -> None:
+        """A 503 that does not wait, and the end."""
+        with contextlib.suppress(OSError):
+            self._peer.settimeout(0)
+            self._peer.send(as_error(Refused(503, "too many connections", {"Retry-After": "1"})).encode(close=True))
+        self.close()
+
+    def end_if_idle(self) -> None:
+        """Called from another thread: a connection that waits for its next request waits no longer. One that has come
+        is still read."""
+        if self._busy.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                self._peer.shutdown(socket.SHUT_RD)
+            self._busy.release()
+
+    def end(self) -> None:
+        """Called from another thread: whatever the connection waits for comes to an end."""
+        with contextlib.suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._peer.close()
+
+    # One request ------------------------------------------------------------------------------------------------------
+
+    def _await_request(self) -> None:
+        """Until its first byte is here; empty lines before it do not count (RFC 9112, 2.2)."""
+        until = time.monotonic() + self._limits.idle_s
+        while True:
+            while self._buffer.startswith((b"\r", b"\n")):
+                del self._buffer[:1]
+            if self._buffer:
+                return
+            self._receive(until)
+
+    def _one(self) -> bool:
+        """A request and its answer; False when it is the last."""
+        try:
+            head = self._head()
+            length = body_length(head, self._limits.body_bytes)
+            self._bodies.take(length)
+        except Refused as refused:
+            return self._refuse(refused)
+        try:
+            response = self._answered(Request(head, self._body(head, length)))
+        except Refused as refused:
+            return self._refuse(refused)
+        finally:
+            self._bodies.give(length)
+        close = not head.keep_alive or self._stopping.is_set()
+        self._send(response.encode(close=close, without_body=head.method == "HEAD"))
+        return not close
+
+    def _head(self) -> Head:
+        """Raises Refused, and Ended for a connection that ends within it."""
+        until, searched = time.monotonic() + self._limits.head_s, 0
+        while (end := self._buffer.find(b"\r\n\r\n", max(0, searched - 3))) < 0:
+            searched = len(self._buffer)
+            if searched > MAX_HEAD_BYTES:
+                raise Refused(431, f"the headers are over the limit of {MAX_HEAD_BYTES} bytes")
+            self._receive(until, "the headers")
+        if end > MAX_HEAD_BYTES:
+            raise Refused(431, f"the headers are over the limit of {MAX_HEAD_BYTES} bytes")
+        data = bytes(self._buffer[:end])
+        del self._buffer[: end + 4]
+        return parse_head(data)
+
+    def _body(self, head: Head, length: int) -> bytearray:
+        """Raises Refused, and Ended for a connection that ends within it."""
+        until = time.monotonic() + self._limits.body_s
+        if "expect" in head.headers and len(self._buffer) < length:
+            self._send(CONTINUE)
+        while len(self._buffer) < length:
+            self._receive(until, "the body")
+        body, self._buffer = self._buffer, self._buffer[length:]
+        del body[length:]
+        return body
+
+    def _receive(self, until: float, what: str = "") -> None:
+        """More bytes, before the time ``until``. Raises Ended; Refused where ``what`` has begun to come."""
+        left = until - time.monotonic()
+        try:
+            self._peer.settimeout(max(left, 0.001))
+            data = self._peer.recv(RECEIVE_BYTES) if left > 0 else None
+        except TimeoutError:
+            data = None
+        if data:
+            self._buffer += data
+        elif data is None and what:
+            raise Refused(408, f"{what} did not come in time")
+        else:
+            raise Ended
+
+    def _answered(self, request: Request) -> Response:
+        try:
+            return self._answer(request)
+        except Exception as error:  # whatever it is, the others are served
+            self._log(f"http: {request.head.method} {request.head.path[:200]}: {type(error).__name__}: {error}")
+            return as_error(Refused(500, "something is wrong here"))
+
+    def _refuse(self, refused: Refused) -> bool:
+        """The error, and the end: what follows on the connection is not known. A client that is still sending would
+        lose the error with a connection that is closed at once."""
+        self._send(as_error(refused).encode(close=True))
+        self._peer.shutdown(socket.SHUT_WR)
+        until, left = time.monotonic() + LINGER_S, LINGER_BYTES
+        while left > 0:
+            self._buffer.clear()
+            self._receive(until)
+            left -= len(self._buffer)
+        return False
+
+    def _send(self, data: bytes) -> None:
+        self._peer.settimeout(self._limits.send_s)  # for all of it
+        self._peer.sendall(data)

@@ -1,0 +1,213 @@
+"""The tensors of the Open Inference Protocol v2: as JSON, and as its binary tensor data extension has them.
+
+KServe, "Predict Protocol, Version 2": data row by row, nested or flat. Triton, "Binary Tensor Data Extension":
+little-endian without padding, a BOOL as one byte, and before the bytes of each BYTES element their number as uint32.
+Deviations: numbers are not coerced from text or truth values, and a UINT8 or INT64 not from a number with a fraction;
+BYTES are text in UTF-8.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from fleet_core.base.errors import MessageError
+from fleet_core.data import model_input
+
+MAX_SAMPLES = 4096
+"""In one request."""
+
+NUMPY = {"FP32": "<f4", "UINT8": "u1", "INT64": "<i8"}
+OF_NUMPY = {"float32": "FP32", "uint8": "UINT8", "int64": "INT64"}
+
+ABSENT = {
+    "classification": "classification",
+    "sequence_id": "sequence",
+    "shared_memory_region": "shared memory",
+}
+"""Parameters of extensions that are not here and that would change what an answer means, were they not refused."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a tensor must be. shape: of one sample; a tensor holds one or more."""
+
+    datatype: str
+    shape: tuple[int, ...] = ()
+
+
+def parameters_of(holder: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The ``parameters`` of a request or one of its tensors. Raises MessageError for those of absent extensions."""
+    parameters = holder.get("parameters")
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict):
+        raise MessageError("'parameters' is no object", where=where)
+    for name, extension in ABSENT.items():
+        if name in parameters:
+            raise MessageError(f"'{name}' is of the {extension} extension, which is not here", where=where)
+    return parameters
+
+
+def flag(parameters: Mapping[str, Any], name: str, otherwise: bool, where: str) -> bool:
+    """A parameter that is true or false. Raises MessageError."""
+    value = parameters.get(name, otherwise)
+    if not isinstance(value, bool):
+        raise MessageError(f"'{name}' is {shown(value)}", where=where, expected="true or false")
+    return value
+
+
+def shown(value: Any) -> str:
+    """What a request says where something else was expected, briefly."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return "missing" if value is None else f"'{str(value)[:80]}'"
+
+
+# Read -----------------------------------------------------------------------------------------------------------------
+
+
+def read(inputs: Any, forms: Mapping[str, Form], binary: memoryview) -> dict[str, Any]:
+    """{name: values} of a request's ``inputs``: one tensor of every form, as many samples in each.
+
+    values: array [n, *shape], or for BYTES the n texts. binary: the bytes behind the JSON. Raises MessageError.
+    """
+    if not isinstance(inputs, list):
+        raise MessageError(f"'inputs' is {shown(inputs)}", expected=f"a list with {_listed(forms)}")
+    found: dict[str, Any] = {}
+    for tensor in inputs:
+        name = tensor.get("name") if isinstance(tensor, dict) else None
+        if not isinstance(name, str) or name not in forms:
+            raise MessageError(f"an input is named {shown(name)}", expected=_listed(forms))
+        if name in found:
+            raise MessageError(f"the input '{name}' comes twice")
+        found[name], binary = _values(tensor, forms[name], binary, f"input '{name}'")
+    if found.keys() != forms.keys():
+        raise MessageError(f"the input {_listed(forms.keys() - found)} is missing")
+    if len(binary):
+        raise MessageError(f"{len(binary)} bytes follow the last input")
+    if len({len(values) for values in found.values()}) > 1:
+        raise MessageError(f"{' and '.join(f'{len(v)} of {name}' for name, v in found.items())}")
+    return found
+
+
+def _listed(names: Any) -> str:
+    return " and ".join(f"'{name}'" for name in sorted(names, reverse=True))
+
+
+def _values(tensor: Mapping[str, Any], form: Form, binary: memoryview, where: str) -> tuple[Any, memoryview]:
+    """(a tensor's values, the bytes behind it)."""
+    if tensor.get("datatype") != form.datatype:
+        hint = model_input.BYTES if (tensor.get("datatype"), form.datatype) == ("UINT8", "FP32") else None
+        raise MessageError(f"its datatype is {shown(tensor.get('datatype'))}", where=where, expected=form.datatype,
+                           hint=hint)
+    shape, size = _shape(tensor.get("shape"), form, where), parameters_of(tensor, where).get("binary_data_size")
+    if size is None:
+        return _from_json(tensor.get("data"), shape, form.datatype, where), binary
+    if "data" in tensor or type(size) is not int or not 0 <= size <= len(binary):
+        raise MessageError(
+            f"'binary_data_size' is {shown(size)}", where=where,
+            expected=f"at most {len(binary)}, the bytes that there are behind the JSON, and no 'data' beside it",
+        )
+    return _from_binary(binary[:size], shape, form.datatype, where), binary[size:]
+
+
+def _shape(shape: Any, form: Form, where: str) -> tuple[int, ...]:
+    whole = isinstance(shape, list) and len(shape) <= 8 and all(type(n) is int for n in shape)
+    if not whole or tuple(shape[1:]) != form.shape or not shape or not 0 < shape[0] <= MAX_SAMPLES:
+        expected = ", ".join([f"1 to {MAX_SAMPLES}", *map(str, form.shape)])
+        raise MessageError(f"its shape is {shape if whole else 'no short list of whole numbers'}", where=where,
+                           expected=f"[{expected}]", hint=model_input.conversion(shape, form.shape) if whole else None)
+    return tuple(shape)
+
+
+def _from_json(data: Any, shape: tuple[int, ...], datatype: str, where: str) -> Any:
+    values = _flat(data, shape, where)
+    accepted: dict[str, set[type]] = {"BYTES": {str}, "FP32": {int, float}}
+    if not set(map(type, values)) <= accepted.get(datatype, {int}):
+        raise MessageError(f"its 'data' holds what is no {datatype}", where=where)
+    if datatype == "BYTES":
+        return values
+    dtype = np.dtype(NUMPY[datatype])
+    try:
+        wide = np.array(values, np.float64 if datatype == "FP32" else np.int64)
+    except OverflowError as error:
+        raise MessageError(f"its 'data' holds a number out of the range of {datatype}", where=where) from error
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = wide.astype(dtype)
+    if datatype != "FP32" and not np.array_equal(narrow, wide):
+        raise MessageError(f"its 'data' holds a number out of the range of {datatype}", where=where)
+    return _finite(narrow.reshape(shape), where)
+
+
+def _flat(data: Any, shape: tuple[int, ...], where: str) -> list[Any]:
+    """Row by row, whether nested or flat."""
+    if not isinstance(data, list):
+        raise MessageError(f"its 'data' is {shown(data)}", where=where, expected="a list")
+    rows: list[Any] = data
+    if len(shape) > 1 and data and isinstance(data[0], list):
+        rows = [data]
+        for length in shape:
+            if not all(isinstance(row, list) and len(row) == length for row in rows):
+                raise MessageError("its 'data' is nested otherwise than its shape says", where=where)
+            rows = list(chain.from_iterable(rows))
+    if len(rows) != math.prod(shape):
+        raise MessageError(f"{len(rows)} values in its 'data'", where=where, expected=str(math.prod(shape)))
+    return rows
+
+
+def _from_binary(data: memoryview, shape: tuple[int, ...], datatype: str, where: str) -> Any:
+    if datatype == "BYTES":
+        return _texts(data, shape[0], where)
+    dtype = np.dtype(NUMPY[datatype])
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise MessageError(f"{len(data)} bytes of binary data", where=where,
+                           expected=str(math.prod(shape) * dtype.itemsize))
+    return _finite(np.frombuffer(data, dtype).astype(dtype.newbyteorder("=")).reshape(shape), where)
+
+
+def _texts(data: memoryview, count: int, where: str) -> list[str]:
+    texts, end = [], 0
+    try:
+        for _ in range(count):
+            start = end + 4
+            end = start + struct.unpack_from("<I", data, end)[0]
+            texts.append(str(data[start:end], "utf-8"))
+    except (struct.error, UnicodeDecodeError) as error:
+        raise MessageError("its binary data is no texts in UTF-8, each after its length", where=where) from error
+    if end != len(data):
+        raise MessageError(f"{len(data)} bytes of binary data", where=where, expected=f"{end} for {count} texts")
+    return texts
+
+
+def _finite(values: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise MessageError("it holds a value that is not finite", where=where)
+    return values
+
+
+# Write ----------------------------------------------------------------------------------------------------------------
+
+
+def write(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any], binary: bool) -> tuple[Any, bytes]:
+    """(a response's output as JSON, the bytes that follow the JSON); ``values`` row by row."""
+    said: dict[str, Any] = {"name": name, "datatype": datatype, "shape": list(shape)}
+    if not binary:
+        return {**said, "data": list(values)}, b""
+    data = _as_binary(datatype, values)
+    return {**said, "parameters": {"binary_data_size": len(data)}}, data
+
+
+def _as_binary(datatype: str, values: Sequence[Any]) -> bytes:
+    if datatype == "BOOL":
+        return bytes(values)
+    if datatype == "BYTES":
+        texts = [text.encode() for text in values]
+        return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    return np.array(values, NUMPY[datatype]).tobytes()

@@ -1,0 +1,108 @@
+"""Personalized answers without torch: what stands behind a raw sample's probabilities on a device.
+
+Shapes: n samples, N classes, the fleet's and then the device's own; S stored samples, D embedding width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edge_agent.compute.onnx_session import Session, open_kind
+from fleet_core.base import trees
+from fleet_core.base.trees import Params
+from fleet_core.model.graph_bundle import Graph
+from fleet_core.personalization.linear_head import Head
+from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
+from fleet_core.personalization.unknown_class import Thresholds
+
+if TYPE_CHECKING:
+    from fleet_core.personalization.gaussian_process import Processes
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Familiar:
+    """What tells a sample of no class that is known here: the means of the classes, and how far from them is too far.
+    """
+
+    means: Prototypes
+    thresholds: Thresholds
+
+    def unknown(self, z_nD: Array) -> Array:
+        """bool [n]."""
+        return self.thresholds.unknown(z_nD, self.means)
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """Raw samples -> answers: an encoder with prototypes, a fitted head or Gaussian processes, a model with a head, or
+    either with neighbours (``encoder`` beside a model with a head)."""
+
+    session: Session
+    prototypes: Prototypes | None = None
+    encoder: Session | None = None
+    neighbours: Neighbours | None = None
+    fitted: Head | None = None
+    processes: Processes | None = None
+    familiar: Familiar | None = None
+
+    @classmethod
+    def proto(cls, graph: Graph, params: Params, prototypes: Prototypes, *, threads: int = 1) -> Predictor:
+        """Nearest prototype under the encoder's weights ``params``. Raises BundleError, CodecError."""
+        return cls(open_kind(graph, "embed", params, threads=threads), prototypes)
+
+    @classmethod
+    def head(cls, graph: Graph, params: Params, *, threads: int = 1) -> Predictor:
+        """The head's softmax under the weights ``params``. Raises BundleError, CodecError."""
+        return cls(open_kind(graph, "predict", params, threads=threads))
+
+    @classmethod
+    def knn(
+        cls, graph: Graph, params: Params, x: Array, y: Array, count: int, share: float | None, *, threads: int = 1
+    ) -> Predictor:
+        """The head, and the ``count`` nearest of the device's own samples x, y. Raises BundleError, CodecError."""
+        encoder = open_kind(graph, "embed", trees.only(params, ("body",)), threads=threads)
+        head = open_kind(graph, "predict", params, threads=threads)
+        return cls(head, None, encoder, Neighbours.of(encoder.run(x), y, softmax(head.run(x)), count, share))
+
+    @property
+    def embedder(self) -> Session:
+        """That gives the embeddings, where the answers are of those."""
+        return self.encoder or self.session
+
+    def answers(self, x: Array) -> tuple[Array, Array | None]:
+        """(probabilities float32 [n, N], bool [n] whether each sample is unknown) of raw samples [n, *shape]; None
+        where that is not told. Raises DataError, and StateError while there is no prototype."""
+        out = self.session.run(x)
+        return self.of_outputs(out, out if self.encoder is None else self.encoder.run(x))
+
+    def of_outputs(self, out: Array, z: Array) -> tuple[Array, Array | None]:
+        """As ``answers``, from what the session and the encoder give of the samples; one and the same without an
+        encoder beside the session."""
+        unknown = None if self.familiar is None else self.familiar.unknown(z)
+        if self.neighbours is not None:
+            alone = self.encoder is None  # without a head beside them
+            known = np.zeros((), np.float32) if alone else widened(softmax(out), self.neighbours.classes)
+            return self.neighbours.probabilities(z, known), unknown
+        if self.fitted is not None:
+            return self.fitted.probabilities(z), unknown
+        if self.processes is not None:
+            return self.processes.probabilities(z), unknown
+        return (softmax(out) if self.prototypes is None else self.prototypes.probabilities(z)), unknown
+
+    def probabilities(self, x: Array) -> Array:
+        """float32 [n, N] of raw samples [n, *shape]. Raises DataError, and StateError while there is no prototype."""
+        return self.answers(x)[0]
+
+    def labels(self, x: Array) -> Array:
+        """The most probable class of each raw sample, int64 [n]."""
+        return np.asarray(self.probabilities(x).argmax(1))
+
+
+def widened(probabilities_nK: Array, n_classes: int) -> Array:
+    """[n, N]: with zeros for the classes that a head does not have."""
+    return np.pad(probabilities_nK, ((0, 0), (0, n_classes - probabilities_nK.shape[1])))

@@ -1,0 +1,404 @@
+"""The agent: broadcast → adapt and train → update, on one device, in one visible loop.
+
+The agent verifies every manifest and goes about what it asks for: fetches graph and weights, trains and offers the
+update (``training``, ``outbox``), personalizes and judges the judged model (``serving``), says so (``reporter``) and
+answers for it. It never blocks: ``step`` handles what arrived and what is due.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+from edge_agent.compute.adapter import AdapterProcess
+from edge_agent.compute.worker import Done, Trainer
+from edge_agent.connection.blob_download import Fetcher
+from edge_agent.connection.certificate_renewal import Renewal
+from edge_agent.connection.update_upload import Uploader
+from edge_agent.device.full_disk import Disk
+from edge_agent.device.manifest_method import method_of
+from edge_agent.device.state import Home
+from edge_agent.inference.service import Service
+from edge_agent.rounds.costs import Accounts
+from edge_agent.rounds.device_payload import Given
+from edge_agent.rounds.graphs import Graphs
+from edge_agent.rounds.pending_update import Outbox
+from edge_agent.rounds.received_models import MAX_MODEL_BYTES, Models
+from edge_agent.rounds.reports import LOOK_S, Reporter
+from edge_agent.rounds.served_model_update import Serving
+from edge_agent.rounds.train_job import LocalTraining, still_asked
+from fleet_core.base.errors import FleetError, LinkError, MessageError, RevokedError, RoundError
+from fleet_core.board.device_settings import Settings
+from fleet_core.board.limits import Limits
+from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
+from fleet_core.protocol import messages, topics
+from fleet_core.protocol.messages import Answer, Down, Manifest, Presence, Question, ServerPresence
+from fleet_core.protocol.signing import Verifier
+
+
+class Agent:
+    """One device's agent over an open link; ``step`` raises RevokedError once the fleet has taken the device out, with
+    its signature. ``log`` receives what a person may want to read, one line at a time."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        home: Home,
+        link: Link,
+        service: Service,
+        accounts: Accounts,
+        trainer: Trainer | None,
+        *,
+        adapter: Trainer | None = None,
+        limits: Limits | None = None,
+        renewal: Renewal | None = None,
+        boot: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
+        log: Callable[[str], None] = lambda line: None,
+    ):
+        self.home, self.link, self.service = home, link, service
+        self.accounts, self.trainer, self.adapter = accounts, trainer, adapter or AdapterProcess()
+        self.name, self.fleet = settings.device.name, settings.device.fleet
+        self.boot = boot or secrets.token_hex(8)
+        self._clock, self._now_ms, self._log = clock, now_ms, log
+        self._verifier = Verifier(settings.device.key)
+        self._seq, self._signed_ms = home.clock()
+        self._fetcher = Fetcher(
+            self.fleet, link, clock, lambda kind, size: accounts.payload(f"{kind}_down", size),
+            device=self.name, missing=lambda kind, times: self._reporter.missing(kind, times),
+        )
+        self._uploader = Uploader(
+            self.fleet, self.name, link, clock, lambda size: accounts.payload("update_up", size),
+            unanswered=lambda number: self._reporter.unanswered(number),
+        )
+        self._limits = limits or Limits(settings.train.enabled and trainer is not None)
+        trains = settings.train.enabled and trainer is not None and self._limits.train
+        self._reporter = Reporter(
+            settings, self.boot, link, accounts, trains=trains, limits=self._limits, clock=clock, log=log
+        )
+        self._outbox = Outbox(self.name, self.boot, home, self._uploader, self._fetcher, self._reporter, log)
+        self._graphs = Graphs(home, service, self._fetcher, lambda: self._announce())
+        self._models = Models(home, service, log)
+        self._given = Given(self.name, home, service, self._fetcher)
+        self._training = LocalTraining(settings, self.boot, home, service, accounts, trainer, self._limits)
+        self._serving = Serving(
+            service, self._models, self._fetcher, accounts, self._reporter, trainer, self.adapter,
+            self._training.header, log,
+        )
+        self._disk, self._renewal = Disk(home.folder, clock), renewal
+        self._held_up: tuple[str, bytes] | None = None  # what arrived and could not be written down
+        self._gave_up: dict[str, int] = {}
+        self._server_boot = ""
+        self._looked = clock()
+        self._lost = False  # the connection, since it was there last
+        self._revoked: RevokedError | None = None
+        self.manifest: Manifest | None = None
+
+    # The loop ---------------------------------------------------------------------------------------------------------
+
+    def step(self, timeout_s: float) -> bool:
+        """Handles what arrived within ``timeout_s`` and what is due; True when anything happened."""
+        workers = [worker for worker in (self.trainer, self.adapter) if worker is not None and worker.busy]
+        events = self.link.poll(timeout_s, also=tuple(d for worker in workers for d in worker.descriptors()))
+        for event in events:
+            match event:
+                case Connected():
+                    self._on_connected()
+                case Disconnected(reason):
+                    self._lost = True
+                    self._log(f"broker: {reason}")
+                case Denied(topic, reason):
+                    self._log(f"broker: {topic} denied: {reason}")
+                case Message(topic, payload):
+                    self._guarded(topic, payload)
+        results = [done for worker in workers if (done := worker.poll()) is not None]
+        for done in results:
+            self._on_done(done)
+        self._tick()
+        if self._revoked is not None:
+            raise self._revoked
+        return bool(events or results)
+
+    def close(self) -> None:
+        """Leaves in order: no child processes, presence off, disconnect."""
+        for worker in (self.trainer, self.adapter):
+            if worker is not None:
+                worker.stop()
+        self._reporter.leave()
+        self.link.close()
+
+    def _guarded(self, topic: str, payload: bytes) -> None:
+        """One message; what is wrong with it is said and the message dropped, the loop goes on."""
+        try:
+            self._on_message(topic, payload)
+        except FleetError as error:
+            self._log(f"refused {topic}: {error}")
+            if self._disk.note(error):
+                self._held_up = topic, payload
+
+    def _tick(self) -> None:
+        if self._disk.is_back():
+            self._try_again()
+        self._fetcher.tick()
+        self._uploader.tick()
+        self._reporter.tick()
+        if self._renewal is not None and self._reporter.known:
+            self._renewal.tick(max(self._now_ms(), self._signed_ms) / 1000)
+        if self._reporter.unheard and self._server_boot and self.link.connected:
+            self._announce(again=True)
+        if self._clock() - self._looked > LOOK_S:
+            self._follow()
+            self._advance()  # what was asked for and never answered is asked for again
+
+    def _follow(self) -> None:
+        """What another process personalized here answers from now on."""
+        try:
+            self.service.follow()
+        except FleetError as error:
+            self._log(f"what another process put on the disk is not taken up: {error}")
+
+    def _try_again(self) -> None:
+        """The disk takes writes again: what it refused is done now."""
+        self._log("the disk can be written again")
+        self._gave_up.clear()
+        self._training.forget()
+        held_up, self._held_up = self._held_up, None
+        if held_up is not None:
+            self._guarded(*held_up)
+        self._advance()
+
+    # What arrives -----------------------------------------------------------------------------------------------------
+
+    def _on_connected(self) -> None:
+        if self._lost:
+            self._lost = False
+            self._log("broker: connected")
+        self.link.subscribe(
+            topics.current(self.fleet),
+            topics.server(self.fleet),
+            topics.down(self.fleet, self.name),
+            topics.question(self.fleet, self.name, "+"),
+        )
+        self._announce()
+        self._gave_up.clear()
+        self._reporter.reconnected()
+        self._advance()
+
+    def _on_message(self, topic: str, payload: bytes) -> None:
+        address = topics.parse(self.fleet, topic)
+        if address is None:
+            return
+        if address.kind == "cur":
+            self._on_manifest(payload)
+        elif address.kind == "srv":
+            self._on_server(messages.decode(ServerPresence, payload))
+        elif address.kind == "b":
+            self._on_chunk(address.key, topics.number(address.part), payload)
+        elif address.kind == "dn" and address.device == self.name:
+            self._on_down(payload)
+        elif address.kind == "q" and address.device == self.name:
+            self._on_question(address.key, payload)
+
+    def _on_manifest(self, payload: bytes) -> None:
+        manifest = messages.decode(Manifest, self._verifier.verify(payload), limit=1 << 24)
+        if manifest.fleet != self.fleet:
+            raise MessageError(f"a round of fleet '{manifest.fleet[:64]}'", expected=f"fleet '{self.fleet}'")
+        if manifest.v != messages.PROTOCOL:
+            raise MessageError(f"protocol {manifest.v}", expected=str(messages.PROTOCOL), hint="update this agent")
+        if self.manifest is not None and manifest.seq == self.manifest.seq:
+            return  # replayed by the broker after a reconnect
+        if manifest.seq < self._seq:
+            raise MessageError(f"a round with the old sequence number {manifest.seq}", expected=f"above {self._seq}")
+        if manifest.exp < max(self._now_ms(), self._signed_ms):
+            raise MessageError("a round that has expired")
+        before = self.manifest
+        if before is not None and (manifest.round, not manifest.open) < (before.round, not before.open):
+            self._training.forget()  # the rounds went back
+        self.home.set_clock(manifest.seq, max(self._signed_ms, manifest.seq))
+        self._seq, self._signed_ms = manifest.seq, max(self._signed_ms, manifest.seq)
+        self.manifest, self._reporter.round = manifest, manifest.round
+        self._fetcher.keep({blob.id for blob in manifest.blobs()} | self._given.named(manifest))
+        self._advance()
+
+    def _on_server(self, presence: ServerPresence) -> None:
+        """An aggregator that began anew may have died with what this device said last in its hands."""
+        if presence.st != "on" or presence.boot == self._server_boot:
+            return
+        first, self._server_boot = not self._server_boot, presence.boot
+        self._reporter.forgotten()
+        if not first and not self._serving.tell_again():
+            self._reporter.report()
+
+    def _on_chunk(self, blob_id: str, k: int | None, payload: bytes) -> None:
+        data = None if k is None else self._fetcher.put(blob_id, k, payload)
+        manifest = self.manifest
+        if data is None or manifest is None:
+            return
+        counted = next((r for r in manifest.counted if r.blob is not None and r.blob.id == blob_id), None)
+        if manifest.graph is not None and blob_id == manifest.graph.id:
+            self._attempt("graph", lambda: self._graphs.take(manifest, blob_id, data))
+        elif counted is not None:
+            self._outbox.settle(counted.round, data.decode("ascii", "replace").split())
+        elif manifest.open and blob_id in (blob.id for blob in manifest.model.blobs()):
+            self._attempt("model", lambda: self._models.take_training(manifest, blob_id, data))
+        elif manifest.open and self._given.is_of(manifest, blob_id):
+            self._attempt("model", lambda: self._given.take(manifest, blob_id, data))
+        elif manifest.serve is not None and blob_id in (blob.id for blob in manifest.serve.blobs()):
+            ref = manifest.serve
+            self._attempt("serve", lambda: self._models.take_judged(manifest, ref, blob_id, data))
+        self._advance()
+
+    def _on_down(self, payload: bytes) -> None:
+        if payload.startswith(b"ed25519:"):
+            attested = messages.decode(Down, self._verifier.verify(payload))
+            if attested.t == "revoked":
+                return self._on_revoked(attested)
+            if attested.t == "renewed" and self._renewal is not None:
+                return self._renewal.on_answer(attested)
+            self._outbox.on_fate(attested)
+            return self._advance()
+        down = messages.decode(Down, payload)
+        if down.t == "heard":
+            return self._reporter.heard(down.boot)
+        self._outbox.on_word(down)
+
+    def _on_revoked(self, down: Down) -> None:
+        """Only for this life of this device, and by a word as new as the newest round: no older one ends the life that
+        begins when the device is let in again."""
+        if (down.device, down.boot) != (self.name, self.boot) or (down.seq or 0) < self._seq:
+            raise MessageError("a revocation of another device, of another life of it, or of before the last round")
+        on = "" if down.at is None else time.strftime(" on %Y-%m-%d", time.gmtime(down.at))
+        self._revoked = RevokedError(
+            f"this device was revoked by the fleet {self.fleet}{on}",
+            hint=f"'metafleet devices enroll' with the name {self.name} lets it in again; then start the agent again",
+        )
+
+    def _on_question(self, question_id: str, payload: bytes) -> None:
+        try:
+            answer = self.service.answer(messages.decode(Question, payload))
+        except FleetError as error:
+            answer = Answer(error=str(error)[:1000])
+        self._reporter.answer(question_id, answer)
+
+    def _on_done(self, done: Done) -> None:
+        """A job of the trainer or the adapter ended, well or not."""
+        if done.kind == "train":
+            self._on_trained(done)
+        else:
+            self.accounts.end("adapt")
+            self.adapter.stop()
+            self._attempt("serve", lambda: self._serving.adapted(done))
+        self._advance()
+
+    def _on_trained(self, done: Done) -> None:
+        manifest, begun = self.manifest, self._training.ended(done)
+        if begun is None or manifest is None:
+            return
+        if not still_asked(begun, manifest):
+            self._reporter.enter("idle")  # the round closed without this device
+        elif done.error:
+            if done.header.get("disk"):
+                self._disk.refuse()
+            return self._give_up("train", manifest, RoundError(done.error))
+        if not done.error:
+            self._attempt("train", lambda: self._outbox.take(
+                begun, manifest, lambda size: self.accounts.cost(size, done.header)
+            ))
+
+    # What the current round asks for ----------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """The next thing that the current manifest asks for and that can be done now; called whenever one is done."""
+        self._looked = self._clock()
+        manifest = self.manifest
+        if manifest is None or not self.link.connected:
+            return
+        if not self._knows(manifest) or not self._has_graph(manifest):
+            return
+        self._attempt("state", lambda: self._outbox.resolve(manifest))
+        gave_up = self._gave_up.get("model") == manifest.seq
+        able = self._outbox.pending is None and not gave_up and not self._disk.refuses
+        if able and self._training.wanted(manifest):
+            self._attempt("train", lambda: self._take_part(manifest))
+        ref = manifest.serve
+        if ref is not None and not (method_of(manifest).keeps_weights and self._outbox.undecided(ref.round)):
+            self._attempt("serve", lambda: self._serving.want(manifest, ref))
+        self._rest(manifest)
+
+    def _attempt(self, what: str, action: Callable[[], object]) -> None:
+        """Does it, or says why not, here and to the aggregator; what failed waits for a newer manifest."""
+        manifest = self.manifest
+        if manifest is None or self._gave_up.get(what) == manifest.seq:
+            return
+        try:
+            action()
+        except LinkError as error:
+            self._log(f"{what}: {error}")
+        except FleetError as error:
+            self._give_up(what, manifest, error)
+
+    def _give_up(self, what: str, manifest: Manifest, error: FleetError) -> None:
+        self._gave_up[what] = manifest.seq
+        self._disk.note(error)
+        self._log(f"{what}: {error}")
+        if what in ("train", "model"):
+            self._training.forget()
+            self._reporter.enter("failed")
+        about = {"judged_round": manifest.serve.round} if what == "serve" and manifest.serve is not None else {}
+        self._reporter.report(failed=f"{what}: {error}"[:500], **about)
+
+    def _knows(self, manifest: Manifest) -> bool:
+        """Whether this agent has the round's method."""
+        try:
+            method_of(manifest)
+        except MessageError:
+            self._attempt("method", lambda: method_of(manifest))
+            return False
+        return True
+
+    def _has_graph(self, manifest: Manifest) -> bool:
+        blob = manifest.graph
+        if blob is not None and self.service.graph_id != blob.id:
+            self._attempt("graph", lambda: self._graphs.want(manifest, blob))
+        return self.service.graph is not None and (blob is None or self.service.graph_id == blob.id)
+
+    def _take_part(self, manifest: Manifest) -> None:
+        if self._models.base == manifest.model.model:
+            if self._given.is_here(manifest):
+                self._reporter.enter("train")
+                self._training.begin(manifest, "" if self._given.blob is None else self._given.blob.id)
+            return
+        blob = self._models.blob_for(manifest.model)
+        if blob is not None:
+            self._fetcher.start(blob, MAX_MODEL_BYTES, "model")
+        else:
+            self._reporter.ask("full", manifest.model.model, want="full")
+
+    def _rest(self, manifest: Manifest) -> None:
+        """Between rounds that nobody collects the trainer's memory is free for others."""
+        served = manifest.serve is None or self.service.answers_with(manifest.serve, method_of(manifest))
+        if self.trainer is not None and not manifest.open and served and not self.trainer.busy:
+            self.trainer.stop()
+
+    # What is told -----------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """What this device does: idle, train, upload, refused or failed."""
+        return self._reporter.phase
+
+    def _announce(self, *, again: bool = False) -> None:
+        graph = self.service.graph
+        self._reporter.announce(
+            layouts=() if graph is None else (graph.layout.hash,),
+            base=self._models.base,
+            again=again,
+        )
+
+
+def will(settings: Settings, boot: str) -> tuple[str, bytes]:
+    """Topic and payload of the device's last will."""
+    topic = topics.presence(settings.device.fleet, settings.device.name)
+    return topic, messages.encode(Presence(st="off", boot=boot))

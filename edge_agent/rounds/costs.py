@@ -1,0 +1,75 @@
+"""What the agent's work costs: payload bytes by kind, floating-point operations, joules by phase, since its start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from fleet_core.link import byte_counters
+from fleet_core.power.background_sampling import ticking
+from fleet_core.power.joules_by_phase import EnergyBook, Work
+from fleet_core.power.meter import Figure, Meter
+from fleet_core.protocol import messages
+from fleet_core.protocol.messages import Cost, Energy
+
+
+class Accounts:
+    """The books of one life of the agent. Without a meter energy is absent, never 0."""
+
+    def __init__(self, meter: Meter | None = None):
+        self._book = EnergyBook(meter)
+        self._open: dict[str, tuple[ExitStack, Work]] = {}
+        self._payload: dict[str, int] = {}
+        self._before: dict[str, float] = {}
+        self._last: dict[str, Figure] = {}
+        self.flops: float | None = None
+
+    @contextmanager
+    def metering(self) -> Iterator[None]:
+        """While it lasts, the meter is read every second."""
+        with ticking(self._book.settle) if self._book.metered else nullcontext():
+            yield
+
+    def payload(self, kind: str, count: int) -> None:
+        """``count`` bytes of a payload (``model_down``, ``update_up``, …) went over the radio."""
+        self._payload[kind] = self._payload.get(kind, 0) + count
+        self._book.sent(count)
+
+    def begin(self, phase: str) -> None:
+        """``train``, ``adapt`` or ``serve`` begins; it may last over many steps of the loop."""
+        stack = ExitStack()
+        self._open[phase] = (stack, stack.enter_context(self._book.phase(phase)))
+        known = self._book.figures().get(phase)
+        self._before[phase] = 0.0 if known is None else known.joules
+
+    def end(self, phase: str, flops: float | None = None) -> None:
+        stack, work = self._open.pop(phase)
+        if flops is not None:
+            work.flops = flops
+            self.flops = (self.flops or 0.0) + flops
+        stack.close()
+        figure = self._book.figures().get(phase)
+        if figure is not None:
+            self._last[phase] = replace(figure, joules=figure.joules - self._before[phase])
+
+    def energy(self) -> tuple[Energy, ...]:
+        self._book.settle()
+        return tuple(
+            Energy(phase, figure.joules, figure.source[:200], figure.measured)
+            for phase, figure in self._book.figures().items()
+        )
+
+    def traffic(self, link: byte_counters.Traffic) -> messages.Traffic:
+        return messages.Traffic(
+            link.mqtt_sent, link.mqtt_received, link.wire_sent, link.wire_received, dict(self._payload)
+        )
+
+    def cost(self, payload_bytes: int, job: Mapping[str, Any]) -> Cost:
+        """Of one update: its bytes, what the trainer said of the job, and the joules of the training before it."""
+        flops, joules = job.get("flops"), self._last.get("train")
+        return Cost(
+            payload_bytes, float(job.get("cpu_s", 0.0)), None if flops is None else float(flops),
+            None if joules is None else joules.plain(),
+        )

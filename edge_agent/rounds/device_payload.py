@@ -1,0 +1,65 @@
+"""What this device alone receives to train on: its line of the round's list, then the blob that it names.
+
+The list is a blob whose id the signed manifest has, and it has the ids of the devices' blobs: a device takes what the
+aggregator made for it, and nothing else.
+"""
+
+from __future__ import annotations
+
+from edge_agent.connection.blob_download import Fetcher
+from edge_agent.device.manifest_method import method_of, wire
+from edge_agent.device.state import Home, Weights
+from edge_agent.inference.service import Service
+from edge_agent.rounds.received_models import MAX_MODEL_BYTES
+from fleet_core.base.errors import MessageError
+from fleet_core.model import codecs
+from fleet_core.protocol import messages
+from fleet_core.protocol.messages import Blob, Manifest
+from fleet_core.protocol.messages import Given as Listed
+
+NAME = "given"
+MAX_LIST_BYTES = 1 << 26
+
+
+class Given:
+    """``blob``: of this device's own weights, once the round's list came."""
+
+    def __init__(self, device: str, home: Home, service: Service, fetcher: Fetcher):
+        self._device, self._home, self._service, self._fetcher = device, home, service, fetcher
+        self._listed = ""
+        self.blob: Blob | None = None
+
+    def is_here(self, manifest: Manifest) -> bool:
+        """Whether nothing of it is missing; it is fetched otherwise. Raises MessageError for a list without this
+        device, or a blob that is too large."""
+        if manifest.given is None:
+            return True
+        if self._listed != manifest.given.id:
+            self._fetcher.start(manifest.given, MAX_LIST_BYTES, "model")
+            return False
+        if self.blob is None:
+            raise MessageError("the round has no weights for this device", where=f"round {manifest.round}")
+        if self._home.held(NAME) != self.blob.id:
+            self._fetcher.start(self.blob, MAX_MODEL_BYTES, "model")
+            return False
+        return True
+
+    def named(self, manifest: Manifest) -> set[str]:
+        """The ids of blobs that are fetched beside those that the manifest names."""
+        listed = manifest.given is not None and manifest.given.id == self._listed
+        return {self.blob.id} if listed and self.blob is not None else set()
+
+    def is_of(self, manifest: Manifest, blob_id: str) -> bool:
+        """Whether the blob is the round's list, or this device's own in it."""
+        return manifest.given is not None and blob_id in {manifest.given.id, *self.named(manifest)}
+
+    def take(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
+        """Raises MessageError for a list that is none, CodecError for weights of another form."""
+        if manifest.given is not None and blob_id == manifest.given.id:
+            listed = messages.decode(Listed, data, limit=MAX_LIST_BYTES)
+            self.blob = listed.of(self._device)
+            self._listed = blob_id
+            return
+        method = method_of(manifest)
+        params = codecs.decode("fp32", data, wire(self._service.layout, method), method.given)
+        self._home.save_weights(NAME, Weights(blob_id, manifest.round, params), durable=False)

@@ -1,0 +1,85 @@
+"""The models that a manifest names, as this device has them: the weights held, and new ones from a blob."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from edge_agent.device.manifest_method import method_of, wire
+from edge_agent.device.state import Home, Weights
+from edge_agent.inference.service import Service
+from fleet_core.base.errors import CodecError
+from fleet_core.model import codecs
+from fleet_core.protocol.messages import Blob, Manifest, ModelRef
+
+MAX_MODEL_BYTES = 1 << 30
+
+
+class Models:
+    """``base``: id of the training model on disk, empty before one came. ``judged``: weights to serve next, or None."""
+
+    def __init__(self, home: Home, service: Service, log: Callable[[str], None]):
+        self._home, self._service, self._log = home, service, log
+        self.base = self._sound_base()
+        self.judged: Weights | None = None
+
+    def _sound_base(self) -> str:
+        """A power cut may have torn the training model, which can be had again."""
+        weights = self._home.weights("model")
+        if weights is not None and codecs.identity(weights.params) == weights.model:
+            return weights.model
+        self._home.drop_weights("model")
+        return ""
+
+    def weights(self, model: str) -> Weights | None:
+        """Those weights, if they are here."""
+        if self.judged is not None and self.judged.model == model:
+            return self.judged
+        slot = self._service.slots.slot_of(model)
+        if slot:
+            return self._service.slots.weights(slot)
+        return self._home.weights("model") if self._home.held("model") == model else None
+
+    def blob_for(self, ref: ModelRef) -> Blob | None:
+        """The blob that gives this device the model: a delta where it holds the base, else the whole, else none."""
+        return ref.blob if ref.base in (None, self.base) else ref.full
+
+    def take_training(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
+        """Raises CodecError for a blob that is not the announced model; a delta that does not fit is let go of."""
+        ref = manifest.model
+        try:
+            params = self._decode(manifest, method_of(manifest).down, ref, blob_id, data)
+        except CodecError:
+            if not self._as_delta(ref, blob_id):
+                raise
+            self._log("the delta does not fit what is held here: the whole model is needed")
+            self.base = ""
+            return
+        self._home.save_weights("model", Weights(ref.model, ref.round, params), durable=False)
+        self.base = ref.model
+
+    def take_judged(self, manifest: Manifest, ref: ModelRef, blob_id: str, data: bytes) -> None:
+        """Raises CodecError for a blob that is not the announced model."""
+        self.judged = Weights(
+            ref.model, ref.round, self._decode(manifest, method_of(manifest).shared, ref, blob_id, data)
+        )
+
+    def _decode(
+        self, manifest: Manifest, groups: tuple[str, ...], ref: ModelRef, blob_id: str, data: bytes
+    ) -> dict[str, dict[str, Any]]:
+        layout = wire(self._service.layout, method_of(manifest))
+        params = codecs.decode(ref.codec if blob_id == ref.blob.id else "fp32", data, layout, groups)
+        if self._as_delta(ref, blob_id):
+            held = self._home.weights("model")
+            if held is None:
+                raise CodecError("the base of the delta is not here", where=f"round {ref.round}")
+            params = codecs.moved(held.params, params)
+        if codecs.identity(params) != ref.model:
+            raise CodecError("the decoded model is not the one that was announced", where=f"round {ref.round}")
+        return params
+
+    def _as_delta(self, ref: ModelRef, blob_id: str) -> bool:
+        """Whether the blob moves the weights held here. A delta from zeros is byte for byte the whole model too."""
+        if ref.base is None or blob_id != ref.blob.id:
+            return False
+        return ref.full is None or blob_id != ref.full.id or self.base == ref.base

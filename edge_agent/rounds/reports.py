@@ -1,0 +1,173 @@
+"""What the agent tells the aggregator: presence, heartbeat and phase, reports, answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from edge_agent.connection.blob_download import MISSING
+from edge_agent.connection.update_upload import UNANSWERED
+from edge_agent.device.version import running
+from edge_agent.rounds.costs import Accounts
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base.backoff import Patience
+from fleet_core.base.errors import LinkError
+from fleet_core.board.device_settings import Settings
+from fleet_core.board.limits import Limits
+from fleet_core.link.interface import Link
+from fleet_core.model import codecs
+from fleet_core.protocol import messages, topics
+from fleet_core.protocol.messages import Answer, Presence, Report
+
+HEARTBEAT_S = 2.0
+LOOK_S = 5.0
+UNHEARD_S, LONGEST_UNHEARD_S = 4.0, 300.0
+WORKING = ("train", "upload")
+
+
+class Reporter:
+    """One device's side of the conversation, over an open link.
+
+    trains: whether this device can take part in training; limits: of its board. ``round`` is that of the current
+    manifest, None before one came: until then there is nothing to report on.
+    """
+
+    def __init__(
+        self, settings: Settings, boot: str, link: Link, accounts: Accounts, *, trains: bool, limits: Limits,
+        clock: Callable[[], float], log: Callable[[str], None],
+    ):
+        self._settings, self._boot, self._link, self._accounts = settings, boot, link, accounts
+        self._trains, self._limits, self._clock, self._log = trains, limits, clock, log
+        self._fleet, self._name = settings.device.fleet, settings.device.name
+        self._asked: dict[str, tuple[str, float]] = {}
+        self._last_heartbeat = clock()
+        self._patience = Patience(self._name, clock, UNHEARD_S, LONGEST_UNHEARD_S)
+        self._heard = False
+        self.round: int | None = None
+        self.phase = "idle"
+
+    # Reports ----------------------------------------------------------------------------------------------------------
+
+    def report(self, **more: Any) -> None:
+        """Costs since the start, and what else there is to say."""
+        if self.round is None:
+            return
+        report = Report(
+            round=self.round,
+            boot=self._boot,
+            energy=self._accounts.energy(),
+            traffic=self._accounts.traffic(self._link.counters.snapshot()),
+            flops=self._accounts.flops,
+            new=not self._settings.train.enabled,
+            **more,
+        )
+        self._send(topics.report(self._fleet, self._name), messages.encode(report))
+
+    def ask(self, what: str, about: str, **more: Any) -> None:
+        """A report that waits for an answer; repeated while none comes."""
+        asked, when = self._asked.get(what, ("", 0.0))
+        if asked != about or self._clock() - when >= LOOK_S:
+            self._asked[what] = (about, self._clock())
+            self.report(**more)
+
+    def reconnected(self) -> None:
+        """What was asked of the last connection is asked again."""
+        self._asked.clear()
+
+    def missing(self, kind: str, times: int) -> None:
+        """Nothing came of a blob that should lie at the broker: the aggregator can publish it again."""
+        if times == MISSING:
+            self._log(f"{kind}: nothing comes from the broker: it has lost what it retained, or its access control "
+                      f"denies this device {topics.blobs(self._fleet)}")
+        self.report(want="chunks")
+
+    def unanswered(self, round_number: int) -> None:
+        """A broker does not say that it drops a publish: MQTT 3.1.1 never, others not at QoS 0."""
+        self._log(f"round {round_number}: no answer to {UNANSWERED} offers: the aggregator is away, or the broker "
+                  "drops what this device publishes (its access control, its message size limit)")
+
+    def answer(self, question_id: str, answer: Answer) -> None:
+        self._send(topics.answer(self._fleet, self._name, question_id), messages.encode(answer))
+
+    # Presence ---------------------------------------------------------------------------------------------------------
+
+    def announce(self, *, layouts: tuple[str, ...], base: str, again: bool = False) -> None:
+        """The whole presence, retained; ``unheard`` until the aggregator acknowledges it. layouts: hashes of the graphs
+        here. base: model id that this device holds."""
+        if again:
+            self._patience.again()
+        else:
+            self.forgotten()
+        self._last_heartbeat = self._clock()
+        presence = Presence(
+            st="on",
+            boot=self._boot,
+            ph=self.phase,
+            ver=running(),
+            methods={name: method.version for name, method in METHODS.items()},
+            codecs=tuple(codecs.CODECS),
+            layouts=layouts,
+            ram=_ram_mib(),
+            train=self._trains,
+            cannot=self._limits.why[:200],
+            most=self._limits.max_parameters or 0,
+            base=base,
+        )
+        self._send(topics.presence(self._fleet, self._name), messages.encode(presence), retain=True)
+
+    @property
+    def unheard(self) -> bool:
+        """Whether the presence should be said again: a broker drops it when many devices come at once."""
+        return not self._heard and self._patience.over
+
+    @property
+    def known(self) -> bool:
+        """Whether an aggregator is there and has heard of this life."""
+        return self._heard
+
+    def forgotten(self) -> None:
+        """Another aggregator is there: it should hear of this device soon, from the broker or from here."""
+        self._heard = False
+        self._patience.answered()
+
+    def heard(self, boot: str) -> None:
+        """The aggregator knows of this life, if ``boot`` names it."""
+        self._heard = self._heard or boot == self._boot
+
+    def leave(self) -> None:
+        off = messages.encode(Presence(st="off", boot=self._boot, ver=running()))
+        self._send(topics.presence(self._fleet, self._name), off, retain=True)
+
+    def enter(self, phase: str) -> None:
+        """What this device does from now on."""
+        if phase != self.phase:
+            self.phase = phase
+            self._beat()
+
+    def tick(self) -> None:
+        """A heartbeat every two seconds while at work."""
+        if self.phase in WORKING and self._clock() - self._last_heartbeat > HEARTBEAT_S:
+            self._beat()
+
+    def _beat(self) -> None:
+        """Still here, and at what; not retained."""
+        self._last_heartbeat = self._clock()
+        beat = Presence(st="on", boot=self._boot, ph=self.phase, ver=running(), beat=True)
+        self._send(topics.presence(self._fleet, self._name), messages.encode(beat))
+
+    def _send(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
+        """What is lost when the link is down or full: the protocol says it again."""
+        if self._link.connected:
+            try:
+                self._link.publish(topic, payload, retain=retain)
+            except LinkError as error:
+                self._log(f"not sent: {error}")
+
+
+def _ram_mib() -> int:
+    """Memory of the machine in MiB; 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    except (ValueError, OSError):
+        return 0

@@ -1,0 +1,89 @@
+"""Training on this device as the agent sees it: a job for the trainer, which leaves the update on the disk.
+
+Only plain values pass between the two processes: the trainer reads weights and state from the device's folder, and
+writes the update and the state that follows from it there (``update``). The agent never holds them in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edge_agent.compute.worker import Done, Job, Trainer
+from edge_agent.device.state import Home, state_key
+from edge_agent.inference.service import Service
+from edge_agent.rounds.costs import Accounts
+from fleet_core.base import schema
+from fleet_core.board.device_settings import Settings
+from fleet_core.board.limits import Limits
+from fleet_core.model.layout import MODEL_GROUPS
+from fleet_core.protocol import cohort
+from fleet_core.protocol.messages import Manifest
+
+
+class LocalTraining:
+    """One round's training at a time. Without a trainer, or beyond the board's limits, this device takes part in none.
+    """
+
+    def __init__(
+        self, settings: Settings, life: str, home: Home, service: Service, accounts: Accounts, trainer: Trainer | None,
+        limits: Limits,
+    ):
+        self._settings, self._life, self._home, self._service = settings, life, home, service
+        self._accounts, self._trainer, self._limits = accounts, trainer, limits
+        self._name = settings.device.name
+        self._seen: tuple[int, str, str] | None = None
+        self._begun: Manifest | None = None
+
+    def wanted(self, manifest: Manifest) -> bool:
+        """Whether this device trains in the open round and has not yet begun."""
+        return (
+            manifest.open
+            and self._settings.train.enabled
+            and self._trainer is not None
+            and not self._trainer.busy
+            and self._seen != identity(manifest)
+            and cohort.includes(manifest.cohort, manifest.round, self._name)
+            and not self._limits.refuses(self._service.layout.parameters(MODEL_GROUPS))
+        )
+
+    def forget(self) -> None:
+        """The same round may be begun again."""
+        self._seen = None
+
+    def begin(self, manifest: Manifest, given: str = "") -> None:
+        """The training model is on the disk, and the weights ``given`` to this device alone, where there are any."""
+        if self._trainer is None:
+            return
+        self._seen, self._begun = identity(manifest), manifest
+        self._accounts.begin("train")
+        self._trainer.submit(Job("train", {**self.header(manifest), "given": given}))
+
+    def header(self, manifest: Manifest) -> dict[str, Any]:
+        """What every job of the trainer is told: the round, the layout, and where weights, state and samples are."""
+        data = self._settings.data
+        return {
+            "life": self._life,
+            "manifest": schema.plain(manifest),
+            "layout": self._service.layout.to_json(),
+            "device": self._name,
+            "home": str(self._home.folder),
+            "samples": data.samples,
+            "max_batch": self._limits.max_batch,
+            "split": schema.plain(data),
+        }
+
+    def ended(self, done: Done) -> Manifest | None:
+        """Books the job; the manifest that it was begun for."""
+        self._accounts.end("train", done.header.get("flops"))
+        begun, self._begun = self._begun, None
+        return begun
+
+
+def identity(manifest: Manifest) -> tuple[int, str, str]:
+    """What makes a round the same one: number, key of the training state, weights to train from."""
+    return manifest.round, state_key(manifest), manifest.model.model
+
+
+def still_asked(begun: Manifest, manifest: Manifest | None) -> bool:
+    """Whether ``manifest``, the current one, asks for what was ``begun``."""
+    return manifest is not None and manifest.open and identity(manifest) == identity(begun)

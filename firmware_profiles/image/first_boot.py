@@ -1,0 +1,184 @@
+"""The files by which a fresh system makes the device of itself at its first start, without a screen.
+
+``cloud-init`` (Raspberry Pi OS from Trixie on, Ubuntu): user-data, network-config and meta-data on the first partition,
+NoCloud. ``firstrun`` (Raspberry Pi OS Bookworm): firstrun.sh, named in cmdline.txt. Both set the host's name, the user
+that may log in and the Wi-Fi, and leave a service that installs the package from the first partition, at every start
+until it has; it erases the token and the Wi-Fi key there.
+
+For WPA2 the Wi-Fi password itself is never written, only the key that is derived from it; WPA3 needs the password.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from firmware_profiles.image import yaml
+from firmware_profiles.package.board_needs import Machine
+from firmware_profiles.package.device_file import DeviceFile, Wifi
+from firmware_profiles.package.device_package import File
+from fleet_core.base.errors import FlashError
+
+JOB = "/usr/local/sbin/metafleet-first-boot"
+SERVICE = "metafleet-first-boot.service"
+HERE = Path(__file__).parent
+MAX_CMDLINE_BYTES = 4096
+GROUPS = ("adm", "dialout", "audio", "video", "plugdev", "netdev", "gpio", "i2c", "spi", "sudo")
+MEMORY_CGROUP = "cgroup_enable=memory"
+"""Raspberry Pi kernels leave the memory controller off, and a unit's MemoryMax then limits nothing."""
+OURS = ("systemd.run", "systemd.unit=kernel-command-line.target", "cfg80211.ieee80211_regdom=")
+FIRSTRUN = "systemd.run=/boot/firmware/firstrun.sh systemd.run_success_action=reboot " \
+           "systemd.unit=kernel-command-line.target"
+
+UNIT = f"""[Unit]
+Description=Metafleet, installs what was flashed
+After=local-fs.target
+RequiresMountsFor=/boot
+
+[Service]
+Type=oneshot
+ExecStart={JOB}
+TimeoutStartSec=1800
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def files(machine: Machine, device: DeviceFile, *, serial: str, instance: str, cmdline: str | None) -> tuple[File, ...]:
+    """What goes onto the first partition, beside the package.
+
+    serial: of the partition's file system. instance: another one makes cloud-init begin anew. cmdline: what is in
+    cmdline.txt now, or None. Raises FlashError for a system without a first boot, and for a cmdline.txt that is none.
+    """
+    made = [File("cmdline.txt", _cmdline(machine, device, cmdline).encode())] if cmdline is not None else []
+    if machine.first_boot == "cloud-init":
+        return (*_cloud_init(device, serial, instance), *made)
+    if machine.first_boot == "firstrun":
+        if cmdline is None:
+            raise FlashError("there is no cmdline.txt on the first partition, which names firstrun.sh",
+                             expected=machine.os or "Raspberry Pi OS")
+        return (File("firstrun.sh", _firstrun(device, serial).encode(), 0o755, device.wifi is not None), *made)
+    raise FlashError(f"{machine.os or machine.board} takes no first boot from a card", hint="--to ssh://USER@HOST")
+
+
+def _cmdline(machine: Machine, device: DeviceFile, before: str) -> str:
+    """The kernel's line with what is missing in it; the same when it was done before."""
+    line = before.strip()
+    if not line or "\n" in line or len(before) > MAX_CMDLINE_BYTES:
+        raise FlashError("cmdline.txt is not one line", hint="fetch the image again")
+    words = [word for word in line.split(" ") if word and not word.startswith(OURS)]
+    if machine.is_raspberry_pi and MEMORY_CGROUP not in words:
+        words.append(MEMORY_CGROUP)
+    if device.wifi is not None:
+        words.append(f"cfg80211.ieee80211_regdom={device.wifi.country}")
+    if machine.first_boot == "firstrun":
+        words += FIRSTRUN.split(" ")  # at the end: firstrun.sh cuts the line here
+    return " ".join(words) + "\n"
+
+
+def _job(serial: str) -> str:
+    if not re.fullmatch(r"[0-9A-F]{4}-[0-9A-F]{4}", serial):
+        raise FlashError(f"'{serial}' is no serial number of a FAT file system")
+    return (HERE / "first_boot.sh").read_text(encoding="utf-8").replace("@SERIAL@", serial)
+
+
+# cloud-init -----------------------------------------------------------------------------------------------------------
+
+
+def _cloud_init(device: DeviceFile, serial: str, instance: str) -> list[File]:
+    user_data = "#cloud-config\n" + yaml.text(_user_data(device, serial))
+    meta_data = yaml.text({"instance-id": instance, "local-hostname": device.host, "dsmode": "local"})
+    made = [File("user-data", user_data.encode()), File("meta-data", meta_data.encode())]
+    if device.wifi is not None:
+        made.append(File("network-config", yaml.text(_network(device.wifi)).encode(), secret=True))
+    return made
+
+
+def _user_data(device: DeviceFile, serial: str) -> dict[str, Any]:
+    """https://docs.cloud-init.io, modules set_hostname, users_groups, write_files, runcmd."""
+    made: dict[str, Any] = {"hostname": device.host, "manage_etc_hosts": True, "ssh_pwauth": False}
+    commands = ["systemctl daemon-reload", f"systemctl enable {SERVICE}", f"systemctl start --no-block {SERVICE}"]
+    if device.ssh is not None:
+        made["users"] = [{
+            "name": device.ssh.user, "shell": "/bin/bash", "lock_passwd": True, "groups": ", ".join(GROUPS),
+            "sudo": "ALL=(ALL) NOPASSWD:ALL", "ssh_authorized_keys": list(device.ssh.authorized_keys),
+        }]
+        commands.append("systemctl enable --now ssh || true")
+    if device.wifi is not None:
+        commands.insert(0, "rfkill unblock wifi || true")
+    made["write_files"] = [
+        {"path": JOB, "permissions": "0755", "content": _job(serial)},
+        {"path": f"/etc/systemd/system/{SERVICE}", "permissions": "0644", "content": UNIT},
+    ]
+    made["runcmd"] = [["sh", "-c", command] for command in commands]
+    return made
+
+
+def _network(wifi: Wifi) -> dict[str, Any]:
+    """https://docs.cloud-init.io, network configuration version 2; the cable works as well."""
+    point: dict[str, Any] = {"password": wifi.key}
+    if wifi.security == "wpa3":
+        point = {"auth": {"key-management": "sae", "password": wifi.key}}
+    if wifi.hidden:
+        point["hidden"] = True
+    return {
+        "version": 2,
+        "ethernets": {"eth0": {"dhcp4": True, "dhcp6": True, "optional": True}},
+        "wifis": {"wlan0": {"dhcp4": True, "dhcp6": True, "optional": True, "regulatory-domain": wifi.country,
+                            "access-points": {wifi.ssid: point}}},
+    }
+
+
+# firstrun.sh ----------------------------------------------------------------------------------------------------------
+
+
+def _firstrun(device: DeviceFile, serial: str) -> str:
+    steps = [f"echo {device.host} >/etc/hostname",
+             rf"sed -i 's|^127\.0\.1\.1.*|127.0.1.1\t{device.host}|' /etc/hosts"]
+    if device.ssh is not None:
+        steps += _user(device.ssh.user, device.ssh.authorized_keys)
+    if device.wifi is not None:
+        steps += [
+            _put("/etc/NetworkManager/system-connections/metafleet.nmconnection", "0600", _connection(device.wifi)),
+            "rfkill unblock wifi",
+            'for state in /var/lib/systemd/rfkill/*:wlan; do [ ! -f "$state" ] || echo 0 >"$state"; done',
+        ]
+    steps += [_put(JOB, "0755", _job(serial)), _put(f"/etc/systemd/system/{SERVICE}", "0644", UNIT),
+              f"systemctl enable {SERVICE}"]
+    return (HERE / "firstrun.sh").read_text(encoding="utf-8").replace("@STEPS@", "\n".join(steps))
+
+
+def _put(path: str, mode: str, content: str) -> str:
+    return f"put {path} {mode} <<'END-OF-FILE'\n{content}END-OF-FILE"
+
+
+def _user(name: str, keys: tuple[str, ...]) -> list[str]:
+    home = f"/home/{name}"
+    groups = " ".join(GROUPS)
+    return [
+        f"id {name} >/dev/null 2>&1 || useradd --create-home --shell /bin/bash {name}",
+        f'for group in {groups}; do if getent group "$group" >/dev/null; then usermod -a -G "$group" {name}; fi; done',
+        f"mkdir -p {home}/.ssh",
+        _put(f"{home}/.ssh/authorized_keys", "0600", "\n".join(keys) + "\n"),
+        f"chmod 0700 {home}/.ssh",
+        f"chown -R {name}:{name} {home}/.ssh",
+        _put(f"/etc/sudoers.d/010_{name}", "0440", f"{name} ALL=(ALL) NOPASSWD:ALL\n"),
+        _put("/etc/ssh/sshd_config.d/metafleet.conf", "0644", "PasswordAuthentication no\n"),
+        "systemctl enable ssh",
+        "systemctl disable userconfig 2>/dev/null",
+    ]
+
+
+def _connection(wifi: Wifi) -> str:
+    """nm-settings-keyfile(5); the network's name as numbers, which need no escapes."""
+    ssid = "".join(f"{byte};" for byte in wifi.ssid.encode())
+    kind = "sae" if wifi.security == "wpa3" else "wpa-psk"
+    key = wifi.key.replace("\\", "\\\\").replace(" ", "\\s")
+    return "\n".join([
+        "[connection]", "id=metafleet", "type=wifi", "",
+        "[wifi]", "mode=infrastructure", f"ssid={ssid}", *(["hidden=true"] if wifi.hidden else []), "",
+        "[wifi-security]", f"key-mgmt={kind}", f"psk={key}", "",
+        "[ipv4]", "method=auto", "", "[ipv6]", "method=auto", "",
+    ])

@@ -1,0 +1,108 @@
+"""What one device gets: the program of its board, its settings, its one-time token, the unit and what installs them.
+
+A plain folder, ``metafleet/``, that lies on the card's first partition or is sent over SSH:
+
+    install.sh          puts everything in its place; POSIX shell, no network
+    package.env         which program this is, its SHA-256, and the system that it is for
+    program.tar.gz      the agent and its wheels (``firmware_profiles.package.program``)
+    metafleet.service   the unit
+    etc/                device.toml, the authority's certificate, the board's profile
+    home/               the one-time token; installed with mode 0600 and erased here
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from firmware_profiles.package import systemd_unit
+from firmware_profiles.package.board_needs import Machine
+from firmware_profiles.package.program import Program
+from fleet_core.base.errors import ConfigError
+
+FOLDER = "metafleet"
+INSTALL = Path(__file__).with_name("install.sh")
+IN_ETC = (".toml", ".pem", ".crt")
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class File:
+    """path: with ``/``, relative. secret: its bytes are shown nowhere."""
+
+    path: str
+    data: bytes = field(repr=False)
+    mode: int = 0o644
+    secret: bool = False
+
+
+@dataclass(frozen=True)
+class Package:
+    """files: all but the program, which is as large as hundreds of them; paths are relative to the package's folder."""
+
+    device: str
+    machine: Machine
+    program: Program
+    files: tuple[File, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.program.size_bytes + sum(len(file.data) for file in self.files)
+
+
+def make(
+    device: str, machine: Machine, program: Program, home: Mapping[str, bytes], secret: Iterable[str] = ()
+) -> Package:
+    """The package of ``device``.
+
+    home: files of the agent's home by name. Settings and certificates (``.toml``, ``.pem``, ``.crt``) are installed in
+    /etc/metafleet with a link in the home, all others, and those in ``secret``, in the home itself. Raises ConfigError.
+    """
+    hidden = set(secret)
+    files = [
+        File("install.sh", INSTALL.read_bytes(), 0o755),
+        File("package.env", _environment(machine, program).encode()),
+        File(systemd_unit.NAME, systemd_unit.text(machine).encode()),
+    ]
+    for name, data in sorted(home.items()):
+        if not PLAIN_NAME.fullmatch(name):
+            raise ConfigError(f"'{name}' is no plain name of a file", where=device)
+        own = name in hidden or PurePosixPath(name).suffix not in IN_ETC
+        files.append(File(f"{'home' if own else 'etc'}/{name}", data, 0o600 if own else 0o644, secret=own))
+    return Package(device, machine, program, tuple(files))
+
+
+def _environment(machine: Machine, program: Program) -> str:
+    """What install.sh reads."""
+    values = {
+        "VERSION": program.version, "PYTHON": machine.python, "ARCH": machine.arch, "SHA256": program.sha256,
+        "GROUPS_WANTED": " ".join(machine.groups),
+    }
+    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
+
+
+def save(package: Package, folder: Path) -> Path:
+    """The package as plain files in ``folder``/metafleet; the program is linked where it can be, else copied.
+
+    Secrets are written with mode 0600. Returns the package's folder.
+    """
+    place = folder / FOLDER
+    for file in package.files:
+        path = place / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, file.mode)
+        with os.fdopen(handle, "wb") as opened:
+            os.fchmod(opened.fileno(), file.mode)
+            opened.write(file.data)
+    program = place / "program.tar.gz"
+    program.unlink(missing_ok=True)
+    try:
+        os.link(package.program.path, program)
+    except OSError:
+        shutil.copyfile(package.program.path, program)
+    return place

@@ -1,0 +1,275 @@
+"""The program that a board runs: the agent and all wheels that it needs, unpacked, as one .tar.gz.
+
+uv picks the wheels for the board's Python and architecture and unpacks them here, so that the board needs its own
+``python3`` and no network, no pip and no venv. The archive holds one folder, named by version and content:
+
+    0.1.0-3fa9c1d2e0/bin/edge-agent     starts the agent with lib/ on its path
+    0.1.0-3fa9c1d2e0/bin/pause          what the unit waits for between two starts
+    0.1.0-3fa9c1d2e0/lib/               modules and their *.dist-info
+    0.1.0-3fa9c1d2e0/manifest.json      what is in it, with licences and sizes
+
+Wheels of the user's own, which bring a model or a method, lie beside the others. It lies in the user's cache folder
+under a hash of what was asked for: the same agent, wheels, pins, Python and architecture are fetched once, and again
+only when it was cleared (``cache``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firmware_profiles.package import agent_wheel
+from firmware_profiles.package.agent_wheel import Wheel
+from firmware_profiles.package.board_needs import Machine
+from firmware_profiles.package.program_cache import MAKING, Cache
+from firmware_profiles.package.program_cache import sha256_of as sha256_of
+from fleet_core import __version__
+from fleet_core.base import schema
+from fleet_core.base.errors import ConfigError, FlashError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+MTIME = 315532800  # 1 January 1980, for every file: the same program, the same bytes
+ORIGIN = ("direct_url.json", "uv_cache.json", "uv_build.json")
+NEEDLESS = ("bin", "share", "isympy.py", ".lock")
+START = """#!/bin/sh
+# The agent of this folder, with the modules beside it and the system's Python.
+here=$(dirname "$(dirname "$(readlink -f "$0")")")
+export PYTHONPATH="$here/lib" PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1
+exec python3 -m edge_agent.commands.start "$@"
+"""
+PAUSE = Path(__file__).with_name("pause.sh").read_text(encoding="utf-8")
+SCRIPTS = {"bin/edge-agent": START, "bin/pause": PAUSE}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One distribution in the program. size_bytes: of its files, unpacked."""
+
+    name: str
+    version: str
+    licence: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """version: of the agent and its content; the folder's name. path: of the .tar.gz, with its SHA-256 in hex.
+    built_from: where the agent's modules were taken."""
+
+    version: str
+    path: Path
+    sha256: str
+    size_bytes: int
+    installed_bytes: int
+    python: str
+    arch: str
+    built_from: str
+    parts: tuple[Part, ...]
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """The user's, where programs are kept."""
+    cache = environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "metafleet" / "programs"
+
+
+def make(
+    machine: Machine, wheels: Sequence[Path] = (), *, cache: Path | None = None, say: Callable[[str], None],
+    index: Sequence[str] = (),
+) -> Program:
+    """The program for ``machine``, out of the cache where it is there.
+
+    wheels: of one's own, which come along with what they need. index: options for uv in place of its own configuration,
+    such as ``--no-index --find-links FOLDER``. Raises ConfigError where uv is not installed, FlashError for wheels that
+    are not to be had.
+    """
+    check_python(machine)
+    cache = cache_folder() if cache is None else cache
+    own = {path: _digest(path) for path in wheels}
+    try:
+        kept = Cache(cache)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=MAKING) as name:
+            folder = Path(name)
+            wheel = agent_wheel.make(folder)
+            key = _key(machine, wheel, own, index)
+            return _kept(kept, key) or _make(machine, wheel, own, folder, kept, key, index, say)
+    except OSError as error:
+        raise FlashError(f"cannot be written: {error.strerror or error}", where=str(cache)) from error
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 in hex. Raises FlashError."""
+    try:
+        return sha256_of(path)
+    except OSError as error:
+        raise FlashError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+
+
+def check_python(machine: Machine) -> None:
+    """Raises ConfigError for a system whose Python is too old for the agent."""
+    version = tuple(int(part) for part in machine.python.split("."))
+    if version < (3, 10):
+        raise ConfigError(f"{machine.os or 'its system'} has Python {machine.python}", where=machine.board,
+                          expected="3.10 or later", hint="a system with a newer Python, or one beside it")
+
+
+def _key(machine: Machine, wheel: Wheel, own: Mapping[Path, str], index: Sequence[str]) -> str:
+    asked = [FORMAT, wheel.digest, sorted(own.values()), machine.platform, machine.python, sorted(machine.pins.items()),
+             machine.train, list(index), SCRIPTS]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
+
+
+def _kept(cache: Cache, key: str) -> Program | None:
+    """What was made before, or None when it is absent or not whole."""
+    found = cache.take(key)
+    if found is None:
+        return None
+    told, path = found
+    try:
+        del told["file"]
+        parts = tuple(Part(**part) for part in told.pop("parts"))
+        return Program(**{**told, "path": path, "parts": parts})
+    except (KeyError, TypeError):
+        return None
+
+
+def _make(
+    machine: Machine, wheel: Wheel, own: Mapping[Path, str], folder: Path, cache: Cache, key: str,
+    index: Sequence[str], say: Callable[[str], None],
+) -> Program:
+    lib = folder / "lib"
+    say(f"wheels for {machine.board}: CPython {machine.python}, {machine.platform}"
+        + ("" if machine.train else ", without torch"))
+    _unpack(machine, wheel, tuple(own), lib, index)
+    parts = tuple(_parts(lib))
+    content = [wheel.digest, *sorted(own.values()), SCRIPTS, [schema.plain(p) for p in parts]]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    version = f"{__version__}-{digest[:10]}"
+    about = {"version": version, "python": machine.python, "arch": machine.arch, "built_from": wheel.source}
+    manifest = json.dumps({"format": FORMAT, **about, "parts": schema.plain(parts)}, indent=1).encode()
+    (folder / MANIFEST).write_bytes(manifest)
+    (folder / "bin").mkdir()
+    for name, text in SCRIPTS.items():
+        (folder / name).write_text(text)
+    packed = folder / "program.tar.gz"
+    installed = _pack(folder, version, packed)
+    sha256, size = sha256_of(packed), packed.stat().st_size
+    told = {**about, "file": f"{version}-{machine.arch}-cp{machine.python.replace('.', '')}.tar.gz", "sha256": sha256,
+            "size_bytes": size, "installed_bytes": installed, "parts": schema.plain(parts)}
+    path = cache.add(key, packed, told)
+    return Program(path=path, sha256=sha256, size_bytes=size, installed_bytes=installed, parts=parts, **about)
+
+
+# uv -------------------------------------------------------------------------------------------------------------------
+
+
+def _unpack(machine: Machine, wheel: Wheel, own: Sequence[Path], lib: Path, index: Sequence[str]) -> None:
+    """The agent's wheel, those of one's own and what they need, for the machine, in ``lib``. Raises ConfigError,
+    FlashError."""
+    pins = wheel.path.parent / "pins.txt"
+    pins.write_text("".join(f"{name}=={version}\n" for name, version in sorted(machine.pins.items())))
+    wanted = [f"metafleet{'[train]' if machine.train else ''} @ {wheel.path.as_uri()}"]
+    for path in own:  # copied: uv takes a path with a '#' or a '$' for something else
+        wanted.append(str(shutil.copy(path, wheel.path.parent)))
+    command = [
+        uv(), "pip", "install", "--quiet", "--target", str(lib), "--link-mode", "copy",
+        "--python", sys.executable, "--python-platform", machine.platform, "--python-version", machine.python,
+        "--only-binary", ":all:", "--constraints", str(pins), *(["--no-config"] if index else []), *index,
+        *wanted,
+    ]
+    folder = wheel.path.parent  # not the caller's: uv reads the configuration of a project that it stands in
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=folder)
+    if done.returncode != 0:
+        told = "\n".join(done.stderr.strip().splitlines()[-12:])
+        raise FlashError(f"uv found no set of wheels for Python {machine.python} on {machine.platform}:\n{told}",
+                         where=machine.board, hint="is there a network? UV_DEFAULT_INDEX names an index of your own")
+    for name in NEEDLESS:
+        path = lib / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    for origin in list(lib.glob(f"*.dist-info/{ORIGIN[0]}")):
+        _forget_origin(origin.parent)
+
+
+def _forget_origin(info: Path) -> None:
+    """Where a wheel lay when it was unpacked is nobody's business, and differs from time to time."""
+    for name in ORIGIN:
+        (info / name).unlink(missing_ok=True)
+    record = info / "RECORD"
+    gone = (*(f"{info.name}/{name}," for name in ORIGIN), "../", "bin/")
+    lines = [line for line in record.read_text().splitlines() if not line.startswith(gone)]
+    record.write_text("\n".join(lines) + "\n")
+
+
+def uv() -> str:
+    """The program uv. Raises ConfigError when it is not installed."""
+    if importlib.util.find_spec("uv") is not None:
+        from uv import find_uv_bin
+
+        with contextlib.suppress(FileNotFoundError):
+            return str(find_uv_bin())
+    found = shutil.which("uv")
+    if found is None:
+        raise ConfigError("uv is not installed, which picks a board's wheels", hint='pip install "metafleet[flash]"')
+    return found
+
+
+def _parts(lib: Path) -> Iterator[Part]:
+    for info in sorted(lib.glob("*.dist-info")):
+        told = email.message_from_string((info / "METADATA").read_text(encoding="utf-8", errors="replace"))
+        listed = (info / "RECORD").read_text(encoding="utf-8").splitlines()
+        files = [lib / line.rsplit(",", 2)[0].strip('"') for line in listed if line]
+        size = sum(path.stat().st_size for path in files if path.is_file())
+        yield Part(str(told["Name"]).lower(), str(told["Version"]), _licence(told), size)
+
+
+def _licence(told: Any) -> str:
+    """By the fields of the core metadata, newest first; long texts are cut to their first line."""
+    classified = [line.split(" :: ")[-1] for line in told.get_all("Classifier", []) if line.startswith("License ::")]
+    text = told["License-Expression"] or ", ".join(classified) or told["License"] or "not told"
+    return str(text).strip().splitlines()[0][:60]
+
+
+# The archive ----------------------------------------------------------------------------------------------------------
+
+
+def _pack(folder: Path, version: str, path: Path) -> int:
+    """``bin``, ``lib`` and the manifest of ``folder`` under ``version``/; returns the bytes of the files in it."""
+    names = (MANIFEST, *SCRIPTS)
+    files = [folder / name for name in names] + sorted(p for p in (folder / "lib").rglob("*") if p.is_file())
+    total = 0
+    with open(path, "wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed, \
+            tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        for file in files:
+            entry = tarfile.TarInfo(f"{version}/{file.relative_to(folder).as_posix()}")
+            entry.size, entry.mtime, entry.mode = file.stat().st_size, MTIME, 0o644
+            if file.parent.name == "bin" and file.parent.parent == folder:
+                entry.mode = 0o755
+            with file.open("rb") as content:
+                archive.addfile(entry, content)
+            total += entry.size
+        archive.close()
+        packed.close()
+        raw.flush()
+        os.fsync(raw.fileno())
+    return total
+
+
+def listing(program: Program) -> list[tuple[str, str, str, str]]:
+    """Rows of name, version, licence and MiB, largest first."""
+    parts = sorted(program.parts, key=lambda part: -part.size_bytes)
+    return [(part.name, part.version, part.licence, f"{part.size_bytes / 2**20:.1f}") for part in parts]

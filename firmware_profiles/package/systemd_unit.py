@@ -1,0 +1,102 @@
+"""The systemd unit of the agent: its own user, nothing to write but its state, restarted with growing pauses.
+
+``systemd.exec(5)``, ``systemd.service(5)``. The agent tells systemd that it is ready and, until it hangs, that it lives
+(``sd_notify(3)``). It is written for systemd 237 (Ubuntu 18.04) and newer:
+
+* pauses between starts grow by the program's own ``bin/pause``, for RestartSteps is of 254;
+* system calls are denied by group, never allowed by group: an older systemd leaves out a group that it does not know,
+  so that ``@system-service`` (239) alone would allow next to nothing there;
+* a key that an older one does not know is left out there with a word in the journal, and confines less: OOMPolicy and
+  ProtectHostname, RestrictSUIDSGID (242, 243), ProtectKernelLogs (244), ProtectClock (245).
+"""
+
+from __future__ import annotations
+
+import re
+
+from firmware_profiles.package.board_needs import Machine
+from fleet_core.base.errors import ConfigError, RevokedError
+from fleet_core.board.profile import MEMORY_MAX
+
+NAME = "metafleet.service"
+USER = "metafleet"
+PROGRAMS = "/opt/metafleet"
+STATE = "/var/lib/metafleet"
+CONFIG = "/etc/metafleet"
+WATCHDOG_S = 300
+"""A slow board personalizes for longer than most programs may hang."""
+
+TEXT = """[Unit]
+Description=Metafleet agent
+Wants=network-online.target
+After=network-online.target time-sync.target
+StartLimitIntervalSec=0
+
+[Service]
+Type=notify
+NotifyAccess=main
+User={user}
+Group={user}
+Environment=PYTHONPYCACHEPREFIX=/var/cache/metafleet HOME={state}
+ExecStartPre=-{programs}/current/bin/pause before
+ExecStart={programs}/current/bin/edge-agent run --home {state} --connect-s 31536000
+ExecStopPost=-{programs}/current/bin/pause stopped
+WorkingDirectory={state}
+Restart=always
+RestartPreventExitStatus={revoked}
+RestartSec=5
+WatchdogSec={watchdog_s}
+TimeoutStartSec=infinity
+TimeoutStopSec=60
+OOMPolicy=continue
+MemoryMax={memory_max}
+MemorySwapMax=infinity
+TasksMax=256
+Nice=5
+
+StateDirectory=metafleet
+StateDirectoryMode=0700
+RuntimeDirectory=metafleet
+RuntimeDirectoryMode=0700
+RuntimeDirectoryPreserve=restart
+CacheDirectory=metafleet
+CacheDirectoryMode=0700
+ConfigurationDirectory=metafleet
+UMask=0077
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+ProtectSystem=strict
+ProtectHome=read-only
+PrivateTmp=yes
+DevicePolicy=closed
+{devices}ProtectClock=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+ProtectControlGroups=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+SystemCallArchitectures=native
+SystemCallFilter=~@clock @cpu-emulation @debug @keyring @module @mount @obsolete @raw-io @reboot @swap
+SystemCallErrorNumber=EPERM
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def text(machine: Machine) -> str:
+    """The unit for ``machine``. Raises ConfigError for a memory limit or device that systemd would not read."""
+    if not re.fullmatch(MEMORY_MAX, machine.memory_max):
+        raise ConfigError(f"'{machine.memory_max}' is no memory limit", where=machine.board, expected="as 80% or 400M")
+    for device in machine.devices:
+        if not re.fullmatch(r"/dev/[A-Za-z0-9/_.-]+", device):
+            raise ConfigError(f"'{device}' is no device", where=machine.board, expected="as /dev/vcio")
+    devices = "".join(f"DeviceAllow={device} rw\n" for device in machine.devices)
+    return TEXT.format(user=USER, programs=PROGRAMS, state=STATE, watchdog_s=WATCHDOG_S, devices=devices,
+                       memory_max=machine.memory_max, revoked=RevokedError.exit_code)

@@ -1,0 +1,275 @@
+"""The seam every method fits: gradient estimator × correction × server rule × personalizer × what is shared.
+
+A client half turns a broadcast and a stream of gradients into an update; a server half turns updates into the next
+model. Both are pure: state in, state out. The seam is the gradient, not the loss, because first-order, hessian-free
+and Moreau directions are no one's derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fleet_core.algorithms import optimizers
+from fleet_core.base import trees
+from fleet_core.base.trees import Params
+
+ADAPTATIONS = (
+    "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "metavers", "fedproto", "gp",
+)  # fmt: skip
+"""The gradient estimators of ``fleet_core.learning.gradient_estimators``."""
+PERSONALIZERS = ("none", "proto", "sgd", "meta-sgd", "own", "moreau", "knn", "gp", "fleet-proto")
+AUGMENTATIONS = ("none", "crop-flip")
+MOST = 100_000
+LARGEST = 1e6
+
+GradFn = Callable[[Params], Params]
+"""Gradient of one step's loss at the given parameters, on that step's own samples; same groups and names back."""
+
+ClientState = Mapping[str, Params]
+"""What a device remembers between rounds, by role (``dual``, ``control``, ``personal``); empty where nothing is."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What crosses the wire: named arrays by group, and scalars."""
+
+    groups: Params
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+    def beside(self, given: Params) -> Payload:
+        """This with groups that one device alone received."""
+        return Payload({**self.groups, **given}, self.scalars) if given else self
+
+
+@dataclass(frozen=True)
+class Update:
+    """One device's verified contribution to a round. ``payload.groups`` holds float32 numpy arrays on the
+    server; ``closing.total`` sums in float64."""
+
+    device: str
+    payload: Payload
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """The aggregator's memory between rounds.
+
+    model: what devices train on (the anchor of the next round).
+    judged: what is served and judged.
+    memory: what the server rule remembers, by role (``dual`` for PFLDyn). scalars: numbers that it remembers.
+    dual_epoch: rises when the devices' own state must start again from zero.
+    round: the one that ``apply`` closes; whoever calls it sets it.
+    """
+
+    model: Params
+    judged: Params
+    memory: Mapping[str, Params] = field(default_factory=dict)
+    dual_epoch: int = 0
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    round: int = 0
+
+
+def count(default: int, least: int = 1, most: int = MOST) -> Any:
+    """A hyper-parameter that is a whole number."""
+    return field(default=default, metadata={"min": least, "max": most})
+
+
+def positive(default: float, most: float = LARGEST) -> Any:
+    """A hyper-parameter above 0: a rate, or a weight that something is divided by."""
+    return field(default=default, metadata={"above": 0, "max": most})
+
+
+def weight(default: float | None, most: float = LARGEST) -> Any:
+    """A hyper-parameter of at least 0: 0 leaves out what it weighs."""
+    return field(default=default, metadata={"min": 0, "max": most})
+
+
+def one_of(default: str, choices: tuple[str, ...]) -> Any:
+    """A hyper-parameter that is a name."""
+    return field(default=default, metadata={"choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSgd:
+    """Hyper-parameters of the local SGD that every method here runs.
+
+    local_steps: K (Fallah: τ), steps per device and round.
+    client_lr: β, the device's learning rate (Acar: 0.1). lr_decay: its factor per round (Acar's runs: 0.997).
+    local_optimizer: how a direction becomes a step: SGD, or Adam with moments that start anew in every round.
+    weight_decay: added to the direction after clipping. clip_norm: limit on the corrected direction's norm, 0 for none
+    (both in the order of the program of Acar et al.; their paper has neither).
+    augment: of training images: ``crop-flip`` is a random crop with padding 4 and a horizontal flip (Acar's runs).
+    """
+
+    local_steps: int = count(20)
+    client_lr: float = positive(0.1)
+    lr_decay: float = positive(1.0, most=1)
+    local_optimizer: str = one_of("sgd", optimizers.LOCAL)
+    weight_decay: float = weight(0.0)
+    clip_norm: float = weight(10.0)
+    augment: str = one_of("none", AUGMENTATIONS)
+
+
+class ClientRule:
+    """The device half. Subclasses override what they need. ``keeps``: the roles of its state."""
+
+    keeps: tuple[str, ...] = ()
+
+    def init(self, model: Params, personal: Params, hyper: Any) -> ClientState:
+        """State of a device that never took part. model: what it received. personal: the first values, alike on every
+        device, of the groups that stay on it."""
+        return {}
+
+    def run(
+        self, broadcast: Payload, state: ClientState, steps: Iterable[GradFn], hyper: Any
+    ) -> tuple[Payload, ClientState]:
+        """Local training. Returns the update and the state that becomes the device's once the update is counted."""
+        raise NotImplementedError
+
+    def settle(self, pending: ClientState, error: Params, hyper: Any, round_number: float) -> ClientState:
+        """The pending state when a codec *without* error feedback lost ``error`` = own update − decoded update."""
+        return pending
+
+
+class ServerRule:
+    """The aggregator half. Subclasses override what they need."""
+
+    def init(self, first: Params, hyper: Any) -> ServerState:
+        """first: the first values of every group that goes down; groups that are not the model's own are zero."""
+        return ServerState(model=first, judged=first)
+
+    def broadcast(self, state: ServerState) -> Payload:
+        """What a cohort receives, the same for every device."""
+        return Payload(state.model)
+
+    def given(self, state: ServerState, device: str) -> Params:
+        """What ``device`` alone receives beside the broadcast: the groups that the row calls ``given``."""
+        return {}
+
+    def heard(self, state: ServerState, groups: Params) -> ServerState:
+        """``state`` with what devices decoded of its broadcast in the place of what was meant."""
+        return replace(state, model=groups)
+
+    def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: Any) -> ServerState:
+        """Close a round. ``updates`` can be iterated again and comes in closing order; ``members`` is m."""
+        raise NotImplementedError
+
+    def joined(self, state: ServerState, members: int) -> ServerState:
+        """A device enrolled; ``members`` counts it."""
+        return state
+
+    def left(self, state: ServerState, members: int) -> ServerState:
+        """A device that had taken part left, or lost its state; ``members`` no longer counts it."""
+        return state
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named method: one row of choices.
+
+    adaptation: gradient estimator in training, of ``ADAPTATIONS``.
+    personalizer: what a device does at deployment, of ``PERSONALIZERS``: ``none``; ``proto``, class means; ``sgd``,
+    gradient steps; ``meta-sgd``, steps with learned rates; ``own``, its own groups, trained; ``moreau``, its own
+    envelope's minimiser; ``knn``, its samples' neighbours beside the head; ``gp``, Gaussian processes of its samples;
+    ``fleet-proto``, its own encoder and the fleet's class means.
+    shared: groups that go down, come up and are judged. besides: groups that only go down, in training. given: groups
+    among the shared ones of which every device receives its own in training, made for it.
+    personal: groups of the model that stay on the device. Groups in neither are not used.
+    down_scalars, up_scalars: numbers that cross the wire beside the round and the seed.
+    models_down, models_up: models transmitted per device and round. paper_models: as the paper counts, if it differs.
+    cumulative: what goes up is a change that the server sums over rounds, so that a codec may keep what it lost.
+    """
+
+    name: str
+    title: str
+    source: str
+    hyper: type[Any]
+    client: ClientRule
+    server: ServerRule
+    adaptation: str
+    personalizer: str
+    shared: tuple[str, ...] = ("body", "head")
+    personal: tuple[str, ...] = ()
+    besides: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    down_scalars: tuple[str, ...] = ()
+    up_scalars: tuple[str, ...] = ()
+    models_down: int = 1
+    models_up: int = 1
+    paper_models: tuple[int, int] | None = None
+    cumulative: bool = True
+    version: int = 1
+
+    @property
+    def down(self) -> tuple[str, ...]:
+        """The groups that all devices receive alike to train on."""
+        return tuple(group for group in self.received if group not in self.given)
+
+    @property
+    def received(self) -> tuple[str, ...]:
+        """The groups that a device receives to train on."""
+        return self.shared + self.besides
+
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """The groups that a device's own gradient steps move when the judged model is made its own."""
+        return self.personal or self.given if self.personalizer == "own" else (*self.shared, *self.personal)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether a device answers with weights that its own rounds leave on it."""
+        return bool(self.personal or self.given or self.personalizer == "own")
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """The graphs that a device answers with: ``embed`` for class means, ``predict`` for a head, both for kNN."""
+        return {"proto": ("embed",), "gp": ("embed",), "fleet-proto": ("embed",), "knn": ("embed", "predict")}.get(
+            self.personalizer, ("predict",)
+        )
+
+    def params(self, model: Params) -> dict[str, dict[str, Any]]:
+        """The part of ``model`` that this method trains and sends."""
+        return trees.only(model, self.shared)
+
+
+def own_steps(method: Method, hyper: Any, *, trained: bool = False) -> tuple[float, int]:
+    """(learning rate, number) of the gradient steps that make the judged model a device's own.
+
+    trained: the device's groups took part in rounds and are trained already.
+    """
+    if method.personalizer == "sgd" and hasattr(hyper, "inner_steps"):
+        return hyper.inner_lr, hyper.inner_steps
+    if method.personalizer == "sgd" or (method.personalizer == "own" and method.moving and not trained):
+        return hyper.finetune_lr, hyper.finetune_steps
+    return 0.0, 0
+
+
+def rate(hyper: LocalSgd, round_number: float) -> float:
+    """The learning rate that steps *and* divides in round 1, 2, …: β · decay^(round-1)."""
+    return float(hyper.client_lr * hyper.lr_decay ** (round_number - 1))
+
+
+def descend(
+    anchor: Params,
+    steps: Iterable[GradFn],
+    hyper: LocalSgd,
+    lr: float,
+    correction: Callable[[Params], Params] | None = None,
+) -> Params:
+    """From ``anchor``: w ← w − lr (clip(grad(w) + correction(w)) + weight_decay · w), once per gradient."""
+    w: Params = anchor
+    moments: optimizers.Moments | None = None
+    for gradient in steps:
+        direction = gradient(w)
+        if correction is not None:
+            direction = trees.add(direction, correction(w))
+        direction = trees.clip(direction, hyper.clip_norm)
+        if hyper.weight_decay:
+            direction = trees.axpy(hyper.weight_decay, w, direction)
+        if hyper.local_optimizer == "adam":
+            direction, moments = optimizers.adam(direction, moments)
+        w = trees.axpy(-lr, direction, w)
+    return w

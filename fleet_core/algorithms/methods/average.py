@@ -1,0 +1,104 @@
+"""Federated averaging, the server and client rule of FedAvg, P-Avg (Proto) and Per-FedAvg.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1;
+Fallah et al., "Personalized Federated Learning: A Meta-Learning Approach", 2020, Algorithm 1, is the same rule on
+meta-gradients. Deviation: the mean over devices is uniform, as in Fallah and in the program of Acar et al., while
+McMahan's is weighted by samples (``weighted``).
+
+The server takes the mean change as a direction: SGD at rate 1 is averaging, at rate b the mixture
+(1 − b) w + b mean(w_i) of pFedMe; Adam and Yogi are those of Reddi et al., "Adaptive Federated Optimization", 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fleet_core.algorithms import aggregation, optimizers
+from fleet_core.algorithms.interface import (
+    ClientRule,
+    ClientState,
+    GradFn,
+    LocalSgd,
+    Payload,
+    ServerRule,
+    ServerState,
+    Update,
+    descend,
+    one_of,
+    positive,
+    rate,
+    weight,
+)
+from fleet_core.algorithms.optimizers import Moments
+from fleet_core.base import trees
+from fleet_core.base.trees import Params
+
+LARGEST_BETA = 0.999_999
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging(LocalSgd):
+    """What the server does with the mean change of its cohort.
+
+    weighted: by the devices' numbers of samples. server_optimizer, server_lr: how the mean change moves the model.
+    server_beta1, server_beta2, server_epsilon: of Adam and Yogi (Reddi: 0.9, 0.99, τ = 1e-3).
+    server_start: of their second moment, None for Kingma's correction of the start (Reddi: τ²).
+    """
+
+    weighted: bool = False
+    server_optimizer: str = one_of("sgd", optimizers.SERVER)
+    server_lr: float = positive(1.0)
+    server_beta1: float = weight(0.9, most=LARGEST_BETA)
+    server_beta2: float = weight(0.99, most=LARGEST_BETA)
+    server_epsilon: float = positive(1e-3)
+    server_start: float | None = weight(None)
+
+
+class AverageClient(ClientRule):
+    """K steps of SGD; sends w_i − w."""
+
+    def run(
+        self, broadcast: Payload, state: ClientState, steps: Iterable[GradFn], hyper: LocalSgd
+    ) -> tuple[Payload, ClientState]:
+        anchor = broadcast.groups
+        local = descend(anchor, steps, hyper, rate(hyper, broadcast.scalars["round"]))
+        return Payload(trees.subtract(local, anchor)), state
+
+
+class AverageServer(ServerRule):
+    """w ← 1/P Σ w_i over the devices that took part, or a step of the server's optimizer in that direction."""
+
+    def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: Averaging) -> ServerState:
+        model, memory, scalars = moved(state, mean(updates, hyper), hyper)
+        return replace(state, model=model, judged=model, memory=memory, scalars=scalars)
+
+
+def mean(updates: Iterable[Update], hyper: Averaging) -> Params:
+    """Mean of what came up: uniform, or weighted by samples."""
+    if hyper.weighted:
+        total, _ = aggregation.total(updates, lambda update: trees.scale(update.payload.groups, float(update.samples)))
+        return trees.scale(total, 1 / max(1, sum(update.samples for update in updates)))
+    total, count = aggregation.total(updates, lambda update: update.payload.groups)
+    return trees.scale(total, 1 / count)
+
+
+def moved(
+    state: ServerState, change: Params, hyper: Averaging
+) -> tuple[Params, Mapping[str, Params], Mapping[str, float]]:
+    """(model, memory, scalars) after the server's step along ``change``."""
+    if hyper.server_optimizer == "sgd":
+        return trees.axpy(hyper.server_lr, change, state.model), state.memory, state.scalars
+    before = None
+    if "first_moment" in state.memory:
+        count = int(state.scalars["server_steps"])
+        before = Moments(state.memory["first_moment"], state.memory["second_moment"], count)
+    start = hyper.server_start
+    step, after = optimizers.adam(
+        change, before, beta1=hyper.server_beta1, beta2=hyper.server_beta2, epsilon=hyper.server_epsilon,
+        corrected=start is None, start=start or 0.0, yogi=hyper.server_optimizer == "yogi",
+    )
+    memory: dict[str, Any] = {**state.memory, "first_moment": after.first, "second_moment": after.second}
+    model = trees.axpy(hyper.server_lr, step, state.model)
+    return model, memory, {**state.scalars, "server_steps": float(after.count)}

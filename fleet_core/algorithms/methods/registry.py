@@ -1,0 +1,319 @@
+"""The named methods, each one row of choices; installed packages may bring more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleet_core.algorithms.interface import LocalSgd, Method, count, one_of, positive, weight
+from fleet_core.algorithms.methods.average import LARGEST_BETA, AverageClient, AverageServer, Averaging
+from fleet_core.algorithms.methods.dyn import Dyn, DynClient, DynServer
+from fleet_core.algorithms.methods.fedproto import PrototypeClient, PrototypeServer, Pull
+from fleet_core.algorithms.methods.meta import FedMeta, GradientClient, GradientServer, RatesServer, RatesStart
+from fleet_core.algorithms.methods.metavers import MARGIN, Margins, VersClient, VersServer
+from fleet_core.algorithms.methods.moreau import Moreau, MoreauClient
+from fleet_core.algorithms.methods.partial_sharing import (
+    FrozenHeadClient,
+    HeadFirst,
+    HeadFirstClient,
+    KeepingClient,
+    NoServer,
+)
+from fleet_core.algorithms.methods.pfedgp import Gaussian
+from fleet_core.algorithms.methods.pfedhn import Hyper, HyperClient, HyperServer
+from fleet_core.algorithms.methods.prox import Prox, ProxClient
+from fleet_core.algorithms.methods.scaf import Scaf, ScafClient, ScafServer
+from fleet_core.algorithms.optimizers import SERVER
+from fleet_core.algorithms.plugins import Methods
+
+DISTANCES = ("squared", "norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episodic(LocalSgd):
+    """support_batch: |D|, samples that adapt. query_batch: |D'|, disjoint samples that give the meta-gradient. draws:
+    both at ``random`` in every step, or as batches of a shuffled ``pass``, as the program of Acar et al. has it."""
+
+    support_batch: int = count(50)
+    query_batch: int = count(50)
+    draws: str = one_of("random", ("random", "pass"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(LocalSgd):
+    """batch: samples per gradient, without a split in support and query."""
+
+    batch: int = count(100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTune(Plain):
+    """finetune_lr, finetune_steps: SGD on all of the device's own samples when the model is judged, never
+    differentiated (the best of ``benchmarks/heartbeat/choose.py`` on its validation split)."""
+
+    finetune_lr: float = positive(0.05)
+    finetune_steps: int = count(50, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proto(Episodic):
+    """distance: between representations, its square (Acar, Snell) or itself (Lim)."""
+
+    distance: str = one_of("squared", DISTANCES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maml(Episodic):
+    """inner_lr: η (Fallah, Chen: α), the adaptation rate. inner_steps: SGD steps of the adaptation."""
+
+    inner_lr: float = positive(0.01)
+    inner_steps: int = count(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneForAll(FineTune):
+    """The shared model answers as it is, unless finetune_steps are given."""
+
+    finetune_steps: int = count(0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvg(Averaging, OneForAll):
+    """FedAvg."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgMeta(Averaging, FineTune):
+    """FedAvg(Meta), fine-tuned when it is judged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedProx(Prox, OneForAll):
+    """FedProx."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedDyn(Dyn, OneForAll):
+    """FedDyn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaffold(Scaf, OneForAll):
+    """SCAFFOLD."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PAvgProto(Averaging, Proto):
+    """Averaging with Proto adaptation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFLDynProto(Dyn, Proto):
+    """PFLDyn with Proto adaptation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFLDynMaml(Dyn, Maml):
+    """PFLDyn with MAML adaptation (Acar: penalty 0.01, five inner steps at 0.01)."""
+
+    penalty: float = positive(0.01)
+    inner_steps: int = count(5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFLScafProto(Scaf, Proto):
+    """PFLScaf with Proto adaptation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFLScafMaml(Scaf, Maml):
+    """PFLScaf with MAML adaptation (Acar: one inner step at 0.1)."""
+
+    inner_lr: float = positive(0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerFedAvg(Averaging, Maml):
+    """independent_hessian_batch: the Hessian on a third batch D'' (Fallah, eq. 8) in place of D."""
+
+    clip_norm: float = weight(0.0)
+    independent_hessian_batch: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HessianFree(PerFedAvg):
+    """difference: δ of the central difference, relative to ‖w‖/‖v‖. What it crosses a ReLU's kink by enters divided by
+    it, and so does float32's rounding: hence not smaller."""
+
+    difference: float = positive(1e-2, most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedMetaMaml(FedMeta, Maml):
+    """FedMeta with MAML."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetaSgd(FedMeta, RatesStart, Episodic):
+    """FedMeta with Meta-SGD."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedMe(Moreau, Plain):
+    """pFedMe (the paper: batches of 20, R = 20)."""
+
+    batch: int = count(20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetaVers(Margins, Proto):
+    """shots, query_shots: samples of each class in an episode, 0 for support_batch and query_batch at random.
+
+    The defaults are what the authors' program computes; its print has ``distance`` and ``negative`` otherwise, and
+    ``triplet_sum`` and ``margin_divisor``, with which the loss grows without end (``benchmarks/papers/lim``).
+    distance: everywhere but in the margin; ``norm`` as printed. margin_distance: between centroids. triplet_sum: L_T as
+    a sum over all triplets; otherwise their mean. margin_divisor: of eq. 3, ``printed`` (N − 1)² or ``pairs`` N(N − 1).
+    negative: eq. 4 compares with d(x_p, x_n), ``positive``; the program with d(a, x_n), ``centroid``. With loss_share 1
+    the cross-entropy is alone. The paper leaves optimizer and rates to its supplement; the program has the server step
+    with Adam at 1e-3 on the sum of one gradient of each device, which is the default."""
+
+    distance: str = one_of("squared", DISTANCES)
+    margin_distance: str = one_of("norm", DISTANCES)
+    shots: int = count(5, least=0)
+    query_shots: int = count(15)
+    triplet_sum: bool = False
+    margin_divisor: str = one_of("pairs", ("printed", "pairs"))
+    negative: str = one_of("centroid", ("positive", "centroid"))
+    local_steps: int = count(1)
+    client_lr: float = positive(1e-3)
+    clip_norm: float = weight(0.0)
+    server_optimizer: str = one_of("adam", SERVER)
+    server_lr: float = positive(1e-3)
+    server_beta2: float = weight(0.999, most=LARGEST_BETA)
+    server_epsilon: float = positive(1e-8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedRep(HeadFirst, Averaging, FineTune):
+    """FedRep: the head first, then the body."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedBabu(Averaging, FineTune):
+    """FedBABU; Lim et al. fine-tune ten steps when it is judged."""
+
+    finetune_steps: int = count(10, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedProto(Pull, FineTune):
+    """FedProto."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedHN(Hyper, FineTune):
+    """pFedHN."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedGP(Averaging, Gaussian, Episodic):
+    """pFedGP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnnPer(Averaging, Plain):
+    """neighbours: k. mixture: λ, the neighbours' share of the answer; None for the share that answers the device's own
+    samples best, each without itself."""
+
+    neighbours: int = count(10)
+    mixture: float | None = weight(None, most=1)
+
+
+ACAR = "Acar et al. 2021, Debiasing Model Updates for Improving Personalized Federated Training, Alg. 1-2"
+ACAR_DYN = "Acar et al. 2021, Federated Learning Based on Dynamic Regularization, Alg. 1"
+CHEN = "Chen et al. 2018, Federated Meta-Learning with Fast Convergence and Efficient Communication, Alg. 1"
+DINH = "Dinh et al. 2020, Personalized Federated Learning with Moreau Envelopes, Alg. 1"
+FALLAH = "Fallah et al. 2020, Personalized Federated Learning: A Meta-Learning Approach, Alg. 1"
+KARIMIREDDY = "Karimireddy et al. 2020, SCAFFOLD, Alg. 1"
+LIM = "Lim et al. 2024, MetaVers: Meta-Learned Versatile Representations, eq. 1-7"
+MCMAHAN = "McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data, Alg. 1"
+
+HEADLESS = ("body",)
+
+PRODUCT: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("fedavg", "Federated averaging of one model for all", MCMAHAN, FedAvg,
+               AverageClient(), AverageServer(), adaptation="none", personalizer="sgd"),
+        Method("fedavg-meta", "Federated averaging, fine-tuned by every device", "Chen et al. 2018, Federated "
+               "Meta-Learning with Fast Convergence and Efficient Communication, FedAvg(Meta) of Table 2", FedAvgMeta,
+               AverageClient(), AverageServer(), adaptation="none", personalizer="sgd"),
+        Method("fedprox", "Averaging with a proximal term", "Li et al. 2020, Federated Optimization in Heterogeneous "
+               "Networks, Alg. 2", FedProx, ProxClient(), AverageServer(), adaptation="none", personalizer="sgd"),
+        Method("feddyn", "Dynamic regularization of one model for all", ACAR_DYN, FedDyn,
+               DynClient(), DynServer(), adaptation="none", personalizer="sgd"),
+        Method("scaffold", "Control variates for one model for all", KARIMIREDDY, Scaffold,
+               ScafClient(), ScafServer(), adaptation="none", personalizer="sgd",
+               besides=("control",), models_down=2, paper_models=(2, 2)),
+        Method("p-avg-proto", "Averaging with prototype adaptation", ACAR, PAvgProto,
+               AverageClient(), AverageServer(), adaptation="proto", personalizer="proto", shared=HEADLESS),
+        Method("pfldyn-proto", "Dynamic regularization with prototype adaptation", ACAR, PFLDynProto,
+               DynClient(), DynServer(), adaptation="proto", personalizer="proto", shared=HEADLESS),
+        Method("pfldyn-maml", "Dynamic regularization with MAML adaptation", ACAR, PFLDynMaml,
+               DynClient(), DynServer(), adaptation="maml-exact", personalizer="sgd"),
+        Method("pflscaf-proto", "Control variates with prototype adaptation", ACAR, PFLScafProto,
+               ScafClient(), ScafServer(), adaptation="proto", personalizer="proto", shared=HEADLESS,
+               besides=("control",), models_down=2, paper_models=(2, 2)),
+        Method("pflscaf-maml", "Control variates with MAML adaptation", ACAR, PFLScafMaml,
+               ScafClient(), ScafServer(), adaptation="maml-exact", personalizer="sgd",
+               besides=("control",), models_down=2, paper_models=(2, 2)),
+        Method("per-fedavg-exact", "Averaging with MAML adaptation", FALLAH, PerFedAvg,
+               AverageClient(), AverageServer(), adaptation="maml-exact", personalizer="sgd"),
+        Method("per-fedavg-fo", "Averaging with first-order MAML adaptation", FALLAH, PerFedAvg,
+               AverageClient(), AverageServer(), adaptation="maml-first-order", personalizer="sgd"),
+        Method("per-fedavg-hf", "Averaging with Hessian-free MAML adaptation", FALLAH, HessianFree,
+               AverageClient(), AverageServer(), adaptation="maml-hessian-free", personalizer="sgd"),
+        Method("fedmeta-maml", "Meta-gradients of MAML, stepped by the server", CHEN, FedMetaMaml,
+               GradientClient(), GradientServer(), adaptation="maml-exact", personalizer="sgd"),
+        Method("fedmeta-fomaml", "Meta-gradients of first-order MAML, stepped by the server", CHEN, FedMetaMaml,
+               GradientClient(), GradientServer(), adaptation="maml-first-order", personalizer="sgd"),
+        Method("fedmeta-metasgd", "Meta-gradients with learned adaptation rates, stepped by the server", CHEN, MetaSgd,
+               GradientClient(), RatesServer(), adaptation="meta-sgd", personalizer="meta-sgd",
+               shared=("body", "head", "rates"), models_down=2, models_up=2),
+        Method("pfedme", "Personal models tied to the shared one by a Moreau envelope", DINH, PFedMe,
+               MoreauClient(), AverageServer(), adaptation="none", personalizer="moreau"),
+        Method("metavers", "Prototypes with a triplet margin that grows", LIM, MetaVers,
+               VersClient(), VersServer(), adaptation="metavers", personalizer="proto", shared=HEADLESS,
+               down_scalars=(MARGIN,), up_scalars=(MARGIN,)),
+        Method("local", "Every device alone", "a baseline: nothing is shared", FineTune,
+               KeepingClient(), NoServer(), adaptation="none", personalizer="own",
+               shared=(), personal=("body", "head"), models_down=0, models_up=0),
+        Method("fedper", "A shared body under heads of one's own", "Arivazhagan et al. 2019, Federated Learning with "
+               "Personalization Layers, Alg. 1", FedAvgMeta, KeepingClient(), AverageServer(),
+               adaptation="none", personalizer="own", shared=HEADLESS, personal=("head",)),
+        Method("fedrep", "A shared body under heads of one's own, the head trained first", "Collins et al. 2021, "
+               "Exploiting Shared Representations for Personalized Federated Learning, Alg. 1", FedRep,
+               HeadFirstClient(), AverageServer(), adaptation="none", personalizer="own",
+               shared=HEADLESS, personal=("head",)),
+        Method("fedbabu", "A shared body under a head that is not trained", "Oh et al. 2022, FedBABU, Alg. 1", FedBabu,
+               FrozenHeadClient(), AverageServer(), adaptation="none", personalizer="sgd",
+               shared=HEADLESS, personal=("head",)),
+        Method("lg-fedavg", "A shared head over bodies of one's own", "Liang et al. 2020, Think Locally, Act Globally, "
+               "Alg. 1", FedAvgMeta, KeepingClient(), AverageServer(), adaptation="none", personalizer="own",
+               shared=("head",), personal=("body",)),
+        Method("fedproto", "Only class means are shared", "Tan et al. 2022, FedProto, Alg. 1", FedProto,
+               PrototypeClient(), PrototypeServer(), adaptation="fedproto", personalizer="fleet-proto",
+               shared=("prototypes",), personal=("body", "head"), models_down=0, models_up=0, cumulative=False),
+        Method("pfedhn", "A hypernetwork makes every device's model", "Shamsian et al. 2021, Personalized Federated "
+               "Learning using Hypernetworks, Alg. 1", PFedHN, HyperClient(), HyperServer(),
+               adaptation="none", personalizer="own", given=("body", "head")),
+        Method("pfedgp", "Gaussian processes on a shared representation", "Achituve et al. 2021, Personalized "
+               "Federated Learning with Gaussian Processes, Section 4", PFedGP, AverageClient(), AverageServer(),
+               adaptation="gp", personalizer="gp", shared=HEADLESS),
+        Method("knn-per", "Federated averaging, answered with a device's own neighbours", "Marfoq et al. 2022, "
+               "Personalized Federated Learning through Local Memorization, Alg. 1", KnnPer,
+               AverageClient(), AverageServer(), adaptation="none", personalizer="knn"),
+    )
+}
+
+METHODS = Methods(PRODUCT)
+"""By name: the product's, and those of installed packages."""

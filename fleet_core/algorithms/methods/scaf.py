@@ -1,0 +1,107 @@
+"""PFLScaf: control variates on the personalized objective; without adaptation this is SCAFFOLD.
+
+Acar et al., ICML 2021, Algorithm 2, Update₂; Karimireddy et al., "SCAFFOLD", ICML 2020, Algorithm 1 with option II.
+Both papers send two vectors up. The change of a device's control, −g − (w_i − w^t)/(Kβ), is made of what the server
+has: g, as devices decoded it, and w_i − w^t, which it receives. So one vector goes up here.
+
+Deviations: the rate that divides is the one that stepped (``control_rate``); the program of Acar et al. divides by the
+first rate while it steps with the decayed one. A codec without error feedback moves the device's control to what the
+server has decoded, as for PFLDyn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from fleet_core.algorithms import aggregation
+from fleet_core.algorithms.interface import (
+    ClientRule,
+    ClientState,
+    GradFn,
+    LocalSgd,
+    Payload,
+    ServerRule,
+    ServerState,
+    Update,
+    descend,
+    one_of,
+    rate,
+)
+from fleet_core.base import trees
+from fleet_core.base.trees import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaf(LocalSgd):
+    """control_rate: the rate in the control's divisor Kβ: the one that ``stepped`` or, as in the program of Acar et
+    al., the ``initial`` one."""
+
+    control_rate: str = one_of("stepped", ("stepped", "initial"))
+
+
+def distance(hyper: Scaf, round_number: float) -> float:
+    """Kβ, what a device's control divides its change by."""
+    lr = rate(hyper, round_number) if hyper.control_rate == "stepped" else hyper.client_lr
+    return hyper.local_steps * lr
+
+
+def change(control: Params, delta: Params, divisor: float) -> Params:
+    """g_i^new − g_i^old = −g − (w_i − w^t)/(Kβ)."""
+    return trees.apply(lambda g, d: -g - d * (1 / divisor), control, delta)
+
+
+class ScafClient(ClientRule):
+    """K steps on f_i(T_i(w)) + ⟨w, −g_i + g⟩; keeps g_i, the control."""
+
+    keeps = ("control",)
+
+    def init(self, model: Params, personal: Params, hyper: Scaf) -> ClientState:
+        return {"control": trees.zeros_like(trees.parted(model, "control")[0])}
+
+    def run(
+        self, broadcast: Payload, state: ClientState, steps: Iterable[GradFn], hyper: Scaf
+    ) -> tuple[Payload, ClientState]:
+        (anchor, control), own = trees.parted(broadcast.groups, "control"), state["control"]
+        number, pull = broadcast.scalars["round"], trees.subtract(control, own)
+        delta = trees.subtract(descend(anchor, steps, hyper, rate(hyper, number), lambda w: pull), anchor)
+        return Payload(delta), {"control": trees.add(own, change(control, delta, distance(hyper, number)))}
+
+    def settle(self, pending: ClientState, error: Params, hyper: Scaf, round_number: float) -> ClientState:
+        return {"control": trees.axpy(1 / distance(hyper, round_number), error, pending["control"])}
+
+
+class ScafServer(ServerRule):
+    """w ← mean(w_i); g ← g + 1/m Σ (g_i^new − g_i^old). The judged model is the running mean of PFLDyn's page."""
+
+    def init(self, first: Params, hyper: Scaf) -> ServerState:
+        model, _ = trees.parted(first, "control")
+        return ServerState(model=model, judged=model, memory={"control": trees.zeros_like(model)})
+
+    def broadcast(self, state: ServerState) -> Payload:
+        return Payload(trees.mirrored(state.model, state.memory["control"], "control"))
+
+    def heard(self, state: ServerState, groups: Params) -> ServerState:
+        """The control itself stays the mean of all g_i, whatever a lossy codec made of it on the way down."""
+        model, control = trees.parted(groups, "control")
+        return replace(state, model=model, memory={**state.memory, "heard": control})
+
+    def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: Scaf) -> ServerState:
+        delta_sum, count = aggregation.total(updates, lambda update: update.payload.groups)
+        mean = trees.axpy(1 / count, delta_sum, state.model)
+        heard = state.memory.get("heard", state.memory["control"])
+        moved = change(trees.scale(heard, count), delta_sum, distance(hyper, state.round))
+        control = trees.axpy(1 / members, moved, state.memory["control"])
+        share = min(1.0, count / members)
+        judged = trees.apply(lambda old, new: old + (new - old) * share, state.judged, mean)
+        return replace(state, model=mean, judged=judged, memory={"control": control})
+
+    def joined(self, state: ServerState, members: int) -> ServerState:
+        """The mean of all g_i with one more that is zero."""
+        control = trees.scale(state.memory["control"], (members - 1) / members)
+        return replace(state, memory={"control": control})
+
+    def left(self, state: ServerState, members: int) -> ServerState:
+        """The server does not know the g_i that left, so every control starts again from zero in a new epoch."""
+        memory = {"control": trees.zeros_like(state.model)}
+        return replace(state, memory=memory, dual_epoch=state.dual_epoch + 1)

@@ -1,0 +1,110 @@
+"""TOML files into frozen dataclasses: every mistake at once, as ``file:line: key: problem``, with a suggestion."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from fleet_core.base import schema
+from fleet_core.base.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+MAX_CONFIG_BYTES = 1 << 20
+
+
+def load(cls: type[T], path: Path) -> T:
+    """The file as a ``cls``. Raises ConfigError that lists every mistake."""
+    return parse(cls, text_of(path), str(path))
+
+
+def text_of(path: Path) -> str:
+    """A configuration file's text. Raises ConfigError."""
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError("is over 1 MiB", where=str(path), expected="a configuration file")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=str(path)) from error
+
+
+def tables(text: str, where: str) -> dict[str, Any]:
+    """TOML text as plain tables. Raises ConfigError."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"is no TOML: {error}", where=where) from error
+
+
+def parse(cls: type[T], text: str, where: str) -> T:
+    """TOML text as a ``cls``; ``where`` names it in messages."""
+    value, problems = schema.read(cls, tables(text, where))
+    if value is None:
+        raise ConfigError("\n".join(located(problem, text, where) for problem in problems))
+    return value
+
+
+def located(problem: schema.Problem, text: str, where: str) -> str:
+    """``file:line: key: problem``."""
+    return f"{where}:{line_of(text, problem.key)}: {problem}"
+
+
+def line_of(text: str, key: str) -> int:
+    """The line that sets the dotted ``key``; that of the table nearest to it when the key is absent; else 1."""
+    parts = re.sub(r"\[\d+\]", "", key).split(".")
+    listed = re.match(r"(\w+)\[(\d+)\]", key)
+    table: list[str] = []
+    nearest, blocks = 1, Counter[str]()
+    for number, line in enumerate(text.splitlines(), start=1):
+        header = re.match(r"\s*(\[+)\s*([\w.\-\"]+)\s*\]+", line)
+        setting = None if header else re.match(r"\s*([\w.\-\"]+)\s*=", line)
+        if header:
+            table = header[2].replace('"', "").split(".")
+            blocks[header[2]] += header[1] == "[["
+        if listed and table[:1] == [listed[1]] and blocks[listed[1]] != int(listed[2]) + 1:
+            continue  # another one of the list
+        if not header and not setting:
+            continue
+        place = table + setting[1].replace('"', "").split(".") if setting else table
+        if place == parts:
+            return number
+        if place == parts[: len(place)]:
+            nearest = number
+    return nearest
+
+
+def toml(value: Any, prefix: str = "", notes: Mapping[str, str] = MappingProxyType({})) -> str:
+    """A plain mapping of scalars, lists and tables as TOML text; None is left out. notes: dotted key -> a line of
+    comment above it."""
+    lines, tables = [], []
+    for key, item in value.items():
+        if isinstance(item, dict):
+            tables.append((key, item))
+        elif item is not None:
+            note = notes.get(f"{prefix}{key}")
+            lines += [*([f"# {note}"] if note else []), f"{key} = {_literal(item)}"]
+    body = "\n".join(lines) + ("\n" if lines else "")
+    for key, item in tables:
+        name = f"{prefix}{key}"
+        body += f"\n[{name}]\n" + toml(item, name + ".", notes)
+    return body
+
+
+def _literal(item: Any) -> str:
+    if isinstance(item, bool):
+        return "true" if item else "false"
+    if isinstance(item, (list, tuple)):
+        return "[" + ", ".join(_literal(i) for i in item) + "]"
+    if isinstance(item, str):
+        escaped = item.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda m: f"\\u{ord(m[0]):04x}", escaped) + '"'
+    return repr(item)

@@ -1,0 +1,69 @@
+"""What both command lines do alike: options, data to stdout as JSON or as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from fleet_core import __version__
+from fleet_core.base import processes
+
+if TYPE_CHECKING:
+    import typer
+
+
+def application(description: str) -> typer.Typer:
+    """A Typer application with ``--version`` and ``--verbose``."""
+    import typer  # not needed where only tables are shown
+
+    app = typer.Typer(
+        help=description, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def _options(
+        version: bool = typer.Option(False, "--version", help="Print the version and leave.", callback=_version,
+                                     is_eager=True),
+        verbose: bool = typer.Option(False, "--verbose", help="Print the traceback of an error."),
+    ) -> None:
+        del version, verbose
+
+    return app
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import typer
+
+        print(__version__)
+        raise typer.Exit()
+
+
+def main(app: Callable[..., Any]) -> None:
+    """Runs ``app`` as ``runtime.guarded`` does; ``--verbose`` may stand anywhere."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--verbose"]
+    if len(arguments) < len(sys.argv) - 1:
+        os.environ[processes.VERBOSE] = "1"
+    processes.guarded(lambda: app(args=arguments))
+
+
+def date(unix_s: float | None) -> str:
+    """Unix seconds as local date and time, in ISO 8601 to the second; empty for None."""
+    return "" if unix_s is None else datetime.fromtimestamp(unix_s).astimezone().isoformat(" ", "seconds")
+
+
+def show(value: Any) -> None:
+    """``value`` as JSON on stdout."""
+    print(json.dumps(value, indent=2, sort_keys=True, allow_nan=False))
+
+
+def table(rows: Sequence[tuple[str, ...]], heads: tuple[str, ...]) -> None:
+    """Rows on stdout in columns; readable without colour, one line a row."""
+    widths = [max(len(row[k]) for row in [heads, *rows]) for k in range(len(heads))]
+    for row in [heads, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,73 @@
+"""Samples that are asked about: they need no labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet_core.base.errors import DataError
+from fleet_core.data import model_input
+from fleet_core.data.samples import LIMIT_BYTES
+from fleet_core.model.layout import InputSpec
+
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+FORMS = "a .npy array, a .npz with x, a .csv, a .ndjson, an image or a folder of images; labels are passed over"
+
+
+def load(
+    path: Path, spec: InputSpec, *, stride: int | None = None, limit_bytes: int = LIMIT_BYTES,
+    say: Callable[[str], None] = lambda text: None,
+) -> NDArray[Any]:  # fmt: skip
+    """Raw samples [n, *spec.shape] of spec.dtype: all of a file or folder, or the single one that a .npy has. Grey
+    images are of equal colours where the model takes colours. stride: from one window of a file of readings to the
+    next; None for no overlap. say: takes how the file was read. Raises DataError for anything that is not that."""
+    x = _read(path, spec, stride, limit_bytes, say)
+    if x.shape == tuple(spec.shape):
+        x = x[None]
+    model_input.check_shape(x, spec.shape, str(path))
+    if x.dtype.kind not in "biuf" or not np.isfinite(x).all():
+        raise DataError("holds what is no finite number", where=str(path), expected=f"{spec.dtype} values")
+    if x.dtype == np.uint8:
+        _check_bytes(path, spec)
+    with np.errstate(all="ignore"):
+        wanted = x.astype(spec.dtype)
+    if not np.isfinite(wanted).all() or (wanted.dtype.kind in "iu" and not np.array_equal(wanted, x)):
+        raise DataError(f"holds {x.dtype} values that are no {spec.dtype}", where=str(path))
+    return wanted
+
+
+def _read(
+    path: Path, spec: InputSpec, stride: int | None, limit_bytes: int, say: Callable[[str], None]
+) -> NDArray[Any]:
+    kind = path.suffix.lower()
+    if kind == ".npy":
+        return _array(path)
+    from fleet_core.data import readers  # most questions are arrays, and small devices answer them
+
+    if path.is_dir() or (kind in IMAGES and path.exists()):
+        _check_bytes(path, spec)
+        x = readers.read_unsorted(path, limit_bytes)
+        return np.repeat(x, spec.shape[0], axis=1) if x.shape[1] == 1 and len(spec.shape) == 3 else x
+    raw = readers.read(path, limit_bytes, readers.Cut(spec.shape, stride=stride), expected=FORMS, labelled=False)
+    for note in raw.notes:
+        say(note)
+    return raw.x
+
+
+def _check_bytes(path: Path, spec: InputSpec) -> None:
+    """Raises DataError for bytes where the model takes floats."""
+    hint = model_input.bytes_hint("uint8", spec.dtype)
+    if hint:
+        raise DataError(f"has bytes, and the model takes {spec.dtype}", where=str(path), hint=hint)
+
+
+def _array(path: Path) -> NDArray[Any]:
+    try:
+        return np.array(np.load(path, allow_pickle=False, mmap_mode="r"))
+    except (OSError, ValueError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot be read: {reason}", where=str(path), expected="a .npy array of numbers") from error

@@ -1,0 +1,360 @@
+"""Gradient estimators: what a device's step takes as the gradient of its loss after adaptation.
+
+- ``none``: cross-entropy on one batch.
+- ``proto``: cross-entropy to the class means of the support (Acar et al., ICML 2021, §2; Snell et al. 2017).
+- ``maml-exact``: the derivative through inner SGD steps, ∇_w f(T(w); D') (Fallah et al. 2020, eq. 5-8 with D'' = D;
+  on a third batch D'' where the episode has one, as eq. 8 is printed).
+- ``maml-first-order``: the Hessian dropped, ∇f(·; D') at T(w) (Fallah's FO; Chen et al. 2018).
+- ``maml-hessian-free``: every Hessian-vector product by a central difference (Fallah's HF). Fallah prints it without
+  the 2 and with the vectors exchanged; this one is around w, divided by 2δ, δ relative to ‖w‖/‖v‖.
+- ``meta-sgd``: the gradient in the weights and in the learned rates of one inner step (Chen et al., eq. 3).
+- ``metavers``: proto with a triplet term and its margin (Lim et al. 2024, eq. 1-5).
+- ``gp``: the predictive likelihood of Gaussian processes (Achituve et al. 2021), see ``learning.gaussian``.
+- ``fedproto``: cross-entropy and the distance of the batch's class means to the fleet's (Tan et al. 2022, eq. 7-8).
+
+A gradient here is a function of named tensors (float32 or float64) that returns the loss and its gradient, alike in
+groups and names. A group that is no parameter (``margin``, ``prototypes``) holds constants; its place in the answer
+carries what the step has measured.
+
+For clients side by side every array has one more axis in front, and a loss is [clients].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fleet_core.algorithms.interface import GradFn
+from fleet_core.base import trees
+from fleet_core.base.trees import Params
+from fleet_core.learning import gaussian_loss, losses
+from fleet_core.learning.models import outputs
+
+PADDED = (
+    "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "fedproto"
+)  # fmt: skip
+"""Adaptations whose losses leave out samples that have no class, so that batches can be filled up with such."""
+NO_CLASS = -1
+
+Loss = Callable[[Params], Tensor]
+Gradient = Callable[[Params], tuple[Tensor, Params]]
+
+
+@dataclass(frozen=True)
+class Episode:
+    """The samples of one step: support (D) and query (D') [N, *shape] with labels int64 [N]; "none" uses the query.
+
+    hessian_x, hessian_y: a third batch D'', where the method wants one.
+    """
+
+    support_x: Tensor
+    support_y: Tensor
+    query_x: Tensor
+    query_y: Tensor
+    hessian_x: Tensor | None = None
+    hessian_y: Tensor | None = None
+
+    @staticmethod
+    def stacked(several: Sequence[Episode]) -> Episode:
+        """The axis of clients in front; a batch that is smaller than another is filled up with samples of no class."""
+        names = [name for name, part in vars(several[0]).items() if part is not None]
+        return Episode(**{name: _padded([getattr(one, name) for one in several], name) for name in names})
+
+
+def _padded(batches: Sequence[Tensor], name: str) -> Tensor:
+    most = max(len(batch) for batch in batches)
+    value = NO_CLASS if name.endswith("_y") else 0
+    return torch.stack([
+        torch.cat([batch, batch.new_full((most - len(batch), *batch.shape[1:]), value)]) if len(batch) < most else batch
+        for batch in batches
+    ])
+
+
+def leaves(at: Params) -> Params:
+    """The same values, cut from any graph, ready to be differentiated by."""
+    return trees.apply(lambda a: a.detach().requires_grad_(), at)
+
+
+def value_and_gradient(loss: Loss, at: Params, *, create_graph: bool = False) -> tuple[Tensor, Params]:
+    """``loss`` and its gradient at ``at``, whose tensors require gradients; zeros for tensors that it does not use.
+
+    Clients side by side have losses of their own, and no gradient in each other's arrays: their sum gives all.
+    """
+    flat = [array for named in at.values() for array in named.values()]
+    value = loss(at)
+    grads = iter(
+        torch.autograd.grad(value.sum(), flat, create_graph=create_graph, allow_unused=True, materialize_grads=True)
+    )
+    return value, trees.apply(lambda _: next(grads), at)
+
+
+def sgd(loss: Loss, at: Params, lr: float, steps: int, *, differentiable: bool) -> Params:
+    """``steps`` SGD steps from ``at``; with ``differentiable`` the result keeps its graph back to ``at``."""
+    for _ in range(steps):
+        _, gradient = value_and_gradient(loss, at, create_graph=differentiable)
+        at = trees.axpy(-lr, gradient, at)
+        at = at if differentiable else leaves(at)
+    return at
+
+
+def path(loss: Loss, at: Params, lr: float, steps: int) -> list[Params]:
+    """Where ``steps`` SGD steps from ``at`` lead: steps + 1 points, ``at`` the first."""
+    points = [leaves(at)]
+    for _ in range(steps):
+        points.append(sgd(loss, points[-1], lr, 1, differentiable=False))
+    return points
+
+
+def direct(loss: Loss) -> Gradient:
+    """The gradient of ``loss`` itself."""
+    return lambda at: value_and_gradient(loss, leaves(at))
+
+
+def maml_exact(support: Loss, query: Loss, lr: float, steps: int) -> Gradient:
+    """∇_w query(T(w)), T = ``steps`` SGD steps on ``support`` at rate ``lr``."""
+    return direct(lambda w: query(sgd(support, w, lr, steps, differentiable=True)))
+
+
+def maml_first_order(support: Loss, query: Loss, lr: float, steps: int) -> Gradient:
+    """∇query at T(w)."""
+    return lambda at: value_and_gradient(query, sgd(support, leaves(at), lr, steps, differentiable=False))
+
+
+def maml_with_hessian(
+    support: Loss, query: Loss, lr: float, steps: int, product: Callable[[Params, Params], Params]
+) -> Gradient:
+    """(I − lr H(w)) … (I − lr H(w_{s−1})) ∇query at T(w) = w_s; ``product(w, v)`` gives H(w) v."""
+
+    def gradient(at: Params) -> tuple[Tensor, Params]:
+        points = path(support, at, lr, steps)
+        value, v = value_and_gradient(query, points[-1])
+        for w in reversed(points[:-1]):
+            v = trees.axpy(-lr, product(w, v), v)
+        return value, v
+
+    return gradient
+
+
+def hessian_product(loss: Loss) -> Callable[[Params, Params], Params]:
+    """H(w) v by differentiating ⟨∇loss(w), v⟩."""
+
+    def product(w: Params, v: Params) -> Params:
+        at = leaves(w)
+        _, slope = value_and_gradient(loss, at, create_graph=True)
+        along = torch.stack([(g * d).sum() for g, d in zip(_flat(slope), _flat(v), strict=True)]).sum()
+        grads = iter(torch.autograd.grad(along, _flat(at), allow_unused=True, materialize_grads=True))
+        return trees.apply(lambda _: next(grads), at)
+
+    return product
+
+
+def central_difference(loss: Loss, difference: float) -> Callable[[Params, Params], Params]:
+    """H(w) v ≈ (∇loss(w + δv) − ∇loss(w − δv)) / 2δ with δ = ``difference`` ‖w‖/‖v‖."""
+
+    def product(w: Params, v: Params) -> Params:
+        w = trees.apply(lambda a: a.detach(), w)
+        lengths = [length + (length == 0) for length in (trees.norm(w), trees.norm(v))]
+        delta = difference * lengths[0] / lengths[1]
+        there = trees.scale(v, delta)
+        _, ahead = value_and_gradient(loss, leaves(trees.add(w, there)))
+        _, behind = value_and_gradient(loss, leaves(trees.subtract(w, there)))
+        return trees.scale(trees.subtract(ahead, behind), 0.5 / delta)
+
+    return product
+
+
+def meta_sgd(support: Loss, query: Loss) -> Gradient:
+    """∇_(w,a) query(w − a∘∇support(w)) for a tree that holds w and, in the group ``rates``, a."""
+
+    def adapted(at: Params) -> Params:
+        w, rates = trees.parted(at, "rates")
+        _, slope = value_and_gradient(support, w, create_graph=True)
+        return trees.apply(lambda w, a, g: w - a * g, w, rates, slope)
+
+    return direct(lambda at: query(adapted(at)))
+
+
+class Estimators:
+    """Gradients of episodes for one network. classes: that labels may name. hyper: the method's. clients: whether
+    episodes and parameters have an axis of clients in front."""
+
+    def __init__(self, network: nn.Module, classes: int, hyper: Any, *, clients: bool = False):
+        self._network, self._classes, self._hyper, self._clients = network, classes, hyper, clients
+
+    def of(self, adaptation: str) -> Callable[[Episode], Gradient]:
+        """The gradient that ``adaptation`` makes of an episode."""
+        return {
+            "none": lambda e: direct(self._entropy(e.query_x, e.query_y)),
+            "proto": lambda e: direct(self._proto(e)),
+            "maml-exact": self._exact,
+            "maml-first-order": lambda e: maml_first_order(*self._both(e), *self._inner()),
+            "maml-hessian-free": self._hessian_free,
+            "meta-sgd": lambda e: meta_sgd(*self._both(e)),
+            "metavers": self._metavers,
+            "fedproto": self._fedproto,
+            "gp": lambda e: direct(self._gp(e)),
+        }[adaptation]
+
+    def measure(self, x: Tensor, y: Tensor) -> Gradient:
+        """Totals and counts by class over all of x, y in the place of ``prototypes``; no gradient."""
+
+        def gradient(at: Params) -> tuple[Tensor, Params]:
+            model = {g: named for g, named in at.items() if g != "prototypes"}
+            with torch.no_grad():
+                total, count = self._lifted(self._totals)(model, x, y)
+            return torch.zeros(()), {**model, "prototypes": {"count": count, "total": total}}
+
+        return gradient
+
+    def _lifted(self, of_batch: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of one client's parameters and batch, for clients side by side where there are any."""
+        if not self._clients:
+            return of_batch
+        from torch.func import vmap  # costs a device memory, and only laboratories put clients side by side
+
+        return vmap(of_batch, randomness="different")
+
+    def _loss(self, of_batch: Callable[..., Tensor], *batch: Tensor) -> Loss:
+        lifted = self._lifted(of_batch)
+        return lambda w: lifted(w, *batch)
+
+    def _entropy(self, x: Tensor, y: Tensor) -> Loss:
+        return self._loss(lambda w, x, y: self._cross_entropy(outputs(self._network, w, x, "predict"), y), x, y)
+
+    @property
+    def _cross_entropy(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return losses.known_cross_entropy if self._clients else losses.cross_entropy
+
+    def _both(self, e: Episode) -> tuple[Loss, Loss]:
+        return self._entropy(e.support_x, e.support_y), self._entropy(e.query_x, e.query_y)
+
+    def _inner(self) -> tuple[float, int]:
+        return self._hyper.inner_lr, self._hyper.inner_steps
+
+    def _exact(self, e: Episode) -> Gradient:
+        support, query = self._both(e)
+        if e.hessian_x is None or e.hessian_y is None:
+            return maml_exact(support, query, *self._inner())
+        third = self._entropy(e.hessian_x, e.hessian_y)
+        return maml_with_hessian(support, query, *self._inner(), hessian_product(third))
+
+    def _hessian_free(self, e: Episode) -> Gradient:
+        support, query = self._both(e)
+        third = support if e.hessian_x is None or e.hessian_y is None else self._entropy(e.hessian_x, e.hessian_y)
+        return maml_with_hessian(support, query, *self._inner(), central_difference(third, self._hyper.difference))
+
+    def _embedded(self, w: Params, *batches: Tensor) -> tuple[Tensor, ...]:
+        z = outputs(self._network, w, torch.cat(batches), "embed")
+        return torch.split(z, [len(x) for x in batches])
+
+    def _proto(self, e: Episode) -> Loss:
+        def loss(w: Params, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor) -> Tensor:
+            support, query = self._embedded(w, sx, qx)
+            return losses.proto_loss(support, sy, query, qy, self._classes, self._hyper.distance)
+
+        return self._loss(loss, e.support_x, e.support_y, e.query_x, e.query_y)
+
+    def _gp(self, e: Episode) -> Loss:
+        """Clients side by side one after the other: each has a tree of its own."""
+
+        def loss(w: Params, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor) -> Tensor:
+            support, query = self._embedded(w, sx, qx)
+            return gaussian_loss.loss(support, sy, query, qy, self._hyper)
+
+        batch = e.support_x, e.support_y, e.query_x, e.query_y
+        if not self._clients:
+            return lambda w: loss(w, *batch)
+        return lambda w: torch.stack([
+            loss(trees.apply(lambda a, i=i: a[i], w), *(part[i] for part in batch)) for i in range(len(e.query_y))
+        ])
+
+    def _metavers(self, e: Episode) -> Gradient:
+        hyper, batch = self._hyper, (e.support_x, e.support_y, e.query_x, e.query_y)
+
+        def losses_and_margin(
+            w: Params, margin: Tensor, share: Tensor, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            support, query = self._embedded(w, sx, qx)
+            entropy = losses.proto_loss(support, sy, query, qy, self._classes, hyper.distance)
+            z, y = torch.cat([support, query]), torch.cat([sy, qy])
+            printed = hyper.margin_divisor == "printed"
+            own = losses.spread(z, y, self._classes, hyper.margin_distance, printed).detach()
+            triplets = losses.centroid_triplets(
+                z, y, self._classes, torch.maximum(margin, own), hyper.distance,
+                total=hyper.triplet_sum, to_centroid=hyper.negative == "centroid",
+            )
+            return share * entropy + (1 - share) * triplets, own
+
+        def gradient(at: Params) -> tuple[Tensor, Params]:
+            w = {g: named for g, named in at.items() if g != "margin"}
+            given, each = at["margin"], _flat(w)[0].new_ones(e.support_y.shape[:-1])
+            margin, share = each * float(given["value"]), each * float(given["loss_share"])
+            measured: list[Tensor] = []
+            whole = self._lifted(losses_and_margin)
+
+            def loss(w: Params) -> Tensor:
+                value, own = whole(w, margin, share, *batch)
+                measured.append(own)
+                return cast(Tensor, value)
+
+            value, slope = value_and_gradient(loss, leaves(w))
+            return value, {**slope, "margin": {"value": measured[0], "loss_share": share}}
+
+        return gradient
+
+    def _fedproto(self, e: Episode) -> Gradient:
+        def gradient(at: Params) -> tuple[Tensor, Params]:
+            w = {g: named for g, named in at.items() if g != "prototypes"}
+            fleet, weight = at["prototypes"], float(self._hyper.pull)
+
+            def loss(w: Params, total: Tensor, count: Tensor, x: Tensor, y: Tensor) -> Tensor:
+                z = outputs(self._network, w, x, "embed")
+                means = total / count.clamp(min=1)[:, None]
+                return self._cross_entropy(self._head(w, z), y) + weight * losses.pull(z, y, means, count)
+
+            whole = self._lifted(loss)
+            value, slope = value_and_gradient(
+                lambda w: whole(w, fleet["total"], fleet["count"], e.query_x, e.query_y), leaves(w)
+            )
+            return value, {**slope, "prototypes": fleet}
+
+        return gradient
+
+    def _head(self, w: Params, z: Tensor) -> Tensor:
+        head = cast(Any, self._network).core.head
+        return cast(Tensor, functional_call(head, {n.removeprefix("head."): a for n, a in w["head"].items()}, (z,)))
+
+    def _totals(self, w: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = outputs(self._network, w, x, "embed")
+        member = losses.one_hot(y, self._classes, z.dtype)
+        return member.T @ z, member.sum(0)
+
+
+def entropy(network: nn.Module, x: Tensor, y: Tensor) -> Loss:
+    """The cross-entropy of the head's logits on one batch."""
+    return lambda w: losses.cross_entropy(outputs(network, w, x, "predict"), y)
+
+
+def estimator(adaptation: str, network: nn.Module, classes: int, hyper: Any) -> Callable[[Episode], Gradient]:
+    """The gradient that ``adaptation`` makes of an episode; ``hyper`` has inner_lr and inner_steps for MAML."""
+    return Estimators(network, classes, hyper).of(adaptation)
+
+
+def recorded(gradient: Gradient, values: list[Tensor]) -> GradFn:
+    """``gradient`` as the seam wants it, the loss appended to ``values``."""
+
+    def step(at: Params) -> Params:
+        value, direction = gradient(at)
+        values.append(value.detach())
+        return direction
+
+    return step
+
+
+def _flat(tree: Params) -> list[Tensor]:
+    return [array for named in tree.values() for array in named.values()]

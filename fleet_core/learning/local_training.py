@@ -1,0 +1,390 @@
+"""The clients' round: the loop that agent and simulation both call, for one client or for several side by side.
+
+The caller sets torch's number of threads; arrays are computed with where the model is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fleet_core.algorithms.interface import ClientState, GradFn, Method, Payload
+from fleet_core.base import trees
+from fleet_core.base.errors import DataError, RoundError
+from fleet_core.base.trees import Params
+from fleet_core.data import model_input
+from fleet_core.data.episodes import Draw, draws
+from fleet_core.learning import models
+from fleet_core.learning.architectures import TOKENS
+from fleet_core.learning.augment import augmented
+from fleet_core.learning.gradient_estimators import PADDED, Episode, Estimators, recorded
+from fleet_core.learning.models import NumpyParams, flops_per_sample, outputs, to_numpy, to_torch
+from fleet_core.model.layout import Layout
+
+Samples = np.ndarray[Any, Any]
+Progress = Callable[[int, int], None]
+
+CHUNK = 256
+"""Samples per pass where a whole data set is gone through, so that memory does not grow with it."""
+
+WASTE = 2
+"""Clients whose batches are filled up to stand side by side differ by no more than this factor in what they draw."""
+
+EPISODIC = ("proto", "metavers", "gp")
+"""Gradients that know which samples are of one class and nothing more of a label: its number in the fleet costs them
+nothing, which may have a thousand classes where a device has two."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a device's round produced.
+
+    update: the method's payload, float32. pending: the state that becomes the device's once the update is counted.
+    loss: mean over the steps. samples: the device's training samples. left_out: class -> samples that no episode could
+    use. flops: floating-point operations, from the shapes, or None where the model has layers that are not counted.
+    """
+
+    update: Payload
+    pending: ClientState
+    loss: float
+    samples: int
+    steps: int
+    left_out: Mapping[int, int]
+    flops: int | None
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Participant:
+    """One client of a round: its state (empty for one that never took part), raw samples x [N, *shape] with labels
+    y int64 [N], and the only source of its randomness. given: groups that it alone received beside the broadcast."""
+
+    state: ClientState
+    x: Samples
+    y: Samples
+    rng: np.random.Generator
+    given: Params = field(default_factory=dict)
+
+
+def train_round(
+    method: Method,
+    model: nn.Module,
+    layout: Layout,
+    broadcast: Payload,
+    state: ClientState,
+    x: Samples,
+    y: Samples,
+    hyper: Any,
+    rng: np.random.Generator,
+    progress: Progress | None = None,
+) -> TrainResult:
+    """``hyper.local_steps`` local steps on the raw samples x [N, *shape], y int64 [N]; the same bits for equal ``rng``.
+
+    broadcast: numpy arrays of the groups that go down, and its scalars with ``round`` and, where the method keeps
+    groups on the device, ``seed``. state: the device's, empty for one that never took part. progress: called with
+    (steps done, steps) after each.
+    Raises DataError for samples that do not fit the layout, RoundError when the loss is no longer finite.
+    """
+    one = Participant(state, x, y, rng)
+    return _Round(method, model, layout, broadcast, hyper).train([one], [_plan(method, one, hyper)], progress)[0]
+
+
+def train_side_by_side(
+    method: Method,
+    model: nn.Module,
+    layout: Layout,
+    broadcast: Payload,
+    participants: Sequence[Participant],
+    hyper: Any,
+    padded: bool = False,
+) -> list[TrainResult]:
+    """``train_round`` for many clients at once: those whose batches have equal sizes are stacked, one more axis in
+    front of every array. Results in the order of ``participants``; equal to those of ``train_round`` up to rounding,
+    and, for models with random layers of their own, up to what these draw. The same errors, without the client's name.
+
+    padded: for a model that takes every sample by itself: smaller batches are filled up, where the loss can leave out
+    what fills them, so that clients stand together whose samples of a round differ by a factor of two at most.
+    """
+    this = _Round(method, model, layout, broadcast, hyper)
+    plans = [_plan(method, one, hyper) for one in participants]
+    results: dict[int, TrainResult] = {}
+    for numbers in _similar(plans) if padded and method.adaptation in PADDED else _alike(plans):
+        found = this.train([participants[i] for i in numbers], [plans[i] for i in numbers])
+        results |= dict(zip(numbers, found, strict=True))
+    return [results[i] for i in range(len(participants))]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one client draws in a round. seed: of the model's random layers."""
+
+    seed: int
+    draws: tuple[Draw, ...]
+    left_out: Mapping[int, int]
+    samples: int
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        return self.samples, tuple(tuple(map(len, draw)) for draw in self.draws)
+
+    @property
+    def drawn(self) -> int:
+        return sum(len(part) for draw in self.draws for part in draw)
+
+
+def _alike(plans: Sequence[_Plan]) -> list[list[int]]:
+    """The numbers of those whose draws have equal sizes."""
+    alike: dict[Any, list[int]] = {}
+    for number, plan in enumerate(plans):
+        alike.setdefault(plan.sizes, []).append(number)
+    return list(alike.values())
+
+
+def _similar(plans: Sequence[_Plan]) -> list[list[int]]:
+    """The numbers of those that draw as much up to ``WASTE``."""
+    similar: list[list[int]] = []
+    for number in sorted(range(len(plans)), key=lambda i: (plans[i].samples, plans[i].drawn)):
+        least = plans[similar[-1][0]] if similar else None
+        if least is None or plans[number].samples != least.samples or plans[number].drawn > WASTE * least.drawn:
+            similar.append([])
+        similar[-1].append(number)
+    return similar
+
+
+def _plan(method: Method, one: Participant, hyper: Any) -> _Plan:
+    if not len(one.y):
+        raise DataError("there are no samples to train on")
+    seed = int(one.rng.integers(2**31))
+    drawn, left_out = draws(one.y, hyper, one.rng)
+    taken = tuple(itertools.islice(drawn, hyper.local_steps))
+    whole = len(one.y) if method.adaptation == "fedproto" else 0
+    return _Plan(seed, taken, left_out(), whole)
+
+
+class _Round:
+    """What the clients of a round have in common."""
+
+    def __init__(self, method: Method, model: nn.Module, layout: Layout, broadcast: Payload, hyper: Any):
+        self._method, self._model, self._layout, self._hyper = method, model, layout, hyper
+        self._device = next(model.parameters()).device
+        self._groups = to_torch(broadcast.groups, self._device)
+        self._scalars = broadcast.scalars
+        self._personal: Params | None = None
+
+    def train(
+        self, clients: Sequence[Participant], plans: Sequence[_Plan], progress: Progress | None = None
+    ) -> list[TrainResult]:
+        """The clients' results; more than one are stacked."""
+        started = time.perf_counter()
+        classes = max(check(self._method, self._layout, one.x, one.y) for one in clients)
+        several = len(clients) > 1
+        groups = [self._received(one) for one in clients]
+        anchor = Payload(self._stacked(groups) if several else groups[0], self._scalars)
+        before = [self._state(one.state, received) for one, received in zip(clients, groups, strict=True)]
+        roles = {role: self._stacked([state[role] for state in before]) for role in before[0]} if several else before[0]
+        values: list[Tensor] = []
+        steps = self._steps(clients, plans, classes, values, progress)
+        stacked = trees.side_by_side() if several else contextlib.nullcontext()
+        with flushed(), _training(self._model, plans[0].seed), stacked:
+            update, pending = self._method.client.run(anchor, roles, steps, self._hyper)
+        losses_CK = torch.stack([value.reshape(-1) for value in values], 1).double().cpu().numpy()
+        _check_finite(losses_CK, len(plans[0].draws))
+        seconds = (time.perf_counter() - started) / len(clients)
+        return [
+            self._result(one, plan, _of_client(update, i, several), {
+                role: _arrays(tree, i, several) for role, tree in pending.items()
+            }, float(np.mean(losses_CK[i])), seconds)
+            for i, (one, plan) in enumerate(zip(clients, plans, strict=True))
+        ]
+
+    def _received(self, one: Participant) -> Params:
+        return {**self._groups, **to_torch(one.given, self._device)} if one.given else self._groups
+
+    def _state(self, state: ClientState, received: Params) -> ClientState:
+        if state:
+            return {role: to_torch(tree, self._device) for role, tree in state.items()}
+        if self._personal is None:
+            self._personal = to_torch(first_personal(self._method, self._layout, self._scalars), self._device)
+        return self._method.client.init(received, self._personal, self._hyper)
+
+    def _steps(
+        self, clients: Sequence[Participant], plans: Sequence[_Plan], classes: int, values: list[Tensor],
+        progress: Progress | None,
+    ) -> Iterator[GradFn]:
+        labels = [one.y.astype(np.int64) for one in clients]
+        if self._method.adaptation in EPISODIC:
+            labels = [np.unique(y, return_inverse=True)[1].reshape(-1) for y in labels]
+            classes = max(int(y.max()) + 1 for y in labels)
+        estimators = Estimators(self._model, classes, self._hyper, clients=len(clients) > 1)
+        estimate = estimators.of(self._method.adaptation)
+        data = [(self._tensor(one.x), self._tensor(y), one.rng) for one, y in zip(clients, labels, strict=True)]
+        total = len(plans[0].draws)
+        for step in range(total):
+            episodes = [self._episode(*parts, plan.draws[step]) for parts, plan in zip(data, plans, strict=True)]
+            yield recorded(estimate(episodes[0] if len(episodes) == 1 else Episode.stacked(episodes)), values)
+            if progress:
+                progress(step + 1, total)
+        if self._method.adaptation == "fedproto":
+            x, y = (torch.stack(part) if len(part) > 1 else part[0] for part in list(zip(*data, strict=True))[:2])
+            yield lambda at: estimators.measure(x, y)(at)[1]
+
+    def _episode(self, x: Tensor, y: Tensor, rng: np.random.Generator, draw: Draw) -> Episode:
+        parts: list[Tensor] = []
+        for index in draw:
+            rows = torch.from_numpy(index).to(self._device)
+            parts += [augmented(self._hyper.augment, x[rows], rng), y[rows]]
+        return Episode(*parts)
+
+    def _tensor(self, array: Samples) -> Tensor:
+        return torch.from_numpy(np.require(array, requirements="W")).to(self._device)
+
+    @staticmethod
+    def _stacked(several: Sequence[Params]) -> Params:
+        return trees.apply(lambda *arrays: torch.stack(arrays), *several)
+
+    def _result(
+        self, one: Participant, plan: _Plan, update: Payload, pending: ClientState, loss: float, seconds: float
+    ) -> TrainResult:
+        return TrainResult(
+            update=update,
+            pending=pending,
+            loss=loss,
+            samples=len(one.y),
+            steps=len(plan.draws),
+            left_out=plan.left_out,
+            flops=self._flops(plan),
+            seconds=seconds,
+        )
+
+    def _flops(self, plan: _Plan) -> int | None:
+        """Of a round's gradients, and of the pass over all samples that ends a FedProto round."""
+        forward = flops_per_sample(self._model, self._layout)
+        if forward is None:
+            return None
+        support, query, third = (sum(len(part) for draw in plan.draws for part in draw[k : k + 1]) for k in range(3))
+        inner, repeated = getattr(self._hyper, "inner_steps", 1), getattr(self._hyper, "personal_steps", 1)
+        gradients = flops_of(self._method.adaptation, forward, support, query, inner, third)
+        return repeated * gradients + forward * plan.samples
+
+
+def first_personal(method: Method, layout: Layout, scalars: Mapping[str, float]) -> Params:
+    """The first values of the groups that ``method`` keeps on a device: alike on all devices of a fleet, whose seed
+    they come from."""
+    if not method.personal:
+        return {}
+    return trees.only(models.initial(layout, int(scalars.get("seed", 0))), method.personal)
+
+
+def _check_finite(losses_CK: Samples, steps: int) -> None:
+    """losses_CK: of every client and gradient, of which a step may take several."""
+    bad = np.argwhere(~np.isfinite(losses_CK))
+    if len(bad):
+        client, number = bad[bad[:, 1].argmin()]
+        step = number * steps // losses_CK.shape[1] + 1
+        raise RoundError(f"the loss is {losses_CK[client, number]} at step {step}", hint="lower client_lr or inner_lr")
+
+
+def _arrays(tree: Params, client: int, several: bool) -> NumpyParams:
+    return to_numpy(trees.apply(lambda a: a[client], tree) if several else tree)
+
+
+def _of_client(update: Payload, client: int, several: bool) -> Payload:
+    found: Mapping[str, Any] = update.scalars
+    scalars = {name: float(value[client] if several else value) for name, value in found.items()}
+    return Payload(_arrays(update.groups, client, several), scalars)
+
+
+def predict_logits(model: nn.Module, params: Params, x: Samples) -> Samples:
+    """Logits float32 [N, K] of raw samples under the numpy weights ``params``."""
+    return _forward(model, params, x, "predict")
+
+
+def embed(model: nn.Module, params: Params, x: Samples) -> Samples:
+    """z float32 [N, D] of raw samples under the numpy weights ``params``."""
+    return _forward(model, params, x, "embed")
+
+
+def flops_of(
+    adaptation: str, forward: int, support: int, query: int, inner_steps: int = 0, third: int = 0
+) -> int:
+    """Floating-point operations of a gradient, a backward pass counted as twice its forward pass.
+
+    forward: of one sample. third: samples of a batch of its own for the Hessian. A sample of the support counts three
+    forward passes per inner step, and six more where the step is differentiated or its Hessian's product taken by two
+    gradients; on a third batch the exact product counts nine, with the pass that it differentiates.
+    """
+    if adaptation in EPISODIC:
+        return 3 * forward * (support + query)
+    second = 6 * support
+    if adaptation == "maml-first-order":
+        second = 0
+    elif third:
+        second = (6 if adaptation == "maml-hessian-free" else 9) * third
+    return forward * (inner_steps * (3 * support + second) + 3 * query)
+
+
+@contextlib.contextmanager
+def flushed() -> Iterator[None]:
+    """Subnormal numbers (below 1.2e-38) count as zero meanwhile, in this thread, where the processor can do so: on x86
+    they slow down gradients that vanish along a sequence (``benchmarks/simulation/subnormals.py``)."""
+    before = float(torch.tensor(1e-40) * 1.0) == 0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module, seed: int) -> Iterator[None]:
+    """Training mode with the randomness of the model's own layers (dropout) from ``seed``; evaluation mode after."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats the stack for a GPU that is not in use
+        if next(model.parameters()).is_cuda:
+            torch.cuda.manual_seed(seed)
+        model.train()
+        try:
+            yield
+        finally:
+            model.eval()
+
+
+def check(method: Method, layout: Layout, x: Samples, y: Samples) -> int:
+    """The number of classes to train for on the raw samples x, y. Raises DataError."""
+    if x.shape[1:] != layout.input.shape or str(x.dtype) != layout.input.dtype:
+        raise DataError(
+            f"samples are {x.dtype} {list(x.shape[1:])}", expected=f"{layout.input.dtype} {list(layout.input.shape)}",
+            hint=model_input.hint(x, layout.input),
+        )  # fmt: skip
+    if len(x) != len(y) or not len(y):
+        raise DataError(f"{len(x)} samples and {len(y)} labels", expected="as many labels as samples, at least one")
+    if layout.model in TOKENS:
+        vocabulary = layout.options.get("vocabulary", len(layout.classes))
+        if x.min() < 0 or x.max() >= vocabulary:
+            raise DataError(f"a token is {x.max() if x.min() >= 0 else x.min()}", expected=f"0 to {vocabulary - 1}")
+    if y.min() < 0:
+        raise DataError(f"the label {y.min()} is negative")
+    if y.max() >= len(layout.classes) and method.personalizer not in ("proto", "gp"):
+        raise DataError(
+            f"the label {y.max()} is no class of the fleet, which has {len(layout.classes)}",
+            hint="a method whose class means stay on the device takes labels of one's own",
+        )
+    return max(len(layout.classes), int(y.max()) + 1)
+
+
+def _forward(model: nn.Module, params: Params, x: Samples, output: str) -> Samples:
+    device = next(model.parameters()).device
+    w = to_torch(params, device)
+    model.eval()
+    with torch.no_grad():
+        starts = range(0, max(1, len(x)), CHUNK)
+        parts = [outputs(model, w, torch.tensor(x[i : i + CHUNK]).to(device), output) for i in starts]
+    return torch.cat(parts).cpu().numpy()

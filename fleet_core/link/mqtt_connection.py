@@ -1,0 +1,434 @@
+"""One MQTT connection from CONNECT to its end: paho as a codec of packets, without its threads, queues, reconnecting.
+
+paho's callbacks only append to ``events`` or note a fact; sockets are read and written in ``turn`` (and ``publish``
+writes at once what the socket takes). A session is never used twice, so nothing old can come back.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import paho.mqtt.client as paho
+from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
+from paho.mqtt.properties import Properties
+from paho.mqtt.reasoncodes import ReasonCode
+
+from fleet_core.link.byte_counters import ByteCounters
+from fleet_core.link.interface import Connected, Denied, Event, Message, Will
+
+WINDOW = 32  # publishes in flight, or fewer where the broker's receive maximum says so
+PACKETS_AT_ONCE = 64  # read before events are handed out
+READ_BYTES = 65_536  # asked of the socket at once, where paho asks for single bytes
+FILTERS_AT_ONCE = 8  # per SUBSCRIBE (AWS IoT Core)
+MAX_PACKET_BYTES = 268_435_455  # of MQTT itself
+UNSUPPORTED_VERSION, KEEPALIVE_TIMEOUT = 0x84, 0x8D  # reason codes of MQTT 5, which paho gives for 3.1.1 too
+SKIPPED_S = 10.0  # a publish that is this much older than one that was acknowledged is given up
+FAREWELL_S = 1.0  # for the broker to hang up after DISCONNECT
+NO_RETAINED = "no retained messages"
+OF_THE_DATE = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+ALERTS = {
+    "ALERT_CERTIFICATE_REVOKED": "it is revoked",
+    "ALERT_CERTIFICATE_EXPIRED": "it has expired",
+    "ALERT_UNKNOWN_CA": "another authority signed it",
+    "ALERT_CERTIFICATE_REQUIRED": "there is none",
+}
+"""What OpenSSL calls a broker's words, by their last ones: their first differ between versions."""
+
+
+class Address(NamedTuple):
+    """Where a broker listens."""
+
+    host: str
+    port: int
+    tls: bool
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every connection of one link has in common."""
+
+    address: Address
+    client_id: str
+    will: Will | None
+    keepalive_s: int
+    username: str | None
+    password: str | None
+    tls: ssl.SSLContext | None
+    max_incoming_bytes: int
+    connect_timeout_s: float
+
+
+@dataclass(frozen=True)
+class _Outgoing:
+    topic: str
+    payload: bytes
+    retain: bool
+    qos: int
+    sent_at_s: float = 0.0
+
+
+class CountingClient(paho.Client):
+    """Counts bytes, knows when the socket is drained, bounds a packet before memory is taken, keeps the real error.
+
+    ``_sock_recv``, ``_sock_send`` and ``_sock_close`` are private hooks of paho-mqtt < 3; a test guards them.
+    """
+
+    def __init__(self, counters: ByteCounters, max_incoming_bytes: int, **options: Any):
+        super().__init__(CallbackAPIVersion.VERSION2, reconnect_on_failure=False, **options)
+        self.counters = counters
+        self.max_incoming_bytes = max_incoming_bytes
+        self.drained = False
+        self.hung_up = False
+        self.failure: str | None = None
+        self._ahead = memoryview(b"")
+
+    def _sock_recv(self, bufsize: int) -> bytes:
+        if bufsize > self.max_incoming_bytes:
+            self.failure = f"a packet of {bufsize} bytes is over the limit of {self.max_incoming_bytes}"
+            raise ConnectionError(self.failure)
+        self.drained = False
+        if not self._ahead:
+            self._ahead = memoryview(self._received())
+        data, self._ahead = bytes(self._ahead[:bufsize]), self._ahead[bufsize:]
+        return data
+
+    def _received(self) -> bytes:
+        try:
+            data = super()._sock_recv(READ_BYTES)
+        except BlockingIOError:
+            self.drained = True
+            raise
+        except OSError as error:
+            self.failure, self.hung_up = describe(error), isinstance(error, ConnectionResetError)
+            raise
+        if not data:
+            self.failure, self.hung_up = "the broker closed the connection", True
+        self.counters.mqtt_received += len(data)
+        return data
+
+    def _sock_send(self, buf: bytes | bytearray) -> int:
+        try:
+            sent = super()._sock_send(buf)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            self.hung_up = isinstance(error, (BrokenPipeError, ConnectionResetError))
+            self.failure = describe(self._parting_word() or error)
+            raise
+        self.counters.mqtt_sent += sent
+        return sent
+
+    def _parting_word(self) -> OSError | None:
+        """A broker that refuses a certificate says so and hangs up: where a write finds that it is gone, its word may
+        still wait to be read."""
+        try:
+            super()._sock_recv(1)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            return error if isinstance(error, ssl.SSLError) and _alert(error) else None
+        return None
+
+    def drop(self) -> None:
+        """Close the socket as a crash would: without DISCONNECT."""
+        self._sock_close()
+
+
+class Session:
+    """One connection. Raises OSError or ValueError when the broker cannot be reached; afterwards ``ended`` says it all.
+
+    ``accepted`` is true from CONNACK on; ``events`` is the link's own queue.
+    """
+
+    def __init__(self, settings: Settings, version: int, counters: ByteCounters, events: deque[Event]):
+        self.accepted = False
+        self.began_s = time.monotonic()
+        self.max_packet_bytes = MAX_PACKET_BYTES
+        self._settings, self._version, self._counters, self._events = settings, version, counters, events
+        self._window = WINDOW
+        self._queue: deque[_Outgoing] = deque()
+        self._in_flight: dict[int, _Outgoing] = {}
+        self._subscribing: dict[int, Sequence[str]] = {}
+        self._refusal: ReasonCode | None = None
+        self._reason: str | None = None
+        self._unanswered = False
+        self._took_retained = False
+        self._client = self._make_client()
+        self._connect()
+
+    @property
+    def ended(self) -> bool:
+        return self._client.socket() is None
+
+    @property
+    def waiting(self) -> int:
+        """Publishes not yet acknowledged."""
+        return len(self._queue) + len(self._in_flight)
+
+    @property
+    def drained(self) -> bool:
+        """Whether the last turn read all that had come."""
+        return self._client.drained
+
+    @property
+    def wants_write(self) -> bool:
+        return self._client.want_write()
+
+    @property
+    def version_refused(self) -> bool:
+        """Whether the broker may be one that does not speak this version: it said so, hung up, or did not answer."""
+        if self._refusal is not None:
+            return bool(self._refusal.value == UNSUPPORTED_VERSION)
+        return not self.accepted and (self._client.hung_up or self._unanswered)
+
+    @property
+    def reason(self) -> str:
+        """Why the session ended."""
+        if self._refusal is not None:
+            return f"the broker refused the connection: {self._refusal}"
+        return self._reason or self._client.failure or "the connection was lost"
+
+    @property
+    def unsaid(self) -> str:
+        """What a broker of MQTT 3.1.1, which gives no reasons, may have hung up on; empty where nothing hints at it."""
+        if self._version == 5 or not self._client.hung_up or self._took_retained:
+            return ""
+        if not self.accepted:
+            will = self._settings.will
+            other = "perhaps it speaks something else at this port, takes no more clients"
+            return f"{other}, or {NO_RETAINED} (the will is one)" if will is not None and will.retain else ""
+        retained = [item for item in self._in_flight.values() if item.retain]
+        if not retained:
+            return ""
+        largest = _largest(retained)
+        return f"perhaps it takes none under {largest.topic}, none of {len(largest.payload)} bytes, or {NO_RETAINED}"
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since CONNECT."""
+        return time.monotonic() - self.began_s
+
+    def socket(self) -> socket.socket | None:
+        found = self._client.socket()
+        return found if isinstance(found, socket.socket) else None
+
+    def turn(self) -> None:
+        """Write, read and keep alive, without waiting."""
+        if self.wants_write:
+            self._client.loop_write()
+        for _ in range(PACKETS_AT_ONCE):
+            if self.ended:
+                return
+            self._note(self._client.loop_read())
+            if self._client.drained:
+                break
+        if self.ended:
+            return
+        self._client.loop_misc()  # what it returns does not tell all ends: the disconnect does
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Sends what waits, or gives up a broker that never answered."""
+        if self.ended:
+            return
+        if self.accepted:
+            self._send_queued()
+        elif self.age_s > self._settings.connect_timeout_s:
+            self._unanswered = True
+            self._reason = f"no answer to CONNECT within {self._settings.connect_timeout_s:g} s"
+            self.drop()
+
+    def publish(self, topic: str, payload: bytes, retain: bool, qos: int) -> None:
+        self._queue.append(_Outgoing(topic, payload, retain, qos))
+        self._send_queued()
+
+    def subscribe(self, filters: Mapping[str, int]) -> None:
+        """Filter -> QoS."""
+        wanted = list(filters.items())
+        for start in range(0, len(wanted), FILTERS_AT_ONCE):
+            some = wanted[start : start + FILTERS_AT_ONCE]
+            _, identifier = self._client.subscribe(some)
+            if identifier is not None:
+                self._subscribing[identifier] = [pattern for pattern, _ in some]
+
+    def unsubscribe(self, filters: list[str]) -> None:
+        self._client.unsubscribe(filters)
+
+    def drop(self) -> None:
+        """End without DISCONNECT, so that the broker publishes the will."""
+        self._client.drop()
+
+    def part(self) -> None:
+        """DISCONNECT, then read to the end: bytes left unread would reset the connection and raise the will."""
+        sock = self.socket()
+        if sock is None:
+            return
+        self._client.on_socket_close = None
+        until_s = time.monotonic() + FAREWELL_S
+        with socket.socket(fileno=os.dup(sock.fileno())) as rest:
+            self._client.disconnect()
+            while not self.ended and time.monotonic() < until_s:
+                select.select([], [rest], [], FAREWELL_S / 10)
+                self._client.loop_write()
+            _read_to_end(rest, until_s)
+            self._counters.closed(rest)
+        self._client.drop()
+
+    def _make_client(self) -> CountingClient:
+        settings = self._settings
+        version = MQTTProtocolVersion.MQTTv5 if self._version == 5 else MQTTProtocolVersion.MQTTv311
+        client = CountingClient(
+            self._counters, settings.max_incoming_bytes, client_id=settings.client_id, protocol=version
+        )
+        client.connect_timeout = settings.connect_timeout_s
+        client.max_inflight_messages = 0  # the window is ours
+        if settings.tls is not None:
+            client.tls_set_context(settings.tls)
+        if settings.username is not None:
+            client.username_pw_set(settings.username, settings.password)
+        if settings.will is not None:
+            client.will_set(settings.will.topic, settings.will.payload, qos=1, retain=settings.will.retain)
+        client.on_connect = self._on_connect
+        client.on_disconnect = self._on_disconnect
+        client.on_message = self._on_message
+        client.on_publish = self._on_publish
+        client.on_subscribe = self._on_subscribe
+        client.on_socket_open = self._on_socket_open
+        client.on_socket_close = self._on_socket_close
+        return client
+
+    def _connect(self) -> None:
+        """TCP, TLS and the CONNECT packet: clean start always, and no properties, for amqtt hangs on them."""
+        options: dict[str, Any] = {"clean_start": True} if self._version == 5 else {}
+        address = self._settings.address
+        try:
+            self._client.connect(address.host, address.port, self._settings.keepalive_s, **options)
+        except BaseException:
+            self._client.drop()
+            raise
+        self.began_s = time.monotonic()
+
+    def _note(self, rc: MQTTErrorCode) -> None:
+        if rc != MQTTErrorCode.MQTT_ERR_SUCCESS and self._reason is None and self._client.failure is None:
+            self._reason = paho.error_string(rc)
+            if rc == MQTTErrorCode.MQTT_ERR_PROTOCOL and self._in_flight:
+                self._reason += self._suspicion()
+
+    def _suspicion(self) -> str:
+        """mosquitto refuses a publish over its ``message_size_limit`` with a reason that MQTT does not allow there, and
+        paho ends the connection: the largest publish under way is named."""
+        largest = _largest(self._in_flight.values())
+        return f" {largest.topic} with {len(largest.payload)} bytes was under way: perhaps over the broker's limit"
+
+    def _send_queued(self) -> None:
+        """Publish while the window is open and the socket takes it: at most one packet is copied into paho."""
+        while self._queue and not self.ended and len(self._in_flight) < self._window and not self.wants_write:
+            item = self._queue[0]
+            info = self._client.publish(item.topic, item.payload, item.qos, item.retain)
+            if info.rc == MQTTErrorCode.MQTT_ERR_QUEUE_SIZE:  # an identifier still in use: the next turn takes the next
+                return
+            self._queue.popleft()
+            if item.qos:
+                self._in_flight[info.mid] = replace(item, sent_at_s=time.monotonic())
+
+    # What paho calls: these append and note, nothing else.
+
+    def _on_connect(
+        self, _client: paho.Client, _data: Any, _flags: Any, reason: ReasonCode, limits: Properties | None
+    ) -> None:
+        if reason.is_failure:
+            self._refusal = reason
+            return
+        packet_bytes: int | None = getattr(limits, "MaximumPacketSize", None)
+        receive_max: int | None = getattr(limits, "ReceiveMaximum", None)
+        self.accepted = True
+        self.max_packet_bytes = packet_bytes or MAX_PACKET_BYTES
+        self._window = min(WINDOW, receive_max or WINDOW)
+        self._events.append(Connected(self._version, packet_bytes, receive_max))
+
+    def _on_disconnect(
+        self, _client: paho.Client, _data: Any, flags: Any, reason: ReasonCode, _properties: Properties | None
+    ) -> None:
+        if flags.is_disconnect_packet_from_server:
+            self._reason = f"the broker closed the connection: {reason}"
+        elif reason.value == KEEPALIVE_TIMEOUT:
+            self._reason = self._reason or "the broker is silent (keepalive timeout)"
+
+    def _on_message(self, _client: paho.Client, _data: Any, message: paho.MQTTMessage) -> None:
+        self._events.append(Message(message.topic, bytes(message.payload), bool(message.retain)))
+
+    def _on_publish(
+        self, _client: paho.Client, _data: Any, identifier: int, reason: ReasonCode, _properties: Properties
+    ) -> None:
+        item = self._in_flight.pop(identifier, None)
+        if item is None:
+            return
+        if reason.is_failure:
+            self._events.append(Denied(item.topic, str(reason)))
+        self._took_retained |= item.retain
+        self._give_up_before(item.sent_at_s - SKIPPED_S)
+
+    def _give_up_before(self, sent_at_s: float) -> None:
+        """Acknowledgements come in order (MQTT 5.0, 4.6), so what was passed over never gets one: mosquitto 2.0.11 does
+        so to some of thousands, and they would close the window for good."""
+        for identifier, item in list(self._in_flight.items()):
+            if item.sent_at_s >= sent_at_s:
+                return
+            del self._in_flight[identifier]
+            self._events.append(Denied(item.topic, "never acknowledged"))
+
+    def _on_subscribe(
+        self, _client: paho.Client, _data: Any, identifier: int, reasons: list[ReasonCode], _properties: Properties
+    ) -> None:
+        for pattern, reason in zip(self._subscribing.pop(identifier, ()), reasons, strict=False):
+            if reason.is_failure:
+                self._events.append(Denied(pattern, str(reason)))
+
+    def _on_socket_open(self, _client: paho.Client, _data: Any, sock: Any) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._counters.opened(sock)
+
+    def _on_socket_close(self, _client: paho.Client, _data: Any, sock: Any) -> None:
+        self._counters.closed(sock)
+
+
+def _largest(items: Iterable[_Outgoing]) -> _Outgoing:
+    return max(items, key=lambda item: len(item.payload))
+
+
+def describe(error: BaseException) -> str:
+    """The shortest true text of a network error."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        dated = error.verify_code in OF_THE_DATE
+        clock = time.strftime("; the clock here says %Y-%m-%d", time.gmtime()) if dated else ""
+        return f"the broker's certificate is not trusted: {error.verify_message}{clock}"
+    alert = _alert(error) if isinstance(error, ssl.SSLError) else ""
+    if alert:
+        return f"the broker does not take this certificate: {alert}"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _alert(error: ssl.SSLError) -> str:
+    """What a broker says of the certificate; empty for anything else."""
+    reason = error.reason or ""
+    return next((text for word, text in ALERTS.items() if reason.endswith(word)), "")
+
+
+def _read_to_end(sock: socket.socket, until_s: float) -> None:
+    """Discard what comes until the peer hangs up, at most until ``until_s``."""
+    try:
+        sock.shutdown(socket.SHUT_WR)
+        while (left_s := until_s - time.monotonic()) > 0:
+            sock.settimeout(left_s)
+            if not sock.recv(65_536):
+                return
+    except OSError:
+        return

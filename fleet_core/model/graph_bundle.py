@@ -1,0 +1,234 @@
+"""The graph bundle: everything of a model but its weights, in one safetensors container; and weights as bytes.
+
+A bundle holds the ONNX graphs (``embed``: raw samples -> z; ``predict``: raw samples -> logits, for methods with a
+head; ``adapt``: weights and a support set -> weights after gradient steps), the layout, and golden inputs and outputs.
+Every parameter of a graph is an external initializer named ``group/name``, so that one graph serves the weights of
+every round. The golden outputs belong to the weights ``layout.seeded(seed)``: a graph can be checked before any weights
+arrive.
+
+Container: tensors ``graph/<kind>`` uint8 [bytes], ``golden/x`` ``golden/<kind>``; metadata ``bundle``, a JSON object.
+With ``adapt`` also ``golden/y``, labels of x, and ``golden/adapt``, the logits of x after steps on x and y; and
+``first/<group>/<name>``, what the steps of a device start from in the groups that the method leaves to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleet_core.base import schema, storage, trees
+from fleet_core.base.errors import BundleError, CodecError, StateError
+from fleet_core.base.trees import Params
+from fleet_core.model.layout import MODEL_GROUPS, Layout
+
+GRAPH_GROUPS: Mapping[str, tuple[str, ...]] = {"embed": ("body",), "predict": ("body", "head")}
+"""The graphs from samples to outputs that a bundle may hold, and the groups of arrays that each takes."""
+
+GOLDEN_STEPS = (1, 10)
+"""After how many gradient steps the golden logits of ``adapt`` are."""
+
+FORMAT = 1
+MAX_BYTES = 64 << 20
+MAX_GOLDEN = 64
+MAX_FIRST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class AdaptInfo:
+    """How the graph ``adapt`` steps. groups: those of the model that move. rates: whether it takes a learned rate for
+    every value, ``rates/group.name``, in place of one for all. lr: the rate of the golden steps."""
+
+    groups: tuple[str, ...] = field(metadata={"choices": MODEL_GROUPS})
+    rates: bool
+    lr: float = field(metadata={"min": 0.0, "max": 1e30})
+
+
+@dataclass(frozen=True)
+class GraphInfo:
+    """The small facts of a bundle.
+
+    seed: of the golden weights. atol, rtol: how far a golden output may be off (|got − wanted| ≤ atol + rtol·|wanted|).
+    ir_version, opset: of the ONNX files. min_onnxruntime: the oldest release that is known to run them. adapt: of the
+    graph ``adapt``, None where there is none.
+    """
+
+    format: int = field(metadata={"min": FORMAT, "max": FORMAT})
+    seed: int = field(metadata={"min": 0, "max": 2**63})
+    atol: float = field(metadata={"min": 0.0, "max": 1.0})
+    rtol: float = field(metadata={"min": 0.0, "max": 1.0})
+    ir_version: int = field(metadata={"min": 1, "max": 1000})
+    opset: int = field(metadata={"min": 1, "max": 1000})
+    min_onnxruntime: str = field(metadata={"pattern": r"\d+\.\d+\.\d+"})
+    adapt: AdaptInfo | None = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A bundle in memory.
+
+    graphs: ONNX files from samples to outputs, by kind. golden: ``x`` (raw samples) and, for every kind, the outputs
+    float32 that ``layout.seeded(info.seed)`` gives. adapt: the ONNX file of that kind, empty where there is none; its
+    golden arrays are ``y`` int64 [n] and ``adapt`` float32 [GOLDEN_STEPS, n, K]. first: the first values, alike on
+    every device, of the groups that stay on a device.
+    """
+
+    layout: Layout
+    graphs: Mapping[str, bytes]
+    golden: Mapping[str, np.ndarray[Any, Any]]
+    info: GraphInfo
+    adapt: bytes = b""
+    first: Params = field(default_factory=dict)
+
+    def adapt_weights(self, seed: int) -> dict[str, dict[str, Any]]:
+        """Weights from a seed alone of all groups that ``adapt`` takes; learned rates lie around ``info.adapt.lr``."""
+        how = self.info.adapt
+        if how is None:
+            raise BundleError("the bundle has no graph 'adapt'", hint="its model or method does not step on a device")
+        if not how.rates:
+            return trees.only(self.layout.seeded(seed), MODEL_GROUPS)
+        weights = trees.only(self.layout.extended(("rates",), how.groups).seeded(seed), (*MODEL_GROUPS, "rates"))
+        return {**weights, "rates": {n: np.float32(how.lr) * (1 + a) for n, a in weights["rates"].items()}}
+
+
+    def taken(self, params: Params) -> dict[str, dict[str, Any]]:
+        """What ``adapt`` takes of a judged model's ``params``: the model, first values of groups that stay on a device,
+        and the learned rates of groups that move. Raises CodecError for weights of another layout."""
+        model = self.layout.ordered({**self.first, **trees.only(params, MODEL_GROUPS)})
+        self.layout.check(model, MODEL_GROUPS)
+        if self.info.adapt is None or not self.info.adapt.rates:
+            return model
+        wide = self.layout.extended(("rates",), self.info.adapt.groups)
+        rates = wide.ordered(trees.only(params, ("rates",)))
+        wide.check(rates, ("rates",))
+        return {**model, **rates}
+
+
+def pack(graph: Graph) -> bytes:
+    """The bundle as bytes, the same for equal bundles."""
+    files = {**graph.graphs, **({"adapt": graph.adapt} if graph.adapt else {})}
+    arrays: dict[str, Any] = {f"graph/{kind}": np.frombuffer(data, np.uint8) for kind, data in files.items()}
+    arrays |= {f"golden/{name}": array for name, array in graph.golden.items()}
+    arrays |= {f"first/{key}": array for key, array in storage.flatten(graph.first).items()}
+    head = {"info": schema.plain(graph.info), "layout": schema.plain(graph.layout)}
+    text = json.dumps(head, sort_keys=True, separators=(",", ":"))
+    return storage.pack({name: arrays[name] for name in sorted(arrays)}, {"bundle": text})
+
+
+def unpack(data: bytes) -> Graph:
+    """The bundle in ``data``. Raises BundleError for bytes that are none; the graphs themselves are not looked into."""
+    if len(data) > MAX_BYTES:
+        raise BundleError(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
+    try:
+        arrays, metadata = storage.unpack(data, where="graph bundle")
+    except StateError as error:
+        raise BundleError(error.what, where=error.where) from error
+    info, layout = _head(metadata)
+    return assembled(layout, info, arrays)
+
+
+def read(path: Path) -> Graph:
+    """The bundle in a file, as ``unpack`` reads it. Raises BundleError."""
+    try:
+        arrays, metadata = storage.mapped(path, limit=MAX_BYTES)
+    except StateError as error:
+        raise BundleError(error.what, where=error.where) from error
+    info, layout = _head(metadata)
+    return assembled(layout, info, arrays)
+
+
+def assembled(layout: Layout, info: GraphInfo, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Graph:
+    """The bundle of the container's ``arrays``. Raises BundleError unless they are what ``layout`` and ``info`` ask
+    for."""
+    kinds = [kind for kind in GRAPH_GROUPS if f"graph/{kind}" in arrays]
+    known = {"golden/x"} | {f"{part}/{kind}" for kind in kinds for part in ("graph", "golden")}
+    if info.adapt is not None:
+        known |= {"graph/adapt", "graph/predict", "golden/adapt", "golden/y"}
+    first = {name.removeprefix("first/"): array for name, array in arrays.items() if name.startswith("first/")}
+    if not kinds or {name for name in arrays if not name.startswith("first/")} != known:
+        raise BundleError(
+            f"the bundle holds {', '.join(sorted(arrays))[:200] or 'nothing'}",
+            expected=", ".join(sorted(known | {"graph/embed", "golden/embed"})),
+        )
+    graphs = {kind: _graph_bytes(arrays[f"graph/{kind}"]) for kind in kinds}
+    golden = {name.removeprefix("golden/"): arrays[name] for name in sorted(known) if name.startswith("golden/")}
+    _check_golden(golden, layout)
+    adapt = b"" if info.adapt is None else _graph_bytes(arrays["graph/adapt"])
+    return Graph(layout, graphs, golden, info, adapt, _first(first, layout))
+
+
+def _first(arrays: Mapping[str, Any], layout: Layout) -> Params:
+    """First values, in whole groups of the model."""
+    try:
+        return checked_weights(arrays, layout, tuple({key.partition("/")[0] for key in arrays}))
+    except CodecError as error:
+        raise BundleError(f"the first values are not the layout's: {error.what}", expected=error.expected) from error
+
+
+def weights_bytes(params: Params) -> bytes:
+    """Weights (numpy) as safetensors bytes under the names ``group/name``."""
+    return storage.pack(storage.flatten(params))
+
+
+def weights_from_bytes(data: bytes, layout: Layout, groups: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Weights float32 in the layout's order. Raises CodecError unless they are exactly the arrays of ``groups``."""
+    try:
+        arrays, _ = storage.unpack(data, where="weights")
+    except StateError as error:
+        raise CodecError(error.what, where=error.where) from error
+    return checked_weights(arrays, layout, groups)
+
+
+def checked_weights(
+    arrays: Mapping[str, Any], layout: Layout, groups: tuple[str, ...], dtype: str = "float32"
+) -> dict[str, dict[str, Any]]:
+    """Arrays ``group/name`` of ``dtype`` as float32 in the layout's order. Raises CodecError unless they are exactly
+    those of ``groups``."""
+    for name, array in arrays.items():
+        if array.dtype != dtype:
+            raise CodecError(f"array {name[:200]} is {array.dtype}", where="weights", expected=dtype)
+    try:
+        params = storage.unflatten({name: array.astype(np.float32, copy=False) for name, array in arrays.items()})
+    except StateError as error:
+        raise CodecError(error.what, where="weights", expected=error.expected) from error
+    layout.check(params, groups)
+    return layout.ordered(params)
+
+
+def _head(metadata: Mapping[str, str]) -> tuple[GraphInfo, Layout]:
+    try:
+        head = json.loads(metadata["bundle"])
+        info, problems = schema.read(GraphInfo, head["info"], unknown="ignore")
+        layout = Layout.from_json(json.dumps(head["layout"]))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise BundleError("the bundle's metadata is malformed", hint="fetch the graph again") from error
+    if info is None:
+        raise BundleError("the bundle's metadata is malformed: " + "; ".join(map(str, problems[:5])))
+    return info, layout
+
+
+def _graph_bytes(array: np.ndarray[Any, Any]) -> bytes:
+    if array.dtype != np.uint8 or array.ndim != 1 or not len(array):
+        raise BundleError("a graph is no row of bytes")
+    return array.tobytes()
+
+
+def _check_golden(golden: Mapping[str, np.ndarray[Any, Any]], layout: Layout) -> None:
+    number = len(golden["x"]) if golden["x"].ndim else 0
+    classes = len(layout.classes)
+    wanted: dict[str, tuple[tuple[int, ...], str]] = {
+        "x": ((number, *layout.input.shape), layout.input.dtype),
+        "embed": ((number, layout.embedding), "float32"),
+        "predict": ((number, classes), "float32"),
+        "y": ((number,), "int64"),
+        "adapt": ((len(GOLDEN_STEPS), number, classes), "float32"),
+    }
+    for name, array in golden.items():
+        if not 0 < number <= MAX_GOLDEN or (array.shape, str(array.dtype)) != wanted[name]:
+            raise BundleError(f"golden {name} is {array.dtype} {list(array.shape)}", expected=f"{wanted[name]}")
+        if not np.isfinite(array).all():
+            raise BundleError(f"golden {name} holds a value that is not finite")

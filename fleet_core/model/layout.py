@@ -1,0 +1,145 @@
+"""What a model looks like from outside: its input, its classes and its named arrays. Both ends must agree on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fleet_core.base import schema
+from fleet_core.base.errors import BundleError, CodecError
+from fleet_core.base.trees import Params
+
+MODEL_GROUPS = ("body", "head")
+GROUPS = (*MODEL_GROUPS, "buffers", "rates", "control", "prototypes")
+NAME = r"[A-Za-z0-9_.\-]{1,128}"
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One raw sample: ``shape`` without the batch axis. The graph computes (x · scale − mean) / std per channel.
+
+    mean, std: one value per channel (axis 0), or empty for none.
+    """
+
+    shape: tuple[int, ...] = field(metadata={"min": 1, "max": 1_000_000, "max_length": 4})
+    dtype: str = field(default="float32", metadata={"choices": ("float32", "uint8", "int64")})
+    scale: float = 1.0
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One named array: its group and shape."""
+
+    name: str = field(metadata={"pattern": NAME})
+    group: str = field(metadata={"choices": GROUPS})
+    shape: tuple[int, ...] = field(metadata={"min": 0, "max": 100_000_000, "max_length": 8})
+    dtype: str = field(default="float32", metadata={"choices": ("float32",)})
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model's contract.
+
+    model: a name of ``fleet_core.learning.models`` or ``package.module:build``. options: its keyword arguments.
+    classes: names in the order of the labels. embedding: width D of the representation that Proto compares.
+    """
+
+    model: str = field(metadata={"max_length": 200})
+    input: InputSpec
+    classes: tuple[str, ...] = field(metadata={"max_length": 10_000})
+    embedding: int = field(metadata={"min": 1, "max": 1_000_000})
+    tensors: tuple[TensorSpec, ...] = field(metadata={"max_length": 10_000})
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def hash(self) -> str:
+        """First 16 hex digits of the sha256 of the layout's JSON; the key that states and updates carry."""
+        import hashlib  # loads OpenSSL: 4 MB that answering does without
+
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def extended(self, groups: tuple[str, ...], mirrored: tuple[str, ...]) -> Layout:
+        """This layout with the arrays of those ``groups`` that are not the model's own.
+
+        rates, control: one for each array of the ``mirrored`` groups, in its shape. prototypes: per class a total
+        [K, D] and a count [K].
+        """
+        more = [
+            TensorSpec(f"{t.group}.{t.name}", group, t.shape)
+            for group in ("rates", "control") if group in groups
+            for t in self.tensors if t.group in mirrored
+        ]
+        if "prototypes" in groups:
+            k = len(self.classes)
+            more += [TensorSpec("count", "prototypes", (k,)), TensorSpec("total", "prototypes", (k, self.embedding))]
+        return replace(self, tensors=(*self.tensors, *more)) if more else self
+
+    def zeros(self, groups: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        """float32 zeros in the shapes of ``groups``."""
+        tree: dict[str, dict[str, Any]] = {}
+        for tensor in self.tensors:
+            if tensor.group in groups:
+                tree.setdefault(tensor.group, {})[tensor.name] = np.zeros(tensor.shape, np.float32)
+        return tree
+
+    def to_json(self) -> str:
+        return json.dumps(schema.plain(self), sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Layout:
+        """Raises BundleError."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise BundleError("the layout is no JSON", hint="fetch the graph again") from error
+        layout, problems = schema.read(Layout, data, unknown="ignore")
+        if layout is None:
+            raise BundleError("the layout is malformed: " + "; ".join(map(str, problems[:5])))
+        return layout
+
+    def parameters(self, groups: tuple[str, ...]) -> int:
+        """Number of values in ``groups``."""
+        return sum(t.size for t in self.tensors if t.group in groups)
+
+    def check(self, params: Params, groups: tuple[str, ...]) -> None:
+        """Raises CodecError unless ``params`` has exactly the arrays of ``groups``, in shape, and all finite."""
+        wanted = {(t.group, t.name): t.shape for t in self.tensors if t.group in groups}
+        found = {(g, n): tuple(a.shape) for g, named in params.items() for n, a in named.items()}
+        for key in wanted.keys() | found.keys():
+            if wanted.get(key) != found.get(key):
+                raise CodecError(
+                    f"array {'/'.join(key)} has shape {found.get(key, 'none')}", expected=f"{wanted.get(key, 'none')}"
+                )
+        for group, named in params.items():
+            for name, array in named.items():
+                if not np.isfinite(array).all():
+                    raise CodecError(f"array {group}/{name} holds a value that is not finite")
+
+    def ordered(self, params: Params) -> dict[str, dict[str, Any]]:
+        """``params`` with groups and names in this layout's order, so that sums never depend on a file's order."""
+        tree: dict[str, dict[str, Any]] = {}
+        for tensor in self.tensors:
+            if tensor.group in params and tensor.name in params[tensor.group]:
+                tree.setdefault(tensor.group, {})[tensor.name] = params[tensor.group][tensor.name]
+        return tree
+
+    def seeded(self, seed: int) -> dict[str, dict[str, Any]]:
+        """Weights from a seed alone (float32, uniform, scaled by fan-in), alike on every machine: for golden runs."""
+        rng = np.random.default_rng(seed)
+        tree: dict[str, dict[str, Any]] = {}
+        for tensor in self.tensors:
+            fan_in = max(1, tensor.size // tensor.shape[0] if len(tensor.shape) > 1 else tensor.size)
+            values = (rng.random(tensor.shape) - 0.5) * 2 * (3 / fan_in) ** 0.5
+            tree.setdefault(tensor.group, {})[tensor.name] = values.astype(np.float32)
+        return tree

@@ -1,0 +1,208 @@
+"""Answers from a device's own samples, without torch: class means, or the nearest samples beside a head.
+
+Prototypes: Snell, Swersky, Zemel, "Prototypical Networks for Few-shot Learning", NeurIPS 2017, eq. 1-2, with the
+squared Euclidean distance (Acar et al., ICML 2021, §2). A new sample moves its class's mean: no gradient is needed.
+Neighbours: Marfoq, Neglia, Kameni, Vidal, "Personalized Federated Learning through Local Memorization", ICML 2022, eq.
+5-7 (kNN-Per); the authors' program weighs by exp(−distance² / D) in place of exp(−distance).
+
+Shapes: n samples, D embedding width, N classes, S stored samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleet_core.base import storage
+from fleet_core.base.errors import DataError, StateError
+from fleet_core.base.trees import Params
+
+Array = np.ndarray[Any, Any]
+
+BATCH = 256
+MAX_BYTES = 64 << 20
+MAX_DIFFERENCES = 1 << 22
+"""Numbers at once in the differences between samples and stored ones (32 MiB), unless a single sample takes more."""
+FARTHEST = np.finfo(np.float32).max
+"""The distance of a class that has samples is finite, however far; that of one without is not."""
+SHARES = tuple(k / 10 for k in range(11))
+"""Shares of the neighbours that are tried, as in the paper."""
+
+
+@dataclass(frozen=True)
+class Prototypes:
+    """Class means and the number of samples behind each.
+
+    prototypes: float32 [N, D], 0 where there is no sample. counts: int64 [N].
+    weights: what names the encoder's weights they were made with (they mean nothing under others).
+    distance: ``squared``, or ``norm`` for the distance itself (Lim et al. 2024); the nearest class is the same.
+    """
+
+    prototypes: Array
+    counts: Array
+    weights: str = ""
+    distance: str = "squared"
+
+    @classmethod
+    def empty(cls, n_classes: int, width: int, weights: str = "", distance: str = "squared") -> Prototypes:
+        return cls(np.zeros((n_classes, width), np.float32), np.zeros(n_classes, np.int64), weights, distance)
+
+    @classmethod
+    def from_support(
+        cls, embed_fn: Callable[[Array], Array], x: Array, y: Array, n_classes: int, weights: str = "",
+        distance: str = "squared",
+    ) -> Prototypes:
+        """Class means of ``embed_fn`` over raw samples x [n, *shape] with labels y [n]. Raises DataError."""
+        z_nD = embed_fn(x)
+        return cls.empty(n_classes, z_nD.shape[1], weights, distance).add(z_nD, y)
+
+    @classmethod
+    def of_fleet(cls, params: Params, weights: str = "") -> Prototypes:
+        """Class means from the totals and counts that a fleet shares (FedProto)."""
+        total, count = params["prototypes"]["total"], params["prototypes"]["count"]
+        means = (total / np.maximum(count, 1)[:, None]).astype(np.float32)
+        return cls(means, np.ceil(count).astype(np.int64), weights)
+
+    def add(self, z_nD: Array, y_n: Array) -> Prototypes:
+        """These prototypes with more samples: mu + (z − mu)/n, class by class. Raises DataError for a label ≥ N."""
+        if len(z_nD) != len(y_n):
+            raise DataError(f"{len(z_nD)} samples and {len(y_n)} labels")
+        if len(y_n) and not 0 <= y_n.min() <= y_n.max() < len(self.counts):
+            raise DataError(f"a label is not in 0…{len(self.counts) - 1}", hint="name the class first")
+        mean, counts = self.prototypes.astype(np.float64), self.counts.copy()
+        for label in np.unique(y_n):
+            of_class = z_nD[y_n == label]
+            counts[label] += len(of_class)
+            mean[label] += (of_class - mean[label]).sum(0) / counts[label]
+        return Prototypes(mean.astype(np.float32), counts, self.weights, self.distance)
+
+    def probabilities(self, z_nD: Array) -> Array:
+        """softmax(−distance) float32 [n, N]; 0 for a class without samples. Raises StateError when all lack them."""
+        if not self._some:
+            raise StateError("there is no labelled sample to personalize with", hint="add some: edge-agent samples add")
+        if len(z_nD) <= BATCH:
+            return softmax(self._scores(z_nD))
+        return np.concatenate([softmax(self._scores(z_nD[i : i + BATCH])) for i in range(0, len(z_nD), BATCH)])
+
+    @cached_property
+    def _some(self) -> bool:
+        return bool(self.counts.any())
+
+    @cached_property
+    def _complete(self) -> bool:
+        return bool(self.counts.all())
+
+    def _scores(self, z_nD: Array) -> Array:
+        with np.errstate(over="ignore"):
+            apart_nND = z_nD[:, None] - self.prototypes
+            distance_nN = np.add.reduce(np.multiply(apart_nND, apart_nND, out=apart_nND), axis=2)
+        if self.distance == "norm":
+            distance_nN = np.sqrt(distance_nN)
+        scores_nN = np.negative(np.minimum(distance_nN, FARTHEST))
+        return scores_nN if self._complete else np.where(self.counts > 0, scores_nN, np.float32(-np.inf))
+
+    def save(self, path: Path) -> None:
+        """Written whole, readable by the owner only: prototypes tell about the device's data. Raises StateError."""
+        arrays = {"prototypes": self.prototypes, "counts": self.counts}
+        facts = {"weights": self.weights, "distance": self.distance}
+        storage.write_atomic(path, storage.pack(arrays, facts), mode=0o600)
+
+    @classmethod
+    def load(cls, path: Path) -> Prototypes:
+        """Raises StateError when the file is absent or holds no prototypes."""
+        arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_BYTES), where=str(path))
+        return cls.checked(arrays, metadata.get("weights", ""), metadata.get("distance", "squared"), where=str(path))
+
+    @classmethod
+    def checked(
+        cls, arrays: Mapping[str, Array], weights: str = "", distance: str = "squared", *, where: str | None = None
+    ) -> Prototypes:
+        """Those in ``arrays`` from a file. Raises StateError when they are none."""
+        prototypes, counts = (arrays.get(name, np.empty(0)) for name in ("prototypes", "counts"))
+        found = cls(prototypes, counts, weights, distance)
+        if not found._sound():
+            raise StateError("holds no prototypes", where=where, hint="personalize again")
+        return found
+
+    def widened(self, n_classes: int) -> Prototypes:
+        """With more classes, which have no samples yet."""
+        more = n_classes - len(self.counts)
+        means, counts = np.pad(self.prototypes, ((0, more), (0, 0))), np.pad(self.counts, (0, more))
+        return Prototypes(means, counts, self.weights, self.distance)
+
+    def _sound(self) -> bool:
+        return (
+            self.prototypes.ndim == 2
+            and self.prototypes.dtype == np.float32
+            and bool(np.isfinite(self.prototypes).all())
+            and self.counts.shape == self.prototypes.shape[:1]
+            and self.counts.dtype == np.int64
+            and bool((self.counts >= 0).all())
+        )
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The device's own samples as they are embedded.
+
+    z: float32 [S, D]. y: int64 [S]. classes: N. count: k of the vote. share: λ of the neighbours in the answer.
+    """
+
+    z: Array
+    y: Array
+    classes: int
+    count: int
+    share: float
+
+    @classmethod
+    def of(cls, z_SD: Array, y_S: Array, head_SN: Array, count: int, share: float | None) -> Neighbours:
+        """``head_SN``: the head's probabilities of these samples. share None: the one of ``SHARES`` that answers them
+        best, each without itself; of equal ones the smallest. Raises StateError without a sample."""
+        if not len(y_S):
+            raise StateError("there is no labelled sample to personalize with", hint="add some: edge-agent samples add")
+        found = cls(z_SD, y_S, head_SN.shape[1], count, 0.0 if share is None else share)
+        if share is None and len(y_S) > 1:
+            own_SN = found.votes(z_SD, without_self=True)
+            right = [float((_mixed(own_SN, head_SN, s).argmax(1) == y_S).mean()) for s in SHARES]
+            found = cls(z_SD, y_S, found.classes, count, SHARES[int(np.argmax(right))])
+        return found
+
+    def votes(self, z_nD: Array, *, without_self: bool = False) -> Array:
+        """[n, N]: the k nearest samples' votes, weighted by exp(−distance), summing to 1.
+
+        without_self: z_nD are the stored samples, and none votes for itself.
+        """
+        rows = max(1, MAX_DIFFERENCES // max(1, self.z.size))
+        parts = [self._votes(z_nD[i : i + rows], i if without_self else None) for i in range(0, len(z_nD), rows)]
+        return np.concatenate(parts) if parts else np.zeros((0, self.classes), np.float32)
+
+    def _votes(self, z_nD: Array, start: int | None) -> Array:
+        distance_nS = np.sqrt(np.square(z_nD[:, None].astype(np.float64) - self.z).sum(2))
+        rows = np.arange(len(z_nD))
+        if start is not None:
+            distance_nS[rows, start + rows] = np.inf
+        near = np.argsort(distance_nS, axis=1, kind="stable")[:, : min(self.count, len(self.y) - (start is not None))]
+        far_nk = np.take_along_axis(distance_nS, near, 1)
+        weight_nk = np.exp(far_nk.min(1, keepdims=True) - far_nk)
+        votes = np.zeros((len(z_nD), self.classes))
+        np.add.at(votes, (rows[:, None], self.y[near]), weight_nk)
+        return np.asarray(votes / votes.sum(1, keepdims=True), dtype=np.float32)
+
+    def probabilities(self, z_nD: Array, head_nN: Array) -> Array:
+        """λ · votes + (1 − λ) · the head's probabilities, float32 [n, N]."""
+        return _mixed(self.votes(z_nD), head_nN, self.share)
+
+
+def _mixed(votes_nN: Array, head_nN: Array, share: float) -> Array:
+    return np.asarray(share * votes_nN + (1 - share) * head_nN, dtype=np.float32)
+
+
+def softmax(scores_nN: Array) -> Array:
+    """Rows of positive numbers that sum to 1; −inf gives 0. Stable for scores of any size."""
+    powers = np.exp(scores_nN - np.maximum.reduce(scores_nN, axis=1, keepdims=True))
+    return np.asarray(powers / np.add.reduce(powers, axis=1, keepdims=True))

@@ -1,0 +1,91 @@
+"""Which meter a process gets: a sensor where one can be read, else a model, else none, which means *not measured*."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+from fleet_core.base.errors import ConfigError, PowerError
+from fleet_core.board.profile import Power, Profile
+from fleet_core.power.energy_model import BoardModel, WattsModel
+from fleet_core.power.meter import Meter
+from fleet_core.power.rapl import ZONES, Rapl
+from fleet_core.power.sampled_meter import Sampled
+from fleet_core.power.sensors import hwmon, ina3221, pmic
+from fleet_core.power.sensors.interface import Sensor
+
+log = logging.getLogger(__name__)
+
+
+def choose_meter(
+    board: Profile | None = None,
+    meter_watts: tuple[float, float] | None = None,
+    root: Path = Path("/"),
+    power: Power | None = None,
+) -> Meter | None:
+    """The sensor if it can be read; else the model of the user's watts or of the board; else None, *not measured*.
+
+    board: its sensor is the one; a board that has none is modelled wherever it runs, as the joules of another machine's
+        sensor are not the board's. Without a board it is RAPL.
+    meter_watts: (idle, busy) of this machine, from the user; idle also tells a sensor's idle draw from its work.
+    root: of the file system.
+    power: the user's own choice of a sensor, in place of the board's.
+
+    Raises ConfigError for watts that are wrong. A sensor that refuses is logged with what would help.
+    """
+    _check(meter_watts)
+    wanted = power or (Power("rapl") if board is None else board.power)
+    idle_w = meter_watts[0] if meter_watts else wanted.idle_w if wanted.source else None
+    if wanted.sensor != "none":
+        meter = _metered(wanted, idle_w, root, asked=board is not None or power is not None)
+        if meter is not None:
+            return meter
+    if meter_watts is not None:
+        return WattsModel(*meter_watts, root=root)
+    return _model(board) if board is not None else None
+
+
+def sensor_of(power: Power, root: Path = Path("/")) -> Sensor:
+    """The sensor of watts that ``power`` names, read once. Raises PowerError, and for ``none`` and ``rapl``, which are
+    none."""
+    found = _sensor_of(power, root)
+    found.read()
+    return found
+
+
+def _sensor_of(power: Power, root: Path) -> Sensor:
+    if power.sensor == "pmic":
+        return pmic.sensor(power.scale, power.offset_w, root, power.misses or "")
+    if power.sensor == "ina3221":
+        return ina3221.sensor(power.rails, root, power.misses or "")
+    if power.sensor == "hwmon" and power.chip:
+        return hwmon.meter(power.chip, power.rails, root, power.misses or "")
+    raise PowerError(f"'{power.sensor}' is no sensor of watts", expected="pmic, ina3221, or hwmon with a chip")
+
+
+def _metered(power: Power, idle_w: float | None, root: Path, *, asked: bool) -> Meter | None:
+    """None when the sensor does not read; said in the log, unless nobody ``asked`` for it and it is not there."""
+    if power.sensor == "rapl" and not (root / ZONES).is_dir() and not asked:
+        return None
+    try:
+        if power.sensor == "rapl":
+            return Rapl(idle_w, root=root)
+        return Sampled(sensor_of(power, root), idle_w, root=root)
+    except PowerError as error:
+        log.warning("energy is not measured by %s: %s", power.sensor.upper(), error)
+        return None
+
+
+def _model(board: Profile) -> BoardModel | None:
+    """None when no term of the board has a cited constant."""
+    model = BoardModel(board)
+    return model if set(model.absent_terms) < {"compute", "idle", "radio"} else None
+
+
+def _check(meter_watts: tuple[float, float] | None) -> None:
+    if meter_watts is None:
+        return
+    idle_w, busy_w = meter_watts
+    if not (math.isfinite(busy_w) and 0 <= idle_w <= busy_w):
+        raise ConfigError(f"{idle_w:g} {busy_w:g} are no watts", where="--meter-watts", expected="0 ≤ IDLE ≤ BUSY")

@@ -1,0 +1,205 @@
+"""X.509 as a fleet uses it (RFC 5280, RFC 2986): P-256 keys, signing requests, and what a device checks of its own.
+
+Certificates travel as DER in base64 and lie on disk as PEM. Nothing here prints a key.
+"""
+
+from __future__ import annotations
+
+import base64
+import textwrap
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from fleet_core.base import storage
+from fleet_core.base.errors import MessageError, StateError
+
+PrivateKey = ec.EllipticCurvePrivateKey
+PublicKey = ec.EllipticCurvePublicKey
+
+MAX_FILE_BYTES = 1 << 16
+SIGNED_WITH = ec.ECDSA(hashes.SHA256())
+
+
+# Keys -----------------------------------------------------------------------------------------------------------------
+
+
+def new_key() -> PrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def save_key(path: Path, key: PrivateKey) -> None:
+    """PEM, mode 0600. Raises StateError."""
+    storage.write_atomic(path, pem("PRIVATE KEY", private_text(key)), mode=0o600)
+
+
+def load_key(path: Path) -> PrivateKey:
+    """Raises StateError for a file that is absent or holds no P-256 key; it does not quote the file."""
+    data = storage.read_bytes(path, limit=MAX_FILE_BYTES)
+    try:
+        key = serialization.load_pem_private_key(data, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    return _p256(key, str(path))
+
+
+def private_of(text: str, where: str) -> PrivateKey:
+    """The key that ``private_text`` wrote. Raises StateError, which does not quote it."""
+    try:
+        key = serialization.load_der_private_key(decoded(text), None)
+    except (ValueError, TypeError, UnsupportedAlgorithm, MessageError):
+        key = None
+    return _p256(key, where)
+
+
+def _p256(key: object, where: str) -> PrivateKey:
+    if not isinstance(key, PrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise StateError("holds no private key", where=where, expected="a P-256 key in PKCS #8, without a password")
+    return key
+
+
+def private_text(key: PrivateKey) -> str:
+    """PKCS #8 in base64."""
+    form, locked = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    return encoded(key.private_bytes(serialization.Encoding.DER, form, locked))
+
+
+def public_text(key: PublicKey) -> str:
+    """SubjectPublicKeyInfo in base64."""
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return encoded(key.public_bytes(serialization.Encoding.DER, form))
+
+
+def sign(key: PrivateKey, data: bytes) -> str:
+    """ECDSA over SHA-256, DER in base64."""
+    return encoded(key.sign(data, SIGNED_WITH))
+
+
+def signed_by(public: str, signature: str, data: bytes) -> bool:
+    """Whether ``signature`` over ``data`` is of the key that ``public_text`` wrote."""
+    try:
+        key = serialization.load_der_public_key(decoded(public))
+        if not isinstance(key, PublicKey):
+            return False
+        key.verify(decoded(signature), data, SIGNED_WITH)
+    except (InvalidSignature, ValueError, UnsupportedAlgorithm, MessageError):
+        return False
+    return True
+
+
+# Signing requests and certificates ------------------------------------------------------------------------------------
+
+
+def request(key: PrivateKey, name: str) -> bytes:
+    """A signing request in DER. The name is a courtesy: whoever signs decides it."""
+    return x509.CertificateSigningRequestBuilder().subject_name(called(name)).sign(key, hashes.SHA256()).public_bytes(
+        serialization.Encoding.DER
+    )
+
+
+def requested_key(data: bytes) -> PublicKey:
+    """The key that a signing request in DER proves to hold. Raises MessageError for anything else."""
+    try:
+        read = x509.load_der_x509_csr(data)
+        key, sound = read.public_key(), read.is_signature_valid
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
+        raise MessageError("is no signing request") from error
+    if not sound or not isinstance(key, PublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise MessageError("is no signing request that its own P-256 key signed")
+    return key
+
+
+def certificate_of(data: bytes, where: str) -> x509.Certificate:
+    """A certificate in PEM or DER. Raises StateError."""
+    try:
+        load = x509.load_pem_x509_certificate if data.startswith(b"-----") else x509.load_der_x509_certificate
+        return load(data)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise StateError("holds no certificate", where=where, expected="X.509") from error
+
+
+def load_certificate(path: Path) -> x509.Certificate:
+    """Raises StateError."""
+    return certificate_of(storage.read_bytes(path, limit=MAX_FILE_BYTES), str(path))
+
+
+def certificate_in(text: str, where: str) -> x509.Certificate:
+    """The certificate that ``certificate_text`` wrote. Raises StateError, MessageError."""
+    return certificate_of(decoded(text), where)
+
+
+def certificate_text(certificate: x509.Certificate) -> str:
+    """DER in base64."""
+    return encoded(certificate.public_bytes(serialization.Encoding.DER))
+
+
+def certificate_pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def serial_of(certificate: x509.Certificate) -> str:
+    """The serial number in hex, as ``openssl x509 -serial`` writes it but in lower case."""
+    return f"{certificate.serial_number:x}"
+
+
+def renewal(fleet: str, serial: str, request: bytes) -> bytes:
+    """What the key of the present certificate signs to be given another: the signing request, bound to both."""
+    return f"renew {fleet}/{serial}\n".encode() + request
+
+
+def renew_after(certificate: x509.Certificate) -> int:
+    """Unix seconds: the middle of its life, from which its bearer asks for the next one."""
+    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return int((begin + (end - begin) / 2).timestamp())
+
+
+def check_own(text: str, key: PublicKey, name: str, authority: x509.Certificate) -> x509.Certificate:
+    """The certificate in ``text`` (DER in base64), when ``authority`` issued it to ``name`` for ``key``.
+
+    Raises MessageError: whoever sent another one is not the fleet's aggregator.
+    """
+    try:
+        found = certificate_in(text, "the answer")
+        found.verify_directly_issued_by(authority)
+        subject, public = name_of(found), found.public_key()
+    except (StateError, MessageError, ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
+        raise MessageError("carries no certificate of the fleet's authority") from error
+    if subject != name or not isinstance(public, PublicKey) or public_text(public) != public_text(key):
+        raise MessageError("carries the certificate of another device")
+    return found
+
+
+def name_of(certificate: x509.Certificate) -> str:
+    """The common name; empty for none."""
+    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(names[0].value) if names else ""
+
+
+def called(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def pem(label: str, text: str) -> bytes:
+    """DER in base64 as PEM: ``label`` is CERTIFICATE or PRIVATE KEY."""
+    lines = "\n".join(textwrap.wrap(text, 64))
+    return f"-----BEGIN {label}-----\n{lines}\n-----END {label}-----\n".encode()
+
+
+def encoded(data: bytes) -> str:
+    """DER as messages and tokens carry it: in base64."""
+    return base64.b64encode(data).decode()
+
+
+def decoded(text: str) -> bytes:
+    """What ``encoded`` wrote. Raises MessageError."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise MessageError("is no base64") from error

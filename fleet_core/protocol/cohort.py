@@ -1,0 +1,35 @@
+"""Who takes part in a round: a function of (seed, round) that server and devices compute alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from fleet_core.protocol.messages import Cohort
+
+LISTED = 64
+
+
+def rank(seed: int, round_number: int, device: str) -> str:
+    """A device's draw in a round, 16 hex digits; the devices with the smallest draws take part."""
+    return hashlib.sha256(f"{seed}:{round_number}:{device}".encode()).hexdigest()[:16]
+
+
+def select(seed: int, round_number: int, devices: Iterable[str], size: int) -> list[str]:
+    """The ``size`` devices (0: all) with the smallest draws, by name."""
+    ranked = sorted(devices, key=lambda name: (rank(seed, round_number, name), name))
+    return sorted(ranked[: size or None])
+
+
+def announce(seed: int, round_number: int, chosen: list[str]) -> Cohort:
+    """By name up to 64 devices; above that the rule, which costs the same for any number."""
+    if len(chosen) <= LISTED:
+        return Cohort(devices=tuple(chosen))
+    return Cohort(rule="rank", seed=seed, limit=max(rank(seed, round_number, name) for name in chosen))
+
+
+def includes(cohort: Cohort, round_number: int, device: str) -> bool:
+    """Whether ``device`` is asked to take part."""
+    if cohort.devices is not None:
+        return device in cohort.devices
+    return cohort.rule == "rank" and rank(cohort.seed, round_number, device) <= cohort.limit

@@ -1,0 +1,94 @@
+"""Signed text: ``ed25519:<key id>:<signature>`` and a newline before the exact bytes that it covers.
+
+The signing key lives with the aggregator alone; agents hold the public key, so a broker that was taken over cannot push
+a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from fleet_core.base import storage
+from fleet_core.base.errors import ConfigError, MessageError, StateError
+
+KEY_BYTES = 32
+EXPECTED = "64 hex digits"
+MAX_FILE_BYTES = 1024
+SIGNATURE_HEX = 128
+LOST_KEY = "put the fleet's folder back from a backup, or make a new fleet in an empty one with 'metafleet init'"
+
+
+class Signer:
+    """Holds the private key. Its ``public`` half, 64 hex digits, is what agents are given."""
+
+    def __init__(self, private: bytes):
+        self._key = Ed25519PrivateKey.from_private_bytes(private)
+        self.public = self._key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
+
+    def sign(self, body: bytes) -> bytes:
+        return f"ed25519:{key_id(self.public)}:{self._key.sign(body).hex()}\n".encode() + body
+
+    @staticmethod
+    def create(path: Path) -> Signer:
+        """A new key at ``path``, mode 0600."""
+        raw = Ed25519PrivateKey.generate().private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+        storage.write_atomic(path, raw.hex().encode() + b"\n", mode=0o600)
+        return Signer(raw)
+
+    @staticmethod
+    def load(path: Path) -> Signer:
+        """Raises StateError when the file is absent, cannot be read or holds no key."""
+        return Signer(_read_key(path))
+
+
+def load_public(path: Path) -> str:
+    """The public key in a file, 64 hex digits. Raises StateError when it is absent, cannot be read or holds no key."""
+    return _read_key(path).hex()
+
+
+def _read_key(path: Path) -> bytes:
+    try:
+        key = bytes.fromhex(storage.read_bytes(path, limit=MAX_FILE_BYTES).decode().strip())
+    except StateError as error:
+        raise StateError(error.what, where=str(path), expected=EXPECTED, hint=LOST_KEY) from error.__cause__
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise StateError("holds no Ed25519 key", where=str(path), expected=EXPECTED, hint=LOST_KEY)
+    return key
+
+
+def key_id(public: str) -> str:
+    """First 16 hex digits of the public key's sha256."""
+    return hashlib.sha256(bytes.fromhex(public)).hexdigest()[:16]
+
+
+class Verifier:
+    """Holds the public key, 64 hex digits. Raises ConfigError for anything else."""
+
+    def __init__(self, public: str):
+        try:
+            raw = bytes.fromhex(public)
+            self._key = Ed25519PublicKey.from_public_bytes(raw)
+        except ValueError as error:
+            raise ConfigError("is no fleet key", where=public[:80], expected=EXPECTED) from error
+        self.id = key_id(public)
+
+    def verify(self, message: bytes) -> bytes:
+        """The signed bytes. Raises MessageError for another key, another signature or no signature."""
+        line, newline, body = message.partition(b"\n")
+        parts = line.decode("ascii", "replace").split(":")
+        if not newline or len(parts) != 3 or parts[0] != "ed25519" or len(parts[2]) != SIGNATURE_HEX:
+            raise MessageError("carries no Ed25519 signature")
+        if parts[1] != self.id:
+            raise MessageError(f"is signed by key {parts[1][:16]}", expected=f"key {self.id}")
+        try:
+            self._key.verify(bytes.fromhex(parts[2]), body)
+        except (InvalidSignature, ValueError) as error:
+            raise MessageError("has a signature that does not match") from error
+        return body

@@ -1,0 +1,282 @@
+"""A run of the laboratory: it computes what the fleet computes, and goes on where it was ended."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cloud_server.laboratory.run.engine import Stopped
+from cloud_server.laboratory.run.experiment import Experiment
+from cloud_server.laboratory.run.run_folder import Clients, Store
+from cloud_server.records.ledger_tables import Judgement, Traffic, Update
+from edge_agent.device.state import Home, read_state
+from fleet_core.base.errors import ConfigError, StateError
+from fleet_core.base.trees import Params
+from tests.support import lab
+from tests.support.inprocess import World, config_text, toy, without_fsync, world
+from tests.support.lab import EPISODES
+
+PLAIN = {"local_steps": 3, "batch": 12}
+ONE_EPISODE = {**EPISODES, "local_steps": 1}
+ROUNDS = 4
+LONG = os.environ.get("METAFLEET_LONG") == "1"
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes die here, the machine does not."""
+    without_fsync(monkeypatch)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    """Workers set it for the whole process; given back at the end."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# The same as the fleet ------------------------------------------------------------------------------------------------
+
+
+def run_fleet(folder: Path, method: str, hyper: dict[str, Any], codec: str) -> World:
+    """Three devices, of which two are asked in each round, until all is counted and judged."""
+    values = "\n".join(f"{name} = {value}" for name, value in hyper.items() if name != "local_steps")
+    w = world(folder, config_text(
+        method, rounds=ROUNDS, hyper=values, link=f'up = "{codec}"\ndown = "{codec}"', fleet="cohort = 2\nseed = 3",
+    ))
+    w.start_server()
+    for n in range(3):
+        w.start_agent(f"d{n}", toy(n, shift=0.3 * n), train_fraction=0.6)
+
+    def over() -> bool:
+        judged = w.server.ledger.rows(Judgement, round=ROUNDS, stage="after")
+        return len(judged) == 3 and not any(Home(home).pending() for home in (folder / "devices").iterdir())
+
+    assert w.pump(over)
+    return w
+
+
+def fleet_server(w: World) -> dict[str, Params]:
+    state = w.server.checkpoint.state
+    return {"model": state.model, "judged": state.judged, **state.memory, "published": w.server.checkpoint.published}
+
+
+def fleet_device(w: World, name: str) -> dict[str, bytes]:
+    paths = list((w.folder / "devices" / name).glob("methods/*/state.safetensors"))
+    return lab.flat(read_state(paths[0])) if paths else {}
+
+
+def trimmed(state: dict[str, bytes]) -> dict[str, bytes]:
+    return {name.removeprefix("memory."): value for name, value in state.items() if name != "metadata"}
+
+
+@pytest.mark.parametrize(
+    ("method", "hyper", "codec"),
+    [
+        ("pfldyn-proto", EPISODES, "fp32"),
+        ("pfldyn-proto", EPISODES, "int8"),
+        ("fedper", PLAIN, "int8"),
+        ("scaffold", {**PLAIN, "finetune_steps": 2}, "int8-plain"),
+        ("fedproto", PLAIN, "int8"),
+        ("pfedhn", PLAIN, "int8"),
+        ("pfedgp", EPISODES, "int8"),
+        ("metavers", {**EPISODES, "shots": 0}, "int8"),
+    ],
+)
+def test_a_run_computes_what_a_fleet_of_real_agents_computes(
+    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str
+) -> None:
+    w = run_fleet(tmp_path / "fleet", method, hyper, codec)
+    first = w.fleet.weights(w.server.layout)
+    asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, seeds=[3], codec_up=codec,
+                           codec_down=codec, budget={"rounds": ROUNDS}, judge={"every": ROUNDS})
+    store = lab.go(asked, tmp_path / "run", first=first)
+    theirs = lab.flat(fleet_server(w))
+    if w.server.checkpoint.state.judged is w.server.checkpoint.state.model:
+        theirs = {name: value for name, value in theirs.items() if not name.startswith("judged/")}
+    if w.server.checkpoint.lost is not None:
+        theirs |= lab.flat({"lost": w.server.checkpoint.lost})
+    assert trimmed(lab.server(store)) == theirs
+    for name in ("d0", "d1", "d2"):
+        assert lab.device(store, name) == fleet_device(w, name)
+    rows, updates = store.rounds(), w.server.ledger.rows(Update, status="counted")
+    judged = {row.device: row.accuracy for row in w.server.ledger.rows(Judgement, round=ROUNDS, stage="after")}
+    assert rows[-1]["devices"] == pytest.approx(judged)
+    for row in rows:
+        down = w.server.ledger.rows(Traffic, round=row["round"], direction="down", kind="model")
+        assert row["payload_bytes"] == {
+            "up": sum(update.payload_bytes for update in updates if update.round == row["round"]),
+            "down": sum(traffic.payload_bytes for traffic in down),
+        }
+    w.close()
+
+
+# Ended and begun again ------------------------------------------------------------------------------------------------
+
+RESUMED = {
+    "a device's dual and what its codec left over": ("pfldyn-proto", ONE_EPISODE, "int8"),
+    "groups of a device's own": ("fedrep", {"local_steps": 2, "batch": 12}, "none"),
+    "moments of the server's optimizer": ("fedmeta-metasgd", ONE_EPISODE, "fp32"),
+    "a scalar and its window": ("metavers", {**ONE_EPISODE, "shots": 0}, "int8"),
+    "a hypernetwork and its embeddings": ("pfedhn", {"local_steps": 2, "batch": 12}, "int8"),
+    "controls on both sides": ("pflscaf-maml", ONE_EPISODE, "int8-plain"),
+}
+
+
+def resumable(tmp_path: Path, method: str, hyper: dict[str, Any], codec: str) -> Experiment:
+    return lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, codec_up=codec, codec_down=codec,
+                          judge={"every": 3})
+
+
+def killed_at(write: int, asked: Experiment, folder: Path) -> bool:
+    """Runs in a process that is killed before its ``write``-th change of a file or folder; False when it had fewer."""
+    pid = os.fork()
+    if not pid:
+        left = itertools.count(write - 1, -1)
+
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
+            if (changes or (event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR))) and not next(left):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(hook)
+            lab.go(asked, folder, clock=lab.ticking(0.5))
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", RESUMED)
+def test_a_run_killed_between_any_two_writes_goes_on_to_the_same_bits(tmp_path: Path, what: str) -> None:
+    asked = resumable(tmp_path, *RESUMED[what])
+    wanted = lab.everything(lab.go(asked, tmp_path / "undisturbed", clock=lab.ticking(0.5)))
+    first, every = (1, 1) if LONG else (1 + list(RESUMED).index(what), 5)
+    for write in itertools.count(first, every):
+        if not killed_at(write, asked, tmp_path / str(write)):
+            break
+        assert lab.everything(lab.go(asked, tmp_path / str(write), clock=lab.ticking(0.8))) == wanted, write
+    assert write > 20
+
+
+def test_a_run_killed_again_and_again_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    asked = resumable(tmp_path, *RESUMED["a device's dual and what its codec left over"])
+    wanted = lab.everything(lab.go(asked, tmp_path / "undisturbed"))
+    rng, lives = np.random.default_rng(0), 1
+    while killed_at(int(rng.integers(5, 40)), asked, tmp_path / "run"):
+        lives += 1
+    assert lives > 2
+    assert lab.everything(lab.go(asked, tmp_path / "run")) == wanted
+
+
+def test_a_round_s_line_that_was_torn_is_written_again(tmp_path: Path) -> None:
+    asked = resumable(tmp_path, "fedavg", PLAIN, "none")
+    wanted = lab.everything(lab.go(asked, tmp_path / "undisturbed"))
+    assert killed_at(12, asked, tmp_path / "run")
+    with (tmp_path / "run" / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 3, "loss": 0.')
+    assert lab.everything(lab.go(asked, tmp_path / "run")) == wanted
+
+
+def test_a_run_that_is_stopped_has_kept_its_last_round_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    asked = resumable(tmp_path, *RESUMED["a scalar and its window"])
+    wanted = lab.everything(lab.go(asked, tmp_path / "undisturbed"))
+    rows: list[Any] = []
+    with pytest.raises(Stopped):
+        lab.go(asked, tmp_path / "run", told=rows.append, stopped=lambda: len(rows) == 3)
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    lab.go(asked, tmp_path / "run", told=rows.append)
+    assert [row["round"] for row in rows] == [1, 2, 3, 4]
+    assert lab.everything(Store(tmp_path / "run")) == wanted
+
+
+def test_a_device_s_state_is_kept_once_however_often_it_took_part(tmp_path: Path) -> None:
+    asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), cohort=0)
+    lab.go(asked, tmp_path / "run", clock=lab.ticking(0.5))
+    assert len(list((tmp_path / "run" / "clients").glob("*/*"))) == 3
+
+
+def test_a_state_after_a_round_that_does_not_count_is_neither_taken_nor_kept(tmp_path: Path) -> None:
+    clients = Clients(tmp_path)
+
+    def rounds() -> list[str]:
+        return sorted(path.stem[-1] for path in tmp_path.glob("clients/*/*"))
+
+    for number in (1, 3, 5):
+        clients.save("d0", number, {"dual": {"body": {"w": np.full(2, number, np.float32)}}})
+    assert [clients.load("d0", after).get("dual", {}) for after in (0, 3, 4)] == [
+        {}, *[{"body": {"w": pytest.approx(np.full(2, 3.0))}}] * 2
+    ]
+    clients.settle("d0", 4)
+    assert rounds() == ["3", "5"]
+    clients.forget_after(4)
+    assert rounds() == ["3"]
+
+
+def test_what_a_killed_run_wrote_for_a_round_that_does_not_count_is_gone_when_it_goes_on(tmp_path: Path) -> None:
+    asked, rows = lab.experiment(lab.recordings(tmp_path / "all.npz"), cohort=0), list[Any]()
+    wanted = lab.everything(lab.go(asked, tmp_path / "undisturbed"))
+    with pytest.raises(Stopped):
+        lab.go(asked, tmp_path / "run", told=rows.append, stopped=lambda: len(rows) == 2)
+    Clients(tmp_path / "run").save("d0", 9, {"dual": {"body": {"w": np.ones(2, np.float32)}}})
+    (tmp_path / "run" / ".rounds.jsonl.abc").touch()
+    assert lab.everything(lab.go(asked, tmp_path / "run")) == wanted
+    assert not list((tmp_path / "run").glob(".rounds*"))
+
+
+def test_two_simulations_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
+    def begin() -> None:
+        with Store(tmp_path / "run").begun({"run": 1}):
+            pass
+
+    with Store(tmp_path / "run").begun({"run": 1}), pytest.raises(StateError, match="another simulation is at work"):
+        begin()
+    begin()
+
+
+def test_a_folder_that_holds_another_run_or_something_else_is_refused(tmp_path: Path) -> None:
+    with Store(tmp_path / "run").begun({"run": 1}):
+        pass
+    with pytest.raises(ConfigError, match="holds a run with other settings"):
+        Store(tmp_path / "run").check({"run": 2})
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    with pytest.raises(ConfigError, match="is not empty and holds no run"):
+        Store(tmp_path / "photos").check({"run": 1})
+
+
+def test_a_device_s_state_that_is_damaged_ends_the_run_with_its_path(tmp_path: Path) -> None:
+    asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), cohort=0)
+    store = Store(tmp_path / "run")
+    rows: list[Any] = []
+    with pytest.raises(Stopped):
+        lab.go(asked, store.folder, told=rows.append, stopped=lambda: len(rows) == 2)
+    path = next((store.folder / "clients").glob("*/*"))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(StateError, match=path.parent.name):
+        lab.go(asked, store.folder)
+
+
+def test_a_device_s_name_makes_no_path(tmp_path: Path) -> None:
+    clients = Clients(tmp_path / "run")
+    for name in ("../../out", "a/b", ".", "x" * 300, "A", "a"):
+        clients.save(name, 1, {"dual": {"body": {name: np.ones(1, np.float32)}}})
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert len(list((tmp_path / "run" / "clients").iterdir())) == 6
+    assert [*clients.load("A", 1)["dual"]["body"]] == ["A"]

@@ -1,0 +1,1881 @@
+"""Whole fleets in one process: the real aggregator and the real agents, through everything that can happen to them."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from cloud_server.broker.publisher import RETAINED_S, Publisher
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Device, Judgement, Round, Traffic, Update
+from cloud_server.records.spool import Spool
+from cloud_server.rounds import accept_updates, broadcast
+from cloud_server.rounds.members import SILENT_S, Roster
+from cloud_server.rounds.uploads import Intake
+from cloud_server.running import aggregator_process
+from edge_agent.compute.trainer import InlineTrainer, Order, Workshop
+from edge_agent.compute.worker import Done, Job, TrainerProcess
+from edge_agent.device.state import Home, Pending
+from fleet_core.algorithms import aggregation
+from fleet_core.algorithms.interface import ClientState, Payload
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import storage, trees
+from fleet_core.base.compression import compress
+from fleet_core.base.errors import BundleError, ConfigError, LinkError
+from fleet_core.learning.local_training import TrainResult
+from fleet_core.link.interface import Connected, Disconnected, Message
+from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
+from fleet_core.model import codecs
+from fleet_core.model.layout import InputSpec, Layout
+from fleet_core.protocol import messages, topics
+from fleet_core.protocol.chunks import chunks
+from fleet_core.protocol.messages import Answer, Blob, Down, Manifest, Presence, Question, UploadManifest
+from fleet_core.protocol.signing import Signer
+from tests.support.inprocess import CLASSES, Killed, World, config_text, toy, without_fsync, world
+
+TICK_S = 0.25
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes die here, the machine does not: the order of writes matters, their reaching the disk does not."""
+    without_fsync(monkeypatch)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    """The trainers here set it for the whole process; given back at the end."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    """Makes worlds, and ends them."""
+    made: list[World] = []
+
+    def make(method: str = "pfldyn-proto", *, broker: LoopbackBroker | None = None, **options: Any) -> World:
+        made.append(world(tmp_path / str(len(made)), config_text(method, **options), broker))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def start(w: World, *names: str, shift: float = 0.0) -> None:
+    w.start_server()
+    for n, name in enumerate(names):
+        w.start_agent(name, toy(n, shift=shift * n))
+
+
+def opened(w: World, number: int) -> bool:
+    return w.server is not None and w.server.open is not None and w.server.open.number == number
+
+
+def all_judged(w: World, number: int) -> bool:
+    return {j.device for j in w.server.ledger.rows(Judgement, round=number)} >= set(w.agents)
+
+
+def finished(w: World) -> bool:
+    return w.server is not None and w.server.finished and all_judged(w, w.closed())
+
+
+def statuses(w: World, number: int) -> dict[str, str]:
+    return {u.device: u.status for u in w.server.ledger.rows(Update, round=number)}
+
+
+class Faults:
+    """What a broker does to deliveries: each rule takes (client, message) and gives what arrives, or None for itself.
+
+    ``seen`` is every delivery as it was sent.
+    """
+
+    def __init__(self) -> None:
+        self.rules: list[Callable[[str, Message], list[Message] | None]] = []
+        self.seen: list[tuple[str, Message]] = []
+
+    def __call__(self, client: str, message: Message) -> list[Message]:
+        self.seen.append((client, message))
+        for rule in self.rules:
+            changed = rule(client, message)
+            if changed is not None:
+                return changed
+        return [message]
+
+    def drop(self, *parts: str) -> Callable[[], None]:
+        """Loses messages whose topic has all ``parts``, until the function that is returned is called."""
+
+        def rule(client: str, message: Message) -> list[Message] | None:
+            return [] if all(part in message.topic for part in parts) else None
+
+        self.rules.append(rule)
+        return lambda: self.rules.remove(rule)
+
+
+# a. every method, to the end ----------------------------------------------------------------------------------------
+
+
+QUICK = {
+    **dict.fromkeys(("fedavg", "fedprox", "feddyn", "scaffold"), "finetune_steps = 2"),
+    **dict.fromkeys(("fedmeta-maml", "fedmeta-fomaml", "fedmeta-metasgd", "metavers"), "server_lr = 0.05"),
+    **dict.fromkeys(("local", "fedbabu"), "client_lr = 0.3\nfinetune_lr = 0.3"),
+    "fedrep": "head_steps = 1\nclient_lr = 0.3\nfinetune_lr = 0.3",
+    "pfedme": "client_lr = 0.04\npersonal_lr = 0.05",
+}
+"""What lets a method get somewhere in eight rounds of three steps."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns_and_every_device_is_judged(fleet, method):
+    w = fleet(method, rounds=8, hyper=QUICK.get(method, ""))
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: finished(w))
+    w.start_agent("late", toy(9), train=False)
+    assert w.pump(lambda: all_judged(w, 8))
+    judged = w.server.ledger.rows(Judgement, round=8)
+    after = {j.device: j for j in judged if j.stage == "after"}
+    assert after.keys() == {"d0", "d1", "d2", "late"}
+    assert {name for name, j in after.items() if j.new} == {"late"}
+    assert min(j.accuracy for j in after.values()) > 0.6, "chance is a third"
+    assert all(sum(map(sum, j.confusion)) > 20 for j in after.values())
+    alone = set(METHODS[method].shared) >= {"body", "head"}  # the fleet's model answers before it is anyone's own
+    assert len(judged) == (8 if alone else 4)
+    assert w.agents["late"].service.personalization == METHODS[method].personalizer
+    assert statuses(w, 8) == dict.fromkeys(("d0", "d1", "d2"), "counted")
+
+
+def test_a_fleet_that_is_done_goes_on_when_more_rounds_are_wanted(fleet):
+    w = fleet(rounds=2)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: finished(w))
+    path = w.fleet.folder / "fleet.toml"
+    path.write_text(path.read_text().replace("rounds = 2", "rounds = 4"))
+    w.kill_server()
+    w.start_server()
+    assert w.pump(lambda: w.closed() == 4)
+    assert [r.status for r in w.server.ledger.rounds()] == ["closed"] * 4
+
+
+# b. the server's dual stays the mean of the devices' ----------------------------------------------------------------
+
+
+def state_key(w: World, epoch: int) -> str:
+    return f"{w.name}.{w.server.method.name}-v{w.server.method.version}-{w.server.layout.hash}-e{epoch}"
+
+
+def devices_dual(w: World, feedback: bool) -> trees.Params | None:
+    """Σ g_i (+ α Σ e_i) over the devices that belong to the fleet, from their disks; None for nothing committed."""
+    penalty, total = w.server.hyper.penalty, None
+    for name in w.server._roster.members():
+        state = Home(w.folder / "devices" / name).state(state_key(w, w.server.checkpoint.state.dual_epoch))
+        if state is None:
+            continue
+        mine = trees.apply(lambda a: a.astype(np.float64), state["dual"])
+        if feedback:
+            mine = trees.axpy(penalty, state["residual"], mine)
+        total = mine if total is None else trees.add(total, mine)
+    return total
+
+
+def settled(w: World) -> bool:
+    """Nothing that belongs to a closed round is pending on a device."""
+    return all(a._outbox.pending is None or a._outbox.pending.round > w.closed() for a in w.agents.values())
+
+
+def check_duals(w: World, feedback: bool) -> None:
+    facts, state = w.server.checkpoint.facts, w.server.checkpoint.state
+    server = trees.scale(state.memory["dual"], int(facts["members"]))
+    devices = devices_dual(w, feedback)
+    if devices is None:
+        return assert_close(server, trees.zeros_like(server), 1e-12)
+    assert_close(server, devices, 3e-6 * max(1.0, trees.norm(devices)))
+
+
+def assert_close(left: trees.Params, right: trees.Params, limit: float) -> None:
+    assert trees.norm(trees.subtract(left, right)) <= limit
+
+
+class Tampered(Workshop):
+    """Sends a million times what it learned in the rounds that are named."""
+
+    def __init__(self, *rounds: int) -> None:
+        super().__init__()
+        self.rounds = rounds
+
+    def round(self, order: Order, broadcast: Payload, state: ClientState) -> TrainResult:
+        result = super().round(order, broadcast, state)
+        if order.manifest.round not in self.rounds:
+            return result
+        return replace(result, update=replace(result.update, groups=trees.scale(result.update.groups, 1e6)))
+
+
+def rough_sea(faults: Faults, w: World, seed: int) -> None:
+    """Uploads and what is said about them are lost, doubled or held back; a held message comes with a later one."""
+    rng = np.random.default_rng(seed)
+    held: dict[str, list[Message]] = {}
+
+    def rule(client: str, message: Message) -> list[Message] | None:
+        if not any(part in message.topic for part in ("/up/", "/dn", "/rep")):
+            return None
+        fate = rng.random()
+        before = held.pop(client, []) if rng.random() < 0.5 else []
+        if fate < 0.05:
+            return before
+        if fate < 0.10:
+            held.setdefault(client, []).append(message)
+            return before
+        return [message, message, *before] if fate < 0.15 else [*before, message]
+
+    faults.rules.append(rule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", codecs.CODECS)
+def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round(fleet, codec):
+    faults = Faults()
+    w = fleet(
+        rounds=11, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 20", hyper="penalty = 0.1",
+        link=f'up = "{codec}"\ndown = "int8"\nmax_update_norm = 100.0\nchunk_bytes = 1024',
+    )
+    feedback, epochs, moved = codecs.CODECS[codec].feedback, [], []
+    start(w, "d0", "d1", "d2", shift=0.5)
+    rough_sea(faults, w, seed=len(codec))
+    w.trainers["d0"].inner = InlineTrainer(workshop=Tampered(3, 4))
+    for number in range(1, 12):
+        assert w.pump(lambda n=number: w.closed() >= n and settled(w) and (opened(w, n + 1) or w.server.finished),
+                      tick_s=TICK_S, steps=4000)
+        epochs.append(w.server.checkpoint.state.dual_epoch)
+        moved.append(trees.norm(w.server.checkpoint.state.memory["dual"]))
+        check_duals(w, feedback)
+        if number == 2:
+            w.start_agent("d3", toy(3, shift=2.0))
+        if number == 5:
+            w.server.ledger.ask("revoke/d1", "yes")
+        if number == 7:
+            w.kill_agent("d2")
+            w.lose_disk("d2")
+            w.start_agent("d2")
+    assert min(moved[1:5]) > 1e-3, "there is something to compare"
+    assert epochs[:5] == [0] * 5
+    assert sorted(set(epochs)) == [0, 1, 2]
+    rows = w.server.ledger.rows(Update)
+    assert {u.status for u in rows if u.device == "d0" and u.round in (3, 4)} == {"refused"}
+    assert all("norm" in u.reason for u in rows if u.status == "refused")
+    assert max(u.round for u in rows if u.device == "d1" and u.status == "counted") <= 6
+    assert any(u.device == "d3" and u.status == "counted" for u in rows)
+    assert w.told("d2 lost its training state")
+
+
+def test_devices_that_commit_without_being_counted_would_be_noticed(fleet):
+    """The check above can fail."""
+    w = fleet(rounds=3)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: w.closed() >= 1 and settled(w) and opened(w, 2))
+    home = Home(w.folder / "devices" / "d0")
+    state = home.state(state_key(w, 0))
+    assert state is not None
+    doubled = {"dual": trees.scale(state["dual"], 2.0), "residual": state["residual"]}
+    path = next(home.folder.glob("methods/*/state.safetensors"))
+    path.write_bytes(storage.pack(storage.flatten_roles(doubled), {"round": "1"}))
+    with pytest.raises(AssertionError):
+        check_duals(w, feedback=True)
+
+
+# c. death at any moment ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Death:
+    """Ends one actor at its n-th write, row or publish; ``points`` counts them."""
+
+    actor: str
+    at: int | None
+    w: World
+    points: int = 0
+    where: str = ""
+
+    def pass_by(self, what: str) -> None:
+        if self.w.acting == self.actor:
+            self.points += 1
+            if self.points == self.at:
+                self.where = what
+                raise Killed(what)
+
+
+def deadly(monkeypatch: pytest.MonkeyPatch, death: Death) -> None:
+    write, put, publish = storage.write_parts, Ledger.put, LoopbackLink.publish
+
+    def write_parts(path: Path, parts: Any, **options: Any) -> None:
+        death.pass_by(f"write {path.name}")
+        write(path, parts, **options)
+
+    def put_rows(ledger: Ledger, *rows: Any) -> None:
+        death.pass_by(f"row {type(rows[0]).__name__}")
+        put(ledger, *rows)
+
+    def publish_message(link: LoopbackLink, topic: str, payload: bytes, **options: Any) -> None:
+        death.pass_by(f"publish {topic}")
+        publish(link, topic, payload, **options)
+
+    monkeypatch.setattr(storage, "write_parts", write_parts)
+    monkeypatch.setattr(Ledger, "put", put_rows)
+    monkeypatch.setattr(LoopbackLink, "publish", publish_message)
+
+
+MORTAL: dict[str, Any] = {"rounds": 2, "devices": 2, "hyper": "support_batch = 8\nquery_batch = 8",
+          "link": "chunk_bytes = 1024", "fleet": "quorum = 1.0"}
+
+
+@pytest.fixture
+def founded(tmp_path: Path) -> World:
+    """A fleet that nobody has used yet, with two devices' samples."""
+    w = world(tmp_path / "founded", config_text(**MORTAL))
+    start(w, "d0", "d1")
+    w.close()
+    shutil.rmtree(w.fleet.folder)
+    return world(tmp_path / "founded", config_text(**MORTAL))
+
+
+def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[World, Death, list[tuple[str, str]]]:
+    """A run in which ``actor`` dies once, at its ``at``-th act, and comes back. Also: chunks that were sent although
+    the aggregator had the whole update on its disk when it died."""
+    shutil.copytree(founded.folder, folder)
+    faults = Faults()
+    broker = LoopbackBroker(faults=faults)
+    w = World(folder, replace(founded.fleet, folder=folder / "fleet"), broker)
+    death = Death(actor, at, w)
+    asked_twice: list[tuple[str, str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        deadly(patch, death)
+        w.start_server()
+        w.start_agent("d0")
+        w.start_agent("d1")
+        for _ in range(1500):
+            if finished(w) and settled(w):
+                break
+            try:
+                w.step(0.1)
+            except Killed:
+                if actor == "server":
+                    spooled = [(p.parent.name, p.stem) for p in (w.fleet.folder / "spool").glob("*/*.json")]
+                    faults.seen.clear()
+                    w.kill_server()
+                    w.start_server()
+                else:
+                    spooled = []
+                    w.kill_agent(actor)
+                    w.start_agent(actor)
+        if death.where:
+            sent = {(m.topic.split("/")[5], m.topic.split("/")[3]) for _, m in faults.seen
+                    if "/up/" in m.topic and not m.topic.endswith("/m")}
+            asked_twice = sorted(sent & set(spooled))
+    return w, death, asked_twice
+
+
+def outcome(w: World) -> dict[str, bytes]:
+    """The last checkpoint, bit for bit."""
+    state = w.server.checkpoint.state
+    roles = {"model": state.model, "judged": state.judged, **state.memory}
+    return {key: np.asarray(a).tobytes() for key, a in storage.flatten_roles(roles).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("actor", ["server", "d1"])
+def test_a_death_at_any_moment_changes_nothing(founded, tmp_path, actor):
+    undisturbed, none, _ = live(founded, tmp_path / "whole", actor, None)
+    wanted = outcome(undisturbed)
+    assert undisturbed.server.finished
+    assert none.points > 20
+    undisturbed.close()
+    for at in range(1, none.points + 1):
+        w, death, asked_twice = live(founded, tmp_path / "killed", actor, at)
+        assert w.server.finished, f"killed at {death.where}"
+        assert settled(w), death.where
+        assert outcome(w) == wanted, death.where
+        assert not asked_twice, death.where
+        check_duals(w, feedback=True)
+        rounds = w.server.ledger.rounds()
+        assert [(r.round, r.status, r.cohort) for r in rounds] == [(n, "closed", ("d0", "d1")) for n in (1, 2)]
+        counted = [(u.round, u.device) for u in w.server.ledger.rows(Update)]
+        assert counted == [(1, "d0"), (1, "d1"), (2, "d0"), (2, "d1")], death.where
+        assert all_judged(w, 2), death.where
+        retained = {t.split("/")[3] for t in w.broker.retained if t.startswith("fl1/t/b/")}
+        named = {b.id for b in w.agents["d0"].manifest.blobs()}
+        assert retained == named, f"{death.where}: what no manifest names is cleared"
+        w.close()
+        shutil.rmtree(w.folder)
+
+
+def test_connections_that_die_again_and_again_lose_nothing(fleet):
+    w = fleet(rounds=6, link="chunk_bytes = 1024")
+    start(w, "d0", "d1", "d2")
+    rng = np.random.default_rng(3)
+    for _ in range(4000):
+        if finished(w) and settled(w):
+            break
+        w.step(0.1)
+        if rng.random() < 0.15:
+            link = rng.choice([w.server.link, *(a.link for a in w.agents.values())])
+            if link.connected:
+                w.broker.drop(link.client_id)
+    assert finished(w)
+    assert settled(w)
+    check_duals(w, feedback=True)
+    assert [r.status for r in w.server.ledger.rounds()] == ["closed"] * 6
+
+
+def test_a_broker_that_comes_back_without_its_memory_is_given_everything_again(fleet):
+    w = fleet(rounds=4)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: w.closed() == 2)
+    w.broker.stop(forget_retained=True)
+    for _ in range(20):
+        w.step(0.5)
+    w.broker.start()
+    assert w.pump(lambda: finished(w), tick_s=0.1)
+    w.start_agent("late", toy(9), train=False)
+    assert w.pump(lambda: all_judged(w, 4))
+
+
+class Recorded(LoopbackLink):
+    """A link that remembers the topics of what it published."""
+
+    sent: list[str]
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1) -> None:
+        self.sent.append(topic)
+        super().publish(topic, payload, retain=retain, qos=qos)
+
+
+@dataclass
+class Shelf:
+    """A publisher on a broker of its own."""
+
+    folder: Path
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.broker = LoopbackBroker()
+        self.link = Recorded(self.broker, "server")
+        self.link.sent = []
+        self.link.open()
+        self.link.poll(0)
+        self.publisher = Publisher("t", self.link, self.folder / "shelf.json", clock=lambda: self.now, log=print)
+        self.blobs = [Blob.of(bytes([n]) * 2500, 1024) for n in range(2)]
+        for n, blob in enumerate(self.blobs):
+            self.publisher.blob(blob, bytes([n]) * 2500)
+        self.publisher.manifest(b"manifest", {blob.id for blob in self.blobs})
+        self.turn()
+
+    def turn(self) -> list[str]:
+        """The topics that it publishes now."""
+        for event in self.link.poll(0):
+            if isinstance(event, Message):
+                self.publisher.heard(event.topic, event.payload)
+        self.publisher.tick()
+        sent, self.link.sent = self.link.sent, []
+        return sent
+
+    def reconnect(self) -> None:
+        self.broker.drop("server")
+        self.link.poll(0)
+        self.link.poll(0)
+        self.publisher.reconnected()
+
+    def topics(self, n: int) -> list[str]:
+        return [topics.chunk("t", self.blobs[n].id, k) for k in range(3)]
+
+
+def test_a_broker_that_kept_everything_is_given_nothing_again(tmp_path):
+    shelf = Shelf(tmp_path)
+    shelf.reconnect()
+    assert shelf.turn() == []
+    assert shelf.publisher.idle
+    shelf.now += 60
+    assert shelf.turn() == []
+    assert not shelf.link.filters, "what was asked back is not listened to for good"
+
+
+@pytest.mark.parametrize("lost", ["a blob", "the manifest", "an older manifest", "all"])
+def test_a_broker_that_lost_a_part_is_given_that_part_the_manifest_last(tmp_path, lost):
+    shelf = Shelf(tmp_path)
+    wanted = dict(shelf.broker.retained)
+    current = topics.current("t")
+    missing = {"a blob": shelf.topics(1), "all": list(wanted)}.get(lost, [current])
+    for topic in missing:
+        del shelf.broker.retained[topic]
+    if lost == "an older manifest":
+        shelf.broker.retained[current] = b"older"
+    shelf.reconnect()
+    assert shelf.turn() == [], "what is still under way may come"
+    shelf.now += RETAINED_S + 0.1
+    assert shelf.turn() == missing
+    assert shelf.broker.retained == wanted
+
+
+def test_a_round_that_opens_before_it_is_clear_what_is_lost_is_announced_after_its_blobs(tmp_path):
+    shelf = Shelf(tmp_path)
+    shelf.broker.retained.clear()
+    shelf.reconnect()
+    shelf.turn()
+    newer = Blob.of(b"x", 1024)
+    shelf.publisher.blob(newer, b"x")
+    shelf.publisher.manifest(b"newer", {newer.id, shelf.blobs[0].id})
+    assert shelf.turn() == []
+    shelf.now += RETAINED_S + 0.1
+    sent = shelf.turn()
+    assert [t for t in sent if t not in shelf.topics(1)] == [
+        *shelf.topics(0), topics.chunk("t", newer.id, 0), topics.current("t")
+    ]
+    assert shelf.broker.retained[topics.current("t")] == b"newer"
+    assert not set(shelf.topics(1)) & shelf.broker.retained.keys()
+
+
+def test_a_broker_whose_packets_are_too_small_for_a_chunk_is_refused_with_what_to_write(fleet):
+    w = fleet(link="chunk_bytes = 61440")
+    server = w.start_server()
+    server.link.inbox.append(Connected(5, 61440 + 256, None))
+    server.step(0)
+    server.link.inbox.append(Connected(5, 60000, None))
+    with pytest.raises(ConfigError, match=r"link\.chunk_bytes is 61440") as caught:
+        server.step(0)
+    assert "takes packets of 60000 bytes" in str(caught.value)
+    assert f"hint: write chunk_bytes = {60000 - 256} under" in str(caught.value)
+    assert caught.value.where == str(w.fleet.folder / "fleet.toml")
+
+
+def test_a_broker_without_retained_messages_is_named_as_the_cause(fleet):
+    w = fleet()
+    server = w.start_server()
+    server.link.inbox.append(Disconnected("the broker refused the connection: Retain not supported"))
+    server.step(0)
+    assert w.told("Retain not supported: a fleet needs a broker with retained messages")
+
+
+def test_a_broker_that_refuses_is_quoted_when_the_aggregator_gives_up(fleet):
+    w = fleet()
+    w.broker.stop()
+    aggregator = SimpleNamespace(coordinator=w.start_server(), step=w.server.step, held_up="")
+    with pytest.raises(LinkError, match="no broker answered in 0 s: the broker does not answer"):
+        aggregator_process._await_broker(cast("Any", aggregator), "mqtt://there", lambda: False, 0.0)
+
+
+# d. what is refused -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeDevice:
+    """Speaks the protocol by hand, and lies."""
+
+    w: World
+    name: str
+    link: LoopbackLink = field(init=False)
+    inbox: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.link = LoopbackLink(self.w.broker, f"fake-{self.name}")
+        self.link.open()
+        self.poll()
+        self.link.subscribe(topics.current(self.w.name), topics.down(self.w.name, self.name))
+
+    def poll(self) -> None:
+        self.inbox += [event for event in self.link.poll(0) if isinstance(event, Message)]
+
+    def announce(self, **changes: Any) -> None:
+        versions = {name: method.version for name, method in METHODS.items()}
+        presence = Presence(st="on", boot="b", methods=versions, codecs=tuple(codecs.CODECS))
+        said = messages.encode(replace(presence, **changes))
+        self.link.publish(topics.presence(self.w.name, self.name), said, retain=True)
+
+    def manifest(self) -> Manifest:
+        self.poll()
+        signed = [m.payload for m in self.inbox if m.topic == topics.current(self.w.name)][-1]
+        return messages.decode(Manifest, signed.partition(b"\n")[2])
+
+    def downs(self) -> list[Down]:
+        self.poll()
+        said = [m.payload for m in self.inbox if m.topic.endswith("/dn") and m.payload[:1] == b"{"]
+        return [messages.decode(Down, payload) for payload in said]
+
+    def update(self, data: bytes, **changes: Any) -> UploadManifest:
+        now = self.manifest()
+        made = UploadManifest(Blob.of(data, 1024), "fp32", now.model.model, now.method.name, now.layout,
+                              dual_epoch=now.dual_epoch, samples=5, metrics={"loss": 1.0})
+        return replace(made, **changes)
+
+    def offer(self, upload: UploadManifest, number: int) -> None:
+        self.link.publish(topics.upload(self.w.name, self.name, number, "m"), messages.encode(upload))
+
+    def send(self, upload: UploadManifest, number: int, data: bytes) -> None:
+        for k, part in enumerate(chunks(data, upload.blob)):
+            self.link.publish(topics.upload(self.w.name, self.name, number, k), part)
+
+
+@pytest.fixture
+def liar(fleet) -> FakeDevice:
+    """A fleet of one device that lies, in its first round."""
+    w = fleet(devices=1, link='up = "fp32"\nmax_update_norm = 50.0')
+    w.start_server()
+    fake = FakeDevice(w, "liar")
+    fake.announce()
+    assert w.pump(lambda: opened(w, 1))
+    w.step()
+    return fake
+
+
+def weights(w: World, value: float = 0.01) -> trees.Params:
+    layout = w.server.layout
+    return trees.apply(lambda a: np.full_like(a, value), trees.only(layout.seeded(0), ("body",)))
+
+
+BLOB = Blob.of(b"x" * 3000, 1024)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"layout": "other"}, "layout other"),
+        ({"base": "0" * 32}, "base model 0000"),
+        ({"dual_epoch": 7}, "dual epoch 7"),
+        ({"method": "fedavg"}, "method fedavg"),
+        ({"codec": "int8"}, "codec int8"),
+        ({"blob": Blob.of(b"x" * 500_000, 1024)}, "a blob of 500000 bytes"),
+        ({"blob": replace(BLOB, n=99)}, "99 chunks"),
+        ({"blob": replace(BLOB, id="0" * 32)}, "not the start of its root"),
+    ],
+)
+def test_an_offer_that_does_not_fit_the_round_is_refused_and_named(liar, change, reason):
+    upload = liar.update(b"x" * 3000, **change)
+    liar.offer(upload, 1)
+    liar.w.step()
+    assert "0 of 1 devices delivered" in liar.w.server.stalled
+    assert reason in liar.downs()[-1].reason
+    assert liar.downs()[-1].t == "reject"
+    assert [(u.status, reason in u.reason) for u in liar.w.server.ledger.rows(Update)] == [("refused", True)]
+    assert liar.w.told(reason)
+
+
+def nan_update(w: World) -> bytes:
+    bad = weights(w)
+    first = next(iter(bad["body"].values()))
+    first.reshape(-1)[0] = np.nan
+    return codecs.framed("fp32", storage.pack(storage.flatten(bad)))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (nan_update, "not finite"),
+        (lambda w: codecs.encode("fp32", weights(w, 1e6)), "norm"),
+        (lambda w: codecs.encode("fp32", {"body": {"other": np.zeros(3, np.float32)}}), "has shape"),
+        (lambda w: codecs.encode("int8", weights(w)), "no whole words"),
+        (lambda w: b"no update at all", "no zstd frame"),
+        (lambda w: compress(bytes(1 << 22)), "no zstd frame of at most"),
+        (lambda w: codecs.framed("fp32", b"\xff" * 64), "no safetensors"),
+    ],
+)
+def test_a_whole_update_that_is_none_is_refused_and_named(liar, make, reason):
+    data = make(liar.w)
+    upload = liar.update(data)
+    liar.offer(upload, 1)
+    liar.w.step()
+    assert liar.downs()[-1].t == "need"
+    liar.send(upload, 1, data)
+    liar.w.step()
+    assert "0 of 1 devices delivered" in liar.w.server.stalled
+    row = liar.w.server.ledger.rows(Update)[0]
+    assert row.status == "refused"
+    assert reason in row.reason
+    assert liar.downs()[-1].t == "reject"
+    assert not list((liar.w.fleet.folder / "spool").glob("*/*.json"))
+
+
+def test_a_chunk_with_another_hash_is_refused_and_asked_for_again(liar):
+    data = codecs.encode("fp32", weights(liar.w))
+    upload = liar.update(data)
+    liar.offer(upload, 1)
+    liar.w.step()
+    liar.send(upload, 1, bytes(len(data)))
+    liar.w.step()
+    assert liar.w.told("does not match its hash")
+    assert liar.w.closed() == 0
+    asked = len(liar.downs())
+    for _ in range(30):
+        liar.w.step(TICK_S)
+    assert len(liar.downs()) > asked
+    liar.send(upload, 1, data)
+    assert liar.w.pump(lambda: liar.w.closed() == 1)
+    assert statuses(liar.w, 1) == {"liar": "counted"}
+
+
+def test_an_offer_of_a_counted_update_is_answered_with_done_again(liar):
+    """The first 'done' was lost, and meanwhile the round closed."""
+    data = codecs.encode("fp32", weights(liar.w))
+    upload = liar.update(data)
+    liar.offer(upload, 1)
+    liar.w.step()
+    liar.send(upload, 1, data)
+    assert liar.w.pump(lambda: liar.w.closed() == 1)
+    liar.inbox = [m for m in liar.inbox if not m.topic.endswith("/dn")]
+    liar.offer(upload, 1)
+    liar.w.step()
+    assert liar.downs()[-1] == Down("done", 1, upload.id)
+    assert statuses(liar.w, 1) == {"liar": "counted"}
+
+
+def test_a_device_that_is_not_in_the_cohort_or_not_enrolled_is_refused(fleet):
+    w = fleet(devices=2, fleet="cohort = 1", link='up = "fp32"')
+    w.start_server()
+    fakes = {name: FakeDevice(w, name) for name in ("f0", "f1")}
+    for fake in fakes.values():
+        fake.announce()
+    assert w.pump(lambda: opened(w, 1))
+    w.step()
+    (inside,) = w.server.open.cohort
+    outside = fakes["f0" if inside == "f1" else "f1"]
+    outside.offer(outside.update(b"x" * 3000), 1)
+    w.step()
+    assert outside.downs()[-1].reason == "not in this round's cohort"
+    assert [(u.device, u.status) for u in w.server.ledger.rows(Update)] == [(outside.name, "refused")]
+    stranger = FakeDevice(w, "stranger")
+    stranger.offer(stranger.update(b"x" * 3000), 1)
+    stranger.link.publish(topics.report(w.name, "stranger"), b'{"round":1}')
+    w.step()
+    assert w.told("stranger: is not enrolled")
+    assert w.server.ledger.device("stranger") is None
+    assert opened(w, 1), "nobody else was disturbed"
+
+
+def test_refusals_of_one_device_do_not_fill_the_ledger(fleet):
+    w = fleet(devices=2, link='up = "fp32"')
+    w.start_server()
+    fakes = [FakeDevice(w, name) for name in ("f0", "f1")]
+    for fake in fakes:
+        fake.announce()
+    assert w.pump(lambda: opened(w, 1))
+    w.step()
+    for n in range(50):
+        fakes[0].offer(fakes[0].update(b"x" * (100 + n), layout="other"), 1)
+    w.step()
+    assert len(w.server.ledger.rows(Update)) == accept_updates.REFUSALS_NOTED
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        b'{"round":99}',
+        b'{"round":1,"judged_round":7}',
+        b'{"round":1,"energy":[{"phase":"dance","joules":1,"source":"","measured":true}]}',
+        b'{"round":1,"judged_round":0,"judgements":[{"stage":"after","method":"m","confusion":[[1,2],[3]]}]}',
+        b'{"round":1,"traffic":{"mqtt_up":-1}}',
+        b'{"round":1,"failed":"\\ud800"}',
+        b"",
+        b"\xff",
+    ],
+)
+def test_an_impossible_report_changes_no_book(liar, report):
+    before = liar.w.server.ledger.facts()
+    liar.link.publish(topics.report(liar.w.name, "liar"), report)
+    liar.w.step()
+    assert liar.w.server.ledger.rows(Traffic) == []
+    assert liar.w.server.ledger.rows(Judgement) == []
+    assert liar.w.server.ledger.facts() == before
+
+
+@pytest.mark.parametrize(
+    "topic", ["st", "up/1/m", "up/1/0", "up/x/m", "up/1/zzz", "rep", "dn", "nonsense", "up/999999999/m"]
+)
+def test_any_bytes_on_any_topic_leave_the_aggregator_standing(liar, topic):
+    for payload in (b"", b"{}", b"null", b"\x00" * 99, b'{"st":"on","beat":true}', b"[" * 9999):
+        liar.link.publish(f"fl1/{liar.w.name}/a/liar/{topic}", payload)
+        liar.w.step()
+    data = codecs.encode("fp32", weights(liar.w))
+    upload = liar.update(data)
+    liar.offer(upload, 1)
+    liar.w.step()
+    liar.send(upload, 1, data)
+    assert liar.w.pump(lambda: liar.w.closed() == 1)
+
+
+def forged(w: World, signer: Signer, **changes: Any) -> bytes:
+    now = messages.decode(Manifest, w.broker.retained[topics.current(w.name)].partition(b"\n")[2])
+    return signer.sign(messages.encode(replace(now, seq=now.seq + 1000, round=50, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ({"fleet": "another"}, "a round of fleet 'another'"),
+        ({"seq": 5}, "old sequence number"),
+        ({"exp": 1}, "has expired"),
+        ({"v": 2}, "protocol 2"),
+    ],
+)
+def test_an_agent_refuses_a_signed_round_that_is_not_for_it_now(fleet, change, refusal):
+    w = fleet(devices=1)
+    start(w, "d0")
+    assert w.pump(lambda: finished(w))
+    now = w.agents["d0"].manifest
+    signed = w.fleet.signer().sign(messages.encode(replace(now, **{"seq": now.seq + 1000, **change})))
+    w.broker.publish(topics.current(w.name), signed)
+    w.step()
+    assert w.told(refusal)
+    assert w.agents["d0"].manifest == now
+
+
+def test_an_agent_refuses_what_the_fleets_key_did_not_sign(fleet):
+    w = fleet(devices=1)
+    start(w, "d0")
+    assert w.pump(lambda: finished(w))
+    now = w.agents["d0"].manifest
+    genuine = w.fleet.signer().sign(messages.encode(replace(now, seq=now.seq + 1)))
+    for payload, refusal in (
+        (Signer(bytes(32)).sign(messages.encode(now)), "is signed by key"),
+        (genuine.replace(b'"round":3', b'"round":9'), "signature that does not match"),
+        (messages.encode(now), "carries no Ed25519 signature"),
+        (b"", "carries no Ed25519 signature"),
+    ):
+        w.broker.publish(topics.current(w.name), payload)
+        w.step()
+        assert refusal in w.lines[-1]
+        assert w.agents["d0"].manifest == now
+    w.broker.publish(topics.current(w.name), genuine)
+    w.step()
+    assert w.agents["d0"].manifest.seq == now.seq + 1
+
+
+def test_a_restarted_agent_still_refuses_what_it_has_outgrown(fleet):
+    w = fleet(devices=1)
+    start(w, "d0")
+    assert w.pump(lambda: opened(w, 2))
+    old = w.broker.retained[topics.current(w.name)]
+    assert w.pump(lambda: finished(w))
+    w.kill_server()
+    w.kill_agent("d0")
+    w.broker.retained[topics.current(w.name)] = old
+    w.start_agent("d0")
+    for _ in range(3):
+        w.step()
+    assert w.told("old sequence number")
+    assert w.agents["d0"].manifest is None
+
+
+def test_words_from_the_broker_alone_cannot_settle_what_is_pending(fleet):
+    """Only the signed record does: a forged or stray 'reject' or 'counted' costs nothing."""
+    faults = Faults()
+    w = fleet(rounds=3, broker=LoopbackBroker(faults=faults))
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: w.agents["d0"]._outbox.pending is not None)
+    pending = w.agents["d0"]._outbox.pending
+    words = [Down("reject", 1, pending.upload.id, ok=False), Down("done", 1, pending.upload.id),
+             Down("counted", 1, pending.upload.id, ok=False, device="d0")]
+    for word in words:
+        w.broker.publish(topics.down(w.name, "d0"), messages.encode(word))
+        w.agents["d0"].step(0)
+        assert w.agents["d0"]._outbox.pending is pending
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    check_duals(w, feedback=True)
+
+
+class Senders:
+    """Devices that answer every grant, but the ``dead``. most: chunks under way, of one device and of all."""
+
+    def __init__(self, number: int):
+        self.now = 0.0
+        self.intake = Intake(self.granted, lambda: self.now, 1 << 20)
+        self.data = {f"d{n}": bytes([n % 256]) * 20_000 for n in range(number)}
+        self.blobs = {name: Blob.of(data, 1024) for name, data in self.data.items()}
+        self.grants: list[tuple[str, list[int]]] = []
+        self.most = [0, 0]
+        self.dead: set[str] = set()
+        self.whole: dict[str, bytes] = {}
+        for name, blob in self.blobs.items():
+            self.intake.offer(name, 1, UploadManifest(blob, "fp32", "0" * 32, "m", "l"))
+
+    def granted(self, device: str, down: Down) -> None:
+        wanted = messages.numbers(down.miss, self.blobs[device].n)
+        self.grants.append((device, wanted))
+        now = [len(upload.granted) for upload in self.intake._uploads.values()]
+        self.most = [max(self.most[0], *now), max(self.most[1], sum(now))]
+
+    def run(self, steps: int = 10_000) -> None:
+        """Every grant is answered with its chunks, in turn; time passes when nothing is left to send."""
+        for _ in range(steps):
+            if len(self.whole) + len(self.dead) == len(self.data):
+                return
+            if not self.grants:
+                self.now += 1.0
+                self.intake.tick()
+                continue
+            device, wanted = self.grants.pop(0)
+            for k in wanted if device not in self.dead else []:
+                done = self.intake.chunk(device, 1, k, chunks(self.data[device], self.blobs[device])[k])
+                if done is not None:
+                    self.whole[device] = done[1].take()
+
+
+def test_credit_bounds_what_is_under_way_and_every_upload_ends():
+    senders = Senders(150)
+    senders.dead = {f"d{n}" for n in range(70)}  # more than hold all the credit there is
+    senders.run()
+    assert senders.whole == {name: data for name, data in senders.data.items() if name not in senders.dead}
+    assert senders.most == [8, 100]
+
+
+def test_memory_for_uploads_is_bounded_and_the_rest_wait(monkeypatch):
+    monkeypatch.setattr("cloud_server.rounds.uploads.RESERVED_BYTES", 70_000)
+    senders = Senders(12)
+    assert [bool(wanted) for _, wanted in senders.grants] == [True] * 3 + [False] * 9, "who waits is told so"
+    senders.run()
+    assert senders.whole == senders.data
+
+
+# e. late and absent -------------------------------------------------------------------------------------------------
+
+
+def test_a_late_update_is_recorded_as_late_and_its_state_discarded(fleet):
+    faults = Faults()
+    w = fleet(rounds=3, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 5", link="chunk_bytes = 1024")
+    w.start_server()
+    lift = faults.drop("/a/d0/up/1/")
+    for n in range(3):
+        w.start_agent(f"d{n}", toy(n))
+    assert w.pump(lambda: w.server.open is not None and len(w.server.open.received) == 2)
+    for _ in range(8):
+        w.step(TICK_S)
+    assert w.closed() == 0, "until the deadline the round waits for a device that is alive"
+    pending = w.agents["d0"]._outbox.pending
+    assert w.pump(lambda: w.closed() == 1, tick_s=TICK_S)
+    lift()
+    offer = messages.encode(pending.upload)
+    w.broker.publish(topics.upload(w.name, "d0", 1, "m"), offer)  # it had been under way all the time
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    assert statuses(w, 1) == {"d0": "late", "d1": "counted", "d2": "counted"}
+    assert statuses(w, 2) == dict.fromkeys(("d0", "d1", "d2"), "counted")
+    assert w.told("d0: round 1: the update was not counted, its state is discarded")
+    check_duals(w, feedback=True)
+
+
+def test_an_upload_that_is_cut_off_by_the_end_of_the_round_is_late(fleet):
+    faults = Faults()
+    w = fleet(rounds=2, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 5", link="chunk_bytes = 1024")
+    lift = faults.drop("/a/d0/up/1/0")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: w.closed() == 1, tick_s=TICK_S)
+    lift()
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    assert statuses(w, 1) == {"d0": "late", "d1": "counted", "d2": "counted"}
+    check_duals(w, feedback=True)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_device_that_was_away_for_long_asks_what_became_of_its_update(fleet, counted):
+    faults = Faults()
+    w = fleet(rounds=9, devices=2, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 3")
+    unheld = faults.drop("/a/d1/up/2/")
+    if not counted:
+        faults.drop("/a/d0/up/2/")
+    start(w, "d0", "d1", "d2", shift=1.0)
+    agent = w.agents["d0"]
+    assert w.pump(lambda: agent._outbox.pending is not None and agent._outbox.pending.round == 2
+                  and (not counted or (opened(w, 2) and "d0" in w.server.open.received)))
+    kept = agent._outbox.pending
+    w.kill_agent("d0")
+    unheld()
+    assert w.pump(lambda: w.closed() == 2 + broadcast.COUNTED_ROUNDS, tick_s=TICK_S)
+    assert statuses(w, 2).get("d0") == ("counted" if counted else None)
+    home = Home(w.folder / "devices" / "d0")
+    before = home.state(kept.key)
+    lost = faults.drop("/a/d0/dn")
+    agent = w.start_agent("d0")
+    for _ in range(8):
+        w.step(0.1)
+    assert agent._outbox.pending is not None, "the answer was lost"
+    lost()
+    assert w.pump(lambda: agent._outbox.pending is None or agent._outbox.pending.round > 2, tick_s=TICK_S)
+    after = home.state(kept.key)
+    assert before is not None
+    assert after is not None
+    moved = trees.norm(trees.subtract(after["dual"], before["dual"]))
+    assert (moved > 0) == counted
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    check_duals(w, feedback=True)
+
+
+def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet):
+    """The open round is in the ledger, not yet in memory: its updates are not decided."""
+    faults = Faults()
+    w = fleet(rounds=2, broker=LoopbackBroker(faults=faults))
+    unheld = faults.drop("/a/d2/up/1/")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 1) and len(w.server.open.received) >= 1)
+    unheld()
+    device = next(iter(w.server.open.received))
+    upload = w.server.open.received[device]
+    w.kill_server()
+    server = w.start_server()
+    server.ledger.ask("paused", "yes")
+    for _ in range(3):
+        server.step(0)
+        w.clock.seconds += 1
+    fake = FakeDevice(w, device)
+    ask = messages.Report(1, pending=messages.UpdateRef(1, upload.id))
+    fake.link.publish(topics.report(w.name, device), messages.encode(ask))
+    server.step(0)
+    fake.poll()
+    assert not [m for m in fake.inbox if m.payload.startswith(b"ed25519:") and m.topic.endswith("/dn")]
+    server.ledger.ask("paused", "no")
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    check_duals(w, feedback=True)
+
+
+def test_a_round_that_is_taken_up_again_waits_for_devices_that_are_starting_too(fleet):
+    """Everybody left in order with two of three updates received, which is a quorum: all three are counted."""
+    faults = Faults()
+    w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="quorum = 0.5\ndeadline_s = 1000")
+    unheld = faults.drop("/a/d2/up/1/")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 1) and len(w.server.open.received) == 2)
+    w.kill_server()
+    for name in ("d0", "d1", "d2"):
+        w.agents.pop(name).close()
+    unheld()
+    w.start_server()
+    w.start_agent("d0")
+    assert not w.pump(lambda: w.closed() == 1, steps=500), "ten seconds"
+    for name in ("d1", "d2"):
+        w.start_agent(name)
+    assert w.pump(lambda: finished(w))
+    assert statuses(w, 1) == dict.fromkeys(("d0", "d1", "d2"), "counted")
+
+
+def test_a_round_that_is_taken_up_again_ends_at_its_deadline_without_those_that_do_not_come_back(fleet):
+    faults = Faults()
+    w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="quorum = 0.5\ndeadline_s = 20")
+    faults.drop("/a/d2/up/1/")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 1) and len(w.server.open.received) == 2)
+    w.kill_server()
+    w.agents.pop("d2").close()
+    began = w.clock.seconds
+    w.start_server()
+    assert w.pump(lambda: w.closed() == 1)
+    assert w.clock.seconds - began > 20
+    assert statuses(w, 1) == {"d0": "counted", "d1": "counted"}
+
+
+# f. deadline, quorum, failures --------------------------------------------------------------------------------------
+
+
+def test_an_open_round_is_looked_over_ten_times_a_second_and_not_at_every_message(fleet, monkeypatch):
+    w = fleet(rounds=1, devices=2, fleet="quorum = 1.0")
+    w.start_server()
+    FakeDevice(w, "absent").announce()
+    w.start_agent("d0", toy(0))
+    assert w.pump(lambda: opened(w, 1))
+    looks: list[Any] = []
+    monkeypatch.setattr(type(w.server), "_close_if_due", lambda server, opened: looks.append(opened))
+    for _ in range(250):
+        w.step(0.004)
+    assert 9 <= len(looks) <= 11
+
+
+@pytest.mark.slow
+def test_little_is_kept_in_memory_of_a_device(tmp_path):
+    def roster(ledger: Ledger) -> Roster:
+        return Roster(ledger, everyone=True, cannot=lambda presence: None, clock=lambda: 0.0, now=lambda: 0.0,
+                      log=lambda line: None)
+
+    def announce(known: Roster, n: int) -> None:
+        presence = Presence("on", f"boot{n}", methods=dict.fromkeys(METHODS, 1), codecs=tuple(codecs.CODECS), base="b")
+        known.on_presence(f"device{n}", messages.decode(Presence, messages.encode(presence)), 0)
+
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        first = roster(ledger)
+        announce(first, 800)
+        tracemalloc.start()
+        for n in range(800):
+            announce(first, n)
+        limit_bytes = 800 * 1500
+        assert tracemalloc.get_traced_memory()[0] < limit_bytes
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        again = roster(ledger)
+        assert tracemalloc.get_traced_memory()[1] - before < limit_bytes, "nor are all rows read at once at a start"
+        tracemalloc.stop()
+        assert again.members() == first.members() == first.ready()
+        assert again.awaited()
+        assert not again.ready(), "nobody has been heard of yet"
+
+
+def test_a_dead_device_holds_up_nobody(fleet):
+    w = fleet(rounds=3, devices=2, fleet="deadline_s = 1000")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 2))
+    w.kill_agent("d2")
+    began = w.clock.seconds
+    assert w.pump(lambda: w.closed() == 3)
+    assert w.clock.seconds - began < 10
+    assert statuses(w, 3) == {"d0": "counted", "d1": "counted"}
+
+
+def test_a_device_that_falls_silent_at_work_holds_up_nobody(fleet):
+    """A power cut while training: no last will comes before the keepalive ends."""
+    faults = Faults()
+    w = fleet(rounds=2, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 1000")
+    w.start_server()
+    for n in range(2):
+        w.start_agent(f"d{n}", toy(n))
+    fake = FakeDevice(w, "cut")
+    fake.announce()
+    assert w.pump(lambda: opened(w, 1))
+    fake.announce(beat=True, ph="train")
+    w.step(0)
+    heard = w.clock.seconds
+    assert w.pump(lambda: w.closed() == 1, tick_s=TICK_S)
+    assert SILENT_S <= w.clock.seconds - heard <= 5
+
+
+def test_a_device_that_is_killed_is_off_within_a_second_by_its_will(fleet):
+    w = fleet(rounds=1, fleet="deadline_s = 1000")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 1))
+    w.kill_agent("d2")
+    killed = w.clock.seconds
+    assert w.pump(lambda: w.server.ledger.rows(Device, name="d2")[0].state == "off")
+    assert w.clock.seconds - killed <= 1
+
+
+def test_an_upload_that_waits_for_its_turn_is_not_taken_for_dead(fleet):
+    faults = Faults()
+    w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 1000")
+    lift = faults.drop("/a/d0/dn")
+    start(w, "d0", "d1", "d2")
+    for _ in range(80):
+        w.step(TICK_S)
+    assert w.closed() == 0
+    lift()
+    assert w.pump(lambda: w.closed() == 1, tick_s=TICK_S)
+    assert statuses(w, 1) == dict.fromkeys(("d0", "d1", "d2"), "counted")
+
+
+def test_below_quorum_the_round_waits_on_beyond_its_deadline(fleet):
+    w = fleet(rounds=2, fleet="deadline_s = 5\nquorum = 0.9")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 1))
+    w.kill_agent("d2")
+    for _ in range(100):
+        w.step(TICK_S)
+    assert w.closed() == 0
+    assert w.told("2 of 3 updates at the deadline, waiting on d2 (off for ")
+    assert "waiting on d2 (off for " in w.server.ledger.facts()["stalled"]
+    assert "metafleet devices revoke" in w.server.stalled
+    w.start_agent("d2")
+    assert w.pump(lambda: w.closed() == 2, tick_s=TICK_S)
+    assert statuses(w, 1) == dict.fromkeys(("d0", "d1", "d2"), "counted")
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [("/up/1/m", "no offer came"), ("/up/1/0", "offered, but no chunk came after [2-9] grants")],
+)  # fmt: skip
+def test_a_device_whose_publishes_the_broker_swallows_is_named_with_the_likely_cause(fleet, lost, said):
+    faults = Faults()
+    w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 15\nquorum = 1.0",
+              link="chunk_bytes = 65536")
+    lift = faults.drop(f"/a/d2{lost}")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: w.server.stalled != "", tick_s=TICK_S)
+    assert re.search(rf"waiting on d2 \(on, phase upload, heard [01] s ago; {said}\)", w.server.stalled)
+    assert "message_size_limit or max_packet_size against link.chunk_bytes" in w.server.stalled
+    assert "revoke" not in w.server.stalled, "it is there"
+    lift()
+    assert w.pump(lambda: w.closed() == 1, tick_s=TICK_S)
+    assert w.server.stalled == ""
+
+
+def test_a_large_cohort_that_stays_away_is_named_in_part_and_counted(fleet):
+    w = fleet(rounds=1, devices=14, fleet="deadline_s = 5\nquorum = 1.0")
+    w.start_server()
+    for n in range(13):
+        FakeDevice(w, f"f{n:02}").announce()
+    w.start_agent("d0", toy(0))
+    assert w.pump(lambda: opened(w, 1))
+    FakeDevice(w, "f00").announce(beat=True, ph="train")
+    FakeDevice(w, "f01").announce(st="off")
+    assert w.pump(lambda: w.server.stalled != "", tick_s=TICK_S)
+    text = w.server.stalled
+    assert re.search(r"1 of 14 updates at the deadline, waiting on f00 \(on, phase train, silent for [56] s\)", text)
+    assert "f01 (off for 5 s)" in text or "f01 (off for 6 s)" in text
+    assert "f09 (on, phase idle" in text
+    assert "f10" not in text
+    assert "and 3 more" in text
+
+
+def test_revoking_dead_devices_lets_a_round_below_quorum_close(fleet):
+    w = fleet(rounds=2, devices=3, fleet="deadline_s = 5\nquorum = 0.9")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 1))
+    w.kill_agent("d1")
+    w.kill_agent("d2")
+    for _ in range(30):
+        w.step(TICK_S)
+    assert w.closed() == 0
+    w.server.ledger.ask("revoke/d1", "yes")
+    w.server.ledger.ask("revoke/d2", "yes")
+    assert w.pump(lambda: w.closed() == 1, tick_s=TICK_S)
+    w.start_agent("d3", toy(3))
+    w.start_agent("d4", toy(4))
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    assert w.server.checkpoint.state.dual_epoch == 1
+    check_duals(w, feedback=True)
+
+
+def test_a_round_whose_whole_cohort_was_revoked_is_opened_for_others(fleet):
+    w = fleet(rounds=1, devices=1)
+    start(w, "d0")
+    assert w.pump(lambda: opened(w, 1))
+    w.kill_agent("d0")
+    w.server.ledger.ask("revoke/d0", "yes")
+    w.start_agent("d1", toy(1))
+    assert w.pump(lambda: finished(w), tick_s=TICK_S)
+    (row,) = w.server.ledger.rounds()
+    assert (row.status, row.cohort) == ("closed", ("d1",))
+
+
+def test_a_fleet_in_which_every_device_fails_says_why_and_goes_on_when_they_are_mended(fleet):
+    w = fleet(rounds=2, fleet="deadline_s = 5")
+    start(w, "d0", "d1", "d2")
+    files = {name: w.folder / "devices" / name / "samples.npz" for name in w.agents}
+    whole = {name: path.read_bytes() for name, path in files.items()}
+    for path in files.values():
+        path.write_bytes(b"no samples")
+    assert w.pump(lambda: w.server.stalled != "")
+    assert re.search(r"d0: train: .*samples.npz", w.server.stalled)
+    assert w.server.ledger.facts()["stalled"] == w.server.stalled
+    assert w.server.ledger.rounds()[0].status == "open"
+    for name, path in files.items():
+        path.write_bytes(whole[name])
+    assert w.pump(lambda: finished(w), tick_s=TICK_S)
+    assert w.server.ledger.facts()["stalled"] == ""
+
+
+def test_one_device_with_malformed_samples_says_so_and_the_others_go_on(fleet):
+    w = fleet(rounds=2, fleet="deadline_s = 1000")
+    start(w, "d0", "d1", "d2")
+    path = w.folder / "devices" / "d1" / "samples.npz"
+    good = path.read_bytes()
+    path.write_bytes(b"no samples")
+    assert w.pump(lambda: w.closed() == 1)
+    assert "d1: train: " in w.server.ledger.rounds()[0].note
+    assert w.agents["d1"].phase == "failed"
+    path.write_bytes(good)
+    assert w.pump(lambda: finished(w))
+    assert statuses(w, 2)["d1"] == "counted", "it is tried again in the next round"
+
+
+def test_a_device_that_cannot_personalize_says_so_and_lives(fleet):
+    w = fleet(rounds=2)
+    start(w, "d0", "d1", "d2")
+    w.start_agent("new", toy(7), train=False)
+    (w.folder / "devices" / "new" / "samples.npz").write_bytes(b"no samples")
+    assert w.pump(lambda: w.server.finished)
+    for _ in range(5):
+        w.step()
+    assert w.told("new: serve: ")
+    assert w.told("round 2: new: serve: "), "the aggregator heard of it"
+    assert {j.device for j in w.server.ledger.rows(Judgement)} == {"d0", "d1", "d2"}
+
+
+class Broken(InlineTrainer):
+    """A trainer whose child dies at its first job."""
+
+    died = False
+
+    def poll(self) -> Done | None:
+        done = super().poll()
+        if done is None or self.died:
+            return done
+        self.died = True
+        return Done(done.kind, {}, error="the trainer process ended with exit code -9")
+
+
+def test_a_trainer_that_dies_costs_its_device_one_round(fleet):
+    w = fleet(rounds=2, fleet="deadline_s = 1000")
+    w.start_server()
+    for n in range(3):
+        w.start_agent(f"d{n}", toy(n))
+    w.trainers["d1"].inner = Broken()
+    assert w.pump(lambda: finished(w))
+    assert w.server.ledger.rounds()[0].note == "d1: train: the trainer process ended with exit code -9"
+    assert statuses(w, 2) == dict.fromkeys(("d0", "d1", "d2"), "counted")
+
+
+@pytest.mark.parametrize(
+    ("program", "wanted"),
+    [("import sys; sys.exit(3)", "exit code 3"), ("import os; os.write(1, b'x' * 99); input()", "nonsense")],
+)
+def test_a_trainer_process_that_dies_or_babbles_ends_its_job_with_an_error(monkeypatch, program, wanted):
+    trainer = TrainerProcess()
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: popen([command[0], "-c", program], **more))
+    for _ in range(2):
+        trainer.submit(Job("train", {"round": 1}))
+        done = next(found for found in map(lambda _: trainer.poll(), range(10_000_000)) if found is not None)
+        assert wanted in done.error or "does not take the job" in done.error
+        assert done.kind == "train"
+        assert not trainer.busy
+    trainer.stop()
+
+
+def test_a_trainer_process_that_cannot_be_started_ends_its_job_with_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    trainer = TrainerProcess()
+    trainer.submit(Job("train", {"round": 1}))
+    done = trainer.poll()
+    assert done is not None
+    assert "does not take the job" in done.error
+    assert not trainer.busy
+
+
+# g. the books -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_the_booked_payload_is_what_the_broker_delivered(fleet, codec):
+    faults = Faults()
+    w = fleet(rounds=4, broker=LoopbackBroker(faults=faults), fleet="cohort = 2",
+              link=f'up = "{codec}"\ndown = "{codec}"\nchunk_bytes = 1024')
+    start(w, "d0", "d1", "d2")
+    w.start_agent("new", toy(5), train=False)
+    assert w.pump(lambda: finished(w))
+    up: dict[str, int] = {}
+    down: dict[str, int] = {}
+    for client, message in faults.seen:
+        parts = message.topic.split("/")
+        if parts[2] == "b" and client != w.server.boot:
+            name = next(n for n, a in w.agents.items() if a.boot == client)
+            down[name] = down.get(name, 0) + len(message.payload)
+        elif "/up/" in message.topic and parts[-1] != "m":
+            up[parts[3]] = up.get(parts[3], 0) + len(message.payload)
+    booked = {name: volume.payload for name, volume in w.server.ledger.volume("device").items()}
+    assert {name: volume.up for name, volume in booked.items() if volume.up} == up
+    assert {name: volume.down for name, volume in booked.items()} == down
+    assert [r.models_transmitted for r in w.server.ledger.rounds()] == [4.0] * 4
+    by_kind = w.server.ledger.totals().payload_by_kind
+    graph = len(w.fleet.graph_bytes())
+    assert by_kind["graph"].down == 4 * graph
+    served = w.server._broadcast.served.blob.size
+    assert by_kind["serve"].down == 4 * served
+    uploads = sum(u.payload_bytes for u in w.server.ledger.rows(Update, status="counted"))
+    assert by_kind["update"].up == uploads
+
+
+def test_a_report_that_comes_twice_or_late_is_booked_once(fleet):
+    faults = Faults()
+    w = fleet(rounds=3, broker=LoopbackBroker(faults=faults))
+    first: list[Message] = []
+
+    def again(client: str, message: Message) -> list[Message] | None:
+        if "/a/d0/rep" not in message.topic or first:
+            return [message, first[0], message] if "/a/d0/rep" in message.topic else None
+        first.append(message)
+        return [message]
+
+    faults.rules.append(again)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: finished(w))
+    for _ in range(3):
+        w.step()
+    booked = w.server.ledger.volume("device")["d0"].payload
+    assert booked.up == sum(u.payload_bytes for u in w.server.ledger.rows(Update, device="d0"))
+    assert booked.down == w.server.ledger.volume("device")["d1"].payload.down
+
+
+def test_joules_and_flops_are_booked_per_round_or_absent(fleet):
+    w = fleet(rounds=2)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: finished(w))
+    assert w.server.ledger.joules() == {}, "there is no meter, so there are no joules"
+    flops = w.server.ledger.flops()
+    assert flops[1] == flops[2] > 0
+
+
+# h. parts of the fleet, and devices that lack the base --------------------------------------------------------------
+
+
+def test_a_device_that_lacks_the_base_gets_the_whole_model_and_ends_with_the_same_weights(fleet):
+    w = fleet(rounds=8, fleet="cohort = 2", link='down = "int8"')
+    start(w, "d0", "d1", "d2", "d3")
+    full: list[int] = []
+    cohorts = set()
+    for number in range(1, 9):
+        assert w.pump(lambda n=number: w.closed() >= n)
+        manifest = next(a.manifest for a in w.agents.values() if a.manifest is not None)
+        full += [number] if manifest.model.full is not None else []
+        cohort = w.server.ledger.rows(Round, round=number)[0].cohort
+        cohorts.add(cohort)
+        held = {codecs.identity(w.agents[name].home.weights("model").params) for name in cohort}
+        assert held == {w.server.ledger.rows(Round, round=number)[0].model_id}
+    assert full, "somebody lacked the base"
+    assert len(cohorts) > 2
+    assert all(len(c) == 2 for c in cohorts)
+    assert w.pump(lambda: finished(w) and settled(w))
+    check_duals(w, feedback=True)
+
+
+def test_a_device_that_lost_its_weights_asks_for_the_whole_model(fleet):
+    faults = Faults()
+    w = fleet(rounds=4, broker=LoopbackBroker(faults=faults))
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: w.closed() == 2)
+    w.kill_agent("d1")
+    (w.folder / "devices" / "d1" / "model.safetensors").write_bytes(b"damaged")
+    shutil.rmtree(w.folder / "devices" / "d1" / "slots", ignore_errors=True)
+    lost = faults.drop("/a/d1/rep")
+    w.start_agent("d1")
+    for _ in range(3):
+        w.step()
+    lost()
+    assert w.pump(lambda: finished(w), tick_s=TICK_S)
+    assert statuses(w, 4)["d1"] == "counted"
+    assert "d1" in statuses(w, 3)
+
+
+def test_weights_that_changed_on_the_disk_are_noticed_and_fetched_whole(fleet):
+    w = fleet(rounds=4)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 3))
+    agent = w.agents["d1"]
+    held = agent.home.weights("model")
+    agent.home.save_weights("model", replace(held, params=trees.apply(lambda a: a * np.float32(1.5), held.params)))
+    assert w.pump(lambda: finished(w), tick_s=TICK_S)
+    assert w.told("d1: the delta does not fit")
+    assert statuses(w, 4)["d1"] == "counted"
+
+
+def test_a_large_cohort_is_announced_by_its_rule_and_counted_in_a_blob(fleet, monkeypatch):
+    monkeypatch.setattr("fleet_core.protocol.cohort.LISTED", 1)
+    monkeypatch.setattr(broadcast, "LISTED_IDS", 1)
+    w = fleet(rounds=4, fleet="cohort = 2")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: finished(w) and settled(w))
+    manifest = w.agents["d0"].manifest
+    assert all(record.ids is None and record.blob is not None for record in manifest.counted)
+    assert [len(statuses(w, n)) for n in range(1, 5)] == [2] * 4
+    check_duals(w, feedback=True)
+
+
+# i. questions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["pfldyn-proto", "per-fedavg-fo"])
+def test_a_question_over_mqtt_is_answered_by_the_personalized_model(fleet, method):
+    w = fleet(method, rounds=6)
+    start(w, "d0", "d1", "d2")
+    asker = FakeDevice(w, "asker")
+    asker.link.subscribe(topics.answer(w.name, "d0", "+"))
+    x = toy(0).x[:7]
+    ask = Question(x.shape, "float32", base64.b64encode(x.tobytes()).decode())
+
+    def answer(question_id: str, payload: bytes) -> Answer:
+        asker.link.publish(topics.question(w.name, "d0", question_id), payload)
+        w.agents["d0"].step(0)
+        asker.poll()
+        assert asker.inbox[-1].topic == topics.answer(w.name, "d0", question_id)
+        return messages.decode(Answer, asker.inbox[-1].payload)
+
+    w.step()
+    assert "no model" in answer("early", messages.encode(ask)).error
+    assert w.pump(lambda: finished(w))
+    good = answer("q1", messages.encode(ask))
+    assert (good.error, good.round, good.model) == ("", 6, w.server._broadcast.served.model)
+    assert good.personalization == ("proto" if method == "pfldyn-proto" else "sgd")
+    assert set(good.labels) <= set(CLASSES)
+    assert np.mean([CLASSES[y] == label for y, label in zip(toy(0).y, good.labels, strict=False)]) > 0.6
+    np.testing.assert_allclose(np.sum(good.probabilities, axis=1), 1, atol=1e-5)
+    bad = {
+        "no json": b"what?",
+        "wrong shape": messages.encode(replace(ask, shape=(7, 9))),
+        "no base64": messages.encode(replace(ask, x="!!")),
+        "another input": messages.encode(Question((1, 3), "float32", base64.b64encode(bytes(12)).decode())),
+        "another type": messages.encode(replace(ask, dtype="int64", shape=(28,))),
+        "not finite": messages.encode(
+            Question((1, 8), "float32", base64.b64encode(np.full((1, 8), np.nan, np.float32).tobytes()).decode())
+        ),
+    }
+    for name, payload in bad.items():
+        said = answer("bad", payload)
+        assert said.error, name
+        assert not said.labels, name
+    assert answer("q2", messages.encode(ask)) == good
+
+
+# Who belongs to the fleet -------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_enrols_in_mid_round_takes_part_in_the_next(fleet):
+    faults = Faults()
+    w = fleet(rounds=3, broker=LoopbackBroker(faults=faults))
+    start(w, "d0", "d1", "d2")
+    lift = faults.drop("/a/d0/up/2/")
+    assert w.pump(lambda: opened(w, 2) and len(w.server.open.received) == 2)
+    w.start_agent("d3", toy(3, shift=1.0))
+    assert w.pump(lambda: w.server.ledger.device("d3") is not None)
+    lift()
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    assert set(statuses(w, 2)) == {"d0", "d1", "d2"}
+    assert set(statuses(w, 3)) == {"d0", "d1", "d2", "d3"}
+    assert [r.members for r in w.server.ledger.rounds()] == [3, 4, 4]
+    check_duals(w, feedback=True)
+
+
+def test_a_listed_fleet_takes_only_whom_it_was_told_to(fleet):
+    w = fleet(rounds=2, devices=1, fleet='enrolment = "listed"')
+    start(w, "d0", "d1")
+    for _ in range(20):
+        w.step(TICK_S)
+    assert w.server.ledger.devices() == []
+    assert w.server.open is None
+    w.server.ledger.ask("enroll/d1", "yes")  # it has announced itself long ago
+    assert w.pump(lambda: w.server.finished, tick_s=TICK_S)
+    assert [d.name for d in w.server.ledger.devices()] == ["d1"]
+    assert statuses(w, 2) == {"d1": "counted"}
+    assert w.server.checkpoint.state.dual_epoch == 0
+
+
+def test_a_device_that_only_serves_can_be_listed_without_costing_the_duals(fleet):
+    w = fleet(rounds=4, fleet='enrolment = "listed"')
+    for name in ("d0", "d1", "d2"):
+        with Ledger(w.fleet.ledger_path) as ledger:
+            ledger.ask(f"enroll/{name}", "yes")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 3))
+    w.server.ledger.ask("enroll/screen", "yes")
+    w.start_agent("screen", toy(8), train=False)
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    assert w.server.checkpoint.state.dual_epoch == 0
+    assert [r.members for r in w.server.ledger.rounds()] == [3] * 4
+    check_duals(w, feedback=True)
+
+
+def test_a_revoked_device_is_heard_no_more_and_can_be_let_in_again(fleet):
+    w = fleet(rounds=6, devices=2)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 2))
+    w.server.ledger.ask("revoke/d2", "yes")
+    assert w.pump(lambda: w.closed() >= 4, tick_s=TICK_S)
+    assert set(statuses(w, 4)) == {"d0", "d1"}
+    assert w.told("d2: is not enrolled") or "d2" not in statuses(w, 3)
+    assert "d2" not in w.agents, "it was told, and has ended"
+    w.server.ledger.ask("enroll/d2", "yes")
+    w.start_agent("d2")
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    assert set(statuses(w, 6)) == {"d0", "d1", "d2"}
+    check_duals(w, feedback=True)
+
+
+def test_a_leave_is_not_forgotten_by_an_aggregator_that_dies_before_the_next_round(fleet):
+    w = fleet(rounds=4, devices=2)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 3))
+    w.server.ledger.ask("revoke/d2", "yes")
+    w.clock.seconds += 1
+    w.server._requests()
+    w.kill_server()
+    w.kill_agent("d2")
+    w.start_server()
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    assert w.server.checkpoint.state.dual_epoch == 1
+    check_duals(w, feedback=True)
+
+
+def test_a_device_that_lacks_the_method_is_listed_with_the_reason_and_not_asked(fleet, monkeypatch):
+    w = fleet(rounds=2)
+    w.start_server()
+    fake = FakeDevice(w, "old")
+    fake.announce(methods={"pfldyn-proto": 99})
+    for n in range(3):
+        w.start_agent(f"d{n}", toy(n))
+    assert w.pump(lambda: finished(w))
+    assert w.server.ledger.device("old").cannot == "lacks pfldyn-proto version 1"
+    assert all("old" not in r.cohort for r in w.server.ledger.rounds())
+
+
+def test_an_agent_that_lacks_the_rounds_method_says_so_and_waits(fleet):
+    w = fleet(rounds=1, devices=1)
+    start(w, "d0")
+    assert w.pump(lambda: finished(w))
+    now = w.agents["d0"].manifest
+    newer = replace(now, seq=now.seq + 1, open=True, round=2, method=replace(now.method, version=99))
+    w.broker.publish(topics.current(w.name), w.fleet.signer().sign(messages.encode(newer)))
+    w.step()
+    assert w.told("d0: method: method pfldyn-proto version 99")
+    w.broker.publish(topics.current(w.name), w.fleet.signer().sign(messages.encode(replace(now, seq=now.seq + 2))))
+    w.step()
+    assert w.agents["d0"].manifest.seq == now.seq + 2
+
+
+def test_a_graph_that_fails_its_check_is_fetched_once_and_said(fleet, monkeypatch):
+    faults = Faults()
+    w = fleet(rounds=3, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 1000")
+    start(w, "d0", "d1", "d2")
+
+    def wrong(graph_id: str, graph: Any) -> None:
+        raise BundleError("golden embed is off by 3")
+
+    monkeypatch.setattr(w.agents["d1"].service, "install", wrong)
+    assert w.pump(lambda: w.server.finished)
+    assert "golden embed is off by 3" in w.server.ledger.rounds()[0].note
+    assert "failed its check" in w.server.ledger.rounds()[2].note
+    graph = w.agents["d0"].manifest.graph.id
+    fetched = [m for c, m in faults.seen if c == w.agents["d1"].boot and f"/b/{graph}/0/0" in m.topic]
+    assert len(fetched) == 1
+    assert not list((w.folder / "devices" / "d1").glob("graph-*"))
+
+
+def test_a_damaged_graph_on_the_disk_is_fetched_again(fleet):
+    w = fleet(rounds=3)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 2))
+    w.kill_agent("d1")
+    path = next((w.folder / "devices" / "d1").glob("graph-*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    w.start_agent("d1")
+    assert w.pump(lambda: finished(w))
+    assert statuses(w, 3)["d1"] == "counted"
+
+
+def test_damaged_training_state_is_set_aside_and_the_fleet_told(fleet):
+    w = fleet(rounds=6)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 3) and settled(w))
+    w.kill_agent("d1")
+    path = next((w.folder / "devices" / "d1").glob("methods/*/state.safetensors"))
+    path.write_bytes(b"damaged")
+    for pending in (w.folder / "devices" / "d1").glob("methods/*/pending.safetensors"):
+        pending.write_bytes(b"damaged too")
+    w.start_agent("d1")
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    assert path.with_suffix(".damaged").exists()
+    assert w.server.checkpoint.state.dual_epoch == 1
+    check_duals(w, feedback=True)
+
+
+def test_a_paused_fleet_closes_its_round_tells_what_was_counted_and_goes_on_later(fleet):
+    w = fleet(rounds=4)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 2))
+    w.server.ledger.ask("paused", "yes")
+    assert w.pump(lambda: w.server.paused and w.server.open is None and settled(w) and all_judged(w, w.closed()),
+                  tick_s=TICK_S)
+    closed = w.closed()
+    assert not w.agents["d0"].manifest.open
+    w.kill_server()
+    w.start_server()
+    for _ in range(40):
+        w.step(TICK_S)
+    assert w.server.paused
+    assert w.closed() == closed < 4
+    check_duals(w, feedback=True)
+    w.server.ledger.ask("paused", "no")
+    assert w.pump(lambda: finished(w), tick_s=TICK_S)
+
+
+def test_the_judged_model_is_judged_in_mid_run_too_and_survives_a_restart(fleet):
+    w = fleet("per-fedavg-fo", rounds=6, fleet="")
+    path = w.fleet.folder / "fleet.toml"
+    path.write_text(path.read_text().replace("serve_every = 6", "serve_every = 2"))
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: w.closed() == 3)
+    w.kill_server()
+    w.start_server()
+    before = w.agents["d0"].manifest.seq
+    assert w.pump(lambda: w.agents["d0"].manifest.seq > before)
+    assert w.agents["d0"].manifest.serve.round == 2
+    w.start_agent("new", toy(8), train=False)
+    assert w.pump(lambda: finished(w))
+    judged = {(j.round, j.device) for j in w.server.ledger.rows(Judgement, stage="after")}
+    assert judged >= {(n, f"d{k}") for n in (2, 4, 6) for k in range(3)}
+    assert [r.judged_id is not None for r in w.server.ledger.rounds()] == [False, True, False, True, False, True]
+
+
+class Slow(InlineTrainer):
+    """Works for some steps of the loop, as the child process does."""
+
+    left = 0
+
+    def submit(self, job: Job) -> None:
+        assert not self.busy
+        super().submit(job)
+        self.left = 5
+
+    def poll(self) -> Done | None:
+        self.left -= 1
+        return None if self.left > 0 else super().poll()
+
+
+@pytest.mark.parametrize("method", ["per-fedavg-fo", "pfldyn-proto"])
+def test_a_model_that_is_served_while_devices_train_is_personalized_and_judged_all_the_same(fleet, method):
+    w = fleet(method, rounds=4)
+    path = w.fleet.folder / "fleet.toml"
+    path.write_text(path.read_text().replace("serve_every = 4", "serve_every = 1"))
+    w.start_server()
+    for n in range(3):
+        w.start_agent(f"d{n}", toy(n))
+        w.trainers[f"d{n}"].inner = Slow()
+    assert w.pump(lambda: finished(w) and settled(w))
+    judged = {(j.round, j.device) for j in w.server.ledger.rows(Judgement, stage="after")}
+    assert judged >= {(4, f"d{n}") for n in range(3)}
+    assert len(judged) >= 9, "also in mid-run"
+    assert not w.told("serve: ")
+    assert [len(statuses(w, n)) for n in range(1, 5)] == [3] * 4
+
+
+def test_what_was_trained_for_a_round_that_is_over_is_not_offered_for_the_next(fleet):
+    w = fleet(rounds=3, devices=2, fleet="deadline_s = 2")
+    start(w, "d0", "d1", "d2")
+    slow = Slow()
+    w.trainers["d2"].inner = slow
+    assert w.pump(lambda: w.agents["d2"].phase == "train")
+    slow.left = 25
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=0.1)
+    assert set(statuses(w, 1)) == {"d0", "d1"}
+    assert statuses(w, 3)["d2"] == "counted"
+    assert not w.told("refused")
+    check_duals(w, feedback=True)
+
+
+def test_updates_are_read_in_closing_order_whatever_order_they_came_in(fleet):
+    w = fleet(rounds=1, devices=6)
+    start(w, *(f"d{n}" for n in range(6)))
+    assert w.pump(lambda: w.server.finished)
+    manifests = dict(reversed(w.server._spool.manifests(1).items()))
+    order = [update.device for update in w.server._spool.updates(1, manifests)]
+    assert order == aggregation.order(manifests) != sorted(manifests)
+
+
+def test_a_round_that_opens_while_a_device_still_fetches_the_last_is_joined_at_once(fleet):
+    faults = Faults()
+    w = fleet(rounds=3, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 5", link="chunk_bytes = 1024")
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 2) and w.agents["d0"].manifest.round == 2)
+    blob = w.agents["d0"].manifest.model.blob.id
+    agent = w.agents["d0"]
+
+    def starve(client: str, message: Message) -> list[Message] | None:
+        return [] if client == agent.boot and "/b/" in message.topic and w.closed() < 2 else None
+
+    faults.rules.append(starve)
+    agent._models.base = ""
+    agent._training.forget()
+    agent._fetcher.start(agent.manifest.model.blob, 1 << 20, "model")
+    assert agent._fetcher.target == blob
+    assert w.pump(lambda: w.closed() == 3, tick_s=TICK_S)
+    assert statuses(w, 3)["d0"] == "counted"
+
+
+def test_what_is_pending_when_the_rounds_went_back_is_discarded(fleet):
+    """The aggregator's folder was restored from a backup: the device's update belongs to a round that is not there."""
+    w = fleet(rounds=6, devices=2)
+    start(w, "d0", "d1")
+    assert w.pump(lambda: opened(w, 2))
+    w.kill_server()
+    shutil.copytree(w.fleet.folder, w.folder / "backup")
+    w.start_server()
+    outbox = w.agents["d0"]._outbox
+    assert w.pump(lambda: opened(w, 4) and outbox.pending is not None and outbox.pending.round == 4)
+    w.kill_server()
+    shutil.rmtree(w.fleet.folder)
+    shutil.copytree(w.folder / "backup", w.fleet.folder)
+    w.start_server()
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    assert statuses(w, 6) == {"d0": "counted", "d1": "counted"}
+
+
+def test_devices_that_know_more_than_a_restored_backup_start_their_duals_again(fleet):
+    """Their duals hold rounds that the aggregator has forgotten."""
+    w = fleet(rounds=8, devices=2)
+    start(w, "d0", "d1")
+    assert w.pump(lambda: opened(w, 2))
+    w.kill_server()
+    shutil.copytree(w.fleet.folder, w.folder / "backup")
+    w.start_server()
+    assert w.pump(lambda: opened(w, 5) and settled(w))
+    w.kill_server()
+    shutil.rmtree(w.fleet.folder)
+    shutil.copytree(w.folder / "backup", w.fleet.folder)
+    w.kill_agent("d0")
+    w.start_server()
+    w.start_agent("d0")
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    assert w.told("d0 learned in round 4 what this ledger did not count")
+    assert w.told("every device's dual starts again from zero")
+    assert len([line for line in w.lines if "d0 learned in round" in line]) == 1
+    check_duals(w, feedback=True)
+
+
+def test_an_aggregator_that_is_told_to_stop_leaves_in_order(fleet):
+    w = fleet(rounds=2)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: opened(w, 1))
+    w.server.close()
+    assert b'"st":"off"' in w.broker.retained[topics.server(w.name)]
+    w.server.ledger.close()
+    w.start_server()
+    assert w.pump(lambda: finished(w))
+    w.agents.pop("d0").close()
+    w.step()
+    assert w.server.ledger.rows(Device, name="d0")[0].state == "off"
+
+
+def test_a_pending_update_that_was_tampered_with_on_the_disk_is_not_sent(fleet):
+    w = fleet(rounds=1)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: w.agents["d0"]._outbox.pending is not None)
+    pending: Pending = w.agents["d0"]._outbox.pending
+    home = w.agents["d0"].home
+    assert home.pending() is not None
+    whole = bytearray(pending.path.read_bytes())
+    whole[pending.start] ^= 1
+    pending.path.write_bytes(whole)
+    assert home.pending() is None
+    assert list(home.folder.glob("methods/*/pending.damaged"))
+
+
+def test_an_update_that_a_power_cut_tore_is_left_out_of_the_spool(tmp_path):
+    layout = Layout("m", InputSpec((1,)), ("a",), 1, ())
+    spool = Spool(tmp_path, layout, ())
+    whole = UploadManifest(blob=Blob.of(b"x", 1024), codec="fp32", base="0" * 32, method="fedavg", layout=layout.hash)
+    spool.put(1, "whole", whole, b"x")
+    spool.put(1, "torn", whole, b"x")
+    (tmp_path / "1" / "torn.json").write_bytes(b'{"blob": {"id"')
+    assert list(spool.manifests(1)) == ["whole"]
+
+
+def test_a_device_that_answers_by_few_labelled_samples_says_so_once(tmp_path: Path) -> None:
+    w = world(tmp_path, config_text(rounds=2, devices=2).replace("serve_every = 2", "serve_every = 1"))
+    w.start_server()
+    w.start_agent("many", toy(0))
+    w.start_agent("some", toy(1, count=12))
+    assert w.pump(lambda: finished(w) and settled(w))
+    (line,) = (line for line in w.lines if "few labelled samples" in line)
+    assert line.startswith("some: note: few labelled samples (")
+    assert w.told("edge-agent samples add")
+    w.close()

@@ -1,0 +1,206 @@
+"""A bundle on a device: checked, then it answers with no broker; a failing one changes nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edge_agent.commands import cli as device_cli
+from fleet_core.base import trees
+from fleet_core.board.device_settings import settings_of
+from fleet_core.data.samples import Samples, save
+from fleet_core.model import codecs
+from fleet_core.personalization import device_bundle
+from fleet_core.personalization.device_bundle import Bundle
+from tests.support.bundles import CLASSES, KEY, bundle_of, samples
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """``edge-agent`` in this process: (exit code, stdout, stderr)."""
+    monkeypatch.delenv("METAFLEET_HOME", raising=False)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["edge-agent", *map(str, arguments)])
+        capsys.readouterr()
+        code: Any = 0
+        try:
+            device_cli.main()
+        except SystemExit as leaving:
+            code = leaving.code
+        return (int(code or 0), *capsys.readouterr())
+
+    return run
+
+
+def written(folder: Path, made: Bundle, name: str = "b.bundle") -> Path:
+    device_bundle.write(folder / name, made)
+    return folder / name
+
+
+def home_with(folder: Path, recorded: Samples | None = None) -> Path:
+    folder.mkdir()
+    save(folder / "samples.npz", recorded or samples(60))
+    return folder
+
+
+def held(home: Path) -> dict[str, bytes]:
+    """Every file of a home but the locks, which hold nothing."""
+    return {str(p.relative_to(home)): p.read_bytes() for p in sorted(home.rglob("*")) if p.is_file() and p.suffix}
+
+
+def with_params(made: Bundle, params: Any, round_number: int) -> Bundle:
+    model = replace(made.manifest.model, id=codecs.identity(params), round=round_number)
+    return replace(made, params=params, manifest=replace(made.manifest, model=model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["b", "b.bundle"])
+@pytest.mark.parametrize(
+    ("method", "how"), [("pfldyn-proto", "proto"), ("fedmeta-metasgd", "meta-sgd"), ("fedper", "own")]
+)
+def test_a_new_device_answers_from_a_bundle_alone(
+    run: Run, tmp_path: Path, method: str, how: str, form: str
+) -> None:
+    home, np_input = home_with(tmp_path / "d1"), tmp_path / "x.npy"
+    path = written(tmp_path, bundle_of(method), form)
+    code, out, err = run("install", path, "--home", home, "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert (told["round"], told["personalized"]["how"], told["left"]) == (7, how, "")
+    assert told["personalized"]["samples"] == 36
+    settings = settings_of(home)
+    assert (settings.device.name, settings.device.fleet, settings.device.key) == ("d1", "desk", KEY)
+    np.save(np_input, np.eye(3, 8, dtype=np.float32) * 3)
+    code, out, _ = run("predict", np_input, "--home", home, "--json")
+    answer = json.loads(out)
+    assert (code, answer["round"], answer["personalization"]) == (0, 7, how)
+    if method == "pfldyn-proto":
+        assert tuple(answer["labels"]) == CLASSES
+    assert run("personalize", "--home", home)[0] == 0
+    assert json.loads(run("predict", np_input, "--home", home, "--json")[1]) == answer
+
+
+def test_a_device_without_samples_says_that_it_waits_for_them(run: Run, tmp_path: Path) -> None:
+    home = tmp_path / "d1"
+    code, out, err = run("install", written(tmp_path, bundle_of("pfldyn-proto")), "--home", home)
+    assert (code, err) == (0, "")
+    assert "not personalized: " in out
+    assert "there are no samples yet" in out
+    np.save(tmp_path / "a.npy", np.eye(3, 8, dtype=np.float32)[:1] * 3)
+    np.save(tmp_path / "b.npy", np.eye(3, 8, dtype=np.float32)[1:2] * 3)
+    for name in ("a", "b"):
+        assert run("samples", "add", tmp_path / f"{name}.npy", "--label", name, "--home", home)[0] == 0
+    assert run("personalize", "--home", home)[0] == 0
+    assert json.loads(run("predict", tmp_path / "b.npy", "--home", home, "--json")[1])["labels"] == ["b"]
+
+
+def test_the_next_bundle_takes_the_place_of_the_last(run: Run, tmp_path: Path) -> None:
+    made, home = bundle_of("pfldyn-proto"), home_with(tmp_path / "d1")
+    later = with_params(made, trees.apply(lambda a: a * np.float32(1.5), made.params), 9)
+    for number, which in enumerate((made, later)):
+        code, out, err = run("install", written(tmp_path, which, f"{number}.bundle"), "--home", home, "--json")
+        assert (code, err) == (0, "")
+    assert json.loads(out)["held_back"]["before"] is not None
+    status = json.loads(run("status", "--home", home, "--json")[1])
+    assert status["serve"] == {"round": 9, "id": later.manifest.model.id}
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def broken(made: Bundle) -> dict[str, Callable[[Path], None]]:
+    """Ways to spoil a bundle that lies in a folder."""
+
+    def turned(folder: Path) -> None:
+        data = bytearray((folder / "embed.onnx").read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / "embed.onnx").write_bytes(bytes(data))
+
+    return {
+        "a bit turned": turned,
+        "a file gone": lambda folder: (folder / "weights.safetensors").unlink(),
+        "a file more": lambda folder: (folder / "install.sh").write_text("#!/bin/sh"),
+        "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    }
+
+
+def wrong_numbers(made: Bundle) -> Bundle:
+    """Whole by its hashes, but with golden outputs that its graphs do not give."""
+    golden = {**made.graph.golden, "embed": made.graph.golden["embed"] + np.float32(0.5)}
+    return replace(made, graph=replace(made.graph, golden=golden))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_failing_bundle_is_refused_and_nothing_changes_on_the_disk(run: Run, tmp_path: Path, known: bool) -> None:
+    made, home = bundle_of("pfldyn-proto"), tmp_path / "d1"
+    if known:
+        assert run("install", written(tmp_path, made, "sound"), "--home", home_with(home))[0] == 0
+    before = held(home)
+    places = {"wrong numbers": written(tmp_path, wrong_numbers(made), "wrong"), "nothing there": tmp_path / "none"}
+    for number, (fault, spoil) in enumerate(broken(made).items()):
+        places[fault] = written(tmp_path, made, f"spoiled-{number}")
+        spoil(places[fault])
+    for fault, place in places.items():
+        code, out, err = run("install", place, "--home", home)
+        assert (code, out, err.startswith("error: ")) == (1, "", True), fault
+        assert held(home) == before, fault
+        assert home.exists() == known
+
+
+def test_a_folder_of_another_fleet_or_device_is_refused(run: Run, tmp_path: Path) -> None:
+    made, home = bundle_of("pfldyn-proto"), home_with(tmp_path / "d1")
+    path = written(tmp_path, made)
+    assert run("install", path, "--home", home)[0] == 0
+    other_key = written(tmp_path, replace(made, manifest=replace(made.manifest, key="ab" * 32)), "key.bundle")
+    other_fleet = written(tmp_path, replace(made, manifest=replace(made.manifest, fleet="barn")), "fleet.bundle")
+    (tmp_path / "operator").mkdir()
+    (tmp_path / "operator" / "fleet.toml").write_text("")
+    before = held(home)
+    cases = {
+        ("install", other_key, "--home", home): "is a device of another fleet, 'desk'",
+        ("install", other_fleet, "--home", home): "is a device of another fleet, 'desk'; expected 'barn'",
+        ("install", path, "--home", home, "--name", "d2"): "is the device 'd1'; expected 'd2'",
+        ("install", path, "--home", tmp_path / "operator"): "is a fleet's own folder",
+        ("install", path, "--home", tmp_path / "a b"): "'a b' is no name for a device",
+    }
+    for arguments, complaint in cases.items():
+        code, out, err = run(*arguments)
+        assert (code, out, complaint in err) == (2, "", True), err
+    assert held(home) == before
+    assert not (tmp_path / "a b").exists()
+    assert run("install", path, "--home", tmp_path / "a b", "--name", "a-b")[0] == 0
+
+
+def test_a_running_agent_is_not_disturbed(run: Run, tmp_path: Path) -> None:
+    home, path = home_with(tmp_path / "d1"), written(tmp_path, bundle_of("pfldyn-proto"))
+    with (home / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = held(home)
+        code, _, err = run("install", path, "--home", home)
+        assert (code, "an agent is running here" in err) == (1, True)
+        assert held(home) == before
+    assert run("install", path, "--home", home)[0] == 0
+
+
+def test_a_model_that_answers_the_held_back_samples_much_worse_is_turned_back(run: Run, tmp_path: Path) -> None:
+    made, home = bundle_of("pfldyn-proto"), home_with(tmp_path / "d1")
+    blind = with_params(made, trees.apply(np.zeros_like, made.params), 9)
+    assert run("install", written(tmp_path, made), "--home", home)[0] == 0
+    np.save(tmp_path / "x.npy", np.eye(3, 8, dtype=np.float32) * 3)
+    answer = run("predict", tmp_path / "x.npy", "--home", home, "--json")[1]
+    code, _, err = run("install", written(tmp_path, blind, "blind.bundle"), "--home", home)
+    assert (code, "before: what answered before goes on" in err) == (1, True), err
+    assert run("predict", tmp_path / "x.npy", "--home", home, "--json")[1] == answer
+    status = json.loads(run("status", "--home", home, "--json")[1])
+    assert (status["serve"]["round"], status["rolled_back"]["round"]) == (7, 9)

@@ -1,0 +1,170 @@
+"""A fleet over TLS as processes: from tokens to a round, and nothing secret in anything that it says or leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cloud_server.devices.devices import _seconds
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Judgement
+from fleet_core.base.errors import ConfigError
+from fleet_core.data.samples import load, save
+from fleet_core.protocol import certificates, enrolment_token
+from tests.cloud_server.commands.test_cli import Run, place, run
+from tests.support.brokers import NEEDS_MOSQUITTO
+from tests.support.certified import bare_fleet, free_port
+from tests.support.desk import Desk, closed_rounds, command_of, descendants, desk_in, edge_agent, found_fleet, metafleet
+
+__all__ = ["place", "run"]  # fixtures
+pytestmark = NEEDS_MOSQUITTO
+ROUNDS = 2
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    with desk_in(tmp_path) as made:
+        yield made
+
+
+def secrets_in(folder: Path) -> dict[str, bytes]:
+    """What nobody may read anywhere else: name -> a text that the secret cannot be written without."""
+    found = {}
+    for path in folder.rglob("*.key"):
+        text = path.read_text()
+        found[str(path.relative_to(folder))] = (text.splitlines()[1] if "BEGIN" in text else text.strip()).encode()
+    for path in folder.rglob("*.token"):
+        found[str(path.relative_to(folder))] = enrolment_token.load(path).private_key[60:124].encode()
+    return found
+
+
+def commands_of(desk: Desk) -> str:
+    """What the process list shows of everything that the desk started."""
+    pids = {pid for program in desk.started for pid in (program.process.pid, *descendants(program.process.pid))}
+    return "".join(command_of(pid) for pid in pids)
+
+
+def test_two_devices_enrol_by_token_train_and_answer_over_tls_and_no_secret_is_told(run: Run, desk: Desk) -> None:
+    fleet, ports = found_fleet(desk.folder / "fleet", rounds=ROUNDS), (free_port(), free_port())
+    said, seen = [], dict[str, bytes]()
+
+    def ran(*command: object, code: int = 0) -> str:
+        program, *arguments = str(command[0]).split()
+        done = run(program, *arguments, *command[1:])
+        said.append(done.out + done.err)
+        assert done.code == code, said[-1]
+        return done.out
+
+    ran("metafleet server config", fleet.folder, "--host", "127.0.0.1", "--port", ports[0],
+        "--enrolment-port", ports[1])
+    server = desk.start(*metafleet("server", "start", fleet.folder, "--host", "0.0.0.0", "--quiet"))
+    server.says("broker: mosquitto at mqtts://")
+    homes = {name: desk.folder / name for name in ("d0", "d1")}
+    for name, home in homes.items():
+        home.mkdir()
+        save(home / "samples.npz", load(desk.folder / "all.npz").of_client(name))
+    (homes["d1"] / "device.toml").write_text("[train]\nenabled = false\n")
+
+    by_file = desk.folder / "d0.token"
+    made = json.loads(ran("metafleet devices enroll", fleet.folder, "d0", "--token", by_file, "--json"))
+    assert set(made) == {"device", "file", "token", "expires_at", "broker"}
+    ran("metafleet devices enroll", fleet.folder, "d1", "--to", homes["d1"])
+    listed = json.loads(ran("metafleet devices list", fleet.folder, "--json"))
+    assert [(row["name"], row["status"], row["token"] is not None) for row in listed] == [
+        ("d0", "invited", True), ("d1", "invited", True)
+    ]
+    assert by_file.stat().st_mode & 0o077 == 0
+    seen |= secrets_in(desk.folder)
+    stolen = shutil.copy(by_file, desk.folder / "stolen")
+
+    ran("edge-agent enroll", by_file, "--home", homes["d0"])
+    assert not by_file.exists()
+    ran("edge-agent enroll", stolen, "--home", desk.folder / "thief", code=1)
+    assert "the token was used before" in said[-1]
+    assert not (desk.folder / "thief" / "device.toml").exists()
+
+    agents = [desk.start(*edge_agent("run", "--home", home)) for home in homes.values()]
+    agents[1].says("enrolled as d1")
+    with Ledger(fleet.ledger_path) as ledger:
+        server.until(lambda: {row.device for row in ledger.rows(Judgement, round=ROUNDS)} == {"d0", "d1"})
+        volumes = ledger.volume("device")
+    commands = commands_of(desk)
+    assert commands.count("edge_agent.commands.run") >= 2
+    assert closed_rounds(fleet.folder) == [1, 2]
+    for name in homes:
+        volume = volumes[name]
+        assert volume.mqtt is not None
+        assert 0 < volume.payload.down < volume.mqtt.down
+        if volume.wire is not None:  # Linux
+            assert volume.mqtt.up < volume.wire.up
+            assert volume.mqtt.down < volume.wire.down
+
+    ran("metafleet predict", fleet.folder, "d1", desk.folder / "all.npz", "--json")
+    for verb in ("list", "show d0", "show d1"):
+        command, *rest = verb.split()
+        ran(f"metafleet devices {command}", fleet.folder, *rest, "--json")
+        ran(f"metafleet devices {command}", fleet.folder, *rest)
+    ran("metafleet report", fleet.folder, "--out", desk.folder / "report.html")
+    ran("edge-agent status", "--home", homes["d0"], "--json")
+    left = json.loads(ran("metafleet devices revoke", fleet.folder, "d1", "--json"))
+    assert len(left["certificates"]) == 1
+    server.says("d1 revoked")
+    ran("metafleet predict", fleet.folder, "d1", desk.folder / "all.npz", "--timeout-s", "1", code=2)
+    assert "device 'd1' was revoked" in said[-1]
+    commands += commands_of(desk)
+    seen |= secrets_in(desk.folder)
+    assert len(seen) >= 10
+    assert_untold(desk, seen, [text.encode() for text in (*said, commands)])
+
+
+def assert_untold(desk: Desk, secrets: dict[str, bytes], said: list[bytes]) -> None:
+    """No secret is in what was said, nor in any file but its own."""
+    texts = {f"output {n}": text for n, text in enumerate(said)}
+    for path in (path for path in desk.folder.rglob("*") if path.is_file()):
+        if path.suffix not in (".key", ".token") and path.name != "stolen":
+            texts[str(path.relative_to(desk.folder))] = path.read_bytes()
+    assert {"report.html", "fleet/ledger.sqlite", "fleet/mosquitto/broker.log", "program-0.log"} <= texts.keys()
+    for where, text in texts.items():
+        assert b"PRIVATE KEY" not in text, where
+        for name, secret in secrets.items():
+            assert secret not in text, f"{name} is in {where}"
+
+
+def test_a_device_that_nobody_answers_keeps_its_token(run: Run, tmp_path: Path) -> None:
+    fleet, url = bare_fleet(tmp_path / "fleet").folder, f"mqtts://127.0.0.1:{free_port()}"
+    assert run("metafleet", "devices", "enroll", fleet, "d0", "--to", tmp_path / "d0", "--broker", url).code == 0
+    ran = run("edge-agent", "run", "--home", tmp_path / "d0", "--connect-s", "0.5")
+    assert (ran.code, "not enrolled within 0.5 s: no broker answered" in ran.err) == (1, True), ran.err
+    assert enrolment_token.load(tmp_path / "d0" / enrolment_token.FILE).device == "d0"
+    assert not (tmp_path / "d0" / "device.toml").exists()
+    assert [path.name for path in tmp_path.glob("d0/.enrol-*")] == []
+
+
+def test_a_fleet_that_was_made_without_certificates_gets_them(run: Run, place: Path) -> None:
+    fleet, file = place / "fleet", place / "d7.token"
+    for path in (*fleet.glob("*.pem"), *(p for p in fleet.glob("*.key") if p.name != "fleet.key")):
+        path.unlink()
+    shutil.rmtree(fleet / "mosquitto")
+    enroll = ("metafleet", "devices", "enroll", fleet, "d7", "--token", file)
+    ran = run(*enroll)
+    assert (ran.code, "hint: metafleet init" in ran.err) == (2, True), ran.err
+    assert run("metafleet", "init", fleet).code == 0
+    assert run(*enroll).code == 0
+    made = enrolment_token.load(file)
+    assert made.fleet_key == Fleet.load(fleet).public_key()
+    assert certificates.pem("CERTIFICATE", made.authority) == (fleet / "ca.pem").read_bytes()
+    again = run(*enroll)
+    assert (again.code, "is there already" in again.err) == (2, True)
+    assert (fleet / "mosquitto" / "mosquitto.conf").exists()
+
+
+@pytest.mark.parametrize("valid", ["0h", "1y", "-3h", "400d", "h", "", "3 h"])
+def test_a_time_that_is_none_is_refused(valid: str) -> None:
+    with pytest.raises(ConfigError, match="is no time"):
+        _seconds(valid)
+    assert [_seconds(text) for text in ("30m", "24h", "7d")] == [1800, 86_400, 604_800]

@@ -1,0 +1,71 @@
+"""What a device does while it answers: it learns labelled samples, and follows what another process made."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_agent.commands.run import service_of
+from edge_agent.inference import relearn
+from edge_agent.inference.service import Service
+from fleet_core.base.errors import DataError
+from fleet_core.board.device_settings import settings_of
+from tests.support.desk import finished_fleet
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return finished_fleet(tmp_path) / "d1"
+
+
+def opened(home: Path) -> Service:
+    """What is taught here is far from what the device had; tests/edge_agent/inference/test_worse.py has when such a
+    thing is refused."""
+    settings = settings_of(home)
+    service = service_of(home, replace(settings, serve=replace(settings.serve, worse_by=1.0)))
+    service.restore()
+    return service
+
+
+def test_labelled_samples_count_at_once_and_another_process_follows(home: Path) -> None:
+    one, other = opened(home), opened(home)
+    x = np.full((20, 8), -4, np.float32)
+    before = one.answers(x[:1])
+    assert relearn.learn(one, x, ["c"] * 20)["added"] == 20
+    after = one.answers(x[:1])
+    assert after.probabilities[0][2] > before.probabilities[0][2]
+    assert other.answers(x[:1]) == before
+    assert other.follow()
+    assert not other.follow()
+    assert other.answers(x[:1]) == after
+
+
+def test_samples_of_another_form_are_refused_and_nothing_is_stored(home: Path) -> None:
+    service = opened(home)
+    x = np.zeros((2, 8), np.float32)
+    for wrong, labels in (
+        (x[:, :7], ["a", "b"]), (x, ["a"]), (x.astype(np.float64), ["a", "b"]), (x[:0], []), (x + np.nan, ["a", "b"])
+    ):
+        with pytest.raises(DataError):
+            relearn.learn(service, wrong, labels)
+    assert not service.local().added_path.exists()
+
+
+def test_answers_are_whole_while_other_threads_teach(home: Path) -> None:
+    service = opened(home)
+    x = np.random.default_rng(0).normal(size=(12, 8)).astype(np.float32)
+    teachers = [
+        threading.Thread(target=lambda k=k: relearn.learn(service, x[k : k + 1], ["abc"[k % 3]])) for k in range(12)
+    ]
+    for teacher in teachers:
+        teacher.start()
+    while any(teacher.is_alive() for teacher in teachers):
+        rows = np.array(service.answers(x).probabilities)
+        np.testing.assert_allclose(rows.sum(1), 1, atol=1e-4)
+    for teacher in teachers:
+        teacher.join()
+    assert opened(home).answers(x) == service.answers(x)

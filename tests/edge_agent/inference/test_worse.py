@@ -1,0 +1,269 @@
+"""What a person chooses or teaches is held to the rule of a new round: what answers the held-back samples worse does
+not take the place of what answered before; it is refused with its reason, and nothing has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edge_agent.commands import device_commands
+from edge_agent.compute import adapter
+from edge_agent.compute.onnx_session import Session
+from edge_agent.device.slots import Slots
+from edge_agent.http.http_messages import Head, Request
+from edge_agent.http.inference_protocol import InferenceProtocol
+from edge_agent.http.serve import ServedModel
+from edge_agent.inference import relearn
+from edge_agent.inference.model_check import Worse
+from edge_agent.inference.service import Service
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import terminal
+from fleet_core.base.errors import DataError, StateError
+from fleet_core.board.device_settings import Personalize
+from tests.support import homes
+from tests.support.inprocess import toy
+
+Array = np.ndarray[Any, Any]
+
+X = toy(5).x[:6]
+OF_A = toy(1).x[toy(1).y == 0]
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "waited", adapter.handle)
+
+
+def device(folder: Path, method: str = "pfldyn-proto", toml: str = "") -> Service:
+    """One that answers by what its method says, made from its recording."""
+    service = homes.furnished(homes.home(folder / "d0", toy(1), toml=toml), method)
+    relearn.personalize(service)
+    return service
+
+
+def wrong(number: int = 100) -> tuple[Array, list[str]]:
+    """Samples of class a under another name."""
+    return np.resize(OF_A, (number, 8)).astype(np.float32), ["b"] * number
+
+
+def held(service: Service) -> dict[str, bytes]:
+    """Every file of the device but the locks, which hold nothing."""
+    home = service.slots.folder.parent
+    return {str(path.relative_to(home)): path.read_bytes() for path in sorted(home.rglob("*"))
+            if path.is_file() and path.suffix}
+
+
+def accuracy(service: Service) -> float:
+    assert service.answering is not None
+    found = service.held_back(service.answering.predictor)
+    assert found is not None
+    return found[1]
+
+
+# Taught samples -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "how"), [("pfldyn-proto", "proto"), ("fedavg-meta", "sgd")])
+def test_taught_samples_that_would_make_the_answers_worse_are_not_kept(tmp_path: Path, method: str, how: str) -> None:
+    service = device(tmp_path, method)
+    before, files, was = service.answers(X), held(service), accuracy(service)
+    assert before.personalization == how
+    words = r"not kept, for with these samples: accuracy 0\.\d+ on 36 held-back samples, \d"
+    with pytest.raises(DataError, match=words) as refused:
+        relearn.learn(service, *wrong())
+    assert "worse_by" in str(refused.value.hint)
+    assert service.answers(X) == homes.restored(service.slots.folder.parent).answers(X) == before
+    assert (held(service), accuracy(service)) == (files, was)
+    right = toy(9, 4)
+    said = relearn.learn(service, right.x, [homes.CLASSES[k] for k in right.y])
+    assert (said["added_in_all"], said["personalization"]) == (4, how)
+    assert accuracy(service) >= was - 0.1
+
+
+def test_samples_that_were_taught_before_stay_when_later_ones_are_not_kept(tmp_path: Path) -> None:
+    service, right = device(tmp_path), toy(9, 4)
+    relearn.learn(service, right.x, [homes.CLASSES[k] for k in right.y])
+    before = service.answers(X)
+    for _ in range(2):
+        with pytest.raises(DataError, match="not kept"):
+            relearn.learn(service, *wrong())
+    assert service.local().added() == 4
+    found = service.local().every()
+    np.testing.assert_array_equal(found.x[-4:], right.x)
+    assert service.answers(X) == before
+    assert relearn.learn(service, X[:1], ["a"])["added_in_all"] == 5
+
+
+def test_a_class_of_ones_own_goes_with_its_samples(tmp_path: Path) -> None:
+    service = device(tmp_path)
+    x, labels = wrong()
+    with pytest.raises(DataError, match="not kept"):
+        relearn.learn(service, x, [*labels[2:], "goose", "goose"], new=True)
+    assert service.local().names() == homes.CLASSES
+    assert service.answers(X).classes == ()
+
+
+def test_how_much_worse_is_too_much_is_the_setting_of_new_rounds(tmp_path: Path) -> None:
+    service = device(tmp_path, toml="[serve]\nworse_by = 1.0\n")
+    was = accuracy(service)
+    assert relearn.learn(service, *wrong())["added_in_all"] == 100
+    assert accuracy(service) < was - 0.1
+
+
+def test_over_http_the_refusal_is_a_status_with_its_reason(tmp_path: Path) -> None:
+    service = device(tmp_path)
+    status, said = post(service, *wrong())
+    assert status == 400
+    assert "not kept" in said["error"]
+    assert "held-back samples" in said["error"]
+
+
+def post(service: Service, x: Array, labels: list[str]) -> tuple[int, Any]:
+    inputs = [
+        {"name": "x", "datatype": "FP32", "shape": list(x.shape), "data": x.ravel().tolist()},
+        {"name": "label", "datatype": "BYTES", "shape": [len(labels)], "data": labels},
+    ]
+    body = json.dumps({"inputs": inputs}).encode()
+    head = Head("POST", "/v2/models/t/samples", {"content-length": str(len(body))})
+    response = InferenceProtocol(ServedModel("t", service)).answer(Request(head, body))
+    return response.status, json.loads(response.body)
+
+
+def test_a_taught_sample_still_costs_one_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The held-back samples were embedded once, by the session that answers."""
+    service = device(tmp_path)
+    relearn.learn(service, X[:1], ["a"])
+    seen: list[int] = []
+    run = Session.run
+
+    def counted(self: Session, x: Array) -> Array:
+        seen.append(len(x))
+        return run(self, x)
+
+    monkeypatch.setattr(Session, "run", counted)
+    relearn.learn(service, X[1:2], ["b"])
+    assert [count for count in seen if count != 4] == [1], "beside the check of its four golden samples"
+
+
+# A way that a person chooses ------------------------------------------------------------------------------------------
+
+
+def ran_away(service: Service) -> None:
+    relearn.personalize(service, Personalize("adapt", steps=1, rate=50.0))
+
+
+def mislabelled(service: Service) -> None:
+    service.local().add(*wrong())
+    relearn.personalize(service)
+
+
+@pytest.mark.parametrize("change", [ran_away, mislabelled])
+def test_a_personalization_that_answers_worse_is_refused_and_what_answered_goes_on(
+    tmp_path: Path, change: Callable[[Service], None]
+) -> None:
+    service = device(tmp_path, "fedavg-meta")
+    before, was = service.answers(X), accuracy(service)
+    slots = {name: data for name, data in held(service).items() if name.startswith("slots")}
+    with pytest.raises(Worse, match="what answered before goes on") as refused:
+        change(service)
+    assert "worse_by" in str(refused.value.hint)
+    assert service.answers(X) == homes.restored(service.slots.folder.parent).answers(X) == before
+    assert {name: data for name, data in held(service).items() if name.startswith("slots")} == slots
+    assert accuracy(service) == was
+
+
+def test_a_way_that_was_refused_does_not_hold_for_the_rounds_to_come(tmp_path: Path) -> None:
+    service = device(tmp_path, "fedavg-meta")
+    place = service.slots.folder.parent
+    with pytest.raises(StateError, match="held-back samples"):
+        device_commands.personalize(place, False, "adapt", 1, 50.0)
+    assert Slots(service.shelf.home).way() is None
+
+
+def test_few_held_back_samples_decide_nothing(tmp_path: Path) -> None:
+    place = homes.home(tmp_path / "d0", toy(1).take(range(29)), toml="[data]\ntrain_fraction = 0.689655\n")
+    service = homes.furnished(place, "pfldyn-proto")
+    assert len(service.local().judge() or ()) == 9
+    assert relearn.learn(service, *wrong())["added_in_all"] == 100
+
+
+# Samples that were added by hand --------------------------------------------------------------------------------------
+
+
+def test_added_samples_are_listed_and_the_last_can_be_dropped(tmp_path: Path, capsys: Any) -> None:
+    service = device(tmp_path)
+    place, before = service.slots.folder.parent, service.answers(X)
+    right = toy(9, 4)
+    relearn.learn(service, right.x, [homes.CLASSES[k] for k in right.y])
+    taught = service.answers(X)
+    service.local().add(*wrong(30))
+    assert [row["added"] for row in listed(place)] == [sum(right.y == 0), sum(right.y == 1) + 30, sum(right.y == 2)]
+    assert {row["class"] for row in listed(place)} == set(homes.CLASSES)
+    assert sum(row["recorded"] for row in listed(place)) == 54
+    assert sum(row["held_back"] for row in listed(place)) == 36
+    device_commands.drop(place, 30)
+    assert "4 of those that were added are left" in capsys.readouterr().out
+    relearn.personalize(service)
+    assert service.answers(X) == taught
+    device_commands.drop(place, 4)
+    service.follow()
+    relearn.learn(service, X[:1], ["a"])
+    assert service.local().added() == 1, "what was dropped is not in the class means any more"
+    alone = homes.furnished(homes.home(tmp_path / "other" / "d0", toy(1)), "pfldyn-proto")
+    relearn.learn(alone, X[:1], ["a"])
+    assert service.answers(X).probabilities == alone.answers(X).probabilities != before.probabilities
+    with pytest.raises(DataError, match="1 samples were added"):
+        device_commands.drop(place, 2)
+
+
+def listed(place: Path) -> Any:
+    shown: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(terminal, "show", shown.append)
+        device_commands.listed(place, as_json=True)
+    return shown[0]
+
+
+# A device that waits for its first samples ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["pfldyn-proto", "fedper"])
+def test_a_device_without_samples_says_what_it_waits_for_and_can_be_taught_over_http(
+    tmp_path: Path, method: str
+) -> None:
+    service = homes.furnished(homes.home(tmp_path / "d0"), method, load=False)
+    with contextlib.suppress(DataError):  # class means want a sample at once, gradient steps when they are taken
+        service.load(METHODS[method], {}, homes.weights_of(homes.judged(method)))
+    with pytest.raises(StateError, match="there are no samples yet") as refused:
+        service.answers(X)
+    assert "edge-agent samples add" in str(refused.value.hint)
+    assert "torch" not in str(refused.value)
+    later = homes.fresh(service.slots.folder.parent)
+    facts = ServedModel("t", later).facts()
+    assert facts is not None
+    assert not facts.ready
+    status, said = post(later, toy(1).x[:9], [homes.CLASSES[k] for k in toy(1).y[:9]])
+    assert (status, said["added_in_all"]) == (200, 9), said
+    assert later.answers(X).personalization == {"pfldyn-proto": "proto", "fedper": "own"}[method]
+
+
+def test_own_weights_that_steps_would_make_need_no_torch_and_that_is_said(tmp_path: Path) -> None:
+    service = homes.furnished(homes.home(tmp_path / "d0", toy(1)), "fedper")
+    with pytest.raises(StateError, match="weights of its own") as refused:
+        service.answers(X)
+    assert refused.value.hint == "edge-agent personalize"
+    relearn.personalize(service)
+    assert service.answers(X).personalization == "own"
+
+
+def test_own_weights_that_only_a_trainer_makes_are_said_to_need_it(tmp_path: Path) -> None:
+    service = homes.furnished(homes.home(tmp_path / "d0", toy(1)), "fedproto", graph=homes.plain())
+    with pytest.raises(StateError, match="weights of its own") as refused:
+        service.answers(X)
+    assert "needs torch" in str(refused.value.hint)

@@ -1,0 +1,113 @@
+"""Many devices from one file: what is wrong with it, and what becomes of each."""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from firmware_profiles.ssh import inventory
+from firmware_profiles.ssh.inventory import Entry
+from firmware_profiles.ssh.remote_install import Outcome, Tell
+from firmware_profiles.ssh.side_by_side import Following, Lines, flash_all
+from fleet_core.base.errors import ConfigError, FlashError
+from tests.support.waiting import PATIENCE_S
+
+ENTRIES = tuple(Entry(f"{name}.toml", f"ssh://pi@{name}") for name in ("attic", "cellar", "kitchen"))
+
+
+def written(folder: Path, text: str, *files: str) -> Path:
+    for name in files:
+        (folder / name).write_text("")
+    path = folder / "inventory.toml"
+    path.write_text(text)
+    return path
+
+
+def test_devices_lie_beside_the_inventory(tmp_path: Path) -> None:
+    key = "SHA256:" + "x" * 43
+    text = f'[[devices]]\nfile = "a.toml"\nto = "ssh://pi@a"\naccept_host_key = "{key}"\n' \
+           '[[devices]]\nfile = "b.toml"\nto = "ssh://b:2222"\n'
+    entries = inventory.load(written(tmp_path, text, "a.toml", "b.toml"))
+    assert entries == (Entry(str(tmp_path / "a.toml"), "ssh://pi@a", key), Entry(str(tmp_path / "b.toml"), "ssh://b:2222"))
+    assert [entry.name for entry in entries] == ["a", "b"]
+
+
+def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+    text = '[[devices]]\nfile = "a.toml"\nto = "ssh://pi@a"\n\n[[devices]]\nfile = "none.toml"\nto = "ssh://pi@a"\n\n' \
+           '[[devices]]\nfile = "a.toml"\nto = "image:b.img"\n'
+    with pytest.raises(ConfigError) as error:
+        inventory.load(written(tmp_path, text, "a.toml"))
+    told = str(error.value)
+    for part in (":6: devices[1].file: there is no file", ":7: devices[1].to: 'ssh://pi@a' is there twice",
+                 ":10: devices[2].file: '", ":11: devices[2].to: 'image:b.img' is no address"):
+        assert part in told, told
+
+
+def test_a_key_that_is_none_is_told_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'file'"):
+        inventory.load(written(tmp_path, '[[devices]]\nfiles = "a.toml"\nto = "ssh://a"\n'))
+
+
+def work(entry: Entry, tell: Tell) -> Outcome:
+    """The cellar fails."""
+    tell("uploading", "1 of 2 MB")
+    tell("uploading", "2 of 2 MB")
+    if entry.name == "cellar":
+        raise FlashError("no connection", where=entry.to, hint="is it on?")
+    return Outcome(entry.name, "1.1", "1.0", True, 2_000_000)
+
+
+def test_one_that_fails_stops_no_other_and_each_stage_is_one_line() -> None:
+    out = io.StringIO()
+    results = flash_all(ENTRIES, work, Lines(ENTRIES, out), jobs=2)
+    assert [result.plain["ok"] for result in results] == [True, False, True]
+    assert results[1].plain["error"] == "ssh://pi@cellar: no connection\nhint: is it on?"
+    assert {k: v for k, v in results[0].plain.items() if k != "seconds"} == {
+        "device": "attic", "to": "ssh://pi@attic", "ok": True, "version": "1.1", "previous": "1.0", "changed": True,
+        "sent_bytes": 2_000_000}
+    lines = out.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("attic")] == [
+        "attic    connecting", "attic    uploading", "attic    1.1 runs, 1.0 before; 2.0 MB sent"]
+    assert "cellar   failed: ssh://pi@cellar: no connection" in lines
+
+
+def test_as_many_as_asked_for_are_at_work_side_by_side() -> None:
+    meet = threading.Barrier(3, timeout=PATIENCE_S)
+
+    def together(entry: Entry, tell: Tell) -> Outcome:
+        meet.wait()
+        return Outcome(entry.name, "1.0", "", False)
+
+    assert all(result.outcome for result in flash_all(ENTRIES, together, Lines(ENTRIES, io.StringIO()), jobs=3))
+
+
+def test_an_error_of_the_program_itself_ends_the_others_at_their_next_step() -> None:
+    ended, meet = [], threading.Barrier(2, timeout=PATIENCE_S)
+
+    def broken(entry: Entry, tell: Tell) -> Outcome:
+        meet.wait()
+        if entry.name == "attic":
+            raise ZeroDivisionError
+        try:
+            while True:
+                tell("waiting", "")
+        except FlashError as error:
+            ended.append(error.what)
+            raise
+
+    with pytest.raises(ZeroDivisionError):
+        flash_all(ENTRIES[:2], broken, Lines(ENTRIES, io.StringIO()), jobs=2)
+    assert ended == ["interrupted"]
+
+
+def test_a_terminal_shows_one_line_for_each_device() -> None:
+    out = io.StringIO()
+    show = Following(ENTRIES, Console(file=out, force_terminal=True, width=60, no_color=True))
+    flash_all(ENTRIES, work, show, jobs=1)
+    last = out.getvalue()
+    for part in ("attic", "1.1 runs, 1.0 before; 2.0 MB sent", "cellar", "no connection", "kitchen"):
+        assert part in last

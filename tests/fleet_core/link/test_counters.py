@@ -1,0 +1,283 @@
+"""The link's and the ledger's bytes against what the kernel counted on a wire that carries nothing else."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from cloud_server.broker.private_broker import find_mosquitto
+from cloud_server.identity.create_fleet import found
+from cloud_server.identity.device_folder import device_folder
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger, Volume
+from cloud_server.records.ledger_tables import Judgement, Update
+from export.first_model import first
+from fleet_core.data.samples import Samples, save
+from fleet_core.link import Traffic
+from fleet_core.link.mqtt import MqttLink
+from tests.support import netns, waiting
+from tests.support.brokers import NEEDS_MOSQUITTO, Watched, until
+from tests.support.desk import Desk, edge_agent, metafleet
+from tests.support.netns import Passed, Star, Wire
+
+WITHIN = 0.001  # of what the interface counted
+TCP_HEADERS_BYTES = 20 + 20 + 12
+CHUNK_BYTES = 61_440
+CHUNKS = 40
+QUIET_READINGS = 20  # each takes some milliseconds
+TLS_SHARE = 0.005
+TLS_HANDSHAKE_BYTES = 300  # at least, each way
+SLACK_BYTES = 100  # options of a SYN, a FIN and its acknowledgement
+
+pytestmark = NEEDS_MOSQUITTO
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    made.stop()
+
+
+@dataclass(frozen=True)
+class Files:
+    """PEM files of one throw-away authority."""
+
+    ca: Path
+    server: tuple[Path, Path]
+    device: tuple[Path, Path]
+
+
+def certificates(folder: Path, addresses: list[str]) -> Files:
+    """An authority, a broker's certificate for ``addresses`` and a device's, each (certificate, key)."""
+    now = datetime.datetime.now(datetime.UTC)
+    authority = ec.generate_private_key(ec.SECP256R1())
+
+    def issue(name: str, key: ec.EllipticCurvePrivateKey, *extensions: x509.ExtensionType) -> Path:
+        def called(text: str) -> x509.Name:
+            return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+        builder = (
+            x509.CertificateBuilder().subject_name(called(name)).issuer_name(called("authority"))
+            .public_key(key.public_key()).serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=1))
+        )
+        for extension in extensions:
+            builder = builder.add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
+        path = folder / f"{name}.pem"
+        path.write_bytes(builder.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+        return path
+
+    def pair(name: str, *extensions: x509.ExtensionType) -> tuple[Path, Path]:
+        key = ec.generate_private_key(ec.SECP256R1())
+        path = folder / f"{name}.key"
+        path.write_bytes(key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ))
+        return issue(name, key, *extensions), path
+
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address)) for address in addresses])
+    ca = issue("authority", authority, x509.BasicConstraints(ca=True, path_length=None))
+    return Files(ca, pair("broker", names), pair("device"))
+
+
+@contextmanager
+def star_with_broker(desk: Desk, devices: int) -> Iterator[tuple[Star, Files]]:
+    """Wires to a hub with a mosquitto: plain at 1883, with mutual TLS at 8883."""
+    netns.need_namespaces()
+    with netns.star(devices) as star:
+        files = certificates(desk.folder, [wire.hub for wire in star.wires])
+        config = desk.folder / "broker.conf"
+        config.write_text(
+            "allow_anonymous true\nmax_queued_messages 4000\nset_tcp_nodelay true\nuser root\n"
+            "listener 1883\n"
+            f"listener 8883\ncafile {files.ca}\ncertfile {files.server[0]}\nkeyfile {files.server[1]}\n"
+            "require_certificate true\n"
+        )
+        broker = desk.start(*star.command(find_mosquitto() or "mosquitto", "-c", str(config)))
+        broker.says("running")
+        try:
+            yield star, files
+        finally:
+            desk.stop()  # before its namespaces go
+
+
+def link_over(wire: Wire, files: Files, *, tls: bool) -> MqttLink:
+    if not tls:
+        return MqttLink(f"mqtt://{wire.hub}:1883", client_id="d0")
+    certificate, key = files.device
+    return MqttLink(f"mqtts://{wire.hub}:8883", client_id="d0", ca=files.ca, cert=certificate, key=key)
+
+
+def work(link: MqttLink) -> None:
+    """What an agent does in a round, as far as bytes go: presence, a model up in chunks, the same down, heartbeats."""
+    watched = Watched(link)
+    link.open()
+    until(lambda: link.connected, watched)
+    for k in range(CHUNKS):
+        link.publish(f"up/{k // 16}/{k}", bytes([k]) * CHUNK_BYTES, retain=True)
+    until(lambda: not link.unacknowledged, watched)
+    for segment in range(3):
+        link.subscribe(f"up/{segment}/+")
+        until(lambda: len(watched.topics()) >= min(CHUNKS, 16 * (segment + 1)), watched)  # noqa: B023
+        link.unsubscribe(f"up/{segment}/+")
+        link.publish("st", b'{"st":"on","ph":"train"}')
+    until(lambda: not link.unacknowledged, watched)
+
+
+def as_passed(wire: Wire) -> Passed:
+    """What passed, once nothing does any more."""
+    readings = [wire.passed()]
+    waiting.until(
+        lambda: readings[-QUIET_READINGS:] == [readings[-1]] * QUIET_READINGS,
+        lambda: readings.append(wire.passed()), lambda: "the wire does not come to rest",
+    )
+    return readings[-1]
+
+
+def assert_close(traffic: Traffic, passed: Passed) -> None:
+    assert traffic.wire_sent == pytest.approx(passed.sent, rel=WITHIN)
+    assert traffic.wire_received == pytest.approx(passed.received, rel=WITHIN)
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_a_links_wire_bytes_are_the_interfaces(desk: Desk, tls: bool) -> None:
+    with star_with_broker(desk, 1) as (star, files), netns.entered(star.wires[0].namespace):
+        link = link_over(star.wires[0], files, tls=tls)
+        work(link)
+        link.close()
+        assert_close(link.counters.snapshot(), as_passed(star.wires[0]))
+
+
+def test_wire_bytes_are_summed_over_connections_that_broke(desk: Desk) -> None:
+    with star_with_broker(desk, 1) as (star, files), netns.entered(star.wires[0].namespace):
+        link = link_over(star.wires[0], files, tls=False)
+        work(link)
+        link.abort()
+        work(link)
+        link.close()
+        assert_close(link.counters.snapshot(), as_passed(star.wires[0]))
+
+
+def test_mqtt_bytes_are_what_the_segments_carried(desk: Desk) -> None:
+    """Without TLS nothing but MQTT is in them, so this is exact but for the options of the SYN."""
+    with star_with_broker(desk, 1) as (star, files), netns.entered(star.wires[0].namespace):
+        link = link_over(star.wires[0], files, tls=False)
+        work(link)
+        link.close()
+        traffic, passed = link.counters.snapshot(), as_passed(star.wires[0])
+        assert carried(passed.sent, passed.sent_packets) == pytest.approx(traffic.mqtt_sent, abs=SLACK_BYTES)
+        assert carried(passed.received, passed.received_packets) == pytest.approx(
+            traffic.mqtt_received, abs=SLACK_BYTES
+        )
+
+
+def carried(passed_bytes: int, packets: int) -> int:
+    """What ``packets`` segments of ``passed_bytes`` carried of TCP's payload."""
+    return passed_bytes - packets * TCP_HEADERS_BYTES
+
+
+# A fleet --------------------------------------------------------------------------------------------------------------
+
+
+ROUNDS = 4
+FLEET = f"""\
+[fleet]
+name = "wires"
+method = "fedavg"
+rounds = {ROUNDS}
+min_devices = 2
+serve_every = {ROUNDS}
+
+[model]
+name = "mlp"
+classes = ["a", "b", "c"]
+
+[model.input]
+shape = [1024]
+
+[model.options]
+hidden = [256]
+
+[link]
+up = "fp32"
+down = "fp32"
+
+[hyper]
+local_steps = 1
+"""
+
+
+def two_devices(folder: Path, star: Star, files: Files) -> Fleet:
+    """A fleet of about 260,000 parameters and the homes ``d0`` and ``d1``, each with its own end of the hub; d1 speaks
+    TLS."""
+    tls = {"ca": str(files.ca), "certificate": str(files.device[0]), "key": str(files.device[1])}
+    fleet = found(folder / "fleet", FLEET, lambda settings, head: first(
+        settings.model.name, settings.model.input, settings.model.classes, settings.model.options, head=head, seed=0
+    ))
+    for k, wire in enumerate(star.wires):
+        rng = np.random.default_rng(k)
+        home = folder / f"d{k}"
+        if k:
+            device_folder(fleet, home.name, home, f"mqtts://{wire.hub}:8883", tls=tls)
+        else:
+            device_folder(fleet, home.name, home, f"mqtt://{wire.hub}:1883")
+        x, y = rng.normal(size=(60, 1024)).astype(np.float32), np.arange(60) % 3
+        save(home / "samples.npz", Samples(x, y, classes=("a", "b", "c")))
+    return fleet
+
+
+def test_the_ledger_says_what_passed_each_devices_wire_under_tls_as_well(desk: Desk) -> None:
+    """A report holds what was counted before it: of the last one its own message (about 590 bytes up) and the broker's
+    acknowledgement (56 down) are in no ledger, nor is a farewell (460 up, 110 down)."""
+    with star_with_broker(desk, 2) as (star, files):
+        fleet = two_devices(desk.folder, star, files)
+        server = desk.start(*star.command(
+            *metafleet("server", "start", fleet.folder, "--quiet", "--plain", "--broker",
+                       f"mqtt://{star.wires[0].hub}:1883")
+        ))
+        for k, wire in enumerate(star.wires):
+            desk.start(*wire.command(*edge_agent("run", "--home", desk.folder / f"d{k}")))
+        with Ledger(fleet.ledger_path) as ledger:
+            server.until(lambda: {row.device for row in ledger.rows(Judgement, round=ROUNDS)} == {"d0", "d1"})
+            passed = {f"d{k}": as_passed(wire) for k, wire in enumerate(star.wires)}
+            volumes, kinds = ledger.volume("device"), ledger.volume("kind")
+            sent = sum(row.payload_bytes for row in ledger.rows(Update, status="counted"))
+            assert kinds["update"].payload.up == sent > 2 * ROUNDS * 700_000
+        for name, here in passed.items():
+            assert_booked(volumes[name], here, tls=name == "d1")
+
+
+def assert_booked(volume: Volume, passed: Passed, *, tls: bool) -> None:
+    """The wire's figures, and MQTT's as the segments' payload, of which TLS takes its share; what is missing is the
+    last report."""
+    assert volume.wire is not None
+    assert volume.mqtt is not None
+    assert volume.wire.missing is volume.mqtt.missing is None
+    carried_up, carried_down = (
+        carried(passed.sent, passed.sent_packets), carried(passed.received, passed.received_packets)
+    )
+    for booked, there, within in (
+        (volume.wire.up, passed.sent, WITHIN),
+        (volume.wire.down, passed.received, WITHIN),
+        (volume.mqtt.up, carried_up, TLS_SHARE if tls else WITHIN),
+        (volume.mqtt.down, carried_down, TLS_SHARE if tls else WITHIN),
+    ):
+        assert booked <= there + SLACK_BYTES
+        assert booked == pytest.approx(there, rel=within)
+    if tls:
+        assert volume.mqtt.up < carried_up - TLS_HANDSHAKE_BYTES
+        assert volume.mqtt.down < carried_down - TLS_HANDSHAKE_BYTES
+    assert volume.payload.up < volume.mqtt.up < volume.wire.up
+    assert volume.payload.down < volume.mqtt.down < volume.wire.down

@@ -1,0 +1,74 @@
+"""Runs the tests as a machine would that has Python and coreutils alone: `python -m tests.support.bare [pytest's
+arguments]`.
+
+Of the files of tests it takes those that start programs: the others do not depend on what is installed.
+
+PATH is one folder with coreutils and this Python. As root on Linux the folders of system programs, in which the
+product looks beside PATH, are empty too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.support.paths import ROOT
+
+COREUTILS = (
+    "arch b2sum base32 base64 basename basenc cat chcon chgrp chmod chown chroot cksum comm cp csplit cut date dd df "
+    "dir dircolors dirname du echo env expand expr factor false fmt fold groups head hostid id install join link ln "
+    "logname ls md5sum mkdir mkfifo mknod mktemp mv nice nl nohup nproc numfmt od paste pathchk pinky pr printenv "
+    "printf ptx pwd readlink realpath rm rmdir runcon seq sha1sum sha224sum sha256sum sha384sum sha512sum shred shuf "
+    "sleep sort split stat stdbuf stty sum sync tac tail tee test timeout touch tr true truncate tsort tty uname "
+    "unexpand uniq unlink users vdir wc who whoami yes"
+)
+HELPERS = "brokers|certified|desk|disks|faults|loopback_board|netns|wheels"
+STARTS = re.compile(rf"subprocess|shutil\.which|tests\.support\.({HELPERS})")
+SYSTEM_FOLDERS = ("/usr/sbin", "/usr/local/sbin")
+HIDE = 'mount=$1; for folder in $2; do "$mount" -t tmpfs -o size=64k none "$folder" || exit 1; done; shift 2; exec "$@"'
+
+
+def bare_path(folder: Path) -> str:
+    """A PATH with coreutils and this machine's Python alone, made in ``folder``."""
+    found = {name: shutil.which(name) for name in COREUTILS.split()}
+    python = str(Path(sys.executable).resolve())
+    for name, program in {**found, "python3": python, "python": python}.items():
+        if program:
+            (folder / name).symlink_to(program)
+    return str(folder)
+
+
+def hidden(command: list[str]) -> list[str]:
+    """``command`` where the folders of system programs are empty; as it is where that is not allowed."""
+    programs = [shutil.which(name) for name in ("unshare", "sh", "mount")]
+    if sys.platform != "linux" or os.geteuid() != 0 or None in programs:
+        return command
+    unshare, shell, mount = map(str, programs)
+    folders = " ".join(folder for folder in SYSTEM_FOLDERS if Path(folder).is_dir())
+    inside = [unshare, "--mount", shell, "-c", HIDE, "sh", mount, folders]
+    tried = subprocess.run([*inside, sys.executable, "-c", ""], capture_output=True, check=False)
+    return [*inside, *command] if tried.returncode == 0 else command
+
+
+def starting_programs(folder: Path) -> list[str]:
+    """The files of tests in ``folder`` that start programs, or use what does."""
+    return [str(path) for path in sorted(folder.rglob("test_*.py")) if STARTS.search(path.read_text())]
+
+
+def main(arguments: list[str]) -> int:
+    """pytest's exit code. CI is not set: there a skip for want of a program would be a failure."""
+    with tempfile.TemporaryDirectory(prefix="mf-bare-") as folder:
+        command = hidden([sys.executable, "-m", "pytest", *arguments, *starting_programs(ROOT / "tests")])
+        if command[0] == sys.executable:
+            print("the folders of system programs cannot be hidden here: PATH alone is bare", file=sys.stderr)
+        environ = {name: value for name, value in os.environ.items() if name not in ("CI", "METAFLEET_SHARED")}
+        return subprocess.run(command, env={**environ, "PATH": bare_path(Path(folder))}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""Small bundles for tests, each made once per test run; and fleets that have come to a judged model without a round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cloud_server.identity.create_fleet import found
+from cloud_server.records.checkpoint import Checkpoint, Checkpoints
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.running.first_settings import fleet_toml
+from export.adapt import with_adapt
+from export.first_model import first
+from export.full_bundle import Judged, whole
+from export.graph import export_graph
+from fleet_core.algorithms.interface import Method, ServerState
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import trees
+from fleet_core.base.trees import Params
+from fleet_core.data.samples import Samples, save
+from fleet_core.learning import models
+from fleet_core.model import graph_bundle
+from fleet_core.model.graph_bundle import Graph
+from fleet_core.model.layout import InputSpec, Layout
+from fleet_core.personalization.device_bundle import Bundle
+from fleet_core.personalization.gradient_steps import steps_of
+
+CLASSES = ("a", "b", "c")
+LAYOUT = models.describe("mlp", InputSpec((8,), mean=(0.1,) * 8), CLASSES, {"hidden": [6]})
+KEY = "0f" * 32
+
+
+def samples(number: int = 60, seed: int = 0) -> Samples:
+    """Three separable classes in eight dimensions, ten seconds apart."""
+    rng = np.random.default_rng(seed)
+    y = np.arange(number) % 3
+    x = (np.eye(3, 8)[y] * 3 + rng.normal(size=(number, 8)) / 2).astype(np.float32)
+    return Samples(x, y, np.array(["d0"] * number), np.arange(number, dtype=np.float64) * 10, CLASSES)
+
+
+def judged_params(method: Method, layout: Layout, seed: int = 9) -> Params:
+    """Weights of what the fleet shares; learned rates are small and above 0."""
+    params = trees.only(layout.extended(method.down, method.shared).seeded(seed), method.shared)
+    if "rates" in params:
+        params["rates"] = {name: np.abs(array) / 100 for name, array in params["rates"].items()}
+    return params
+
+
+@cache
+def plain() -> Graph:
+    return export_graph(LAYOUT, kinds=("embed", "predict"), seed=3)
+
+
+@cache
+def stepping(rates: bool, groups: tuple[str, ...]) -> Graph:
+    return with_adapt(plain(), rates=rates, groups=groups)
+
+
+@cache
+def graph_of(name: str) -> Graph:
+    """As ``metafleet init`` makes it."""
+    method, initial = METHODS[name], models.initial(LAYOUT, 1)
+    how = steps_of(method, method.hyper())
+    if how is None:
+        return plain()
+    return replace(stepping(how.rates, how.groups), first=trees.only(initial, method.personal))
+
+
+@cache
+def bundle_of(name: str, *, stored: str = "fp32", int8: bool = False) -> Bundle:
+    """What ``metafleet export`` makes of a fleet of this method after round 7."""
+    method = METHODS[name]
+    judged = Judged("desk", KEY, method, method.hyper(), 7, judged_params(method, LAYOUT), models.initial(LAYOUT, 1))
+    data = samples() if int8 else None
+    return whole(judged, graph_of(name), stored=stored, data=data, say=lambda line: None)
+
+
+def judged_fleet(folder: Path, name: str = "pfldyn-proto", **hyper: Any) -> Fleet:
+    """A fleet with a model that was served after round 2 and a checkpoint of round 3, whose judged model is another."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save(folder.with_name("all.npz"), samples())
+    text = fleet_toml(samples(), "desk", name, "mlp", rounds=3, seed=0, min_devices=1)
+    text += "".join(f"{key} = {value}\n" for key, value in hyper.items())
+    fleet = found(folder, text, lambda settings, head: _first(settings.model.name, settings.model.input))
+    layout = graph_bundle.unpack(fleet.graph_bytes()).layout
+    states = Checkpoints(folder / "state")
+    states.save_served(2, judged_params(fleet.method, layout))
+    later = trees.widened(judged_params(fleet.method, layout, 10))
+    states.save(Checkpoint(3, ServerState(trees.scale(later, 2.0), later), facts={"method": name}))
+    return fleet
+
+
+@cache
+def _first(model: str, spec: InputSpec) -> tuple[bytes, bytes]:
+    return first(model, spec, CLASSES, {}, head=True, seed=0)

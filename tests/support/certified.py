@@ -1,0 +1,170 @@
+"""A fleet's certificates for tests: devices' own, tokens, and a mosquitto that asks for them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from cloud_server.broker.mosquitto_config import Place
+from cloud_server.broker.private_broker import Broker, start_secured
+from cloud_server.identity import fleet_certificates
+from cloud_server.identity.token_enrolment import Enrolments, make_token
+from cloud_server.records.fleet_folder import Fleet, FleetConfig, method_of
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Device
+from fleet_core.base import config
+from fleet_core.link.mqtt import MqttLink
+from fleet_core.protocol import certificates, enrolment_token, messages
+from fleet_core.protocol.enrolment_token import Token
+from fleet_core.protocol.messages import EnrolAnswer, EnrolRequest
+from fleet_core.protocol.signing import Signer
+from tests.support.brokers import until
+from tests.support.inprocess import config_text
+
+HOURS_S = 3600.0
+
+
+def bare_fleet(folder: Path) -> Fleet:
+    """A fleet ``t`` with keys, certificates and a ledger, and without a model."""
+    text = config_text()
+    settings = config.parse(FleetConfig, text, "text")
+    fleet = Fleet(folder, settings, *method_of(settings, folder / "fleet.toml"))
+    (folder / "fleet.pub").parent.mkdir(parents=True, exist_ok=True)
+    (folder / "fleet.toml").write_text(text)
+    (folder / "fleet.pub").write_text(Signer.create(folder / "fleet.key").public)
+    with Ledger(fleet.ledger_path) as ledger:
+        fleet_certificates.complete(fleet, ledger)
+    return fleet
+
+
+LAB = """
+[fleet]
+name = "lab"
+
+[model]
+name = "cnn1d"
+classes = ["N", "S"]
+input = {shape = [1, 8], dtype = "float32"}
+"""
+
+
+def lab(folder: Path) -> None:
+    """A fleet in ``folder``/lab with keys, certificates, a ledger and a broker's folder, and without a model."""
+    (folder / "lab").mkdir()
+    (folder / "lab/fleet.toml").write_text(LAB)
+    (folder / "lab/fleet.pub").write_text(Signer.create(folder / "lab/fleet.key").public)
+    fleet = Fleet.load(folder / "lab")
+    with Ledger(fleet.ledger_path) as ledger:
+        fleet_certificates.complete(fleet, ledger)
+        fleet_certificates.configure(fleet, ledger, Place(("192.0.2.7",)))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def secured_broker(fleet: Fleet) -> Iterator[tuple[Broker, Place]]:
+    """A mosquitto with the fleet's own configuration, on free ports of this machine."""
+    place = Place(("127.0.0.1",), free_port(), free_port(), listen="127.0.0.1")
+    with Ledger(fleet.ledger_path) as ledger:
+        path = fleet_certificates.configure(fleet, ledger, place)
+    path.write_text(path.read_text() + "log_type information\n")  # for ``reload``
+    broker = start_secured(path, place)
+    try:
+        yield broker, place
+    finally:
+        broker.stop()
+
+
+def reload(broker: Broker, fleet: Fleet) -> None:
+    """The broker's, waited for: mosquitto looks at its signals when it has something to do or every 0.1 s, and whom it
+    accepts before meets the certificates as they were."""
+    before = readings(fleet)
+    broker.reload()
+    until(lambda: readings(fleet) > before)
+
+
+def readings(fleet: Fleet) -> int:
+    """How often the broker has begun to read its files again."""
+    return (fleet.folder / "mosquitto/broker.log").read_bytes().count(b"Reloading config")
+
+
+@dataclass
+class Office:
+    """The aggregator's side of enrolment, without an aggregator. sent: (topic, payload) of every answer."""
+
+    fleet: Fleet
+    ledger: Ledger
+    now: Callable[[], float]
+    sent: list[tuple[str, bytes]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    changes: list[bool] = field(default_factory=list)
+
+    def enrolments(self) -> Enrolments:
+        link = SimpleNamespace(publish=lambda topic, payload: self.sent.append((topic, payload)))
+        return Enrolments(
+            self.fleet, self.ledger, cast("Any", link), admit=self.admit, changed=lambda: self.changes.append(True),
+            now=self.now, log=self.told.append,
+        )
+
+    def admit(self, name: str) -> None:
+        self.ledger.put(Device(name=name))
+
+    def token(self, device: str, valid_s: float = HOURS_S) -> Token:
+        made, invitation = make_token(self.fleet, device, "mqtts://h:1", "mqtts://h:2", valid_s)
+        self.enrolments().invite(invitation)
+        return made
+
+
+def asked_with(made: Token, key: certificates.PrivateKey, *, fleet: str | None = None, token_id: str = "",
+               signer: certificates.PrivateKey | None = None) -> bytes:
+    """The request that ``made``'s bearer sends for ``key``, or one that is wrong in one point."""
+    csr = certificates.request(key, made.device)
+    body = enrolment_token.signed(fleet or made.fleet, token_id or made.id, csr)
+    signature = certificates.sign(signer or certificates.private_of(made.private_key, "token"), body)
+    return messages.encode(EnrolRequest(certificates.encoded(csr), signature))
+
+
+def answer_of(payload: bytes) -> EnrolAnswer:
+    return messages.decode(EnrolAnswer, payload)
+
+
+@dataclass(frozen=True)
+class Papers:
+    """The files of somebody who connects."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    def link(self, url: str, client_id: str, **options: Any) -> MqttLink:
+        return MqttLink(url, client_id=client_id, ca=self.ca, cert=self.cert, key=self.key, **options)
+
+
+def papers(fleet: Fleet, name: str, folder: Path, authority: Any = None) -> Papers:
+    """A valid certificate for ``name``, as the fleet's authority gives it; or as another does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    key = certificates.new_key()
+    signed = (authority or fleet_certificates.authority(fleet.folder)).client(name, key.public_key())
+    certificates.save_key(folder / "own.key", key)
+    (folder / "own.pem").write_bytes(certificates.certificate_pem(signed))
+    return Papers(fleet.folder / "ca.pem", folder / "own.pem", folder / "own.key")
+
+
+def of_aggregator(fleet: Fleet) -> Papers:
+    return Papers(fleet.folder / "ca.pem", fleet.folder / "aggregator.pem", fleet.folder / "aggregator.key")
+
+
+def bearer(made: Token, fleet: Fleet, folder: Path) -> Papers:
+    """What a token's certificate and key open."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "token.pem").write_bytes(certificates.pem("CERTIFICATE", made.certificate))
+    (folder / "token.key").write_bytes(certificates.pem("PRIVATE KEY", made.private_key))
+    return Papers(fleet.folder / "ca.pem", folder / "token.pem", folder / "token.key")

@@ -1,0 +1,107 @@
+"""Devices as folders on a disk, furnished without a fleet: a graph, a judged model, samples. Eight values, three
+classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_agent.device.state import Home, Weights
+from edge_agent.inference.service import Service, service_of
+from export.adapt import with_adapt
+from export.graph import export_graph
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import trees
+from fleet_core.base.trees import Params
+from fleet_core.board.device_settings import settings_of
+from fleet_core.data import samples as stored
+from fleet_core.data.samples import Samples
+from fleet_core.learning import models
+from fleet_core.model import codecs, graph_bundle
+from fleet_core.model.graph_bundle import Graph
+from fleet_core.model.layout import InputSpec, Layout
+
+CLASSES = ("a", "b", "c")
+DEVICE = f'[device]\nname = "d0"\nfleet = "t"\nkey = "{"0" * 64}"\n'
+
+
+@cache
+def layout() -> Layout:
+    """As of ``tests.support.inprocess.config_text``."""
+    return models.describe("mlp", InputSpec((8,)), CLASSES, {"hidden": [6]})
+
+
+@cache
+def plain() -> Graph:
+    """Embeds and predicts; takes no steps."""
+    return export_graph(layout(), kinds=("embed", "predict"))
+
+
+@cache
+def stepping(rates: bool = False) -> Graph:
+    """Takes gradient steps as well, also from first values of groups that a device keeps."""
+    return with_adapt(plain(), rates=rates)
+
+
+def graph_for(method: str) -> Graph:
+    """With the steps of the method, where it takes some, as a fleet makes it."""
+    made = METHODS[method]
+    if made.personalizer not in ("sgd", "meta-sgd", "own"):
+        return plain()
+    graph = stepping(made.personalizer == "meta-sgd")
+    return replace(graph, first=trees.only(models.initial(layout(), 0), made.personal))
+
+
+def judged(method: str, seed: int = 1, factor: float = 2.0) -> Params:
+    """Weights as far from uncertain as a trained model's; learned rates that differ."""
+    shared = METHODS[method].shared
+    wire = layout().extended(shared, ("body", "head"))
+    rng = np.random.default_rng(seed)
+    drawn = {"rates": {n: rng.uniform(0.1, 0.3, a.shape).astype(np.float32)
+                       for n, a in wire.zeros(("rates",)).get("rates", {}).items()}}
+    tree = {**trees.scale(models.initial(layout(), seed), np.float32(factor)), **drawn}
+    return wire.ordered(trees.only(tree, shared))
+
+
+def weights_of(params: Params, round_number: int = 1) -> Weights:
+    return Weights(codecs.identity(params), round_number, {g: dict(named) for g, named in params.items()})
+
+
+def home(folder: Path, samples: Samples | None = None, *, toml: str = "") -> Path:
+    """A device's folder. samples: its recording, or none."""
+    folder.mkdir(parents=True)
+    (folder / "device.toml").write_text(DEVICE + toml)
+    if samples is not None:
+        stored.save(folder / "samples.npz", samples)
+    return folder
+
+
+def fresh(place: Path) -> Service:
+    """As another process sees the folder."""
+    return service_of(place, settings_of(place))
+
+
+def restored(place: Path) -> Service:
+    service = fresh(place)
+    service.restore()
+    return service
+
+
+def furnished(
+    place: Path, method: str, *, params: Params | None = None, hyper: Mapping[str, Any] | None = None,
+    graph: Graph | None = None, load: bool = True,
+) -> Service:
+    """A service for the folder that was served a model of round 1."""
+    made = graph or graph_for(method)
+    data, name = graph_bundle.pack(made), f"{METHODS[method].personalizer:0>32}"
+    Home(place).save_graph(name, data)
+    service = fresh(place)
+    service.install(name, graph_bundle.unpack(data))
+    if load:
+        service.load(METHODS[method], hyper or {}, weights_of(params or judged(method)))
+    return service

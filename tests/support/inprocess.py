@@ -1,0 +1,256 @@
+"""A whole fleet in one process on the loopback link, for tests: real aggregator, real agents, trainer inline."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloud_server.identity.create_fleet import found
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from cloud_server.rounds.coordinator import Coordinator
+from cloud_server.rounds.coordinator import will as server_will
+from edge_agent.commands.run import service_of
+from edge_agent.compute.adapter import InlineAdapter
+from edge_agent.compute.trainer import InlineTrainer
+from edge_agent.compute.worker import Done, Job, Trainer
+from edge_agent.device.state import Home
+from edge_agent.rounds.agent import Agent, will
+from edge_agent.rounds.costs import Accounts
+from export.first_model import first
+from fleet_core.base.errors import RevokedError
+from fleet_core.board.device_settings import Data, Identity, Settings, Training
+from fleet_core.data.samples import Samples, save
+from fleet_core.link.interface import Will
+from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
+from fleet_core.model.layout import InputSpec
+
+CLASSES = ("a", "b", "c")
+
+
+def toy(seed: int, count: int = 90, shift: float = 0.0) -> Samples:
+    """Three separable classes in eight dimensions; ``shift`` moves a device's own distribution."""
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, 3, count)
+    centres = np.eye(3, 8) * 3 + shift
+    x = (centres[y] + rng.normal(size=(count, 8))).astype(np.float32)
+    return Samples(x, y.astype(np.int64), None, np.arange(count, dtype=np.float64), CLASSES)
+
+
+@dataclass
+class Clock:
+    """Time that only moves when a test says so."""
+
+    seconds: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def wall(self) -> float:
+        return 1_700_000_000 + self.seconds
+
+    def ms(self) -> int:
+        return int(self.wall() * 1000)
+
+
+class Bench:
+    """A device's trainer; a test may put another one in its place (``inner``) at any time."""
+
+    def __init__(self) -> None:
+        self.inner: Trainer = InlineTrainer()
+
+    @property
+    def busy(self) -> bool:
+        return self.inner.busy
+
+    def submit(self, job: Job) -> None:
+        self.inner.submit(job)
+
+    def poll(self) -> Done | None:
+        return self.inner.poll()
+
+    def descriptors(self) -> tuple[int, ...]:
+        return self.inner.descriptors()
+
+    def stop(self) -> None:
+        self.inner.stop()
+
+
+def without_fsync(patch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the disk: for tests in which the machine never loses its power."""
+    patch.setattr(os, "fsync", lambda descriptor: None)
+    opened_ledger = Ledger._open
+
+    def without_sync(ledger: Ledger) -> None:
+        opened_ledger(ledger)
+        ledger._db.execute("PRAGMA synchronous = OFF")
+
+    patch.setattr(Ledger, "_open", without_sync)
+
+
+class Killed(BaseException):
+    """The process died here."""
+
+
+@dataclass
+class World:
+    """A founded fleet with its broker; agents and aggregators come and go. server: a Coordinator, or None."""
+
+    folder: Path
+    fleet: Fleet
+    broker: LoopbackBroker
+    clock: Clock = field(default_factory=Clock)
+    agents: dict[str, Any] = field(default_factory=dict)
+    trainers: dict[str, Bench] = field(default_factory=dict)
+    server: Any = None
+    lines: list[str] = field(default_factory=list)
+    lives: int = 0
+    acting: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.fleet.config.fleet.name
+
+    def start_server(self) -> Coordinator:
+        """Also after a death: the same folder, another life."""
+        self.lives += 1
+        boot = f"server{self.lives}"
+        topic, payload = server_will(self.name, boot)
+        link = LoopbackLink(self.broker, boot, Will(topic, payload))
+        self.server = Coordinator(
+            Fleet.load(self.fleet.folder), link, Ledger(self.fleet.ledger_path), boot=boot,
+            clock=self.clock, now=self.clock.wall, log=self.lines.append,
+        )
+        link.open()
+        return self.server
+
+    def start_agent(self, name: str, samples: Samples | None = None, **data: Any) -> Agent:
+        """``train=False``: a device that only personalizes and answers. ``trainer=False``: one without torch.
+        ``limits``: of its board. Other keywords are of ``[data]``."""
+        self.lives += 1
+        home = Home(self.folder / "devices" / name)
+        if samples is not None:
+            home.folder.mkdir(parents=True, exist_ok=True)
+            save(home.folder / "samples.npz", samples)
+        train, torch_is_there, limits = data.pop("train", True), data.pop("trainer", True), data.pop("limits", None)
+        settings = Settings(Identity(name, self.name, self.fleet.public_key()), Data(**data), Training(train))
+        boot = f"{name}{self.lives}"
+        topic, payload = will(settings, boot)
+        link = LoopbackLink(self.broker, boot, Will(topic, payload))
+        trainer = Bench() if torch_is_there else None
+        agent = Agent(
+            settings, home, link, service_of(home.folder, settings), Accounts(), trainer, boot=boot,
+            limits=limits, adapter=InlineAdapter(), clock=self.clock, now_ms=self.clock.ms,
+            log=lambda line: self.lines.append(f"{name}: {line}"),
+        )
+        self.agents[name] = agent
+        if trainer is not None:
+            self.trainers[name] = trainer
+        link.open()
+        return agent
+
+    def kill_agent(self, name: str) -> None:
+        self._kill(self.agents.pop(name).link)
+
+    def kill_server(self) -> None:
+        server, self.server = self.server, None
+        self._kill(server.link)
+        server.ledger.close()
+
+    def _kill(self, link: Any) -> None:
+        if link.connected:
+            self.broker.kill(link.client_id)
+        link.opened = False
+
+    def lose_disk(self, name: str) -> None:
+        """The device's training state is gone; its samples are not."""
+        shutil.rmtree(self.folder / "devices" / name / "methods", ignore_errors=True)
+
+    def step(self, tick_s: float = 0.02) -> None:
+        """One step of everybody; ``acting`` says whose it is: a device's name, or ``server``."""
+        self.acting = "server"
+        if self.server is not None:
+            self.server.step(0)
+        for name, agent in list(self.agents.items()):
+            self.acting = name
+            try:
+                agent.step(0)
+            except RevokedError as error:  # as a process: it leaves with the reason
+                self.lines.append(f"{name}: {error}")
+                self.agents.pop(name).close()
+        self.acting = ""
+        self.clock.seconds += tick_s
+
+    def pump(self, until: Callable[[], bool], *, steps: int = 2000, tick_s: float = 0.02) -> bool:
+        """Steps everybody until ``until`` holds; False when ``steps`` did not suffice."""
+        for _ in range(steps):
+            if until():
+                return True
+            self.step(tick_s)
+        return until()
+
+    def close(self) -> None:
+        """Ends everything in order."""
+        for agent in self.agents.values():
+            agent.close()
+        if self.server is not None:
+            self.server.close()
+            self.server.ledger.close()
+
+    def closed(self) -> int:
+        """The last closed round."""
+        return 0 if self.server is None else self.server.checkpoint.round
+
+    def told(self, text: str) -> bool:
+        """Whether somebody logged a line with ``text`` in it."""
+        return any(text in line for line in self.lines)
+
+
+def config_text(method: str = "pfldyn-proto", *, rounds: int = 3, devices: int = 3, hyper: str = "", link: str = "",
+                fleet: str = "") -> str:
+    return f"""\
+[fleet]
+name = "t"
+method = "{method}"
+rounds = {rounds}
+min_devices = {devices}
+serve_every = {rounds}
+{fleet}
+[model]
+name = "mlp"
+classes = ["a", "b", "c"]
+[model.input]
+shape = [8]
+[model.options]
+hidden = [6]
+[link]
+{link}
+[hyper]
+local_steps = 3
+{hyper}
+"""
+
+
+@functools.lru_cache
+def _first(model: str, spec: InputSpec, classes: tuple[str, ...], options: str, head: bool) -> tuple[bytes, bytes]:
+    return first(model, spec, classes, json.loads(options), head=head, seed=0)
+
+
+def world(folder: Path, text: str, broker: LoopbackBroker | None = None) -> World:
+    """A fleet of ``text`` (fleet.toml) in ``folder``; graphs and first weights are made once per test run."""
+
+    def make(settings: Any, head: bool) -> tuple[bytes, bytes]:
+        model = settings.model
+        return _first(model.name, model.input, model.classes, json.dumps(dict(model.options)), head)
+
+    fleet = found(folder / "fleet", text, make)
+    return World(folder, fleet, broker or LoopbackBroker())

@@ -1,0 +1,123 @@
+"""Tiny experiments for the laboratory's tests: three devices with three classes in eight dimensions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.run import workload
+from cloud_server.laboratory.run.device_work import Setting
+from cloud_server.laboratory.run.engine import Engine, Laboratory
+from cloud_server.laboratory.run.executors import Crew, Inline
+from cloud_server.laboratory.run.experiment import Experiment, Run
+from cloud_server.laboratory.run.round_figures import Costs
+from cloud_server.laboratory.run.run_folder import Store
+from fleet_core.base import storage
+from fleet_core.base.trees import Params
+from fleet_core.data.samples import Samples, save
+from fleet_core.learning import models
+from tests.support.inprocess import toy
+
+EPISODES = {"local_steps": 3, "support_batch": 12, "query_batch": 12}
+
+
+def recordings(path: Path, devices: int = 3, count: int = 90) -> Path:
+    """One file with the recordings of d0, d1, … as ``toy`` makes them."""
+    parts = [toy(n, count, shift=0.3 * n) for n in range(devices)]
+    names = np.repeat([f"d{n}" for n in range(devices)], [len(part) for part in parts])
+    x, y = np.concatenate([part.x for part in parts]), np.concatenate([part.y for part in parts])
+    time = np.concatenate([part.time for part in parts if part.time is not None])
+    save(path, Samples(x, y, names, time, parts[0].classes))
+    return path
+
+
+def settings(path: Path, name: str = "pfldyn-proto", hyper: Mapping[str, Any] | None = None, **more: Any) -> Any:
+    """Plain values of an experiment with the method ``name``; ``more`` are tables or settings of their own."""
+    return {
+        "data": {"path": str(path)},
+        "partition": {"kind": "natural", "options": {"split": "time", "train_fraction": 0.6}},
+        "model": {"name": "mlp", "options": {"hidden": [6]}},
+        "budget": {"rounds": 4},
+        "judge": {"every": 2},
+        "cohort": 2,
+        "method": [{"name": name, "hyper": dict(EPISODES if hyper is None else hyper)}],
+        **more,
+    }
+
+
+def experiment(*arguments: Any, **more: Any) -> Experiment:
+    return experiments.read(settings(*arguments, **more))
+
+
+def laboratory(asked: Experiment, run: Run, folder: Path, crew: Crew | None = None, **more: Any) -> Laboratory:
+    """What a run needs. side_by_side: of the crew that is made; ``more``: of ``Laboratory``."""
+    work = workload.build(asked)
+    layout = workload.layout_of(asked, work)
+    side = more.pop("side_by_side", 1)
+    crew = crew or Inline(Setting(asked, run, folder, side), work)
+    lab = Laboratory(asked, work, layout, models.initial(layout, run.seed), crew, Costs())
+    return replace(lab, **more)
+
+
+def go(asked: Experiment, folder: Path, **more: Any) -> Store:
+    """The first run of the experiment, to its end, in this process."""
+    run = experiments.runs(asked)[0]
+    store = Store(folder)
+    with store.begun({"run": run.name}):
+        Engine(laboratory(asked, run, folder, **more), run, store).run()
+    return store
+
+
+def server(store: Store) -> dict[str, bytes]:
+    """All of the last checkpoint but the time: arrays by name, and the rest."""
+    path = sorted((store.folder / "state").glob("round-*"))[-1]
+    arrays, metadata = storage.unpack(path.read_bytes())
+    return {**{name: bits(array) for name, array in arrays.items()}, "metadata": json.dumps(metadata).encode()}
+
+
+def device(store: Store, name: str) -> dict[str, bytes]:
+    """The state of a device on the disk, by role, group and name."""
+    return flat(store.clients.load(name, 1 << 30))
+
+
+def flat(state: Mapping[str, Params]) -> dict[str, bytes]:
+    return {name: bits(array) for name, array in storage.flatten_roles(state).items()}
+
+
+def bits(array: np.ndarray[Any, Any]) -> bytes:
+    return f"{array.dtype}{array.shape}".encode() + array.tobytes()
+
+
+def figures(store: Store) -> list[dict[str, Any]]:
+    """The rounds without their times."""
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in store.rounds()]
+
+
+def everything(store: Store, devices: Iterable[str] = ("d0", "d1", "d2")) -> dict[str, Any]:
+    """What two equal runs have in common."""
+    return {"server": server(store), "rounds": figures(store), **{name: device(store, name) for name in devices}}
+
+
+def ticking(step_s: float) -> Callable[[], float]:
+    """A clock that moves on by ``step_s`` whenever it is read."""
+    now = iter(range(1 << 60))
+    return lambda: next(now) * step_s
+
+
+class Headless(nn.Module):
+    """A model of one's own without a head."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int):
+        super().__init__()
+        self.only = nn.Linear(shape[0], 4)
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.only(x))

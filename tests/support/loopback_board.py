@@ -1,0 +1,242 @@
+"""A stand-in for a board, for tests of flashing over SSH: a real sshd on a random port of loopback, in namespaces of
+its own (mounts and processes), where /etc is a copy and /opt, /var/lib, /var/cache and /run are empty. systemctl,
+uname, getconf, python3 and sudo are stand-ins; systemd-run fails there as it does wherever systemd does not run.
+
+All that it started ends with it. Needs Linux, root, openssh-server and util-linux.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from firmware_profiles.package.program import Program, sha256_of
+from tests.support import waiting
+from tests.support.waiting import PATIENCE_S
+
+SBIN = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+USER = "pi"
+
+SETUP = """set -e
+mkdir -p "$1/etc"
+mount -t tmpfs none "$1/etc"
+cp -a /etc/. "$1/etc"
+mount --bind "$1/etc" /etc
+for folder in /opt /var/lib /var/cache /run; do mount -t tmpfs none $folder; done
+mkdir -p /run/sshd /run/stand-in /etc/systemd/system
+sed -i "s|^root:.*|root:*:0:0:root:$1:/bin/sh|" /etc/passwd
+grep -q '^pi:' /etc/passwd || echo 'pi:*:7654:7654::/tmp:/bin/sh' >> /etc/passwd
+"$2" -D -e -f "$1/sshd_config" 2> "$1/sshd.log" &
+wait
+"""
+
+SSHD_CONFIG = """ListenAddress 127.0.0.1
+Port {port}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/authorized
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin prohibit-password
+MaxStartups 100
+SetEnv PATH={folder}/bin:{path}
+"""
+
+CLIENT_CONFIG = """Host *
+  UserKnownHostsFile {folder}/known_hosts
+  GlobalKnownHostsFile /dev/null
+  IdentityFile {folder}/key
+  IdentitiesOnly yes
+"""
+
+SYSTEMCTL = """#!/bin/sh
+# Starts and stops a unit's ExecStart; what it was asked is in /run/stand-in/asked.
+echo "$*" >> /run/stand-in/asked
+while [ "${1#-}" != "$1" ]; do shift; done
+verb=$1; shift
+while [ "${1#-}" != "$1" ]; do shift; done
+unit=$1 pid=/run/stand-in/$1.pid
+stop() { [ ! -e "$pid" ] || { kill -9 "$(cat "$pid")" 2>/dev/null; rm -f "$pid"; }; }
+case $verb in
+start|restart)
+    stop
+    [ -e "/etc/systemd/system/$unit" ] || { echo "Unit $unit not found." >&2; exit 5; }
+    start=$(sed -n 's/^ExecStart=//p' "/etc/systemd/system/$unit")
+    setsid sh -c "exec $start" </dev/null >>/run/stand-in/log 2>&1 &
+    echo $! > "$pid" ;;
+stop) stop ;;
+is-active) [ -e "$pid" ] && kill -0 "$(cat "$pid")" 2>/dev/null && echo active || { echo inactive; exit 3; } ;;
+esac
+"""
+
+# "uname -m" says what is in /run/stand-in/uname-m, where that is.
+TELLER = """#!/bin/sh
+[ -e "/run/stand-in/{name}$*" ] && {{ cat "/run/stand-in/{name}$*"; exit; }}
+exec {real} "$@"
+"""
+
+SUDO = """#!/bin/sh
+[ -e /run/stand-in/sudo ] && exec "$@"
+echo "sudo: a password is required" >&2
+exit 1
+"""
+
+
+GOOD = """#!/bin/sh
+echo "{\\"boot\\": \\"$$\\", \\"version\\": \\"VERSION\\"}" > /var/lib/metafleet/online.json
+exec sleep 1000
+"""
+DEAF = "#!/bin/sh\nexec sleep 1000\n"
+DIES = "#!/bin/sh\nexit 1\n"
+
+
+@dataclass(frozen=True)
+class Board:
+    """folder: keys and configuration. config: for the client's ``ssh -F``. root: the board's own file system."""
+
+    folder: Path
+    port: int
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "config"
+
+    @property
+    def known(self) -> Path:
+        return self.folder / "known_hosts"
+
+    def url(self, user: str = "root") -> str:
+        return f"ssh://{user}@127.0.0.1:{self.port}"
+
+    def path(self, path: str) -> Path:
+        """A path on the board, as this process sees it."""
+        return self.root / path.lstrip("/")
+
+    def says(self, command: str, text: str) -> None:
+        """What ``uname -m``, ``getconf ...`` or ``python3 --version`` answers until ``as_new``."""
+        program, arguments = command.split(maxsplit=1)
+        self.path(f"/run/stand-in/{program}{arguments}").write_text(f"{text}\n")
+
+    def trust(self) -> None:
+        """The operator knows the host's key."""
+        kind, key, *_ = (self.folder / "host_key.pub").read_text().split()
+        self.known.write_text(f"[127.0.0.1]:{self.port} {kind} {key}\n")
+
+    def fingerprint(self) -> str:
+        told = subprocess.run(["ssh-keygen", "-lf", str(self.folder / "host_key.pub")], check=True,
+                              capture_output=True, text=True).stdout
+        return told.split()[1]
+
+    def new_host_key(self) -> None:
+        for path in (self.folder / "host_key", self.folder / "host_key.pub"):
+            path.unlink()
+        _key(self.folder / "host_key")
+
+    def sh(self, command: str) -> str:
+        """What a command says on the board, without ssh."""
+        pid = self.root.parent.name
+        told = subprocess.run(
+            ["nsenter", "-t", pid, "-m", "-p", "env", f"PATH={self.folder}/bin:{SBIN}", "sh", "-c", command],
+            capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        )
+        return told.stdout + told.stderr
+
+    def as_new(self) -> None:
+        """No version, no settings, no unit; the host's key is known."""
+        self.sh("for f in /run/stand-in/*.pid; do [ -e $f ] && kill -9 $(cat $f); done;"
+                "pkill -9 -f '[d]evice.sh linger';"
+                "rm -rf /opt/* /var/lib/* /etc/metafleet /etc/systemd/system/metafleet* /run/stand-in/* /run/metafleet")
+        self.trust()
+
+
+@contextmanager
+def board(folder: Path) -> Iterator[Board]:
+    """A board that answers; ``folder``: an empty one, on a short path. Skips the test, with its reason, without root.
+    """
+    if os.geteuid() != 0:
+        pytest.skip("namespaces of mounts and processes need root")
+    (folder / "bin").mkdir()
+    for name, text in {"systemctl": SYSTEMCTL, "sudo": SUDO, **_tellers()}.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    _key(folder / "host_key")
+    _key(folder / "key")
+    shutil.copy(folder / "key.pub", folder / "authorized")
+    port = _free_port()
+    (folder / "sshd_config").write_text(SSHD_CONFIG.format(port=port, folder=folder, path=SBIN))
+    (folder / "config").write_text(CLIENT_CONFIG.format(folder=folder))
+    sshd = shutil.which("sshd", path=SBIN)
+    assert sshd is not None
+    (folder / "setup.sh").write_text(SETUP)
+    process = subprocess.Popen(
+        ["unshare", "--mount", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc",
+         "sh", str(folder / "setup.sh"), str(folder), sshd],
+    )
+    try:
+        until(lambda: _answers(port), f"sshd answers on {port}")
+        child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
+        made = Board(folder, port, Path(f"/proc/{child}/root"))
+        made.trust()
+        yield made
+    finally:
+        process.kill()  # its child ends with it, and with that one all in its namespace
+        process.wait()
+
+
+def a_program(folder: Path, version: str, agent: str = GOOD) -> Program:
+    """A program of three files for this machine, whose agent is a script that only says that it has come up."""
+    files = {
+        "bin/edge-agent": agent.replace("VERSION", version).encode(),
+        "lib/same.py": b"same\n" * 10_000, "lib/with blank (1).py": version.encode(),
+    }
+    path = folder / f"{version}.tar.gz"
+    with gzip.open(path, "wb") as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(f"{version}/{name}")
+            entry.size, entry.mode = len(data), 0o755 if name.startswith("bin/") else 0o644
+            archive.addfile(entry, io.BytesIO(data))
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    size = path.stat().st_size
+    return Program(version, path, sha256_of(path), size, 0, python, platform.machine(), "a test", ())
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    waiting.until(true, reason=lambda: what)
+
+
+def _tellers() -> dict[str, str]:
+    return {name: TELLER.format(name=name, real=shutil.which(name)) for name in ("uname", "getconf", "python3")}
+
+
+def _key(path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(path)], check=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        return int(made.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as made:
+            return made.recv(4) == b"SSH-"
+    except OSError:
+        return False

@@ -1,0 +1,261 @@
+"""Death anywhere, of real processes on a real mosquitto: the run ends as an undisturbed one does, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Device, Update
+from fleet_core.link import Message
+from fleet_core.protocol import topics
+from tests.support.brokers import NEEDS_MOSQUITTO
+from tests.support.faults import (
+    FLEET,
+    LONG,
+    Crew,
+    Mosquitto,
+    Processes,
+    Proxy,
+    check_duals,
+    check_end,
+    crew,
+    found_tiny,
+    mosquitto,
+    processes,
+    said,
+    undisturbed,
+)
+
+pytestmark = [NEEDS_MOSQUITTO, pytest.mark.slow]
+
+ROUNDS = 100 if LONG else 16  # two for each step: one may be over before it is awaited
+RANDOM_KILLS = 60 if LONG else 6
+SEED = int(os.environ.get("METAFLEET_SEED", "1"))
+DEVICE = "d1"
+
+Step = Callable[[Message], bool]
+
+
+def _part(part: int | str) -> Step:
+    """A message of the device's upload, of any round."""
+    return lambda m: m.topic.startswith(f"fl1/{FLEET}/a/{DEVICE}/up/") and m.topic.endswith(f"/{part}")
+
+
+def _down(kind: str) -> Step:
+    return lambda m: m.topic == topics.down(FLEET, DEVICE) and said(m).get("t") == kind
+
+
+STEPS: dict[str, Step] = {
+    "a round is announced, with what was counted": lambda m: m.topic == topics.current(FLEET) and not m.retain,
+    "it trains": lambda m: m.topic == topics.presence(FLEET, DEVICE) and said(m).get("ph") == "train",
+    "it offers": _part("m"),
+    "it is granted chunks": _down("need"),
+    "the first chunk comes": _part(0),
+    "another chunk comes": _part(1),
+    "it is told done": _down("done"),
+}
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fleet of two that nobody has used yet."""
+    return found_tiny(tmp_path_factory.mktemp("founded"), rounds=ROUNDS)
+
+
+@pytest.fixture(scope="module")
+def whole(founded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same fleet after a run in which nothing went wrong."""
+    return undisturbed(founded, tmp_path_factory.mktemp("whole") / "run")
+
+
+@contextmanager
+def fleet_of(founded: Path, folder: Path, *, without: str = "") -> Iterator[tuple[Mosquitto, Processes]]:
+    shutil.copytree(founded, folder)
+    with mosquitto(folder.with_name("broker")) as broker, processes(folder, broker.url) as running:
+        running.start("server", *(name for name in running.devices() if name != without))
+        yield broker, running
+
+
+def end_one(broker: Mosquitto, running: Processes, victim: str, *, forget: bool = True) -> None:
+    """SIGKILL, and what a service manager does next."""
+    if victim == "broker":
+        broker.kill(forget=forget)
+        broker.start()
+        running.watcher.link.abort()
+        running.watcher.renew()
+        return
+    running.kill(victim)
+    if victim in ("server", *running.devices()):
+        running.start(victim)
+
+
+@pytest.mark.parametrize("victim", [DEVICE, "server", "broker"])
+def test_a_kill_at_every_step_of_the_protocol_changes_nothing(
+    founded: Path, whole: Path, tmp_path: Path, victim: str
+) -> None:
+    with fleet_of(founded, tmp_path / "run") as (broker, running):
+        for count, (name, step) in enumerate(STEPS.items()):
+            running.message(step, what=name)
+            end_one(broker, running, victim, forget=count % 2 == 0)
+        running.finish()
+    check_end(tmp_path / "run", whole)
+
+
+def test_a_trainer_that_is_killed_at_work_costs_only_time(founded: Path, whole: Path, tmp_path: Path) -> None:
+    with fleet_of(founded, tmp_path / "run") as (_, running):
+        for name in ("it trains", "it is told done"):
+            running.message(STEPS[name], what=name)
+            running.until(lambda: running.trainers(DEVICE), what="a trainer")
+            running.kill(f"{DEVICE}'s trainer")
+        running.finish()
+        assert "the trainer process ended with exit code -9" in running.said_by(DEVICE)
+    check_end(tmp_path / "run", whole)
+
+
+def test_kills_at_random_moments_change_nothing(founded: Path, whole: Path, tmp_path: Path) -> None:
+    draw = random.Random(SEED)
+    print(f"METAFLEET_SEED={SEED}")
+    with fleet_of(founded, tmp_path / "run") as (broker, running):
+        running.until(lambda: running.closed() >= 1, what="the first round")
+        for _ in range(RANDOM_KILLS):
+            at_s = time.monotonic() + draw.uniform(0, 0.8)
+            running.until(partial(passed, at_s))
+            victim = draw.choice(["d0", "d1", "d0's trainer", "d1's trainer", "server", "broker"])
+            print(f"round {running.closed() + 1}: {victim}")
+            end_one(broker, running, victim, forget=draw.random() < 0.5)
+        running.finish()
+    check_end(tmp_path / "run", whole)
+
+
+def passed(at_s: float) -> bool:
+    return time.monotonic() > at_s
+
+
+# The identity of the duals, after every round -------------------------------------------------------------------------
+
+VICTIMS = [DEVICE, "broker", "server", f"{DEVICE}'s trainer"]
+MOMENTS = ("m", "need", "0", "1", "done")
+GATE = "d2"
+
+
+def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round_whoever_dies(tmp_path: Path) -> None:
+    """No round closes without the third device, and that one goes on only when the test has looked at all disks."""
+    founded = found_tiny(tmp_path / "founded", rounds=len(VICTIMS), devices=3)
+    folder, draw = tmp_path / "run", random.Random(SEED)
+    with fleet_of(founded, folder, without=GATE) as (broker, running), crew(folder, broker.url) as gate:
+        gate.start_agent(GATE)
+        for number, victim in enumerate(VICTIMS, 1):
+            moment = draw.choice(MOMENTS)
+            gate_at_work(running, gate, partial(announced, running, number))
+            running.until(partial(reached, running, number, moment), what=f"{moment} of round {number}")
+            end_one(broker, running, victim)
+            assert running.closed() == number - 1
+            if number > 1:
+                check_duals(folder)
+        gate_at_work(running, gate, running.settled)
+        running.finish()
+    check_end(folder, undisturbed(founded, tmp_path / "whole"))
+
+
+def gate_at_work(running: Processes, gate: Crew, condition: Callable[[], bool]) -> None:
+    """The third device takes part until ``condition`` holds."""
+
+    def after_a_step() -> bool:
+        gate.step()
+        return condition()
+
+    running.until(after_a_step, what="what the third device waits for")
+
+
+def announced(running: Processes, number: int) -> bool:
+    return any(m.topic == topics.current(FLEET) and said(m).get("round") == number for m in running.watcher.seen)
+
+
+def reached(running: Processes, number: int, moment: str) -> bool:
+    """Whether the device has come so far in the round: an upload's part, or what it was told."""
+    return any(
+        m.topic == topics.upload(FLEET, DEVICE, number, moment)
+        or (m.topic == topics.down(FLEET, DEVICE) and (said(m).get("t"), said(m).get("r")) == (moment, number))
+        for m in running.watcher.seen
+    )
+
+
+# Devices that die and stay away for a while --------------------------------------------------------------------------
+
+
+def test_dead_devices_are_noticed_and_the_round_closes_on_quorum(tmp_path: Path) -> None:
+    """Killed: by its will. Without a word, as in a power cut: by its silence at work. The deadline is an hour away;
+    within how many seconds by the aggregator's clock is in tests/cloud_server/rounds/test_fleet.py."""
+    founded = found_tiny(tmp_path / "founded", rounds=5, quorum=0.5, deadline_s=3600.0)
+    trains = STEPS["it trains"]
+    with fleet_of(founded, tmp_path / "run") as (_, running):
+        running.message(trains, what="d1 trains")
+        running.kill(DEVICE)
+        running.message(lambda m: m.topic == topics.presence(FLEET, DEVICE) and said(m).get("st") == "off", "its will")
+        running.until(lambda: state_of(running, DEVICE) == "off", "the ledger's off")
+        running.until(lambda: running.closed() >= 1, "a round without d1")
+
+        running.start(DEVICE)
+        running.message(trains, what="d1 trains again")
+        os.kill(running.running[DEVICE].process.pid, signal.SIGSTOP)
+        try:
+            number = running.closed() + 1
+            running.until(lambda: running.closed() >= number, "the round that d1 was in")
+        finally:
+            os.kill(running.running[DEVICE].process.pid, signal.SIGCONT)
+        running.finish()
+        assert "at the deadline" not in running.said_by("server")
+
+
+def test_an_update_that_comes_after_the_close_is_late_and_without_effect(tmp_path: Path) -> None:
+    """What the device sent is held up by the network, not lost: it arrives when the next round is under way. The other
+    device is held up until then, for a round ends without one that still trains."""
+    folder = found_tiny(tmp_path / "run", rounds=3, quorum=0.5, deadline_s=2.0)
+    with (
+        mosquitto(tmp_path / "broker") as broker,
+        Proxy(broker.port) as proxy,
+        Proxy(broker.port) as others,
+        processes(folder, broker.url) as running,
+    ):
+        running.own_url |= {DEVICE: proxy.url, "d0": others.url}
+        running.start("server", "d0", DEVICE)
+        running.until(seen(running, "a round is announced, with what was counted"), what="round 1")
+        others.weather.half_open = True
+        running.until(seen(running, "it trains"), what="d1 trains")
+        proxy.weather.half_open = True
+        running.until(lambda: list(folder.glob(f"{DEVICE}/methods/*/pending.safetensors")), what="an update of d1")
+        others.weather.half_open = False
+        running.until(lambda: running.closed() >= 1, "a round without d1")
+        proxy.weather.half_open = False
+        running.until(lambda: fate(folder, 1, DEVICE) is not None, "what d1 sent")
+        running.finish()
+    assert [fate(folder, 1, name) for name in ("d0", DEVICE)] == ["counted", "late"]
+    assert fate(folder, 3, DEVICE) == "counted", "it is one of the fleet as before"
+    check_duals(folder)
+
+
+def seen(running: Processes, step: str) -> Callable[[], bool]:
+    """Whether there was such a message since the processes began."""
+    return lambda: any(STEPS[step](message) for message in running.watcher.seen)
+
+
+def fate(folder: Path, number: int, device: str) -> str | None:
+    """What the ledger says of a device's update."""
+    with Ledger(folder / "fleet" / "ledger.sqlite", create=False) as ledger:
+        rows = ledger.rows(Update, round=number, device=device)
+    return rows[0].status if rows else None
+
+
+def state_of(running: Processes, device: str) -> str:
+    with Ledger(running.folder / "fleet" / "ledger.sqlite", create=False) as ledger:
+        return ledger.rows(Device, name=device)[0].state

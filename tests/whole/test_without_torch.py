@@ -1,0 +1,214 @@
+"""The base install, without any extra, from the wheel that is published: it has no torch, and it runs the aggregator
+and an agent that personalizes and answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Device, Judgement
+from export.graph import MIN_ONNXRUNTIME
+from fleet_core.data.samples import save
+from fleet_core.personalization import device_bundle
+from tests.support.brokers import private_broker
+from tests.support.bundles import bundle_of, samples
+from tests.support.desk import CLASSES, Program, closed_rounds, desk_in, device, edge_agent, found_fleet, write_samples
+from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.slow  # the first of these tests builds and installs
+
+
+@dataclass(frozen=True)
+class Torchless:
+    """A virtual environment with the wheel's base install, away from the checkout."""
+
+    bin: Path
+    folder: Path  # an empty working directory: nothing is imported from the checkout
+    first: Path | None = None  # what lies there is imported before the environment's own
+
+    def run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """``program`` of this environment, run to its end."""
+        command = [str(self.bin / program), *arguments]
+        return subprocess.run(
+            command, cwd=self.folder, env=self.environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """For processes started here: this environment's programs first, and no path of another Python."""
+        others = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        first = {} if self.first is None else {"PYTHONPATH": str(self.first)}
+        return others | first | {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
+    (built,) = folder.glob("metafleet-*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def torchless(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Torchless:
+    """The wheel and its base dependencies, pinned, in an environment of their own."""
+    environment = tmp_path_factory.mktemp("torchless") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = str(environment / "bin" / "python")
+    pip("--python", python, "install", "--constraint", str(ROOT / "requirements" / "constraints.txt"), str(wheel))
+    return Torchless(environment / "bin", tmp_path_factory.mktemp("elsewhere"))
+
+
+@pytest.fixture(scope="session")
+def oldest(torchless: Torchless, tmp_path_factory: pytest.TempPathFactory) -> Torchless:
+    """The same with the least onnxruntime, which is also the boards'."""
+    folder = tmp_path_factory.mktemp("oldest")
+    pip("install", "--no-deps", "--target", str(folder), f"onnxruntime=={MIN_ONNXRUNTIME}")
+    return replace(torchless, first=folder)
+
+
+def pip(*arguments: str) -> None:
+    """This environment's pip; what it says is shown when it fails."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_holds_the_packages_and_neither_tests_nor_benchmarks(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == {"fleet_core", "edge_agent", "cloud_server", "export", "firmware_profiles"}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert {f"{top}/py.typed" for top in tops} <= set(names)
+
+
+def test_the_wheel_ships_the_boards_that_the_checkout_has(wheel: Path) -> None:
+    boards = {f"firmware_profiles/{path.name}" for path in (ROOT / "firmware_profiles").glob("*.toml")}
+    assert boards
+    assert boards <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_ships_the_heartbeats_with_their_licence(wheel: Path) -> None:
+    data = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("fleet_core/data/")}
+    assert "fleet_core/data/heartbeat.npz" in data
+    assert any("LICEN" in name.upper() for name in data)
+
+
+@pytest.mark.parametrize("module", ["torch", "onnx", "onnxscript", "amqtt", "PIL"])
+def test_the_base_install_has_none_of_the_extras(torchless: Torchless, module: str) -> None:
+    done = torchless.run("python", "-c", f"import {module}")
+    assert done.returncode == 1
+    assert f"No module named '{module}'" in done.stderr
+
+
+@pytest.mark.parametrize("program", ["metafleet", "edge-agent"])
+def test_both_commands_start_without_torch(torchless: Torchless, program: str) -> None:
+    done = torchless.run(program, "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "0.1.0" in done.stdout
+
+
+def test_a_fleet_is_not_made_without_torch_and_the_extra_is_named(torchless: Torchless, tmp_path: Path) -> None:
+    data = write_samples(tmp_path / "data.npz")
+    done = torchless.run("metafleet", "init", str(tmp_path / "fleet"), "--data", str(data))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert 'hint: pip install "metafleet[export]"' in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [data]
+    few = ("--devices", "2", "--new-devices", "1", "--data", str(data), "--out", str(tmp_path / "run"))
+    done = torchless.run("metafleet", "demo", *few)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert 'hint: pip install "metafleet[export]"' in done.stderr
+
+
+def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(torchless: Torchless, tmp_path: Path) -> None:
+    fleet = found_fleet(tmp_path / "fleet")
+    trains, serves = (device(fleet, name, tmp_path / name) for name in ("d0", "d1"))
+    np.save(tmp_path / "raw.npy", np.eye(3, 8, dtype=np.float32) * 3)
+    with private_broker(tmp_path / "broker") as broker, desk_in(tmp_path) as desk:
+        at = ("--broker", broker.url)
+
+        def start(program: str, *arguments: object) -> Program:
+            command = [str(torchless.bin / program), *map(str, arguments), *at]
+            return desk.start(*command, environ=torchless.environ, cwd=torchless.folder)
+
+        server = start("metafleet", "server", "start", fleet.folder)
+        agent = start("edge-agent", "run", "--home", serves)
+        agent.says("torch is not installed: this device serves and does not train")
+        agent.says("d1 is on")
+        trainer = desk.start(*edge_agent("run", "--home", trains, *at))
+        trainer.until(lambda: closed_rounds(fleet.folder) == [1, 2])
+
+        with Ledger(fleet.ledger_path, create=False) as ledger:
+            server.until(lambda: {row.device for row in ledger.rows(Judgement, round=2)} == {"d0", "d1"})
+            assert ledger.rows(Device, name="d1")[0].cannot == "does not train: torch is not installed"
+            assert [row.cohort for row in ledger.rounds("closed")] == [("d0",), ("d0",)]
+        done = torchless.run(
+            "metafleet", "predict", str(fleet.folder), "d1", str(tmp_path / "raw.npy"), "--json", *at
+        )
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        assert (tuple(answer["labels"]), answer["round"], answer["personalization"]) == (CLASSES, 2, "proto")
+
+    done = torchless.run("edge-agent", "personalize", "--home", str(serves), "--json")
+    assert json.loads(done.stdout)["personalization"] == "proto", done.stderr
+    done = torchless.run("edge-agent", "predict", str(tmp_path / "raw.npy"), "--home", str(serves), "--json")
+    assert json.loads(done.stdout) == answer
+    assert "Traceback" not in server.text() + agent.text()
+
+
+# Bundles on a device --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", ["torchless", "oldest"])
+def test_a_device_installs_personalizes_and_answers_without_torch_under_the_oldest_and_the_newest_onnxruntime(
+    request: pytest.FixtureRequest, runtime: str, tmp_path: Path
+) -> None:
+    device_: Torchless = request.getfixturevalue(runtime)
+    np.save(tmp_path / "raw.npy", np.eye(3, 8, dtype=np.float32) * 3)
+    stepping = {"1", "10"}
+    cases = {"pfldyn-proto": ("proto", set[str]()), "pfldyn-maml": ("sgd", stepping),
+             "fedmeta-metasgd": ("meta-sgd", stepping)}  # fmt: skip
+    for method, (how, steps) in cases.items():
+        path, home = tmp_path / f"{method}.bundle", tmp_path / method
+        device_bundle.write(path, bundle_of(method, stored="fp16", int8=method == "pfldyn-proto"))
+        home.mkdir()
+        save(home / "samples.npz", samples())
+        done = device_.run("edge-agent", "install", str(path), "--home", str(home), "--json")
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        assert (told["passed"]["onnxruntime"] == MIN_ONNXRUNTIME) == (runtime == "oldest")
+        assert told["passed"]["steps"].keys() == steps
+        assert (told["passed"]["int8"] is not None) == (method == "pfldyn-proto")
+        assert told["personalized"]["how"] == how
+        done = device_.run("edge-agent", "predict", str(tmp_path / "raw.npy"), "--home", str(home), "--json")
+        answer = json.loads(done.stdout)
+        assert (answer["round"], answer["personalization"]) == (7, how), done.stderr
+
+
+def test_an_operator_without_torch_verifies_a_bundle_and_a_device_refuses_a_broken_one(
+    oldest: Torchless, tmp_path: Path
+) -> None:
+    device_bundle.write(tmp_path / "b", bundle_of("fedmeta-metasgd"))
+    done = oldest.run("metafleet", "bundle", "verify", str(tmp_path / "b"), "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["torch"], told["onnxruntime"]) == (False, MIN_ONNXRUNTIME)
+    broken = bundle_of("fedmeta-metasgd")
+    golden = {**broken.graph.golden, "adapt": broken.graph.golden["adapt"] + np.float32(0.01)}
+    device_bundle.write(tmp_path / "broken", replace(broken, graph=replace(broken.graph, golden=golden)))
+    done = oldest.run("edge-agent", "install", str(tmp_path / "broken"), "--home", str(tmp_path / "home"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "'adapt' does not give its golden outputs after 1 steps" in done.stderr
+    assert not (tmp_path / "home").exists()
