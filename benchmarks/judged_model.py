@@ -66,8 +66,8 @@ def compare(parts: dict[str, tuple[Samples, Samples]], active: int, rounds: int,
             total: Params = trees.zeros_like(first)
             for model in latest.values():
                 total = trees.axpy(1 / len(latest), model, total)
-            gap = trees.norm(trees.subtract(state.judged, total)) / trees.norm(trees.subtract(total, first))
-            (a, f), (b, g) = judge(parts, state.judged), judge(parts, total)
+            gap = trees.norm(trees.subtract(state.served, total)) / trees.norm(trees.subtract(total, first))
+            (a, f), (b, g) = judge(parts, state.served), judge(parts, total)
             print(f"{number:>5} {gap:>9.1e}   {a:>22.4f}, {f:.4f}   {b:>24.4f}, {g:.4f}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A bundle from a fleet's graph and judged weights, compared with torch before it is written."""
+"""A bundle from a fleet's graph and served weights, compared with torch before it is written."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fleet_core.protocol.messages import MethodRef
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What a fleet has come to. fleet: its name. key: its public key, in hex. params: the judged model, float32, after
+class Served:
+    """What a fleet has come to. fleet: its name. key: its public key, in hex. params: the served model, float32, after
     ``round``. initial: the model's first weights."""
 
     fleet: str
@@ -37,36 +37,36 @@ class Judged:
     initial: Params
 
 
-def whole(judged: Judged, graph: Graph, *, stored: str, data: Samples | None, say: Callable[[str], None]) -> Bundle:
+def whole(served: Served, graph: Graph, *, stored: str, data: Samples | None, say: Callable[[str], None]) -> Bundle:
     """The bundle, gated. stored: of ``bundle_files.STORED``. data: to calibrate a quantized encoder with, None for
     none.
 
     Raises BundleError for a graph that fails its check, or where a device without torch would have no answers.
     """
-    method = judged.method
+    method = served.method
     if not graph.adapt and not trains(method):
-        graph = with_steps(graph, method, judged.hyper, judged.initial, say)
+        graph = with_steps(graph, method, served.hyper, served.initial, say)
     if graph.first:
         graph = replace(graph, first=device_bundle.as_stored(graph.first, stored))
-    how = _adaptation(judged, graph)
+    how = _adaptation(served, graph)
     graph = graph if how else _without_steps(graph)
-    _check_answers(judged, graph, how)
+    _check_answers(served, graph, how)
     say("comparing the graphs with torch …")
     gate.check(graph, build(graph.layout).eval())
-    params = device_bundle.as_stored(judged.params, stored)
+    params = device_bundle.as_stored(served.params, stored)
     int8, info = (b"", None) if data is None else quantized(graph, trees.only(params, ("body",)), data, say)
     manifest = Manifest(
-        format=device_bundle.FORMAT, fleet=judged.fleet, key=judged.key,
-        method=MethodRef(method.name, method.version, schema.plain(judged.hyper)),
-        model=ModelInfo(codecs.identity(params), judged.round, stored), adaptation=how, graph=graph.info, int8=info,
+        format=device_bundle.FORMAT, fleet=served.fleet, key=served.key,
+        method=MethodRef(method.name, method.version, schema.plain(served.hyper)),
+        model=ModelInfo(codecs.identity(params), served.round, stored), adaptation=how, graph=graph.info, int8=info,
         layout=graph.layout, layout_hash=graph.layout.hash,
     )  # fmt: skip
     return Bundle(manifest, graph, params, int8)
 
 
-def _adaptation(judged: Judged, graph: Graph) -> Steps | None:
+def _adaptation(served: Served, graph: Graph) -> Steps | None:
     """The steps of the graph ``adapt``, which moves the head alone where the method's whole does not become a graph."""
-    how, traced = steps_of(judged.method, judged.hyper), graph.info.adapt
+    how, traced = steps_of(served.method, served.hyper), graph.info.adapt
     if traced is None or how is None:
         return None
     return replace(how, groups=traced.groups, rates=traced.rates)
@@ -78,9 +78,9 @@ def _without_steps(graph: Graph) -> Graph:
     return replace(graph, adapt=b"", golden=golden, info=replace(graph.info, adapt=None))
 
 
-def _check_answers(judged: Judged, graph: Graph, how: Steps | None) -> None:
+def _check_answers(served: Served, graph: Graph, how: Steps | None) -> None:
     """Raises BundleError where nothing of it answers."""
-    method = judged.method
+    method = served.method
     as_it_is = {tensor.group for tensor in graph.layout.tensors} <= set(method.shared)
     if not (as_it_is or how or method.personalizer in ("proto", "gp", "knn")):
         raise BundleError(

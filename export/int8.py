@@ -1,7 +1,7 @@
 """The encoder quantized to int8 on data that the operator names, and what that costs.
 
 Static quantization of onnxruntime: QDQ, signed weights with a scale for each channel, activations calibrated by their
-least and largest values. The weights are inside of the file, which is of one judged model alone.
+least and largest values. The weights are inside of the file, which is of one served model alone.
 
 The cost is taken on few-shot tasks of samples that were not calibrated with: class means of a few samples of every
 class (Snell et al. 2017), by the encoder as it is and by the quantized one.
@@ -71,7 +71,7 @@ def _raw(graph: Graph, data: Samples) -> Array:
 
 
 def _divided(y: Array) -> tuple[Array, Array]:
-    """(rows to calibrate with, rows to judge with): a third of every class, in its order, is for calibrating."""
+    """(rows to calibrate with, rows to evaluate with): a third of every class, in its order, is for calibrating."""
     rows = [np.flatnonzero(y == label) for label in np.unique(y)]
     if len(rows) < 2 or min(map(len, rows)) < 3:
         raise DataError(f"{len(rows)} classes, the smallest with {min(map(len, rows), default=0)} samples",

@@ -76,7 +76,7 @@ def learn(model: str, method_name: str, candidate: Candidate, rounds: int, seed:
             own[name] = done.pending
             updates.append(Update(name, Payload(trees.widened(done.update.groups), done.update.scalars)))
         state = method.server.apply(state, updates, len(data), hyper)
-    judged = trees.apply(lambda a: np.asarray(a, np.float32), state.judged)
+    judged = trees.apply(lambda a: np.asarray(a, np.float32), state.served)
     return {name: _pooled(answers, data) for name, answers in _answers(method_name, network, judged, data, layout)}
 
 

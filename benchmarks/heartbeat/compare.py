@@ -23,7 +23,7 @@ from typing import Any
 from fleet_core.base.storage import write_json
 
 STAGES = ("before", "fine_tuned", "after")
-GROUPS = ("judged", "new_devices")
+GROUPS = ("evaluated", "new_devices")
 
 
 def demo(options: argparse.Namespace, seed: int) -> dict[str, Any]:

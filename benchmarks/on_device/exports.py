@@ -44,7 +44,7 @@ FAMILIES: Mapping[str, tuple[str, InputSpec, dict[str, Any]]] = {
 CLASSES = tuple("abcde")
 
 
-class Own(nn.Module):
+class PersonalFiles(nn.Module):
     """A model of one's own, of ordinary layers: a residual block, a strided convolution, LayerNorm, GELU."""
 
     def __init__(self, classes: int) -> None:
@@ -63,7 +63,7 @@ class Own(nn.Module):
 def bring_own() -> None:
     """Makes ``OWN`` a module that can be imported, as a person's installed package is."""
     module = types.ModuleType(OWN.partition(":")[0])
-    module.__dict__["build"] = lambda shape, classes: Own(classes)
+    module.__dict__["build"] = lambda shape, classes: PersonalFiles(classes)
     sys.modules[module.__name__] = module
 
 

@@ -203,7 +203,7 @@ def experiment(plan: Plan, method: str, seed: int, train: Path, spec: InputSpec)
         "partition": {"kind": "natural", "seed": seed, "options": {"split": "time", "train_fraction": 0.9}},
         "model": {"name": plan.model, "options": dict(plan.options)},
         "budget": {"rounds": training.rounds},
-        "judge": {"every": 0, "devices": 1},
+        "evaluation": {"every": 0, "devices": 1},
         "method": [{"name": method, "hyper": dict(training.hyper)}],
     })
 
@@ -237,7 +237,7 @@ def _run(asked: experiments.Experiment, folder: Path) -> tuple[Layout, Params, f
     first = wire.ordered({**models.initial(layout, run.seed), **wire.zeros(besides)})
     checkpoint = store.resume(first)
     assert checkpoint is not None
-    judged = trees.only(checkpoint.state.judged, run.method.shared)
+    judged = trees.only(checkpoint.state.served, run.method.shared)
     return layout, trees.apply(lambda a: np.asarray(a, np.float32), judged), store.result()["seconds"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.on_device.cases import LR, STEPS, SUPPORT, Case, drawn, plain
-from edge_agent.device.state import Home, Weights
+from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference import relearn
 from edge_agent.inference.service import service_of
 from export.adapt import with_adapt
@@ -63,7 +63,7 @@ def _home(folder: Path, name: str, graph: Graph, weights: Any, x: Any, y: Any) -
     method = METHODS[method_name]
     folder.mkdir()
     (folder / "device.toml").write_text(DEVICE)
-    Home(folder).save_graph("0" * 32, graph_bundle.pack(graph))
+    DeviceState(folder).save_graph("0" * 32, graph_bundle.pack(graph))
     service = service_of(folder, settings_of(folder))
     service.known_classes()
     stored.append(service.local().added_path, Samples(x, y, classes=service.layout.classes))

@@ -18,7 +18,7 @@ from benchmarks.overhead.crew import end_in_order
 from benchmarks.overhead.run import SETTLE_S, Setting, Stage, at_rest, start_agent, watched
 from benchmarks.overhead.workload import Workload, make_fleet
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Judgement
+from cloud_server.records.ledger_tables import Evaluation
 from fleet_core.base.storage import write_json
 
 BAR_KB_PER_HOUR = 20.0
@@ -47,7 +47,7 @@ def measure(minutes: float) -> dict[str, Any]:
         )
         agent = start_agent(crew, house.rooms[0], crew.folder / "devices" / "d0")
         with Ledger(fleet.ledger_path) as ledger:
-            watched(crew, [agent.pid], lambda: ledger.rows(Judgement) and at_rest([agent.pid]))
+            watched(crew, [agent.pid], lambda: ledger.rows(Evaluation) and at_rest([agent.pid]))
         time.sleep(SETTLE_S)
         before, began = house.passed(), time.monotonic()
         crew.until(lambda: time.monotonic() - began >= minutes * 60, minutes * 60 + 60, every_s=1.0)

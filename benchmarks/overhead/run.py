@@ -33,7 +33,7 @@ from benchmarks.overhead.crew import Crew, Process, cpu_s, end_in_order, start_b
 from benchmarks.overhead.rooms import House, Passed
 from benchmarks.overhead.workload import PARAMETERS, RAW_BYTES, Workload, make_fleet
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Judgement
+from cloud_server.records.ledger_tables import Evaluation
 from fleet_core.base.storage import write_json
 
 LIMIT_S = 240.0
@@ -121,7 +121,7 @@ def run_fleet(workload: Workload, setting: Setting, codec: str) -> Figures:
         with Ledger(fleet.ledger_path) as ledger:
             work = watched(crew, pids, lambda: len(ledger.rounds("closed")) >= workload.rounds)
             at_end = {"server_cpu_s": cpu_s([server.pid]), "device_cpu_s": used_by(pids) / len(pids)}
-            adapting = watched(crew, pids, lambda: len(ledger.rows(Judgement)) >= workload.devices and at_rest(pids))
+            adapting = watched(crew, pids, lambda: len(ledger.rows(Evaluation)) >= workload.devices and at_rest(pids))
             session = settled(crew, pids)
             passed, volume = house.passed(), ledger.totals().volume
             ends = [row.closed_at for row in ledger.rounds("closed") if row.closed_at is not None]

@@ -4,9 +4,9 @@
         [--out build/own-data] [--jobs 2]
 
 Validation: every candidate on every set with the default method, inside what the devices train on, whose time is cut
-once more and of which a quarter stands for new devices (``judge.within_training``). Test: the chosen model beside the
-former default on what was held out, by class means, by fine-tuning and by Per-FedAvg. The figure is that of ``metafleet
-advise``: macro-F1 of the devices that train and of the new ones, each device counting the same.
+once more and of which a quarter stands for new devices (``evaluation.within_training``). Test: the chosen model beside
+the former default on what was held out, by class means, by fine-tuning and by Per-FedAvg. The figure is that of
+``metafleet advise``: macro-F1 of the devices that train and of the new ones, each device counting the same.
 
 Every run is a folder of ``metafleet simulate`` below OUT; the same command goes on where it was, and writes
 ``result.json`` and the tables of README.md. CACHE has the sets har, spoken-digits and mnist; those that are not there
@@ -127,10 +127,10 @@ class Job(NamedTuple):
     def takes(self, out: Path) -> Experiment:
         candidate, there = PARTS[self.part].candidates[self.label], sets.sections(self.set, out / "data")
         natural = {"split": "time", "train_fraction": 0.6, **there.get("partition", {}).get("options", {})}
-        judge = {"every": 0, "within_training": self.stage == "validation", "new_devices": 0.25, "support": [0.33],
-                 "support_split": "time", **there.get("judge", {})}
+        evaluation = {"every": 0, "within_training": self.stage == "validation", "new_devices": 0.25, "support": [0.33],
+                 "support_split": "time", **there.get("evaluation", {})}
         return experiments.read({
-            "seeds": [self.seed], "data": there["data"], "partition": {"options": natural}, "judge": judge,
+            "seeds": [self.seed], "data": there["data"], "partition": {"options": natural}, "evaluation": evaluation,
             "model": {"name": candidate.model, "options": dict(candidate.options)}, "budget": {"rounds": ROUNDS},
             "method": [{"name": self.method, "hyper": METHODS[self.method]}],
         })
@@ -176,7 +176,7 @@ def run(job: Job, out: Path, ends: float) -> dict[str, Any] | None:
 def baseline(job: Job, out: Path) -> float:
     """The nearest class mean on the devices of a run."""
     experiment = job.takes(out)
-    return round(nearest_mean(workload.build(experiment), experiment.judge.support[0]), DIGITS)
+    return round(nearest_mean(workload.build(experiment), experiment.evaluation.support[0]), DIGITS)
 
 
 def main() -> None:

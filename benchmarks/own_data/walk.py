@@ -25,7 +25,7 @@ from benchmarks.own_data import files
 from benchmarks.own_data.commands import COMMAND_S, Commands, Failed, text
 from benchmarks.own_data.files import Part
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Alone, Judgement
+from cloud_server.records.ledger_tables import Alone, Evaluation
 from edge_agent.http.tensors import OF_NUMPY
 
 FLEET, BUNDLE, REPORT = "plant", "plant.bundle", "report.html"
@@ -105,10 +105,10 @@ def _walked(commands: Commands, devices: list[Device], form: str, init: tuple[st
     agents = _joined(commands, training, form)
     with Ledger(commands.folder / FLEET / "ledger.sqlite") as ledger:
         rounds = _rounds(commands.folder)
-        _judged(commands, ledger, rounds, [device.name for device in training])
+        _evaluated(commands, ledger, rounds, [device.name for device in training])
         rounds_s = time.monotonic() - rounds_s
         agents += _joined(commands, devices[TRAINING:], form)
-        _judged(commands, ledger, rounds, [device.name for device in devices])
+        _evaluated(commands, ledger, rounds, [device.name for device in devices])
         ends = [(row.seconds or 0.0) for row in ledger.rounds("closed")]
 
     status = json.loads(commands.done("metafleet", "server", "status", FLEET, "--json").stdout)
@@ -164,10 +164,10 @@ def _rounds(folder: Path) -> int:
     return int(found[1])
 
 
-def _judged(commands: Commands, ledger: Ledger, rounds: int, names: list[str]) -> None:
+def _evaluated(commands: Commands, ledger: Ledger, rounds: int, names: list[str]) -> None:
     """Waits until these devices have answered their held-back samples with the last round's model."""
     def there() -> bool:
-        of_last = {row.device for row in ledger.rows(Judgement, round=rounds)}
+        of_last = {row.device for row in ledger.rows(Evaluation, round=rounds)}
         return {row.device for row in ledger.rows(Alone)} & of_last >= set(names)
 
     commands.until(there, f"the answers of {', '.join(names)} after round {rounds}", ROUNDS_S)

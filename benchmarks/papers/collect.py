@@ -202,7 +202,7 @@ def _reached(asked: Experiment, methods: Methods) -> dict[str, Any]:
     ]
     if not known:
         return {}
-    entries = comparison.compare(known, targets=asked.judge.targets).entries
+    entries = comparison.compare(known, targets=asked.evaluation.targets).entries
     return {entry.label: comparison.present(_written(entry.reached)) for entry in entries}
 
 

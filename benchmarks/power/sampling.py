@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from edge_agent.rounds.costs import Accounts  # noqa: E402
+from edge_agent.rounds.costs import AgentCosts  # noqa: E402
 from fleet_core.board.profile import Power  # noqa: E402
 from fleet_core.power.choose_meter import sensor_of  # noqa: E402
 from fleet_core.power.sampled_meter import Sampled  # noqa: E402
@@ -59,16 +59,16 @@ def run(sensor: str, chunks_a_second: int, seconds: float) -> None:
         root = tree(Path(folder), sensor)
         meter = Sampled(sensor_of(power_of(sensor), root), 1.0)
         samples = meter._share._counter
-        with_meter = loop(Accounts(meter), chunks_a_second, seconds)
+        with_meter = loop(AgentCosts(meter), chunks_a_second, seconds)
         readings = getattr(samples, "readings", None)
-        without = loop(Accounts(None), chunks_a_second, seconds)
+        without = loop(AgentCosts(None), chunks_a_second, seconds)
         print(json.dumps({
             "sensor": sensor, "chunks_a_second": chunks_a_second, "readings_a_second": round(readings / seconds, 2),
             "share_of_a_core": round(with_meter - without, 5), "within": with_meter - without <= LIMIT,
         }))
 
 
-def loop(accounts: Accounts, chunks_a_second: int, seconds: float) -> float:
+def loop(accounts: AgentCosts, chunks_a_second: int, seconds: float) -> float:
     before_s, end_s, turn = cpu_s(), time.monotonic() + seconds, 0
     with accounts.metering():
         while time.monotonic() < end_s:

@@ -36,7 +36,7 @@ def measure(devices: int, rounds: int) -> dict[str, Any]:
             "data": {"path": str(Path(folder) / "samples.npz")},
             "model": {"name": "lenet"},
             "budget": {"rounds": rounds},
-            "judge": {"every": 0, "devices": 1},
+            "evaluation": {"every": 0, "devices": 1},
             "method": [{"name": "pfldyn-proto", "hyper": {"local_steps": 1, "support_batch": 4, "query_batch": 4}}],
         })
         disk = {"devices_with_state": 0, "states_bytes": 0}

@@ -32,7 +32,7 @@ def experiment(workload: Workload, rounds: int, folder: Path) -> Experiment:
         "partition": {"options": {"split": "time", "train_fraction": 0.5}},
         "model": {"name": workload.model, "options": OPTIONS[workload.model]},
         "budget": {"rounds": rounds},
-        "judge": {"every": 0, "devices": 1},
+        "evaluation": {"every": 0, "devices": 1},
         "method": [{"name": "fedavg", "hyper": hyper}],
     })
 

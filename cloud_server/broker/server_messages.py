@@ -12,7 +12,7 @@ from fleet_core.protocol.messages import Down, ServerPresence
 from fleet_core.protocol.signing import Signer
 
 
-class Voice:
+class ServerMessages:
     """Words to devices go at QoS 0, for what is lost is asked for again; the first one, ``heard``, at QoS 1, so that a
     broker of MQTT 5 says if it denies them. boot: of this aggregator's life."""
 

@@ -19,7 +19,7 @@ from fleet_core.base.processes import typed
 if TYPE_CHECKING:
     from fleet_core.personalization.device_bundle import Bundle
 
-bundle_app = typer.Typer(help="Bundles: a judged model with all that a device needs.", no_args_is_help=True)
+bundle_app = typer.Typer(help="Bundles: a served model with all that a device needs.", no_args_is_help=True)
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 EXTRA = 'pip install "metafleet[export]"'
 
@@ -33,7 +33,7 @@ def export(
     ] = None,
     as_json: JSON = False,
 ) -> None:
-    """Write a judged model as a bundle that a device installs and answers with, without torch and without a broker."""
+    """Write a served model as a bundle that a device installs and answers with, without torch and without a broker."""
     from fleet_core.personalization import device_bundle
     from fleet_core.personalization.device_bundle import STORED
 
@@ -69,24 +69,24 @@ def verify(
 
 
 def _made(source: Path, stored: str, data: str | None) -> Bundle:
-    from cloud_server.records.served_model import judged_model, place_of
+    from cloud_server.records.served_model import place_of, served_model
     from fleet_core.data import samples
     from fleet_core.model import graph_bundle
 
     fleet, file = place_of(source)
     graph = graph_bundle.unpack(fleet.graph_bytes())
-    number, params = judged_model(fleet, file, graph.layout)
+    number, params = served_model(fleet, file, graph.layout)
     try:
-        from export.full_bundle import Judged, whole  # torch and onnx: only here
+        from export.full_bundle import Served, whole  # torch and onnx: only here
     except ModuleNotFoundError as error:
         raise ConfigError(f"'{error.name}' is not installed", hint=EXTRA) from error
-    judged = Judged(fleet.config.fleet.name, fleet.public_key(), fleet.method, fleet.hyper, number, params,
+    served = Served(fleet.config.fleet.name, fleet.public_key(), fleet.method, fleet.hyper, number, params,
                     fleet.weights(graph.layout))
     layout = graph.layout
     spec = layout.input
     named = None if data is None else samples.load(Path(data), classes=layout.classes, dtype=spec.dtype,
                                                    shape=spec.shape)
-    return whole(judged, graph, stored=stored, data=named, say=processes.say)
+    return whole(served, graph, stored=stored, data=named, say=processes.say)
 
 
 def _checked_apart(place: Path) -> dict[str, Any]:

@@ -63,8 +63,8 @@ class Checkpoints:
     def save(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
         roles: dict[str, Params] = {"model": state.model}
-        if state.judged is not state.model:
-            roles["judged"] = state.judged
+        if state.served is not state.model:
+            roles["served"] = state.served
         roles |= {f"memory.{name}": tree for name, tree in state.memory.items()}
         if checkpoint.published is not None:
             roles["published"] = checkpoint.published
@@ -82,7 +82,7 @@ class Checkpoints:
         return self.path(round_number).exists()
 
     def save_served(self, round_number: int, params: Params) -> None:
-        """The judged model that was published after ``round_number``."""
+        """The served model that was published after ``round_number``."""
         _write(self._served, storage.flatten(params), {"round": str(round_number)})
 
     def served(self) -> tuple[int, Params] | None:
@@ -94,7 +94,7 @@ class Checkpoints:
         if found is None:
             aside = self._served.with_suffix(".damaged")
             self._served.replace(aside)
-            self._log(f"{self._served} is damaged: set aside as {aside.name}; the next judged model takes its place")
+            self._log(f"{self._served} is damaged: set aside as {aside.name}; the next served model takes its place")
             return None
         arrays, metadata = found
         return int(metadata["round"]), storage.unflatten(arrays)
@@ -116,7 +116,7 @@ class Checkpoints:
         model = roles.get("model", {})  # a method that shares nothing has none
         scalars = json.loads(metadata.get("scalars", "{}"))
         state = ServerState(
-            model, roles.get("judged", model), memory, int(metadata["dual_epoch"]), scalars, round_number
+            model, _served(roles), memory, int(metadata["dual_epoch"]), scalars, round_number
         )
         facts = {key: value for key, value in metadata.items() if key not in OWN}
         return Checkpoint(round_number, state, roles.get("published"), roles.get("lost"), facts)
@@ -134,8 +134,8 @@ def facts(path: Path) -> dict[str, str]:
     return found[1]
 
 
-def judged(path: Path) -> tuple[int, Params]:
-    """(round, judged model) of a checkpoint, float64, or of a served model, float32. Only reads, so that an aggregator
+def served(path: Path) -> tuple[int, Params]:
+    """(round, served model) of a checkpoint, float64, or of a served model, float32. Only reads, so that an aggregator
     may be at work. Raises StateError."""
     found = _read(path)
     if found is None:
@@ -144,7 +144,7 @@ def judged(path: Path) -> tuple[int, Params]:
     if "dual_epoch" not in metadata:
         return int(metadata["round"]), storage.unflatten(arrays)
     roles = storage.unflatten_roles(arrays)
-    return int(metadata["round"]), roles.get("judged", roles.get("model", {}))
+    return int(metadata["round"]), _served(roles)
 
 
 def _ordered(tree: Params, order: Params) -> Params:
@@ -182,3 +182,8 @@ def _digest(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(array.data)
     return digest.hexdigest()
+
+
+def _served(roles: Mapping[str, Params]) -> Params:
+    """Version 0.1 called the role ``judged``; where the trained model is served there is none of its own."""
+    return roles.get("served", roles.get("judged", roles.get("model", {})))

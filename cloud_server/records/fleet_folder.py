@@ -153,7 +153,7 @@ class Fleet:
 
     def _telling(self) -> list[str]:
         """What of a device's samples its updates tell, other methods' do not."""
-        if self.method.given:
+        if self.method.per_device:
             return [f"{self.method.name} makes a model for each device, which every device of the fleet may read at "
                     "the broker during the round; it goes whole and as fp32, whatever codec the link has for models"]
         if "prototypes" not in self.method.shared:

@@ -1,4 +1,4 @@
-"""The fleet's books: rounds, devices, updates, bytes, joules and judgements in one SQLite file.
+"""The fleet's books: rounds, devices, updates, bytes, joules and evaluations in one SQLite file.
 
 One process writes (the aggregator); any number read at the same time (status, live view, report). The command line's
 own writes are requests: ``ask`` leaves one and the aggregator ``settle``s it. A ``Ledger`` belongs to the thread that

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-VERSION = 4
+VERSION = 5
 STAGES = ("before", "fine_tuned", "after")
 
 SCHEMA = """
@@ -71,6 +71,7 @@ CREATE TABLE alone (
     round INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices, frequent INTEGER NOT NULL, method TEXT NOT NULL,
     confusion TEXT NOT NULL, PRIMARY KEY (round, device));
 """,
+    5: "ALTER TABLE judgements RENAME TO evaluations; ALTER TABLE rounds RENAME COLUMN judged_id TO served_id;",
 }
 """What each version added to those before it."""
 
@@ -90,7 +91,7 @@ class Row:
 class Round(Row):
     """members: enrolled devices when it opened. models_transmitted: models up and down, in whole models.
 
-    status: open | closed | abandoned. model_id, judged_id: blobs that were published to train on and to judge.
+    status: open | closed | abandoned. model_id, served_id: blobs that were published to train on and to evaluate.
     """
 
     table = "rounds"
@@ -101,7 +102,7 @@ class Round(Row):
     cohort: tuple[str, ...] = ()
     members: int = 0
     model_id: str = ""
-    judged_id: str | None = None
+    served_id: str | None = None
     models_transmitted: float | None = None
     seconds: float | None = None
     loss: float | None = None
@@ -111,7 +112,7 @@ class Round(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Device(Row):
-    """cannot: why it cannot take part, or None. took_part: an update of it was counted. new: joined to be judged.
+    """cannot: why it cannot take part, or None. took_part: an update of it was counted. new: joined to be evaluated.
     revoked_at: None also for one that was revoked before ledgers kept it."""
 
     table = "devices"
@@ -223,10 +224,10 @@ class Flops(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judgement(Row):
+class Evaluation(Row):
     """How a device's answers fared on its own test samples. stage: before | fine_tuned | after personalization."""
 
-    table = "judgements"
+    table = "evaluations"
     key = ("round", "device", "stage")
     round: int
     device: str
@@ -240,8 +241,9 @@ class Judgement(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Alone(Row):
-    """What a device could answer without the fleet, on the test samples of that round's judgements. frequent: the class
-    that most of its own labelled samples have. method, confusion: of a plain baseline, empty where there is none."""
+    """What a device could answer without the fleet, on the test samples of that round's evaluations. frequent: the
+    class that most of its own labelled samples have. method, confusion: of a plain baseline, empty where there is
+    none."""
 
     table = "alone"
     key = ("round", "device")

@@ -1,4 +1,4 @@
-"""The judged model of a fleet, by its folder or one of its checkpoints, while an aggregator may be at work there."""
+"""The served model of a fleet, by its folder or one of its checkpoints, while an aggregator may be at work there."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ STATE, SERVED = "state", "served.safetensors"
 
 
 def place_of(source: Path) -> tuple[Fleet, Path]:
-    """(the fleet, the file of its judged model) that ``source`` names: a fleet's folder, for the model that was served
+    """(the fleet, the file of its served model) that ``source`` names: a fleet's folder, for the model that was served
     last, or a file of its folder ``state``. Raises ConfigError."""
     if source.is_dir():
         fleet, served = Fleet.load(source), source / STATE / SERVED
         if not served.exists():
             hint = f"metafleet server start {typed(source)}, or give a checkpoint of {typed(source / STATE)}"
-            raise ConfigError("no model was judged here yet", where=str(source), hint=hint)
+            raise ConfigError("no model was evaluated here yet", where=str(source), hint=hint)
         return fleet, served
     if not source.is_file() or source.resolve().parent.name != STATE:
         expected = f"FLEET, or FLEET/{STATE}/round-….safetensors"
@@ -32,10 +32,10 @@ def place_of(source: Path) -> tuple[Fleet, Path]:
     return Fleet.load(source.resolve().parent.parent), source
 
 
-def judged_model(fleet: Fleet, file: Path, layout: Layout) -> tuple[int, Params]:
-    """(round, the groups that the fleet shares, float32) of the judged model in ``file``. Raises StateError for one
+def served_model(fleet: Fleet, file: Path, layout: Layout) -> tuple[int, Params]:
+    """(round, the groups that the fleet shares, float32) of the served model in ``file``. Raises StateError for one
     that is damaged or of another model."""
-    number, arrays = checkpoint.judged(file)
+    number, arrays = checkpoint.served(file)
     shared = fleet.method.shared
     wire = layout.extended(fleet.method.down, shared)
     params = wire.ordered(trees.apply(lambda a: np.asarray(a, np.float32), trees.only(arrays, shared)))

@@ -59,8 +59,8 @@ def _heading(run: Result, title: str) -> str:
 def _cards(run: Result) -> str:
     energy = run.totals.energy_j if run.totals else None
     cards = [
-        _judged_card("Macro-F1, all judged devices", run.judged),
-        _judged_card("Macro-F1, new devices", run.new_devices) if run.new_devices else "",
+        _evaluated_card("Macro-F1, all evaluated devices", run.evaluated),
+        _evaluated_card("Macro-F1, new devices", run.new_devices) if run.new_devices else "",
         _byte_card(run),
         _card("Energy, all devices", _figure(joules_text(energy)), f"{energy.source}{missing_text(energy.missing)}")
         if energy
@@ -78,14 +78,14 @@ def _byte_card(run: Result) -> str:
     return _card("Bytes per device", _figure(bytes_text((moved.up + moved.down) / fleet)), under)
 
 
-def _judged_card(heading: str, judged: Pooled | None) -> str:
-    if judged is None:
-        return _card(heading, "not judged yet", "")
-    after = share_text(judged.macro_f1)
-    if judged.before is None:
-        return _card(heading, after, stage_text("after", judged.method))
-    figure = f'<span class="from">{share_text(judged.before.macro_f1)} →</span> {after}'
-    labels = [stage_text("before", judged.before.method), stage_text("after", judged.method)]
+def _evaluated_card(heading: str, evaluated: Pooled | None) -> str:
+    if evaluated is None:
+        return _card(heading, "not evaluated yet", "")
+    after = share_text(evaluated.macro_f1)
+    if evaluated.before is None:
+        return _card(heading, after, stage_text("after", evaluated.method))
+    figure = f'<span class="from">{share_text(evaluated.before.macro_f1)} →</span> {after}'
+    labels = [stage_text("before", evaluated.before.method), stage_text("after", evaluated.method)]
     return _card(heading, figure, " → ".join(labels))
 
 
@@ -117,7 +117,7 @@ def _verdict(run: Result) -> str:
 
 def _devices(run: Result) -> str:
     if not run.personalization:
-        return "<h2>Devices</h2><p class='soft'>No device was judged in this run.</p>"
+        return "<h2>Devices</h2><p class='soft'>No device was evaluated in this run.</p>"
     stages = run.stages()
     names = [escape(stage_text(stage, method)) for stage, method in stages.items()]
     headings = "".join(f'<th class="stage first" scope="colgroup" colspan="2">{name}</th>' for name in names)
@@ -126,9 +126,9 @@ def _devices(run: Result) -> str:
     measures = (accuracy + f1) * len(stages)
     rows = "".join(_device_row(_device_name(p), [(s, p.at(s)) for s in stages]) for p in run.personalization)
     sums = "".join(
-        _device_row(name, [(s, judged.at(s)) for s in stages])
-        for name, judged in (("All, pooled", run.judged), ("New, pooled", run.new_devices))
-        if judged
+        _device_row(name, [(s, evaluated.at(s)) for s in stages])
+        for name, evaluated in (("All, pooled", run.evaluated), ("New, pooled", run.new_devices))
+        if evaluated
     )
     return (
         "<h2>What personalization brought</h2>"
@@ -158,28 +158,29 @@ def _curves(run: Result) -> str:
     if not run.rounds:
         return ""
     charts = _accuracy_chart(run.rounds) + _loss_chart(run.rounds)
-    judged = any(r.accuracy for r in run.rounds)
-    note = "" if judged else '<p class="note">No round of this run was judged.</p>'
+    evaluated = any(r.accuracy for r in run.rounds)
+    note = "" if evaluated else '<p class="note">No round of this run was evaluated.</p>'
     return f'<h2>Learning</h2><div class="charts">{charts}</div>{note}'
 
 
 def _accuracy_chart(rounds: Sequence[RoundFigures]) -> str:
-    judged = [(r.round, r.accuracy) for r in rounds if r.accuracy]
-    if not judged:
+    evaluated = [(r.round, r.accuracy) for r in rounds if r.accuracy]
+    if not evaluated:
         return ""
     mean, best, worst = (
-        Line(name, style, [(n, getattr(spread, name)) for n, spread in judged])
+        Line(name, style, [(n, getattr(spread, name)) for n, spread in evaluated])
         for name, style in (("mean", "one"), ("best", "three"), ("worst", "two"))
     )
-    last_round, last = judged[-1]
+    last_round, last = evaluated[-1]
     text = (
         f"After round {last_round} the mean accuracy is {share_text(last.mean)}, "
         f"the worst device's {share_text(last.worst)} and the best device's {share_text(last.best)}."
     )
-    rows = [(str(n), share_text(s.mean), share_text(s.worst), share_text(s.best)) for n, s in judged]
+    rows = [(str(n), share_text(s.mean), share_text(s.worst), share_text(s.best)) for n, s in evaluated]
     chart = line_chart(
         "accuracy", "Accuracy of the devices over the rounds", text, [mean, best, worst], bands=[(worst, best)],
-        y_ticks=ticks(max(0.0, min(s.worst for _, s in judged) - 0.02), 1.0), y_text="{:.2f}".format, x_label="round",
+        y_ticks=ticks(max(0.0, min(s.worst for _, s in evaluated) - 0.02), 1.0), y_text="{:.2f}".format,
+        x_label="round",
     )  # fmt: skip
     table = _table(("round", "mean", "worst", "best"), rows)
     return _chart("Accuracy of the devices", [mean, best, worst], chart, table)

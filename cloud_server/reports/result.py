@@ -1,4 +1,4 @@
-"""``result.json``: what a run says about itself, and the two figures that judge it.
+"""``result.json``: what a run says about itself, and the two figures that evaluate it.
 
 The dataclasses are the schema; ``build`` fills them from the ledger, ``to_json`` writes them with the keys of figures
 that were not taken left out, ``parse`` and ``validate`` read them back.
@@ -17,7 +17,7 @@ import numpy as np
 
 from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger import Bytes, Joules, Ledger
-from cloud_server.records.ledger_tables import STAGES, Judgement
+from cloud_server.records.ledger_tables import STAGES, Evaluation
 from cloud_server.reports import verdict as verdicts
 from cloud_server.reports.scores import AMOUNT, SHARE, Score, confusion_accuracy, counts, macro_f1
 from cloud_server.reports.verdict import Verdict
@@ -52,7 +52,7 @@ class Pooled(Score):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFigures:
-    """A closed round. accuracy and macro_f1 (pooled) are of the devices that train, in rounds that were judged.
+    """A closed round. accuracy and macro_f1 (pooled) are of the devices that train, in rounds that were evaluated.
 
     asked: devices of the cohort. participants: whose update was counted. refused: updates.
     payload_bytes, mqtt_bytes, wire_bytes: all kinds of traffic of the round. models_transmitted: whole models, up and
@@ -77,7 +77,7 @@ class RoundFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Personalization:
-    """One judged device. new: it took no part in the training."""
+    """One evaluated device. new: it took no part in the training."""
 
     device: str
     new: bool
@@ -103,7 +103,7 @@ class Sums:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """devices: how many train, those that only joined to be judged not counted."""
+    """devices: how many train, those that only joined to be evaluated not counted."""
 
     format: int = field(metadata={"min": FORMAT, "max": FORMAT})
     method: str
@@ -113,13 +113,13 @@ class Result:
     devices: int = field(metadata=AMOUNT)
     rounds: tuple[RoundFigures, ...]
     personalization: tuple[Personalization, ...]
-    judged: Pooled | None = None
+    evaluated: Pooled | None = field(default=None, metadata={"was": "judged"})
     new_devices: Pooled | None = None
     totals: Sums | None = None
     verdict: Verdict | None = None
 
     def stages(self) -> dict[str, str | None]:
-        """The stages that were judged, in order, with their method (None where devices differ)."""
+        """The stages that were evaluated, in order, with their method (None where devices differ)."""
         scores = {stage: [s for p in self.personalization if (s := p.at(stage))] for stage in STAGES}
         methods = {stage: {s.method for s in found} for stage, found in scores.items() if found}
         return {stage: next(iter(names)) if len(names) == 1 else None for stage, names in methods.items()}
@@ -129,22 +129,22 @@ Baseline = Mapping[str, Mapping[str, Sequence[Sequence[int]]]]
 """Device → {"before": confusion, "fine_tuned": confusion}; either may be absent."""
 
 
-def judgement(
+def evaluation(
     round: int, device: str, stage: str, method: str, confusion: Sequence[Sequence[int]], *, new: bool = False
-) -> Judgement | None:
-    """A row for the ledger from the counts [N, N] of one device; None where there was nothing to judge."""
+) -> Evaluation | None:
+    """A row for the ledger from the counts [N, N] of one device; None where there was nothing to evaluate."""
     accuracy, f1 = confusion_accuracy(confusion), macro_f1(confusion, classes_present_only=True)
     if accuracy is None or f1 is None:
         return None
-    return Judgement(
+    return Evaluation(
         round=round, device=device, stage=stage, method=method, accuracy=accuracy, macro_f1=f1, new=new,
         confusion=tuple(tuple(int(n) for n in row) for row in confusion),
     )  # fmt: skip
 
 
-def pooled(judgements: Iterable[Judgement]) -> Score | None:
-    """The sum of the judged devices' counts, judged over all classes; None without judgements."""
-    rows = list(judgements)
+def pooled(evaluations: Iterable[Evaluation]) -> Score | None:
+    """The sum of the evaluated devices' counts, evaluated over all classes; None without evaluations."""
+    rows = list(evaluations)
     if not rows:
         return None
     total_NN = np.sum([counts(j.confusion) for j in rows], axis=0)
@@ -159,16 +159,17 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
     statuses: dict[int, list[str]] = {}
     for update in ledger.each(tables.Update, within):
         statuses.setdefault(update.round, []).append(update.status)
-    judged: dict[int, list[Judgement]] = {}
-    for row in ledger.each(Judgement, within, stage="after", new=False):
-        judged.setdefault(row.round, []).append(row)
+    evaluated: dict[int, list[Evaluation]] = {}
+    for row in ledger.each(Evaluation, within, stage="after", new=False):
+        evaluated.setdefault(row.round, []).append(row)
     figures = []
     for r in ledger.rounds("closed", within):
-        score, moved = pooled(judged.get(r.round, ())), volume.get(r.round)
+        score, moved = pooled(evaluated.get(r.round, ())), volume.get(r.round)
         figures.append(RoundFigures(
             round=r.round, asked=len(r.cohort), loss=r.loss, seconds=r.seconds, models_transmitted=r.models_transmitted,
             participants=statuses.get(r.round, []).count("counted"), refused=statuses.get(r.round, []).count("refused"),
-            accuracy=_spread([j.accuracy for j in judged.get(r.round, ())]), macro_f1=score.macro_f1 if score else None,
+            accuracy=_spread([j.accuracy for j in evaluated.get(r.round, ())]),
+            macro_f1=score.macro_f1 if score else None,
             payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,
             wire_bytes=moved.wire if moved else None, flops=flops.get(r.round), energy_j=joules.get(r.round),
         ))  # fmt: skip
@@ -195,7 +196,7 @@ def build(
                             **{stage: _score(j) for stage, j in stages.items()})
             for name, stages in sorted(latest.items())
         ),
-        judged=_pooled(latest), totals=sums(ledger), verdict=verdicts.of_ledger(ledger),
+        evaluated=_pooled(latest), totals=sums(ledger), verdict=verdicts.of_ledger(ledger),
         new_devices=_pooled({name: s for name, s in latest.items() if any(j.new for j in s.values())}),
     )  # fmt: skip
 
@@ -251,29 +252,29 @@ def validate(data: Any) -> list[str]:
     return [*map(str, problems), *nulls]
 
 
-def _latest(ledger: Ledger, baseline: Baseline | None, method: str) -> dict[str, dict[str, Judgement]]:
-    """Device → stage → its last judgement, the baseline's in place of the ledger's."""
-    latest: dict[str, dict[str, Judgement]] = {}
-    for row in ledger.rows(Judgement):
+def _latest(ledger: Ledger, baseline: Baseline | None, method: str) -> dict[str, dict[str, Evaluation]]:
+    """Device → stage → its last evaluation, the baseline's in place of the ledger's."""
+    latest: dict[str, dict[str, Evaluation]] = {}
+    for row in ledger.rows(Evaluation):
         if baseline is None or row.stage == "after":
             latest.setdefault(row.device, {})[row.stage] = row
     new = {device.name for device in ledger.devices() if device.new}
     for device, stages in (baseline or {}).items():
         for stage, confusion in stages.items():
-            judged = judgement(0, device, stage, method, confusion, new=device in new)
-            if judged:
-                latest.setdefault(device, {})[stage] = judged
+            evaluated = evaluation(0, device, stage, method, confusion, new=device in new)
+            if evaluated:
+                latest.setdefault(device, {})[stage] = evaluated
     return latest
 
 
-def _pooled(latest: Mapping[str, Mapping[str, Judgement]]) -> Pooled | None:
-    """Over the devices judged after personalization; an earlier stage only if all of them have it."""
-    judged = [stages for stages in latest.values() if "after" in stages]
-    after = pooled(stages["after"] for stages in judged)
+def _pooled(latest: Mapping[str, Mapping[str, Evaluation]]) -> Pooled | None:
+    """Over the devices evaluated after personalization; an earlier stage only if all of them have it."""
+    evaluated = [stages for stages in latest.values() if "after" in stages]
+    after = pooled(stages["after"] for stages in evaluated)
     if after is None:
         return None
     before, fine_tuned = (
-        pooled(stages[stage] for stages in judged) if all(stage in stages for stages in judged) else None
+        pooled(stages[stage] for stages in evaluated) if all(stage in stages for stages in evaluated) else None
         for stage in ("before", "fine_tuned")
     )
     return Pooled(
@@ -281,7 +282,7 @@ def _pooled(latest: Mapping[str, Mapping[str, Judgement]]) -> Pooled | None:
     )
 
 
-def _score(row: Judgement) -> Score:
+def _score(row: Evaluation) -> Score:
     return Score(accuracy=row.accuracy, macro_f1=row.macro_f1, method=row.method)
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger import Bytes, Joules, Ledger
-from cloud_server.records.ledger_tables import Judgement
+from cloud_server.records.ledger_tables import Evaluation
 from cloud_server.reports.formatting import (
     ABSENT,
     bytes_text,
@@ -43,7 +43,7 @@ TOTAL_ROWS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wi
 
 @dataclass(frozen=True)
 class DeviceLine:
-    """A device as it is now. accuracy: its last judgement. payload: over its life."""
+    """A device as it is now. accuracy: its last evaluation. payload: over its life."""
 
     name: str
     phase: str
@@ -68,7 +68,7 @@ def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
     """Reads all devices and the rounds that ``_rounds`` names: take one when something happened or every second, not
     more often."""
     volume, joules = ledger.volume("device"), ledger.joules("device")
-    accuracy = {row.device: row.accuracy for row in ledger.each(Judgement, stage="after")}
+    accuracy = {row.device: row.accuracy for row in ledger.each(Evaluation, stage="after")}
     devices = tuple(
         DeviceLine(
             name=d.name, phase=_phase(d), accuracy=accuracy.get(d.name), energy=joules.get(d.name), new=d.new,
@@ -86,12 +86,12 @@ def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
 
 
 def _rounds(ledger: Ledger, after: int) -> tuple[RoundFigures, ...]:
-    """The closed rounds after ``after``, those that tell the pace, and the last one that was judged."""
-    last, judged = ledger.newest(tables.Round, status="closed"), ledger.newest(Judgement, stage="after", new=False)
+    """The closed rounds after ``after``, those that tell the pace, and the last one that was evaluated."""
+    last, evaluated = ledger.newest(tables.Round, status="closed"), ledger.newest(Evaluation, stage="after", new=False)
     if last is None:
         return ()
     first = min(after, last - RECENT_ROUNDS) + 1
-    alone = range(0) if judged is None or judged >= first else range(judged, judged + 1)
+    alone = range(0) if evaluated is None or evaluated >= first else range(evaluated, evaluated + 1)
     return *round_figures(ledger, alone), *round_figures(ledger, range(first, last + 1))
 
 
@@ -183,9 +183,9 @@ class LiveView:
         in_flight = f"round {now.open_round} in flight: {now.received}/{now.cohort} updates"
         lines = [in_flight if now.open_round is not None else "no round in flight"]
         lines.append("  ".join(_figures(last)) if last else "no round closed yet")
-        judged = next((r for r in reversed(now.rounds) if r.accuracy), None)
-        if judged and judged is not last:
-            lines.append(f"{_accuracy(judged)} after round {judged.round}")
+        evaluated = next((r for r in reversed(now.rounds) if r.accuracy), None)
+        if evaluated and evaluated is not last:
+            lines.append(f"{_accuracy(evaluated)} after round {evaluated.round}")
         return Group(head, *map(Text, lines))
 
     def _remaining(self, now: Snapshot) -> str:
@@ -247,10 +247,10 @@ def _device_cells(device: DeviceLine) -> tuple[str, ...]:
 def _devices_block(result: Result) -> str:
     stages = result.stages()
     if not stages:
-        return "no device was judged in this run"
+        return "no device was evaluated in this run"
     rows = [(p.device + " (new)" * p.new, [p.at(s) for s in stages]) for p in result.personalization]
-    pooled = (("all, pooled", result.judged), ("new, pooled", result.new_devices))
-    sums = [(name, [judged.at(s) for s in stages]) for name, judged in pooled if judged]
+    pooled = (("all, pooled", result.evaluated), ("new, pooled", result.new_devices))
+    sums = [(name, [evaluated.at(s) for s in stages]) for name, evaluated in pooled if evaluated]
     titles = [stage_text(stage, method) for stage, method in stages.items()]
     first, widths = max(len(name) for name, _ in [*rows, *sums]), [max(len(title), 18) for title in titles]
     measures = ["accuracy  macro-F1"] * len(titles)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Alone, Judgement
+from cloud_server.records.ledger_tables import Alone, Evaluation
 from cloud_server.reports.formatting import share_text
 from cloud_server.reports.scores import AMOUNT, Score
 
@@ -46,7 +46,7 @@ Array = np.ndarray[Any, Any]
 class Verdict:
     """fleet, frequent, alone: pooled over ``devices`` with ``samples`` held-back samples, over the classes that occur.
     frequent: the most frequent class of each device. alone: a plain baseline on each device, None where not measured.
-    warnings: sentences; empty where nothing is wrong. round: the last that was judged."""
+    warnings: sentences; empty where nothing is wrong. round: the last that was evaluated."""
 
     round: int = field(metadata=AMOUNT)
     devices: int = field(metadata=AMOUNT)
@@ -72,7 +72,7 @@ class Answers:
 
 def near_chance(found: Score, chance: Score, truth_N: Array, loss: float | None = None) -> str:
     """In words whether ``found`` is hardly better than an answer that ignores the sample; empty where it is better.
-    truth_N: the judged samples of each class. loss: of the training, or None."""
+    truth_N: the evaluated samples of each class. loss: of the training, or None."""
     memorised = loss is not None and loss < MEMORISED
     sigmas = SIGMAS / 2 if memorised else SIGMAS
     if not _below(found, chance, truth_N, lambda share: share + ROOM * (1 - share), sigmas):
@@ -120,7 +120,7 @@ def score(counts_NN: Array, method: str | None = None) -> Score:
 
 def chance(frequent_NN: Array, truths_MN: Array) -> Score:
     """frequent_NN: counts of the most frequent class as the answer to everything. truths_MN: samples of each class that
-    each device was judged on."""
+    each device was evaluated on."""
     guessed_NN = np.einsum("mn,mk->nk", truths_MN, truths_MN / truths_MN.sum(1, keepdims=True))
     always, guessing = score(frequent_NN), score(guessed_NN)
     return Score(accuracy=always.accuracy, macro_f1=max(always.macro_f1, guessing.macro_f1))
@@ -128,20 +128,20 @@ def chance(frequent_NN: Array, truths_MN: Array) -> Score:
 
 def verdict(devices: Sequence[Answers], *, round: int = 0, loss: float | None = None) -> Verdict | None:
     """None where no device has a held-back sample. loss: of the last round of training."""
-    judged = [one for one in devices if one.fleet.sum()]
-    if not judged:
+    evaluated = [one for one in devices if one.fleet.sum()]
+    if not evaluated:
         return None
-    truths_MN = np.array([one.fleet.sum(1) for one in judged])
+    truths_MN = np.array([one.fleet.sum(1) for one in evaluated])
     truth_N, n = truths_MN.sum(0), truths_MN.shape[1]
     frequent_NN = np.zeros((n, n))
-    for one, truth in zip(judged, truths_MN, strict=True):
+    for one, truth in zip(evaluated, truths_MN, strict=True):
         frequent_NN[:, one.frequent] += truth
-    fleet = score(np.sum([one.fleet for one in judged], axis=0))
+    fleet = score(np.sum([one.fleet for one in evaluated], axis=0))
     ignoring = chance(frequent_NN, truths_MN)
-    both = [(one.fleet, one.alone) for one in judged if one.alone is not None]
+    both = [(one.fleet, one.alone) for one in evaluated if one.alone is not None]
     alone = score(np.sum([theirs for _, theirs in both], axis=0)) if both else None
     said = []
-    on = f"on {truth_N.sum()} held-back samples of {_devices(len(judged))}"
+    on = f"on {truth_N.sum()} held-back samples of {_devices(len(evaluated))}"
     began = near_chance(fleet, ignoring, truth_N, loss)
     if began:
         by_plain = alone is not None and learnable(alone, ignoring)
@@ -153,12 +153,12 @@ def verdict(devices: Sequence[Answers], *, round: int = 0, loss: float | None = 
             said.append(f"a device alone answers better: a plain baseline on its own labelled samples has accuracy "
                         f"{share_text(alone.accuracy)}, the fleet's model {share_text(fleet.accuracy)} {on}; try "
                         f"{ANOTHER_MODEL}")
-    return Verdict(round=round, devices=len(judged), samples=int(truth_N.sum()), fleet=fleet, frequent=ignoring,
+    return Verdict(round=round, devices=len(evaluated), samples=int(truth_N.sum()), fleet=fleet, frequent=ignoring,
                    alone=alone, warnings=tuple(said))
 
 
 def lines(found: Verdict | None) -> list[str]:
-    """For the terminal: the warnings, or in one line what was compared; nothing where nothing was judged."""
+    """For the terminal: the warnings, or in one line what was compared; nothing where nothing was evaluated."""
     if found is None:
         return []
     texts = ", ".join(f"{name} {share_text(score.accuracy)}" for name, score in compared(found))
@@ -182,31 +182,31 @@ def _devices(number: int) -> str:
 
 
 def of_ledger(ledger: Ledger) -> Verdict | None:
-    """Of the last judgement of every enrolled device that said what it can do alone; None without one."""
+    """Of the last evaluation of every enrolled device that said what it can do alone; None without one."""
     enrolled = {device.name for device in ledger.devices() if device.status == "enrolled"}
     alone = {row.device: row for row in ledger.each(Alone) if row.device in enrolled}
     if not alone:
         return None
-    judged: dict[str, Judgement] = {}
-    for row in ledger.each(Judgement):  # "after" comes before "before" in the order of the key
+    evaluated: dict[str, Evaluation] = {}
+    for row in ledger.each(Evaluation):  # "after" comes before "before" in the order of the key
         if row.device in alone and row.round == alone[row.device].round and row.stage != "fine_tuned":
-            judged.setdefault(row.device, row)
+            evaluated.setdefault(row.device, row)
     closed = [one for one in ledger.rounds("closed") if one.loss is not None][-1:]
     return verdict(
-        list(_answers(judged, alone)), round=max((row.round for row in judged.values()), default=0),
+        list(_answers(evaluated, alone)), round=max((row.round for row in evaluated.values()), default=0),
         loss=closed[0].loss if closed else None,
     )
 
 
-def _answers(judged: Mapping[str, Judgement], alone: Mapping[str, Alone]) -> Iterable[Answers]:
-    for name, row in judged.items():
+def _answers(evaluated: Mapping[str, Evaluation], alone: Mapping[str, Alone]) -> Iterable[Answers]:
+    for name, row in evaluated.items():
         theirs, fleet = alone[name], np.asarray(row.confusion, np.int64)
         counts = np.asarray(theirs.confusion, np.int64) if theirs.confusion else None
         yield Answers(fleet, theirs.frequent, counts)
 
 
 class Watch:
-    """Logs the warnings once for each judged round of the second half of the rounds, when four of five devices that
+    """Logs the warnings once for each evaluated round of the second half of the rounds, when four of five devices that
     are on have reported on it."""
 
     def __init__(self, ledger: Ledger, rounds: int, log: Callable[[str], None]):
@@ -214,7 +214,7 @@ class Watch:
         self._round, self._reported, self._told = 0, set[str](), False
 
     def reported(self, device: str, round: int, on: Collection[str]) -> None:
-        """A device's judgements of ``round`` are in the ledger. on: the devices that are there."""
+        """A device's evaluations of ``round`` are in the ledger. on: the devices that are there."""
         if round != self._round:
             self._round, self._reported, self._told = round, set(), False
         self._reported.add(device)

@@ -1,4 +1,4 @@
-"""What the aggregator publishes: the training model as a delta or whole, the judged model, and the signed manifest."""
+"""What the aggregator publishes: the training model as a delta or whole, the served model, and the signed manifest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fleet_core.base.trees import Params
 from fleet_core.model import codecs
 from fleet_core.model.layout import Layout
 from fleet_core.protocol import cohort, messages
-from fleet_core.protocol.messages import Blob, Cohort, Counted, Given, Manifest, MethodRef, ModelRef, UploadRules
+from fleet_core.protocol.messages import Blob, Cohort, Counted, Manifest, MethodRef, ModelRef, PerDevice, UploadRules
 
 EXPIRY_MS = 30 * 24 * 3600 * 1000
 COUNTED_ROUNDS = 4
@@ -64,7 +64,7 @@ class Broadcast:
     """Makes references and manifests of one fleet and hands them to its publisher.
 
     layout: of what crosses the wire; layout_hash: of the model. upload_limit: bytes of the largest update. next_seq: of
-    the next manifest. now: Unix seconds. ``served``: the judged model that stays published, None before one was made.
+    the next manifest. now: Unix seconds. ``served``: the served model that stays published, None before one was made.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Broadcast:
         self._ledger, self._checkpoints, self._publisher = ledger, checkpoints, publisher
         self._upload_limit, self._next_seq, self._now = upload_limit, next_seq, now
         self._known: tuple[Params, str] | None = None
-        self._given: tuple[Mapping[str, Params], Blob, frozenset[str]] | None = None
+        self._per_device: tuple[Mapping[str, Params], Blob, frozenset[str]] | None = None
         self.served: ModelRef | None = None
 
     # The training model -----------------------------------------------------------------------------------------------
@@ -112,46 +112,48 @@ class Broadcast:
     def _blob(self, data: bytes) -> Blob:
         return self._publisher.blob(Blob.of(data, self._config.link.chunk_bytes), data)
 
-    def given(self, state: ServerState, cohort: Sequence[str]) -> dict[str, Params]:
+    def per_device(self, state: ServerState, cohort: Sequence[str]) -> dict[str, Params]:
         """What each device of the cohort alone receives, float32; empty where the method has nothing of the kind."""
-        if not self._method.given:
+        if not self._method.per_device:
             return {}
         rule = self._method.server
         return {
-            name: self._layout.ordered(trees.apply(lambda a: a.astype(np.float32), rule.given(state, name)))
+            name: self._layout.ordered(trees.apply(lambda a: a.astype(np.float32), rule.per_device(state, name)))
             for name in cohort
         }
 
-    def _given_to(self, given: Mapping[str, Params]) -> tuple[Blob | None, frozenset[str]]:
+    def _published_per_device(self, per_device: Mapping[str, Params]) -> tuple[Blob | None, frozenset[str]]:
         """(the list that a manifest names, the ids of the blobs in it): each device's own, whole and in fp32."""
-        if not given:
-            self._given = None
+        if not per_device:
+            self._per_device = None
             return None, frozenset()
-        if self._given is None or self._given[0] is not given:
-            blobs = {name: self._blob(codecs.encode("fp32", groups)) for name, groups in given.items()}
-            listed = messages.encode(Given(tuple(blobs), tuple(blobs.values())))
-            self._given = given, self._blob(listed), frozenset(blob.id for blob in blobs.values())
-        return self._given[1:]
+        if self._per_device is None or self._per_device[0] is not per_device:
+            blobs = {name: self._blob(codecs.encode("fp32", groups)) for name, groups in per_device.items()}
+            listed = messages.encode(PerDevice(tuple(blobs), tuple(blobs.values())))
+            self._per_device = per_device, self._blob(listed), frozenset(blob.id for blob in blobs.values())
+        return self._per_device[1:]
 
     # The manifest -----------------------------------------------------------------------------------------------------
 
     def round(self, opened: OpenRound, after: Checkpoint) -> None:
         """Announces the open round that follows ``after``."""
         chosen = cohort.announce(self._config.fleet.seed, opened.number, list(opened.cohort))
-        self._manifest(after, opened.number, chosen, opened.model, opened.scalars, is_open=True, given=opened.given)
+        self._manifest(
+            after, opened.number, chosen, opened.model, opened.scalars, is_open=True, per_device=opened.per_device
+        )
 
     def idle(self, after: Checkpoint) -> None:
-        """While nobody is asked to train: what was counted, and the judged model."""
+        """While nobody is asked to train: what was counted, and the served model."""
         if after.round:
-            self.served = self.served or self._judged(after)
+            self.served = self.served or self._serve_reference_of(after)
             self._manifest(after, after.round, Cohort(devices=()), self.served, {}, is_open=False)
 
     def _manifest(
         self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float], *,
-        is_open: bool, given: Mapping[str, Params] | None = None,
+        is_open: bool, per_device: Mapping[str, Params] | None = None,
     ) -> None:
         fleet, link = self._config.fleet, self._config.link
-        own, theirs = self._given_to(given or {})
+        own, theirs = self._published_per_device(per_device or {})
         graph = self._blob(self._graph)
         manifest = Manifest(
             v=messages.PROTOCOL,
@@ -171,7 +173,7 @@ class Broadcast:
             counted=self._counted(after.round),
             up=UploadRules(self._upload_limit, link.chunk_bytes, (self._codec_up,)),
             open=is_open,
-            given=own,
+            per_device=own,
         )
         keep = {blob.id for blob in manifest.blobs()} | theirs
         self._publisher.manifest(self._signer.sign(messages.encode(manifest)), keep)
@@ -188,30 +190,30 @@ class Broadcast:
                 records.append(Counted(number, blob=self._blob("\n".join(marks).encode())))
         return tuple(records)
 
-    # The judged model -------------------------------------------------------------------------------------------------
+    # The served model -------------------------------------------------------------------------------------------------
 
     def resume(self, closed: Checkpoint) -> None:
         """Serves what an earlier life of this aggregator had published, or was about to."""
         kept = self._checkpoints.served()
         if closed.round and self._is_served(closed.round) and (kept is None or kept[0] < closed.round):
-            self.served = self._judged(closed)
+            self.served = self._serve_reference_of(closed)
         elif kept is not None and kept[0] <= closed.round:
             self.served = self._serve_reference(*kept)
 
     def serve_if_due(self, closed: Checkpoint) -> None:
         if self._is_served(closed.round):
-            self.served = self._judged(closed)
+            self.served = self._serve_reference_of(closed)
 
     def _is_served(self, number: int) -> bool:
         return number % self._config.fleet.serve_every == 0 or number >= self._config.fleet.rounds
 
-    def _judged(self, closed: Checkpoint) -> ModelRef:
-        """The judged model of the last closed round, from now on the served one; kept for a restart."""
-        decoded = trees.apply(lambda a: a.astype("float32"), closed.state.judged)
+    def _serve_reference_of(self, closed: Checkpoint) -> ModelRef:
+        """The served model of the last closed round, from now on the served one; kept for a restart."""
+        decoded = trees.apply(lambda a: a.astype("float32"), closed.state.served)
         self._checkpoints.save_served(closed.round, decoded)
         reference = self._serve_reference(closed.round, decoded)
         row = self._ledger.rows(Round, round=closed.round)[0]
-        self._ledger.put(replace(row, judged_id=reference.model))
+        self._ledger.put(replace(row, served_id=reference.model))
         return reference
 
     def _serve_reference(self, number: int, params: Params) -> ModelRef:

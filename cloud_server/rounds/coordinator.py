@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from cloud_server.broker import requirements
 from cloud_server.broker.publisher import Publisher
-from cloud_server.broker.server_messages import Voice
+from cloud_server.broker.server_messages import ServerMessages
 from cloud_server.identity.renewals import Renewals
 from cloud_server.identity.token_enrolment import Enrolments
 from cloud_server.identity.token_enrolment import waiting as invitations
@@ -28,12 +28,12 @@ from cloud_server.records.ledger import Ledger, asked_at
 from cloud_server.records.ledger_tables import Invitation
 from cloud_server.records.spool import Spool
 from cloud_server.reports.verdict import Watch
-from cloud_server.rounds.accept_updates import Reception
 from cloud_server.rounds.broadcast import Broadcast
-from cloud_server.rounds.members import Roster, inability
+from cloud_server.rounds.members import Members, inability
 from cloud_server.rounds.open_round import OpenRound, Rounds
-from cloud_server.rounds.round_costs import Books
+from cloud_server.rounds.round_costs import RoundCosts
 from cloud_server.rounds.server_rule import RuleState
+from cloud_server.rounds.update_receiver import UpdateReceiver
 from cloud_server.rounds.waiting import FirstWait, Places, Waiting
 from fleet_core.base.errors import CodecError, FleetError, MessageError, StateError
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
@@ -79,7 +79,7 @@ class Coordinator:
         self._clock, self._now, self._log = clock, now, log
         for remark in fleet.remarks():
             log(remark)
-        self._voice = Voice(self.name, link, fleet.signer(), self.boot, log)
+        self._messages = ServerMessages(self.name, link, fleet.signer(), self.boot, log)
         graph_data = fleet.graph_bytes()
         self.graph = graph_bundle.unpack(graph_data)
         self.layout = self.graph.layout
@@ -88,35 +88,35 @@ class Coordinator:
         self._checkpoints = Checkpoints(fleet.folder / "state", log)
         self._spool = Spool(fleet.folder / "spool", self.wire, self.method.shared)
         self._publisher = Publisher(self.name, link, fleet.folder / "state" / "published.json", clock=clock, log=log)
-        self._books = Books(ledger, now)
+        self._costs = RoundCosts(ledger, now)
         self._watch = Watch(ledger, fleet.config.fleet.rounds, log)
         self._rounds = Rounds(ledger, self.method, now)
-        self._reception = Reception(
+        self._receiver = UpdateReceiver(
             fleet, self.wire, self.layout.hash, ledger, self._spool, self._tell, current=lambda: self.open,
             closed=lambda: (self.checkpoint.round, self.checkpoint.state.dual_epoch),
-            taken=lambda device, made: self._roster.on_update(device, made.after, *self._state.history()),
+            taken=lambda device, made: self._members.on_update(device, made.after, *self._state.history()),
             clock=clock, now=now, log=log,
         )
         self._broadcast = Broadcast(
             fleet, self.wire, self.layout.hash, graph_data, ledger, self._checkpoints, self._publisher,
-            upload_limit=self._reception.limit, next_seq=self._books.next_seq, now=now,
+            upload_limit=self._receiver.limit, next_seq=self._costs.next_seq, now=now,
         )
-        self._roster = Roster(
+        self._members = Members(
             ledger, everyone=fleet.config.fleet.enrolment == "open",
             cannot=lambda presence: inability(presence, self.method, fleet.config.link, size), clock=clock, now=now,
             log=log,
         )
         self._enrolments = Enrolments(
-            fleet, ledger, link, admit=lambda name: self._roster.enroll(name, self.checkpoint.round),
+            fleet, ledger, link, admit=lambda name: self._members.enroll(name, self.checkpoint.round),
             changed=access_changed, now=now, log=log,
         )
         self._renewals = Renewals(fleet, ledger, now=now, log=log)
         settings = fleet.config.fleet
-        self._waiting = Waiting(self._roster, self._rounds, settings.deadline_s, clock=clock, log=log)
+        self._waiting = Waiting(self._members, self._rounds, settings.deadline_s, clock=clock, log=log)
         self._first_wait = FirstWait(
-            self._roster, settings.first_wait_s, invited=lambda: invitations(ledger), clock=clock, log=log
+            self._members, settings.first_wait_s, invited=lambda: invitations(ledger), clock=clock, log=log
         )
-        self._places = Places(self._roster, self._rounds, settings.seed, settings.cohort, log=log)
+        self._places = Places(self._members, self._rounds, settings.seed, settings.cohort, log=log)
         self._numbers, self._few, self._begun = "", 0, 0
         self._connected_at = clock()
         self._asked_at = self._looked_at = -math.inf
@@ -125,7 +125,7 @@ class Coordinator:
         self.broker_said = ""
         self.open: OpenRound | None = None
         self.paused = ledger.facts().get("paused") == "yes"
-        self._state = RuleState(fleet, self.layout, ledger, self._checkpoints, self._roster, log=log)
+        self._state = RuleState(fleet, self.layout, ledger, self._checkpoints, self._members, log=log)
         self._broadcast.resume(self.checkpoint)
 
     # The loop ---------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Coordinator:
                 case Denied(topic, reason):
                     self._log(f"broker: {topic} denied: {reason}")
         self._requests()
-        self._reception.tick()
+        self._receiver.tick()
         if self.link.connected:
             self._go_on()
         self._publisher.tick()
@@ -179,7 +179,7 @@ class Coordinator:
 
     @property
     def finished(self) -> bool:
-        """All rounds are closed; the judged model stays published."""
+        """All rounds are closed; the served model stays published."""
         return self.checkpoint.round >= self.config.fleet.rounds
 
     @property
@@ -194,7 +194,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Leaves in order; the open round stays open in the ledger and goes on at the next start."""
-        self._voice.announce("off")
+        self._messages.announce("off")
         self.link.close()
 
     def _guarded(self, topic: str, payload: bytes) -> None:
@@ -212,7 +212,7 @@ class Coordinator:
         requirements.check_packets(self.fleet, limit_bytes)
         self._connected_at = self._clock()
         self.link.subscribe(*topics.from_devices(self.name))
-        self._voice.announce("on")
+        self._messages.announce("on")
         self._publisher.reconnected()
 
     def _requests(self, *, now: bool = False) -> None:
@@ -226,7 +226,7 @@ class Coordinator:
                 self.paused, self._idle = value == "yes", None
                 self.ledger.set_facts(paused=value)
             elif what == "enroll":
-                self._roster.enroll(name, self.checkpoint.round)
+                self._members.enroll(name, self.checkpoint.round)
             elif what == "invite":
                 self._enrolments.invite(Invitation(**json.loads(value)))
             elif what == "revoke":
@@ -237,11 +237,11 @@ class Coordinator:
 
     def _revoke(self, name: str, asked_at: float) -> None:
         """At once, so that a round does not wait for it; its dual is made up for before the next round."""
-        self._roster.revoke(name)
-        if self._roster.revoked(name):
-            self._tell_revoked(name, self._roster.boot(name))  # before the broker denies it everything
+        self._members.revoke(name)
+        if self._members.revoked(name):
+            self._tell_revoked(name, self._members.boot(name))  # before the broker denies it everything
         self._enrolments.revoke(name, asked_at)
-        self._reception.drop(name)
+        self._receiver.drop(name)
 
     # Devices ----------------------------------------------------------------------------------------------------------
 
@@ -257,45 +257,45 @@ class Coordinator:
         name = address.device
         if address.kind == "st":
             presence = messages.decode(Presence, payload)
-            if self._roster.revoked(name):
+            if self._members.revoked(name):
                 self._requests(now=True)  # it may have been let in again a moment ago
-            self._roster.on_presence(name, presence, self.checkpoint.round)
+            self._members.on_presence(name, presence, self.checkpoint.round)
             if presence.st == "off":
-                self._reception.drop(name)
-            elif self._roster.revoked(name):
+                self._receiver.drop(name)
+            elif self._members.revoked(name):
                 self._tell_revoked(name, presence.boot)
             elif not presence.beat:
                 self._tell(name, Down("heard", self.checkpoint.round, boot=presence.boot))
             return
-        if self._roster.revoked(name):
-            self._tell_revoked(name, self._roster.boot(name))
-        if not self._roster.enrolled(name):
+        if self._members.revoked(name):
+            self._tell_revoked(name, self._members.boot(name))
+        if not self._members.enrolled(name):
             raise MessageError("is not enrolled", where=name, hint="see 'metafleet devices enroll'")
-        self._roster.heard(name)
+        self._members.heard(name)
         round_number = topics.number(address.key) or 0
         if address.kind == "rep":
             self._on_report(name, messages.decode(Report, payload))
         elif address.kind == "up" and address.part == "m":
             self._waiting.offered(name)
-            self._reception.on_offer(name, round_number, messages.decode(UploadManifest, payload, limit=1 << 26))
+            self._receiver.on_offer(name, round_number, messages.decode(UploadManifest, payload, limit=1 << 26))
         elif address.kind == "up":
             self._waiting.chunk_came(name)
-            self._reception.on_chunk(name, round_number, topics.number(address.part), payload)
+            self._receiver.on_chunk(name, round_number, topics.number(address.part), payload)
 
     def _on_report(self, device: str, report: Report) -> None:
         if report.renew is not None:
             return self._renew(device, report.renew)
         opened, closed = self.open, self.checkpoint.round
-        if report.round > closed + 1 or (report.judged_round or 0) > closed:
-            raise MessageError(f"a report of round {report.round}, judged {report.judged_round}", where=device)
+        if report.round > closed + 1 or (report.evaluated_round or 0) > closed:
+            raise MessageError(f"a report of round {report.round}, evaluated {report.evaluated_round}", where=device)
         size = len(self.layout.classes)
-        if any(len(rows) != size for j in report.judgements for rows in (j.confusion, *j.confusion)):
+        if any(len(rows) != size for j in report.evaluations for rows in (j.confusion, *j.confusion)):
             raise MessageError("a confusion of another shape", where=device, expected=f"[{size}, {size}]")
         if report.alone is not None:
             _check_alone(report.alone, device, size)
         if report.failed:
             self._log(f"round {report.round}: {device}: {report.failed}")
-        training = report.failed and report.judged_round is None
+        training = report.failed and report.evaluated_round is None
         if training and opened is not None and report.round == opened.number and device in opened.cohort:
             opened.failed[device] = report.failed
         if report.want == "full" and opened is not None:
@@ -304,9 +304,9 @@ class Coordinator:
             self._publisher.again()
         if report.pending is not None:
             self._tell_fate(device, report.pending)
-        self._books.report(device, report)
-        if report.alone is not None and report.judged_round is not None:
-            self._watch.reported(device, report.judged_round, self._roster.ready())
+        self._costs.report(device, report)
+        if report.alone is not None and report.evaluated_round is not None:
+            self._watch.reported(device, report.evaluated_round, self._members.ready())
 
     def _renew(self, device: str, asked: RenewalRequest) -> None:
         """The device's next certificate, or why there is none."""
@@ -315,25 +315,25 @@ class Coordinator:
         except MessageError as error:
             answer = Down("renewed", 0, ok=False, device=device, reason=error.what[:500])
             self._log(f"{device} gets no new certificate: {error.what}")
-        self._voice.attest(device, answer)
+        self._messages.attest(device, answer)
 
     def _tell_fate(self, device: str, pending: UpdateRef) -> None:
         """Whether an update of a closed round was counted; an open one is not decided yet."""
         if pending.round <= self.checkpoint.round:
-            counted = self._reception.was_counted(device, pending.round, pending.id)
-            self._voice.attest(device, Down("counted", pending.round, pending.id, ok=counted, device=device))
+            counted = self._receiver.was_counted(device, pending.round, pending.id)
+            self._messages.attest(device, Down("counted", pending.round, pending.id, ok=counted, device=device))
 
     def _tell_revoked(self, device: str, boot: str) -> None:
         """Signed for one life of one device, so that nobody else can say it and nobody can say it again."""
-        at = self._roster.revoked_at(device)
-        self._voice.attest(
-            device, Down("revoked", self.checkpoint.round, device=device, boot=boot, seq=self._books.seq, at=at)
+        at = self._members.revoked_at(device)
+        self._messages.attest(
+            device, Down("revoked", self.checkpoint.round, device=device, boot=boot, seq=self._costs.seq, at=at)
         )
 
     def _tell(self, device: str, message: Down) -> None:
         if message.t == "need":
             self._waiting.granted(device)
-        self._voice.tell(device, message)
+        self._messages.tell(device, message)
 
     # Open a round -----------------------------------------------------------------------------------------------------
 
@@ -348,27 +348,27 @@ class Coordinator:
         sent = self.method.server.broadcast(state)
         had = self._rounds.cohort(self.checkpoint.round)
         reference, made = self._broadcast.model(
-            sent.groups, self.checkpoint, number, lambda base: self._roster.someone_lacks(base, besides=had)
+            sent.groups, self.checkpoint, number, lambda base: self._members.someone_lacks(base, besides=had)
         )
         chosen = before.cohort if before else tuple(
-            cohort.select(self.config.fleet.seed, number, self._roster.ready(), self.config.fleet.cohort)
+            cohort.select(self.config.fleet.seed, number, self._members.ready(), self.config.fleet.cohort)
         )
         started = before.opened_at if before else self._now()
         self.open = OpenRound(
             number, chosen, started, self._clock() + self.config.fleet.deadline_s, reference, made.decoded, made.lost,
-            sent.scalars, self._broadcast.given(state, chosen),
+            sent.scalars, self._broadcast.per_device(state, chosen),
         )
         if not before:
-            self._rounds.begin(self.open, len(self._roster.members()))
+            self._rounds.begin(self.open, len(self._members.members()))
             self._say_numbers(number)
         self._idle, self._taken_up, self._begun = None, before is not None and self._begun != number, number
         self._waiting.begin()
-        self._reception.begin(self.open)
+        self._receiver.begin(self.open)
         self._broadcast.round(self.open, self.checkpoint)
 
     def _say_numbers(self, number: int) -> None:
         """How many devices are on, where that has changed since the last round."""
-        numbers = self._roster.numbers()
+        numbers = self._members.numbers()
         if numbers != self._numbers:
             self._numbers = numbers
             self._log(f"round {number} begins: {numbers}")
@@ -376,11 +376,11 @@ class Coordinator:
     def _say_few(self, number: int) -> None:
         """Once in a round: for how many devices it waits."""
         least = self.config.fleet.min_devices
-        if self._few != number and self._late() and len(self._roster.ready()) < least:
+        if self._few != number and self._late() and len(self._members.ready()) < least:
             self._few = number
             wanted = "a device is" if least == 1 else f"{least} devices are"
             self._log(f"round {number} begins when {wanted} on and can train (min_devices in fleet.toml): "
-                      f"{self._roster.numbers()}")
+                      f"{self._members.numbers()}")
 
     def _late(self) -> bool:
         """Whether devices that were on before this aggregator connected have had time to be heard."""
@@ -388,13 +388,13 @@ class Coordinator:
 
     def _enough_there(self) -> bool:
         """Enough devices to begin, and those that were on before this aggregator started have had time to be heard."""
-        there = len(self._roster.ready()) >= self.config.fleet.min_devices
-        return there and (self._late() or not self._roster.awaited())
+        there = len(self._members.ready()) >= self.config.fleet.min_devices
+        return there and (self._late() or not self._members.awaited())
 
     # Close a round ----------------------------------------------------------------------------------------------------
 
     def _close_if_due(self, opened: OpenRound) -> None:
-        asked = [name for name in opened.cohort if self._roster.enrolled(name)]
+        asked = [name for name in opened.cohort if self._members.enrolled(name)]
         open_ones = [name for name in asked if name not in opened.received and name not in opened.failed]
         wanted = max(1, math.ceil(self.config.fleet.quorum * len(asked)))
         due = self._clock() > opened.deadline
@@ -415,7 +415,7 @@ class Coordinator:
         """Whether none of these delivers any more. A round of an earlier life is given what a new one is given: its
         devices may be starting as this aggregator is."""
         self._taken_up = self._taken_up and not self._enough_there()
-        return not self._taken_up and not any(map(self._roster.expected, names))
+        return not self._taken_up and not any(map(self._members.expected, names))
 
     def _abandon(self, opened: OpenRound) -> None:
         """Everybody who was asked has been revoked: the round is opened again for others."""
@@ -431,7 +431,7 @@ class Coordinator:
         self.open = None
 
     def _close(self, opened: OpenRound) -> None:
-        members = max(len(self._roster.members()), len(opened.received))
+        members = max(len(self._members.members()), len(opened.received))
         updates = self._spool.updates(opened.number, opened.received)
         try:
             checkpoint = self._state.closing(opened, updates, members)
@@ -439,13 +439,13 @@ class Coordinator:
             return self._take_up_again(error)
         self._checkpoints.save(checkpoint)  # before the ledger says so: a crash between leaves the round open
         with self.ledger.transaction():
-            self._reception.book(opened)
-            self._roster.took_part(opened.received)
+            self._receiver.book(opened)
+            self._members.took_part(opened.received)
             self._rounds.close(opened, members)
         self._state.checkpoint, self.open = checkpoint, None
         self._looked_at = -math.inf
         self._rounds.say_stalled("")
-        self._reception.end()
+        self._receiver.end()
         self._broadcast.serve_if_due(checkpoint)
 
 

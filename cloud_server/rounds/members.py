@@ -43,7 +43,7 @@ class _Known:
     lost: bool = False
 
 
-class Roster:
+class Members:
     """The devices of one fleet, in memory and in the ledger.
 
     everyone: enrol whoever announces itself. cannot(presence): why a device cannot take part, or None.

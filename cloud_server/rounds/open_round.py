@@ -30,7 +30,7 @@ class OpenRound:
     published: Params
     lost: Params | None
     scalars: Mapping[str, float]
-    given: Mapping[str, Params] = field(default_factory=dict)
+    per_device: Mapping[str, Params] = field(default_factory=dict)
     received: dict[str, UploadManifest] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 

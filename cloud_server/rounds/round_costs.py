@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger import Ledger
 from cloud_server.reports.scores import confusion_accuracy, macro_f1
-from fleet_core.protocol.messages import Judgement, Report
+from fleet_core.protocol.messages import Evaluation, Report
 
 KINDS = {
     "model_down": ("model", "down"),
@@ -22,7 +22,7 @@ KINDS = {
 LIVES = 2
 
 
-class Books:
+class RoundCosts:
     """Devices report counters that run since their start; a round is booked with what was added during it.
 
     What the counters stood at is kept, in the ledger alone, for a device's last two lives, so that a report that comes
@@ -57,12 +57,12 @@ class Books:
             self._ledger.set_facts(**{key: json.dumps(lives)})
             self._book_traffic(device, report, added)
             self._book_energy(device, report, added)
-            if report.judged_round is not None:
-                for judgement in report.judgements:
-                    self._book_judgement(device, report.judged_round, judgement, report.new)
+            if report.evaluated_round is not None:
+                for evaluation in report.evaluations:
+                    self._book_evaluation(device, report.evaluated_round, evaluation, report.new)
                 if (alone := report.alone) is not None:
                     self._ledger.put(tables.Alone(
-                        round=report.judged_round, device=device, frequent=alone.frequent, method=alone.method,
+                        round=report.evaluated_round, device=device, frequent=alone.frequent, method=alone.method,
                         confusion=alone.confusion,
                     ))
 
@@ -101,13 +101,13 @@ class Books:
             total = added["flops"] + (known_flops[0].flops if known_flops else 0.0)
             self._ledger.put(tables.Flops(round=report.round, device=device, flops=total))
 
-    def _book_judgement(self, device: str, round_number: int, judgement: Judgement, new: bool) -> None:
-        confusion = judgement.confusion
+    def _book_evaluation(self, device: str, round_number: int, evaluation: Evaluation, new: bool) -> None:
+        confusion = evaluation.confusion
         accuracy, score = confusion_accuracy(confusion), macro_f1(confusion, classes_present_only=True)
         if accuracy is None or score is None:
-            return  # no sample was judged
-        self._ledger.put(tables.Judgement(
-            round=round_number, device=device, stage=judgement.stage, method=judgement.method, confusion=confusion,
+            return  # no sample was evaluated
+        self._ledger.put(tables.Evaluation(
+            round=round_number, device=device, stage=evaluation.stage, method=evaluation.method, confusion=confusion,
             accuracy=accuracy, macro_f1=score, new=new,
         ))
 

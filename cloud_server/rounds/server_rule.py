@@ -9,7 +9,7 @@ from cloud_server.records.checkpoint import Checkpoint, Checkpoints
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Round
-from cloud_server.rounds.members import Roster
+from cloud_server.rounds.members import Members
 from cloud_server.rounds.open_round import OpenRound
 from fleet_core.algorithms.interface import ServerState, Update
 from fleet_core.base import trees
@@ -21,11 +21,11 @@ class RuleState:
     """``checkpoint``: after the last closed round. layout: of the fleet's model."""
 
     def __init__(
-        self, fleet: Fleet, layout: Layout, ledger: Ledger, checkpoints: Checkpoints, roster: Roster, *,
+        self, fleet: Fleet, layout: Layout, ledger: Ledger, checkpoints: Checkpoints, roster: Members, *,
         log: Callable[[str], None],
     ):
         self._method, self._hyper = fleet.method, fleet.hyper
-        self._checkpoints, self._roster, self._log = checkpoints, roster, log
+        self._checkpoints, self._members, self._log = checkpoints, roster, log
         self.checkpoint = self._resumed(fleet, layout, ledger)
 
     def _resumed(self, fleet: Fleet, layout: Layout, ledger: Ledger) -> Checkpoint:
@@ -58,14 +58,14 @@ class RuleState:
         """
         if interrupted is not None:
             return self._reconciled(interrupted.members, leaving=False)
-        return self._reconciled(len(self._roster.members()), leaving=True)
+        return self._reconciled(len(self._members.members()), leaving=True)
 
     def _reconciled(self, members: int, *, leaving: bool) -> ServerState:
         state, rule, facts = self.checkpoint.state, self._method.server, self.checkpoint.facts
         before = int(facts["members"])
-        if leaving and self._roster.leaves > int(facts["leaves"]):
+        if leaving and self._members.leaves > int(facts["leaves"]):
             state = rule.left(state, members)
-            facts = {**facts, "members": str(members), "leaves": str(self._roster.leaves)}
+            facts = {**facts, "members": str(members), "leaves": str(self._members.leaves)}
             if state.dual_epoch != self.checkpoint.state.dual_epoch:
                 facts["epoch_start"] = str(self.checkpoint.round + 1)
                 self._log("every device's dual starts again from zero: one that took part has left, or lost its state")
@@ -79,8 +79,8 @@ class RuleState:
     def closing(self, opened: OpenRound, updates: Iterable[Update], members: int) -> Checkpoint:
         """What follows from a round's ``updates``; nothing is kept yet. Raises StateError or CodecError for an update
         that is not as it was received."""
-        joined = self._reconciled(len(self._roster.members()), leaving=False)
-        heard = self._method.server.heard(joined, trees.widened(opened.published))
-        state = self._method.server.apply(replace(heard, round=opened.number), updates, members, self._hyper)
+        joined = self._reconciled(len(self._members.members()), leaving=False)
+        as_received = self._method.server.as_received(joined, trees.widened(opened.published))
+        state = self._method.server.apply(replace(as_received, round=opened.number), updates, members, self._hyper)
         facts = {**self.checkpoint.facts, "members": str(members)}
         return Checkpoint(opened.number, state, opened.published, opened.lost, facts)

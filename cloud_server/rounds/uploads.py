@@ -40,7 +40,7 @@ class _Upload:
     wrong: int = 0
 
 
-class Intake:
+class Uploads:
     """``grant(device, message)`` sends to a device; ``clock`` gives seconds; ``limit`` is in bytes per update.
 
     ``wrong_chunks``: device -> chunks of it, since this object was made, that were not the announced ones.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from cloud_server.rounds.members import Roster
+from cloud_server.rounds.members import Members
 from cloud_server.rounds.open_round import OpenRound, Rounds
 from fleet_core.base.errors import shortened
 from fleet_core.protocol import cohort
@@ -26,10 +26,10 @@ class FirstWait:
     devices that a token waits for."""
 
     def __init__(
-        self, roster: Roster, limit_s: float, *, invited: Callable[[], Iterable[str]], clock: Callable[[], float],
+        self, roster: Members, limit_s: float, *, invited: Callable[[], Iterable[str]], clock: Callable[[], float],
         log: Callable[[str], None],
     ):
-        self._roster, self._limit_s, self._invited = roster, limit_s, invited
+        self._members, self._limit_s, self._invited = roster, limit_s, invited
         self._clock, self._log = clock, log
         self._since: float | None = None
 
@@ -37,12 +37,14 @@ class FirstWait:
         """Whether every device that was enrolled or invited is on, or was waited for long enough."""
         if not self._limit_s:
             return True
-        missing = {*self._roster.not_on(), *(name for name in self._invited() if not self._roster.enrolled(name))}
+        missing = {*self._members.not_on(), *(name for name in self._invited() if not self._members.enrolled(name))}
         if self._since is None and missing:
             self._since = self._clock()
             names = ", ".join(shortened(sorted(missing)))
-            self._log(f"round 1 waits up to {self._limit_s:g} s for {names} ({self._roster.numbers()}; first_wait_s in "
-                      "fleet.toml sets how long)")
+            self._log(
+                f"round 1 waits up to {self._limit_s:g} s for {names} ({self._members.numbers()}; first_wait_s in "
+                "fleet.toml sets how long)"
+            )
         return not missing or self._since is None or self._clock() - self._since > self._limit_s
 
 
@@ -53,8 +55,8 @@ class Places:
     seed, size: of cohorts, as in fleet.toml.
     """
 
-    def __init__(self, roster: Roster, rounds: Rounds, seed: int, size: int, *, log: Callable[[str], None]):
-        self._roster, self._rounds, self._seed, self._size, self._log = roster, rounds, seed, size, log
+    def __init__(self, roster: Members, rounds: Rounds, seed: int, size: int, *, log: Callable[[str], None]):
+        self._members, self._rounds, self._seed, self._size, self._log = roster, rounds, seed, size, log
         self._asked = (0, set[str]())  # the round, and who was asked in it since its last deadline
 
     def pass_on(self, opened: OpenRound, *, due: bool) -> bool:
@@ -66,7 +68,7 @@ class Places:
         asked = {*opened.cohort} if due or number != opened.number else {*members, *opened.cohort}
         kept = [name for name in opened.cohort if name in opened.received or self._expected(opened, name)]
         gone = [name for name in opened.cohort if name not in kept]
-        others = self._roster.ready() - asked
+        others = self._members.ready() - asked
         free = self._size - len(kept) if self._size else len(others)
         if not gone or not others or free <= 0:
             return False
@@ -78,17 +80,17 @@ class Places:
         return True
 
     def _expected(self, opened: OpenRound, name: str) -> bool:
-        return name not in opened.failed and self._roster.expected(name)
+        return name not in opened.failed and self._members.expected(name)
 
 
 class Waiting:
     """Follows the uploads of the open round from outside. deadline_s: how long a round that waits on waits then."""
 
     def __init__(
-        self, roster: Roster, rounds: Rounds, deadline_s: float, *, clock: Callable[[], float],
+        self, roster: Members, rounds: Rounds, deadline_s: float, *, clock: Callable[[], float],
         log: Callable[[str], None],
     ):
-        self._roster, self._rounds, self._deadline_s = roster, rounds, deadline_s
+        self._members, self._rounds, self._deadline_s = roster, rounds, deadline_s
         self._clock, self._log = clock, log
         self._grants: dict[str, int] = {}  # since the last chunk, of the devices that offered
         self._ask_again = False
@@ -135,22 +137,22 @@ class Waiting:
         parts = [f"{name} ({self._known(name)})" for name in sorted(missing)]
         parts += [f"{name} (failed: {why})" for name, why in sorted(opened.failed.items())]
         hints = [DENIED] if any(map(self._unheard, missing)) else []
-        hints += [STAYS_AWAY] if not all(map(self._roster.alive, missing)) else []
+        hints += [STAYS_AWAY] if not all(map(self._members.alive, missing)) else []
         return "; ".join([", ".join(shortened(parts)), *hints])
 
     def _known(self, name: str) -> str:
-        if not self._roster.alive(name):
-            return self._roster.standing(name)
+        if not self._members.alive(name):
+            return self._members.standing(name)
         if name not in self._grants:
             said = "no offer came"
         elif self._grants[name] >= SUSPICIOUS:
             said = f"offered, but no chunk came after {self._grants[name]} grants"
         else:
             said = "its update is under way"
-        return f"{self._roster.standing(name)}; {said}"
+        return f"{self._members.standing(name)}; {said}"
 
     def _unheard(self, name: str) -> bool:
         """Whether it says that it sends and nothing of it arrives."""
         if name in self._grants:
             return self._grants[name] >= SUSPICIOUS
-        return self._roster.alive(name) and self._roster.phase(name) == "upload"
+        return self._members.alive(name) and self._members.phase(name) == "upload"

@@ -194,7 +194,7 @@ def _drive(
                 view.update(snapshot(coordinator.ledger, view.told))
             shown = time.monotonic()
         if coordinator.finished and not told:
-            log(f"all {coordinator.checkpoint.round} rounds are closed; the judged model stays published; to train on, "
+            log(f"all {coordinator.checkpoint.round} rounds are closed; the served model stays published; to train on, "
                 "raise rounds in fleet.toml and start the server again")
             told = True
         if coordinator.finished and until_done and not aggregator.held_up and coordinator.settled:

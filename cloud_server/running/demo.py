@@ -20,7 +20,7 @@ from typing import Any
 from cloud_server.identity.device_folder import device_folder
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Judgement
+from cloud_server.records.ledger_tables import Evaluation
 from cloud_server.reports import result
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import LiveView, closing_table, snapshot
@@ -35,7 +35,7 @@ from fleet_core.protocol import topics
 
 DEFAULT_OUT = "demo-run"
 HEARTBEAT_SUPPORT_S = 300.0
-JUDGE_S = 120.0
+EVALUATE_S = 120.0
 STOP_S = 10.0
 LIVES = 3  # how often an agent is started again, as systemd would
 VIEW_S = 0.5
@@ -110,11 +110,11 @@ def _run(
             for home in joining:
                 children.start(home.name, "edge_agent.commands.cli", "run", "--home", str(home))
             names = {home.name for home in (*training, *joining)}
-            until = time.monotonic() + JUDGE_S
-            _watch(ledger, view, children, server, stopped, lambda: _judged(ledger, options.rounds) >= names, until)
-        missing = sorted(names - _judged(ledger, options.rounds))
+            until = time.monotonic() + EVALUATE_S
+            _watch(ledger, view, children, server, stopped, lambda: _evaluated(ledger, options.rounds) >= names, until)
+        missing = sorted(names - _evaluated(ledger, options.rounds))
         if missing:
-            runtime.say(f"not judged: {', '.join(missing)}; see {folder / 'logs'}")
+            runtime.say(f"not evaluated: {', '.join(missing)}; see {folder / 'logs'}")
     before = _baseline(folder, stopped) if options.baseline else None
     return _close(options, folder, found, before)
 
@@ -204,7 +204,7 @@ def _names(options: Options, everything: Samples) -> tuple[list[str], list[str]]
 
 
 def _check_parts(options: Options, name: str, own: Samples, *, late: bool) -> None:
-    """Raises DataError where a device has nothing to learn from, or nothing to be judged on."""
+    """Raises DataError where a device has nothing to learn from, or nothing to be evaluated on."""
     seconds = _support_s(options) if late else None
     try:
         later = time_split.learned(own, seconds=seconds)[1]
@@ -214,7 +214,7 @@ def _check_parts(options: Options, name: str, own: Samples, *, late: bool) -> No
     if not len(later):
         hint = "" if seconds is None else "lower --support-seconds, or leave it out"
         raise DataError(f"all {len(own)} samples of {name} are to learn from", where=options.data,
-                        expected="some that are later, to be judged on", hint=hint)
+                        expected="some that are later, to be evaluated on", hint=hint)
 
 
 def _support_s(options: Options) -> float | None:
@@ -324,8 +324,8 @@ def _watch(
     view.update(snapshot(ledger, view.told))
 
 
-def _judged(ledger: Ledger, round_number: int) -> set[str]:
-    return {row.device for row in ledger.rows(Judgement, round=round_number)}
+def _evaluated(ledger: Ledger, round_number: int) -> set[str]:
+    return {row.device for row in ledger.rows(Evaluation, round=round_number)}
 
 
 def _baseline(folder: Path, stopped: Callable[[], bool]) -> dict[str, dict[str, Any]] | None:

@@ -12,7 +12,7 @@ from cloud_server.identity.create_fleet import found
 from cloud_server.identity.device_folder import device_folder
 from cloud_server.records.fleet_folder import Fleet, FleetConfig
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Judgement
+from cloud_server.records.ledger_tables import Evaluation
 from cloud_server.running import in_one_process
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, processes, schema, storage, terminal
@@ -74,7 +74,7 @@ def _progress(number: int, total: int) -> None:
 def confusions(ledger: Ledger, round_number: int) -> dict[str, dict[str, Any]]:
     """device -> ``before`` or ``fine_tuned`` -> confusion counts."""
     found_rows: dict[str, dict[str, Any]] = {}
-    for row in ledger.rows(Judgement, round=round_number):
+    for row in ledger.rows(Evaluation, round=round_number):
         stage = "fine_tuned" if row.stage == "after" else row.stage
         found_rows.setdefault(row.device, {})[stage] = [list(line) for line in row.confusion]
     return found_rows

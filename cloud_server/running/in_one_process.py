@@ -11,14 +11,14 @@ from pathlib import Path
 
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Judgement
+from cloud_server.records.ledger_tables import Evaluation
 from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
 from edge_agent.commands.run import service_of
 from edge_agent.compute.trainer import InlineTrainer
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent, will
-from edge_agent.rounds.costs import Accounts
+from edge_agent.rounds.costs import AgentCosts
 from fleet_core.base.errors import RoundError
 from fleet_core.board.device_settings import Settings
 from fleet_core.link.interface import Will
@@ -42,7 +42,7 @@ def run(
     fleet: Fleet, devices: Mapping[str, tuple[Path, Settings]], *, progress: Callable[[int], None] | None = None,
     stopped: Callable[[], bool] = lambda: False, log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Runs ``fleet`` to its last round, and until every device was judged on it; a stopped run goes on next time.
+    """Runs ``fleet`` to its last round, and until every device was evaluated on it; a stopped run goes on next time.
 
     devices: name -> (home, settings). progress: called with each round that closed.
     """
@@ -55,7 +55,7 @@ def run(
         agents = [_agent(broker, home, settings, clock, log) for home, settings in devices.values()]
         link.open()
         told, idle_since = server.checkpoint.round, clock.seconds
-        while not stopped() and not (server.finished and _judged(ledger, server.checkpoint.round) >= devices.keys()):
+        while not stopped() and not (server.finished and _evaluated(ledger, server.checkpoint.round) >= devices.keys()):
             busy = server.step(0) | any([agent.step(0) for agent in agents])
             if busy:
                 idle_since = clock.seconds
@@ -64,7 +64,7 @@ def run(
             if server.stalled:
                 raise RoundError(server.stalled)
             if clock.seconds - idle_since > GIVE_UP_S:
-                missing = sorted(devices.keys() - _judged(ledger, server.checkpoint.round))
+                missing = sorted(devices.keys() - _evaluated(ledger, server.checkpoint.round))
                 raise RoundError(f"round {server.checkpoint.round + 1} does not end", where=", ".join(missing))
             if progress is not None and server.checkpoint.round != told:
                 told = server.checkpoint.round
@@ -74,8 +74,8 @@ def run(
         server.close()
 
 
-def _judged(ledger: Ledger, round_number: int) -> set[str]:
-    return {row.device for row in ledger.rows(Judgement, round=round_number)}
+def _evaluated(ledger: Ledger, round_number: int) -> set[str]:
+    return {row.device for row in ledger.rows(Evaluation, round=round_number)}
 
 
 def _agent(
@@ -85,7 +85,14 @@ def _agent(
     topic, payload = will(settings, boot)
     link = LoopbackLink(broker, settings.device.name, Will(topic, payload), max_queued=100_000)
     agent = Agent(
-        settings, Home(home), link, service_of(home, settings), Accounts(), InlineTrainer(), boot=boot, clock=clock,
+        settings,
+        DeviceState(home),
+        link,
+        service_of(home, settings),
+        AgentCosts(),
+        InlineTrainer(),
+        boot=boot,
+        clock=clock,
         log=lambda line: log(f"{settings.device.name}: {line}"),
     )
     link.open()

@@ -50,7 +50,7 @@ def stays(method: Method) -> list[str]:
     kept = [role for role in method.client.keeps if role != "personal"]
     as_it_is = method.personalizer == "sgd" and not own_steps(method, method.hyper())[1]
     made = None if as_it_is else MADE_HERE.get(method.personalizer)
-    weights = method.personal or (method.shared if method.given or method.personalizer == "own" else ())
+    weights = method.personal or (method.shared if method.per_device or method.personalizer == "own" else ())
     return [*weights, *kept, *([made] if made else [])]
 
 
@@ -72,7 +72,7 @@ def crossing(method: Method, way: str) -> str:
     if not parts:
         return "nothing"
     models = "part of a model" if method.personal else f"{told['models']} model{'s' if told['models'] > 1 else ''}"
-    models += " of its own" if way == "down" and method.given else ""
+    models += " of its own" if way == "down" and method.per_device else ""
     return f"{models}: {', '.join(parts)}" if told["models"] else ", ".join(parts)
 
 

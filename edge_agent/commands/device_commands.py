@@ -11,8 +11,8 @@ from typing import Any
 
 from edge_agent.device.local_samples import few_labels
 from edge_agent.device.slots import Slots
-from edge_agent.device.state import Home
-from edge_agent.inference.personal_files import Own
+from edge_agent.device.state import DeviceState
+from edge_agent.inference.personal_files import PersonalFiles
 from edge_agent.inference.personalizers import EMBEDS
 from edge_agent.inference.service import Service, service_of
 from edge_agent.inference.stored_models import graph_of
@@ -26,7 +26,7 @@ from fleet_core.protocol.messages import Answer
 def status(home: Path, as_json: bool) -> None:
     """What this device holds: weights, personalization, training state."""
     settings = settings_of(home)
-    place = Home(home)
+    place = DeviceState(home)
     facts: dict[str, Any] = {"device": settings.device.name, "fleet": settings.device.fleet,
                              "broker": settings.device.broker, "trained_round": place.last_round()}
     pending = place.pending()
@@ -48,7 +48,7 @@ def _own_facts(slots: Slots, settings: Settings) -> dict[str, Any]:
     own = None
     if slot:
         with contextlib.suppress(StateError):
-            own = Own.load(slots.path(slot, "personal"))
+            own = PersonalFiles.load(slots.path(slot, "personal"))
     way = slots.way() or settings.personalize
     facts: dict[str, Any] = {"personalize_by": way.by, "personalized": own is not None}
     if own is not None:
@@ -97,10 +97,10 @@ def _say_personalized(facts: dict[str, Any]) -> None:
     print(f"personalized by {facts['personalization']}{on}{graph}, meta-model of round {facts['round']}")
     if facts["left_out"]:
         print(f"{facts['left_out']} samples of this device's own classes are left out: this way cannot learn them")
-    judged = facts.get("held_back")
-    if judged:
-        before = "" if judged["before"] is None else f", {judged['before']:.3f} before"
-        print(f"accuracy on {judged['samples']} held-back samples: {judged['accuracy']:.3f}{before}")
+    evaluated = facts.get("held_back")
+    if evaluated:
+        before = "" if evaluated["before"] is None else f", {evaluated['before']:.3f} before"
+        print(f"accuracy on {evaluated['samples']} held-back samples: {evaluated['accuracy']:.3f}{before}")
     few = few_labels(facts["per_class"]) if facts["personalization"] in EMBEDS else ""
     if few:
         processes.say(few)

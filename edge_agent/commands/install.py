@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edge_agent.device.slots import RolledBack, Slots, facts_of
-from edge_agent.device.state import Home, Weights
+from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference import bundle_check, relearn
 from edge_agent.inference.bundle_check import Passed
 from edge_agent.inference.model_check import LEAST
@@ -108,7 +108,7 @@ def _alone(home: Path) -> Iterator[None]:
 
 def _turned(found: Bundle, passed: Passed, home: Path, settings: Settings) -> Installed:
     """With the bundle's weights in the slot that did not answer, and the pointer turned to it."""
-    place = Home(home)
+    place = DeviceState(home)
     place.check_formats()
     slots, before = Slots(place), _held_back(service_of(home, settings))
     with slots.writing():
@@ -127,7 +127,7 @@ def _turned(found: Bundle, passed: Passed, home: Path, settings: Settings) -> In
     return Installed(found, passed, personalized, left, *(None if h is None else h[1] for h in (before, after)))
 
 
-def _put(found: Bundle, place: Home, slots: Slots) -> None:
+def _put(found: Bundle, place: DeviceState, slots: Slots) -> None:
     """Graph and weights on the disk, as the fleet's own would lie there."""
     data = bundle.pack(found.graph)
     graph = Blob.of(data, CHUNK).id

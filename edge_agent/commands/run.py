@@ -14,12 +14,12 @@ from edge_agent.commands.watchdog import Watchdog
 from edge_agent.compute.worker import Trainer, TrainerProcess
 from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import Renewal
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from edge_agent.device.this_board import limits_of, profile_of, remarks, sensor_of, watts_of
 from edge_agent.inference.service import Service
 from edge_agent.inference.service import service_of as service_of
 from edge_agent.rounds.agent import Agent, will
-from edge_agent.rounds.costs import Accounts
+from edge_agent.rounds.costs import AgentCosts
 from fleet_core.base import processes
 from fleet_core.base.errors import FleetError
 from fleet_core.board import allocator
@@ -41,7 +41,7 @@ def run(
 ) -> None:
     """Runs until ``stopped``. Raises LinkError when no broker answered within ``connect_s`` seconds of the start."""
     allocator.keep_freed()
-    place = Home(home)
+    place = DeviceState(home)
     place.lock()
     place.check_formats()
     boot = secrets.token_hex(8)
@@ -52,7 +52,7 @@ def run(
         **tls_files(home, settings, plain=plain),
     )
     service = service_of(home, settings)
-    limits, accounts = limits_of(home, settings), Accounts(_meter(home, settings))
+    limits, accounts = limits_of(home, settings), AgentCosts(_meter(home, settings))
     for remark in remarks(home, settings):
         log(f"{remark} ('edge-agent doctor' says more)")
     renewal = None

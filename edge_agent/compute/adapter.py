@@ -23,7 +23,7 @@ import numpy as np
 from edge_agent.compute.onnx_session import open_steps
 from edge_agent.compute.worker import Child, Done, Job, parse_frame, write_frame
 from edge_agent.device.local_samples import LocalData
-from edge_agent.device.state import Home, Weights
+from edge_agent.device.state import DeviceState, Weights
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import BundleError, DataError, FleetError, StateError
 from fleet_core.data import model_input
@@ -104,7 +104,7 @@ def handle(order: Job) -> Done:
 
 def _adapted(header: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Array]]:
     """(samples that were used and there are, the device's own weights as ``group/name``)."""
-    home = Home(Path(header["home"]))
+    home = DeviceState(Path(header["home"]))
     graph = graph_bundle.unpack(storage.read_bytes(home.folder / header["graph"], limit=graph_bundle.MAX_BYTES))
     weights = home.weights(header["weights"])
     if weights is None or weights.model != header["model"]:

@@ -24,7 +24,7 @@ from edge_agent.compute.worker import Done, Job, parse_frame, write_frame
 from edge_agent.device.local_samples import LocalData
 from edge_agent.device.manifest_method import capped, cut, hyper_of, method_of, wire
 from edge_agent.device.slots import Slots
-from edge_agent.device.state import Home, state_key
+from edge_agent.device.state import DeviceState, state_key
 from fleet_core.algorithms.interface import ClientState, Method, Payload
 from fleet_core.base import processes, schema, storage, trees
 from fleet_core.base.errors import FleetError, MessageError, StateError
@@ -35,7 +35,7 @@ from fleet_core.model.layout import Layout
 from fleet_core.protocol.messages import Manifest
 
 
-class Workshop:
+class TrainerJobs:
     """Keeps the model and the samples of the last job, so that a round costs its steps and nothing else."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Workshop:
         weights = order.weights("model", manifest.model.model)
         state = dict(order.home.state(key) or {})
         residual = state.pop("residual", None)
-        result = self.round(order, Payload(weights, manifest.scalars).beside(order.given()), state)
+        result = self.round(order, Payload(weights, manifest.scalars).beside(order.per_device()), state)
         update.keep(
             order.home, order.life, manifest, order.layout, result.update, result.pending, residual,
             samples=result.samples, metrics={"loss": result.loss, **order.cut},
@@ -84,7 +84,7 @@ class Workshop:
     def _adapt(self, order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
         """The served weights after gradient steps."""
         serve = order.manifest.serve
-        weights = order.judged("" if serve is None else serve.model)
+        weights = order.served("" if serve is None else serve.model)
         model, samples = self._model(order), self._samples(order)
         scalars = {**order.manifest.scalars, "round": float(serve.round if serve else 1)}
         params = personal_model.adapt(
@@ -118,10 +118,10 @@ class Order:
     method: Method
     hyper: Any
     layout: Layout
-    home: Home
+    home: DeviceState
     data: LocalData
     seed: tuple[int, ...]
-    given_id: str = ""
+    per_device_id: str = ""
 
     @property
     def cut(self) -> dict[str, float]:
@@ -136,17 +136,17 @@ class Order:
             raise MessageError("; ".join(map(str, problems)))
         method = method_of(manifest)
         hyper = capped(hyper_of(method, manifest.method.hyper), header.get("max_batch"))
-        layout, home = Layout.from_json(header["layout"]), Home(Path(header["home"]))
+        layout, home = Layout.from_json(header["layout"]), DeviceState(Path(header["home"]))
         seed = int(manifest.scalars.get("seed", 0)), manifest.round, zlib.crc32(header["device"].encode())
         data = LocalData.of(home.folder / header["samples"], layout, header["split"])
         return Order(header["life"], manifest, method, hyper, layout, home, data, seed, str(header.get("given", "")))
 
-    def given(self) -> trees.Params:
+    def per_device(self) -> trees.Params:
         """What this device alone received; empty for most methods. Raises StateError when it is not on the disk."""
-        return self.weights("given", self.given_id) if self.method.given else {}
+        return self.weights("given", self.per_device_id) if self.method.per_device else {}
 
-    def judged(self, model: str) -> trees.Params:
-        """Raises StateError when the judged model is not on the disk."""
+    def served(self, model: str) -> trees.Params:
+        """Raises StateError when the served model is not on the disk."""
         return self.weights(f"slots/{Slots(self.home).slot_of(model)}/serve", model)
 
     def weights(self, name: str, model: str) -> trees.Params:
@@ -160,9 +160,9 @@ class Order:
 class InlineTrainer:
     """The trainer in the caller's own process, which it sets to ``threads``: for a whole fleet in one process."""
 
-    def __init__(self, threads: int = 1, workshop: Workshop | None = None) -> None:
+    def __init__(self, threads: int = 1, workshop: TrainerJobs | None = None) -> None:
         torch.set_num_threads(threads)
-        self._workshop = workshop or Workshop()
+        self._workshop = workshop or TrainerJobs()
         self._done: Done | None = None
 
     @property
@@ -193,7 +193,7 @@ def main(arguments: list[str]) -> int:
     """The child's loop; ends when standard input does."""
     allocator.keep_freed()
     torch.set_num_threads(int(arguments[arguments.index("--threads") + 1]) if "--threads" in arguments else 1)
-    workshop, buffer = Workshop(), bytearray()
+    workshop, buffer = TrainerJobs(), bytearray()
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not mix with the frames
     while data := os.read(source.fileno(), 1 << 20):

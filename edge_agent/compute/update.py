@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from edge_agent.device.manifest_method import hyper_of, method_of, wire
-from edge_agent.device.state import Home, state_key
+from edge_agent.device.state import DeviceState, state_key
 from fleet_core.algorithms.interface import ClientState, Payload
 from fleet_core.base import trees
 from fleet_core.model import codecs
@@ -14,7 +14,7 @@ from fleet_core.protocol.messages import BEGINS, Blob, Manifest, UploadManifest
 
 
 def keep(
-    home: Home, life: str, manifest: Manifest, layout: Layout, update: Payload, state: ClientState,
+    home: DeviceState, life: str, manifest: Manifest, layout: Layout, update: Payload, state: ClientState,
     residual: trees.Params | None, *, samples: int, metrics: Mapping[str, float],
 ) -> None:
     """The update, in the first of the round's codecs that is known here, and ``state`` after it are on disk.
@@ -30,7 +30,7 @@ def keep(
     after = dict(state)
     if sent.error is not None:
         hyper = hyper_of(method, manifest.method.hyper)
-        after = dict(method.client.settle(after, sent.error, hyper, manifest.scalars["round"]))
+        after = dict(method.client.after_loss(after, sent.error, hyper, manifest.scalars["round"]))
     if sent.residual is not None:
         after["residual"] = sent.residual
     key = state_key(manifest)

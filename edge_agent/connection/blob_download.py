@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from fleet_core.base.backoff import Patience
+from fleet_core.base.backoff import Backoff
 from fleet_core.base.errors import MessageError
 from fleet_core.link.interface import Link
 from fleet_core.protocol import topics
@@ -28,7 +28,7 @@ class Fetcher:
         device: str = "", missing: Callable[[str, int], None] = lambda kind, times: None,
     ):
         self._fleet, self._link, self._book, self._missing = fleet, link, book, missing
-        self._patience = Patience(device, clock, SILENCE_S, MOST_SILENCE_S)
+        self._patience = Backoff(device, clock, SILENCE_S, MOST_SILENCE_S)
         self._inbox: Inbox | None = None
         self._kind = ""
         self._came_bytes = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from fleet_core.base.backoff import Patience
+from fleet_core.base.backoff import Backoff
 from fleet_core.base.errors import LinkError
 from fleet_core.link.interface import Link
 from fleet_core.protocol import messages, topics
@@ -42,7 +42,7 @@ class Uploader:
     ):
         self._fleet, self._device, self._link, self._clock, self._book = fleet, device, link, clock, book
         self._unanswered = unanswered
-        self._patience = Patience(device, clock, SILENCE_S, MOST_SILENCE_S)
+        self._patience = Backoff(device, clock, SILENCE_S, MOST_SILENCE_S)
         self._pending: Offer | None = None
         self._queued_at: float | None = None
 

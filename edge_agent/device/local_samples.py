@@ -1,4 +1,4 @@
-"""The device's own samples: what it trains and personalizes on, and the later part on which it is judged.
+"""The device's own samples: what it trains and personalizes on, and the later part on which it is evaluated.
 
 The recording is divided in time. Samples that were labelled by hand later (``edge-agent samples add``) lie in a file of
 their own beside it and always belong to the part that is learned from. They may be of classes that the fleet does not
@@ -42,7 +42,7 @@ class LocalData:
     """A file of samples and how it is divided in time.
 
     dtype: of the model's samples.
-    train_fraction: share of the recorded time that is the device's own to learn from; the rest judges.
+    train_fraction: share of the recorded time that is the device's own to learn from; the rest evaluates.
     support_seconds: instead of a share, the first seconds of the recording.
     shape: of the model's samples; others are refused. stride: of windows that are cut from a file of readings.
     """
@@ -102,7 +102,7 @@ class LocalData:
         named = f', or samples = "{beside[0]}" under [data] in device.toml' if beside else ""
         return "edge-agent samples add" + named
 
-    def judge(self) -> Samples | None:
+    def held_back(self) -> Samples | None:
         """Samples that nothing on this device learns from, or None without a recording."""
         return self._parts()[1] if self.path.exists() else None
 
@@ -163,8 +163,8 @@ class LocalData:
         samples.save(self.added_path, Samples(kept.x, y, classes=tuple(everyone[k] for k in used)))
 
     def counts(self, say: Callable[[str], None] = lambda note: None) -> list[tuple[str, int, int, int]]:
-        """(class, recorded samples that are learned from, recorded ones that judge, added ones) of each class. say:
-        takes how the recording was read."""
+        """(class, recorded samples that are learned from, recorded ones that are held back, added ones) of each class.
+        say: takes how the recording was read."""
         added, names = self._added()
         recorded = self._parts() if self.path.exists() else (None, None)
         for note in () if recorded[0] is None else recorded[0].notes:
@@ -180,8 +180,8 @@ class LocalData:
         times = [p.stat().st_mtime_ns for p in (self.path, self.added_path) if p.exists()]
         return f"{self}{times}"
 
-    def judge_stamp(self) -> str:
-        """Changes whenever what ``judge`` gives does."""
+    def held_back_stamp(self) -> str:
+        """Changes whenever what ``held_back`` gives does."""
         return f"{self}{self.path.stat().st_mtime_ns if self.path.exists() else 0}"
 
     def _parts(self) -> tuple[Samples, Samples]:

@@ -1,6 +1,6 @@
 """Two slots for what a device answers with, and a pointer that is turned by one rename.
 
-    slots/a, slots/b     serve.safetensors     a judged model's weights, with its method, hyper-parameters and graph
+    slots/a, slots/b     serve.safetensors     a served model's weights, with its method, hyper-parameters and graph
                          personal.safetensors  what makes the answers the device's own; absent where nothing does
                          int8.safetensors      their encoder, quantized; absent where no bundle brought one
     slots/serving.json   which of the two answers, the model that was rolled back, the graph that was checked here
@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.device.state import FORMAT, Home, Weights
+from edge_agent.device.state import FORMAT, DeviceState, Weights
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import StateError
 from fleet_core.board.device_settings import Personalize
@@ -40,7 +40,7 @@ MAX_INT8_BYTES = 1 << 29
 
 @dataclass(frozen=True)
 class RolledBack:
-    """A judged model that was tried and is not tried again, and why."""
+    """A served model that was tried and is not tried again, and why."""
 
     model: str
     round: int
@@ -59,7 +59,7 @@ class Pointer:
 class Slots:
     """The slots below one device's home."""
 
-    def __init__(self, home: Home):
+    def __init__(self, home: DeviceState):
         self._home = home
         self.folder = home.folder / "slots"
 
@@ -167,7 +167,7 @@ class Slots:
 
 
 def facts_of(method: str, hyper: Mapping[str, Any], graph: str) -> dict[str, str]:
-    """What lies beside a judged model's weights: its method's name and hyper-parameters, and the graph that it fits."""
+    """What lies beside a served model's weights: its method's name and hyper-parameters, and the graph that it fits."""
     return {"method": method, "hyper": json.dumps(dict(hyper), sort_keys=True), "graph": graph}
 
 

@@ -82,7 +82,7 @@ def _parts(key: str) -> tuple[str, int]:
     return (found[1], int(found[2])) if found else (key, 0)
 
 
-class Home:
+class DeviceState:
     """The files under one folder. One agent at a time: a lock file refuses a second one."""
 
     def __init__(self, folder: Path):

@@ -28,7 +28,7 @@ MAX_CLASSES = 300
 WORSE_BY = "[serve] worse_by in device.toml says how much worse may be"
 
 
-class Worse(StateError):
+class WorseModel(StateError):
     """What was asked for would answer the held-back samples worse; what answered before goes on. why: both accuracies.
     """
 
@@ -38,7 +38,7 @@ class Worse(StateError):
         super().__init__(f"not personalized, what answered before goes on: {why}", hint=hint)
 
 
-class Judge:
+class Evaluator:
     """Confusion counts on the samples that nothing here learns from, made once for each predictor. A session is run on
     them once, so that one more labelled sample costs its own embedding alone."""
 
@@ -61,10 +61,10 @@ class Judge:
     def counts(self, predictor: Predictor, data: LocalData) -> Array | None:
         """int64 [N, N] over the fleet's N classes, rows the true ones; None where nothing is held back. Of an answer
         only the fleet's classes count."""
-        if data.judge_stamp() != self._stamp:
-            self._stamp, self._counts, self._outputs = data.judge_stamp(), WeakKeyDictionary(), WeakKeyDictionary()
+        if data.held_back_stamp() != self._stamp:
+            self._stamp, self._counts, self._outputs = data.held_back_stamp(), WeakKeyDictionary(), WeakKeyDictionary()
         if predictor not in self._counts:
-            samples, n = data.judge(), len(data.classes)
+            samples, n = data.held_back(), len(data.classes)
             if samples is None or not len(samples):
                 return None
             counts = np.zeros((n, n), np.int64)
@@ -108,7 +108,7 @@ def finite(predictor: Predictor, graph: Graph) -> bool:
 def _alone(data: LocalData) -> Alone | None:
     from fleet_core.personalization import plain_baseline  # what only answers does without it
 
-    own, later, n = data.own(), data.judge(), len(data.classes)
+    own, later, n = data.own(), data.held_back(), len(data.classes)
     if later is None or not len(later):
         return None
     frequent = int(np.bincount(own.y, minlength=n).argmax())

@@ -40,8 +40,8 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Own:
-    """how: proto, head, knn, or the personalizer that took gradient steps. model, round: of the judged model that it
+class PersonalFiles:
+    """how: proto, head, knn, or the personalizer that took gradient steps. model, round: of the served model that it
     was made with, under which alone it means anything. classes: what the labels are, the fleet's first. settings: plain
     values that answering needs. quantile: of the threshold for unknown samples."""
 
@@ -59,7 +59,7 @@ class Own:
         storage.write_arrays(path, self.arrays, facts, mode=0o600)
 
     @classmethod
-    def load(cls, path: Path) -> Own:
+    def load(cls, path: Path) -> PersonalFiles:
         """Raises StateError for a file that is absent or none of these."""
         arrays, facts = storage.mapped(path, limit=MAX_STATE_BYTES)
         try:
@@ -91,15 +91,15 @@ class Own:
 # Made ---------------------------------------------------------------------------------------------------------------
 
 
-def of_weights(how: str, weights: Weights, classes: tuple[str, ...], arrays: Mapping[str, Array]) -> Own:
+def of_weights(how: str, weights: Weights, classes: tuple[str, ...], arrays: Mapping[str, Array]) -> PersonalFiles:
     """The device's own weights ``arrays``, as ``group/name``."""
-    return Own(how, weights.model, weights.round, classes, dict(arrays), {})
+    return PersonalFiles(how, weights.model, weights.round, classes, dict(arrays), {})
 
 
 def of_samples(
-    plan: Plan, graph: Graph, weights: Weights, own: Samples, known: Own | None = None, *, quantile: float,
+    plan: Plan, graph: Graph, weights: Weights, own: Samples, known: PersonalFiles | None = None, *, quantile: float,
     int8: bytes = b"",
-) -> Own:
+) -> PersonalFiles:
     """Class means, a fitted head or neighbours from the raw samples; ``known``: what was made before, whose embeddings
     are taken where they are by the same encoder. int8: the quantized encoder, in place of the graph's. Raises
     StateError, DataError, BundleError, CodecError."""
@@ -113,7 +113,7 @@ def of_samples(
         settings["gaussian"] = schema.plain(plan.gaussian)
     if plan.kind == "knn":
         settings["share"] = _share(plan, graph, weights, own, support, len(classes))
-    return _fitted(Own(plan.kind, weights.model, weights.round, classes, {}, settings), support, None)
+    return _fitted(PersonalFiles(plan.kind, weights.model, weights.round, classes, {}, settings), support, None)
 
 
 def encoder_of(graph: Graph, weights: Weights, int8: bytes = b"") -> Session:
@@ -132,7 +132,7 @@ def _share(plan: Plan, graph: Graph, weights: Weights, own: Samples, support: Su
     return Neighbours.of(support.z, support.y, known, plan.neighbours, None).share
 
 
-def extended(own: Own, embed: Embed, more: Samples) -> Own | None:
+def extended(own: PersonalFiles, embed: Embed, more: Samples) -> PersonalFiles | None:
     """``own`` with a few more raw samples, each of which is embedded once and none besides. ``more.classes`` are those
     of ``own``, and may go on. None where too much is stored to be kept, and everything must be made anew."""
     support = own.support
@@ -147,7 +147,7 @@ def extended(own: Own, embed: Embed, more: Samples) -> Own | None:
     return _fitted(wider, support.more(z, more.x, more.y), means)
 
 
-def _fitted(own: Own, support: Support, means: Prototypes | None) -> Own:
+def _fitted(own: PersonalFiles, support: Support, means: Prototypes | None) -> PersonalFiles:
     """``own`` with all its arrays. means: of these samples, where they are known already."""
     settings, n_classes = dict(own.settings), len(own.classes)
     if means is None:
@@ -174,7 +174,13 @@ def _padded(limit_N: Array, n_classes: int) -> Array:
 
 
 def opened(
-    own: Own, graph: Graph, weights: Weights, *, unknown: bool, samples: Samples | None = None, int8: bytes = b"",
+    own: PersonalFiles,
+    graph: Graph,
+    weights: Weights,
+    *,
+    unknown: bool,
+    samples: Samples | None = None,
+    int8: bytes = b"",
     before: Predictor | None = None,
 ) -> Predictor:
     """What answers. unknown: tell it where it can be told. samples: the device's own, for neighbours whose embeddings
@@ -203,7 +209,7 @@ def opened(
     return _with_neighbours(own, graph, weights, encoder, beside, familiar, samples)
 
 
-def _with_weights(own: Own, graph: Graph, weights: Weights) -> Predictor:
+def _with_weights(own: PersonalFiles, graph: Graph, weights: Weights) -> Predictor:
     params = graph.layout.ordered(storage.unflatten(own.arrays))
     if own.how != "fleet-proto":
         return Predictor.head(graph, params)
@@ -212,7 +218,12 @@ def _with_weights(own: Own, graph: Graph, weights: Weights) -> Predictor:
 
 
 def _with_neighbours(
-    own: Own, graph: Graph, weights: Weights, encoder: Session, head: Session | None, familiar: Familiar | None,
+    own: PersonalFiles,
+    graph: Graph,
+    weights: Weights,
+    encoder: Session,
+    head: Session | None,
+    familiar: Familiar | None,
     samples: Samples | None,
 ) -> Predictor:
     support = _support(own, encoder, samples)
@@ -224,7 +235,7 @@ def _with_neighbours(
     return Predictor(head, None, encoder, near, familiar=familiar)
 
 
-def _support(own: Own, encoder: Session, samples: Samples | None) -> Support:
+def _support(own: PersonalFiles, encoder: Session, samples: Samples | None) -> Support:
     """The embedded samples that were kept; of ``samples`` where they were too many."""
     if own.support is not None:
         return own.support
@@ -233,7 +244,7 @@ def _support(own: Own, encoder: Session, samples: Samples | None) -> Support:
     return Support.of(encoder.run, samples.x, samples.y)
 
 
-def _processes(own: Own, encoder: Session, samples: Samples | None) -> Processes:
+def _processes(own: PersonalFiles, encoder: Session, samples: Samples | None) -> Processes:
     from fleet_core.personalization.gaussian_process import Processes  # a MB and a half that no other way needs
 
     how, _ = schema.read(Gaussian, own.settings.get("gaussian"))

@@ -1,4 +1,4 @@
-"""How a device makes a judged model its own: what was chosen, against what method, graph and device have for it.
+"""How a device makes a served model its own: what was chosen, against what method, graph and device have for it.
 
 Snell et al. 2017 (class means), Raghu et al. 2020 (a head alone), Marfoq et al. 2022 (neighbours), Finn et al. 2017 and
 Li et al. 2017 (the steps of MAML and Meta-SGD). Gradient steps are those of the graph ``adapt``, or of the trainer.

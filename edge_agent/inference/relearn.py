@@ -17,11 +17,11 @@ import numpy as np
 from edge_agent.compute import adapter
 from edge_agent.inference import personal_files as owns
 from edge_agent.inference.embedded_support import Embed
-from edge_agent.inference.model_check import WORSE_BY, Worse
-from edge_agent.inference.personal_files import Own
+from edge_agent.inference.model_check import WORSE_BY, WorseModel
+from edge_agent.inference.personal_files import PersonalFiles
 from edge_agent.inference.personalizers import EMBEDS, Plan, working
 from edge_agent.inference.service import Service
-from edge_agent.inference.stored_models import Served, Shelf, graph_of
+from edge_agent.inference.stored_models import Served, StoredModels, graph_of
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, RoundError, StateError
 from fleet_core.board.device_settings import Personalize
@@ -70,7 +70,7 @@ def personalize(service: Service, choice: Personalize | None = None) -> Personal
     raise StateError("new weights come faster than they are personalized", where=str(service.slots.folder))
 
 
-def _made(shelf: Shelf, served: Served, plan: Plan) -> tuple[Own | None, Personalized]:
+def _made(shelf: StoredModels, served: Served, plan: Plan) -> tuple[PersonalFiles | None, Personalized]:
     data = shelf.local(served.graph.layout)
     if plan.kind == "left":
         ways = ", ".join(way for way in working(served.method, served.graph) if way != "method")
@@ -145,10 +145,10 @@ def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = Fals
         facts = {"added": len(x), "added_in_all": total}
         try:
             how = _extended(service, x, labels, total) or personalize(service).how
-        except (Worse, DataError) as error:
+        except (WorseModel, DataError) as error:
             with service.slots.writing():
                 service.local().take_back(total - len(x), x)
-            why, hint = (error.why, WORSE_BY) if isinstance(error, Worse) else (error.what, error.hint)
+            why, hint = (error.why, WORSE_BY) if isinstance(error, WorseModel) else (error.what, error.hint)
             raise DataError(f"not kept, for with these samples: {why}", hint=hint) from error
         except (StateError, RoundError) as error:  # the trainer's steps count them, with the next round
             return {**facts, **_now(service), "counts_later": error.what}
@@ -176,7 +176,7 @@ def _extended(service: Service, x: Array, labels: Sequence[str], total: int) -> 
     return wider.how if service.take_up(wider, served, base) else ""
 
 
-def _encoder(service: Service, served: Served, own: Own) -> Embed:
+def _encoder(service: Service, served: Served, own: PersonalFiles) -> Embed:
     """The session that answers, where that is the one by which ``own`` was embedded."""
     now = service.answering
     if now is not None and (now.model, now.graph) == (served.weights.model, graph_of(own)):

@@ -1,4 +1,4 @@
-"""The device's own answers: the graph once, the judged model's weights, this device's personalization; no torch.
+"""The device's own answers: the graph once, the served model's weights, this device's personalization; no torch.
 
 What answers is replaced in one assignment, and on the disk by one rename (``slots``), so an answer comes from one model
 or the other, never from half of both. New weights answer only after they passed their check: finite answers, and the
@@ -20,20 +20,20 @@ import numpy as np
 from edge_agent.device.local_samples import LocalData
 from edge_agent.device.manifest_method import hyper_of
 from edge_agent.device.slots import RolledBack, facts_of
-from edge_agent.device.state import Home, Weights
+from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference import personal_files as owns
-from edge_agent.inference.model_check import Judge, Worse, finite
-from edge_agent.inference.personal_files import Own
+from edge_agent.inference.model_check import Evaluator, WorseModel, finite
+from edge_agent.inference.personal_files import PersonalFiles
 from edge_agent.inference.personalizers import EMBEDS, Plan, is_whole
 from edge_agent.inference.predictor import Predictor
-from edge_agent.inference.stored_models import Answering, Served, Shelf
+from edge_agent.inference.stored_models import Answering, Served, StoredModels
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema, trees
 from fleet_core.base.errors import BundleError, CodecError, FleetError, MessageError, StateError
 from fleet_core.board.device_settings import Personalize, Serve, Settings
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS, Layout
-from fleet_core.protocol.messages import Alone, Answer, Judgement, ModelRef, Question
+from fleet_core.protocol.messages import Alone, Answer, Evaluation, ModelRef, Question
 
 if TYPE_CHECKING:
     from edge_agent.compute.worker import Job
@@ -41,31 +41,31 @@ if TYPE_CHECKING:
 
 def service_of(home: Path, settings: Settings) -> Service:
     """The service of the device whose folder is ``home``."""
-    return Service(Home(home), schema.plain(settings.data), settings.personalize, settings.serve)
+    return Service(DeviceState(home), schema.plain(settings.data), settings.personalize, settings.serve)
 
 
 class Service:
-    """Installs graphs and weights, judges and answers. data: the table ``[data]`` of device.toml. Called by several
+    """Installs graphs and weights, evaluates and answers. data: the table ``[data]`` of device.toml. Called by several
     threads; one process at a time loads new weights."""
 
     def __init__(
-        self, home: Home, data: Mapping[str, Any], choice: Personalize | None = None, serve: Serve | None = None
+        self, home: DeviceState, data: Mapping[str, Any], choice: Personalize | None = None, serve: Serve | None = None
     ):
-        self.shelf = Shelf(home, data, choice or Personalize(), serve or Serve())
+        self.shelf = StoredModels(home, data, choice or Personalize(), serve or Serve())
         self.slots = self.shelf.slots
         self.graph: Graph | None = None
         self.graph_id: str | None = None
         self.model: str | None = None
-        """Id of the judged model that came last; None for one that is wanted anew."""
+        """Id of the served model that came last; None for one that is wanted anew."""
         self.round = 0
-        """The round of the judged model that came last: it answers, is being made the device's own, or was refused."""
+        """The round of the served model that came last: it answers, is being made the device's own, or was refused."""
         self.answering: Answering | None = None
         self.method: Method | None = None
         self._how = "none"  # what the steps that are under way will be called
         self._slot = ""  # where the model that came last lies
         self._plain: Predictor | None = None
         self._latest: Answering | None = None  # the last that was checked, whether it answers or not
-        self._judge = Judge()
+        self._evaluator = Evaluator()
         self._changing = threading.RLock()
         self._stamp: tuple[Any, ...] = ()
 
@@ -108,7 +108,7 @@ class Service:
 
     @property
     def rolled_back(self) -> RolledBack | None:
-        """The judged model that was tried last and is not tried again, if it was."""
+        """The served model that was tried last and is not tried again, if it was."""
         return self.slots.pointer().rolled_back
 
     # New weights ------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Service:
         graph = self.shelf.home.graph_path(self.graph_id or "")
         return adapter.job(graph, f"slots/{self._slot}/serve", self.model or "", self.local(), plan.steps, plan.rate)
 
-    def _of_samples(self, plan: Plan, served: Served) -> Own:
+    def _of_samples(self, plan: Plan, served: Served) -> PersonalFiles:
         known = None if self.answering is None else self.shelf.kept(self.answering.slot)
         return self.shelf.of_samples(plan, served, known)
 
@@ -171,7 +171,7 @@ class Service:
             return None
         return Predictor.head(self.checked_graph(), trees.only(weights.params, MODEL_GROUPS))
 
-    def _offer(self, own: Own | None, served: Served) -> None:
+    def _offer(self, own: PersonalFiles | None, served: Served) -> None:
         """The weights that came last, personalized or as they are, answer from now on, if they may."""
         try:
             found = self.shelf.opened(own, served)
@@ -204,7 +204,7 @@ class Service:
         before = self.answering
         if before is None or before.layout.hash != found.layout.hash:
             return ""
-        return self._judge.worse(found.predictor, before.predictor, self.local(), self.shelf.serve.worse_by)
+        return self._evaluator.worse(found.predictor, before.predictor, self.local(), self.shelf.serve.worse_by)
 
     def _roll_back(self, weights: Weights, why: str) -> None:
         with self.slots.writing():
@@ -266,7 +266,7 @@ class Service:
         self.answering, self.method, self._slot = found, served.method, served.slot
         self.model, self.round = found.model, found.round
 
-    def take_up(self, own: Own | None, served: Served, base: tuple[Any, ...]) -> bool:
+    def take_up(self, own: PersonalFiles | None, served: Served, base: tuple[Any, ...]) -> bool:
         """A personalization of the model in a slot answers from now on, here and on the disk; False where the disk is
         not as it was at ``base`` (``Slots.stamp``). Raises FleetError, of which Worse where the held-back samples
         would be answered worse: then nothing has changed."""
@@ -276,7 +276,7 @@ class Service:
                 raise StateError("the personalized model gives answers that are no probabilities")
             why = self._worse(found)
             if why:
-                raise Worse(why)
+                raise WorseModel(why)
             with self.slots.writing():
                 if self.slots.stamp() != base:
                     return False
@@ -289,7 +289,8 @@ class Service:
                 self._take(served, found)
             return True
 
-    # Judge and answer -------------------------------------------------------------------------------------------------
+    # Evaluate and answer
+    # -------------------------------------------------------------------------------------------------
 
     @property
     def personalization(self) -> str:
@@ -307,31 +308,31 @@ class Service:
         """Whether the model that came last answers by itself, before anything makes it the device's own."""
         return self._plain is not None
 
-    def judge(self) -> list[Judgement]:
+    def evaluate(self) -> list[Evaluation]:
         """Confusion counts on the later samples, which nothing here has learned from, of the model that came last, also
         where it was rolled back; empty when there are none."""
-        data, judgements = self.local(), []
+        data, evaluations = self.local(), []
         stages = [("before", self._plain)]
         found = self._latest or self.answering
         if found is not None and found.how != "none" and (found.model, found.round) == (self.model, self.round):
             stages.append(("after", found.predictor))
         for stage, predictor in stages:
-            counts = None if predictor is None else self._judge.counts(predictor, data)
+            counts = None if predictor is None else self._evaluator.counts(predictor, data)
             if counts is not None:
                 rows = tuple(tuple(int(v) for v in row) for row in counts)
-                judgements.append(Judgement(stage, "" if self.method is None else self.method.name, rows))
+                evaluations.append(Evaluation(stage, "" if self.method is None else self.method.name, rows))
         if len(stages) > 1:
             self._plain = None  # its session is not needed any more
         self._latest = None
-        return judgements
+        return evaluations
 
     def alone(self) -> Alone | None:
         """What this device could answer on the same samples without the fleet; None where that cannot be told."""
-        return self._judge.alone(self.local())
+        return self._evaluator.alone(self.local())
 
     def held_back(self, predictor: Predictor) -> tuple[int, float] | None:
         """(samples, accuracy) on the later samples; None when there are none."""
-        counts = self._judge.counts(predictor, self.local())
+        counts = self._evaluator.counts(predictor, self.local())
         return None if counts is None else (int(counts.sum()), float(np.trace(counts) / counts.sum()))
 
     def predict(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -16,9 +16,9 @@ from edge_agent.compute.onnx_session import check_golden, runtime_version
 from edge_agent.device.local_samples import LocalData
 from edge_agent.device.manifest_method import hyper_of
 from edge_agent.device.slots import Slots
-from edge_agent.device.state import Home, Weights
+from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference import personal_files as owns
-from edge_agent.inference.personal_files import Own
+from edge_agent.inference.personal_files import PersonalFiles
 from edge_agent.inference.personalizers import EMBEDS, Plan, is_whole, plan_of
 from edge_agent.inference.predictor import Predictor
 from fleet_core.algorithms.interface import Method
@@ -36,7 +36,7 @@ NO_TRAINER = 'its trainer needs torch: pip install "metafleet[train]"'
 
 @dataclass(frozen=True, eq=False)
 class Answering:
-    """What answers. model, round: of the judged model that it was made from. how: it is the device's own, ``none``
+    """What answers. model, round: of the served model that it was made from. how: it is the device's own, ``none``
     where it is not. classes: of the probabilities, the fleet's and then the device's own. slot: where it lies. graph:
     ``embed`` or ``embed-int8``, which embedded the device's samples and embeds those that are asked for; ``predict``
     where none are."""
@@ -58,7 +58,7 @@ class Answering:
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """A judged model in its slot: its method, that one's hyper-parameters, its weights, and the graph that they fit."""
+    """A served model in its slot: its method, that one's hyper-parameters, its weights, and the graph that they fit."""
 
     slot: str
     method: Method
@@ -68,10 +68,10 @@ class Served:
     graph: Graph
 
 
-class Shelf:
+class StoredModels:
     """data: the table ``[data]`` of device.toml; choice, serve: its tables ``[personalize]`` and ``[serve]``."""
 
-    def __init__(self, home: Home, data: Mapping[str, Any], choice: Personalize, serve: Serve):
+    def __init__(self, home: DeviceState, data: Mapping[str, Any], choice: Personalize, serve: Serve):
         self.home, self.slots, self.serve = home, Slots(home), serve
         self._data, self._choice = dict(data), choice
         self._graph: tuple[str, Graph] | None = None
@@ -112,7 +112,7 @@ class Shelf:
     # Slots ------------------------------------------------------------------------------------------------------------
 
     def served(self, slot: str = "") -> Served:
-        """The judged model in a slot, or in the first that holds one. Raises FleetError."""
+        """The served model in a slot, or in the first that holds one. Raises FleetError."""
         slot = slot or next(iter(self.slots.in_order()), "")
         weights = self.slots.weights(slot) if slot else None
         pointer, path = self.slots.pointer(), self.graph_path(weights)
@@ -126,10 +126,10 @@ class Shelf:
         method, hyper = _remembered(weights, str(self.slots.path(slot, "serve")))
         return Served(slot, method, hyper, weights, *self.graph_at(path))
 
-    def kept(self, slot: str) -> Own | None:
+    def kept(self, slot: str) -> PersonalFiles | None:
         """The personalization in ``slot``, where it is whole and was made with the weights there."""
         try:
-            found = Own.load(self.slots.path(slot, "personal"))
+            found = PersonalFiles.load(self.slots.path(slot, "personal"))
         except StateError:
             return None
         if found.int8 and not self.slots.int8(slot):
@@ -156,7 +156,7 @@ class Shelf:
         trained, chosen = self.home.trained_by(method.name), choice or self.slots.way() or self._choice
         return plan_of(chosen, method, hyper, graph, trainer=trainer, trained=trained)
 
-    def of_samples(self, plan: Plan, served: Served, known: Own | None = None) -> Own:
+    def of_samples(self, plan: Plan, served: Served, known: PersonalFiles | None = None) -> PersonalFiles:
         """Class means, a fitted head or neighbours, from all samples of this device. known: what was made before. By
         the int8 encoder where the plan wants it and the slot has it. Raises FleetError."""
         self.check(served.graph_id, served.graph)
@@ -165,7 +165,7 @@ class Shelf:
         own = owns.of_samples(plan, served.graph, served.weights, data.every(), known, quantile=quantile, int8=int8)
         return replace(own, settings={**own.settings, "added": data.added()})
 
-    def opened(self, own: Own | None, served: Served, before: Answering | None = None) -> Answering:
+    def opened(self, own: PersonalFiles | None, served: Served, before: Answering | None = None) -> Answering:
         """What answers with these weights, personalized by ``own`` or as they are. before: what answers now, whose
         sessions are taken where they are the same. Raises FleetError."""
         self.check(served.graph_id, served.graph)
@@ -211,7 +211,7 @@ def _remembered(weights: Weights, where: str) -> tuple[Method, Any]:
         raise StateError("says no hyper-parameters", where=where, hint="'edge-agent run' fetches it again") from error
 
 
-def graph_of(own: Own | None) -> str:
+def graph_of(own: PersonalFiles | None) -> str:
     """As ``Answering.graph``."""
     if own is None or not own.embeds:
         return "embed" if own is not None and own.how == "fleet-proto" else "predict"

@@ -1,7 +1,7 @@
 """The agent: broadcast → adapt and train → update, on one device, in one visible loop.
 
 The agent verifies every manifest and goes about what it asks for: fetches graph and weights, trains and offers the
-update (``training``, ``outbox``), personalizes and judges the judged model (``serving``), says so (``reporter``) and
+update (``training``, ``outbox``), personalizes and evaluates the served model (``serving``), says so (``reporter``) and
 answers for it. It never blocks: ``step`` handles what arrived and what is due.
 """
 
@@ -18,16 +18,16 @@ from edge_agent.connection.certificate_renewal import Renewal
 from edge_agent.connection.update_upload import Uploader
 from edge_agent.device.full_disk import Disk
 from edge_agent.device.manifest_method import method_of
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from edge_agent.inference.service import Service
-from edge_agent.rounds.costs import Accounts
-from edge_agent.rounds.device_payload import Given
+from edge_agent.rounds.costs import AgentCosts
+from edge_agent.rounds.device_payload import DevicePayload
 from edge_agent.rounds.graphs import Graphs
-from edge_agent.rounds.pending_update import Outbox
+from edge_agent.rounds.pending_update import PendingUpdates
 from edge_agent.rounds.received_models import MAX_MODEL_BYTES, Models
 from edge_agent.rounds.reports import LOOK_S, Reporter
-from edge_agent.rounds.served_model_update import Serving
-from edge_agent.rounds.train_job import LocalTraining, still_asked
+from edge_agent.rounds.served_model_update import ServedModelUpdate
+from edge_agent.rounds.train_job import TrainJobs, still_asked
 from fleet_core.base.errors import FleetError, LinkError, MessageError, RevokedError, RoundError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
@@ -44,10 +44,10 @@ class Agent:
     def __init__(
         self,
         settings: Settings,
-        home: Home,
+        home: DeviceState,
         link: Link,
         service: Service,
-        accounts: Accounts,
+        accounts: AgentCosts,
         trainer: Trainer | None,
         *,
         adapter: Trainer | None = None,
@@ -78,12 +78,12 @@ class Agent:
         self._reporter = Reporter(
             settings, self.boot, link, accounts, trains=trains, limits=self._limits, clock=clock, log=log
         )
-        self._outbox = Outbox(self.name, self.boot, home, self._uploader, self._fetcher, self._reporter, log)
+        self._updates = PendingUpdates(self.name, self.boot, home, self._uploader, self._fetcher, self._reporter, log)
         self._graphs = Graphs(home, service, self._fetcher, lambda: self._announce())
         self._models = Models(home, service, log)
-        self._given = Given(self.name, home, service, self._fetcher)
-        self._training = LocalTraining(settings, self.boot, home, service, accounts, trainer, self._limits)
-        self._serving = Serving(
+        self._per_device = DevicePayload(self.name, home, service, self._fetcher)
+        self._training = TrainJobs(settings, self.boot, home, service, accounts, trainer, self._limits)
+        self._serving = ServedModelUpdate(
             service, self._models, self._fetcher, accounts, self._reporter, trainer, self.adapter,
             self._training.header, log,
         )
@@ -219,7 +219,7 @@ class Agent:
         self.home.set_clock(manifest.seq, max(self._signed_ms, manifest.seq))
         self._seq, self._signed_ms = manifest.seq, max(self._signed_ms, manifest.seq)
         self.manifest, self._reporter.round = manifest, manifest.round
-        self._fetcher.keep({blob.id for blob in manifest.blobs()} | self._given.named(manifest))
+        self._fetcher.keep({blob.id for blob in manifest.blobs()} | self._per_device.named(manifest))
         self._advance()
 
     def _on_server(self, presence: ServerPresence) -> None:
@@ -240,14 +240,14 @@ class Agent:
         if manifest.graph is not None and blob_id == manifest.graph.id:
             self._attempt("graph", lambda: self._graphs.take(manifest, blob_id, data))
         elif counted is not None:
-            self._outbox.settle(counted.round, data.decode("ascii", "replace").split())
+            self._updates.settle(counted.round, data.decode("ascii", "replace").split())
         elif manifest.open and blob_id in (blob.id for blob in manifest.model.blobs()):
             self._attempt("model", lambda: self._models.take_training(manifest, blob_id, data))
-        elif manifest.open and self._given.is_of(manifest, blob_id):
-            self._attempt("model", lambda: self._given.take(manifest, blob_id, data))
+        elif manifest.open and self._per_device.is_of(manifest, blob_id):
+            self._attempt("model", lambda: self._per_device.take(manifest, blob_id, data))
         elif manifest.serve is not None and blob_id in (blob.id for blob in manifest.serve.blobs()):
             ref = manifest.serve
-            self._attempt("serve", lambda: self._models.take_judged(manifest, ref, blob_id, data))
+            self._attempt("serve", lambda: self._models.take_served(manifest, ref, blob_id, data))
         self._advance()
 
     def _on_down(self, payload: bytes) -> None:
@@ -257,12 +257,12 @@ class Agent:
                 return self._on_revoked(attested)
             if attested.t == "renewed" and self._renewal is not None:
                 return self._renewal.on_answer(attested)
-            self._outbox.on_fate(attested)
+            self._updates.on_fate(attested)
             return self._advance()
         down = messages.decode(Down, payload)
         if down.t == "heard":
             return self._reporter.heard(down.boot)
-        self._outbox.on_word(down)
+        self._updates.on_word(down)
 
     def _on_revoked(self, down: Down) -> None:
         """Only for this life of this device, and by a word as new as the newest round: no older one ends the life that
@@ -303,7 +303,7 @@ class Agent:
                 self._disk.refuse()
             return self._give_up("train", manifest, RoundError(done.error))
         if not done.error:
-            self._attempt("train", lambda: self._outbox.take(
+            self._attempt("train", lambda: self._updates.take(
                 begun, manifest, lambda size: self.accounts.cost(size, done.header)
             ))
 
@@ -317,13 +317,13 @@ class Agent:
             return
         if not self._knows(manifest) or not self._has_graph(manifest):
             return
-        self._attempt("state", lambda: self._outbox.resolve(manifest))
+        self._attempt("state", lambda: self._updates.resolve(manifest))
         gave_up = self._gave_up.get("model") == manifest.seq
-        able = self._outbox.pending is None and not gave_up and not self._disk.refuses
+        able = self._updates.pending is None and not gave_up and not self._disk.refuses
         if able and self._training.wanted(manifest):
             self._attempt("train", lambda: self._take_part(manifest))
         ref = manifest.serve
-        if ref is not None and not (method_of(manifest).keeps_weights and self._outbox.undecided(ref.round)):
+        if ref is not None and not (method_of(manifest).keeps_weights and self._updates.undecided(ref.round)):
             self._attempt("serve", lambda: self._serving.want(manifest, ref))
         self._rest(manifest)
 
@@ -346,7 +346,7 @@ class Agent:
         if what in ("train", "model"):
             self._training.forget()
             self._reporter.enter("failed")
-        about = {"judged_round": manifest.serve.round} if what == "serve" and manifest.serve is not None else {}
+        about = {"evaluated_round": manifest.serve.round} if what == "serve" and manifest.serve is not None else {}
         self._reporter.report(failed=f"{what}: {error}"[:500], **about)
 
     def _knows(self, manifest: Manifest) -> bool:
@@ -366,9 +366,9 @@ class Agent:
 
     def _take_part(self, manifest: Manifest) -> None:
         if self._models.base == manifest.model.model:
-            if self._given.is_here(manifest):
+            if self._per_device.is_here(manifest):
                 self._reporter.enter("train")
-                self._training.begin(manifest, "" if self._given.blob is None else self._given.blob.id)
+                self._training.begin(manifest, "" if self._per_device.blob is None else self._per_device.blob.id)
             return
         blob = self._models.blob_for(manifest.model)
         if blob is not None:

@@ -9,17 +9,17 @@ from typing import Any
 
 from fleet_core.link import byte_counters
 from fleet_core.power.background_sampling import ticking
-from fleet_core.power.joules_by_phase import EnergyBook, Work
+from fleet_core.power.joules_by_phase import JoulesByPhase, Work
 from fleet_core.power.meter import Figure, Meter
 from fleet_core.protocol import messages
 from fleet_core.protocol.messages import Cost, Energy
 
 
-class Accounts:
+class AgentCosts:
     """The books of one life of the agent. Without a meter energy is absent, never 0."""
 
     def __init__(self, meter: Meter | None = None):
-        self._book = EnergyBook(meter)
+        self._book = JoulesByPhase(meter)
         self._open: dict[str, tuple[ExitStack, Work]] = {}
         self._payload: dict[str, int] = {}
         self._before: dict[str, float] = {}

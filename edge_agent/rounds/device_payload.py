@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from edge_agent.connection.blob_download import Fetcher
 from edge_agent.device.manifest_method import method_of, wire
-from edge_agent.device.state import Home, Weights
+from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference.service import Service
 from edge_agent.rounds.received_models import MAX_MODEL_BYTES
 from fleet_core.base.errors import MessageError
 from fleet_core.model import codecs
 from fleet_core.protocol import messages
 from fleet_core.protocol.messages import Blob, Manifest
-from fleet_core.protocol.messages import Given as Listed
+from fleet_core.protocol.messages import PerDevice as Listed
 
 NAME = "given"
 MAX_LIST_BYTES = 1 << 26
 
 
-class Given:
+class DevicePayload:
     """``blob``: of this device's own weights, once the round's list came."""
 
-    def __init__(self, device: str, home: Home, service: Service, fetcher: Fetcher):
+    def __init__(self, device: str, home: DeviceState, service: Service, fetcher: Fetcher):
         self._device, self._home, self._service, self._fetcher = device, home, service, fetcher
         self._listed = ""
         self.blob: Blob | None = None
@@ -32,10 +32,10 @@ class Given:
     def is_here(self, manifest: Manifest) -> bool:
         """Whether nothing of it is missing; it is fetched otherwise. Raises MessageError for a list without this
         device, or a blob that is too large."""
-        if manifest.given is None:
+        if manifest.per_device is None:
             return True
-        if self._listed != manifest.given.id:
-            self._fetcher.start(manifest.given, MAX_LIST_BYTES, "model")
+        if self._listed != manifest.per_device.id:
+            self._fetcher.start(manifest.per_device, MAX_LIST_BYTES, "model")
             return False
         if self.blob is None:
             raise MessageError("the round has no weights for this device", where=f"round {manifest.round}")
@@ -46,20 +46,20 @@ class Given:
 
     def named(self, manifest: Manifest) -> set[str]:
         """The ids of blobs that are fetched beside those that the manifest names."""
-        listed = manifest.given is not None and manifest.given.id == self._listed
+        listed = manifest.per_device is not None and manifest.per_device.id == self._listed
         return {self.blob.id} if listed and self.blob is not None else set()
 
     def is_of(self, manifest: Manifest, blob_id: str) -> bool:
         """Whether the blob is the round's list, or this device's own in it."""
-        return manifest.given is not None and blob_id in {manifest.given.id, *self.named(manifest)}
+        return manifest.per_device is not None and blob_id in {manifest.per_device.id, *self.named(manifest)}
 
     def take(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
         """Raises MessageError for a list that is none, CodecError for weights of another form."""
-        if manifest.given is not None and blob_id == manifest.given.id:
+        if manifest.per_device is not None and blob_id == manifest.per_device.id:
             listed = messages.decode(Listed, data, limit=MAX_LIST_BYTES)
             self.blob = listed.of(self._device)
             self._listed = blob_id
             return
         method = method_of(manifest)
-        params = codecs.decode("fp32", data, wire(self._service.layout, method), method.given)
+        params = codecs.decode("fp32", data, wire(self._service.layout, method), method.per_device)
         self._home.save_weights(NAME, Weights(blob_id, manifest.round, params), durable=False)

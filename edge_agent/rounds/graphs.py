@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edge_agent.connection.blob_download import Fetcher
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from edge_agent.inference.service import Service
 from fleet_core.base.errors import BundleError
 from fleet_core.model import graph_bundle
@@ -15,7 +15,7 @@ from fleet_core.protocol.messages import Blob, Manifest
 class Graphs:
     """``installed()`` is called once a graph is in use."""
 
-    def __init__(self, home: Home, service: Service, fetcher: Fetcher, installed: Callable[[], None]):
+    def __init__(self, home: DeviceState, service: Service, fetcher: Fetcher, installed: Callable[[], None]):
         self._home, self._service, self._fetcher, self._installed = home, service, fetcher, installed
         self._bad = ""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from edge_agent.connection.blob_download import Fetcher
 from edge_agent.connection.update_upload import Uploader
-from edge_agent.device.state import Home, Pending, state_key
+from edge_agent.device.state import DeviceState, Pending, state_key
 from edge_agent.rounds.reports import Reporter
 from edge_agent.rounds.train_job import identity, still_asked
 from fleet_core.protocol.messages import Cost, Down, Manifest, UpdateRef, mark
@@ -15,11 +15,11 @@ from fleet_core.protocol.messages import Cost, Down, Manifest, UpdateRef, mark
 MAX_COUNTED_BYTES = 1 << 26
 
 
-class Outbox:
+class PendingUpdates:
     """``pending``: the one update whose fate is open, also from an earlier life of this agent, or None."""
 
     def __init__(
-        self, device: str, life: str, home: Home, uploader: Uploader, fetcher: Fetcher, reporter: Reporter,
+        self, device: str, life: str, home: DeviceState, uploader: Uploader, fetcher: Fetcher, reporter: Reporter,
         log: Callable[[str], None],
     ):
         self._device, self._life = device, life

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edge_agent.device.manifest_method import method_of, wire
-from edge_agent.device.state import Home, Weights
+from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference.service import Service
 from fleet_core.base.errors import CodecError
 from fleet_core.model import codecs
@@ -16,12 +16,13 @@ MAX_MODEL_BYTES = 1 << 30
 
 
 class Models:
-    """``base``: id of the training model on disk, empty before one came. ``judged``: weights to serve next, or None."""
+    """``base``: id of the training model on disk, empty before one came. ``evaluated``: weights to serve next, or
+    None."""
 
-    def __init__(self, home: Home, service: Service, log: Callable[[str], None]):
+    def __init__(self, home: DeviceState, service: Service, log: Callable[[str], None]):
         self._home, self._service, self._log = home, service, log
         self.base = self._sound_base()
-        self.judged: Weights | None = None
+        self.served: Weights | None = None
 
     def _sound_base(self) -> str:
         """A power cut may have torn the training model, which can be had again."""
@@ -33,8 +34,8 @@ class Models:
 
     def weights(self, model: str) -> Weights | None:
         """Those weights, if they are here."""
-        if self.judged is not None and self.judged.model == model:
-            return self.judged
+        if self.served is not None and self.served.model == model:
+            return self.served
         slot = self._service.slots.slot_of(model)
         if slot:
             return self._service.slots.weights(slot)
@@ -58,9 +59,9 @@ class Models:
         self._home.save_weights("model", Weights(ref.model, ref.round, params), durable=False)
         self.base = ref.model
 
-    def take_judged(self, manifest: Manifest, ref: ModelRef, blob_id: str, data: bytes) -> None:
+    def take_served(self, manifest: Manifest, ref: ModelRef, blob_id: str, data: bytes) -> None:
         """Raises CodecError for a blob that is not the announced model."""
-        self.judged = Weights(
+        self.served = Weights(
             ref.model, ref.round, self._decode(manifest, method_of(manifest).shared, ref, blob_id, data)
         )
 

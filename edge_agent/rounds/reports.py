@@ -9,9 +9,9 @@ from typing import Any
 from edge_agent.connection.blob_download import MISSING
 from edge_agent.connection.update_upload import UNANSWERED
 from edge_agent.device.version import running
-from edge_agent.rounds.costs import Accounts
+from edge_agent.rounds.costs import AgentCosts
 from fleet_core.algorithms.methods.registry import METHODS
-from fleet_core.base.backoff import Patience
+from fleet_core.base.backoff import Backoff
 from fleet_core.base.errors import LinkError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
@@ -34,7 +34,7 @@ class Reporter:
     """
 
     def __init__(
-        self, settings: Settings, boot: str, link: Link, accounts: Accounts, *, trains: bool, limits: Limits,
+        self, settings: Settings, boot: str, link: Link, accounts: AgentCosts, *, trains: bool, limits: Limits,
         clock: Callable[[], float], log: Callable[[str], None],
     ):
         self._settings, self._boot, self._link, self._accounts = settings, boot, link, accounts
@@ -42,7 +42,7 @@ class Reporter:
         self._fleet, self._name = settings.device.fleet, settings.device.name
         self._asked: dict[str, tuple[str, float]] = {}
         self._last_heartbeat = clock()
-        self._patience = Patience(self._name, clock, UNHEARD_S, LONGEST_UNHEARD_S)
+        self._patience = Backoff(self._name, clock, UNHEARD_S, LONGEST_UNHEARD_S)
         self._heard = False
         self.round: int | None = None
         self.phase = "idle"

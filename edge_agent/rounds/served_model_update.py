@@ -1,4 +1,4 @@
-"""From a judged model to this device's own answers: fetched or at hand, personalized, judged, and told."""
+"""From a served model to this device's own answers: fetched or at hand, personalized, evaluated, and told."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from edge_agent.device.state import Weights
 from edge_agent.inference.personalizers import EMBEDS, Plan
 from edge_agent.inference.service import Service
 from edge_agent.inference.stored_models import NO_TRAINER, Answering
-from edge_agent.rounds.costs import Accounts
+from edge_agent.rounds.costs import AgentCosts
 from edge_agent.rounds.received_models import MAX_MODEL_BYTES, Models
 from edge_agent.rounds.reports import Reporter
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.errors import RoundError
-from fleet_core.protocol.messages import Alone, Judgement, Manifest, ModelRef
+from fleet_core.protocol.messages import Alone, Evaluation, Manifest, ModelRef
 
 
-class Serving:
+class ServedModelUpdate:
     """``header(manifest)`` is what the trainer is told of a job; without a trainer gradient steps are left out."""
 
     def __init__(
-        self, service: Service, models: Models, fetcher: Fetcher, accounts: Accounts, reporter: Reporter,
+        self, service: Service, models: Models, fetcher: Fetcher, accounts: AgentCosts, reporter: Reporter,
         trainer: Trainer | None, adapts: Trainer, header: Callable[[Manifest], dict[str, Any]],
         log: Callable[[str], None],
     ):
@@ -35,12 +35,12 @@ class Serving:
         self._trainer, self._adapter, self._header, self._log = trainer, adapts, header, log
         self._adapting = ""  # the model that is being personalized by gradient steps
         self._told = ""  # the model that the aggregator heard of in this life
-        self._judgements: tuple[Judgement, ...] = ()
+        self._evaluations: tuple[Evaluation, ...] = ()
         self._alone: Alone | None = None
         self._counted = ""  # the samples whose number was looked at
 
     def want(self, manifest: Manifest, ref: ModelRef) -> None:
-        """The judged model, from here or from the broker; what the trainer must do for it waits until it is free."""
+        """The served model, from here or from the broker; what the trainer must do for it waits until it is free."""
         if self._service.answers_with(ref, method_of(manifest)):
             if ref.model not in (self._told, self._adapting):
                 self._tell_of(ref)  # it came in an earlier life
@@ -48,7 +48,7 @@ class Serving:
         held = self._models.weights(ref.model)
         if held is not None:
             return self._personalize(manifest, Weights(ref.model, ref.round, held.params))
-        self._models.judged = None
+        self._models.served = None
         blob = self._models.blob_for(ref)
         if blob is not None and self._fetcher.target is None:
             self._fetcher.start(blob, MAX_MODEL_BYTES, "serve")
@@ -61,11 +61,11 @@ class Serving:
         if worker is not None and worker.busy:
             return
         plan = self._service.load(method, manifest.method.hyper, weights, trainer=trains)
-        self._models.judged = None
+        self._models.served = None
         if plan.int8 and self._service.graph_that_answers == "embed":
             self._log(f"the weights of round {weights.round} came without an int8 encoder: those of the graph embed")
         if worker is None:
-            return self._judge(self._without_trainer(method) if plan.kind == "left" else "")
+            return self._evaluate(self._without_trainer(method) if plan.kind == "left" else "")
         self._accounts.begin("adapt")
         self._adapting = weights.model
         worker.submit(Job("adapt", self._header(manifest)) if plan.kind == "trainer" else self._service.steps(plan))
@@ -93,9 +93,9 @@ class Serving:
         if used is not None and used < there:
             self._log(f"personalized on {used} of {there} samples, about as many of each class")
         self._service.adapted(done.arrays)
-        self._judge()
+        self._evaluate()
 
-    def _judge(self, failed: str = "") -> None:
+    def _evaluate(self, failed: str = "") -> None:
         """How the new predictor does on this device's later samples is reported; it answers, or was rolled back."""
         back = self._service.rolled_back
         if back is not None and (back.model, back.round) == (self._service.model, self._service.round):
@@ -104,8 +104,8 @@ class Serving:
         self._told = self._service.model or ""
         self._accounts.begin("serve")
         try:
-            self._judgements = tuple(self._service.judge())
-            self._alone = self._service.alone() if self._judgements else None
+            self._evaluations = tuple(self._service.evaluate())
+            self._alone = self._service.alone() if self._evaluations else None
             self._say_few()
         finally:
             self._accounts.end("serve")
@@ -122,23 +122,23 @@ class Serving:
             self._log(text)
 
     def _tell_of(self, ref: ModelRef) -> None:
-        """What was judged in an earlier life is judged again; what was rolled back stays so."""
+        """What was evaluated in an earlier life is evaluated again; what was rolled back stays so."""
         back = self._service.rolled_back
         if back is None or (back.model, back.round) != (ref.model, ref.round):
-            return self._judge()
+            return self._evaluate()
         self._told = ref.model
-        self._reporter.report(judged_round=ref.round, failed=rolled_back(back, self._service.answering))
+        self._reporter.report(evaluated_round=ref.round, failed=rolled_back(back, self._service.answering))
 
     def _tell(self, failed: str = "") -> None:
         self._reporter.report(
-            judged_round=self._service.round, judgements=self._judgements, alone=self._alone, failed=failed
+            evaluated_round=self._service.round, evaluations=self._evaluations, alone=self._alone, failed=failed
         )
 
     def tell_again(self) -> bool:
-        """Repeats the last judgements; False when there are none."""
-        if self._judgements:
+        """Repeats the last evaluations; False when there are none."""
+        if self._evaluations:
             self._tell()
-        return bool(self._judgements)
+        return bool(self._evaluations)
 
 
 def rolled_back(back: RolledBack, now: Answering | None) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from edge_agent.compute.worker import Done, Job, Trainer
-from edge_agent.device.state import Home, state_key
+from edge_agent.device.state import DeviceState, state_key
 from edge_agent.inference.service import Service
-from edge_agent.rounds.costs import Accounts
+from edge_agent.rounds.costs import AgentCosts
 from fleet_core.base import schema
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
@@ -20,12 +20,18 @@ from fleet_core.protocol import cohort
 from fleet_core.protocol.messages import Manifest
 
 
-class LocalTraining:
+class TrainJobs:
     """One round's training at a time. Without a trainer, or beyond the board's limits, this device takes part in none.
     """
 
     def __init__(
-        self, settings: Settings, life: str, home: Home, service: Service, accounts: Accounts, trainer: Trainer | None,
+        self,
+        settings: Settings,
+        life: str,
+        home: DeviceState,
+        service: Service,
+        accounts: AgentCosts,
+        trainer: Trainer | None,
         limits: Limits,
     ):
         self._settings, self._life, self._home, self._service = settings, life, home, service
@@ -50,13 +56,14 @@ class LocalTraining:
         """The same round may be begun again."""
         self._seen = None
 
-    def begin(self, manifest: Manifest, given: str = "") -> None:
-        """The training model is on the disk, and the weights ``given`` to this device alone, where there are any."""
+    def begin(self, manifest: Manifest, per_device: str = "") -> None:
+        """The training model is on the disk, and the weights ``per_device`` to this device alone, where there are
+        any."""
         if self._trainer is None:
             return
         self._seen, self._begun = identity(manifest), manifest
         self._accounts.begin("train")
-        self._trainer.submit(Job("train", {**self.header(manifest), "given": given}))
+        self._trainer.submit(Job("train", {**self.header(manifest), "given": per_device}))
 
     def header(self, manifest: Manifest) -> dict[str, Any]:
         """What every job of the trainer is told: the round, the layout, and where weights, state and samples are."""

@@ -130,7 +130,7 @@ class Connection:
         self._folder.cleanup()
 
     def run(self, command: str, *, what: str, feed: Feed | bytes = b"", timeout_s: float = STEP_S) -> Answer:
-        """Runs a shell command on the device; its exit code is the caller's to judge.
+        """Runs a shell command on the device; its exit code is the caller's to evaluate.
 
         what: the step, for messages. feed: bytes for its standard input, or what writes them.
         Raises ConnectionLost when it is lost or ``timeout_s`` is over, and FlashError that ``feed`` raised.

@@ -38,9 +38,9 @@ class Payload:
     groups: Params
     scalars: Mapping[str, float] = field(default_factory=dict)
 
-    def beside(self, given: Params) -> Payload:
+    def beside(self, per_device: Params) -> Payload:
         """This with groups that one device alone received."""
-        return Payload({**self.groups, **given}, self.scalars) if given else self
+        return Payload({**self.groups, **per_device}, self.scalars) if per_device else self
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class ServerState:
     """The aggregator's memory between rounds.
 
     model: what devices train on (the anchor of the next round).
-    judged: what is served and judged.
+    evaluated: what is served and evaluated.
     memory: what the server rule remembers, by role (``dual`` for PFLDyn). scalars: numbers that it remembers.
     dual_epoch: rises when the devices' own state must start again from zero.
     round: the one that ``apply`` closes; whoever calls it sets it.
     """
 
     model: Params
-    judged: Params
+    served: Params
     memory: Mapping[str, Params] = field(default_factory=dict)
     dual_epoch: int = 0
     scalars: Mapping[str, float] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class ClientRule:
         """Local training. Returns the update and the state that becomes the device's once the update is counted."""
         raise NotImplementedError
 
-    def settle(self, pending: ClientState, error: Params, hyper: Any, round_number: float) -> ClientState:
+    def after_loss(self, pending: ClientState, error: Params, hyper: Any, round_number: float) -> ClientState:
         """The pending state when a codec *without* error feedback lost ``error`` = own update − decoded update."""
         return pending
 
@@ -139,17 +139,17 @@ class ServerRule:
 
     def init(self, first: Params, hyper: Any) -> ServerState:
         """first: the first values of every group that goes down; groups that are not the model's own are zero."""
-        return ServerState(model=first, judged=first)
+        return ServerState(model=first, served=first)
 
     def broadcast(self, state: ServerState) -> Payload:
         """What a cohort receives, the same for every device."""
         return Payload(state.model)
 
-    def given(self, state: ServerState, device: str) -> Params:
-        """What ``device`` alone receives beside the broadcast: the groups that the row calls ``given``."""
+    def per_device(self, state: ServerState, device: str) -> Params:
+        """What ``device`` alone receives beside the broadcast: the groups that the row calls ``per_device``."""
         return {}
 
-    def heard(self, state: ServerState, groups: Params) -> ServerState:
+    def as_received(self, state: ServerState, groups: Params) -> ServerState:
         """``state`` with what devices decoded of its broadcast in the place of what was meant."""
         return replace(state, model=groups)
 
@@ -175,13 +175,12 @@ class Method:
     gradient steps; ``meta-sgd``, steps with learned rates; ``own``, its own groups, trained; ``moreau``, its own
     envelope's minimiser; ``knn``, its samples' neighbours beside the head; ``gp``, Gaussian processes of its samples;
     ``fleet-proto``, its own encoder and the fleet's class means.
-    shared: groups that go down, come up and are judged. besides: groups that only go down, in training. given: groups
-    among the shared ones of which every device receives its own in training, made for it.
-    personal: groups of the model that stay on the device. Groups in neither are not used.
-    down_scalars, up_scalars: numbers that cross the wire beside the round and the seed.
-    models_down, models_up: models transmitted per device and round. paper_models: as the paper counts, if it differs.
-    cumulative: what goes up is a change that the server sums over rounds, so that a codec may keep what it lost.
-    """
+    shared: groups that go down, come up and are evaluated. besides: groups that only go down, in training. given:
+    groups among the shared ones of which every device receives its own in training, made for it. personal: groups of
+    the model that stay on the device. Groups in neither are not used. down_scalars, up_scalars: numbers that cross the
+    wire beside the round and the seed. models_down, models_up: models transmitted per device and round. paper_models:
+    as the paper counts, if it differs. cumulative: what goes up is a change that the server sums over rounds, so that a
+    codec may keep what it lost. """
 
     name: str
     title: str
@@ -194,7 +193,7 @@ class Method:
     shared: tuple[str, ...] = ("body", "head")
     personal: tuple[str, ...] = ()
     besides: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
+    per_device: tuple[str, ...] = ()
     down_scalars: tuple[str, ...] = ()
     up_scalars: tuple[str, ...] = ()
     models_down: int = 1
@@ -206,7 +205,7 @@ class Method:
     @property
     def down(self) -> tuple[str, ...]:
         """The groups that all devices receive alike to train on."""
-        return tuple(group for group in self.received if group not in self.given)
+        return tuple(group for group in self.received if group not in self.per_device)
 
     @property
     def received(self) -> tuple[str, ...]:
@@ -215,13 +214,13 @@ class Method:
 
     @property
     def moving(self) -> tuple[str, ...]:
-        """The groups that a device's own gradient steps move when the judged model is made its own."""
-        return self.personal or self.given if self.personalizer == "own" else (*self.shared, *self.personal)
+        """The groups that a device's own gradient steps move when the served model is made its own."""
+        return self.personal or self.per_device if self.personalizer == "own" else (*self.shared, *self.personal)
 
     @property
     def keeps_weights(self) -> bool:
         """Whether a device answers with weights that its own rounds leave on it."""
-        return bool(self.personal or self.given or self.personalizer == "own")
+        return bool(self.personal or self.per_device or self.personalizer == "own")
 
     @property
     def graphs(self) -> tuple[str, ...]:
@@ -236,7 +235,7 @@ class Method:
 
 
 def own_steps(method: Method, hyper: Any, *, trained: bool = False) -> tuple[float, int]:
-    """(learning rate, number) of the gradient steps that make the judged model a device's own.
+    """(learning rate, number) of the gradient steps that make the served model a device's own.
 
     trained: the device's groups took part in rounds and are trained already.
     """
@@ -261,7 +260,7 @@ def descend(
 ) -> Params:
     """From ``anchor``: w ← w − lr (clip(grad(w) + correction(w)) + weight_decay · w), once per gradient."""
     w: Params = anchor
-    moments: optimizers.Moments | None = None
+    moments: optimizers.ClassMoments | None = None
     for gradient in steps:
         direction = gradient(w)
         if correction is not None:

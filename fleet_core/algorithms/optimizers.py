@@ -18,7 +18,7 @@ SERVER = ("sgd", "adam", "yogi")
 
 
 @dataclass(frozen=True)
-class Moments:
+class ClassMoments:
     """first, second: running means of the direction and of its square. count: directions seen."""
 
     first: Params
@@ -27,9 +27,9 @@ class Moments:
 
 
 def adam(
-    direction: Params, before: Moments | None, *, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
+    direction: Params, before: ClassMoments | None, *, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
     corrected: bool = True, start: float = 0.0, yogi: bool = False,
-) -> tuple[dict[str, dict[str, Any]], Moments]:
+) -> tuple[dict[str, dict[str, Any]], ClassMoments]:
     """(the step to take per unit of learning rate, the moments after it).
 
     before: None at the first direction. epsilon: τ of Reddi et al. start: of the second moment. yogi: its rule for the
@@ -37,7 +37,7 @@ def adam(
     """
     if before is None:
         zero = trees.zeros_like(direction)
-        before = Moments(zero, trees.apply(lambda a: a + start, zero), 0)
+        before = ClassMoments(zero, trees.apply(lambda a: a + start, zero), 0)
     count = before.count + 1
     first = trees.apply(lambda m, d: m * beta1 + d * (1 - beta1), before.first, direction)
     second = trees.apply(
@@ -48,7 +48,7 @@ def adam(
     scale1 = 1 / (1 - beta1**count) if corrected else 1.0
     scale2 = 1 / (1 - beta2**count) if corrected else 1.0
     step = trees.apply(lambda m, v: m * scale1 / ((v * scale2) ** 0.5 + epsilon), first, second)
-    return step, Moments(first, second, count)
+    return step, ClassMoments(first, second, count)
 
 
 def _sign(array: Any) -> Any:

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 
 
-class Patience:
+class Backoff:
     """A timer for one device. wait: ``first_s`` seconds, doubled at every ``again`` up to ``last_s``, and up to as much
     again by the device's own share."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from fleet_core.base import schema
+from fleet_core.base import processes, schema
 from fleet_core.base.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -47,10 +47,18 @@ def tables(text: str, where: str) -> dict[str, Any]:
 
 def parse(cls: type[T], text: str, where: str) -> T:
     """TOML text as a ``cls``; ``where`` names it in messages."""
-    value, problems = schema.read(cls, tables(text, where))
+    data = tables(text, where)
+    for former, present in schema.renamed(cls, data):
+        processes.say(told_of_rename(former, present, text, where))
+    value, problems = schema.read(cls, data)
     if value is None:
         raise ConfigError("\n".join(located(problem, text, where) for problem in problems))
     return value
+
+
+def told_of_rename(former: str, present: str, text: str, where: str) -> str:
+    """What a person is told who uses a former name of a key."""
+    return f"{where}:{line_of(text, former)}: {former}: is now '{present}'; the next version no longer reads it"
 
 
 def located(problem: schema.Problem, text: str, where: str) -> str:

@@ -2,7 +2,8 @@
 
 A field's annotation is its type: bool, int, float, str, tuple[T, ...], Mapping[str, T], a dataclass, or ``T | None``.
 Limits come from ``field(metadata={"min": …, "max": …, "pattern": …, "choices": …, "max_length": …})``; ``words`` says
-to people what the pattern is.
+to people what the pattern is. ``key`` is the field's name outside Python where that differs; ``was`` is a former name,
+which is still read.
 """
 
 from __future__ import annotations
@@ -54,12 +55,25 @@ def read(cls: type[T], data: Any, *, unknown: str = "error") -> tuple[T | None, 
 def plain(value: Any) -> Any:
     """A dataclass as plain mappings, lists and scalars, ready for JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.metadata.get("key", f.name): plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     return value
+
+
+def renamed(cls: type[Any], data: Any, at: str = "") -> list[tuple[str, str]]:
+    """(dotted former name, present name) of every key in ``data`` that is read under its former name."""
+    found = []
+    if isinstance(data, Mapping):
+        for name, (declared, kind) in _fields(cls).items():
+            was: str = declared.metadata.get("was", name)
+            if was in data and was != name:
+                found.append((_join(at, was), name))
+            if dataclasses.is_dataclass(kind):
+                found += renamed(typing.cast("type[Any]", kind), data.get(name, data.get(was)), _join(at, name))
+    return found
 
 
 _KNOWN: dict[type[Any], dict[str, tuple[dataclasses.Field[Any], Any]]] = {}
@@ -68,7 +82,7 @@ _KNOWN: dict[type[Any], dict[str, tuple[dataclasses.Field[Any], Any]]] = {}
 def _fields(cls: type[Any]) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     if cls not in _KNOWN:
         hints = typing.get_type_hints(cls)
-        _KNOWN[cls] = {f.name: (f, hints[f.name]) for f in dataclasses.fields(cls)}
+        _KNOWN[cls] = {f.metadata.get("key", f.name): (f, hints[f.name]) for f in dataclasses.fields(cls)}
     return _KNOWN[cls]
 
 
@@ -77,14 +91,18 @@ def _dataclass(cls: type[Any], data: Any, at: str, unknown: str, problems: list[
         problems.append(Problem(at or "(top)", f"expected a table, found {_kind(data)}"))
         return None
     fields, before = _fields(cls), len(problems)
+    former = {declared.metadata.get("was") for declared, _ in fields.values()}
     values: dict[str, Any] = {}
     if unknown == "error":
         for key in data:
-            if key not in fields:
+            if key not in fields and key not in former:
                 problems.append(Problem(_join(at, str(key)), "unknown key", suggest(str(key), fields)))
     for name, (declared, annotation) in fields.items():
-        if name in data:
-            values[name] = _value(annotation, data[name], _join(at, name), declared.metadata, unknown, problems)
+        given = name if name in data else declared.metadata.get("was")
+        if given in data:
+            values[declared.name] = _value(
+                annotation, data[given], _join(at, str(given)), declared.metadata, unknown, problems
+            )
         elif declared.default is dataclasses.MISSING and declared.default_factory is dataclasses.MISSING:
             problems.append(Problem(_join(at, name), f"missing, expected {_name(annotation)}"))
     return None if len(problems) > before else cls(**values)

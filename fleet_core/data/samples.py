@@ -1,4 +1,4 @@
-"""Labelled samples, checked: what a device has learned from and is judged on.
+"""Labelled samples, checked: what a device has learned from and is evaluated on.
 
 N: samples. C: classes.
 """

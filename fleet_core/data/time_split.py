@@ -1,4 +1,4 @@
-"""Splits along time: what a device trains on comes before what it is judged on.
+"""Splits along time: what a device trains on comes before what it is evaluated on.
 
 Every client is split on its own; each part is in order of time, client after client. Overlapping windows and other
 neighbours never mix, as they would in a random split.
@@ -19,7 +19,7 @@ Rows = NDArray[np.int64]
 
 
 def by_time(samples: Samples, fraction: float = 0.6) -> tuple[Samples, Samples]:
-    """(train, judge): the first ``fraction`` of each client's time, from its first sample to its last, and the rest.
+    """(train, test): the first ``fraction`` of each client's time, from its first sample to its last, and the rest.
 
     Without times, or where all are equal, the first ``fraction`` of its rows. Neither part is empty for a client of
     two samples or more; a single sample goes to train.
@@ -39,7 +39,8 @@ def by_time(samples: Samples, fraction: float = 0.6) -> tuple[Samples, Samples]:
 
 
 def learned(samples: Samples, fraction: float = 0.6, seconds: float | None = None) -> tuple[Samples, Samples]:
-    """(what a device learns from, what it is judged on): ``first_seconds`` where these are given, else ``by_time``."""
+    """(what a device learns from, what it is evaluated on): ``first_seconds`` where these are given, else
+    ``by_time``."""
     return by_time(samples, fraction) if seconds is None else first_seconds(samples, seconds)
 
 

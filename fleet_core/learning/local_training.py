@@ -71,7 +71,7 @@ class Participant:
     x: Samples
     y: Samples
     rng: np.random.Generator
-    given: Params = field(default_factory=dict)
+    per_device: Params = field(default_factory=dict)
 
 
 def train_round(
@@ -206,7 +206,7 @@ class _Round:
         ]
 
     def _received(self, one: Participant) -> Params:
-        return {**self._groups, **to_torch(one.given, self._device)} if one.given else self._groups
+        return {**self._groups, **to_torch(one.per_device, self._device)} if one.per_device else self._groups
 
     def _state(self, state: ClientState, received: Params) -> ClientState:
         if state:

@@ -1,4 +1,4 @@
-"""A device's own model: what its personalizer makes of the judged model and its own samples, where that takes torch.
+"""A device's own model: what its personalizer makes of the served model and its own samples, where that takes torch.
 
 Full-batch gradient steps: MAML's inner steps (Fallah et al. 2020), fine-tuning, Meta-SGD's step with learned rates
 (Chen et al. 2018, eq. 3); the minimiser of a Moreau envelope (Dinh et al. 2020); groups that never left the device. A
@@ -31,7 +31,7 @@ def adapt(
 ) -> NumpyParams:
     """The device's own weights: those of ``body`` and ``head`` that the method has.
 
-    served: the judged model's groups. x, y: raw samples to personalize on. state: the device's, with its personal
+    served: the served model's groups. x, y: raw samples to personalize on. state: the device's, with its personal
     groups where it took part. scalars: ``seed`` and ``round``, for the groups' first values and the draws.
     Deterministic. Raises DataError.
     """
@@ -61,7 +61,7 @@ def by_training(
     method: Method, model: nn.Module, layout: Layout, served: Params, x: Samples, y: Samples, hyper: Any,
     scalars: Mapping[str, float],
 ) -> NumpyParams:
-    """The personal groups that a round of the device's own from the judged model would end with: pFedMe's θ_i."""
+    """The personal groups that a round of the device's own from the served model would end with: pFedMe's θ_i."""
     broadcast = Payload(served, {"round": 1.0, **scalars})
     rng = np.random.default_rng([int(broadcast.scalars.get("seed", 0)), int(broadcast.scalars["round"])])
     result = train_round(method, model, layout, broadcast, {}, x, y, hyper, rng)

@@ -96,7 +96,7 @@ class Graph:
 
 
     def taken(self, params: Params) -> dict[str, dict[str, Any]]:
-        """What ``adapt`` takes of a judged model's ``params``: the model, first values of groups that stay on a device,
+        """What ``adapt`` takes of a served model's ``params``: the model, first values of groups that stay on a device,
         and the learned rates of groups that move. Raises CodecError for weights of another layout."""
         model = self.layout.ordered({**self.first, **trees.only(params, MODEL_GROUPS)})
         self.layout.check(model, MODEL_GROUPS)

@@ -1,7 +1,7 @@
 """A bundle as a person holds it: all that a device personalizes and answers with, as a folder or as one file.
 
     manifest.json             what it is, and the size and sha256 of every other file
-    weights.safetensors       the judged model, and the first values of groups that a device keeps, as ``group/name``
+    weights.safetensors       the served model, and the first values of groups that a device keeps, as ``group/name``
     rates.safetensors         learned rates (Meta-SGD), as ``rates/group.name``; always fp32
     embed.onnx, predict.onnx, adapt.onnx    the graphs of ``fleet_core.model.graph_bundle``, their parameters external
     embed-int8.onnx           the encoder once more, quantized, with its weights inside
@@ -72,8 +72,8 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """id: of the judged weights as they are read, ``codecs.identity``. round: that they were judged after. stored: how
-    they lie on the disk."""
+    """id: of the served weights as they are read, ``codecs.identity``. round: that they were evaluated after. stored:
+    how they lie on the disk."""
 
     id: str = field(metadata={"pattern": r"[0-9a-f]{32}"})
     round: int = field(metadata={"min": 0, "max": 2**53})
@@ -119,7 +119,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle in memory. params: the judged model's groups, ``rates`` among them where they are learned; what a device
+    """A bundle in memory. params: the served model's groups, ``rates`` among them where they are learned; what a device
     keeps of its own is in ``graph.first``. int8: ONNX file with its weights inside, empty where there is none."""
 
     manifest: Manifest
@@ -354,7 +354,7 @@ def _check_files(files: Mapping[str, bytes], manifest: Manifest, where: str) -> 
 
 
 def _weights(data: bytes, manifest: Manifest) -> tuple[Params, Params]:
-    """(the judged model's groups, the first values of a device's own)."""
+    """(the served model's groups, the first values of a device's own)."""
     shared, layout = METHODS[manifest.method.name].shared, manifest.layout
     arrays, _ = storage.unpack(data, where=WEIGHTS)
     there = {key.partition("/")[0] for key in arrays}

@@ -1,4 +1,4 @@
-"""The gradient steps by which a device makes a judged model its own, read off the method's row and hyper-parameters."""
+"""The gradient steps by which a device makes a served model its own, read off the method's row and hyper-parameters."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Work:
     payload_bytes: int = 0
 
 
-class EnergyBook:
+class JoulesByPhase:
     """Joules of one process. Any thread may open phases. With no meter every figure is absent.
 
     A meter that stops reading stops no work: it is logged, what was booked stays, and every figure then says so.

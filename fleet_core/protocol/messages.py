@@ -125,7 +125,7 @@ class UploadRules:
 @dataclass(frozen=True)
 class Manifest:
     """The current round, signed. open: updates are being collected. exp: Unix ms after which it is void. given: a list
-    (``Given``) of blobs, one for each device that is asked, of what it alone receives to train on; none for most
+    (``PerDevice``) of blobs, one for each device that is asked, of what it alone receives to train on; none for most
     methods."""
 
     v: int
@@ -145,17 +145,17 @@ class Manifest:
     counted: tuple[Counted, ...] = ()
     up: UploadRules = field(default_factory=UploadRules)
     open: bool = True
-    given: Blob | None = None
+    per_device: Blob | None = field(default=None, metadata={"key": "given"})
 
     def blobs(self) -> list[Blob]:
         """Every blob that it names."""
-        single = [self.graph, self.given, *(record.blob for record in self.counted)]
+        single = [self.graph, self.per_device, *(record.blob for record in self.counted)]
         models = [model for model in (self.model, self.serve) if model is not None]
         return [blob for blob in single if blob is not None] + [blob for model in models for blob in model.blobs()]
 
 
 @dataclass(frozen=True)
-class Given:
+class PerDevice:
     """What every device of a round fetches for itself alone, in fp32: devices by name, and the blob of each. It is a
     blob of its own, so that the manifest has one size for any cohort; the manifest's signature covers it by its id."""
 
@@ -234,7 +234,7 @@ class UploadManifest:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Evaluation:
     """How a device's own model did on samples that it never trained on. stage: before, fine_tuned or after.
     confusion: counts, row = truth, column = answer."""
 
@@ -245,9 +245,9 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Alone:
-    """What a device could answer without the fleet, on the samples of its judgements. frequent: the class that most of
+    """What a device could answer without the fleet, on the samples of its evaluations. frequent: the class that most of
     its own labelled samples have. method, confusion: of the plain baseline
-    (``fleet_core.personalization.plain_baseline``) fitted to these, counts as in ``Judgement``; empty where there is
+    (``fleet_core.personalization.plain_baseline``) fitted to these, counts as in ``Evaluation``; empty where there is
     none."""
 
     frequent: int = field(metadata=_whole(1_000_000))
@@ -291,12 +291,12 @@ class Report:
     """Metrics and costs outside an upload. failed: why the device delivers nothing this round. want: ``full`` when it
     lacks the base of the round's model, ``chunks`` when what is retained does not come. pending: an update of an older
     round whose fate it asks for. flops: since boot. renew: asks for the next certificate, and reports nothing else.
-    alone: beside the judgements; None where it was not measured."""
+    alone: beside the evaluations; None where it was not measured."""
 
     round: int = field(metadata=_whole(1_000_000_000))
     boot: str = field(default="", metadata={"max_length": 64})
-    judged_round: int | None = field(default=None, metadata=_whole(1_000_000_000))
-    judgements: tuple[Judgement, ...] = ()
+    evaluated_round: int | None = field(default=None, metadata={**_whole(1_000_000_000), "key": "judged_round"})
+    evaluations: tuple[Evaluation, ...] = field(default=(), metadata={"key": "judgements"})
     energy: tuple[Energy, ...] = ()
     traffic: Traffic | None = None
     flops: float | None = field(default=None, metadata={"min": 0})

@@ -95,11 +95,11 @@ PLAN = Plan("tiny", recordings, "mlp", validation=1, unseen=2, options={"hidden"
             training={method: fleets.Training(1) for method in accuracy.METHODS})  # fmt: skip
 
 
-def test_who_is_judged_trains_nothing_and_a_class_that_is_withheld_is_in_no_training_sample() -> None:
+def test_who_is_evaluated_trains_nothing_and_a_class_that_is_withheld_is_in_no_training_sample() -> None:
     division, _ = fleets.divided(fleets.withheld(PLAN, 2), 0)
-    judged = {*division.validation, *division.unseen}
+    evaluated = {*division.validation, *division.unseen}
     assert (len(division.validation), len(division.unseen)) == (1, 2)
-    assert not judged & set(division.train.clients)
+    assert not evaluated & set(division.train.clients)
     assert len(division.train.clients) == 3
     assert set(division.train.y.tolist()) == {0, 1}
     for device in (*division.validation.values(), *division.unseen.values()):
@@ -109,7 +109,7 @@ def test_who_is_judged_trains_nothing_and_a_class_that_is_withheld_is_in_no_trai
         assert device.pool.time.max() < device.query.time.min()
 
 
-def test_every_way_is_judged_on_the_unseen_devices_without_torch(bundles: dict[str, Path], tmp_path: Path) -> None:
+def test_every_way_is_evaluated_on_the_unseen_devices_without_torch(bundles: dict[str, Path], tmp_path: Path) -> None:
     """With first weights in place of trained ones."""
     division, layout = fleets.divided(PLAN, 0)[0], TINY.layout()
     for kind, path in bundles.items():

@@ -109,10 +109,10 @@ def test_a_fleet_tells_vibrations_of_any_phase_apart_with_the_default_and_not_wi
     assert score_of("cnn1d", tmp_path, monkeypatch) < 0.6
 
 
-def test_what_is_judged_is_not_looked_at_in_validation(tmp_path: Path) -> None:
+def test_what_is_evaluated_is_not_looked_at_in_validation(tmp_path: Path) -> None:
     jobs = [job for job in choose.jobs("series") if job.set == "level-free"]
-    assert {job.takes(tmp_path).judge.within_training for job in jobs if job.stage == "validation"} == {True}
-    assert {job.takes(tmp_path).judge.within_training for job in jobs if job.stage == "test"} == {False}
+    assert {job.takes(tmp_path).evaluation.within_training for job in jobs if job.stage == "validation"} == {True}
+    assert {job.takes(tmp_path).evaluation.within_training for job in jobs if job.stage == "test"} == {False}
     assert {job.label for job in jobs if job.stage == "test"} == {"cnn1d", choose.PARTS["series"].chosen}
 
 

@@ -77,7 +77,13 @@ def made(wanted: Entry, clients: int, seed: int) -> Samples:
 def small(path: Path) -> tuple[str, ...]:
     """Settings that make the experiment small."""
     asked = experiments.load(path)
-    settings = ["budget.rounds=1", "seeds=[0]", "judge.every=0", "judge.devices=2", f"cohort={min(2, asked.cohort)}"]
+    settings = [
+        "budget.rounds=1",
+        "seeds=[0]",
+        "evaluation.every=0",
+        "evaluation.devices=2",
+        f"cohort={min(2, asked.cohort)}",
+    ]
     for number, method in enumerate(asked.method):
         known = {field.name for field in dataclasses.fields(METHODS[method.name].hyper)}
         settings += [f"method.{number}.hyper.{key}={value}" for key, value in HYPER.items()
@@ -88,8 +94,11 @@ def small(path: Path) -> tuple[str, ...]:
         settings.append(f"data.path={set_cache.home() / OWN}")
     if asked.data.set == "synthetic":
         settings += ["data.options.devices=4", "data.options.least=20", "data.options.most=40"]
-    if asked.judge.novel_classes:
-        settings += ["judge.novel_classes=[0, 1]", "judge.novel={devices=2,classes_per_device=2,shots=2,queries=2}"]
+    if asked.evaluation.novel_classes:
+        settings += [
+            "evaluation.novel_classes=[0, 1]",
+            "evaluation.novel={devices=2,classes_per_device=2,shots=2,queries=2}",
+        ]
     devices = DEVICES.get(asked.partition.kind, {})
     settings += [f"partition.options.{key}={value}" for key, value in devices.items()]
     return tuple(settings)
@@ -158,7 +167,7 @@ def toml(tmp_path: Path) -> Path:
         partition = {{ kind = "natural", options = {{ split = "time", train_fraction = 0.6 }} }}
         model = {{ name = "mlp", options = {{ hidden = [6] }} }}
         budget.rounds = 4
-        judge = {{ every = 2, targets = [0.4, 0.999] }}
+        evaluation = {{ every = 2, targets = [0.4, 0.999] }}
         method = [{{ name = "fedavg", hyper = {{ local_steps = 2, batch = 8 }} }}]
     """)
     return path

@@ -1,4 +1,5 @@
-"""Sensors: the grid looks at nothing that is judged and gives every method the same work; its choice is what is run."""
+"""Sensors: the grid looks at nothing that is evaluated and gives every method the same work; its choice is what is
+run."""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ def run(name: str) -> Experiment:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_the_grid_is_judged_inside_the_training_part_of_the_same_devices(name: str) -> None:
-    tried, judged = grid(name), run(name)
-    assert tried.judge.within_training
-    assert not judged.judge.within_training
+def test_the_grid_is_evaluated_inside_the_training_part_of_the_same_devices(name: str) -> None:
+    tried, evaluated = grid(name), run(name)
+    assert tried.evaluation.within_training
+    assert not evaluated.evaluation.within_training
     for part in ("data", "partition", "model", "cohort"):
-        assert getattr(tried, part) == getattr(judged, part)
-    assert tried.judge.support_split == judged.judge.support_split == "time"
+        assert getattr(tried, part) == getattr(evaluated, part)
+    assert tried.evaluation.support_split == evaluated.evaluation.support_split == "time"
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -103,7 +104,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sensors")
     asked = experiments.read(settings(
         recordings(folder / "all.npz", devices=5), "fedavg", {"local_steps": 2, "batch": 12}, cohort=0,
-        judge={"every": 2, "new_devices": 0.4, "support": [0.3], "support_split": "time"},
+        evaluation={"every": 2, "new_devices": 0.4, "support": [0.3], "support_split": "time"},
     ))
     return simulate(asked, folder / "out", Options(jobs=1, device="cpu"))[0]
 
@@ -124,7 +125,7 @@ def test_a_candidate_is_what_differs_from_the_defaults(ended: Path) -> None:
 
 
 def method(*curves: list[list[float]], name: str = "fedavg") -> dict[str, Any]:
-    """Seeds of four rounds that cost two devices 80 bytes, judged as in ``curves``."""
+    """Seeds of four rounds that cost two devices 80 bytes, evaluated as in ``curves``."""
     return {"method": name, "seeds": {
         str(seed): {"ended": True, "round": 4, "spent": {"payload_bytes": 80.0, "rounds": 4.0},
                     "details": {"score": curve, "devices": 2}}
@@ -132,7 +133,7 @@ def method(*curves: list[list[float]], name: str = "fedavg") -> dict[str, Any]:
     }}
 
 
-def test_a_cost_is_a_devices_up_to_the_first_judged_round_that_reaches_the_target() -> None:
+def test_a_cost_is_a_devices_up_to_the_first_evaluated_round_that_reaches_the_target() -> None:
     one = method([[2, 0.5], [4, 0.9]], [[2, 0.8], [4, 0.7]])
     found = table.cost(one, 0.8, "payload_bytes")
     assert found is not None
@@ -158,7 +159,7 @@ def test_the_tables_have_the_best_first_and_mark_what_is_not_told_apart() -> Non
         label: {**method(*([[2, 0.1], [4, value]] for value in values), name=label), "over": {"figures": figures}}
         for label, values in {"fedavg": (0.5, 0.52), "fedavg-meta": (0.9, 0.91), "knn-per": (0.903, 0.905)}.items()
     }
-    one = {"settings": {"judge": {"support": [0.3]}}, "methods": by_label}
+    one = {"settings": {"evaluation": {"support": [0.3]}}, "methods": by_label}
     made = table.tables({"experiments": {"har": one, "heartbeat": one}}, {})
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in made["har"].splitlines()[2:]]
     assert [row[:2] for row in rows] == [["`fedavg-meta`", "0.905 ± 0.007 ="], ["`knn-per`", "0.904 ± 0.001 ="],

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, InputSpec, dict[str, Any], tuple[str, ...], bool]] =
 """Model, input, options, groups that move, whether rates are learned."""
 
 
-class Own(nn.Module):
+class PersonalFiles(nn.Module):
     """Ordinary layers of a model of one's own; ``fault`` makes it one whose steps become no graph."""
 
     def __init__(self, classes: int, fault: str) -> None:
@@ -71,7 +71,7 @@ class Own(nn.Module):
 def small_passes() -> Iterator[None]:
     """A model of one's own, and passes so small that a few samples take several."""
     module = types.ModuleType("bring_own")
-    module.__dict__["build"] = lambda shape, classes, fault="": Own(classes, fault)
+    module.__dict__["build"] = lambda shape, classes, fault="": PersonalFiles(classes, fault)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "bring_own", module)
         patch.setattr(adapt, "PASS_BYTES", 20_000)

@@ -149,18 +149,18 @@ def test_the_first_bundle_of_a_fleet_holds_the_steps_of_its_method_and_says_what
 
 @pytest.mark.parametrize("groups", [MODEL_GROUPS, ("head",)])
 @pytest.mark.parametrize("rates", [False, True])
-def test_steps_take_of_a_judged_model_what_their_graph_has(groups: tuple[str, ...], rates: bool) -> None:
+def test_steps_take_of_a_served_model_what_their_graph_has(groups: tuple[str, ...], rates: bool) -> None:
     graph = exported()
     stepping = replace(graph, info=replace(graph.info, adapt=AdaptInfo(groups, rates, 0.1)))
-    judged = LAYOUT.extended(("rates",), MODEL_GROUPS).seeded(1)
+    served = LAYOUT.extended(("rates",), MODEL_GROUPS).seeded(1)
     wanted = stepping.adapt_weights(0)
-    assert {g: list(named) for g, named in stepping.taken(judged).items()} == {g: list(n) for g, n in wanted.items()}
-    kept = replace(stepping, first=trees.only(judged, ("head",)))
-    shared = {group: named for group, named in judged.items() if group != "head"}
-    np.testing.assert_array_equal(kept.taken(shared)["head"]["head.bias"], judged["head"]["head.bias"])
+    assert {g: list(named) for g, named in stepping.taken(served).items()} == {g: list(n) for g, n in wanted.items()}
+    kept = replace(stepping, first=trees.only(served, ("head",)))
+    shared = {group: named for group, named in served.items() if group != "head"}
+    np.testing.assert_array_equal(kept.taken(shared)["head"]["head.bias"], served["head"]["head.bias"])
     for missing in ("body", "rates")[: 1 + rates]:
         with pytest.raises(CodecError):
-            stepping.taken({group: named for group, named in judged.items() if group != missing})
+            stepping.taken({group: named for group, named in served.items() if group != missing})
 
 
 def test_first_values_that_are_no_whole_group_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Small bundles for tests, each made once per test run; and fleets that have come to a judged model without a round."""
+"""Small bundles for tests, each made once per test run; and fleets that have come to a served model without a round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.running.first_settings import fleet_toml
 from export.adapt import with_adapt
 from export.first_model import first
-from export.full_bundle import Judged, whole
+from export.full_bundle import Served, whole
 from export.graph import export_graph
 from fleet_core.algorithms.interface import Method, ServerState
 from fleet_core.algorithms.methods.registry import METHODS
@@ -42,7 +42,7 @@ def samples(number: int = 60, seed: int = 0) -> Samples:
     return Samples(x, y, np.array(["d0"] * number), np.arange(number, dtype=np.float64) * 10, CLASSES)
 
 
-def judged_params(method: Method, layout: Layout, seed: int = 9) -> Params:
+def served_params(method: Method, layout: Layout, seed: int = 9) -> Params:
     """Weights of what the fleet shares; learned rates are small and above 0."""
     params = trees.only(layout.extended(method.down, method.shared).seeded(seed), method.shared)
     if "rates" in params:
@@ -74,13 +74,13 @@ def graph_of(name: str) -> Graph:
 def bundle_of(name: str, *, stored: str = "fp32", int8: bool = False) -> Bundle:
     """What ``metafleet export`` makes of a fleet of this method after round 7."""
     method = METHODS[name]
-    judged = Judged("desk", KEY, method, method.hyper(), 7, judged_params(method, LAYOUT), models.initial(LAYOUT, 1))
+    served = Served("desk", KEY, method, method.hyper(), 7, served_params(method, LAYOUT), models.initial(LAYOUT, 1))
     data = samples() if int8 else None
-    return whole(judged, graph_of(name), stored=stored, data=data, say=lambda line: None)
+    return whole(served, graph_of(name), stored=stored, data=data, say=lambda line: None)
 
 
-def judged_fleet(folder: Path, name: str = "pfldyn-proto", **hyper: Any) -> Fleet:
-    """A fleet with a model that was served after round 2 and a checkpoint of round 3, whose judged model is another."""
+def served_fleet(folder: Path, name: str = "pfldyn-proto", **hyper: Any) -> Fleet:
+    """A fleet with a model that was served after round 2 and a checkpoint of round 3, whose served model is another."""
     folder.mkdir(parents=True, exist_ok=True)
     save(folder.with_name("all.npz"), samples())
     text = fleet_toml(samples(), "desk", name, "mlp", rounds=3, seed=0, min_devices=1)
@@ -88,8 +88,8 @@ def judged_fleet(folder: Path, name: str = "pfldyn-proto", **hyper: Any) -> Flee
     fleet = found(folder, text, lambda settings, head: _first(settings.model.name, settings.model.input))
     layout = graph_bundle.unpack(fleet.graph_bytes()).layout
     states = Checkpoints(folder / "state")
-    states.save_served(2, judged_params(fleet.method, layout))
-    later = trees.widened(judged_params(fleet.method, layout, 10))
+    states.save_served(2, served_params(fleet.method, layout))
+    later = trees.widened(served_params(fleet.method, layout, 10))
     states.save(Checkpoint(3, ServerState(trees.scale(later, 2.0), later), facts={"method": name}))
     return fleet
 

@@ -23,16 +23,16 @@ from cloud_server.broker.private_broker import find_mosquitto
 from cloud_server.identity.device_folder import device_folder
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Judgement, Round, Update
+from cloud_server.records.ledger_tables import Evaluation, Round, Update
 from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
 from cloud_server.running import in_one_process
 from edge_agent.commands.run import service_of
 from edge_agent.compute.trainer import InlineTrainer
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent
 from edge_agent.rounds.agent import will as agent_will
-from edge_agent.rounds.costs import Accounts
+from edge_agent.rounds.costs import AgentCosts
 from fleet_core.algorithms.interface import ClientState
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import StateError
@@ -434,12 +434,12 @@ class Processes:
         return closed_rounds(self.folder)
 
     def settled(self) -> bool:
-        """All rounds are closed, every device was judged on the last one and holds nothing that is pending."""
+        """All rounds are closed, every device was evaluated on the last one and holds nothing that is pending."""
         rounds = Fleet.load(self.folder / "fleet").config.fleet.rounds
         if self.closed() < rounds or list(self.folder.glob("d*/methods/*/pending.safetensors")):
             return False
         with Ledger(self.folder / "fleet" / "ledger.sqlite", create=False) as ledger:
-            return {row.device for row in ledger.rows(Judgement, round=rounds)} >= set(self.devices())
+            return {row.device for row in ledger.rows(Evaluation, round=rounds)} >= set(self.devices())
 
     def finish(self) -> None:
         self.until(self.settled, "the end")
@@ -486,7 +486,7 @@ def checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def check_same_end(folder: Path, wanted: Path) -> None:
-    """Bit for bit: model, judged model, duals, what was published, what was lost, and who belongs."""
+    """Bit for bit: model, served model, duals, what was published, what was lost, and who belongs."""
     arrays, facts = checkpoint(folder)
     expected, expected_facts = checkpoint(wanted)
     assert facts == expected_facts
@@ -569,11 +569,17 @@ class Crew:
         self.server.link.open()
 
     def start_agent(self, name: str, url: str = "") -> Agent:
-        home, settings = Home(self.folder / name), settings_of(self.folder / name)
+        home, settings = DeviceState(self.folder / name), settings_of(self.folder / name)
         topic, payload = agent_will(settings, f"boot-{name}")
         agent = Agent(
-            settings, home, self._link(name, Will(topic, payload), url), service_of(home.folder, settings), Accounts(),
-            InlineTrainer(), boot=f"boot-{name}", log=lambda line: self.lines.append(f"{name}: {line}"),
+            settings,
+            home,
+            self._link(name, Will(topic, payload), url),
+            service_of(home.folder, settings),
+            AgentCosts(),
+            InlineTrainer(),
+            boot=f"boot-{name}",
+            log=lambda line: self.lines.append(f"{name}: {line}"),
         )
         self.agents[name] = agent
         agent.link.open()
@@ -610,7 +616,7 @@ class Crew:
         rounds = self.fleet.config.fleet.rounds
         if self.closed() < rounds or list(self.folder.glob("d*/methods/*/pending.safetensors")):
             return False
-        return {row.device for row in self.ledger.rows(Judgement, round=rounds)} >= set(self.agents)
+        return {row.device for row in self.ledger.rows(Evaluation, round=rounds)} >= set(self.agents)
 
     def finish(self) -> None:
         self.until(self.settled, "the end")

@@ -1,4 +1,4 @@
-"""Devices as folders on a disk, furnished without a fleet: a graph, a judged model, samples. Eight values, three
+"""Devices as folders on a disk, furnished without a fleet: a graph, a served model, samples. Eight values, three
 classes."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.device.state import Home, Weights
+from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference.service import Service, service_of
 from export.adapt import with_adapt
 from export.graph import export_graph
@@ -57,7 +57,7 @@ def graph_for(method: str) -> Graph:
     return replace(graph, first=trees.only(models.initial(layout(), 0), made.personal))
 
 
-def judged(method: str, seed: int = 1, factor: float = 2.0) -> Params:
+def evaluated(method: str, seed: int = 1, factor: float = 2.0) -> Params:
     """Weights as far from uncertain as a trained model's; learned rates that differ."""
     shared = METHODS[method].shared
     wire = layout().extended(shared, ("body", "head"))
@@ -99,9 +99,9 @@ def furnished(
     """A service for the folder that was served a model of round 1."""
     made = graph or graph_for(method)
     data, name = graph_bundle.pack(made), f"{METHODS[method].personalizer:0>32}"
-    Home(place).save_graph(name, data)
+    DeviceState(place).save_graph(name, data)
     service = fresh(place)
     service.install(name, graph_bundle.unpack(data))
     if load:
-        service.load(METHODS[method], hyper or {}, weights_of(params or judged(method)))
+        service.load(METHODS[method], hyper or {}, weights_of(params or evaluated(method)))
     return service

@@ -23,9 +23,9 @@ from edge_agent.commands.run import service_of
 from edge_agent.compute.adapter import InlineAdapter
 from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Done, Job, Trainer
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent, will
-from edge_agent.rounds.costs import Accounts
+from edge_agent.rounds.costs import AgentCosts
 from export.first_model import first
 from fleet_core.base.errors import RevokedError
 from fleet_core.board.device_settings import Data, Identity, Settings, Training
@@ -137,7 +137,7 @@ class World:
         """``train=False``: a device that only personalizes and answers. ``trainer=False``: one without torch.
         ``limits``: of its board. Other keywords are of ``[data]``."""
         self.lives += 1
-        home = Home(self.folder / "devices" / name)
+        home = DeviceState(self.folder / "devices" / name)
         if samples is not None:
             home.folder.mkdir(parents=True, exist_ok=True)
             save(home.folder / "samples.npz", samples)
@@ -148,7 +148,7 @@ class World:
         link = LoopbackLink(self.broker, boot, Will(topic, payload))
         trainer = Bench() if torch_is_there else None
         agent = Agent(
-            settings, home, link, service_of(home.folder, settings), Accounts(), trainer, boot=boot,
+            settings, home, link, service_of(home.folder, settings), AgentCosts(), trainer, boot=boot,
             limits=limits, adapter=InlineAdapter(), clock=self.clock, now_ms=self.clock.ms,
             log=lambda line: self.lines.append(f"{name}: {line}"),
         )

@@ -16,7 +16,7 @@ from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import workload
 from cloud_server.laboratory.run.device_work import Setting
 from cloud_server.laboratory.run.engine import Engine, Laboratory
-from cloud_server.laboratory.run.executors import Crew, Inline
+from cloud_server.laboratory.run.executors import Executor, Inline
 from cloud_server.laboratory.run.experiment import Experiment, Run
 from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store
@@ -46,7 +46,7 @@ def settings(path: Path, name: str = "pfldyn-proto", hyper: Mapping[str, Any] | 
         "partition": {"kind": "natural", "options": {"split": "time", "train_fraction": 0.6}},
         "model": {"name": "mlp", "options": {"hidden": [6]}},
         "budget": {"rounds": 4},
-        "judge": {"every": 2},
+        "evaluation": {"every": 2},
         "cohort": 2,
         "method": [{"name": name, "hyper": dict(EPISODES if hyper is None else hyper)}],
         **more,
@@ -57,13 +57,13 @@ def experiment(*arguments: Any, **more: Any) -> Experiment:
     return experiments.read(settings(*arguments, **more))
 
 
-def laboratory(asked: Experiment, run: Run, folder: Path, crew: Crew | None = None, **more: Any) -> Laboratory:
+def laboratory(asked: Experiment, run: Run, folder: Path, executor: Executor | None = None, **more: Any) -> Laboratory:
     """What a run needs. side_by_side: of the crew that is made; ``more``: of ``Laboratory``."""
     work = workload.build(asked)
     layout = workload.layout_of(asked, work)
     side = more.pop("side_by_side", 1)
-    crew = crew or Inline(Setting(asked, run, folder, side), work)
-    lab = Laboratory(asked, work, layout, models.initial(layout, run.seed), crew, Costs())
+    executor = executor or Inline(Setting(asked, run, folder, side), work)
+    lab = Laboratory(asked, work, layout, models.initial(layout, run.seed), executor, Costs())
     return replace(lab, **more)
 
 

@@ -1,7 +1,7 @@
 """Plays a fleet of any method in one process: the real client loop on toy samples, the real server rule, no wire.
 
 It does what agents and aggregator do with a method: what goes down is float32, states are pending until a round counted
-the update, and a device answers with what its personalizer makes of the judged model.
+the update, and a device answers with what its personalizer makes of the served model.
 """
 
 from __future__ import annotations
@@ -81,14 +81,16 @@ class Fleet:
         scalars = {**sent.scalars, "round": float(self.number + 1), "seed": float(SEED)}
         return Payload(trees.apply(lambda a: a.astype(np.float32), sent.groups), scalars)
 
-    def given(self, i: int) -> Params:
+    def per_device(self, i: int) -> Params:
         """What a device alone receives in the next round."""
-        return trees.apply(lambda a: a.astype(np.float32), self.method.server.given(self.state, f"device-{i}"))
+        return trees.apply(lambda a: a.astype(np.float32), self.method.server.per_device(self.state, f"device-{i}"))
 
     def participants(self, active: Sequence[int] = ()) -> list[Participant]:
         """With what they would begin the next round."""
         return [
-            Participant(self.states[i], *self.data[i], np.random.default_rng([SEED, self.number + 1, i]), self.given(i))
+            Participant(
+                self.states[i], *self.data[i], np.random.default_rng([SEED, self.number + 1, i]), self.per_device(i)
+            )
             for i in active or range(len(self.data))
         ]
 
@@ -102,7 +104,7 @@ class Fleet:
             return dict(zip(chosen, found, strict=True))
         return {
             i: local_training.train_round(
-                self.method, self.model, self.layout, sent.beside(one.given), one.state, one.x, one.y, self.hyper,
+                self.method, self.model, self.layout, sent.beside(one.per_device), one.state, one.x, one.y, self.hyper,
                 one.rng,
             )
             for i, one in zip(chosen, several, strict=True)
@@ -112,22 +114,22 @@ class Fleet:
         results, sent = self.trained(active), self.broadcast()
         self.number += 1
         updates = {f"device-{i}": Update(f"device-{i}", r.update, r.samples) for i, r in results.items()}
-        heard = replace(self.method.server.heard(self.state, trees.widened(sent.groups)), round=self.number)
+        as_received = replace(self.method.server.as_received(self.state, trees.widened(sent.groups)), round=self.number)
         ordered = [updates[name] for name in aggregation.order(updates)]
-        self.state = self.method.server.apply(heard, ordered, len(self.data), self.hyper)
+        self.state = self.method.server.apply(as_received, ordered, len(self.data), self.hyper)
         for i, result in results.items():
             self.states[i] = result.pending
         return results
 
     @property
-    def judged(self) -> Params:
-        return trees.apply(lambda a: a.astype(np.float32), self.state.judged)
+    def evaluated(self) -> Params:
+        return trees.apply(lambda a: a.astype(np.float32), self.state.served)
 
     def own(self, support: Samples, state: ClientState | None = None) -> Params:
-        """The weights that a device makes of the judged model and its samples."""
+        """The weights that a device makes of the served model and its samples."""
         scalars = {"seed": float(SEED), "round": float(max(1, self.number))}
         return personal_model.adapt(
-            self.method, self.model, self.layout, self.judged, *support, self.hyper, state, scalars
+            self.method, self.model, self.layout, self.evaluated, *support, self.hyper, state, scalars
         )
 
     def answers(self, support: Samples, x: Array, state: ClientState | None = None) -> Array:
@@ -137,7 +139,7 @@ class Fleet:
             z = local_training.embed(self.model, params, support[0])
             classes = max(len(self.layout.classes), int(support[1].max()) + 1)
             own = Prototypes.empty(classes, z.shape[1]).add(z, support[1])
-            means = own if personalizer == "proto" else Prototypes.of_fleet(self.judged)
+            means = own if personalizer == "proto" else Prototypes.of_fleet(self.evaluated)
             return np.asarray(means.probabilities(local_training.embed(self.model, params, x)).argmax(1))
         if personalizer == "gp":
             z = local_training.embed(self.model, params, support[0])

@@ -170,9 +170,9 @@ class Cohort:
         self.number += 1
         sent = self.server.broadcast(self.state)
         broadcast = Payload(self.publish(sent.groups), {**sent.scalars, "round": float(self.number)})
-        before = replace(self.server.heard(self.state, broadcast.groups), round=self.number)
+        before = replace(self.server.as_received(self.state, broadcast.groups), round=self.number)
         names = aggregation.order(n for n in active or self.devices if self.devices[n].pending is None)
-        given = {name: self.server.given(self.state, name) for name in names}
+        given = {name: self.server.per_device(self.state, name) for name in names}
         updates = {name: self._train(self.devices[name], name, broadcast.beside(given[name])) for name in names}
         counted = [update for name, update in updates.items() if name not in lost]
         self.counted[self.number] = {update.device for update in counted}
@@ -191,7 +191,7 @@ class Cohort:
         sent = self.send(payload.groups, device.residual)
         error = trees.subtract(payload.groups, sent.decoded) if self.dual == "decoded" else sent.error
         if error is not None and self.dual != "own":
-            state = self.client.settle(state, error, self.hyper, float(self.number))
+            state = self.client.after_loss(state, error, self.hyper, float(self.number))
         device.pending = Pending(self.number, self.state.dual_epoch, state, sent.residual)
         device.latest = trees.add(payload.groups, broadcast.groups)
         return Update(name, Payload(sent.decoded, payload.scalars), device.samples)
@@ -263,7 +263,8 @@ def fleet_of(name: str, hyper: Any, losses: Mapping[str, Quadratic], **how: Any)
     """A fleet that runs the named method."""
     method = METHODS[name]
     return Cohort(
-        method.client, method.server, hyper, losses, down=method.down, given=method.given, personal=method.personal,
+        method.client, method.server, hyper, losses, down=method.down, given=method.per_device,
+        personal=method.personal,
         measures=int("prototypes" in method.shared), **how,
     )  # fmt: skip
 

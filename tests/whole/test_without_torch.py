@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Judgement
+from cloud_server.records.ledger_tables import Device, Evaluation
 from export.graph import MIN_ONNXRUNTIME
 from fleet_core.data.samples import save
 from fleet_core.personalization import device_bundle
@@ -151,7 +151,7 @@ def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(torchles
         trainer.until(lambda: closed_rounds(fleet.folder) == [1, 2])
 
         with Ledger(fleet.ledger_path, create=False) as ledger:
-            server.until(lambda: {row.device for row in ledger.rows(Judgement, round=2)} == {"d0", "d1"})
+            server.until(lambda: {row.device for row in ledger.rows(Evaluation, round=2)} == {"d0", "d1"})
             assert ledger.rows(Device, name="d1")[0].cannot == "does not train: torch is not installed"
             assert [row.cohort for row in ledger.rounds("closed")] == [("d0",), ("d0",)]
         done = torchless.run(

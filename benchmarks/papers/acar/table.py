@@ -43,7 +43,7 @@ def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
 
 def _models(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
     for name, setting in EXPERIMENTS.items():
-        asked = result["experiments"].get(name, {}).get("settings", {}).get("judge", {}).get("targets", ())
+        asked = result["experiments"].get(name, {}).get("settings", {}).get("evaluation", {}).get("targets", ())
         for target in sorted({*asked, *(float(key) for key in paper[name] if key != GAIN)}):
             theirs = paper[name].get(f"{target:g}")
             if theirs:

@@ -3,11 +3,11 @@
     METAFLEET_DATA=CACHE python -m benchmarks.papers.sensors.choose [--only heartbeat|har] [--minutes M]
         [--out build/papers/sensors-grid] [--jobs N]
 
-``grid/SET.toml`` are experiments with ``judge.within_training``: what the devices train on is split once more, in time,
-and a part of those devices stands for new ones. The measure is that of ``metafleet advise``: macro-F1 of the devices
-that train and of the new ones, each device counting the same; of equals the first. The same command goes on where it
-was. When a set's grid is done, ``chosen.json`` has all its candidates, and SET.toml the chosen settings below its line.
-"""
+``grid/SET.toml`` are experiments with ``evaluation.within_training``: what the devices train on is split once more, in
+time, and a part of those devices stands for new ones. The measure is that of ``metafleet advise``: macro-F1 of the
+devices that train and of the new ones, each device counting the same; of equals the first. The same command goes on
+where it was. When a set's grid is done, ``chosen.json`` has all its candidates, and SET.toml the chosen settings below
+its line. """
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def tables(result: Result, paper: Result) -> dict[str, str]:
 def _how_well(result: Result, name: str) -> Iterator[list[str]]:
     order = ranked(result, name)
     for label, method, one in order:
-        support = result["experiments"][name]["settings"]["judge"]["support"][0]
+        support = result["experiments"][name]["settings"]["evaluation"]["support"][0]
         new = f"new_devices.{support:g}"
         figures = ("macro_f1", "accuracy.mean", "accuracy.worst", f"{new}.macro_f1", f"{new}.accuracy.mean",
                    f"{new}.accuracy.worst", "before.macro_f1")

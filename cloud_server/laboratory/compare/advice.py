@@ -113,12 +113,12 @@ def _new(trial: Trial) -> Scores:
 
 def score(trial: Trial) -> float:
     """Macro-F1 of the devices that train and of the new ones; each device weighs the same."""
-    judged = [scores for scores in (trial.last[DEVICES], _new(trial)) if scores]
-    return sum(of["macro_f1"] * of["devices"] for of in judged) / sum(of["devices"] for of in judged)
+    evaluated = [scores for scores in (trial.last[DEVICES], _new(trial)) if scores]
+    return sum(of["macro_f1"] * of["devices"] for of in evaluated) / sum(of["devices"] for of in evaluated)
 
 
 def _risen(trial: Trial) -> float:
-    """Between the first and the last judgement."""
+    """Between the first and the last evaluation."""
     return trial.points[-1].scores[DEVICES]["mean"] - trial.points[0].scores[DEVICES]["mean"]
 
 
@@ -139,9 +139,9 @@ def decide(
     """The advice from one candidate or more. Those with fewer seeds than others are not taken."""
     ranked = sorted(known, key=lambda one: -one.score.mean)
     seeds = max(one.score.seeds for one in ranked)
-    judged = [one for one in ranked if one.score.seeds == seeds]
-    best = judged[0]
-    tied = [one for one in judged if best.score.mean - one.score.mean <= gap(best, one)]
+    evaluated = [one for one in ranked if one.score.seeds == seeds]
+    best = evaluated[0]
+    tied = [one for one in evaluated if best.score.mean - one.score.mean <= gap(best, one)]
     chosen = min(tied, key=lambda one: (one.payload, -one.worst.mean, -one.score.mean))
     smaller = coded[0] if coded else None
     one = _federated(chosen, ranked)
@@ -270,7 +270,7 @@ def _sure(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     seeds = one.score.seeds
     yield (f"How sure: {advice.rounds} rounds, {seeds} seed{'s' if seeds > 1 else ''} for the best and one for the "
            "others; each method with its own defaults; the same devices in all runs, so that other devices may move "
-           f"the figures more than other seeds do; {facts['judged']} samples judged on. "
+           f"the figures more than other seeds do; {facts['evaluated']} samples evaluated on. "
            f"{advice.minutes:.1f} minutes this time, of a budget of {facts['budget_minutes']:g}.")
     if advice.rounds < FEW_ROUNDS:
         yield f"{advice.rounds} rounds are few: methods that learn slowly look worse here than they are."

@@ -95,7 +95,7 @@ def advise(
 ) -> Outcome:
     """The advice; what was run for it lies in ``out``, and goes on there.
 
-    Raises DataError for data that cannot be judged, and ConfigError for a budget that is too short for them.
+    Raises DataError for data that cannot be evaluated, and ConfigError for a budget that is too short for them.
     """
     work = _Work(options, recordings(options.data, options.window, options.stride), out, simulate, cores, clock)
     for remark in work.remarks:
@@ -238,7 +238,7 @@ class _Work:
                 "split": "time", "train_fraction": TRAIN_FRACTION, "min_samples": MIN_SAMPLES,
                 "max_clients": MAX_CLIENTS if many else 0}},
             "method": [{"name": name, "label": name + ending} for name in methods], "seeds": list(seeds),
-            "judge": {"every": 0 if stage == "pace" else math.ceil(rounds / 2), "new_devices": NEW_DEVICES,
+            "evaluation": {"every": 0 if stage == "pace" else math.ceil(rounds / 2), "new_devices": NEW_DEVICES,
                       "support": [SUPPORT], "support_split": "time"},
             "budget": {"rounds": rounds}, "cohort": cohort, "codec_up": codec, "codec_down": codec,
             "board": self._options.board,
@@ -250,7 +250,7 @@ class _Work:
         options, work = self._options, self._workload
         facts: dict[str, Any] = {
             "data": options.data, "devices": len(work.train), "new_devices": len(work.new), "support": SUPPORT,
-            "judged": sum(len(share.test) for share in work.train), "board": options.board,
+            "evaluated": sum(len(share.test) for share in work.train), "board": options.board,
             "budget_minutes": options.budget_minutes, "cohort": self._cohort,
         }
         if options.board is not None:

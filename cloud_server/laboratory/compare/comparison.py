@@ -1,8 +1,8 @@
 """Several runs side by side: figures over seeds, curves, and the cost of reaching an accuracy beside Per-FedAvg.
 
 The cost of a target is read as in Acar et al. 2021, "Debiasing Model Updates for Improving Personalized Federated
-Training", Tables 1 and 2: up to the first *judged* round in which the mean over the devices reaches it, without
-interpolation, so that it is known to within the rounds between judgements; ``>N`` where N was spent without reaching
+Training", Tables 1 and 2: up to the first *evaluated* round in which the mean over the devices reaches it, without
+interpolation, so that it is known to within the rounds between evaluations; ``>N`` where N was spent without reaching
 it; and the gain is what Per-FedAvg spent divided by that. A spread is the sample standard deviation over seeds.
 """
 
@@ -66,7 +66,7 @@ class Stat:
 
 @dataclass(frozen=True)
 class Step:
-    """A round that was judged with every seed. accuracy: the mean over devices. spent: the mean over seeds."""
+    """A round that was evaluated with every seed. accuracy: the mean over devices. spent: the mean over seeds."""
 
     round: int
     accuracy: Stat
@@ -289,8 +289,8 @@ def _highest(groups: Mapping[str, Sequence[Trial]], base: Entry | None, figure: 
 
 
 def _cost(group: Sequence[Trial], target: float, figure: str) -> dict[str, Bound]:
-    """By measure, the mean over seeds of what was spent up to the first judged round at ``target``; where that was not
-    reached, of what was spent in all."""
+    """By measure, the mean over seeds of what was spent up to the first evaluated round at ``target``; where that was
+    not reached, of what was spent in all."""
     first = [first_at(trial, target, figure) for trial in group]
     spent = [trial.spent if point is None else point.spent for trial, point in zip(group, first, strict=True)]
     costs = {key: stat([one[key] for one in spent]) for key in _common(spent)}
@@ -300,7 +300,7 @@ def _cost(group: Sequence[Trial], target: float, figure: str) -> dict[str, Bound
 
 
 def first_at(trial: Trial, target: float, figure: str = TARGETS_OF[ACCURACY]) -> Point | None:
-    """The first judged round in which ``figure``, of those of ``TARGETS_OF``, is ``target`` or more."""
+    """The first evaluated round in which ``figure``, of those of ``TARGETS_OF``, is ``target`` or more."""
     return next((point for point in trial.points if point.scores[DEVICES].get(figure, 0.0) >= target), None)
 
 

@@ -20,9 +20,9 @@ from fleet_core.base.errors import ConfigError, DataError, StateError
 from fleet_core.base.processes import typed
 
 DEVICES, NOVEL = "devices", "novel"
-JUDGED_SO = ("new_devices", "validation", "support", "support_split", "within_training", "novel_classes", "novel",
+EVALUATED_SO = ("new_devices", "validation", "support", "support_split", "within_training", "novel_classes", "novel",
              "devices", "test_step")
-NO_CHOICE = ("judge", "data", "partition", "model")
+NO_CHOICE = ("evaluation", "data", "partition", "model")
 OF_ONE_RUN = ("demo.seed", "demo.baseline", "fleet.fleet.seed", "fleet.fleet.name", "fleet.link.broker")
 MAX_RUNS = 10_000
 
@@ -31,7 +31,7 @@ Scores = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Point:
-    """A judged round.
+    """An evaluated round.
 
     scores: of ``devices``, those that train; of ``new SHARE`` and ``novel``: mean, worst, best and variance over the
     devices, how many there are, pooled, macro_f1, nvar. spent: from the first round up to the end of this one, by
@@ -46,7 +46,7 @@ class Point:
 @dataclass(frozen=True)
 class Trial:
     """One run. where: its result.json. setting: what must be alike for a comparison of methods, by part. choices: what
-    else it was asked for. points: rising rounds. last: the final judgement. spent: by the whole run. seconds: of its
+    else it was asked for. points: rising rounds. last: the final evaluation. spent: by the whole run. seconds: of its
     rounds, where it ran; no device's. loss: of the training, in the last round."""
 
     where: Path
@@ -82,11 +82,11 @@ def gather(places: Sequence[Path]) -> tuple[list[Trial], list[str]]:
 
 
 def read(path: Path) -> Trial:
-    """The run of a result.json, or of a fleet's folder. Raises StateError where it was not judged."""
+    """The run of a result.json, or of a fleet's folder. Raises StateError where it was not evaluated."""
     data = outcome.read(path) if path.is_file() else outcome.of_fleet(path)
     made = of_simulation(data, path) if data.get("kind") == outcome.SIMULATION else _of_fleet(data, path)
     if not made.last.get(DEVICES):
-        raise StateError("no round of it was judged", where=str(path))
+        raise StateError("no round of it was evaluated", where=str(path))
     return made
 
 
@@ -116,7 +116,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Evaluated:
     """Devices of one kind, after one round."""
 
     accuracy: Accuracy | None = None
@@ -137,7 +137,7 @@ class Energy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round(Judged):
+class Round(Evaluated):
     """A line of a simulation's figures, those that are compared."""
 
     round: int = field(metadata={"min": 1})
@@ -149,8 +149,8 @@ class Round(Judged):
     flops: float | None = field(default=None, metadata=AMOUNT)
     energy_j: Energy | None = None
     nvar: float | None = field(default=None, metadata=AMOUNT)
-    new_devices: Mapping[str, Judged] | None = None
-    novel_classes: Judged | None = None
+    new_devices: Mapping[str, Evaluated] | None = None
+    novel_classes: Evaluated | None = None
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def of_simulation(data: Mapping[str, Any], path: Path) -> Trial:
     if run is None:
         raise StateError(f"is no result of a simulation: {'; '.join(map(str, problems[:5]))}", where=str(path))
     setting, choices, targets = _asked(run.config)
-    points, spent = [], _Purse()
+    points, spent = [], _Spending()
     for row in run.rounds:
         spent.add(_amounts(row, _fallah_rounds(row)))
         if row.accuracy is not None:
@@ -200,7 +200,7 @@ def _fallah_rounds(row: Round) -> float | None:
     return row.models_transmitted_paper / (2 * row.participants)
 
 
-class _Purse:
+class _Spending:
     """Sums by measure; one that a round lacks is lacking from then on."""
 
     def __init__(self) -> None:
@@ -216,16 +216,16 @@ class _Purse:
 
 def _scores(row: Round) -> dict[str, Scores]:
     found = {DEVICES: {**_of(row), **({} if row.nvar is None else {"nvar": row.nvar})}}
-    found |= {f"new {support}": _of(judged) for support, judged in (row.new_devices or {}).items()}
+    found |= {f"new {support}": _of(evaluated) for support, evaluated in (row.new_devices or {}).items()}
     found |= {NOVEL: _of(row.novel_classes)} if row.novel_classes else {}
     return {name: scores for name, scores in found.items() if scores}
 
 
-def _of(judged: Judged) -> dict[str, float]:
-    if judged.accuracy is None:
+def _of(evaluated: Evaluated) -> dict[str, float]:
+    if evaluated.accuracy is None:
         return {}
-    every = {**schema.plain(judged.accuracy), "macro_f1": judged.macro_f1}
-    every["devices"] = None if judged.devices is None else float(len(judged.devices))
+    every = {**schema.plain(evaluated.accuracy), "macro_f1": evaluated.macro_f1}
+    every["devices"] = None if evaluated.devices is None else float(len(evaluated.devices))
     return {name: value for name, value in every.items() if value is not None}
 
 
@@ -233,13 +233,13 @@ def _asked(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str], t
     """(setting, choices, targets) of a simulation."""
     experiment = config.get("experiment")
     experiment = experiment if isinstance(experiment, Mapping) else {}
-    judge = experiment.get("judge")
-    judge = judge if isinstance(judge, Mapping) else {}
+    evaluation = experiment.get("evaluation", experiment.get("judge"))
+    evaluation = evaluation if isinstance(evaluation, Mapping) else {}
     setting = {part: _text(experiment.get(part)) for part in ("data", "partition", "model")}
-    setting["judged"] = _text({key: judge[key] for key in JUDGED_SO if key in judge})
+    setting["evaluated"] = _text({key: evaluation[key] for key in EVALUATED_SO if key in evaluation})
     rest = {key: value for key, value in experiment.items() if key not in NO_CHOICE}
     others = {key: config[key] for key in ("hyper", "version") if key in config}
-    targets = judge.get("targets")
+    targets = evaluation.get("targets")
     wanted = [t for t in targets if isinstance(t, (int, float)) and 0 < t <= 1] if isinstance(targets, list) else []
     return setting, flat({**rest, **others}), tuple(map(float, wanted))
 
@@ -254,7 +254,7 @@ def _of_fleet(data: Mapping[str, Any], path: Path) -> Trial:
         raise StateError(error.what, where=str(path)) from error
     method = METHODS.get(run.method)
     paper = None if method is None else sum(method.paper_models or (method.models_down, method.models_up)) / 2
-    points, spent = [], _Purse()
+    points, spent = [], _Spending()
     for row in run.rounds:
         spent.add(_amounts(row, paper))
         if row.accuracy is not None:
@@ -266,7 +266,7 @@ def _of_fleet(data: Mapping[str, Any], path: Path) -> Trial:
 
 
 def _last(run: Result, points: Sequence[Point]) -> dict[str, Scores]:
-    """The last judgement of a fleet: over its devices as they answer at the end."""
+    """The last evaluation of a fleet: over its devices as they answer at the end."""
     own = {**(points[-1].scores[DEVICES] if points else {}), **_over(p for p in run.personalization if not p.new)}
     new = _over(p for p in run.personalization if p.new)
     if new and run.new_devices:
@@ -288,7 +288,7 @@ def _setting(config: Mapping[str, Any]) -> dict[str, str]:
     fleet = fleet or config
     known = {key: demo[key] for key in ("data", "devices", "new_devices", "support_s") if key in demo}
     return {"data": _text(known or "of the devices"), "partition": "each device its own recording",
-            "model": _text(fleet.get("model")), "judged": "the devices' own split by time"}
+            "model": _text(fleet.get("model")), "evaluated": "the devices' own split by time"}
 
 
 def _choices(config: Mapping[str, Any]) -> dict[str, str]:

@@ -69,7 +69,7 @@ NOTES = (
     ("payload", "Bytes of encoded models and updates; without a codec, four bytes a value."),
     ("arithmetic", "Floating-point operations of the training, counted from the shapes of the layers."),
     ("energy", "Joules of computing and sending as modelled for the board; idle time is in none of them."),
-    ("cost of an accuracy", "Up to the first judged round in which the mean over devices reaches it; not interpolated. "
+    ("cost of an accuracy", "Up to the first evaluated round in which the devices' mean reaches it; not interpolated. "
      ">N: not reached when N was spent (where some seeds reach it, the mean of what all had spent by then)."),
     ("gain", "What the baseline spent divided by what this label spent, as in the tables of Acar et al."),
 )  # fmt: skip

@@ -55,15 +55,15 @@ ONE_CLIENT = "all"
 
 @dataclass(frozen=True)
 class Tried:
-    """A model after ``rounds``. validation: macro-F1 by which it is chosen. judged: what it is told by. payload: bytes
-    of one device in one round, up and down. few: on devices that did not train and have few labels; None where that was
-    not tried."""
+    """A model after ``rounds``. validation: macro-F1 by which it is chosen. evaluated: what it is told by. payload:
+    bytes of one device in one round, up and down. few: on devices that did not train and have few labels; None where
+    that was not tried."""
 
     model: Model
     rounds: int
     loss: float
     validation: float
-    judged: Score
+    evaluated: Score
     parameters: int
     payload: float
     few: Score | None = None
@@ -71,8 +71,8 @@ class Tried:
 
 @dataclass(frozen=True)
 class FewLabels:
-    """How devices are judged that did not train and have few labels. number: of labels. beside: what is known without a
-    model."""
+    """How devices are evaluated that did not train and have few labels. number: of labels. beside: what is known
+    without a model."""
 
     number: int
     beside: Yardsticks
@@ -80,7 +80,7 @@ class FewLabels:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """on: what the models are judged on, in words. chosen: None where none came to a round's end."""
+    """on: what the models are evaluated on, in words. chosen: None where none came to a round's end."""
 
     on: str
     tried: tuple[Tried, ...]
@@ -95,7 +95,7 @@ class Outcome:
         one = self.chosen
         if one is None:
             return []
-        return [*self.beside.warnings(one.model.label, one.judged, one.loss, one.rounds), *self._of_few_labels(one)]
+        return [*self.beside.warnings(one.model.label, one.evaluated, one.loss, one.rounds), *self._of_few_labels(one)]
 
     def _of_few_labels(self, one: Tried) -> list[str]:
         plain = self.few and self.few.beside.plain
@@ -108,8 +108,8 @@ class Outcome:
     def rows(self) -> list[tuple[str, ...]]:
         """Of the table with ``HEADS``."""
         models = [
-            (f"{one.model.label}{' *' if one is self.chosen else ''}", share_text(one.judged.accuracy),
-             share_text(one.judged.macro_f1), f"{one.parameters:,}", bytes_text(one.payload), str(one.rounds),
+            (f"{one.model.label}{' *' if one is self.chosen else ''}", share_text(one.evaluated.accuracy),
+             share_text(one.evaluated.macro_f1), f"{one.parameters:,}", bytes_text(one.payload), str(one.rounds),
              f"{one.loss:.2g}")
             for one in self.tried
         ]
@@ -138,7 +138,7 @@ def tryout(
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
     """The candidates ``models`` (by default those for such samples) on samples that ``why_not`` has no objection to.
-    Raises DataError for samples that no device can be judged on."""
+    Raises DataError for samples that no device can be evaluated on."""
     ends, remarks = clock() + seconds, list[str]()
     models = models_for(samples) if models is None else models
     part = _part(samples, seed)
@@ -233,7 +233,7 @@ def _asked(
         "data": data, "model": {"name": model.name, "options": dict(model.options)},
         "partition": {"kind": "natural", "options": {"split": "time", "train_fraction": TRAIN_FRACTION}},
         "method": [{"name": method}], "seeds": [seed], "budget": {"rounds": MAX_ROUNDS},
-        "judge": {"every": 1, "new_devices": share, "support": [SUPPORT, few] if few else [SUPPORT],
+        "evaluation": {"every": 1, "new_devices": share, "support": [SUPPORT, few] if few else [SUPPORT],
                   "support_split": "time"},
         "cohort": min(COHORT, max(1, int(clients * (1 - share)))), "codec_up": "int8", "codec_down": "int8",
     })
@@ -285,7 +285,7 @@ def _figures(model: Model, trial: Trial, asked: Experiment, work: Workload) -> T
     rounds = int(trial.spent["rounds"])
     own, layout = trial.last[DEVICES], workloads.layout_of(asked, work)
     new = [Score(accuracy=scores["pooled"], macro_f1=scores["macro_f1"])
-           for share in asked.judge.support if (scores := trial.last.get(f"new {share}"))]
+           for share in asked.evaluation.support if (scores := trial.last.get(f"new {share}"))]
     return Tried(
         model, rounds, trial.loss or 0.0, own["macro_f1"],
         new[0] if new else Score(accuracy=own["pooled"], macro_f1=own["macro_f1"]),

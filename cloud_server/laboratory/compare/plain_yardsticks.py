@@ -1,4 +1,4 @@
-"""What is known without any model about the samples that devices are judged on: how far chance and a plain baseline
+"""What is known without any model about the samples that devices are evaluated on: how far chance and a plain baseline
 get, so that a model's figures can be told from both.
 
 Shapes: N classes, M devices.
@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 class Yardsticks:
     """frequent: each device's most frequent class, as it answers everything (by macro-F1 the better of it and of
     guessing). plain: a plain baseline that learned from all training devices together, its method in words; None for
-    tokens. truth: int64 [N], the judged samples of each class."""
+    tokens. truth: int64 [N], the evaluated samples of each class."""
 
     frequent: Score
     plain: Score | None
@@ -59,12 +59,12 @@ def of_later(work: Workload) -> Yardsticks:
 
 
 def of_new(work: Workload, support: float, seed: int) -> Yardsticks:
-    """On what new devices are judged on, which learn from a share ``support`` of theirs."""
+    """On what new devices are evaluated on, which learn from a share ``support`` of theirs."""
     return _measured(work, [work.divided(share, support, seed) for share in work.new])
 
 
 def _measured(work: Workload, devices: Sequence[tuple[Part, Part]]) -> Yardsticks:
-    """devices: (what it learns from, what it is judged on) of each that is judged."""
+    """devices: (what it learns from, what it is evaluated on) of each that is evaluated."""
     n = len(work.classes)
     devices = [(own, asked) for own, asked in devices if len(asked.y)]
     truths_MN = np.array([np.bincount(asked.y, minlength=n) for _, asked in devices])

@@ -60,7 +60,8 @@ def gain_text(gain: Bound | None) -> str:
 
 
 def kinds(comparison: Comparison) -> list[str]:
-    """What was judged beside the devices that train: new devices by the share that they learn from, novel classes."""
+    """What was evaluated beside the devices that train: new devices by the share that they learn from, novel
+    classes."""
     found = {kind: None for entry in comparison.entries for kind in entry.final if kind != DEVICES}
     return sorted(found, key=lambda kind: (kind == NOVEL, kind))
 

@@ -1,4 +1,4 @@
-"""What the devices of a run do: train one round, or be judged. It runs in whatever process a crew gives it.
+"""What the devices of a run do: train one round, or be evaluated. It runs in whatever process a crew gives it.
 
 Needs torch. A device's work is a function of the run, the round and the device, whoever does it and in what order.
 """
@@ -39,7 +39,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
+class TrainingTask:
     """One round of some devices. broadcast: float32 as decoded. after: the last round that counts. given: what a device
     alone receives beside it, by its name; empty for most methods."""
 
@@ -47,11 +47,11 @@ class Lesson:
     clients: tuple[str, ...]
     broadcast: Payload
     after: int
-    given: Mapping[str, Params] = field(default_factory=dict)
+    per_device: Mapping[str, Params] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
-class Learned:
+class TrainedDevice:
     """What a device's round gave; ``error`` and nothing else where it failed. update: as the server decodes it.
     payload_bytes: of the update on the wire. averaged: whether the server is to have the update."""
 
@@ -67,9 +67,9 @@ class Learned:
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
-    """Devices to judge under the judged model ``served`` of ``round``. kind: ``train``, ``new`` or ``novel``, or
-    ``test_step``: those that train, with the step taken on what they are judged on. support: the share that a new
+class EvaluationTask:
+    """Devices to evaluate under the served model ``served`` of ``round``. kind: ``train``, ``new`` or ``novel``, or
+    ``test_step``: those that train, with the step taken on what they are evaluated on. support: the share that a new
     device learns from."""
 
     round: int
@@ -80,8 +80,8 @@ class Question:
 
 
 @dataclass(frozen=True, eq=False)
-class Moments:
-    """Of the representations of a device's test samples under the judged body, by class of the whole set: their sum
+class ClassMoments:
+    """Of the representations of a device's test samples under the evaluated body, by class of the whole set: their sum
     [K, D], the sum of their squared lengths [K], their number [K]."""
 
     total: Array
@@ -90,11 +90,11 @@ class Moments:
 
 
 @dataclass(frozen=True, eq=False)
-class Verdict:
-    """How a device's own model did; ``error`` and no figures where it could not be judged.
+class DeviceEvaluation:
+    """How a device's own model did; ``error`` and no figures where it could not be evaluated.
 
     confusion: int64 [K, K + 1], true class by answer in the numbers of the whole set, however the device numbers its
-    classes; the last column has answers that name no class of the device. before: the same of the judged model as it
+    classes; the last column has answers that name no class of the device. before: the same of the served model as it
     is, or None where it does not answer by itself. moments: None where no body is shared.
     """
 
@@ -103,7 +103,7 @@ class Verdict:
     support: float
     confusion: Array = field(default_factory=lambda: np.zeros((0, 1), np.int64))
     before: Array | None = None
-    moments: Moments | None = None
+    moments: ClassMoments | None = None
     error: str = ""
 
 
@@ -119,7 +119,7 @@ class Setting:
 
 
 class Worker:
-    """Trains and judges devices of one run."""
+    """Trains and evaluates devices of one run."""
 
     def __init__(self, setting: Setting, workload: Workload | None = None):
         torch.set_num_threads(1)
@@ -145,59 +145,59 @@ class Worker:
 
     # Train ------------------------------------------------------------------------------------------------------------
 
-    def learn(self, lesson: Lesson) -> list[Learned]:
+    def learn(self, task: TrainingTask) -> list[TrainedDevice]:
         """One round of each client, side by side where the run says so. What fails fails alone."""
-        states = [self._clients.load(client, lesson.after) for client in lesson.clients]
+        states = [self._clients.load(client, task.after) for client in task.clients]
         residuals = [state.pop(RESIDUAL, None) for state in states]
         results: Sequence[local_training.TrainResult | FleetError] | None = None
         if self._side_by_side > 1 and len(states) > 1:
-            results = self._together(lesson, states)
+            results = self._together(task, states)
         if results is None:
-            results = [self._alone(lesson, *found) for found in zip(lesson.clients, states, strict=True)]
-        return [self._sent(lesson, *found) for found in zip(lesson.clients, results, residuals, strict=True)]
+            results = [self._alone(task, *found) for found in zip(task.clients, states, strict=True)]
+        return [self._sent(task, *found) for found in zip(task.clients, results, residuals, strict=True)]
 
-    def _alone(self, lesson: Lesson, client: str, state: ClientState) -> local_training.TrainResult | FleetError:
-        one = self._participant(lesson, client, state)
+    def _alone(self, task: TrainingTask, client: str, state: ClientState) -> local_training.TrainResult | FleetError:
+        one = self._participant(task, client, state)
         try:
             return local_training.train_round(
-                self._method, self._model, self.layout, lesson.broadcast.beside(one.given), one.state, one.x, one.y,
+                self._method, self._model, self.layout, task.broadcast.beside(one.per_device), one.state, one.x, one.y,
                 self._hyper, one.rng,
             )
         except FAILURES as error:
             return error
 
-    def _together(self, lesson: Lesson, states: Sequence[ClientState]) -> list[local_training.TrainResult] | None:
+    def _together(self, task: TrainingTask, states: Sequence[ClientState]) -> list[local_training.TrainResult] | None:
         """None where one of them fails: alone, the others go on."""
-        several = [self._participant(lesson, *found) for found in zip(lesson.clients, states, strict=True)]
+        several = [self._participant(task, *found) for found in zip(task.clients, states, strict=True)]
         with contextlib.suppress(*FAILURES):
             return local_training.train_side_by_side(
-                self._method, self._model, self.layout, lesson.broadcast, several, self._hyper,
+                self._method, self._model, self.layout, task.broadcast, several, self._hyper,
                 padded=self._experiment.model.name in MODELS,
             )
         return None
 
-    def _participant(self, lesson: Lesson, client: str, state: ClientState) -> local_training.Participant:
+    def _participant(self, task: TrainingTask, client: str, state: ClientState) -> local_training.Participant:
         own = self.workload.own(self._shares["train", client])
-        rng = np.random.default_rng((self._run.seed, lesson.round, zlib.crc32(client.encode())))
-        return local_training.Participant(state, own.x, own.y, rng, lesson.given.get(client, {}))
+        rng = np.random.default_rng((self._run.seed, task.round, zlib.crc32(client.encode())))
+        return local_training.Participant(state, own.x, own.y, rng, task.per_device.get(client, {}))
 
     def _sent(
-        self, lesson: Lesson, client: str, result: local_training.TrainResult | FleetError, residual: Params | None
-    ) -> Learned:
+        self, task: TrainingTask, client: str, result: local_training.TrainResult | FleetError, residual: Params | None
+    ) -> TrainedDevice:
         """The update as the server will decode it; the state that follows is on the disk."""
         try:
             if isinstance(result, FleetError):
                 raise result
-            update, size, after = self._encoded(lesson, result, residual)
+            update, size, after = self._encoded(task, result, residual)
             _check_finite(update)
         except FAILURES as error:
-            return Learned(client, error=str(error))
+            return TrainedDevice(client, error=str(error))
         if after:
-            self._clients.save(client, lesson.round, after)
-        return Learned(client, update, result.samples, result.loss, result.flops, size, bool(after))
+            self._clients.save(client, task.round, after)
+        return TrainedDevice(client, update, result.samples, result.loss, result.flops, size, bool(after))
 
     def _encoded(
-        self, lesson: Lesson, result: local_training.TrainResult, residual: Params | None
+        self, task: TrainingTask, result: local_training.TrainResult, residual: Params | None
     ) -> tuple[Payload, int, ClientState]:
         """(the update as it arrives, its bytes, the device's state if it is counted)."""
         update, after = self._wire.ordered(result.update.groups), dict(result.pending)
@@ -205,40 +205,41 @@ class Worker:
             return Payload(update, result.update.scalars), self._plain_bytes, after
         sent = codecs.send(self._codec, update, residual, self._wire, self._method.shared)
         if sent.error is not None:
-            after = dict(self._method.client.settle(after, sent.error, self._hyper, lesson.round))
+            after = dict(self._method.client.after_loss(after, sent.error, self._hyper, task.round))
         if sent.residual is not None:
             after[RESIDUAL] = sent.residual
         return Payload(self._wire.ordered(sent.decoded), result.update.scalars), len(sent.data), after
 
-    # Judge ------------------------------------------------------------------------------------------------------------
+    # Evaluate
+    # ------------------------------------------------------------------------------------------------------------
 
-    def judge(self, question: Question) -> list[Verdict]:
-        return [self._judged(question, client) for client in question.clients]
+    def evaluate(self, task: EvaluationTask) -> list[DeviceEvaluation]:
+        return [self._evaluated(task, client) for client in task.clients]
 
-    def _judged(self, question: Question, client: str) -> Verdict:
-        kind, support = question.kind, question.support
+    def _evaluated(self, task: EvaluationTask, client: str) -> DeviceEvaluation:
+        kind, support = task.kind, task.support
         share = self._shares["train" if kind == TEST_STEP else kind, client]
         try:
-            own, query = self._parts(question, share)
-            state = self._clients.load(client, question.round) if kind == "train" else {}
-            found = self._confusion(share, query.y, self._answers(question, own, query, state))
-            moments = self._moments(question, share, query) if kind == "train" else None
-            return Verdict(client, kind, support, found, self._before(question, share, query), moments)
+            own, query = self._parts(task, share)
+            state = self._clients.load(client, task.round) if kind == "train" else {}
+            found = self._confusion(share, query.y, self._answers(task, own, query, state))
+            moments = self._moments(task, share, query) if kind == "train" else None
+            return DeviceEvaluation(client, kind, support, found, self._before(task, share, query), moments)
         except FAILURES as error:
-            return Verdict(client, kind, support, error=str(error))
+            return DeviceEvaluation(client, kind, support, error=str(error))
 
-    def _parts(self, question: Question, share: Share) -> tuple[Part, Part]:
-        if question.kind == "new":
-            return self.workload.divided(share, question.support, self._experiment.partition.seed)
+    def _parts(self, task: EvaluationTask, share: Share) -> tuple[Part, Part]:
+        if task.kind == "new":
+            return self.workload.divided(share, task.support, self._experiment.partition.seed)
         own, later = self.workload.own(share), self.workload.later(share)
-        return (later if self._experiment.judge.test_step or question.kind == TEST_STEP else own), later
+        return (later if self._experiment.evaluation.test_step or task.kind == TEST_STEP else own), later
 
-    def _answers(self, question: Question, support: Part, query: Part, state: ClientState) -> Array:
+    def _answers(self, task: EvaluationTask, support: Part, query: Part, state: ClientState) -> Array:
         """Classes int64 [N] of the query, by the device's own model."""
-        scalars = {"round": float(question.round), "seed": float(self._run.seed)}
+        scalars = {"round": float(task.round), "seed": float(self._run.seed)}
         method, model = self._method, self._model
         params = personal_model.adapt(
-            method, model, self.layout, question.served, support.x, support.y, self._hyper, state, scalars
+            method, model, self.layout, task.served, support.x, support.y, self._hyper, state, scalars
         )
         if method.personalizer == "proto":
             z = local_training.embed(model, params, support.x)
@@ -249,7 +250,7 @@ class Worker:
             processes = Processes.of(z, support.y, len(self.layout.classes), self._hyper)
             return _chosen(processes.probabilities(local_training.embed(model, params, query.x)))
         if method.personalizer == "fleet-proto":
-            means = Prototypes.of_fleet(question.served)
+            means = Prototypes.of_fleet(task.served)
             return _chosen(means.probabilities(local_training.embed(model, params, query.x)))
         head = local_training.predict_logits(model, params, query.x)
         if method.personalizer == "knn":
@@ -259,11 +260,11 @@ class Worker:
             return _chosen(near.probabilities(local_training.embed(model, params, query.x), softmax(head)))
         return _chosen(head)
 
-    def _before(self, question: Question, share: Share, query: Part) -> Array | None:
+    def _before(self, task: EvaluationTask, share: Share, query: Part) -> Array | None:
         groups = {t.group for t in self.layout.tensors}
-        if "head" not in groups or not groups <= set(question.served):
+        if "head" not in groups or not groups <= set(task.served):
             return None
-        params = trees.only(question.served, groups)
+        params = trees.only(task.served, groups)
         return self._confusion(share, query.y, _chosen(local_training.predict_logits(self._model, params, query.x)))
 
     def _confusion(self, share: Share, y: Array, answers: Array) -> Array:
@@ -275,15 +276,15 @@ class Worker:
         np.add.at(counts, (names[y], names[answers]), 1)
         return counts
 
-    def _moments(self, question: Question, share: Share, query: Part) -> Moments | None:
-        if "body" not in question.served:
+    def _moments(self, task: EvaluationTask, share: Share, query: Part) -> ClassMoments | None:
+        if "body" not in task.served:
             return None
-        z = local_training.embed(self._model, {"body": question.served["body"]}, query.x).astype(np.float64)
+        z = local_training.embed(self._model, {"body": task.served["body"]}, query.x).astype(np.float64)
         y = self.workload.samples.y[share.test]
         total, squares = np.zeros((self._whole, z.shape[1])), np.zeros(self._whole)
         np.add.at(total, y, z)
         np.add.at(squares, y, np.square(z).sum(1))
-        return Moments(total, squares, np.bincount(y, minlength=self._whole))
+        return ClassMoments(total, squares, np.bincount(y, minlength=self._whole))
 
 
 def _chosen(scores_nK: Array) -> Array:

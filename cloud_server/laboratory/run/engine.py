@@ -1,4 +1,4 @@
-"""One run: select → broadcast → train → close → judge, with the fleet's own algorithms, codecs and closing.
+"""One run: select → broadcast → train → close → evaluate, with the fleet's own algorithms, codecs and closing.
 
 It goes on where it was ended: a round counts once its checkpoint is on the disk. For a fleet's settings (seed, cohort,
 codecs) it computes what the fleet computes, bit for bit.
@@ -16,8 +16,14 @@ from typing import Any
 import numpy as np
 
 from cloud_server.laboratory.run import round_figures
-from cloud_server.laboratory.run.device_work import TEST_STEP, Learned, Lesson, Question, Verdict
-from cloud_server.laboratory.run.executors import Crew
+from cloud_server.laboratory.run.device_work import (
+    TEST_STEP,
+    DeviceEvaluation,
+    EvaluationTask,
+    TrainedDevice,
+    TrainingTask,
+)
+from cloud_server.laboratory.run.executors import Executor
 from cloud_server.laboratory.run.experiment import PLAIN, Experiment, Run
 from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store
@@ -33,7 +39,7 @@ from fleet_core.base.trees import Params
 from fleet_core.model import codecs
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.protocol import cohort, messages
-from fleet_core.protocol.messages import Blob, Given
+from fleet_core.protocol.messages import Blob, PerDevice
 
 IN_MEMORY_BYTES = 256 << 20
 CHECKPOINT_S = 2.0
@@ -52,7 +58,7 @@ class Laboratory:
     workload: Workload
     layout: Layout
     first: Params
-    crew: Crew
+    executor: Executor
     costs: Costs
     stopped: Callable[[], bool] = lambda: False
     told: Callable[[Mapping[str, Any]], None] = lambda row: None
@@ -120,23 +126,23 @@ class Engine:
         asked = aggregation.order(self._asked(number))
         broadcast = Payload(sent.decoded, {**sent.scalars, "round": float(number), "seed": float(self._run.seed)})
         taken = _Taken(self._store.folder / "spool")
-        given = self._given(before.state, asked)
-        lesson = Lesson(number, tuple(asked), broadcast, before.round, given)
+        per_device = self._per_device(before.state, asked)
+        task = TrainingTask(number, tuple(asked), broadcast, before.round, per_device)
         sending = self._averaged(number, asked)
-        learned = [self._take(one, taken, one.client in sending) for one in self._lab.crew.learn(lesson)]
+        learned = [self._take(one, taken, one.client in sending) for one in self._lab.executor.learn(task)]
         counted = [one for one in learned if not one.error]
         if not any(one.averaged for one in counted):
             raise RoundError(f"round {number}: no update counts: {next(one.error for one in learned if one.averaged)}")
-        heard = self._method.server.heard(before.state, trees.widened(sent.decoded))
+        as_received = self._method.server.as_received(before.state, trees.widened(sent.decoded))
         members = len(self._lab.workload.names)
-        state = self._method.server.apply(replace(heard, round=number), taken, members, self._hyper)
+        state = self._method.server.apply(replace(as_received, round=number), taken, members, self._hyper)
         taken.clear()
         plain = self._lab.experiment.codec_down == PLAIN
-        down_bytes = self._down_bytes(sent, number) + given_bytes(given, plain=plain)
+        down_bytes = self._down_bytes(sent, number) + per_device_bytes(per_device, plain=plain)
         row = round_figures.of_round(number, self._method, learned, down_bytes, self._lab.costs)
         self._spent.add(row)
         if self._due(number):
-            row |= self._judged(number, state)
+            row |= self._evaluated(number, state)
         row["seconds"] = self._lab.clock() - started
         self._store.add(row)
         after = Checkpoint(number, state, sent.decoded, sent.lost)
@@ -168,12 +174,12 @@ class Engine:
         made = encode_model(sent.groups, before, codec, self._wire, self._method.down)
         return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), made.delta)
 
-    def _given(self, state: ServerState, asked: Sequence[str]) -> dict[str, Params]:
+    def _per_device(self, state: ServerState, asked: Sequence[str]) -> dict[str, Params]:
         """What each device alone receives, float32, whole and without a codec."""
-        if not self._method.given:
+        if not self._method.per_device:
             return {}
         rule = self._method.server
-        return {name: trees.apply(lambda a: np.asarray(a, np.float32), rule.given(state, name)) for name in asked}
+        return {name: trees.apply(lambda a: np.asarray(a, np.float32), rule.per_device(state, name)) for name in asked}
 
     def _down_bytes(self, sent: _Sent, number: int) -> int:
         """To all that were asked. As in the fleet a delta is for those that hold the model of the last round, having
@@ -193,37 +199,48 @@ class Engine:
             self._met |= set(self._asked(self._met_until))
         return self._met
 
-    def _take(self, one: Learned, taken: _Taken, averaged: bool) -> Learned:
+    def _take(self, one: TrainedDevice, taken: _Taken, averaged: bool) -> TrainedDevice:
         """Keeps the update for the closing, and the rest for the figures."""
         if one.update is not None and averaged:
             taken.add(Update(one.client, one.update, one.samples))
         return replace(one, update=None, averaged=averaged)
 
-    # Judge ------------------------------------------------------------------------------------------------------------
+    # Evaluate
+    # ------------------------------------------------------------------------------------------------------------
 
     def _due(self, number: int) -> bool:
-        every = self._lab.experiment.judge.every
+        every = self._lab.experiment.evaluation.every
         return self._over(number) or bool(every and number % every == 0)
 
-    def _judged(self, number: int, state: ServerState) -> dict[str, Any]:
-        served = trees.apply(lambda a: np.asarray(a, np.float32), trees.only(state.judged, self._method.shared))
-        work, judge, seed = self._lab.workload, self._lab.experiment.judge, self._lab.experiment.partition.seed
-        chosen = cohort.select(seed, 0, work.names, judge.devices)
-        asked = [Question(number, tuple(chosen), served)]
-        asked += [Question(number, tuple(chosen), served, TEST_STEP)] if judge.also_test_step else []
+    def _evaluated(self, number: int, state: ServerState) -> dict[str, Any]:
+        served = trees.apply(lambda a: np.asarray(a, np.float32), trees.only(state.served, self._method.shared))
+        work, evaluation, seed = (
+            self._lab.workload,
+            self._lab.experiment.evaluation,
+            self._lab.experiment.partition.seed,
+        )
+        chosen = cohort.select(seed, 0, work.names, evaluation.devices)
+        asked = [EvaluationTask(number, tuple(chosen), served)]
+        asked += [EvaluationTask(number, tuple(chosen), served, TEST_STEP)] if evaluation.also_test_step else []
         new, novel = (tuple(share.name for share in shares) for shares in (work.new, work.novel))
-        asked += [Question(number, new, served, "new", support) for support in judge.support if new]
-        asked += [Question(number, novel, served, "novel")] if novel else []
-        verdicts: list[Verdict] = [verdict for question in asked for verdict in self._lab.crew.judge(question)]
-        return round_figures.judged(verdicts)
+        asked += [EvaluationTask(number, new, served, "new", support) for support in evaluation.support if new]
+        asked += [EvaluationTask(number, novel, served, "novel")] if novel else []
+        evaluations: list[DeviceEvaluation] = [
+            evaluated for task in asked for evaluated in self._lab.executor.evaluate(task)
+        ]
+        return round_figures.evaluated(evaluations)
 
 
-def given_bytes(given: Mapping[str, Params], *, plain: bool) -> int:
+def per_device_bytes(per_device: Mapping[str, Params], *, plain: bool) -> int:
     """Of what devices alone receive in a round, with the list that each of them fetches; plain: of its values alone."""
-    if plain or not given:
-        return sum(4 * array.size for groups in given.values() for named in groups.values() for array in named.values())
-    blobs = tuple(Blob.of(codecs.encode("fp32", groups), LinkSection().chunk_bytes) for groups in given.values())
-    return sum(blob.size for blob in blobs) + len(given) * len(messages.encode(Given(tuple(given), blobs)))
+    if plain or not per_device:
+        return sum(
+            4 * array.size for groups in per_device.values() for named in groups.values() for array in named.values()
+        )
+    blobs = tuple(Blob.of(codecs.encode("fp32", groups), LinkSection().chunk_bytes) for groups in per_device.values())
+    return sum(blob.size for blob in blobs) + len(per_device) * len(
+        messages.encode(PerDevice(tuple(per_device), blobs))
+    )
 
 
 class _Taken(Iterable[Update]):

@@ -20,34 +20,42 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any, Protocol
 
-from cloud_server.laboratory.run.device_work import Learned, Lesson, Question, Setting, Verdict, Worker, chunks
+from cloud_server.laboratory.run.device_work import (
+    DeviceEvaluation,
+    EvaluationTask,
+    Setting,
+    TrainedDevice,
+    TrainingTask,
+    Worker,
+    chunks,
+)
 from cloud_server.laboratory.run.workload import Workload
 from fleet_core.base.errors import ConfigError, RoundError
 
-JUDGED_AT_ONCE = 4
+EVALUATED_AT_ONCE = 4
 
 
-class Crew(Protocol):
+class Executor(Protocol):
     """Does lessons and questions; results in the order of their clients."""
 
-    def learn(self, lesson: Lesson) -> Iterator[Learned]: ...
+    def learn(self, task: TrainingTask) -> Iterator[TrainedDevice]: ...
 
-    def judge(self, question: Question) -> Iterator[Verdict]: ...
+    def evaluate(self, task: EvaluationTask) -> Iterator[DeviceEvaluation]: ...
 
     def close(self) -> None: ...
 
 
-def lessons(lesson: Lesson, size: int) -> list[Lesson]:
+def training_tasks(task: TrainingTask, size: int) -> list[TrainingTask]:
     return [
-        replace(lesson, clients=part, given={one: lesson.given[one] for one in part if one in lesson.given})
-        for part in chunks(lesson.clients, size)
+        replace(task, clients=part, per_device={one: task.per_device[one] for one in part if one in task.per_device})
+        for part in chunks(task.clients, size)
     ]
 
 
-def questions(question: Question) -> list[Question]:
+def evaluation_tasks(task: EvaluationTask) -> list[EvaluationTask]:
     return [
-        Question(question.round, part, question.served, question.kind, question.support)
-        for part in chunks(question.clients, JUDGED_AT_ONCE)
+        EvaluationTask(task.round, part, task.served, task.kind, task.support)
+        for part in chunks(task.clients, EVALUATED_AT_ONCE)
     ]
 
 
@@ -57,13 +65,13 @@ class Inline:
     def __init__(self, setting: Setting, workload: Workload):
         self._worker, self._size = Worker(setting, workload), setting.side_by_side
 
-    def learn(self, lesson: Lesson) -> Iterator[Learned]:
-        for part in lessons(lesson, self._size):
+    def learn(self, task: TrainingTask) -> Iterator[TrainedDevice]:
+        for part in training_tasks(task, self._size):
             yield from self._worker.learn(part)
 
-    def judge(self, question: Question) -> Iterator[Verdict]:
-        for part in questions(question):
-            yield from self._worker.judge(part)
+    def evaluate(self, task: EvaluationTask) -> Iterator[DeviceEvaluation]:
+        for part in evaluation_tasks(task):
+            yield from self._worker.evaluate(part)
 
     def close(self) -> None:
         pass
@@ -78,11 +86,11 @@ class Processes:
             count, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(setting,)
         )
 
-    def learn(self, lesson: Lesson) -> Iterator[Learned]:
-        yield from self._each(_learn, lessons(lesson, self._setting.side_by_side))
+    def learn(self, task: TrainingTask) -> Iterator[TrainedDevice]:
+        yield from self._each(_learn, training_tasks(task, self._setting.side_by_side))
 
-    def judge(self, question: Question) -> Iterator[Verdict]:
-        yield from self._each(_judge, questions(question))
+    def evaluate(self, task: EvaluationTask) -> Iterator[DeviceEvaluation]:
+        yield from self._each(_evaluate, evaluation_tasks(task))
 
     def _each(self, work: Callable[[Any], list[Any]], parts: Sequence[Any]) -> Iterator[Any]:
         """What is told is forgotten here: a round's updates are not in memory together."""
@@ -102,7 +110,7 @@ class Processes:
         self._pool.shutdown(cancel_futures=True)
 
 
-class RayCrew:
+class RayExecutor:
     """Actors of a Ray cluster, ``count`` or one for each of its CPUs, whose machines see the run's folder and the data
     under the same paths. RAY_ADDRESS names the cluster; without it Ray takes the one that is here, or starts one."""
 
@@ -118,11 +126,11 @@ class RayCrew:
         there = int(ray.cluster_resources().get("CPU", 1))
         self._actors = [ray.remote(num_cpus=1)(Worker).remote(setting) for _ in range(min(count or there, there))]
 
-    def learn(self, lesson: Lesson) -> Iterator[Learned]:
-        yield from self._each("learn", lessons(lesson, self._setting.side_by_side))
+    def learn(self, task: TrainingTask) -> Iterator[TrainedDevice]:
+        yield from self._each("learn", training_tasks(task, self._setting.side_by_side))
 
-    def judge(self, question: Question) -> Iterator[Verdict]:
-        yield from self._each("judge", questions(question))
+    def evaluate(self, task: EvaluationTask) -> Iterator[DeviceEvaluation]:
+        yield from self._each("evaluation", evaluation_tasks(task))
 
     def _each(self, what: str, parts: Sequence[Any]) -> Iterator[Any]:
         """One task at a time for each actor, the next as it becomes free."""
@@ -183,11 +191,11 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
-def _learn(lesson: Lesson) -> list[Learned]:
+def _learn(task: TrainingTask) -> list[TrainedDevice]:
     assert _WORKER is not None
-    return _WORKER.learn(lesson)
+    return _WORKER.learn(task)
 
 
-def _judge(question: Question) -> list[Verdict]:
+def _evaluate(task: EvaluationTask) -> list[DeviceEvaluation]:
     assert _WORKER is not None
-    return _WORKER.judge(question)
+    return _WORKER.evaluate(task)

@@ -18,7 +18,7 @@ from typing import Any
 
 from fleet_core.algorithms.interface import Method
 from fleet_core.algorithms.methods.registry import METHODS
-from fleet_core.base import config, schema
+from fleet_core.base import config, processes, schema
 from fleet_core.base.errors import ConfigError
 from fleet_core.data.partitions import PARTITIONS, Newcomers
 from fleet_core.data.samples import FILES
@@ -77,16 +77,16 @@ class ModelSection:
 
 
 @dataclass(frozen=True)
-class JudgeSection:
-    """every: rounds between judgements, 0 for the last alone. devices: how many of those that train are judged, by
-    the seed's draw; 0 for all. new_devices: the share of devices that never train and are judged as new ones; another
-    share, validation, is left out altogether. support: shares of a new device's samples that it learns from, drawn at
-    ``random`` by class or the first of its ``time`` (support_split). within_training: for choosing hyper-parameters;
-    all of it is done inside what the devices train on, and nothing that is judged otherwise is looked at.
-    novel_classes: that no device trains on; ``novel`` says how many devices with how many of them are judged (devices,
-    classes_per_device, shots, queries). test_step: as in Fallah's table, the gradient step at test takes the test
-    samples (their labels are seen!). also_test_step: the devices are judged so besides, under ``test_step``. targets:
-    accuracies whose cost is told."""
+class EvaluationSection:
+    """every: rounds between evaluations, 0 for the last alone. devices: how many of those that train are evaluated, by
+    the seed's draw; 0 for all. new_devices: the share of devices that never train and are evaluated as new ones;
+    another share, validation, is left out altogether. support: shares of a new device's samples that it learns from,
+    drawn at ``random`` by class or the first of its ``time`` (support_split). within_training: for choosing
+    hyper-parameters; all of it is done inside what the devices train on, and nothing that is evaluated otherwise is
+    looked at. novel_classes: that no device trains on; ``novel`` says how many devices with how many of them are
+    evaluated (devices, classes_per_device, shots, queries). test_step: as in Fallah's table, the gradient step at test
+    takes the test samples (their labels are seen!). also_test_step: the devices are evaluated so besides, under
+    ``test_step``. targets: accuracies whose cost is told."""
 
     every: int = field(default=10, metadata={"min": 0, "max": 1_000_000})
     devices: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
@@ -136,7 +136,7 @@ class Experiment:
     budget: Budget
     method: tuple[MethodSection, ...] = field(metadata={"max_length": 200})
     partition: PartitionSection = field(default_factory=PartitionSection)
-    judge: JudgeSection = field(default_factory=JudgeSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection, metadata={"was": "judge"})
     seeds: tuple[int, ...] = field(default=(0,), metadata={"min": 0, "max": 2**53})
     cohort: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
     averaged: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
@@ -165,6 +165,9 @@ def load(path: Path, settings: Sequence[str] = ()) -> Experiment:
     """The experiment in a TOML file, with ``key=value`` settings over it. Raises ConfigError with every mistake."""
     text = config.text_of(path)
     data = config.tables(text, str(path))
+    for former, present in schema.renamed(Experiment, data):
+        processes.say(config.told_of_rename(former, present, text, str(path)))
+        data[present] = data.pop(former)
     for setting in settings:
         _set(data, setting)
     return read(data, text, str(path), settings)
@@ -242,7 +245,7 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
         yield schema.Problem("data.window", "is for a file of readings: give data.path")
     _, problems = schema.read(PARTITIONS[found.partition.kind].options, found.partition.options)
     yield from _below("partition.options", problems)
-    yield from _judge_checks(found.judge)
+    yield from _evaluation_checks(found.evaluation)
     if found.budget.joules and found.board is None:
         yield schema.Problem("budget.joules", "are modelled for a board: name one with board")
     if found.averaged > (found.cohort or found.averaged):
@@ -262,20 +265,20 @@ def _is_file(name: str) -> bool:
     return Path(name).suffix.lower() in FILES or "/" in name or Path(name).exists()
 
 
-def _judge_checks(judge: JudgeSection) -> Iterator[schema.Problem]:
-    if judge.new_devices + judge.validation >= 1:
-        yield schema.Problem("judge.new_devices", "nobody is left to train")
+def _evaluation_checks(evaluation: EvaluationSection) -> Iterator[schema.Problem]:
+    if evaluation.new_devices + evaluation.validation >= 1:
+        yield schema.Problem("evaluation.new_devices", "nobody is left to train")
     for name in ("support", "novel_classes", "targets"):
-        if len(set(getattr(judge, name))) != len(getattr(judge, name)):
-            yield schema.Problem(f"judge.{name}", "names one twice")
+        if len(set(getattr(evaluation, name))) != len(getattr(evaluation, name)):
+            yield schema.Problem(f"evaluation.{name}", "names one twice")
     known = {f.name for f in dataclasses.fields(Newcomers)}
-    for name in judge.novel:
+    for name in evaluation.novel:
         if name not in known:
-            yield schema.Problem(f"judge.novel.{name}", "unknown key", schema.suggest(name, known))
-    if judge.within_training and judge.novel_classes:
-        yield schema.Problem("judge.within_training", "nothing of a novel class is in what devices train on")
-    if judge.novel and not judge.novel_classes:
-        yield schema.Problem("judge.novel", "no class is novel: name some with novel_classes")
+            yield schema.Problem(f"evaluation.novel.{name}", "unknown key", schema.suggest(name, known))
+    if evaluation.within_training and evaluation.novel_classes:
+        yield schema.Problem("evaluation.within_training", "nothing of a novel class is in what devices train on")
+    if evaluation.novel and not evaluation.novel_classes:
+        yield schema.Problem("evaluation.novel", "no class is novel: name some with novel_classes")
 
 
 def _grid_checks(key: str, section: MethodSection) -> Iterator[schema.Problem]:
@@ -327,7 +330,8 @@ def _set(data: dict[str, Any], setting: str) -> None:
         value = config.tables(f"x = {text}", setting)["x"]
     except ConfigError:
         value = text
-    *tables, last = key.strip().split(".")
+    first, *rest = key.strip().split(".")
+    *tables, last = dict(schema.renamed(Experiment, {first: {}})).get(first, first), *rest
     at: Any = data
     for name in tables:
         if isinstance(at, list):

@@ -1,4 +1,4 @@
-"""A person's own recordings, as far as they can be judged, and the models that take them."""
+"""A person's own recordings, as far as they can be evaluated, and the models that take them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Recordings:
 
 
 def recordings(data: str, window: int | None = None, stride: int | None = None) -> Recordings:
-    """The named set, or the file, once it is known that it can be judged. window, stride: of a file of readings. Raises
-    DataError with the reason."""
+    """The named set, or the file, once it is known that it can be evaluated. window, stride: of a file of readings.
+    Raises DataError with the reason."""
     named = data in entries()
     if not named and not Path(data).exists():
         near = schema.suggest(data, entries())
@@ -62,8 +62,11 @@ def recordings(data: str, window: int | None = None, stride: int | None = None) 
     names, index, counts = np.unique(samples.client, return_inverse=True, return_counts=True)
     enough = np.flatnonzero(counts >= MIN_SAMPLES)
     if len(enough) < MIN_CLIENTS:
-        raise DataError(f"holds {len(names)} client{'s' * (len(names) > 1)}, {len(enough)} with {MIN_SAMPLES} samples "
-                        "or more", where=data, expected=f"{MIN_CLIENTS} such clients: some to train, others to judge")
+        raise DataError(
+            f"holds {len(names)} client{'s' * (len(names) > 1)}, {len(enough)} with {MIN_SAMPLES} samples or more",
+            where=data,
+            expected=f"{MIN_CLIENTS} such clients: some to train, others to evaluate",
+        )
     held = np.array([len(np.unique(samples.y[index == k])) for k in enough])
     if held.max() < 2:
         whole = "one class alone" if len(np.unique(samples.y)) < 2 else "clients of one class each"

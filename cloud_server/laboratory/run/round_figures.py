@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.laboratory.run.device_work import TEST_STEP, Learned, Verdict
+from cloud_server.laboratory.run.device_work import TEST_STEP, DeviceEvaluation, TrainedDevice
 from fleet_core.algorithms.interface import Method
 
 Array = np.ndarray[Any, Any]
@@ -51,9 +51,9 @@ class Spent:
 
 
 def of_round(
-    number: int, method: Method, learned: Sequence[Learned], down_bytes: int, costs: Costs
+    number: int, method: Method, learned: Sequence[TrainedDevice], down_bytes: int, costs: Costs
 ) -> dict[str, Any]:
-    """A round's figures, before it is judged. A figure that was not taken is absent. down_bytes: to all devices."""
+    """A round's figures, before it is evaluated. A figure that was not taken is absent. down_bytes: to all devices."""
     counted = [one for one in learned if not one.error]
     sent = [one for one in counted if one.averaged]
     paper = method.paper_models or (method.models_down, method.models_up)
@@ -76,18 +76,18 @@ def of_round(
     return row | ({"errors": errors} if errors else {})
 
 
-def judged(verdicts: Iterable[Verdict]) -> dict[str, Any]:
+def evaluated(evaluations: Iterable[DeviceEvaluation]) -> dict[str, Any]:
     """Accuracy over devices and pooled, macro-F1, variance; with the step at test; new devices by support; novel
     classes; nVAR."""
-    of: dict[tuple[str, float], list[Verdict]] = {}
-    for verdict in verdicts:
-        of.setdefault((verdict.kind, verdict.support), []).append(verdict)
+    of: dict[tuple[str, float], list[DeviceEvaluation]] = {}
+    for evaluated in evaluations:
+        of.setdefault((evaluated.kind, evaluated.support), []).append(evaluated)
     row: dict[str, Any] = {}
     for (kind, support), found in of.items():
-        sound = [verdict for verdict in found if not verdict.error]
-        wrong = {verdict.client: verdict.error for verdict in found if verdict.error}
+        sound = [evaluated for evaluated in found if not evaluated.error]
+        wrong = {evaluated.client: evaluated.error for evaluated in found if evaluated.error}
         summary = _summary(sound) if sound else {}
-        summary |= {"not_judged": wrong} if wrong else {}
+        summary |= {"not_evaluated": wrong} if wrong else {}
         if kind == "train":
             row |= summary
             row |= {"nvar": value} if (value := nvar(sound)) is not None else {}
@@ -100,17 +100,17 @@ def judged(verdicts: Iterable[Verdict]) -> dict[str, Any]:
     return row
 
 
-def _summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    by_device = {v.client: float(np.trace(v.confusion) / v.confusion.sum()) for v in verdicts}
-    values, pooled = np.array(list(by_device.values())), np.sum([v.confusion for v in verdicts], axis=0)
+def _summary(evaluations: Sequence[DeviceEvaluation]) -> dict[str, Any]:
+    by_device = {v.client: float(np.trace(v.confusion) / v.confusion.sum()) for v in evaluations}
+    values, pooled = np.array(list(by_device.values())), np.sum([v.confusion for v in evaluations], axis=0)
     summary: dict[str, Any] = {
         "accuracy": {"mean": float(values.mean()), "worst": float(values.min()), "best": float(values.max()),
                      "variance": float(values.var()), "pooled": float(np.trace(pooled) / pooled.sum())},
         "macro_f1": macro_f1(pooled),
         "devices": by_device,
     }
-    if all(v.before is not None for v in verdicts):
-        plain = [v.before for v in verdicts if v.before is not None]
+    if all(v.before is not None for v in evaluations):
+        plain = [v.before for v in evaluations if v.before is not None]
         together = np.sum(plain, axis=0)
         mean = float(np.mean([np.trace(one) / one.sum() for one in plain]))
         pooled_accuracy = float(np.trace(together) / together.sum())
@@ -125,11 +125,11 @@ def macro_f1(confusion_NM: Array) -> float:
     return float(f1[asked > 0].mean())
 
 
-def nvar(verdicts: Sequence[Verdict]) -> float | None:
+def nvar(evaluations: Sequence[DeviceEvaluation]) -> float | None:
     """Normalized variance of the representation (Lim et al. 2024, Table 4): over classes k, the mean squared distance
     of the class's test samples to their mean c_k, divided by that of c_k to the nearest other class mean. None where
     there are fewer than two classes, or no representation."""
-    taken = [v.moments for v in verdicts if v.moments is not None]
+    taken = [v.moments for v in evaluations if v.moments is not None]
     if not taken:
         return None
     count_N = np.sum([m.count for m in taken], axis=0)

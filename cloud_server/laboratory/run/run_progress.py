@@ -24,17 +24,17 @@ DRAW_EVERY_S = 0.25
 
 @dataclass(frozen=True)
 class _Last:
-    """A run's last round. judged: the last round that was, and its accuracy."""
+    """A run's last round. evaluated: the last round that was, and its accuracy."""
 
     round: int
     loss: float
-    judged: tuple[int, str] | None
+    evaluated: tuple[int, str] | None
 
     @property
     def accuracy(self) -> str:
-        if self.judged is None:
+        if self.evaluated is None:
             return ""
-        number, text = self.judged
+        number, text = self.evaluated
         return text if number == self.round else f"{text} in round {number}"
 
 
@@ -42,7 +42,7 @@ class Progress:
     """Takes the rounds of several runs as they end. Use it as a context manager.
 
     runs: those that are left to do. rounds: that each has at most. NO_COLOR asks for plain lines on a terminal too;
-    those come for rounds that were judged, and every ten seconds for a run.
+    those come for rounds that were evaluated, and every ten seconds for a run.
     """
 
     def __init__(self, runs: Sequence[str], rounds: int, stream: TextIO | None = None,
@@ -84,14 +84,16 @@ class Progress:
             self._first_s = now
         else:
             self._told += 1
-        judged = (number, share_text(row["accuracy"]["mean"])) if "accuracy" in row else None
+        evaluated = (number, share_text(row["accuracy"]["mean"])) if "accuracy" in row else None
         self._left[run] = self._rounds - number
-        self._last[run] = _Last(number, row["loss"], judged or (self._last[run].judged if run in self._last else None))
+        self._last[run] = _Last(
+            number, row["loss"], evaluated or (self._last[run].evaluated if run in self._last else None)
+        )
         if self._live:
             if now - self._drawn_s >= DRAW_EVERY_S:
                 self._live.update(self.table(), refresh=True)
                 self._drawn_s = now
-        elif judged or now - self._lined.get(run, -LINE_EVERY_S) >= LINE_EVERY_S:
+        elif evaluated or now - self._lined.get(run, -LINE_EVERY_S) >= LINE_EVERY_S:
             self._lined[run] = now
             self.say(self.line(run))
 
@@ -99,7 +101,7 @@ class Progress:
         """A run as it is now."""
         last = self._last[run]
         parts = [run, f"round {last.round:>{len(str(self._rounds))}}/{self._rounds}", f"loss {last.loss:.3f}"]
-        accuracy = f"accuracy {last.accuracy}" if last.judged else ""
+        accuracy = f"accuracy {last.accuracy}" if last.evaluated else ""
         return "  ".join([*parts, *filter(None, [accuracy, self.remaining()])])
 
     def table(self) -> Group:

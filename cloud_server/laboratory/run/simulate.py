@@ -22,7 +22,7 @@ from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import workload as workloads
 from cloud_server.laboratory.run.device_work import Setting, device_of
 from cloud_server.laboratory.run.engine import Engine, Laboratory, Stopped
-from cloud_server.laboratory.run.executors import Crew, Inline, Processes, RayCrew, end_with_parent
+from cloud_server.laboratory.run.executors import Executor, Inline, Processes, RayExecutor, end_with_parent
 from cloud_server.laboratory.run.experiment import SEVERAL, Experiment, Run
 from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store, read_table
@@ -122,15 +122,15 @@ def one(order: Order, told: Callable[[Mapping[str, Any]], None], stopped: Callab
             return
         workload = workloads.build(experiment)
         layout = workloads.layout_of(experiment, workload)
-        crew = _crew(order, workload)
+        executor = _executor(order, workload)
         try:
             lab = Laboratory(
-                experiment, workload, layout, models.initial(layout, run.seed), crew, costs_of(experiment), stopped,
+                experiment, workload, layout, models.initial(layout, run.seed), executor, costs_of(experiment), stopped,
                 told,
             )
             Engine(lab, run, store).run()
         finally:
-            crew.close()
+            executor.close()
         store.forget_clients()
         store.end(result_of(order, store, workload))
 
@@ -145,7 +145,11 @@ def result_of(order: Order, store: Store, workload: Workload) -> dict[str, Any]:
         "devices": len(workload.train), "seconds": sum(row["seconds"] for row in rounds), "rounds": rounds,
     }
     if last:
-        found["judged"] = {"round": last["round"], "accuracy": last["accuracy"]["pooled"], "macro_f1": last["macro_f1"]}
+        found["evaluated"] = {
+            "round": last["round"],
+            "accuracy": last["accuracy"]["pooled"],
+            "macro_f1": last["macro_f1"],
+        }
     for key in ("new_devices", "novel_classes", "nvar"):
         if key in last:
             found[key] = last[key]
@@ -201,13 +205,13 @@ def cores_here() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _crew(order: Order, workload: Workload) -> Crew:
+def _executor(order: Order, workload: Workload) -> Executor:
     batched = order.device == "cuda" or order.experiment.model.name in BATCHED
     setting = Setting(order.experiment, order.run, order.folder, SIDE_BY_SIDE if batched else 1, order.device)
     if order.engine == "ray":
-        return RayCrew(setting, order.processes)
-    lessons = -(-(order.experiment.cohort or len(workload.train)) // setting.side_by_side)
-    processes = min(order.processes, lessons)  # another one would have nothing to train
+        return RayExecutor(setting, order.processes)
+    training_tasks = -(-(order.experiment.cohort or len(workload.train)) // setting.side_by_side)
+    processes = min(order.processes, training_tasks)  # another one would have nothing to train
     if processes == 1 or order.device == "cuda":
         return Inline(setting, workload)
     return Processes(setting, processes)

@@ -67,7 +67,7 @@ class Workload:
         return self.part(share, share.train)
 
     def later(self, share: Share) -> Part:
-        """What a device is judged on."""
+        """What a device is evaluated on."""
         return self.part(share, share.test)
 
     def divided(self, share: Share, support: float, seed: int) -> tuple[Part, Part]:
@@ -92,30 +92,30 @@ def _slice_of(rows: Array) -> Array | slice:
 def build(experiment: Experiment) -> Workload:
     """The same for equal experiments. Raises DataError and ConfigError with what cannot be."""
     train, test, spec = _data(experiment)
-    section, judge = experiment.partition, experiment.judge
+    section, evaluation = experiment.partition, experiment.evaluation
     options, _ = schema.read(PARTITIONS[section.kind].options, section.options)
-    unseen = set(judge.novel_classes)
+    unseen = set(evaluation.novel_classes)
     samples = pool(train, test)
     everybody = partition(section.kind, options, train, test, seed=section.seed, without=unseen)
     shares, new = _held_out(everybody, experiment)
-    if judge.within_training:
+    if evaluation.within_training:
         split, fraction = getattr(options, "split", "random"), getattr(options, "train_fraction", WITHIN)
         shares, new = _held_out(within(shares, samples, split, fraction, seed=section.seed), experiment)
     novel: tuple[Share, ...] = ()
     if unseen:
-        asked = Newcomers(**{**{"classes_per_device": len(unseen)}, **judge.novel})
+        asked = Newcomers(**{**{"classes_per_device": len(unseen)}, **evaluation.novel})
         novel = newcomers(asked, train, test, unseen, seed=section.seed)
     if experiment.cohort > len(shares):
         raise ConfigError(f"a cohort of {experiment.cohort} out of {len(shares)} devices", hint="lower cohort")
-    return Workload(samples, shares, new, novel, spec, _classes(samples, shares), judge.support_split)
+    return Workload(samples, shares, new, novel, spec, _classes(samples, shares), evaluation.support_split)
 
 
 def _held_out(shares: tuple[Share, ...], experiment: Experiment) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
     """(devices that train, new devices); those for validation are on neither side."""
-    judge = experiment.judge
-    if not judge.new_devices and not judge.validation:
+    evaluation = experiment.evaluation
+    if not evaluation.new_devices and not evaluation.validation:
         return shares, ()
-    fractions = (1 - judge.new_devices - judge.validation, judge.validation, judge.new_devices)
+    fractions = (1 - evaluation.new_devices - evaluation.validation, evaluation.validation, evaluation.new_devices)
     train, _, new = hold_out(shares, fractions, seed=experiment.partition.seed)
     return train, new
 
@@ -136,11 +136,11 @@ def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload:
     for method in methods:
         models.check_groups(method, layout)
     episodic = sorted({run.method.name for run in runs if not hasattr(run.hyper, "batch")})
-    _check_devices(workload, episodic, () if workload.support_split == TIME else experiment.judge.support)
+    _check_devices(workload, episodic, () if workload.support_split == TIME else experiment.evaluation.support)
     ways = max((len(share.labels or ()) for share in workload.novel), default=0)
     if ways > len(layout.classes):
         raise ConfigError(f"novel devices with {ways} classes, and the model has {len(layout.classes)}",
-                          hint="lower judge.novel.classes_per_device")
+                          hint="lower evaluation.novel.classes_per_device")
     return [
         *workload.samples.notes,
         *model_input.unscaled(workload.samples, workload.spec),
@@ -173,7 +173,7 @@ def _warnings(methods: Sequence[Method], workload: Workload) -> Iterator[str]:
             yield f"{method.name} shares {what} between devices that number their classes differently"
     strange = sum(not np.isin(y[share.test], y[share.train]).all() for share in workload.train)
     if strange:
-        yield f"{strange} of {len(workload.train)} devices are judged on classes of which they have nothing to train on"
+        yield f"{strange} of {len(workload.train)} devices are evaluated on classes that they do not train on"
 
 
 def _data(experiment: Experiment) -> tuple[Samples, Samples | None, InputSpec]:

@@ -31,7 +31,7 @@ from fleet_core.algorithms.interface import (
     rate,
     weight,
 )
-from fleet_core.algorithms.optimizers import Moments
+from fleet_core.algorithms.optimizers import ClassMoments
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
 
@@ -72,7 +72,7 @@ class AverageServer(ServerRule):
 
     def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: Averaging) -> ServerState:
         model, memory, scalars = moved(state, mean(updates, hyper), hyper)
-        return replace(state, model=model, judged=model, memory=memory, scalars=scalars)
+        return replace(state, model=model, served=model, memory=memory, scalars=scalars)
 
 
 def mean(updates: Iterable[Update], hyper: Averaging) -> Params:
@@ -93,7 +93,7 @@ def moved(
     before = None
     if "first_moment" in state.memory:
         count = int(state.scalars["server_steps"])
-        before = Moments(state.memory["first_moment"], state.memory["second_moment"], count)
+        before = ClassMoments(state.memory["first_moment"], state.memory["second_moment"], count)
     start = hyper.server_start
     step, after = optimizers.adam(
         change, before, beta1=hyper.server_beta1, beta2=hyper.server_beta2, epsilon=hyper.server_epsilon,

@@ -2,7 +2,7 @@
 
 Acar, Zhao, Zhu, Matas Navarro, Mattina, Whatmough, Saligrama, "Debiasing Model Updates for Improving Personalized
 Federated Training", ICML 2021, Algorithms 1 and 2. With no adaptation this is FedDyn (Acar et al., ICLR 2021).
-Deviations: the judged model is a running mean that moves by P/m per round in place of the mean of every device's latest
+Deviations: the served model is a running mean that moves by P/m per round in place of the mean of every device's latest
 model (the same thing when all devices take part); a device's dual is committed only when its update was counted.
 """
 
@@ -56,7 +56,7 @@ class DynClient(ClientRule):
         delta = trees.subtract(local, anchor)
         return Payload(delta), {"dual": trees.axpy(-penalty, delta, dual)}  # g_i ← g_i − α (w_i − w^t)
 
-    def settle(self, pending: ClientState, error: Params, hyper: Dyn, round_number: float) -> ClientState:
+    def after_loss(self, pending: ClientState, error: Params, hyper: Dyn, round_number: float) -> ClientState:
         return {"dual": trees.axpy(hyper.penalty, error, pending["dual"])}  # the dual follows the decoded update
 
 
@@ -64,7 +64,7 @@ class DynServer(ServerRule):
     """g ← g − α/m Σ (w_i − w^t); w ← mean(w_i) − g/α (Update₁, Alg. 2; note 1/m, not 1/P)."""
 
     def init(self, first: Params, hyper: Dyn) -> ServerState:
-        return ServerState(model=first, judged=first, memory={"dual": trees.zeros_like(first)})
+        return ServerState(model=first, served=first, memory={"dual": trees.zeros_like(first)})
 
     def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: Dyn) -> ServerState:
         delta_sum, count = aggregation.total(updates, lambda update: update.payload.groups)
@@ -72,8 +72,8 @@ class DynServer(ServerRule):
         dual = trees.axpy(-hyper.penalty / members, delta_sum, state.memory["dual"])
         model = trees.axpy(-1 / hyper.penalty, dual, mean)
         share = min(1.0, count / members)
-        judged = trees.apply(lambda old, new: old + (new - old) * share, state.judged, mean)
-        return replace(state, model=model, judged=judged, memory={"dual": dual})
+        served = trees.apply(lambda old, new: old + (new - old) * share, state.served, mean)
+        return replace(state, model=model, served=served, memory={"dual": dual})
 
     def joined(self, state: ServerState, members: int) -> ServerState:
         """The mean of all g_i with one more that is zero."""

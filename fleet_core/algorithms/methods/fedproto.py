@@ -74,4 +74,4 @@ class PrototypeServer(ServerRule):
                 "total": new["total"] + old["total"] * absent[:, None],
             }
         }
-        return replace(state, model=model, judged=model)
+        return replace(state, model=model, served=model)

@@ -75,7 +75,7 @@ class GradientServer(ServerRule):
         if hyper.form == "appendix":
             return AverageServer().apply(state, updates, members, hyper.averaging())
         model, memory, scalars = moved(state, trees.scale(mean(updates, hyper), -1.0), hyper)
-        return replace(state, model=model, judged=model, memory=memory, scalars=scalars)
+        return replace(state, model=model, served=model, memory=memory, scalars=scalars)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,4 +91,4 @@ class RatesServer(GradientServer):
     def init(self, first: trees.Params, hyper: RatesStart) -> ServerState:
         rates = {n: a * 0 + hyper.first_rate for n, a in first["rates"].items()}
         model = {**{g: dict(named) for g, named in first.items()}, "rates": rates}
-        return ServerState(model=model, judged=model)
+        return ServerState(model=model, served=model)

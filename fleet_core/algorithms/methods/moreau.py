@@ -7,7 +7,7 @@ minimises f_i(θ) + λ/2 ‖θ − w‖², found by a few SGD steps on one fresh
 Left open by the paper: where the search for θ starts. ``warm_start`` is the authors' program, which goes on from the
 last θ of the round; without it, from w. Deviation: in the paper every device trains in every round and only some are
 averaged; here a cohort both trains and is averaged (``averaged`` of a laboratory's experiment is the paper's form), and
-a device finds its θ from the judged w when it is judged, unless ``answer`` says otherwise.
+a device finds its θ from the evaluated w when it is evaluated, unless ``answer`` says otherwise.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ANSWERS = ("new", "last")
 @dataclass(frozen=True, kw_only=True)
 class Moreau(Averaging):
     """envelope: λ. personal_lr, personal_steps: of the search for θ (the paper's K). client_lr: η. local_steps: R.
-    answer: with ``new``, a θ that the device finds from the judged model; with ``last``, as the paper judges, that of
-    the last round that it took part in, where there is one."""
+    answer: with ``new``, a θ that the device finds from the served model; with ``last``, as the paper evaluates, that
+    of the last round that it took part in, where there is one."""
 
     envelope: float = positive(15.0)
     personal_lr: float = positive(0.1)

@@ -8,7 +8,7 @@
 * FedRep: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021, Algorithm
   1: first the head under the received body, then the body under that head.
 * FedBABU: Oh, Kim, Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification", ICLR 2022: the
-  body is trained under a head that stays as it was at first, alike on all devices; fine-tuned when judged.
+  body is trained under a head that stays as it was at first, alike on all devices; fine-tuned when evaluated.
 """
 
 from __future__ import annotations

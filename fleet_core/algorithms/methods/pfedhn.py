@@ -6,7 +6,7 @@ vector-Jacobian products of h with Δθ_i. Neither h nor the embeddings leave th
 
 Deviations: the paper has one device in a round; here φ moves by the mean over the cohort, all taken at the same φ, and
 each v_i by its own. A device answers with the weights that its last counted round ended with; in the paper the server
-makes them anew from the latest φ, which would be a model down to every device after every judged round. A device's
+makes them anew from the latest φ, which would be a model down to every device after every evaluated round. A device's
 embedding is drawn when it first takes part, and trained from then on; one that never takes part receives the model of
 the mean embedding and tunes it (the paper searches for a new device's embedding over further rounds, which a device
 that takes part does here too). A device that left keeps its embedding. ``hypernetwork`` has the network.
@@ -69,7 +69,7 @@ class HyperClient(ClientRule):
 
 
 class HyperServer(ServerRule):
-    """h and the embeddings; ``judged`` is the model of the mean embedding."""
+    """h and the embeddings; ``evaluated`` is the model of the mean embedding."""
 
     def init(self, first: Params, hyper: Hyper) -> ServerState:
         from fleet_core.model import hypernetwork
@@ -83,12 +83,12 @@ class HyperServer(ServerRule):
     def broadcast(self, state: ServerState) -> Payload:
         return Payload({})
 
-    def given(self, state: ServerState, device: str) -> Params:
+    def per_device(self, state: ServerState, device: str) -> Params:
         from fleet_core.model import hypernetwork
 
-        return hypernetwork.generated(dict(state.model[NETWORK]), embedding_of(state, device), state.judged)
+        return hypernetwork.generated(dict(state.model[NETWORK]), embedding_of(state, device), state.served)
 
-    def heard(self, state: ServerState, groups: Params) -> ServerState:
+    def as_received(self, state: ServerState, groups: Params) -> ServerState:
         return state
 
     def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: Hyper) -> ServerState:
@@ -110,9 +110,9 @@ class HyperServer(ServerRule):
             known[device] = embedding_of(state, device) + step * hyper.embedding_lr
         ordered = {device: known[device] for device in sorted(known)}
         middle = sum(ordered.values()) * (1 / len(ordered))
-        judged = hypernetwork.generated(dict(model[NETWORK]), middle, state.judged)
+        served = hypernetwork.generated(dict(model[NETWORK]), middle, state.served)
         memory = {**memory, EMBEDDINGS: {EMBEDDINGS: ordered}}
-        return replace(state, model=model, judged=judged, memory=memory, scalars=scalars)
+        return replace(state, model=model, served=served, memory=memory, scalars=scalars)
 
 
 def embeddings(state: ServerState) -> Mapping[str, Any]:

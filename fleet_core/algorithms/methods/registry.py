@@ -47,7 +47,7 @@ class Plain(LocalSgd):
 
 @dataclass(frozen=True, kw_only=True)
 class FineTune(Plain):
-    """finetune_lr, finetune_steps: SGD on all of the device's own samples when the model is judged, never
+    """finetune_lr, finetune_steps: SGD on all of the device's own samples when the model is evaluated, never
     differentiated (the best of ``benchmarks/heartbeat/choose.py`` on its validation split)."""
 
     finetune_lr: float = positive(0.05)
@@ -83,7 +83,7 @@ class FedAvg(Averaging, OneForAll):
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvgMeta(Averaging, FineTune):
-    """FedAvg(Meta), fine-tuned when it is judged."""
+    """FedAvg(Meta), fine-tuned when it is evaluated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ class FedRep(HeadFirst, Averaging, FineTune):
 
 @dataclass(frozen=True, kw_only=True)
 class FedBabu(Averaging, FineTune):
-    """FedBABU; Lim et al. fine-tune ten steps when it is judged."""
+    """FedBABU; Lim et al. fine-tune ten steps when it is evaluated."""
 
     finetune_steps: int = count(10, least=0)
 
@@ -305,7 +305,7 @@ PRODUCT: dict[str, Method] = {
                shared=("prototypes",), personal=("body", "head"), models_down=0, models_up=0, cumulative=False),
         Method("pfedhn", "A hypernetwork makes every device's model", "Shamsian et al. 2021, Personalized Federated "
                "Learning using Hypernetworks, Alg. 1", PFedHN, HyperClient(), HyperServer(),
-               adaptation="none", personalizer="own", given=("body", "head")),
+               adaptation="none", personalizer="own", per_device=("body", "head")),
         Method("pfedgp", "Gaussian processes on a shared representation", "Achituve et al. 2021, Personalized "
                "Federated Learning with Gaussian Processes, Section 4", PFedGP, AverageClient(), AverageServer(),
                adaptation="gp", personalizer="gp", shared=HEADLESS),

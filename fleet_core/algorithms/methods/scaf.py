@@ -67,21 +67,21 @@ class ScafClient(ClientRule):
         delta = trees.subtract(descend(anchor, steps, hyper, rate(hyper, number), lambda w: pull), anchor)
         return Payload(delta), {"control": trees.add(own, change(control, delta, distance(hyper, number)))}
 
-    def settle(self, pending: ClientState, error: Params, hyper: Scaf, round_number: float) -> ClientState:
+    def after_loss(self, pending: ClientState, error: Params, hyper: Scaf, round_number: float) -> ClientState:
         return {"control": trees.axpy(1 / distance(hyper, round_number), error, pending["control"])}
 
 
 class ScafServer(ServerRule):
-    """w ← mean(w_i); g ← g + 1/m Σ (g_i^new − g_i^old). The judged model is the running mean of PFLDyn's page."""
+    """w ← mean(w_i); g ← g + 1/m Σ (g_i^new − g_i^old). The served model is the running mean of PFLDyn's page."""
 
     def init(self, first: Params, hyper: Scaf) -> ServerState:
         model, _ = trees.parted(first, "control")
-        return ServerState(model=model, judged=model, memory={"control": trees.zeros_like(model)})
+        return ServerState(model=model, served=model, memory={"control": trees.zeros_like(model)})
 
     def broadcast(self, state: ServerState) -> Payload:
         return Payload(trees.mirrored(state.model, state.memory["control"], "control"))
 
-    def heard(self, state: ServerState, groups: Params) -> ServerState:
+    def as_received(self, state: ServerState, groups: Params) -> ServerState:
         """The control itself stays the mean of all g_i, whatever a lossy codec made of it on the way down."""
         model, control = trees.parted(groups, "control")
         return replace(state, model=model, memory={**state.memory, "heard": control})
@@ -89,12 +89,12 @@ class ScafServer(ServerRule):
     def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: Scaf) -> ServerState:
         delta_sum, count = aggregation.total(updates, lambda update: update.payload.groups)
         mean = trees.axpy(1 / count, delta_sum, state.model)
-        heard = state.memory.get("heard", state.memory["control"])
-        moved = change(trees.scale(heard, count), delta_sum, distance(hyper, state.round))
+        as_received = state.memory.get("heard", state.memory["control"])
+        moved = change(trees.scale(as_received, count), delta_sum, distance(hyper, state.round))
         control = trees.axpy(1 / members, moved, state.memory["control"])
         share = min(1.0, count / members)
-        judged = trees.apply(lambda old, new: old + (new - old) * share, state.judged, mean)
-        return replace(state, model=mean, judged=judged, memory={"control": control})
+        served = trees.apply(lambda old, new: old + (new - old) * share, state.served, mean)
+        return replace(state, model=mean, served=served, memory={"control": control})
 
     def joined(self, state: ServerState, members: int) -> ServerState:
         """The mean of all g_i with one more that is zero."""

@@ -60,7 +60,7 @@ def partition(
 
     Args:
         options: of the class ``PARTITIONS[name].options``.
-        train: the samples, or those to train on where ``test`` has those to judge on.
+        train: the samples, or those to train on where ``test`` has those to evaluate on.
         without: classes that no device gets.
 
     Raises DataError, before anything is made, where the options are out of their limits or the samples too few.

@@ -1,11 +1,11 @@
 """Devices that took no part in training: held out by client, or with classes that no other device has.
 
 ``hold_out`` and ``support_query``: Chen et al., "Federated Meta-Learning with Fast Convergence and Efficient
-Communication", 2018, Section 4.1: 80 % of the clients train, 10 % validate, 10 % are judged, on a query set after they
-have seen a support set of 20, 50 or 90 % of their samples. ``newcomers``: Lim et al. (MetaVers), WACV 2024, Section
-4.2, 5-way 5-shot on classes that ``partition(…, without=classes)`` keeps from all others. Deviation from the authors'
-program, which divides all images of five classes among ten devices: each device has as many samples as its options say.
-"""
+Communication", 2018, Section 4.1: 80 % of the clients train, 10 % validate, 10 % are evaluated, on a query set after
+they have seen a support set of 20, 50 or 90 % of their samples. ``newcomers``: Lim et al. (MetaVers), WACV 2024,
+Section 4.2, 5-way 5-shot on classes that ``partition(…, without=classes)`` keeps from all others. Deviation from the
+authors' program, which divides all images of five classes among ten devices: each device has as many samples as its
+options say. """
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def time_split(share: Share, samples: Samples, fraction: float) -> tuple[Rows, R
 
 def within(shares: Sequence[Share], samples: Samples, split: str, fraction: float, *, seed: int) -> tuple[Share, ...]:
     """The same devices with nothing but what they train on, split again: by ``time``, or at ``random`` by class. What
-    they are judged on otherwise is on none of them."""
+    they are evaluated on otherwise is on none of them."""
     alone = [replace(share, test=share.train[:0]) for share in shares]
     if split == "time":
         parts = [time_split(share, samples, fraction) for share in alone]

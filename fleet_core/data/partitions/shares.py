@@ -2,7 +2,7 @@
 
 A partition draws from a train set and a test set, or from one set. Rows count through both: row r of the test set is
 row len(train) + r, and ``pool`` makes the Samples that they index. Of one set, a device learns from some rows and is
-judged on others. No row is dealt twice.
+evaluated on others. No row is dealt twice.
 
 M: devices. C: classes that occur. N: rows of the pool.
 """
@@ -24,7 +24,7 @@ from fleet_core.data.samples import Samples
 
 Rows = NDArray[np.int64]
 Counts = NDArray[np.int64]
-Hand = tuple[Rows, Rows]  # what a device learns from, what it is judged on
+Hand = tuple[Rows, Rows]  # what a device learns from, what it is evaluated on
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import Layout
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.gradient_steps import steps_of
-from tests.support.bundles import bundle_of, graph_of, judged_fleet, judged_params, plain, samples
+from tests.support.bundles import bundle_of, graph_of, plain, samples, served_fleet, served_params
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -54,7 +54,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fleet that served a model after round 2 and has a checkpoint of round 3."""
-    return judged_fleet(tmp_path_factory.mktemp("judged") / "fleet").folder
+    return served_fleet(tmp_path_factory.mktemp("evaluated") / "fleet").folder
 
 
 def layout_of(fleet: Path) -> Layout:
@@ -66,7 +66,7 @@ def test_a_fleets_served_model_is_written_and_found_sound(fleet: Path, run: Run,
     assert code == 0, err
     told = json.loads(out)
     found = device_bundle.read(tmp_path / "b")
-    wanted = judged_params(METHODS["pfldyn-proto"], layout_of(fleet))
+    wanted = served_params(METHODS["pfldyn-proto"], layout_of(fleet))
     assert (told["round"], told["model"]) == (2, codecs.identity(wanted))
     for key, array in storage.flatten(wanted).items():
         np.testing.assert_array_equal(storage.flatten(found.params)[key], array)
@@ -84,13 +84,13 @@ def test_a_fleets_served_model_is_written_and_found_sound(fleet: Path, run: Run,
     assert "compared with torch" in out
 
 
-def test_a_checkpoint_gives_the_judged_model_of_its_round(fleet: Path, run: Run, tmp_path: Path) -> None:
+def test_a_checkpoint_gives_the_served_model_of_its_round(fleet: Path, run: Run, tmp_path: Path) -> None:
     state = fleet / "state" / "round-000000003.safetensors"
     code, _, err = run("export", state, "--to", tmp_path / "b.bundle", "--stored", "fp16")
     assert code == 0, err
     found = device_bundle.read(tmp_path / "b.bundle")
     assert (found.manifest.model.round, found.manifest.model.stored) == (3, "fp16")
-    wanted = judged_params(METHODS["pfldyn-proto"], layout_of(fleet), 10)
+    wanted = served_params(METHODS["pfldyn-proto"], layout_of(fleet), 10)
     for key, array in storage.flatten(found.params).items():
         np.testing.assert_array_equal(array, storage.flatten(wanted)[key].astype(np.float16).astype(np.float32))
 
@@ -114,7 +114,7 @@ def test_an_int8_encoder_comes_with_its_cost(fleet: Path, run: Run, tmp_path: Pa
     assert run("bundle", "verify", tmp_path / "b")[0] == 0
 
 
-def test_what_calibrates_does_not_judge() -> None:
+def test_what_calibrates_does_not_evaluate() -> None:
     y = np.repeat([0, 1, 2], [600, 30, 4])
     chosen, rest = int8._divided(y)
     assert not set(chosen) & set(rest)
@@ -150,7 +150,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(fleet: Path, run:
         ("export", tmp_path, "--to", tmp_path / "b"): "there is no fleet here",
         ("export", tmp_path / "elsewhere", "--to", tmp_path / "b"): "neither a fleet's folder nor a checkpoint",
         ("export", stranger, "--to", tmp_path / "b"): "neither a fleet's folder nor a checkpoint",
-        ("export", untrained, "--to", tmp_path / "b"): "no model was judged here yet",
+        ("export", untrained, "--to", tmp_path / "b"): "no model was evaluated here yet",
     }
     before = {path.name for path in tmp_path.iterdir()}
     for arguments, complaint in cases.items():
@@ -160,7 +160,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(fleet: Path, run:
 
 
 def test_a_damaged_or_foreign_model_is_refused(run: Run, tmp_path: Path) -> None:
-    fleet = judged_fleet(tmp_path / "fleet").folder
+    fleet = served_fleet(tmp_path / "fleet").folder
     served = fleet / "state" / "served.safetensors"
     whole = bytearray(served.read_bytes())
     whole[-1] ^= 1
@@ -196,17 +196,17 @@ def test_a_bundle_that_fails_the_gate_is_not_written(
 def test_a_method_that_has_no_answers_without_training_is_not_exported() -> None:
     method = METHODS["fedproto"]
     made = bundle_of("pfldyn-proto")
-    judged = making.Judged("desk", made.manifest.key, method, method.hyper(), 1, {}, {})
+    served = making.Served("desk", made.manifest.key, method, method.hyper(), 1, {}, {})
     with pytest.raises(BundleError, match="a device without torch has no answers by fedproto"):
-        making.whole(judged, made.graph, stored="fp32", data=None, say=lambda line: None)
+        making.whole(served, made.graph, stored="fp32", data=None, say=lambda line: None)
 
 
 def whole_of(graph: Graph, name: str, **hyper: Any) -> device_bundle.Bundle:
     method, layout = METHODS[name], graph.layout
     initial = models.initial(layout, 1)
-    params = judged_params(method, layout)
-    judged = making.Judged("desk", "0f" * 32, method, method.hyper(**hyper), 1, params, initial)
-    return making.whole(judged, graph, stored="fp32", data=None, say=lambda line: None)
+    params = served_params(method, layout)
+    served = making.Served("desk", "0f" * 32, method, method.hyper(**hyper), 1, params, initial)
+    return making.whole(served, graph, stored="fp32", data=None, say=lambda line: None)
 
 
 def test_a_fleet_whose_graph_has_no_steps_yet_gets_them_at_export(monkeypatch: pytest.MonkeyPatch) -> None:

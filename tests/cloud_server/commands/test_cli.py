@@ -29,7 +29,7 @@ from cloud_server.records.ledger_tables import Device, Round
 from cloud_server.running import aggregator_process
 from cloud_server.running.first_settings import topic_name
 from edge_agent.commands import cli as device_cli
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from fleet_core import __version__
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, processes
@@ -327,7 +327,7 @@ def test_a_demo_with_more_devices_than_clients_is_refused(run: Run, data: Path, 
     assert list(tmp_path.iterdir()) == [data]
 
 
-def test_a_demo_in_which_nothing_is_left_to_judge_is_refused_before_it_begins(
+def test_a_demo_in_which_nothing_is_left_to_evaluate_is_refused_before_it_begins(
     run: Run, data: Path, tmp_path: Path
 ) -> None:
     few = ("demo", "--data", data, "--devices", 3, "--new-devices", 1, "--out", tmp_path / "out")
@@ -448,7 +448,7 @@ def test_one_folder_has_one_aggregator(run: Run, place: Path) -> None:
 
 
 def test_one_home_has_one_agent(run: Run, place: Path) -> None:
-    home = Home(place / "d0")
+    home = DeviceState(place / "d0")
     home.lock()
     ran = run("edge-agent", "run", "--home", place / "d0", "--broker", NOBODY)
     refused(ran, 1, f"{place / 'd0'}: another agent is running here")

@@ -41,7 +41,7 @@ name = "mlp"
 options = {{ hidden = [8] }}
 [budget]
 rounds = 4
-[judge]
+[evaluation]
 every = 2
 new_devices = 0.2
 [[method]]
@@ -96,7 +96,7 @@ def test_simulate_runs_compares_and_prints_its_table_again_without_torch(
     results = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*/result.json")}
     assert results.keys() == {f"{name}-s{seed}" for name in ("per-fedavg-fo", "p-avg-proto") for seed in (0, 1)}
     assert [row["round"] for row in results["p-avg-proto-s0"]["rounds"] if "accuracy" in row] == [2, 4]
-    for other in (["--device", "cuda"], ["--set", "judge.every=1"]):
+    for other in (["--device", "cuda"], ["--set", "evaluation.every=1"]):
         assert run("simulate", small, "--out", tmp_path / "out", *other).code == 2
     monkeypatch.setitem(sys.modules, "cloud_server.laboratory.run.simulate", None)
     monkeypatch.delattr("cloud_server.laboratory.run.simulate")
@@ -170,7 +170,7 @@ def test_a_run_that_fails_is_named_after_the_table_of_the_others(run: Run, small
 
 def test_ctrl_c_ends_in_order_and_the_same_command_goes_on(run: Run, small: Path, tmp_path: Path) -> None:
     many = ["simulate", small, "--out", tmp_path / "out", "--jobs", "1", "--set", "seeds=[0]", "--set",
-            "budget.rounds=400", "--set", "judge.every=1"]  # fmt: skip
+            "budget.rounds=400", "--set", "evaluation.every=1"]  # fmt: skip
     with subprocess.Popen([sys.executable, "-m", "cloud_server.commands.cli", *map(str, many)], stderr=subprocess.PIPE,
                           text=True, env={**os.environ, "NO_COLOR": "1"}) as child:  # fmt: skip
         assert child.stderr is not None
@@ -194,11 +194,11 @@ class Terminal(io.StringIO):
 
 
 def told(progress: Progress, run: str, number: int, accuracy: float | None = None) -> None:
-    judged = {} if accuracy is None else {"accuracy": {"mean": accuracy}}
-    progress.told(run, {"round": number, "loss": 0.5, **judged})
+    evaluated = {} if accuracy is None else {"accuracy": {"mean": accuracy}}
+    progress.told(run, {"round": number, "loss": 0.5, **evaluated})
 
 
-def test_plain_lines_come_for_judged_rounds_and_every_ten_seconds() -> None:
+def test_plain_lines_come_for_evaluated_rounds_and_every_ten_seconds() -> None:
     stream, now = io.StringIO(), [0.0]
     with Progress(["a-s0", "b-s0"], 20, stream, lambda: now[0]) as progress:
         for number in range(1, 16):
@@ -280,7 +280,7 @@ def test_a_report_of_a_simulation_points_to_compare(run: Run, tmp_path: Path) ->
     assert f"hint: metafleet compare {place} --out FOLDER" in ran.err
 
 
-def test_advise_refuses_data_that_cannot_be_judged(run: Run, tmp_path: Path) -> None:
+def test_advise_refuses_data_that_cannot_be_evaluated(run: Run, tmp_path: Path) -> None:
     ran = run("advise", written(tmp_path / "mine.npz", clients=2), "--out", tmp_path / "out")
     assert (ran.code, ran.out, (tmp_path / "out").exists()) == (2, "", False)
     assert "holds 2 clients, 2 with 20 samples or more; expected 4 such clients" in ran.err
@@ -330,7 +330,8 @@ def keys() -> set[str]:
     found = set()
     for part in dataclasses.fields(Experiment):
         section = {"data": experiments.DataSection, "partition": experiments.PartitionSection,
-                   "model": experiments.ModelSection, "judge": experiments.JudgeSection, "budget": experiments.Budget,
+                   "model": experiments.ModelSection,
+                       "evaluation": experiments.EvaluationSection, "budget": experiments.Budget,
                    "method": experiments.MethodSection}.get(part.name)  # fmt: skip
         found |= {f"{part.name}.{f.name}" for f in dataclasses.fields(section)} if section else {part.name}
     return found
@@ -366,7 +367,7 @@ def test_the_page_has_every_partition_with_its_options_and_every_model() -> None
     for name, partition in PARTITIONS.items():
         assert re.findall(r"`(\w+)`", page[name][0]) == [f.name for f in dataclasses.fields(partition.options)], name
     assert set(MODELS) <= set(re.findall(r"`([\w-]+)`", page["model.name"][1]))
-    assert re.findall(r"`(\w+)`", page["judge.novel"][1]) == [f.name for f in dataclasses.fields(Newcomers)]
+    assert re.findall(r"`(\w+)`", page["evaluation.novel"][1]) == [f.name for f in dataclasses.fields(Newcomers)]
 
 
 def test_the_pages_experiment_can_be_run(run: Run, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Advice: data that cannot be judged, what a budget allows, the decision, and the words for it."""
+"""Advice: data that cannot be evaluated, what a budget allows, the decision, and the words for it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def written(path: Path, clients: int = 6, rows: int = ROWS, kinds: int = 3, **ch
         ({"y": np.repeat(np.arange(6) % 3, ROWS)}, "holds clients of one class each"),
     ],
 )
-def test_data_that_cannot_be_judged_are_refused_with_the_reason(
+def test_data_that_cannot_be_evaluated_are_refused_with_the_reason(
     tmp_path: Path, changes: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(DataError, match=why):
@@ -205,7 +205,7 @@ def test_where_training_alone_is_not_told_apart_no_fleet_is_needed_and_the_best_
 
 # In words -------------------------------------------------------------------------------------------------------------
 
-FACTS = {"data": "mine.npz", "devices": 6, "new_devices": 2, "support": 0.2, "judged": 144, "board": None,
+FACTS = {"data": "mine.npz", "devices": 6, "new_devices": 2, "support": 0.2, "evaluated": 144, "board": None,
          "budget_minutes": 5.0, "cohort": 6}  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def test_the_words_have_the_figures() -> None:
         "within the spread.",
         "A round takes a device 2.00 MFLOP of training; joules need --board.",
         "How sure: 19 rounds, 2 seeds for the best and one for the others;",
-        "144 samples judged on. 3.2 minutes this time, of a budget of 5.",
+        "144 samples evaluated on. 3.2 minutes this time, of a budget of 5.",
         "19 rounds are few: methods that learn slowly look worse here than they are.",
         "Its accuracy still rose by 3.4 points in the second half of the rounds",
         "Note: one thing.",
@@ -352,7 +352,7 @@ def test_methods_run_with_one_seed_the_best_with_three_and_the_chosen_one_with_i
     assert found.advice.coded is not None
     assert found.advice.coded.payload == (UP + DOWN) / 20
     assert found.advice.remarks == ("knn-per: it broke",)
-    assert (found.facts["devices"], found.facts["new_devices"], found.facts["judged"]) == (5, 1, 60)
+    assert (found.facts["devices"], found.facts["new_devices"], found.facts["evaluated"]) == (5, 1, 60)
     assert found.command == f"metafleet init FLEET --data {data} --method pfldyn-proto --model mlp --rounds 30"
 
 

@@ -26,7 +26,7 @@ from tests.cloud_server.reports.test_report import Page
 UP, DOWN, FLOPS = 100, 300, 5e9
 
 
-def judged(mean: float) -> dict[str, Any]:
+def evaluated(mean: float) -> dict[str, Any]:
     """Two devices, one a tenth below ``mean`` and one above."""
     worst, best = max(0.0, mean - 0.1), min(1.0, mean + 0.1)
     return {
@@ -40,7 +40,7 @@ def ended(
     models: tuple[float, float] = (1, 1), paper: float | None = None, new: bool = False, joules: float | None = None,
     targets: Sequence[float] = (), costs: bool = True, seconds: float = 1.0, **experiment: Any,
 ) -> Path:
-    """The folder of a simulation of ten devices a round; a round without an accuracy was not judged."""
+    """The folder of a simulation of ten devices a round; a round without an accuracy was not evaluated."""
     rows = []
     for number, accuracy in enumerate(accuracies, 1):
         row: dict[str, Any] = {"round": number, "loss": 1.0, "participants": 10, "refused": 0, "seconds": 1.0}
@@ -53,11 +53,11 @@ def ended(
         if joules is not None:
             row["energy_j"] = {"value": joules, "source": "model of a board"}
         if accuracy is not None:
-            row |= judged(accuracy)
-            row |= {"new_devices": {"0.2": judged(max(0.0, accuracy - 0.3))}, "nvar": 0.5} if new else {}
+            row |= evaluated(accuracy)
+            row |= {"new_devices": {"0.2": evaluated(max(0.0, accuracy - 0.3))}, "nvar": 0.5} if new else {}
         rows.append(row)
     asked = {"data": {"set": "heartbeat", "path": None}, "partition": {"kind": "natural"}, "model": {"name": "mlp"},
-             "judge": {"targets": list(targets), "every": 1}, "codec_up": "none", **experiment}
+             "evaluation": {"targets": list(targets), "every": 1}, "codec_up": "none", **experiment}
     written = {
         "format": 1, "kind": "simulation", "label": label, "method": method, "seed": seed, "seconds": seconds,
         "config": {"experiment": asked, "hyper": {"client_lr": 0.1}, "version": 1, "seed": seed},
@@ -101,7 +101,7 @@ def test_one_seed_has_no_spread(tmp_path: Path) -> None:
     assert "std" not in json.dumps(to_json(compared(tmp_path)))
 
 
-def test_curves_are_over_the_rounds_that_every_seed_was_judged_in(tmp_path: Path) -> None:
+def test_curves_are_over_the_rounds_that_every_seed_was_evaluated_in(tmp_path: Path) -> None:
     ended(tmp_path, "fedavg", [0.1, 0.2, None, 0.4])
     ended(tmp_path, "fedavg", [None, 0.4, 0.5, 0.6], seed=1)
     (entry,) = compared(tmp_path).entries
@@ -129,7 +129,7 @@ def test_a_cost_that_one_round_lacks_is_absent_from_then_on_and_never_less(tmp_p
 # What an accuracy costs -----------------------------------------------------------------------------------------------
 
 
-def test_a_target_costs_all_that_was_spent_up_to_the_first_judged_round_that_reaches_it(tmp_path: Path) -> None:
+def test_a_target_costs_all_that_was_spent_up_to_the_first_evaluated_round_that_reaches_it(tmp_path: Path) -> None:
     ended(tmp_path, "fedavg", [None, 0.5, None, 0.9, None, 0.6], joules=2.0)
     entry = compared(tmp_path, targets=[0.7]).entries[0]
     (reached,) = entry.reached
@@ -242,7 +242,7 @@ def test_without_per_fedavg_there_are_no_gains(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "other"),
     [("data", {"data": {"set": "mnist"}}), ("partition", {"partition": {"kind": "iid"}}),
-     ("model", {"model": {"name": "cnn1d"}}), ("judged", {"judge": {"new_devices": 0.2}})],
+     ("model", {"model": {"name": "cnn1d"}}), ("evaluated", {"evaluation": {"new_devices": 0.2}})],
 )  # fmt: skip
 def test_runs_of_different_settings_are_refused(tmp_path: Path, part: str, other: dict[str, Any]) -> None:
     ended(tmp_path, "a", [0.5])
@@ -306,8 +306,8 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     [
         ({"rounds": [{"round": 1, "participants": 1, "flops": float("nan")}]}, "expected a finite number"),
         ({"rounds": [{"round": 1, "participants": 1, "accuracy": {"mean": 2, "worst": 0, "best": 1}}]}, "2 is over"),
-        ({"rounds": []}, "no round of it was judged"),
-        ({"rounds": [{"round": 1, "participants": 1}]}, "no round of it was judged"),
+        ({"rounds": []}, "no round of it was evaluated"),
+        ({"rounds": [{"round": 1, "participants": 1}]}, "no round of it was evaluated"),
         ({"config": {"experiment": 3}, "label": 4}, "expected text"),
     ],
 )
@@ -330,7 +330,7 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def demo(folder: Path, method: str, seed: int = 0, devices: int = 2) -> Path:
-    """The folder of a demo that was judged after its second round."""
+    """The folder of a demo that was evaluated after its second round."""
     def score(accuracy: float) -> Score:
         return Score(accuracy=accuracy, macro_f1=0.5)
 
@@ -374,7 +374,7 @@ def test_demos_are_compared_as_far_as_their_figures_go(tmp_path: Path) -> None:
 
 def test_a_demo_beside_a_simulation_is_mixed(tmp_path: Path) -> None:
     places = demo(tmp_path, "fedavg"), ended(tmp_path, "prox", [0.5])
-    with pytest.raises(ConfigError, match="these runs have different data, partition, model, judged"):
+    with pytest.raises(ConfigError, match="these runs have different data, partition, model, evaluated"):
         compared(*places)
     assert len(compared(*places, mixed=True).entries) == 2
 

@@ -81,12 +81,12 @@ def test_values_that_differ_in_the_last_digit_are_runs_of_their_own(tmp_path: Pa
 
 def test_settings_of_the_command_line_go_over_the_file(path: Path) -> None:
     found = experiments.load(path, [
-        "budget.rounds=7", "seeds=[3, 4]", "codec_up=int8", "method.1.hyper.penalty=0.5", "judge.support=[0.3]",
+        "budget.rounds=7", "seeds=[3, 4]", "codec_up=int8", "method.1.hyper.penalty=0.5", "evaluation.support=[0.3]",
         "data.options.devices=6", "model.name=tests.support.lab:build",
     ])
     assert (found.budget.rounds, found.seeds, found.codec_up) == (7, (3, 4), "int8")
     assert [section.hyper for section in found.method] == [{"local_steps": 2}, {"penalty": 0.5}]
-    assert (found.judge.support, found.data.options["devices"], found.model.name) == (
+    assert (found.evaluation.support, found.data.options["devices"], found.model.name) == (
         (0.3,),
         6,
         "tests.support.lab:build",
@@ -94,6 +94,13 @@ def test_settings_of_the_command_line_go_over_the_file(path: Path) -> None:
 
 
 # Mistakes of the file -------------------------------------------------------------------------------------------------
+
+
+def test_the_former_name_of_a_table_is_read_and_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path.write_text(path.read_text() + "[judge]\nevery = 7\n")
+    found = experiments.load(path, ["judge.devices=3"])
+    assert (found.evaluation.every, found.evaluation.devices) == (7, 3)
+    assert f"{path}:15: judge: is now 'evaluation'" in capsys.readouterr().err
 
 
 def test_unknown_keys_are_told_at_once_with_their_lines_and_suggestions(path: Path) -> None:
@@ -137,37 +144,75 @@ MANY = list(range(1, 600))
         ("cohort = 3", "seeds = [1, 2, 1]", "1: seeds: expected one or more, all different"),
         ("cohort = 3", "seeds = []", "1: seeds: expected one or more, all different"),
         ("cohort = 3", "seeds = [-1]", "1: seeds[0]: -1 is below the least allowed, 0"),
-        ("cohort = 3", 'codec_up = "int4"',
-         f"1: codec_up: unknown value 'int4', expected one of {CODECS} (did you mean 'int8'?)"),
-        ("[model]", '[partition]\nkind = "dirichlet"\noptions = {concentraton = 1.0}\n[model]',
-         "7: partition.options.concentraton: unknown key (did you mean 'concentration'?)"),
-        ("[model]", '[partition]\nkind = "acid"\noptions.devices = 0\n[model]',
-         "7: partition.options.devices: 0 is below the least allowed, 1"),
-        ("[model]", '[partition]\nkind = "acdi"\n[model]',
-         f"6: partition.kind: unknown value 'acdi', expected one of {PARTITIONS} (did you mean 'acid'?)"),
+        (
+            "cohort = 3",
+            'codec_up = "int4"',
+            f"1: codec_up: unknown value 'int4', expected one of {CODECS} (did you mean 'int8'?)",
+        ),
+        (
+            "[model]",
+            '[partition]\nkind = "dirichlet"\noptions = {concentraton = 1.0}\n[model]',
+            "7: partition.options.concentraton: unknown key (did you mean 'concentration'?)",
+        ),
+        (
+            "[model]",
+            '[partition]\nkind = "acid"\noptions.devices = 0\n[model]',
+            "7: partition.options.devices: 0 is below the least allowed, 1",
+        ),
+        (
+            "[model]",
+            '[partition]\nkind = "acdi"\n[model]',
+            f"6: partition.kind: unknown value 'acdi', expected one of {PARTITIONS} (did you mean 'acid'?)",
+        ),
         ("[data]", '[data]\npath = "x.npz"', "4: data.set: give one of data.set and data.path"),
         ('set = "synthetic"\n', "", "2: data.set: give one of data.set and data.path"),
-        ('set = "synthetic"', 'set = "all.npz"',
-         "3: data.set: no data set is named 'all.npz' (did you mean data.path = \"all.npz\"?)"),
+        (
+            'set = "synthetic"',
+            'set = "all.npz"',
+            "3: data.set: no data set is named 'all.npz' (did you mean data.path = \"all.npz\"?)",
+        ),
         ("[data]", '[data]\nfile = "all.npz"', "3: data.file: unknown key (did you mean 'path'?)"),
         ("[data]", "[data]\nwindow = 64", "3: data.window: is for a file of readings: give data.path"),
-        ("[model]", "[judge]\nsupport = [0.2, 1.0]\n[model]", "6: judge.support[1]: 1.0 is over the limit of 0.99"),
-        ("[model]", "[judge]\nsupport = [0.2, 0.2]\n[model]", "6: judge.support: names one twice"),
-        ("[model]", "[judge]\nnew_devices = 0.6\nvalidation = 0.4\n[model]",
-         "6: judge.new_devices: nobody is left to train"),
-        ("[model]", "[judge]\nnovel = {devices = 2}\n[model]",
-         "6: judge.novel: no class is novel: name some with novel_classes"),
-        ("[model]", "[judge]\nnovel_classes = [1]\nwithin_training = true\n[model]",
-         "7: judge.within_training: nothing of a novel class is in what devices train on"),
-        ("[model]", "[judge]\nnovel_classes = [1]\nnovel = {shot = 2}\n[model]",
-         "7: judge.novel.shot: unknown key (did you mean 'shots'?)"),
-        ("[model]", "[judge]\ntargets = [80]\n[model]", "6: judge.targets[0]: 80 is over the limit of 1"),
-        ("[model]", "[judge]\nevery = 2.5\n[model]", "6: judge.every: expected a whole number, found a number"),
+        (
+            "[model]",
+            "[evaluation]\nsupport = [0.2, 1.0]\n[model]",
+            "6: evaluation.support[1]: 1.0 is over the limit of 0.99",
+        ),
+        ("[model]", "[evaluation]\nsupport = [0.2, 0.2]\n[model]", "6: evaluation.support: names one twice"),
+        (
+            "[model]",
+            "[evaluation]\nnew_devices = 0.6\nvalidation = 0.4\n[model]",
+            "6: evaluation.new_devices: nobody is left to train",
+        ),
+        (
+            "[model]",
+            "[evaluation]\nnovel = {devices = 2}\n[model]",
+            "6: evaluation.novel: no class is novel: name some with novel_classes",
+        ),
+        (
+            "[model]",
+            "[evaluation]\nnovel_classes = [1]\nwithin_training = true\n[model]",
+            "7: evaluation.within_training: nothing of a novel class is in what devices train on",
+        ),
+        (
+            "[model]",
+            "[evaluation]\nnovel_classes = [1]\nnovel = {shot = 2}\n[model]",
+            "7: evaluation.novel.shot: unknown key (did you mean 'shots'?)",
+        ),
+        ("[model]", "[evaluation]\ntargets = [80]\n[model]", "6: evaluation.targets[0]: 80 is over the limit of 1"),
+        (
+            "[model]",
+            "[evaluation]\nevery = 2.5\n[model]",
+            "6: evaluation.every: expected a whole number, found a number",
+        ),
         (METHOD, "grid.client_lr = 0.1", "11: method[0].grid.client_lr: expected a list of values"),
         (METHOD, "grid.client_lr = []", "11: method[0].grid.client_lr: expected a list of values"),
         (METHOD, "hyper.batch = 5\ngrid.batch = [5]", "12: method[0].grid.batch: is in hyper too"),
-        (METHOD, f"grid = {{batch = {MANY}, local_steps = {MANY}, warm = {MANY}}}",
-         "11: method[0].grid: gives more than 1000 runs"),
+        (
+            METHOD,
+            f"grid = {{batch = {MANY}, local_steps = {MANY}, warm = {MANY}}}",
+            "11: method[0].grid: gives more than 1000 runs",
+        ),
         ("cohort = 3", f"seeds = {MANY}", "9: method: 1198 runs are over the limit of 1000"),
         (METHOD, "grid.client_lr = [0.1, 0.1]", "9: method: 'fedavg,client_lr=0.1' names 2 runs: give them labels"),
         ('"pfldyn-proto"\nhyper.penalty = 0.2', '"fedavg"', "9: method: 'fedavg' names 2 runs: give them labels"),
@@ -261,13 +306,13 @@ ACID = {"devices": 3, "classes_per_device": 2, "train_per_device": 20, "test_per
         ({"board": "nowhere.toml"}, "nowhere.toml: cannot be read"),
         ({"board": "raspberry-pi-4b", "budget": {"rounds": 2, "joules": 1}},
          "budget.joules: joules cannot be modelled for want of constants: model of raspberry-pi-4b"),
-        ({"judge": {"new_devices": 0.5, "validation": 0.4}, "partition": cut({**ACID, "devices": 2})},
+        ({"evaluation": {"new_devices": 0.5, "validation": 0.4}, "partition": cut({**ACID, "devices": 2})},
          "2 devices for 3 parts"),
-        ({"judge": {"novel_classes": [7]}}, "holds no class 7 to keep out"),
-        ({"judge": {"novel_classes": [2], "novel": {"classes_per_device": 2, "devices": 1}}},
+        ({"evaluation": {"novel_classes": [7]}}, "holds no class 7 to keep out"),
+        ({"evaluation": {"novel_classes": [2], "novel": {"classes_per_device": 2, "devices": 1}}},
          "2 classes per device where 1 occur"),
-        ({"judge": {"novel_classes": [2], "novel": {"shots": 0}}}, "shots: 0 is below the least allowed, 1"),
-        ({"judge": {"novel_classes": [2], "novel": {"shots": 60, "queries": 60, "devices": 1}}}, "class 2 has "),
+        ({"evaluation": {"novel_classes": [2], "novel": {"shots": 0}}}, "shots: 0 is below the least allowed, 1"),
+        ({"evaluation": {"novel_classes": [2], "novel": {"shots": 60, "queries": 60, "devices": 1}}}, "class 2 has "),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_round(
@@ -319,7 +364,7 @@ def test_devices_that_can_draw_no_episode_are_refused_by_name(tmp_path: Path) ->
 
 def test_a_new_device_without_a_support_set_is_refused_by_name(tmp_path: Path) -> None:
     data = sparse(tmp_path / "few.npz", {f"d{k}": [0, 1, 2] for k in range(4)})
-    said = refused(tmp_path, lab.settings(data, "fedavg", {}, judge={"new_devices": 0.5}))
+    said = refused(tmp_path, lab.settings(data, "fedavg", {}, evaluation={"new_devices": 0.5}))
     lines = said.splitlines()
     assert len(lines) == 3
     assert all(line.endswith(", a new device: no class has two samples among 3") for line in lines[:2])
@@ -332,7 +377,7 @@ def test_many_devices_that_cannot_are_counted(tmp_path: Path) -> None:
 
 def test_novel_devices_with_more_classes_than_the_model_are_refused(tmp_path: Path) -> None:
     options = {"devices": 3, "classes_per_device": 1, "train_per_device": 4, "test_per_device": 4}
-    values = lab.settings(lab.recordings(tmp_path / "all.npz"), partition=cut(options, "alid"), judge={
+    values = lab.settings(lab.recordings(tmp_path / "all.npz"), partition=cut(options, "alid"), evaluation={
         "novel_classes": [1, 2], "novel": {"devices": 1, "shots": 2, "queries": 2}})
     assert refused(tmp_path, values).startswith("novel devices with 2 classes, and the model has 1")
 
@@ -355,10 +400,10 @@ def test_shared_heads_and_class_means_under_labels_of_one_s_own_are_warned_of(tm
     assert warnings({**asked, "partition": cut(ACID)}) == []
 
 
-def test_classes_that_are_judged_and_not_trained_on_are_warned_of(tmp_path: Path) -> None:
+def test_classes_that_are_evaluated_and_not_trained_on_are_warned_of(tmp_path: Path) -> None:
     data = sparse(tmp_path / "few.npz", {"a": [0, 0, 1, 1], "b": [0, 1, 0, 1]})
     values = lab.settings(data, "fedavg", {}, partition=cut({"split": "time", "train_fraction": 0.5}, "natural"))
-    assert warnings(values) == ["1 of 2 devices are judged on classes of which they have nothing to train on"]
+    assert warnings(values) == ["1 of 2 devices are evaluated on classes that they do not train on"]
 
 
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, data: Path) -> None:

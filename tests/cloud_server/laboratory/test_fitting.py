@@ -82,7 +82,7 @@ def test_a_file_of_training_samples_or_questions_that_does_not_fit_is_told_how(t
     path = tmp_path / "samples.npz"
     np.savez(path, x=np.zeros((4, 3, 2)), y=["on", "off"] * 2)
     data = LocalData(path, ("off", "on"), "float32", shape=(2, 3))
-    for ask in (data.own, data.judge, lambda: unlabelled.load(path, SERIES)):
+    for ask in (data.own, data.held_back, lambda: unlabelled.load(path, SERIES)):
         with pytest.raises(DataError, match=r"has shape \[4, 3, 2\]; expected \[n, 2, 3\]") as told:
             ask()
         assert "hint: channels come first: np.moveaxis(x, -1, 1)" in str(told.value)

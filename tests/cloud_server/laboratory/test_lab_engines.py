@@ -19,7 +19,7 @@ from cloud_server.laboratory.run import device_work
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run.device_work import Setting
 from cloud_server.laboratory.run.engine import Stopped
-from cloud_server.laboratory.run.executors import Crew, Processes, RayCrew
+from cloud_server.laboratory.run.executors import Executor, Processes, RayExecutor
 from cloud_server.laboratory.run.experiment import Experiment
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.simulate import Options, simulate
@@ -69,7 +69,7 @@ def wanted(asked: Experiment, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def go_on_after_a_death(
-    asked: Experiment, folder: Path, crew: Crew, kill: Callable[[], object], says: str
+    asked: Experiment, folder: Path, executor: Executor, kill: Callable[[], object], says: str
 ) -> dict[str, Any]:
     """A worker is killed after the second round: the run ends with a reason and goes on in this process."""
     rows: list[Any] = []
@@ -80,7 +80,7 @@ def go_on_after_a_death(
             kill()
 
     with pytest.raises(RoundError, match=says) as caught:
-        lab.go(asked, folder, crew=crew, told=told)
+        lab.go(asked, folder, executor=executor, told=told)
     assert "goes on where this run was" in str(caught.value)
     assert len(rows) == 2
     return lab.everything(lab.go(asked, folder, side_by_side=2), DEVICES)
@@ -89,17 +89,17 @@ def go_on_after_a_death(
 def test_processes_give_what_one_gives_and_a_run_goes_on_after_the_death_of_one(
     tmp_path: Path, asked: Experiment, wanted: Any
 ) -> None:
-    crew = Processes(setting(asked, tmp_path / "whole"), 2)
-    assert lab.everything(lab.go(asked, tmp_path / "whole", crew=crew), DEVICES) == wanted
-    crew.close()
-    crew = Processes(setting(asked, tmp_path / "died"), 2)
+    executor = Processes(setting(asked, tmp_path / "whole"), 2)
+    assert lab.everything(lab.go(asked, tmp_path / "whole", executor=executor), DEVICES) == wanted
+    executor.close()
+    executor = Processes(setting(asked, tmp_path / "died"), 2)
 
     def kill() -> None:
-        os.kill(next(iter(crew._pool._processes)), signal.SIGKILL)
-        until(lambda: crew._pool._broken)  # else the other one may do the rest before it is noticed
+        os.kill(next(iter(executor._pool._processes)), signal.SIGKILL)
+        until(lambda: executor._pool._broken)  # else the other one may do the rest before it is noticed
 
-    assert go_on_after_a_death(asked, tmp_path / "died", crew, kill, "a process died at its work") == wanted
-    crew.close()
+    assert go_on_after_a_death(asked, tmp_path / "died", executor, kill, "a process died at its work") == wanted
+    executor.close()
 
 
 @NEEDS_RAY
@@ -109,12 +109,16 @@ def test_ray_gives_what_one_process_gives_and_a_run_goes_on_after_the_death_of_a
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would be written into the home of whoever runs this
     try:
-        crew = RayCrew(setting(asked, tmp_path / "whole"), 2)
-        assert lab.everything(lab.go(asked, tmp_path / "whole", crew=crew), DEVICES) == wanted
-        crew.close()
-        crew = RayCrew(setting(asked, tmp_path / "died"), 2)
+        executor = RayExecutor(setting(asked, tmp_path / "whole"), 2)
+        assert lab.everything(lab.go(asked, tmp_path / "whole", executor=executor), DEVICES) == wanted
+        executor.close()
+        executor = RayExecutor(setting(asked, tmp_path / "died"), 2)
         found = go_on_after_a_death(
-            asked, tmp_path / "died", crew, lambda: ray.kill(crew._actors[0]), "an actor of the Ray cluster died"
+            asked,
+            tmp_path / "died",
+            executor,
+            lambda: ray.kill(executor._actors[0]),
+            "an actor of the Ray cluster died",
         )
         assert found == wanted
         assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
@@ -125,7 +129,7 @@ def test_ray_gives_what_one_process_gives_and_a_run_goes_on_after_the_death_of_a
 def test_ray_that_is_not_installed_is_asked_for(tmp_path: Path, asked: Experiment, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match="Ray is not installed") as caught:
-        RayCrew(setting(asked, tmp_path), 2)
+        RayExecutor(setting(asked, tmp_path), 2)
     assert caught.value.hint == 'pip install "metafleet[ray]"'
 
 

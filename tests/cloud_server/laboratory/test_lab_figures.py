@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from cloud_server.laboratory.run import round_figures, workload
-from cloud_server.laboratory.run.device_work import Moments, Verdict
+from cloud_server.laboratory.run.device_work import ClassMoments, DeviceEvaluation
 from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.simulate import costs_of
@@ -65,13 +65,15 @@ def plain_f1(pairs: list[tuple[int, int]]) -> float:
 def test_accuracies_variance_and_f1_are_those_of_a_plain_loop() -> None:
     rng = np.random.default_rng(0)
     pairs = {f"d{n}": [(int(rng.integers(4)), int(rng.integers(6))) for _ in range(5 + 9 * n)] for n in range(4)}
-    verdicts = []
+    evaluations = []
     for name, own in pairs.items():
         confusion = np.zeros((5, 6), np.int64)
         for truth, answer in own:
             confusion[truth, answer] += 1
-        verdicts.append(Verdict(name, "train", 0.0, confusion))
-    found = round_figures.judged([*verdicts, Verdict("d9", "train", 0.0, error="no class has two samples")])
+        evaluations.append(DeviceEvaluation(name, "train", 0.0, confusion))
+    found = round_figures.evaluated(
+        [*evaluations, DeviceEvaluation("d9", "train", 0.0, error="no class has two samples")]
+    )
     shares = {name: sum(truth == answer for truth, answer in own) / len(own) for name, own in pairs.items()}
     everything = [pair for own in pairs.values() for pair in own]
     mean = sum(shares.values()) / 4
@@ -82,7 +84,7 @@ def test_accuracies_variance_and_f1_are_those_of_a_plain_loop() -> None:
     })
     assert found["devices"] == pytest.approx(shares)
     assert found["macro_f1"] == pytest.approx(plain_f1(everything))
-    assert found["not_judged"] == {"d9": "no class has two samples"}
+    assert found["not_evaluated"] == {"d9": "no class has two samples"}
 
 
 def plain_nvar(z_ND: Array, y_N: Array) -> float:
@@ -99,28 +101,28 @@ def test_normalized_variance_is_that_of_a_plain_loop() -> None:
     rng = np.random.default_rng(1)
     y_N = rng.integers(0, 4, 60) * 2  # classes that nobody has do not count
     z_ND = rng.normal(size=(60, 3)) + y_N[:, None]
-    verdicts = []
+    evaluations = []
     for rows in np.array_split(np.arange(60), 3):
         total, squares = np.zeros((8, 3)), np.zeros(8)
         for z, y in zip(z_ND[rows], y_N[rows], strict=True):
             total[y] += z
             squares[y] += (z**2).sum()
-        moments = Moments(total, squares, np.bincount(y_N[rows], minlength=8))
-        verdicts.append(Verdict("", "train", 0.0, np.eye(8, 9), moments=moments))
-    assert round_figures.nvar(verdicts) == pytest.approx(plain_nvar(z_ND, y_N))
-    alone = Moments(np.ones((8, 3)), np.ones(8), np.eye(8, dtype=int)[0])
-    assert round_figures.nvar([Verdict("", "train", 0.0, moments=alone)]) is None
-    assert round_figures.nvar([Verdict("", "train", 0.0)]) is None
+        moments = ClassMoments(total, squares, np.bincount(y_N[rows], minlength=8))
+        evaluations.append(DeviceEvaluation("", "train", 0.0, np.eye(8, 9), moments=moments))
+    assert round_figures.nvar(evaluations) == pytest.approx(plain_nvar(z_ND, y_N))
+    alone = ClassMoments(np.ones((8, 3)), np.ones(8), np.eye(8, dtype=int)[0])
+    assert round_figures.nvar([DeviceEvaluation("", "train", 0.0, moments=alone)]) is None
+    assert round_figures.nvar([DeviceEvaluation("", "train", 0.0)]) is None
 
 
-# How models did, from the judged model and the samples ----------------------------------------------------------------
+# How models did, from the served model and the samples ----------------------------------------------------------------
 
 
-def judged(store: Store) -> dict[str, torch.Tensor]:
-    """The judged model's arrays after the last round, by group and number of axes."""
+def evaluated(store: Store) -> dict[str, torch.Tensor]:
+    """The served model's arrays after the last round, by group and number of axes."""
     path = sorted((store.folder / "state").glob("round-*"))[-1]
     arrays, _ = storage.unpack(path.read_bytes())
-    role = "judged" if any(name.startswith("judged/") for name in arrays) else "model"
+    role = "served" if any(name.startswith("served/") for name in arrays) else "model"
     parts = {name: name.split("/") for name in arrays}
     return {f"{parts[n][1]}{a.ndim}": torch.tensor(a).float() for n, a in arrays.items() if parts[n][0] == role}
 
@@ -163,11 +165,11 @@ def of(work: Workload, share: Share, rows: Array) -> tuple[Array, Array]:
     return work.samples.x[rows], share.relabelled(work.samples.y[rows])
 
 
-def test_new_devices_are_held_out_and_judged_after_learning_from_a_share_of_their_samples(data: Path) -> None:
+def test_new_devices_are_held_out_and_evaluated_after_learning_from_a_share_of_their_samples(data: Path) -> None:
     hyper = {**FEDAVG, "finetune_steps": 3, "finetune_lr": 0.3}
     asked = lab.experiment(
         data, "fedavg", hyper, cohort=0, partition={"kind": "iid", "options": {"devices": 6}, "seed": 4},
-        judge={"every": 0, "new_devices": 0.3, "support": [0.2, 0.5]},
+        evaluation={"every": 0, "new_devices": 0.3, "support": [0.2, 0.5]},
     )
     store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
     last = store.rounds()[-1]
@@ -177,7 +179,7 @@ def test_new_devices_are_held_out_and_judged_after_learning_from_a_share_of_thei
         found, before = last["new_devices"][f"{support:g}"], []
         for share in work.new:
             own, later = (of(work, share, rows) for rows in support_query(share, work.samples.y, support, seed=4))
-            model = Plain(judged(store))
+            model = Plain(evaluated(store))
             before.append((model.answers(later[0]) == later[1]).mean())
             for _ in range(3):
                 model.step(*own, 0.3)
@@ -188,7 +190,7 @@ def test_new_devices_are_held_out_and_judged_after_learning_from_a_share_of_thei
 
 def test_a_new_device_can_learn_from_the_first_of_its_time(data: Path) -> None:
     asked = lab.experiment(data, "fedavg", FEDAVG, cohort=0,
-                           judge={"every": 0, "new_devices": 0.3, "support": [0.25], "support_split": "time"})
+                           evaluation={"every": 0, "new_devices": 0.3, "support": [0.25], "support_split": "time"})
     work = workload.build(asked)
     (share,) = work.new
     time = work.samples.time
@@ -201,7 +203,7 @@ def test_a_new_device_can_learn_from_the_first_of_its_time(data: Path) -> None:
     end = 0.75 * time[rows].min() + 0.25 * time[rows].max()
     assert time[early].max() < end <= np.setdiff1d(time[rows], time[early]).min()
     last = lab.go(asked, data.parent / "run").rounds()[-1]
-    answers = Plain(judged(Store(data.parent / "run"))).answers(query.x)
+    answers = Plain(evaluated(Store(data.parent / "run"))).answers(query.x)
     assert last["new_devices"]["0.25"]["devices"][share.name] == pytest.approx((answers == query.y).mean())
 
 
@@ -209,11 +211,15 @@ def test_a_new_device_can_learn_from_the_first_of_its_time(data: Path) -> None:
     {"kind": "natural", "options": {"split": "time", "train_fraction": 0.6}},
     {"kind": "iid", "options": {"devices": 6}},
 ])
-def test_within_training_nothing_that_is_judged_otherwise_is_looked_at(data: Path, partition: dict[str, Any]) -> None:
-    judge = {"every": 0, "new_devices": 0.34, "support": [0.5]}
-    outside = workload.build(lab.experiment(data, "fedavg", FEDAVG, cohort=0, partition=partition, judge=judge))
+def test_within_training_nothing_that_is_evaluated_otherwise_is_looked_at(
+    data: Path, partition: dict[str, Any]
+) -> None:
+    evaluation = {"every": 0, "new_devices": 0.34, "support": [0.5]}
+    outside = workload.build(
+        lab.experiment(data, "fedavg", FEDAVG, cohort=0, partition=partition, evaluation=evaluation)
+    )
     asked = lab.experiment(data, "fedavg", FEDAVG, cohort=0, partition=partition,
-                           judge={**judge, "within_training": True})
+                           evaluation={**evaluation, "within_training": True})
     inside = workload.build(asked)
     learned_from = {share.name: set(share.train.tolist()) for share in outside.train}
     assert {share.name for share in (*inside.train, *inside.new)} == set(learned_from)
@@ -227,25 +233,25 @@ def test_within_training_nothing_that_is_judged_otherwise_is_looked_at(data: Pat
         assert all(time[share.train].max() <= time[share.test].min() for share in inside.train)
 
 
-def test_the_judged_model_as_it_is_stands_beside_what_devices_make_of_it(data: Path) -> None:
+def test_the_served_model_as_it_is_stands_beside_what_devices_make_of_it(data: Path) -> None:
     asked = lab.experiment(data, "fedavg", {**FEDAVG, "finetune_steps": 20}, cohort=0)
     store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
     last, pairs = store.rounds()[-1], []
     for share in work.train:
         x, y = of(work, share, share.test)
-        pairs += list(zip(y.tolist(), Plain(judged(store)).answers(x).tolist(), strict=True))
+        pairs += list(zip(y.tolist(), Plain(evaluated(store)).answers(x).tolist(), strict=True))
     assert last["before"]["accuracy"]["pooled"] == pytest.approx(np.mean([truth == answer for truth, answer in pairs]))
     assert last["before"]["macro_f1"] == pytest.approx(plain_f1(pairs))
     assert last["before"]["accuracy"] != last["accuracy"]
     assert "before" not in lab.go(lab.experiment(data), data.parent / "proto").rounds()[-1]
 
 
-def test_normalized_variance_is_taken_under_the_judged_encoder_over_all_devices(data: Path) -> None:
+def test_normalized_variance_is_taken_under_the_evaluated_encoder_over_all_devices(data: Path) -> None:
     asked = lab.experiment(data, cohort=0)
     store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
     rows = np.concatenate([share.test for share in work.train])
     with torch.no_grad():
-        z_ND = Plain(judged(store)).embed(work.samples.x[rows]).double().numpy()
+        z_ND = Plain(evaluated(store)).embed(work.samples.x[rows]).double().numpy()
     assert store.rounds()[-1]["nvar"] == pytest.approx(plain_nvar(z_ND, work.samples.y[rows]))
 
 
@@ -253,10 +259,10 @@ def test_the_gradient_step_at_test_takes_the_test_samples_where_that_is_asked(da
     hyper = {**lab.EPISODES, "inner_lr": 0.7}
     accuracies = []
     for test_step in (False, True):
-        asked = lab.experiment(data, "per-fedavg-fo", hyper, judge={"every": 0, "test_step": test_step})
+        asked = lab.experiment(data, "per-fedavg-fo", hyper, evaluation={"every": 0, "test_step": test_step})
         store, work = lab.go(asked, data.parent / f"run{test_step}"), workload.build(asked)
         for share in work.train:
-            later, model = of(work, share, share.test), Plain(judged(store))
+            later, model = of(work, share, share.test), Plain(evaluated(store))
             model.step(*(later if test_step else of(work, share, share.train)), 0.7)
             right = (model.answers(later[0]) == later[1]).mean()
             assert store.rounds()[-1]["devices"][share.name] == pytest.approx(right)
@@ -267,7 +273,7 @@ def test_the_gradient_step_at_test_takes_the_test_samples_where_that_is_asked(da
 def test_novel_classes_are_kept_from_training_and_learned_by_new_devices(tmp_path: Path) -> None:
     asked = lab.experiment(
         tmp_path, data={"set": "synthetic", "options": {"devices": 6, "least": 60, "most": 90}},
-        partition={"kind": "natural"}, cohort=0, judge={"every": 0, "novel_classes": [1, 4, 7], "novel": {
+        partition={"kind": "natural"}, cohort=0, evaluation={"every": 0, "novel_classes": [1, 4, 7], "novel": {
             "devices": 2, "classes_per_device": 3, "shots": 3, "queries": 5}},
     )
     store, work = lab.go(asked, tmp_path / "run"), workload.build(asked)
@@ -276,11 +282,11 @@ def test_novel_classes_are_kept_from_training_and_learned_by_new_devices(tmp_pat
     for share in work.novel:
         own, later = of(work, share, share.train), of(work, share, share.test)
         assert (len(own[1]), len(later[1])) == (9, 15)
-        right = (nearest_means(Plain(judged(store)), own, later[0]) == later[1]).mean()
+        right = (nearest_means(Plain(evaluated(store)), own, later[0]) == later[1]).mean()
         assert found["devices"][share.name] == pytest.approx(right)
 
 
-def test_permuted_labels_are_judged_in_the_numbers_of_the_set(data: Path) -> None:
+def test_permuted_labels_are_evaluated_in_the_numbers_of_the_set(data: Path) -> None:
     options = {"devices": 3, "classes_per_device": 2, "train_per_device": 20, "test_per_device": 12}
     asked = lab.experiment(data, cohort=0, partition={"kind": "alid", "options": options, "seed": 2})
     store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
@@ -288,7 +294,7 @@ def test_permuted_labels_are_judged_in_the_numbers_of_the_set(data: Path) -> Non
     for share in work.train:
         assert share.labels is not None
         own, (x, _) = of(work, share, share.train), of(work, share, share.test)
-        answers = [share.labels[k] for k in nearest_means(Plain(judged(store)), own, x)]
+        answers = [share.labels[k] for k in nearest_means(Plain(evaluated(store)), own, x)]
         pairs += list(zip(work.samples.y[share.test].tolist(), answers, strict=True))
     assert {share.labels for share in work.train} & {(1, 0), (2, 1), (0, 2)}
     last = store.rounds()[-1]
@@ -308,7 +314,7 @@ SENT = {  # values up and down, models transmitted per device and round
 @pytest.mark.parametrize("name", SENT)
 def test_without_a_codec_a_value_takes_four_bytes(data: Path, name: str) -> None:
     hyper = {"local_steps": 1, "batch": 9} if hasattr(METHODS[name].hyper(), "batch") else {"local_steps": 1}
-    asked = lab.experiment(data, name, hyper, budget={"rounds": 1}, judge={"every": 0})
+    asked = lab.experiment(data, name, hyper, budget={"rounds": 1}, evaluation={"every": 0})
     (row,) = lab.go(asked, data.parent / "run").rounds()
     up, down, models_transmitted = SENT[name]
     assert row["payload_bytes"] == {"up": 2 * 4 * up, "down": 2 * 4 * down}
@@ -370,7 +376,7 @@ def test_a_budget_ends_a_run_in_the_round_that_reaches_it(
     payload = 2 * 2 * 4 * (BODY + HEAD)
     joules = 1e-6 * payload + 4e-9 * 2 * 2 * 12 * 3 * 132
     budget = {"rounds": 9, what: of_rounds * (payload if what == "payload_bytes" else joules)}
-    asked = lab.experiment(data, "fedavg", FEDAVG, board=str(board), budget=budget, judge={"every": 0})
+    asked = lab.experiment(data, "fedavg", FEDAVG, board=str(board), budget=budget, evaluation={"every": 0})
     store = lab.go(asked, data.parent / "run", costs=costs_of(asked))
     assert [("accuracy" in row) for row in store.rounds()] == [False] * (ends - 1) + [True]
     assert [row["round"] for row in lab.go(asked, store.folder, costs=costs_of(asked)).rounds()][-1] == ends
@@ -404,7 +410,7 @@ def test_a_device_that_diverges_is_refused_counted_and_named_and_the_others_go_o
     assert (row["participants"], row["refused"]) == (2, 1)
     assert why in row["errors"]["d1"]
     assert np.isfinite(row["loss"])
-    assert all(np.isfinite(array.numpy()).all() for array in judged(store).values())
+    assert all(np.isfinite(array.numpy()).all() for array in evaluated(store).values())
     assert lab.device(store, "d1") == {}
     roles = {name.partition("/")[0] for name in lab.device(store, "d0")}
     assert roles == ({"dual", "residual"} if codec == "int8" else {"dual"})
@@ -428,7 +434,7 @@ def test_memory_does_not_grow_with_the_number_of_devices(tmp_path: Path) -> None
         asked = lab.experiment(
             many(tmp_path / f"{devices}.npz", devices), "pfldyn-proto", hyper, cohort=20,
             model={"name": "mlp", "options": {"hidden": [1000]}}, budget={"rounds": 10},
-            judge={"every": 0, "devices": 1},
+            evaluation={"every": 0, "devices": 1},
         )
         tracemalloc.start()
         store = lab.go(asked, tmp_path / str(devices))

@@ -62,7 +62,7 @@ def test_no_more_are_averaged_than_are_asked(data: Path) -> None:
 
 def test_a_personal_model_of_the_last_round_answers_as_it_is(data: Path) -> None:
     hyper = {**PFEDME, "answer": "last"}
-    asked = lab.experiment(data, "pfedme", hyper, cohort=1, budget={"rounds": 2}, judge={"every": 0})
+    asked = lab.experiment(data, "pfedme", hyper, cohort=1, budget={"rounds": 2}, evaluation={"every": 0})
     store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
     layout = workload.layout_of(asked, work)
     trained = {name for number in (1, 2) for name in cohort.select(0, number, work.names, 1)}
@@ -77,13 +77,13 @@ def test_a_personal_model_of_the_last_round_answers_as_it_is(data: Path) -> None
             assert store.rounds()[-1]["devices"][share.name] == pytest.approx(right)
 
 
-def test_both_ways_to_take_the_step_are_judged_in_one_run(data: Path) -> None:
+def test_both_ways_to_take_the_step_are_evaluated_in_one_run(data: Path) -> None:
     hyper = {**lab.EPISODES, "inner_lr": 0.7}
-    judges = {"own": {}, "theirs": {"test_step": True}, "both": {"also_test_step": True}}
+    evaluates = {"own": {}, "theirs": {"test_step": True}, "both": {"also_test_step": True}}
     rows = {
-        name: lab.go(lab.experiment(data, "per-fedavg-fo", hyper, judge={"every": 0, **judge}),
+        name: lab.go(lab.experiment(data, "per-fedavg-fo", hyper, evaluation={"every": 0, **evaluation}),
                      data.parent / name).rounds()[-1]
-        for name, judge in judges.items()
+        for name, evaluation in evaluates.items()
     }
     assert rows["both"]["devices"] == rows["own"]["devices"]
     assert rows["both"]["test_step"]["devices"] == rows["theirs"]["devices"]

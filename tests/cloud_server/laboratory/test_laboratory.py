@@ -18,8 +18,8 @@ import torch
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.experiment import Experiment
 from cloud_server.laboratory.run.run_folder import Clients, Store
-from cloud_server.records.ledger_tables import Judgement, Traffic, Update
-from edge_agent.device.state import Home, read_state
+from cloud_server.records.ledger_tables import Evaluation, Traffic, Update
+from edge_agent.device.state import DeviceState, read_state
 from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.base.trees import Params
 from tests.support import lab
@@ -50,7 +50,7 @@ def threads() -> Iterator[None]:
 
 
 def run_fleet(folder: Path, method: str, hyper: dict[str, Any], codec: str) -> World:
-    """Three devices, of which two are asked in each round, until all is counted and judged."""
+    """Three devices, of which two are asked in each round, until all is counted and evaluated."""
     values = "\n".join(f"{name} = {value}" for name, value in hyper.items() if name != "local_steps")
     w = world(folder, config_text(
         method, rounds=ROUNDS, hyper=values, link=f'up = "{codec}"\ndown = "{codec}"', fleet="cohort = 2\nseed = 3",
@@ -60,8 +60,8 @@ def run_fleet(folder: Path, method: str, hyper: dict[str, Any], codec: str) -> W
         w.start_agent(f"d{n}", toy(n, shift=0.3 * n), train_fraction=0.6)
 
     def over() -> bool:
-        judged = w.server.ledger.rows(Judgement, round=ROUNDS, stage="after")
-        return len(judged) == 3 and not any(Home(home).pending() for home in (folder / "devices").iterdir())
+        evaluated = w.server.ledger.rows(Evaluation, round=ROUNDS, stage="after")
+        return len(evaluated) == 3 and not any(DeviceState(home).pending() for home in (folder / "devices").iterdir())
 
     assert w.pump(over)
     return w
@@ -69,7 +69,7 @@ def run_fleet(folder: Path, method: str, hyper: dict[str, Any], codec: str) -> W
 
 def fleet_server(w: World) -> dict[str, Params]:
     state = w.server.checkpoint.state
-    return {"model": state.model, "judged": state.judged, **state.memory, "published": w.server.checkpoint.published}
+    return {"model": state.model, "served": state.served, **state.memory, "published": w.server.checkpoint.published}
 
 
 def fleet_device(w: World, name: str) -> dict[str, bytes]:
@@ -100,19 +100,19 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     w = run_fleet(tmp_path / "fleet", method, hyper, codec)
     first = w.fleet.weights(w.server.layout)
     asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, seeds=[3], codec_up=codec,
-                           codec_down=codec, budget={"rounds": ROUNDS}, judge={"every": ROUNDS})
+                           codec_down=codec, budget={"rounds": ROUNDS}, evaluation={"every": ROUNDS})
     store = lab.go(asked, tmp_path / "run", first=first)
     theirs = lab.flat(fleet_server(w))
-    if w.server.checkpoint.state.judged is w.server.checkpoint.state.model:
-        theirs = {name: value for name, value in theirs.items() if not name.startswith("judged/")}
+    if w.server.checkpoint.state.served is w.server.checkpoint.state.model:
+        theirs = {name: value for name, value in theirs.items() if not name.startswith("served/")}
     if w.server.checkpoint.lost is not None:
         theirs |= lab.flat({"lost": w.server.checkpoint.lost})
     assert trimmed(lab.server(store)) == theirs
     for name in ("d0", "d1", "d2"):
         assert lab.device(store, name) == fleet_device(w, name)
     rows, updates = store.rounds(), w.server.ledger.rows(Update, status="counted")
-    judged = {row.device: row.accuracy for row in w.server.ledger.rows(Judgement, round=ROUNDS, stage="after")}
-    assert rows[-1]["devices"] == pytest.approx(judged)
+    evaluated = {row.device: row.accuracy for row in w.server.ledger.rows(Evaluation, round=ROUNDS, stage="after")}
+    assert rows[-1]["devices"] == pytest.approx(evaluated)
     for row in rows:
         down = w.server.ledger.rows(Traffic, round=row["round"], direction="down", kind="model")
         assert row["payload_bytes"] == {
@@ -136,7 +136,7 @@ RESUMED = {
 
 def resumable(tmp_path: Path, method: str, hyper: dict[str, Any], codec: str) -> Experiment:
     return lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, codec_up=codec, codec_down=codec,
-                          judge={"every": 3})
+                          evaluation={"every": 3})
 
 
 def killed_at(write: int, asked: Experiment, folder: Path) -> bool:

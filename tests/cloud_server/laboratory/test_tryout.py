@@ -50,8 +50,8 @@ def tried(samples: Samples, **more: Any) -> Outcome:
 
 
 def one(label: str, accuracy: float = 0.9, **changes: Any) -> Tried:
-    judged = Score(accuracy=accuracy, macro_f1=accuracy)
-    return replace(Tried(Model(label, label), 12, 0.5, accuracy, judged, 1000, 500.0), **changes)
+    evaluated = Score(accuracy=accuracy, macro_f1=accuracy)
+    return replace(Tried(Model(label, label), 12, 0.5, accuracy, evaluated, 1000, 500.0), **changes)
 
 
 def outcome(chosen: Tried, plain: Score | None = GOOD) -> Outcome:
@@ -61,7 +61,7 @@ def outcome(chosen: Tried, plain: Score | None = GOOD) -> Outcome:
 # What is tried on what ------------------------------------------------------------------------------------------------
 
 
-def test_devices_that_do_not_train_judge_and_the_others_choose(samples: Samples, monkeypatch: Any) -> None:
+def test_devices_that_do_not_train_evaluate_and_the_others_choose(samples: Samples, monkeypatch: Any) -> None:
     monkeypatch.setattr(model_trial, "MAX_ROUNDS", 3)
     said: list[str] = []
     found = tried(samples, say=said.append)
@@ -77,7 +77,7 @@ def test_devices_that_do_not_train_judge_and_the_others_choose(samples: Samples,
     assert all(len(row) == len(HEADS) for row in found.rows())
 
 
-def test_with_few_clients_or_one_later_samples_judge(samples: Samples, monkeypatch: Any) -> None:
+def test_with_few_clients_or_one_later_samples_evaluate(samples: Samples, monkeypatch: Any) -> None:
     monkeypatch.setattr(model_trial, "MAX_ROUNDS", 1)
     for clients in (["pump-0", "pump-1"], ["pump-0"]):
         assert samples.client is not None
@@ -117,7 +117,7 @@ def test_a_model_that_the_method_or_the_samples_do_not_take_is_told_and_the_othe
     assert [text.partition(" was not tried")[0] for text in found.remarks] == ["logistic", "lenet"]
 
 
-def test_the_time_is_looked_at_after_every_round_and_one_round_is_always_judged(samples: Samples) -> None:
+def test_the_time_is_looked_at_after_every_round_and_one_round_is_always_evaluated(samples: Samples) -> None:
     late = tried(samples, seconds=0.0, models=SMALL)
     assert [row.rounds for row in late.tried] == [1, 1]
     ticks = tried(samples, seconds=40.0, clock=ticking(1.0))
@@ -187,7 +187,7 @@ def test_a_model_that_does_not_carry_over_to_a_device_with_few_labels_is_warned_
     assert outcome(poor).warnings == []
 
 
-def test_devices_that_do_not_train_are_judged_with_few_labels_too(
+def test_devices_that_do_not_train_are_evaluated_with_few_labels_too(
     samples: Samples, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(model_trial, "MAX_ROUNDS", 2)
@@ -196,7 +196,7 @@ def test_devices_that_do_not_train_are_judged_with_few_labels_too(
     assert found.few is not None
     assert found.few.number == 5 * len(waves.CLASSES)
     assert found.tried[0].few is not None
-    assert found.few.beside.truth.sum() > found.beside.truth.sum(), "fewer labels leave more to judge"
+    assert found.few.beside.truth.sum() > found.beside.truth.sum(), "fewer labels leave more to evaluate"
 
 
 def test_a_model_that_only_memorises_real_samples_is_warned_of_and_a_good_one_is_not(

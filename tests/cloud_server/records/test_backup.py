@@ -16,7 +16,7 @@ import pytest
 from cloud_server.records import checkpoint
 from cloud_server.records.ledger import Ledger
 from cloud_server.running.backup import backup
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from fleet_core.base.errors import StateError
 from fleet_core.protocol.messages import UploadManifest
 from tests.cloud_server.rounds.test_fleet import TICK_S, check_duals, opened, settled
@@ -271,12 +271,12 @@ def test_a_backup_belongs_to_whom_the_fleet_belongs(fleet):
 def test_a_device_that_does_not_say_what_its_update_follows_is_not_suspected(fleet, monkeypatch):
     """A missing key has its default: it may be another version."""
     w = fleet(rounds=6, devices=2)
-    keep = Home.leave_made
+    keep = DeviceState.leave_made
 
-    def silent(home: Home, key: str, life: str, number: int, upload: UploadManifest, *more: Any) -> None:
+    def silent(home: DeviceState, key: str, life: str, number: int, upload: UploadManifest, *more: Any) -> None:
         keep(home, key, life, number, replace(upload, after=None), *more)
 
-    monkeypatch.setattr(Home, "leave_made", silent)
+    monkeypatch.setattr(DeviceState, "leave_made", silent)
     assert w.pump(lambda: done(w), tick_s=TICK_S)
     assert w.server.checkpoint.state.dual_epoch == 0
     check_duals(w, feedback=True)

@@ -31,7 +31,7 @@ from fleet_core.base.errors import StateError
 from fleet_core.data.samples import save
 from fleet_core.link.interface import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
-from tests.cloud_server.rounds.test_fleet import MORTAL, all_judged, check_duals, finished, opened, outcome, settled
+from tests.cloud_server.rounds.test_fleet import MORTAL, all_evaluated, check_duals, finished, opened, outcome, settled
 from tests.support.inprocess import World, config_text, toy, without_fsync, world
 from tests.support.waiting import PATIENCE_S
 
@@ -191,7 +191,7 @@ def test_a_disk_that_is_full_at_any_write_changes_nothing_once_there_is_space(co
         check_duals(w, feedback=True)
         counted = [(u.round, u.device, u.status) for u in w.server.ledger.rows(Update)]
         assert counted == [(n, d, "counted") for n in (1, 2) for d in ("d0", "d1")], full.where
-        assert all_judged(w, 2), full.where
+        assert all_evaluated(w, 2), full.where
         assert len([line for line in w.lines if "waiting for the disk" in line]) == 1, f"{full.where}: said once"
         assert not w.server.ledger.fact("stalled")
         end(w)

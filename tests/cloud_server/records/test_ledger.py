@@ -24,9 +24,9 @@ from cloud_server.records.ledger_tables import (
     Alone,
     Device,
     Energy,
+    Evaluation,
     Flops,
     Invitation,
-    Judgement,
     Round,
     Row,
     Traffic,
@@ -53,14 +53,15 @@ def test_every_row_comes_back_as_it_was_written(ledger: Ledger) -> None:
         Device(name="c", status="revoked", enrolled_round=3, first_seen=1.5, last_seen=2.5, state="on", phase="train",
                version="0.1", capabilities={"codecs": ("fp32", "int8"), "ram": 512}, cannot="no torch", took_part=True,
                new=True),
-        Round(round=3, opened_at=1.0, closed_at=2.0, cohort=("a", "b"), members=2, model_id="m", judged_id="j",
+        Round(round=3, opened_at=1.0, closed_at=2.0, cohort=("a", "b"), members=2, model_id="m", served_id="j",
               models_transmitted=4.0, seconds=1.0, loss=0.5, status="closed", note="fine"),
         Update(round=3, device="a", update_id="u", received_at=1.5, samples=9, loss=0.25, payload_bytes=7, chunks=1,
                status="refused", reason="a value that is not finite"),
         Traffic(round=3, device="a", direction="up", kind="update", payload_bytes=7, mqtt_bytes=9, wire_bytes=None),
         Energy(round=3, device="a", phase="train", joules=1.25, source="RAPL", measured=True),
         Flops(round=3, device="a", flops=1e9),
-        Judgement(round=3, device="a", stage="after", method="pfldyn-proto", confusion=((3, 1), (0, 4)), accuracy=0.875,
+        Evaluation(round=3, device="a", stage="after", method="pfldyn-proto", confusion=((3, 1), (0, 4)),
+                       accuracy=0.875,
                   macro_f1=0.87, new=True),
     ]  # fmt: skip
     ledger.put(*rows)
@@ -246,8 +247,16 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
     assert digest(ledger.path) == before
 
 
+OLD_NAMES = (
+    "ALTER TABLE evaluations RENAME TO judgements", "ALTER TABLE rounds RENAME COLUMN served_id TO judged_id",
+)
+"""What version 5 renamed."""
+
+
 def test_a_ledger_of_the_first_version_is_completed_and_keeps_its_rows(ledger: Ledger) -> None:
     before = ledger.rows(Round)
+    for statement in OLD_NAMES:
+        ledger._db.execute(statement)
     for table in ("invitations", "certificates", "alone"):
         ledger._db.execute(f"DROP TABLE {table}")
     ledger._db.execute("ALTER TABLE devices DROP COLUMN revoked_at")
@@ -261,12 +270,13 @@ def test_a_ledger_of_the_first_version_is_completed_and_keeps_its_rows(ledger: L
 
 
 def test_a_ledger_of_the_third_version_takes_what_devices_do_alone(ledger: Ledger) -> None:
-    before = ledger.rows(Judgement)
-    ledger._db.execute("DROP TABLE alone")
+    before = ledger.rows(Evaluation)
+    for statement in (*OLD_NAMES, "DROP TABLE alone"):
+        ledger._db.execute(statement)
     ledger._db.execute("PRAGMA user_version = 3")
     ledger.close()
     with Ledger(ledger.path) as again:
-        assert (again.rows(Judgement), again.rows(Alone)) == (before, [])
+        assert (again.rows(Evaluation), again.rows(Alone)) == (before, [])
         row = Alone(round=1, device="a", frequent=1, method="nearest mean", confusion=((3, 1), (0, 2)))
         again.put(row, replace(row, frequent=0))
         assert again.rows(Alone) == [replace(row, frequent=0)]

@@ -62,7 +62,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
         yield books
 
 
-def fill(ledger: Ledger, rounds: int = 7, *, energy: bool = True, judged: bool = True, wire: bool = True) -> None:
+def fill(ledger: Ledger, rounds: int = 7, *, energy: bool = True, evaluated: bool = True, wire: bool = True) -> None:
     ledger.put(*[Device(name=name, state="on", phase="train", took_part=True) for name in NAMES])
     ledger.put(Device(name=NEW, state="on", phase="serve", new=True))
     for number in range(1, rounds + 1):
@@ -77,11 +77,11 @@ def fill(ledger: Ledger, rounds: int = 7, *, energy: bool = True, judged: bool =
                     ledger.put(
                         Energy(round=number, device=name, phase="train", joules=4.0, source="RAPL", measured=True)
                     )
-                row = result.judgement(number, name, "after", "pfldyn-proto", [[70 + number, 10 - i], [5, 5]])
-                if judged and row:
+                row = result.evaluation(number, name, "after", "pfldyn-proto", [[70 + number, 10 - i], [5, 5]])
+                if evaluated and row:
                     ledger.put(row)
-    row = result.judgement(rounds, NEW, "after", "pfldyn-proto", [[9, 1], [0, 10]], new=True)
-    if judged and row:
+    row = result.evaluation(rounds, NEW, "after", "pfldyn-proto", [[9, 1], [0, 10]], new=True)
+    if evaluated and row:
         ledger.put(row)
 
 
@@ -99,10 +99,10 @@ def page(ledger: Ledger, *, title: str = "Hearts", baseline: bool = True) -> tup
 def test_the_report_tells_before_and_after_bytes_and_joules(ledger: Ledger) -> None:
     fill(ledger)
     data = built(ledger)
-    assert data.judged is not None
-    assert data.judged.before is not None
+    assert data.evaluated is not None
+    assert data.evaluated.before is not None
     _, seen = page(ledger)
-    assert f"{data.judged.before.macro_f1:.3f} → {data.judged.macro_f1:.3f}" in seen.text
+    assert f"{data.evaluated.before.macro_f1:.3f} → {data.evaluated.macro_f1:.3f}" in seen.text
     for words in ("FedAvg, not personalized", "FedAvg fine-tuned", "PFLDyn-Proto personalized", "measured: RAPL",
                   "84.0 J", "2.94 MB", "118 new", "3 devices and 1 new · 7 rounds · seed 0"):  # fmt: skip
         assert words in seen.text
@@ -131,7 +131,7 @@ def test_every_chart_is_well_formed_named_and_has_a_table(ledger: Ledger) -> Non
 
 def test_what_is_written_by_others_is_escaped(ledger: Ledger) -> None:
     name = "<script>alert(1)</script>"
-    row = result.judgement(7, name, "after", "<i>own</i>", [[1, 0], [0, 0]])
+    row = result.evaluation(7, name, "after", "<i>own</i>", [[1, 0], [0, 0]])
     assert row is not None
     fill(ledger)
     ledger.put(Device(name=name), row)
@@ -150,18 +150,18 @@ def test_a_run_without_baseline_energy_or_wire_says_so(ledger: Ledger) -> None:
     assert "→" not in seen.text
 
 
-def test_a_run_that_was_interrupted_before_any_judgement_has_a_report(ledger: Ledger) -> None:
-    fill(ledger, rounds=1, judged=False)
+def test_a_run_that_was_interrupted_before_any_evaluation_has_a_report(ledger: Ledger) -> None:
+    fill(ledger, rounds=1, evaluated=False)
     ledger.put(Round(round=2, opened_at=2.0, cohort=NAMES))
     _, seen = page(ledger, baseline=False)
-    assert "not judged yet" in seen.text
-    assert "No round of this run was judged." in seen.text
+    assert "not evaluated yet" in seen.text
+    assert "No round of this run was evaluated." in seen.text
     assert "1 round ·" in seen.text
 
 
 def test_a_run_that_closed_no_round_has_a_report(ledger: Ledger) -> None:
     _, seen = page(ledger, baseline=False)
-    assert "No device was judged in this run." in seen.text
+    assert "No device was evaluated in this run." in seen.text
     assert all(tag != "svg" for tag, _ in seen.tags)
     assert not {"nan", "None", "inf"} & set(seen.text.split())
 
@@ -340,9 +340,9 @@ def test_the_closing_table_tells_devices_costs_and_files(ledger: Ledger) -> None
 
 
 def test_the_closing_table_of_a_partial_run_says_what_is_absent(ledger: Ledger) -> None:
-    fill(ledger, rounds=1, judged=False, energy=False, wire=False)
+    fill(ledger, rounds=1, evaluated=False, energy=False, wire=False)
     text = closing_table(built(ledger, baseline=False))
-    assert "no device was judged" in text
+    assert "no device was evaluated" in text
     assert re.search(r"wire +not counted\nenergy +not measured\n", text)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Energy, Flops, Judgement, Round, Traffic, Update
+from cloud_server.records.ledger_tables import Device, Energy, Evaluation, Flops, Round, Traffic, Update
 from cloud_server.reports import result, scores
 from cloud_server.reports.terminal_view import RECENT_ROUNDS, LiveView, Snapshot, snapshot
 from fleet_core.base.errors import DataError
@@ -30,7 +30,7 @@ def confusions() -> st.SearchStrategy[list[list[int]]]:
     )
 
 
-def fill(ledger: Ledger, *, energy: bool = True, judged: bool = True) -> None:
+def fill(ledger: Ledger, *, energy: bool = True, evaluated: bool = True) -> None:
     """Three rounds, the last one open: devices a and b train, n is new."""
     ledger.put(Device(name="a", took_part=True), Device(name="b", took_part=True), Device(name="n", new=True))
     for number in (1, 2, 3):
@@ -51,9 +51,9 @@ def fill(ledger: Ledger, *, energy: bool = True, judged: bool = True) -> None:
                 )  # fmt: skip
                 if energy:
                     ledger.put(Energy(**at, phase="train", joules=1.5, source="RAPL", measured=True))
-    if judged:
+    if evaluated:
         for device, confusion in (("a", GOOD), ("b", FAIR), ("n", POOR)):
-            row = result.judgement(2, device, "after", "pfldyn-proto", confusion, new=device == "n")
+            row = result.evaluation(2, device, "after", "pfldyn-proto", confusion, new=device == "n")
             assert row is not None
             ledger.put(row)
 
@@ -92,7 +92,7 @@ def test_a_class_that_is_only_answered_costs_its_victims_but_is_no_class_of_the_
 def test_no_samples_give_no_figure() -> None:
     assert scores.confusion_accuracy([[0, 0], [0, 0]]) is None
     assert scores.macro_f1([[0, 0], [0, 0]], classes_present_only=False) is None
-    assert result.judgement(1, "a", "after", "fedavg", [[0]]) is None
+    assert result.evaluation(1, "a", "after", "fedavg", [[0]]) is None
 
 
 @given(confusions())
@@ -131,28 +131,28 @@ def test_a_run_says_what_its_ledger_holds(ledger: Ledger) -> None:
     assert data["personalization"][0]["before"]["method"] == "fedavg"
 
 
-def test_the_curve_is_of_the_devices_that_train_and_the_judged_are_all(ledger: Ledger) -> None:
+def test_the_curve_is_of_the_devices_that_train_and_the_evaluated_are_all(ledger: Ledger) -> None:
     fill(ledger)
     data = build(ledger)
     assert data["rounds"][1]["accuracy"] == pytest.approx({"mean": 0.95, "worst": 0.9, "best": 1.0})
-    assert data["judged"]["accuracy"] == pytest.approx((10 + 9 + 8) / 30)
-    assert data["judged"]["macro_f1"] == pytest.approx((2 * 24 / (24 + 27) + 2 * 3 / (6 + 3)) / 2)
+    assert data["evaluated"]["accuracy"] == pytest.approx((10 + 9 + 8) / 30)
+    assert data["evaluated"]["macro_f1"] == pytest.approx((2 * 24 / (24 + 27) + 2 * 3 / (6 + 3)) / 2)
     assert data["new_devices"]["accuracy"] == pytest.approx(0.8)
 
 
 def test_pooled_before_is_told_only_of_the_same_devices(ledger: Ledger) -> None:
     fill(ledger)
     data = build(ledger, {"a": {"before": POOR}, "b": {"before": POOR}, "n": {"before": POOR, "fine_tuned": FAIR}})
-    assert data["judged"]["before"]["accuracy"] == pytest.approx(0.8)
-    assert "fine_tuned" not in data["judged"]
+    assert data["evaluated"]["before"]["accuracy"] == pytest.approx(0.8)
+    assert "fine_tuned" not in data["evaluated"]
     assert data["new_devices"]["fine_tuned"]["accuracy"] == pytest.approx(0.9)
     assert "fine_tuned" not in data["personalization"][0]
 
 
 def test_a_figure_that_was_not_taken_is_an_absent_key(ledger: Ledger) -> None:
-    fill(ledger, energy=False, judged=False)
+    fill(ledger, energy=False, evaluated=False)
     data = build(ledger)
-    assert not {"judged", "new_devices"} & data.keys()
+    assert not {"evaluated", "new_devices"} & data.keys()
     assert data["personalization"] == []
     assert all(not {"energy_j", "wire_bytes", "accuracy", "macro_f1"} & r.keys() for r in data["rounds"])
     assert not {"energy_j", "wire_bytes"} & data["totals"].keys()
@@ -183,7 +183,7 @@ def test_what_is_asked_of_some_rounds_leaves_out_all_others(ledger: Ledger) -> N
     only = range(2, 3)
     for sums in (ledger.volume("round", only), ledger.joules("round", only), ledger.flops(only)):
         assert sums.keys() == {2}
-    for rows in (ledger.rounds(within=only), ledger.rounds("closed", only), ledger.rows(Judgement, only)):
+    for rows in (ledger.rounds(within=only), ledger.rounds("closed", only), ledger.rows(Evaluation, only)):
         assert {row.round for row in rows} == {2}
     assert ledger.joules(within=only)[None].missing is None
     assert ledger.joules(within=range(1, 2))[None].missing == 1
@@ -194,11 +194,11 @@ def test_the_newest_round_is_that_of_the_last_row_that_fits(ledger: Ledger) -> N
     assert ledger.newest(Round) is None
     fill(ledger)
     assert (ledger.newest(Round), ledger.newest(Round, status="closed")) == (3, 2)
-    assert (ledger.newest(Update, status="refused"), ledger.newest(Judgement, new=True, stage="before")) == (2, None)
+    assert (ledger.newest(Update, status="refused"), ledger.newest(Evaluation, new=True, stage="before")) == (2, None)
 
 
-def long_run(ledger: Ledger, rounds: int, judged: int) -> None:
-    """As ``fill`` leaves it, and then closed ones, of which ``judged`` is one more that was judged."""
+def long_run(ledger: Ledger, rounds: int, evaluated: int) -> None:
+    """As ``fill`` leaves it, and then closed ones, of which ``evaluated`` is one more that was evaluated."""
     fill(ledger)
     for number in range(3, rounds + 1):
         ledger.put(
@@ -206,7 +206,7 @@ def long_run(ledger: Ledger, rounds: int, judged: int) -> None:
             Update(round=number, device="a", update_id="a", received_at=1.0),
             Energy(round=number, device="a", phase="train", joules=number, source="RAPL", measured=True),
         )
-    row = result.judgement(judged, "a", "after", "pfldyn-proto", FAIR)
+    row = result.evaluation(evaluated, "a", "after", "pfldyn-proto", FAIR)
     assert row is not None
     ledger.put(row)
 
@@ -217,12 +217,12 @@ def shown(now: Snapshot) -> str:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize(("rounds", "judged"), [(3, 2), (7, 7), (20, 4), (20, 17)])
+@pytest.mark.parametrize(("rounds", "evaluated"), [(3, 2), (7, 7), (20, 4), (20, 17)])
 @pytest.mark.parametrize("told", [0, 3, 20])
 def test_a_view_of_the_newest_rounds_shows_what_one_of_all_rounds_does(
-    ledger: Ledger, rounds: int, judged: int, told: int
+    ledger: Ledger, rounds: int, evaluated: int, told: int
 ) -> None:
-    long_run(ledger, rounds, judged)
+    long_run(ledger, rounds, evaluated)
     every, newest = snapshot(ledger), snapshot(ledger, told)
     assert [figures.round for figures in every.rounds] == list(range(1, rounds + 1))
     assert len(newest.rounds) <= max(rounds - told, RECENT_ROUNDS) + 1
@@ -258,8 +258,8 @@ def test_the_environment_names_neither_the_machine_nor_its_user() -> None:
         ({"format": 2}, "format: 2 is over the limit"),
         ({"seed": None}, "seed"),
         ({"sead": 1}, "did you mean 'seed'"),
-        ({"judged": {"accuracy": 1.5, "macro_f1": 0.5}}, "judged.accuracy: 1.5 is over"),
-        ({"judged": {"accuracy": float("nan"), "macro_f1": 0.5}}, "judged.accuracy: expected a finite number"),
+        ({"evaluated": {"accuracy": 1.5, "macro_f1": 0.5}}, "evaluated.accuracy: 1.5 is over"),
+        ({"evaluated": {"accuracy": float("nan"), "macro_f1": 0.5}}, "evaluated.accuracy: expected a finite number"),
         ({"totals": {"energy_j": None}}, "totals.energy_j: an absent figure is an absent key"),
         ({"rounds": [{"round": 1}]}, "rounds[0].participants: missing"),
         ({"rounds": "many"}, "rounds: expected a list"),
@@ -275,6 +275,12 @@ def test_what_is_no_result_is_refused(data: Any) -> None:
     assert result.validate(data)
     with pytest.raises(DataError, match=r"no result\.json"):
         result.parse(data)
+
+
+def test_the_former_name_of_a_figure_is_read(ledger: Ledger) -> None:
+    pooled = {"accuracy": 0.5, "macro_f1": 0.25, "method": "pfldyn-proto"}
+    found = result.parse({**build(ledger), "judged": pooled})
+    assert found.evaluated == result.parse({**build(ledger), "evaluated": pooled}).evaluated is not None
 
 
 def test_keys_of_a_newer_program_are_ignored_when_reading(ledger: Ledger) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from cloud_server.commands import server
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Alone, Device, Judgement, Round
+from cloud_server.records.ledger_tables import Alone, Device, Evaluation, Round
 from cloud_server.reports import result
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table
@@ -37,7 +37,7 @@ def counts(shares: list[float], right: float, samples: int = SAMPLES) -> np.ndar
     return np.array([[round(samples * shares[k] * (right if k == j else wrong)) for j in range(n)] for k in range(n)])
 
 
-def judged(fleet: Any, alone: Any = None, frequent: int = 0, devices: int = 1, **more: Any) -> Verdict:
+def evaluated(fleet: Any, alone: Any = None, frequent: int = 0, devices: int = 1, **more: Any) -> Verdict:
     found = verdict([Answers(fleet, frequent, alone)] * devices, **more)
     assert found is not None
     return found
@@ -50,17 +50,20 @@ EVEN = [1 / 3] * 3
 
 
 def test_a_fleet_at_chance_is_warned_of_and_what_it_memorised_is_said() -> None:
-    found = judged(counts(EVEN, 0.395), loss=4.6e-6)
+    found = evaluated(counts(EVEN, 0.395), loss=4.6e-6)
     (warning,) = found.warnings
     assert warning.startswith("memorised: loss 4.6e-06, accuracy near chance: 0.39")
     assert "most frequent class alone has 0.333" in warning
     assert "'metafleet advise FILE'" in warning
-    (other,) = judged(counts(EVEN, 0.395), loss=0.9).warnings
+    (other,) = evaluated(counts(EVEN, 0.395), loss=0.9).warnings
     assert other.startswith("accuracy near chance: 0.395")
 
 
 def test_where_the_plain_baseline_is_at_chance_too_the_labels_are_suspected() -> None:
-    mixed, learnable = judged(counts(EVEN, 0.35), counts(EVEN, 0.34)), judged(counts(EVEN, 0.35), counts(EVEN, 0.9))
+    mixed, learnable = (
+        evaluated(counts(EVEN, 0.35), counts(EVEN, 0.34)),
+        evaluated(counts(EVEN, 0.35), counts(EVEN, 0.9)),
+    )
     assert "labels are mixed up" in mixed.warnings[0]
     assert [text.partition(":")[0] for text in learnable.warnings] == ["accuracy near chance",
                                                                         "a device alone answers better"]
@@ -68,23 +71,23 @@ def test_where_the_plain_baseline_is_at_chance_too_the_labels_are_suspected() ->
 
 
 def test_a_fleet_that_a_device_alone_beats_is_warned_of_and_one_that_is_as_good_is_not() -> None:
-    (warning,) = judged(counts(EVEN, 0.71), counts(EVEN, 0.93)).warnings
+    (warning,) = evaluated(counts(EVEN, 0.71), counts(EVEN, 0.93)).warnings
     assert "has accuracy 0.930, the fleet's model 0.710 on 3000 held-back samples of 1 device" in warning
-    assert judged(counts(EVEN, 0.93), counts(EVEN, 0.93)).warnings == ()
-    assert judged(counts(EVEN, 0.91), counts(EVEN, 0.93)).warnings == ()
-    assert len(judged(counts(EVEN, 0.88), counts(EVEN, 0.93)).warnings) == 1
-    assert judged(counts(EVEN, 0.93)).warnings == ()
+    assert evaluated(counts(EVEN, 0.93), counts(EVEN, 0.93)).warnings == ()
+    assert evaluated(counts(EVEN, 0.91), counts(EVEN, 0.93)).warnings == ()
+    assert len(evaluated(counts(EVEN, 0.88), counts(EVEN, 0.93)).warnings) == 1
+    assert evaluated(counts(EVEN, 0.93)).warnings == ()
 
 
 @pytest.mark.parametrize("samples", [6, 15, 30, 60])
 def test_few_samples_are_no_reason_to_warn(samples: int) -> None:
-    assert judged(counts(EVEN, 0.5, samples), counts(EVEN, 0.6, samples), loss=0.001).warnings == ()
+    assert evaluated(counts(EVEN, 0.5, samples), counts(EVEN, 0.6, samples), loss=0.001).warnings == ()
 
 
 def test_a_training_loss_near_zero_takes_half_the_margin() -> None:
     few = counts(EVEN, 0.38, 192)
-    assert judged(few, loss=0.3).warnings == ()
-    assert judged(few, loss=0.001).warnings[0].startswith("memorised: loss 0.001, accuracy near chance: 0.375")
+    assert evaluated(few, loss=0.3).warnings == ()
+    assert evaluated(few, loss=0.001).warnings[0].startswith("memorised: loss 0.001, accuracy near chance: 0.375")
 
 
 def test_counts_are_pooled_so_that_tiny_devices_weigh_little() -> None:
@@ -94,14 +97,14 @@ def test_counts_are_pooled_so_that_tiny_devices_weigh_little() -> None:
     assert (found.devices, found.samples, found.warnings) == (11, 660, ())
 
 
-def test_one_class_that_is_nearly_all_of_the_samples_is_judged_by_macro_f1_too() -> None:
+def test_one_class_that_is_nearly_all_of_the_samples_is_evaluated_by_macro_f1_too() -> None:
     """Heart beats: 91 % are normal. The fleet that finds the rare ones is good though its accuracy is that of the class
     alone; the fleet that always says normal is not."""
     finds = np.array([[510, 20, 16], [4, 26, 0], [4, 0, 20]])
     always = np.array([[546, 0, 0], [30, 0, 0], [24, 0, 0]])
     assert np.trace(finds) / finds.sum() < 0.93
-    assert judged(finds).warnings == ()
-    assert judged(always).warnings[0].startswith("accuracy near chance: 0.910")
+    assert evaluated(finds).warnings == ()
+    assert evaluated(always).warnings[0].startswith("accuracy near chance: 0.910")
 
 
 def test_devices_of_one_class_each_leave_nothing_to_gain_and_are_not_warned_of() -> None:
@@ -117,10 +120,10 @@ def test_random_answers_of_any_number_of_devices_never_look_good_when_there_are_
         y, answers = rng.integers(0, 4, 2000), rng.integers(0, 4, 2000)
         table = np.zeros((4, 4), np.int64)
         np.add.at(table, (y, answers), 1)
-        assert judged(table).warnings
+        assert evaluated(table).warnings
 
 
-def test_nothing_judged_is_no_verdict() -> None:
+def test_nothing_evaluated_is_no_verdict() -> None:
     assert verdict([]) is None
     assert verdict([Answers(np.zeros((2, 2)), 0)]) is None
     assert lines(None) == []
@@ -138,7 +141,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def book(ledger: Ledger, device: str, right: float, number: int = 2, alone: float | None = 0.9) -> None:
-    row = result.judgement(number, device, "after", "fedavg", counts(EVEN, right).tolist())
+    row = result.evaluation(number, device, "after", "fedavg", counts(EVEN, right).tolist())
     assert row is not None
     ledger.put(row, replace(row, stage="before", confusion=((0,) * 3,) * 3))
     if alone is not None:
@@ -146,7 +149,7 @@ def book(ledger: Ledger, device: str, right: float, number: int = 2, alone: floa
         ledger.put(Alone(round=number, device=device, frequent=0, method="nearest mean", confusion=table))
 
 
-def test_the_last_judgements_of_devices_that_said_what_they_do_alone_are_taken(ledger: Ledger) -> None:
+def test_the_last_evaluations_of_devices_that_said_what_they_do_alone_are_taken(ledger: Ledger) -> None:
     assert of_ledger(ledger) is None
     book(ledger, "a", 0.2, number=1)
     book(ledger, "a", 0.7)
@@ -260,6 +263,8 @@ def test_a_device_measures_what_it_does_alone_once_for_the_same_samples(
 def test_reports_of_agents_that_do_not_measure_it_and_for_aggregators_that_do_not_know_it_are_read() -> None:
     old = b'{"round": 1, "boot": "x", "judged_round": 1, "judgements": []}'
     assert messages.decode(Report, old).alone is None
+    assert messages.decode(Report, old).evaluated_round == 1
+    assert b'"judged_round":2' in messages.encode(Report(round=2, evaluated_round=2))
     assert b"alone" not in messages.encode(Report(round=1))
     with pytest.raises(MessageError):
         messages.decode(Report, b'{"round": 1, "alone": {"frequent": -1}}')
@@ -270,5 +275,5 @@ def test_a_report_whose_counts_are_of_other_classes_is_refused(fleet: Callable[.
     before = w.server.ledger.rows(Alone)
     for alone in (messages.Alone(3), messages.Alone(0, "x", ((1, 2), (3, 4)))):
         with pytest.raises(MessageError):
-            w.server._on_report("d0", Report(round=2, judged_round=2, alone=alone))
-    assert (w.server.ledger.rows(Alone), len(w.server.ledger.rows(Judgement, stage="after"))) == (before, 2)
+            w.server._on_report("d0", Report(round=2, evaluated_round=2, alone=alone))
+    assert (w.server.ledger.rows(Alone), len(w.server.ledger.rows(Evaluation, stage="after"))) == (before, 2)

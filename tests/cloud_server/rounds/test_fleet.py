@@ -20,15 +20,15 @@ import torch
 
 from cloud_server.broker.publisher import RETAINED_S, Publisher
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Judgement, Round, Traffic, Update
+from cloud_server.records.ledger_tables import Device, Evaluation, Round, Traffic, Update
 from cloud_server.records.spool import Spool
-from cloud_server.rounds import accept_updates, broadcast
-from cloud_server.rounds.members import SILENT_S, Roster
-from cloud_server.rounds.uploads import Intake
+from cloud_server.rounds import broadcast, update_receiver
+from cloud_server.rounds.members import SILENT_S, Members
+from cloud_server.rounds.uploads import Uploads
 from cloud_server.running import aggregator_process
-from edge_agent.compute.trainer import InlineTrainer, Order, Workshop
+from edge_agent.compute.trainer import InlineTrainer, Order, TrainerJobs
 from edge_agent.compute.worker import Done, Job, TrainerProcess
-from edge_agent.device.state import Home, Pending
+from edge_agent.device.state import DeviceState, Pending
 from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import ClientState, Payload
 from fleet_core.algorithms.methods.registry import METHODS
@@ -87,12 +87,12 @@ def opened(w: World, number: int) -> bool:
     return w.server is not None and w.server.open is not None and w.server.open.number == number
 
 
-def all_judged(w: World, number: int) -> bool:
-    return {j.device for j in w.server.ledger.rows(Judgement, round=number)} >= set(w.agents)
+def all_evaluated(w: World, number: int) -> bool:
+    return {j.device for j in w.server.ledger.rows(Evaluation, round=number)} >= set(w.agents)
 
 
 def finished(w: World) -> bool:
-    return w.server is not None and w.server.finished and all_judged(w, w.closed())
+    return w.server is not None and w.server.finished and all_evaluated(w, w.closed())
 
 
 def statuses(w: World, number: int) -> dict[str, str]:
@@ -142,20 +142,20 @@ QUICK = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_learns_and_every_device_is_judged(fleet, method):
+def test_every_method_learns_and_every_device_is_evaluated(fleet, method):
     w = fleet(method, rounds=8, hyper=QUICK.get(method, ""))
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: finished(w))
     w.start_agent("late", toy(9), train=False)
-    assert w.pump(lambda: all_judged(w, 8))
-    judged = w.server.ledger.rows(Judgement, round=8)
-    after = {j.device: j for j in judged if j.stage == "after"}
+    assert w.pump(lambda: all_evaluated(w, 8))
+    evaluated = w.server.ledger.rows(Evaluation, round=8)
+    after = {j.device: j for j in evaluated if j.stage == "after"}
     assert after.keys() == {"d0", "d1", "d2", "late"}
     assert {name for name, j in after.items() if j.new} == {"late"}
     assert min(j.accuracy for j in after.values()) > 0.6, "chance is a third"
     assert all(sum(map(sum, j.confusion)) > 20 for j in after.values())
     alone = set(METHODS[method].shared) >= {"body", "head"}  # the fleet's model answers before it is anyone's own
-    assert len(judged) == (8 if alone else 4)
+    assert len(evaluated) == (8 if alone else 4)
     assert w.agents["late"].service.personalization == METHODS[method].personalizer
     assert statuses(w, 8) == dict.fromkeys(("d0", "d1", "d2"), "counted")
 
@@ -182,8 +182,8 @@ def state_key(w: World, epoch: int) -> str:
 def devices_dual(w: World, feedback: bool) -> trees.Params | None:
     """Σ g_i (+ α Σ e_i) over the devices that belong to the fleet, from their disks; None for nothing committed."""
     penalty, total = w.server.hyper.penalty, None
-    for name in w.server._roster.members():
-        state = Home(w.folder / "devices" / name).state(state_key(w, w.server.checkpoint.state.dual_epoch))
+    for name in w.server._members.members():
+        state = DeviceState(w.folder / "devices" / name).state(state_key(w, w.server.checkpoint.state.dual_epoch))
         if state is None:
             continue
         mine = trees.apply(lambda a: a.astype(np.float64), state["dual"])
@@ -195,7 +195,7 @@ def devices_dual(w: World, feedback: bool) -> trees.Params | None:
 
 def settled(w: World) -> bool:
     """Nothing that belongs to a closed round is pending on a device."""
-    return all(a._outbox.pending is None or a._outbox.pending.round > w.closed() for a in w.agents.values())
+    return all(a._updates.pending is None or a._updates.pending.round > w.closed() for a in w.agents.values())
 
 
 def check_duals(w: World, feedback: bool) -> None:
@@ -211,7 +211,7 @@ def assert_close(left: trees.Params, right: trees.Params, limit: float) -> None:
     assert trees.norm(trees.subtract(left, right)) <= limit
 
 
-class Tampered(Workshop):
+class Tampered(TrainerJobs):
     """Sends a million times what it learned in the rounds that are named."""
 
     def __init__(self, *rounds: int) -> None:
@@ -287,7 +287,7 @@ def test_devices_that_commit_without_being_counted_would_be_noticed(fleet):
     w = fleet(rounds=3)
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: w.closed() >= 1 and settled(w) and opened(w, 2))
-    home = Home(w.folder / "devices" / "d0")
+    home = DeviceState(w.folder / "devices" / "d0")
     state = home.state(state_key(w, 0))
     assert state is not None
     doubled = {"dual": trees.scale(state["dual"], 2.0), "residual": state["residual"]}
@@ -391,7 +391,7 @@ def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[Worl
 def outcome(w: World) -> dict[str, bytes]:
     """The last checkpoint, bit for bit."""
     state = w.server.checkpoint.state
-    roles = {"model": state.model, "judged": state.judged, **state.memory}
+    roles = {"model": state.model, "evaluated": state.served, **state.memory}
     return {key: np.asarray(a).tobytes() for key, a in storage.flatten_roles(roles).items()}
 
 
@@ -414,7 +414,7 @@ def test_a_death_at_any_moment_changes_nothing(founded, tmp_path, actor):
         assert [(r.round, r.status, r.cohort) for r in rounds] == [(n, "closed", ("d0", "d1")) for n in (1, 2)]
         counted = [(u.round, u.device) for u in w.server.ledger.rows(Update)]
         assert counted == [(1, "d0"), (1, "d1"), (2, "d0"), (2, "d1")], death.where
-        assert all_judged(w, 2), death.where
+        assert all_evaluated(w, 2), death.where
         retained = {t.split("/")[3] for t in w.broker.retained if t.startswith("fl1/t/b/")}
         named = {b.id for b in w.agents["d0"].manifest.blobs()}
         assert retained == named, f"{death.where}: what no manifest names is cleared"
@@ -450,7 +450,7 @@ def test_a_broker_that_comes_back_without_its_memory_is_given_everything_again(f
     w.broker.start()
     assert w.pump(lambda: finished(w), tick_s=0.1)
     w.start_agent("late", toy(9), train=False)
-    assert w.pump(lambda: all_judged(w, 4))
+    assert w.pump(lambda: all_evaluated(w, 4))
 
 
 class Recorded(LoopbackLink):
@@ -464,7 +464,7 @@ class Recorded(LoopbackLink):
 
 
 @dataclass
-class Shelf:
+class StoredModels:
     """A publisher on a broker of its own."""
 
     folder: Path
@@ -503,7 +503,7 @@ class Shelf:
 
 
 def test_a_broker_that_kept_everything_is_given_nothing_again(tmp_path):
-    shelf = Shelf(tmp_path)
+    shelf = StoredModels(tmp_path)
     shelf.reconnect()
     assert shelf.turn() == []
     assert shelf.publisher.idle
@@ -514,7 +514,7 @@ def test_a_broker_that_kept_everything_is_given_nothing_again(tmp_path):
 
 @pytest.mark.parametrize("lost", ["a blob", "the manifest", "an older manifest", "all"])
 def test_a_broker_that_lost_a_part_is_given_that_part_the_manifest_last(tmp_path, lost):
-    shelf = Shelf(tmp_path)
+    shelf = StoredModels(tmp_path)
     wanted = dict(shelf.broker.retained)
     current = topics.current("t")
     missing = {"a blob": shelf.topics(1), "all": list(wanted)}.get(lost, [current])
@@ -530,7 +530,7 @@ def test_a_broker_that_lost_a_part_is_given_that_part_the_manifest_last(tmp_path
 
 
 def test_a_round_that_opens_before_it_is_clear_what_is_lost_is_announced_after_its_blobs(tmp_path):
-    shelf = Shelf(tmp_path)
+    shelf = StoredModels(tmp_path)
     shelf.broker.retained.clear()
     shelf.reconnect()
     shelf.turn()
@@ -773,7 +773,7 @@ def test_refusals_of_one_device_do_not_fill_the_ledger(fleet):
     for n in range(50):
         fakes[0].offer(fakes[0].update(b"x" * (100 + n), layout="other"), 1)
     w.step()
-    assert len(w.server.ledger.rows(Update)) == accept_updates.REFUSALS_NOTED
+    assert len(w.server.ledger.rows(Update)) == update_receiver.REFUSALS_NOTED
 
 
 @pytest.mark.parametrize(
@@ -794,7 +794,7 @@ def test_an_impossible_report_changes_no_book(liar, report):
     liar.link.publish(topics.report(liar.w.name, "liar"), report)
     liar.w.step()
     assert liar.w.server.ledger.rows(Traffic) == []
-    assert liar.w.server.ledger.rows(Judgement) == []
+    assert liar.w.server.ledger.rows(Evaluation) == []
     assert liar.w.server.ledger.facts() == before
 
 
@@ -881,14 +881,14 @@ def test_words_from_the_broker_alone_cannot_settle_what_is_pending(fleet):
     faults = Faults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults))
     start(w, "d0", "d1", "d2")
-    assert w.pump(lambda: w.agents["d0"]._outbox.pending is not None)
-    pending = w.agents["d0"]._outbox.pending
+    assert w.pump(lambda: w.agents["d0"]._updates.pending is not None)
+    pending = w.agents["d0"]._updates.pending
     words = [Down("reject", 1, pending.upload.id, ok=False), Down("done", 1, pending.upload.id),
              Down("counted", 1, pending.upload.id, ok=False, device="d0")]
     for word in words:
         w.broker.publish(topics.down(w.name, "d0"), messages.encode(word))
         w.agents["d0"].step(0)
-        assert w.agents["d0"]._outbox.pending is pending
+        assert w.agents["d0"]._updates.pending is pending
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     check_duals(w, feedback=True)
 
@@ -898,7 +898,7 @@ class Senders:
 
     def __init__(self, number: int):
         self.now = 0.0
-        self.intake = Intake(self.granted, lambda: self.now, 1 << 20)
+        self.intake = Uploads(self.granted, lambda: self.now, 1 << 20)
         self.data = {f"d{n}": bytes([n % 256]) * 20_000 for n in range(number)}
         self.blobs = {name: Blob.of(data, 1024) for name, data in self.data.items()}
         self.grants: list[tuple[str, list[int]]] = []
@@ -960,7 +960,7 @@ def test_a_late_update_is_recorded_as_late_and_its_state_discarded(fleet):
     for _ in range(8):
         w.step(TICK_S)
     assert w.closed() == 0, "until the deadline the round waits for a device that is alive"
-    pending = w.agents["d0"]._outbox.pending
+    pending = w.agents["d0"]._updates.pending
     assert w.pump(lambda: w.closed() == 1, tick_s=TICK_S)
     lift()
     offer = messages.encode(pending.upload)
@@ -993,22 +993,22 @@ def test_a_device_that_was_away_for_long_asks_what_became_of_its_update(fleet, c
         faults.drop("/a/d0/up/2/")
     start(w, "d0", "d1", "d2", shift=1.0)
     agent = w.agents["d0"]
-    assert w.pump(lambda: agent._outbox.pending is not None and agent._outbox.pending.round == 2
+    assert w.pump(lambda: agent._updates.pending is not None and agent._updates.pending.round == 2
                   and (not counted or (opened(w, 2) and "d0" in w.server.open.received)))
-    kept = agent._outbox.pending
+    kept = agent._updates.pending
     w.kill_agent("d0")
     unheld()
     assert w.pump(lambda: w.closed() == 2 + broadcast.COUNTED_ROUNDS, tick_s=TICK_S)
     assert statuses(w, 2).get("d0") == ("counted" if counted else None)
-    home = Home(w.folder / "devices" / "d0")
+    home = DeviceState(w.folder / "devices" / "d0")
     before = home.state(kept.key)
     lost = faults.drop("/a/d0/dn")
     agent = w.start_agent("d0")
     for _ in range(8):
         w.step(0.1)
-    assert agent._outbox.pending is not None, "the answer was lost"
+    assert agent._updates.pending is not None, "the answer was lost"
     lost()
-    assert w.pump(lambda: agent._outbox.pending is None or agent._outbox.pending.round > 2, tick_s=TICK_S)
+    assert w.pump(lambda: agent._updates.pending is None or agent._updates.pending.round > 2, tick_s=TICK_S)
     after = home.state(kept.key)
     assert before is not None
     assert after is not None
@@ -1098,11 +1098,11 @@ def test_an_open_round_is_looked_over_ten_times_a_second_and_not_at_every_messag
 
 @pytest.mark.slow
 def test_little_is_kept_in_memory_of_a_device(tmp_path):
-    def roster(ledger: Ledger) -> Roster:
-        return Roster(ledger, everyone=True, cannot=lambda presence: None, clock=lambda: 0.0, now=lambda: 0.0,
+    def roster(ledger: Ledger) -> Members:
+        return Members(ledger, everyone=True, cannot=lambda presence: None, clock=lambda: 0.0, now=lambda: 0.0,
                       log=lambda line: None)
 
-    def announce(known: Roster, n: int) -> None:
+    def announce(known: Members, n: int) -> None:
         presence = Presence("on", f"boot{n}", methods=dict.fromkeys(METHODS, 1), codecs=tuple(codecs.CODECS), base="b")
         known.on_presence(f"device{n}", messages.decode(Presence, messages.encode(presence)), 0)
 
@@ -1300,7 +1300,7 @@ def test_a_device_that_cannot_personalize_says_so_and_lives(fleet):
         w.step()
     assert w.told("new: serve: ")
     assert w.told("round 2: new: serve: "), "the aggregator heard of it"
-    assert {j.device for j in w.server.ledger.rows(Judgement)} == {"d0", "d1", "d2"}
+    assert {j.device for j in w.server.ledger.rows(Evaluation)} == {"d0", "d1", "d2"}
 
 
 class Broken(InlineTrainer):
@@ -1683,7 +1683,7 @@ def test_a_paused_fleet_closes_its_round_tells_what_was_counted_and_goes_on_late
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: opened(w, 2))
     w.server.ledger.ask("paused", "yes")
-    assert w.pump(lambda: w.server.paused and w.server.open is None and settled(w) and all_judged(w, w.closed()),
+    assert w.pump(lambda: w.server.paused and w.server.open is None and settled(w) and all_evaluated(w, w.closed()),
                   tick_s=TICK_S)
     closed = w.closed()
     assert not w.agents["d0"].manifest.open
@@ -1698,7 +1698,7 @@ def test_a_paused_fleet_closes_its_round_tells_what_was_counted_and_goes_on_late
     assert w.pump(lambda: finished(w), tick_s=TICK_S)
 
 
-def test_the_judged_model_is_judged_in_mid_run_too_and_survives_a_restart(fleet):
+def test_the_served_model_is_evaluated_in_mid_run_too_and_survives_a_restart(fleet):
     w = fleet("per-fedavg-fo", rounds=6, fleet="")
     path = w.fleet.folder / "fleet.toml"
     path.write_text(path.read_text().replace("serve_every = 6", "serve_every = 2"))
@@ -1711,9 +1711,9 @@ def test_the_judged_model_is_judged_in_mid_run_too_and_survives_a_restart(fleet)
     assert w.agents["d0"].manifest.serve.round == 2
     w.start_agent("new", toy(8), train=False)
     assert w.pump(lambda: finished(w))
-    judged = {(j.round, j.device) for j in w.server.ledger.rows(Judgement, stage="after")}
-    assert judged >= {(n, f"d{k}") for n in (2, 4, 6) for k in range(3)}
-    assert [r.judged_id is not None for r in w.server.ledger.rounds()] == [False, True, False, True, False, True]
+    evaluated = {(j.round, j.device) for j in w.server.ledger.rows(Evaluation, stage="after")}
+    assert evaluated >= {(n, f"d{k}") for n in (2, 4, 6) for k in range(3)}
+    assert [r.served_id is not None for r in w.server.ledger.rounds()] == [False, True, False, True, False, True]
 
 
 class Slow(InlineTrainer):
@@ -1732,7 +1732,7 @@ class Slow(InlineTrainer):
 
 
 @pytest.mark.parametrize("method", ["per-fedavg-fo", "pfldyn-proto"])
-def test_a_model_that_is_served_while_devices_train_is_personalized_and_judged_all_the_same(fleet, method):
+def test_a_model_that_is_served_while_devices_train_is_personalized_and_evaluated_all_the_same(fleet, method):
     w = fleet(method, rounds=4)
     path = w.fleet.folder / "fleet.toml"
     path.write_text(path.read_text().replace("serve_every = 4", "serve_every = 1"))
@@ -1741,9 +1741,9 @@ def test_a_model_that_is_served_while_devices_train_is_personalized_and_judged_a
         w.start_agent(f"d{n}", toy(n))
         w.trainers[f"d{n}"].inner = Slow()
     assert w.pump(lambda: finished(w) and settled(w))
-    judged = {(j.round, j.device) for j in w.server.ledger.rows(Judgement, stage="after")}
-    assert judged >= {(4, f"d{n}") for n in range(3)}
-    assert len(judged) >= 9, "also in mid-run"
+    evaluated = {(j.round, j.device) for j in w.server.ledger.rows(Evaluation, stage="after")}
+    assert evaluated >= {(4, f"d{n}") for n in range(3)}
+    assert len(evaluated) >= 9, "also in mid-run"
     assert not w.told("serve: ")
     assert [len(statuses(w, n)) for n in range(1, 5)] == [3] * 4
 
@@ -1799,7 +1799,7 @@ def test_what_is_pending_when_the_rounds_went_back_is_discarded(fleet):
     w.kill_server()
     shutil.copytree(w.fleet.folder, w.folder / "backup")
     w.start_server()
-    outbox = w.agents["d0"]._outbox
+    outbox = w.agents["d0"]._updates
     assert w.pump(lambda: opened(w, 4) and outbox.pending is not None and outbox.pending.round == 4)
     w.kill_server()
     shutil.rmtree(w.fleet.folder)
@@ -1848,8 +1848,8 @@ def test_an_aggregator_that_is_told_to_stop_leaves_in_order(fleet):
 def test_a_pending_update_that_was_tampered_with_on_the_disk_is_not_sent(fleet):
     w = fleet(rounds=1)
     start(w, "d0", "d1", "d2")
-    assert w.pump(lambda: w.agents["d0"]._outbox.pending is not None)
-    pending: Pending = w.agents["d0"]._outbox.pending
+    assert w.pump(lambda: w.agents["d0"]._updates.pending is not None)
+    pending: Pending = w.agents["d0"]._updates.pending
     home = w.agents["d0"].home
     assert home.pending() is not None
     whole = bytearray(pending.path.read_bytes())

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cloud_server.broker import publisher as publisher_module
 from cloud_server.broker.publisher import Publisher
 from cloud_server.rounds import uploads as intake_module
-from cloud_server.rounds.uploads import Intake
+from cloud_server.rounds.uploads import Uploads
 from edge_agent.connection.blob_download import Fetcher
 from edge_agent.connection.update_upload import Uploader
 from fleet_core.base.errors import LinkError, MessageError
@@ -107,8 +107,8 @@ class Upload(RuleBasedStateMachine):
         self.intake = self.new_intake()
         self.devices = {name: self.new_device(name) for name in NAMES}
 
-    def new_intake(self) -> Intake:
-        return Intake(lambda name, down: self.down.append((name, down)), lambda: self.now, LIMIT)
+    def new_intake(self) -> Uploads:
+        return Uploads(lambda name, down: self.down.append((name, down)), lambda: self.now, LIMIT)
 
     def new_device(self, name: str) -> Device:
         wire = Wire(lambda topic, payload: self.up.append((name, topic, payload)))

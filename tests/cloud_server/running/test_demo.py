@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Judgement
+from cloud_server.records.ledger_tables import Device, Evaluation
 from cloud_server.reports.result import validate
 from tests.support.desk import (
     Desk,
@@ -236,7 +236,7 @@ def test_a_fleet_of_ones_own_is_made_by_the_commands_of_the_readme(desk: Desk) -
 
     np.save(desk.folder / "new.npy", np.eye(3, 8, dtype=np.float32)[:2] * 3)
     with Ledger(fleet / "ledger.sqlite", create=False) as ledger:
-        server.until(lambda: {row.device for row in ledger.rows(Judgement, round=2)} == {"d0", "d1"})
+        server.until(lambda: {row.device for row in ledger.rows(Evaluation, round=2)} == {"d0", "d1"})
     done = called(metafleet("predict", fleet, "d1", desk.folder / "new.npy", "--json"), environ=broker)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)

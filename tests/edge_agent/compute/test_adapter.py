@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloud_server.records.ledger_tables import Judgement
+from cloud_server.records.ledger_tables import Evaluation
 from edge_agent.compute import adapter
 from edge_agent.compute.adapter import AdapterProcess
 from edge_agent.compute.worker import Job
@@ -60,14 +60,14 @@ def test_the_steps_are_torchs(tmp_path: Path, method: str) -> None:
     assert done.error == ""
     own, made = service.local().own(), METHODS[method]
     wanted = personal_model.adapt(
-        made, models.build(homes.layout()), homes.layout(), homes.judged(method), own.x, own.y,
+        made, models.build(homes.layout()), homes.layout(), homes.evaluated(method), own.x, own.y,
         hyper_of(made, STEPPING[method]), None, {"seed": 0.0, "round": 1.0},
     )
     flat = storage.flatten(wanted)
     assert done.arrays.keys() == flat.keys()
     for key, array in flat.items():
         np.testing.assert_allclose(done.arrays[key], array, rtol=1e-3, atol=1e-5)
-    start = storage.flatten({**models.initial(homes.layout(), 0), **homes.judged(method)})
+    start = storage.flatten({**models.initial(homes.layout(), 0), **homes.evaluated(method)})
     assert max(float(np.abs(done.arrays[key] - start[key]).max()) for key in flat) > 1e-3
     assert (done.header["samples"], done.header["of"]) == (len(own), len(own))
 
@@ -157,7 +157,7 @@ def test_what_goes_wrong_is_an_answer(tmp_path: Path, change: dict[str, Any], wo
 
 
 def test_samples_of_another_form_are_refused(tmp_path: Path) -> None:
-    graph, weights = homes.stepping(), homes.weights_of(homes.judged("fedavg-meta"))
+    graph, weights = homes.stepping(), homes.weights_of(homes.evaluated("fedavg-meta"))
     wrong = Samples(np.zeros((3, 7), np.float32), np.arange(3))
     with pytest.raises(DataError, match="the samples are float32"):
         adapter.stepped(graph, weights, wrong, 1, 0.1)
@@ -177,7 +177,7 @@ def test_an_agent_without_torch_makes_its_own_weights_by_the_graph(tmp_path: Pat
     assert w.pump(lambda: finished(w))
     w.start_agent("bare", toy(8), trainer=False)
     w.start_agent("torch", toy(8), train=False)
-    assert w.pump(lambda: {row.device for row in w.server.ledger.rows(Judgement, stage="after")} >= {"bare", "torch"})
+    assert w.pump(lambda: {row.device for row in w.server.ledger.rows(Evaluation, stage="after")} >= {"bare", "torch"})
     bare, other = (w.agents[name].service.answers(toy(5).x[:6]) for name in ("bare", "torch"))
     assert (bare.round, bare.personalization) == (2, how)
     np.testing.assert_allclose(bare.probabilities, other.probabilities, atol=1e-3)

@@ -12,7 +12,7 @@ import pytest
 from cloud_server.devices.devices import _seconds
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Judgement
+from cloud_server.records.ledger_tables import Evaluation
 from fleet_core.base.errors import ConfigError
 from fleet_core.data.samples import load, save
 from fleet_core.protocol import certificates, enrolment_token
@@ -91,7 +91,7 @@ def test_two_devices_enrol_by_token_train_and_answer_over_tls_and_no_secret_is_t
     agents = [desk.start(*edge_agent("run", "--home", home)) for home in homes.values()]
     agents[1].says("enrolled as d1")
     with Ledger(fleet.ledger_path) as ledger:
-        server.until(lambda: {row.device for row in ledger.rows(Judgement, round=ROUNDS)} == {"d0", "d1"})
+        server.until(lambda: {row.device for row in ledger.rows(Evaluation, round=ROUNDS)} == {"d0", "d1"})
         volumes = ledger.volume("device")
     commands = commands_of(desk)
     assert commands.count("edge_agent.commands.run") >= 2

@@ -20,9 +20,9 @@ from edge_agent.commands import doctor
 from edge_agent.commands.run import service_of
 from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import LOOK_S, NEXT_KEY, REFUSED_S, Renewal
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent
-from edge_agent.rounds.costs import Accounts
+from edge_agent.rounds.costs import AgentCosts
 from fleet_core.base import config
 from fleet_core.base.errors import MessageError, RevokedError
 from fleet_core.board.device_settings import Settings, settings_of
@@ -389,7 +389,7 @@ def an_agent(home: Path, said: list[str], later: float) -> Agent:
     settings = settings_of(home)
     link = MqttLink(settings.device.broker, client_id=settings.device.name, **tls_files(home, settings))
     renewal = Renewal(home, settings, link, boot="b", take_up=link.take_up, log=said.append)
-    agent = Agent(settings, Home(home), link, service_of(home, settings), Accounts(), None, renewal=renewal,
+    agent = Agent(settings, DeviceState(home), link, service_of(home, settings), AgentCosts(), None, renewal=renewal,
                   now_ms=lambda: int((time.time() + later) * 1000), log=said.append)
     link.open()
     return agent

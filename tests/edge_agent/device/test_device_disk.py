@@ -17,12 +17,12 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger_tables import Update
 from edge_agent.compute.worker import Job
 from edge_agent.device.full_disk import RETRY_S, Disk
-from edge_agent.device.state import Home, Weights
+from edge_agent.device.state import DeviceState, Weights
 from fleet_core.base import storage
 from fleet_core.base.errors import StateError
 from fleet_core.data.samples import save
 from fleet_core.link.loopback import LoopbackBroker
-from tests.cloud_server.rounds.test_fleet import MORTAL, all_judged, check_duals, finished, outcome, settled
+from tests.cloud_server.rounds.test_fleet import MORTAL, all_evaluated, check_duals, finished, outcome, settled
 from tests.support.inprocess import World, config_text, toy, without_fsync, world
 
 DEVICE = "d1"
@@ -110,7 +110,7 @@ def test_a_disk_that_is_full_at_any_write_changes_nothing_once_there_is_space(co
         check_duals(w, feedback=True)
         counted = [(u.round, u.device, u.status) for u in w.server.ledger.rows(Update)]
         assert counted == [(n, d, "counted") for n in (1, 2) for d in ("d0", "d1")], full.where
-        assert all_judged(w, 2), full.where
+        assert all_evaluated(w, 2), full.where
         assert w.told("No space left on device"), full.where
         assert w.told(f"{DEVICE}: the disk can be written again"), full.where
 
@@ -185,7 +185,7 @@ def test_a_damaged_file_is_set_aside_and_the_run_goes_on(copy, name, how):
 
 
 def test_files_of_a_newer_version_are_refused_and_left_as_they_are(tmp_path):
-    home = Home(tmp_path)
+    home = DeviceState(tmp_path)
     home.save_weights("model", Weights("0" * 32, 1, {"body": {"w": np.ones(3, np.float32)}}))
     home.check_formats()
     path = tmp_path / "methods" / "key" / "state.safetensors"

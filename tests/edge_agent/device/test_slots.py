@@ -16,7 +16,7 @@ import pytest
 from edge_agent.commands import device_commands
 from edge_agent.compute import onnx_session
 from edge_agent.device.slots import Pointer, Slots
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from edge_agent.inference import relearn, service, stored_models
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, terminal, trees
@@ -41,22 +41,22 @@ def served(folder: Path, method: str = "pfldyn-proto") -> Path:
 
 
 def round_of(number: int, method: str = "pfldyn-proto", factor: float = 2.0) -> Any:
-    return homes.weights_of(homes.judged(method, seed=1, factor=factor + number / 100), number)
+    return homes.weights_of(homes.evaluated(method, seed=1, factor=factor + number / 100), number)
 
 
 def useless(number: int) -> Any:
     """An encoder that gives every sample the same embedding."""
-    return homes.weights_of(trees.scale(homes.judged("pfldyn-proto"), np.float32(0)), number)
+    return homes.weights_of(trees.scale(homes.evaluated("pfldyn-proto"), np.float32(0)), number)
 
 
 def test_new_weights_go_to_the_slot_that_does_not_answer(tmp_path: Path) -> None:
     place = served(tmp_path)
-    slots, device = Slots(Home(place)), homes.restored(place)
+    slots, device = Slots(DeviceState(place)), homes.restored(place)
     seen = [slots.pointer().slot]
     for number in (2, 3, 4):
         device.load(PROTO, {}, round_of(number))
         seen.append(slots.pointer().slot)
-        held = {name: Home(place).facts(f"slots/{name}/serve")["round"] for name in ("a", "b")}
+        held = {name: DeviceState(place).facts(f"slots/{name}/serve")["round"] for name in ("a", "b")}
         assert held[slots.pointer().slot] == str(number)
         assert held[slots.other()] == str(number - 1)
         assert homes.restored(place).answers(X) == device.answers(X)
@@ -142,7 +142,7 @@ def test_a_damaged_slot_is_set_aside_and_the_one_before_answers_with_a_word(tmp_
     device = homes.restored(place)
     before = device.answers(X)
     device.load(PROTO, {}, round_of(2))
-    slots = Slots(Home(place))
+    slots = Slots(DeviceState(place))
     slots.path(slots.pointer().slot, "serve").write_bytes(b"damaged")
     again = homes.fresh(place)
     assert "the weights of round 1 answer" in again.restore()
@@ -158,13 +158,13 @@ def test_a_damaged_pointer_costs_no_answer(tmp_path: Path, data: bytes) -> None:
     place = served(tmp_path)
     before = homes.restored(place).answers(X)
     (place / "slots" / "serving.json").write_bytes(data)
-    assert Slots(Home(place)).pointer() == Pointer()
+    assert Slots(DeviceState(place)).pointer() == Pointer()
     assert homes.restored(place).answers(X) == before
 
 
 def test_a_damaged_personalization_is_made_anew_from_the_samples(tmp_path: Path) -> None:
     place = served(tmp_path)
-    before, slots = homes.restored(place).answers(X), Slots(Home(place))
+    before, slots = homes.restored(place).answers(X), Slots(DeviceState(place))
     path = slots.path(slots.pointer().slot, "personal")
     for data in (b"damaged", storage.pack({"x": np.zeros(3)}), storage.pack({"z": np.zeros(3)}, {"how": "proto"})):
         path.write_bytes(data)
@@ -188,8 +188,8 @@ def test_weights_that_answer_worse_are_rolled_back_and_not_tried_again_until_the
     assert back is not None
     assert (back.model, back.round) == (bad.model, 2)
     assert "on 36 held-back samples" in back.why
-    [judgement] = device.judge()
-    assert judgement.stage == "after", "the aggregator hears how the new weights did"
+    [evaluation] = device.evaluate()
+    assert evaluation.stage == "after", "the aggregator hears how the new weights did"
     for one in (device, homes.restored(place)):
         assert one.answers(X) == before
         assert one.answers_with(ref(bad.model, 2), PROTO)
@@ -220,9 +220,9 @@ def test_few_held_back_samples_decide_nothing(tmp_path: Path, held_back: int, ta
     place = homes.home(tmp_path / "d0", toy(1).take(range(own + held_back)),
                        toml=f"[data]\ntrain_fraction = {own / (own + held_back):.6f}\n")
     device = homes.furnished(place, "pfldyn-proto")
-    judge = device.local().judge()
-    assert judge is not None
-    assert len(judge) == held_back
+    evaluation = device.local().held_back()
+    assert evaluation is not None
+    assert len(evaluation) == held_back
     device.load(PROTO, {}, useless(2))
     assert (device.answers(X).round == 2) == taken
 
@@ -260,7 +260,7 @@ def test_a_roll_back_is_logged_and_told_to_the_aggregator_and_in_the_status(
     agent = w.start_agent("d0", toy(0))
     assert w.pump(lambda: agent.service.round == 1)
     worse = "accuracy 0.100 on 36 held-back samples, 0.900 before"
-    monkeypatch.setattr(agent.service._judge, "worse", lambda *_: worse)
+    monkeypatch.setattr(agent.service._evaluator, "worse", lambda *_: worse)
     assert w.pump(lambda: finished(w) and w.told("d0: the weights of round 2 were rolled back: accuracy 0.100"))
     assert w.told("those of round 1 answer")
     assert w.told("round 2: d0: the weights of round 2 were rolled back"), "the aggregator heard of it"
@@ -308,7 +308,7 @@ def test_the_golden_check_is_made_once_for_a_graph_and_a_runtime(
 
 def test_a_graph_that_fails_its_check_answers_nothing(tmp_path: Path) -> None:
     place = served(tmp_path)
-    slots = Slots(Home(place))
+    slots = Slots(DeviceState(place))
     slots.point(Pointer(slots.pointer().slot))  # as under another runtime
     (path,) = place.glob("graph-*")
     graph = graph_bundle.unpack(path.read_bytes())
@@ -322,7 +322,7 @@ def test_a_graph_that_fails_its_check_answers_nothing(tmp_path: Path) -> None:
 
 def test_a_graph_stays_on_the_disk_as_long_as_a_slot_needs_it(tmp_path: Path) -> None:
     place = served(tmp_path)
-    device, home = homes.restored(place), Home(place)
+    device, home = homes.restored(place), DeviceState(place)
     before = device.answers(X)
     first, data = device.graph_id or "", graph_bundle.pack(homes.stepping())
     device.install("e" * 32, graph_bundle.unpack(data))

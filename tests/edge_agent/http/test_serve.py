@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 
 from benchmarks.on_device import asking, swap
 from edge_agent.device.slots import Slots
-from edge_agent.device.state import Home, Weights
+from edge_agent.device.state import DeviceState, Weights
 from edge_agent.http import serve
 from edge_agent.http.http_server import HttpServer
 from edge_agent.inference import relearn
@@ -333,7 +333,7 @@ def asked(w: World, x: np.ndarray) -> Answer:
 
 def rounds_of(home: Path, count: int) -> list[Weights]:
     """Models of later rounds, each of other weights."""
-    held = Slots(Home(home)).weights()
+    held = Slots(DeviceState(home)).weights()
     assert held is not None
     made = []
     for number in range(3, 3 + count):
@@ -439,10 +439,12 @@ def test_what_another_process_leaves_broken_is_said_once_and_the_old_model_answe
     service: Service, home: Path, lines: list[str]
 ) -> None:
     follower, before = serve.Follower(service, lines.append), service.answers(X)
-    slots = Slots(Home(home))
+    slots = Slots(DeviceState(home))
     held = slots.weights()
     assert held is not None
-    Home(home).save_weights(f"slots/{slots.pointer().slot}/serve", replace(held, facts={"method": "of tomorrow"}))
+    DeviceState(home).save_weights(
+        f"slots/{slots.pointer().slot}/serve", replace(held, facts={"method": "of tomorrow"})
+    )
     slots.point(slots.pointer())
     for _ in range(2):
         follower.look()

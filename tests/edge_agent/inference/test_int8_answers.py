@@ -27,7 +27,7 @@ from fleet_core.personalization.nearest import Neighbours, Prototypes
 from fleet_core.protocol import messages
 from fleet_core.protocol.messages import Answer
 from tests.support import homes
-from tests.support.bundles import CLASSES, bundle_of, judged_params, samples
+from tests.support.bundles import CLASSES, bundle_of, samples, served_params
 
 X = samples(9, 4).x
 WAYS = ("proto", "head", "knn")
@@ -140,7 +140,7 @@ def test_asked_for_where_the_weights_came_without_one_it_is_refused_with_what_br
 def test_a_new_round_over_the_broker_brings_none_and_answers_by_the_graph(tmp_path: Path) -> None:
     service = device(tmp_path, toml="[personalize]\nint8 = true\n")
     relearn.personalize(service)
-    params = judged_params(METHODS["pfldyn-proto"], service.layout)
+    params = served_params(METHODS["pfldyn-proto"], service.layout)
     service.load(METHODS["pfldyn-proto"], {}, homes.weights_of(params, 8))
     assert (service.answers(X).round, service.answers(X).graph) == (8, "embed")
     assert homes.restored(folder_of(service)).answers(X) == service.answers(X)

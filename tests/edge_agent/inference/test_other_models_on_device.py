@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from edge_agent.compute import adapter
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from edge_agent.inference import relearn
 from edge_agent.inference.service import Service
 from export.graph import export_graph
@@ -90,7 +90,7 @@ def device(folder: Path, family: str) -> Service:
     """One that was served first weights, and knows the model by its graphs alone."""
     layout, data = made(family)
     place = homes.home(folder / "d0", drawn(layout.input, 0), toml="[serve]\nworse_by = 1.0\n")
-    Home(place).save_graph("a" * 32, data)
+    DeviceState(place).save_graph("a" * 32, data)
     weights = homes.weights_of(models.initial(layout, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, "bring_mine")

@@ -1,4 +1,4 @@
-"""A device's own weights: what each method's personalizer makes of the judged model and the device's samples."""
+"""A device's own weights: what each method's personalizer makes of the served model and the device's samples."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def stepped(fleet: Fleet, start: Params, lr: float, steps: int, moving: tuple[st
 
 
 @every_method
-def test_own_weights_are_the_same_every_time_and_leave_the_judged_model_alone(name: str) -> None:
+def test_own_weights_are_the_same_every_time_and_leave_the_served_model_alone(name: str) -> None:
     fleet = played(name)
-    before, state = trees.apply(lambda a: a.copy(), fleet.judged), fleet.states[0]
+    before, state = trees.apply(lambda a: a.copy(), fleet.evaluated), fleet.states[0]
     one, again = fleet.own(MINE, state), fleet.own(MINE, state)
     assert same(one, again)
-    assert same(before, fleet.judged)
+    assert same(before, fleet.evaluated)
     wanted = ("body",) if METHODS[name].personalizer in ("proto", "gp") else ("body", "head")
     fleet.layout.check(one, wanted)
     assert {a.dtype for a in flat(one)} == {np.dtype(np.float32)}
@@ -63,26 +63,26 @@ def test_sgd_takes_full_batch_steps_on_all_groups_however_many_samples_there_are
     fleet = played(name)
     maml = hasattr(fleet.hyper, "inner_steps")
     lr, steps = (0.2, 3) if maml else (0.1, 3)
-    start = {**first(fleet), **trees.only(fleet.judged, ("body", "head"))}
+    start = {**first(fleet), **trees.only(fleet.evaluated, ("body", "head"))}
     wanted = stepped(fleet, start, lr, steps, ("body", "head"))
     assert gap(fleet.own(MINE), wanted) < 1e-6
     assert min(float(np.abs(a - b).max()) for a, b in zip(flat(wanted), flat(start), strict=True)) > 1e-4
 
 
-def test_no_fine_tuning_leaves_the_judged_model() -> None:
+def test_no_fine_tuning_leaves_the_served_model() -> None:
     fleet = played("fedavg", finetune_steps=0)
-    assert same(fleet.own(MINE), fleet.judged)
+    assert same(fleet.own(MINE), fleet.evaluated)
 
 
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.personalizer in ("proto", "gp", "knn")])
 def test_answers_from_samples_need_no_other_weights(name: str) -> None:
     fleet = played(name)
-    assert same(fleet.own(MINE), fleet.judged)
+    assert same(fleet.own(MINE), fleet.evaluated)
 
 
 def test_meta_sgd_takes_one_step_with_the_learned_rates() -> None:
     fleet = played("fedmeta-metasgd", first_rate=0.3, server_lr=0.05)
-    start, rates = trees.parted(fleet.judged, "rates")
+    start, rates = trees.parted(fleet.evaluated, "rates")
     assert len({float(a) for array in flat(rates) for a in array.ravel()}) > 20
     slope = trees.subtract(start, stepped(fleet, start, 1.0, 1, ("body", "head")))
     assert gap(fleet.own(MINE), trees.apply(lambda w, a, g: w - a * g, start, rates, slope)) < 1e-6
@@ -92,22 +92,22 @@ def test_meta_sgd_takes_one_step_with_the_learned_rates() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.personalizer == "own"])
-def test_trained_groups_answer_as_they_are_beside_the_judged_ones(name: str) -> None:
+def test_trained_groups_answer_as_they_are_beside_the_evaluated_ones(name: str) -> None:
     fleet = played(name)
     state = fleet.states[0]
-    assert same(fleet.own(MINE, state), fleet.layout.ordered({**fleet.judged, **state["personal"]}))
+    assert same(fleet.own(MINE, state), fleet.layout.ordered({**fleet.evaluated, **state["personal"]}))
 
 
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.personalizer == "own"])
 def test_a_device_that_never_took_part_tunes_its_own_groups_and_no_others(name: str) -> None:
     fleet = played(name)
-    start = fleet.layout.ordered({**fleet.judged, **trees.only(first(fleet), fleet.method.personal)})
+    start = fleet.layout.ordered({**fleet.evaluated, **trees.only(first(fleet), fleet.method.personal)})
     found = fleet.own(MINE)
     moving = fleet.method.moving
-    assert moving == (fleet.method.personal or fleet.method.given)
+    assert moving == (fleet.method.personal or fleet.method.per_device)
     assert gap(found, stepped(fleet, start, 0.1, 3, moving)) < 1e-6
     others = [group for group in fleet.method.shared if group not in moving]
-    assert same(trees.only(found, others), trees.only(fleet.judged, others))
+    assert same(trees.only(found, others), trees.only(fleet.evaluated, others))
     assert gap(found, start) > 1e-3
     assert same(fleet.own(MINE, {}), found)
 
@@ -124,13 +124,13 @@ def test_first_values_of_personal_groups_come_from_the_fleets_seed() -> None:
 # pFedMe and FedProto train --------------------------------------------------------------------------------------------
 
 
-def test_pfedmes_own_weights_are_those_of_a_round_from_the_judged_model() -> None:
+def test_pfedmes_own_weights_are_those_of_a_round_from_the_served_model() -> None:
     fleet = played("pfedme", envelope=5.0)
-    judged, found = fleet.judged, fleet.own(MINE)
-    assert gap(found, judged) > 1e-3
+    evaluated, found = fleet.evaluated, fleet.own(MINE)
+    assert gap(found, evaluated) > 1e-3
     assert same(fleet.own(MINE, fleet.states[0]), found)  # what an earlier round found is not asked
     tight = played("pfedme", envelope=500.0, personal_lr=1e-3)
-    assert gap(tight.own(MINE), tight.judged) < gap(found, judged) / 2
+    assert gap(tight.own(MINE), tight.evaluated) < gap(found, evaluated) / 2
 
 
 def test_a_fedproto_device_answers_with_its_own_encoder() -> None:
@@ -143,7 +143,7 @@ def test_a_fedproto_device_that_never_took_part_trains_towards_the_fleets_class_
     distances = {}
     for pull in (0.0, 1.0):
         fleet = played("fedproto", pull=pull, finetune_steps=40)
-        means = fleet.judged["prototypes"]["total"] / fleet.judged["prototypes"]["count"][:, None]
+        means = fleet.evaluated["prototypes"]["total"] / fleet.evaluated["prototypes"]["count"][:, None]
         x, y = toy_samples(90, seed=8)
         z = local_training.embed(fleet.model, fleet.own(MINE), x)
         distances[pull] = np.mean([np.linalg.norm(z[y == k].mean(0) - means[k]) for k in range(3)])

@@ -17,7 +17,7 @@ from edge_agent.compute import adapter
 from edge_agent.compute.onnx_session import Session
 from edge_agent.device.local_samples import few_labels
 from edge_agent.device.slots import Slots
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from edge_agent.inference import relearn
 from edge_agent.inference.service import Service
 from fleet_core.algorithms.methods.registry import METHODS
@@ -60,7 +60,7 @@ def by(service: Service, way: str, **more: Any) -> relearn.Personalized:
 
 def embedded(service: Service, method: str, x: Any) -> Any:
     """By torch."""
-    weights = {**models.initial(homes.layout(), 0), **homes.judged(method)}
+    weights = {**models.initial(homes.layout(), 0), **homes.evaluated(method)}
     return local_training.embed(models.build(homes.layout()), weights, x)
 
 
@@ -104,7 +104,7 @@ def test_the_fleets_model_answers_as_it_is_where_nothing_is_chosen(tmp_path: Pat
     by(service, "adapt")
     own = service.predict(X)
     assert by(service, "none").how == "none"
-    logits = local_training.predict_logits(models.build(homes.layout()), homes.judged(HEADED), X)
+    logits = local_training.predict_logits(models.build(homes.layout()), homes.evaluated(HEADED), X)
     np.testing.assert_allclose(service.predict(X), torch.softmax(torch.tensor(logits), 1).numpy(), atol=1e-5)
     assert np.abs(service.predict(X) - own).max() > 1e-3
 
@@ -133,7 +133,7 @@ def test_a_restart_answers_the_same_and_the_way_holds_for_the_rounds_to_come(tmp
     place = folder_of(service)
     again = homes.restored(place)
     assert again.answers(X) == service.answers(X)
-    plan = again.load(METHODS[HEADED], {}, homes.weights_of(homes.judged(HEADED, factor=2.1), 2), trainer=True)
+    plan = again.load(METHODS[HEADED], {}, homes.weights_of(homes.evaluated(HEADED, factor=2.1), 2), trainer=True)
     if way == "adapt":
         assert plan.kind == "steps"
         again.adapted(adapter.handle(again.steps(plan)).arrays)
@@ -216,7 +216,7 @@ def test_the_command_personalizes_without_torch_and_another_process_answers_the_
     mine = homes.restored(place).answers(X)
     assert (found["labels"], found["personalization"]) == (list(mine.labels), "sgd")
     np.testing.assert_allclose(found["probabilities"], mine.probabilities, atol=1e-6)
-    assert Slots(Home(place)).way() == Personalize("adapt", steps=2)
+    assert Slots(DeviceState(place)).way() == Personalize("adapt", steps=2)
 
 
 # What they need -------------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def test_without_any_sample_a_way_that_needs_one_says_so_and_the_fleets_model_an
 def test_a_device_without_samples_and_without_a_head_answers_once_it_has_one(tmp_path: Path) -> None:
     service = homes.furnished(homes.home(tmp_path / "d0"), HEADLESS, load=False)
     with pytest.raises(DataError, match="no samples yet"):
-        service.load(METHODS[HEADLESS], {}, homes.weights_of(homes.judged(HEADLESS)))
+        service.load(METHODS[HEADLESS], {}, homes.weights_of(homes.evaluated(HEADLESS)))
     with pytest.raises(StateError):
         service.answers(X)
     relearn.learn(service, X[:1], ["b"])
@@ -347,8 +347,8 @@ def test_a_class_that_the_fleet_does_not_have_is_learned_here(tmp_path: Path, wa
     assert {len(row) for row in found.probabilities} == {4}
     again = homes.restored(folder_of(service))
     assert again.answers(np.concatenate([new, X])) == found
-    [judgement] = [j for j in again.judge() if j.stage == "after"]
-    assert np.array(judgement.confusion).shape == (3, 3)
+    [evaluation] = [j for j in again.evaluate() if j.stage == "after"]
+    assert np.array(evaluation.confusion).shape == (3, 3)
     assert set(service.local().own().y) == {0, 1, 2}, "nothing trains on it"
     said = by(service, "adapt")
     assert said.left_out == 4

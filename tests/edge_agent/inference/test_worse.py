@@ -20,7 +20,7 @@ from edge_agent.http.http_messages import Head, Request
 from edge_agent.http.inference_protocol import InferenceProtocol
 from edge_agent.http.serve import ServedModel
 from edge_agent.inference import relearn
-from edge_agent.inference.model_check import Worse
+from edge_agent.inference.model_check import WorseModel
 from edge_agent.inference.service import Service
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import terminal
@@ -170,7 +170,7 @@ def test_a_personalization_that_answers_worse_is_refused_and_what_answered_goes_
     service = device(tmp_path, "fedavg-meta")
     before, was = service.answers(X), accuracy(service)
     slots = {name: data for name, data in held(service).items() if name.startswith("slots")}
-    with pytest.raises(Worse, match="what answered before goes on") as refused:
+    with pytest.raises(WorseModel, match="what answered before goes on") as refused:
         change(service)
     assert "worse_by" in str(refused.value.hint)
     assert service.answers(X) == homes.restored(service.slots.folder.parent).answers(X) == before
@@ -189,7 +189,7 @@ def test_a_way_that_was_refused_does_not_hold_for_the_rounds_to_come(tmp_path: P
 def test_few_held_back_samples_decide_nothing(tmp_path: Path) -> None:
     place = homes.home(tmp_path / "d0", toy(1).take(range(29)), toml="[data]\ntrain_fraction = 0.689655\n")
     service = homes.furnished(place, "pfldyn-proto")
-    assert len(service.local().judge() or ()) == 9
+    assert len(service.local().held_back() or ()) == 9
     assert relearn.learn(service, *wrong())["added_in_all"] == 100
 
 
@@ -239,7 +239,7 @@ def test_a_device_without_samples_says_what_it_waits_for_and_can_be_taught_over_
 ) -> None:
     service = homes.furnished(homes.home(tmp_path / "d0"), method, load=False)
     with contextlib.suppress(DataError):  # class means want a sample at once, gradient steps when they are taken
-        service.load(METHODS[method], {}, homes.weights_of(homes.judged(method)))
+        service.load(METHODS[method], {}, homes.weights_of(homes.evaluated(method)))
     with pytest.raises(StateError, match="there are no samples yet") as refused:
         service.answers(X)
     assert "edge-agent samples add" in str(refused.value.hint)

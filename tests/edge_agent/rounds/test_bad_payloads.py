@@ -18,7 +18,7 @@ import pytest
 
 from cloud_server.records.ledger_tables import Update
 from cloud_server.records.spool import MAX_MANIFEST_BYTES, Spool
-from cloud_server.rounds.uploads import SILENCE_S, WRONG_CHUNKS, Intake
+from cloud_server.rounds.uploads import SILENCE_S, WRONG_CHUNKS, Uploads
 from fleet_core.base import storage, trees
 from fleet_core.base.compression import compress
 from fleet_core.base.errors import MessageError, StateError
@@ -186,7 +186,7 @@ def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(l
         liar.link.publish(topics.upload(liar.w.name, "liar", 1, k), part)
     liar.w.step()
     assert liar.w.told("refused fl1/t/a/liar/up/1/0: blob ")
-    counted = liar.w.server._reception._intake.wrong_chunks
+    counted = liar.w.server._receiver._uploads.wrong_chunks
     assert counted == {"liar": 3}
     liar.send(upload, 1, data)
     liar.w.step()
@@ -212,7 +212,7 @@ def test_an_update_of_many_wrong_chunks_is_refused_and_booked_with_the_reason(li
 def test_a_wrong_chunk_is_no_sign_of_life() -> None:
     """Else one that sends nothing but those would never be asked again, nor let go of."""
     now, granted = [0.0], list[Down]()
-    intake = Intake(lambda device, message: granted.append(message), lambda: now[0], 1 << 20)
+    intake = Uploads(lambda device, message: granted.append(message), lambda: now[0], 1 << 20)
     intake.offer("liar", 1, UploadManifest(
         blob=Blob.of(bytes(3000), 1024), codec="fp32", base="0" * 32, method="fedavg", layout="x"))
     now[0] = SILENCE_S - 1
@@ -371,12 +371,12 @@ def test_a_record_of_what_was_counted_that_another_key_signed_settles_nothing(tm
     w = started(tmp_path)
     w.start_agent("d0", toy(0))
     agent = w.agents["d0"]
-    assert w.pump(lambda: agent._outbox.pending is not None)
-    pending = agent._outbox.pending
+    assert w.pump(lambda: agent._updates.pending is not None)
+    pending = agent._updates.pending
     forged = Down("counted", pending.round, pending.upload.id, ok=False, device="d0")
     w.broker.publish(topics.down(w.name, "d0"), Signer(bytes(32)).sign(messages.encode(forged)))
     agent.step(0)
-    assert agent._outbox.pending is pending
+    assert agent._updates.pending is pending
     assert w.told("is signed by key")
     w.close()
 
@@ -388,9 +388,9 @@ def test_training_state_of_an_old_dual_epoch_is_not_used(w: World) -> None:
     data, old = codecs.encode("fp32", held.params), states(w)
     model = ModelRef(held.model, Blob.of(data, 1024), "fp32", round=2)
     made = announce(w, data, dual_epoch=device.manifest.dual_epoch + 1, model=model)
-    assert w.pump(lambda: device._outbox.pending is not None)
-    assert device._outbox.pending.upload.dual_epoch == made.dual_epoch
-    assert device._outbox.pending.key not in old
+    assert w.pump(lambda: device._updates.pending is not None)
+    assert device._updates.pending.upload.dual_epoch == made.dual_epoch
+    assert device._updates.pending.key not in old
     assert states(w) == old
 
 

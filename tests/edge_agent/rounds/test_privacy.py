@@ -192,7 +192,7 @@ def personal_files(agent: Agent) -> list[dict[str, Array]]:
 
 
 def served(agent: Agent) -> dict[str, Array]:
-    """The judged model, flat."""
+    """The served model, flat."""
     paths = sorted(agent.home.folder.rglob("serve.safetensors"))
     found = max((storage.unpack(path.read_bytes()) for path in paths), key=lambda read: int(read[1]["round"]))
     return found[0]
@@ -382,7 +382,7 @@ def test_a_secret_would_be_found_in_whatever_form_it_was_sent(way: str, secret: 
 
 
 def test_an_agent_that_sent_its_adapted_weights_as_its_update_would_be_found(tmp_path: Path) -> None:
-    """The update of the last round is replaced by what MAML made of the judged model."""
+    """The update of the last round is replaced by what MAML made of the served model."""
     w, wire = fleet_of(tmp_path, "per-fedavg-fo", link='up = "fp32"')
     agent = w.agents["d0"]
     (base, update) = list(wire.updates(w))[-1]

@@ -202,11 +202,11 @@ def test_averaging_remembers_nothing_so_that_a_changing_fleet_changes_nothing() 
 
 
 @both
-def test_the_judged_model_is_the_mean_of_all_latest_models_when_all_take_part(build: Build) -> None:
+def test_the_served_model_is_the_mean_of_all_latest_models_when_all_take_part(build: Build) -> None:
     fleet = build()
     for _ in range(20):
         fleet.round()
-        np.testing.assert_allclose(vector(fleet.state.judged), fleet.mean_latest(), atol=1e-14)
+        np.testing.assert_allclose(vector(fleet.state.served), fleet.mean_latest(), atol=1e-14)
 
 
 def test_pfldyns_trained_model_has_one_term_more() -> None:
@@ -222,9 +222,9 @@ def test_the_running_mean_is_about_as_near_to_the_optimum_as_the_mean_of_all_lat
     fleet, gaps = build(), []
     for number, active in enumerate(draws(DEVICES, 2, 200, seed=1)):
         fleet.round(active)
-        judged, mean, optimum = vector(fleet.state.judged), fleet.mean_latest(), fleet.optimum
-        gaps.append(np.linalg.norm(judged - mean))
-        assert number < 20 or np.linalg.norm(judged - optimum) < 9 * np.linalg.norm(mean - optimum)
+        served, mean, optimum = vector(fleet.state.served), fleet.mean_latest(), fleet.optimum
+        gaps.append(np.linalg.norm(served - mean))
+        assert number < 20 or np.linalg.norm(served - optimum) < 9 * np.linalg.norm(mean - optimum)
     assert max(gaps) < 0.6
     assert gaps[-1] < 1e-5
 
@@ -241,11 +241,11 @@ def of(params: Any) -> float:
     return float(values[0])
 
 
-def test_an_average_judges_what_it_trains() -> None:
+def test_an_average_evaluates_what_it_trains() -> None:
     state = AverageServer().init(tree(np.zeros(SIZE)), Averaging())
     after = AverageServer().apply(state, TWO, 5, Averaging())
     assert of(after.model) == 1.5
-    assert after.judged is after.model
+    assert after.served is after.model
 
 
 def test_a_weighted_average_counts_samples_and_a_mix_goes_a_part_of_the_way() -> None:
@@ -264,7 +264,7 @@ def test_the_pfldyn_server_divides_by_the_fleet_and_not_by_the_cohort() -> None:
     after = DynServer().apply(DynServer().init(tree(np.zeros(SIZE)), hyper), TWO, 4, hyper)
     assert of(after.memory["dual"]) == -1.5
     assert of(after.model) == 2.25
-    assert of(after.judged) == 0.75  # half the fleet: half the way
+    assert of(after.served) == 0.75  # half the fleet: half the way
 
 
 def test_the_pflscaf_server_moves_its_control_by_what_the_devices_moved_theirs() -> None:
@@ -275,7 +275,7 @@ def test_the_pflscaf_server_moves_its_control_by_what_the_devices_moved_theirs()
     after = rule.apply(state, TWO, 4, hyper)
     assert of(after.memory["control"]) == 0.125
     assert of(after.model) == 1.5
-    assert of(after.judged) == 0.75
+    assert of(after.served) == 0.75
     by_first_rate = rule.apply(state, TWO, 4, replace(hyper, control_rate="initial"))
     assert of(by_first_rate.memory["control"]) == 1 - (2 + 3 / 4) / 4
 

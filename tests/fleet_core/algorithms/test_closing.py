@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cloud_server.records import checkpoint
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints
 from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import ClientState, Payload, ServerState, Update
@@ -103,7 +104,7 @@ def test_a_sum_of_no_updates_is_an_error() -> None:
 def everything(state: ServerState) -> tuple[Any, ...]:
     """All that a server remembers, to the bit."""
     memory = {role: storage.pack(storage.flatten(kept)) for role, kept in state.memory.items()}
-    trees_ = [storage.pack(storage.flatten(params)) for params in (state.model, state.judged)]
+    trees_ = [storage.pack(storage.flatten(params)) for params in (state.model, state.served)]
     return (*trees_, memory, state.dual_epoch, dict(state.scalars))
 
 
@@ -124,7 +125,7 @@ def made_up(fleet: Cohort, name: str) -> list[Update]:
 def test_every_method_closes_to_the_same_bits_for_any_arrival(form: str) -> None:
     fleet, name = play(form), form.partition(",")[0]
     updates = made_up(fleet, name)
-    one = two = replace(fleet.server.heard(fleet.state, fleet.server.broadcast(fleet.state).groups), round=1)
+    one = two = replace(fleet.server.as_received(fleet.state, fleet.server.broadcast(fleet.state).groups), round=1)
     for number in (1, 2):
         one = fleet.server.apply(replace(one, round=number), arrange(updates), 100, fleet.hyper)
         two = fleet.server.apply(replace(two, round=number), arrange(updates[::-1]), 100, fleet.hyper)
@@ -176,3 +177,13 @@ def test_a_method_remembers_nothing_but_what_a_checkpoint_keeps(form: str) -> No
     one, other = play(form), play(form)
     other.round(["device-5"])
     assert rounds(one, lambda fleet: other.round(["device-2", "device-6"])) == alone
+
+
+def test_a_served_model_under_its_former_name_is_read(tmp_path: Path) -> None:
+    model, served = tree(np.zeros(SIZE)), tree(np.ones(SIZE))
+    Checkpoints(tmp_path).save(Checkpoint(1, ServerState(model=model, served=served), facts={"method": "fedavg"}))
+    path = Checkpoints(tmp_path).path(1)
+    arrays, metadata = storage.unpack(path.read_bytes(), where="")
+    del metadata["sha256"]
+    checkpoint._write(path, {n.replace("served/", "judged/"): a for n, a in arrays.items()}, metadata)
+    assert bits(Checkpoints(tmp_path).load(1, model).state.served) == bits(served)

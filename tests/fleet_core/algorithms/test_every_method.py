@@ -1,5 +1,5 @@
 """Every method on a whole fleet in one process: it computes what a plain loop of the same pure functions does, bit for
-bit, sends what it states, and every device is judged and answers; and what methods with state of their own live
+bit, sends what it states, and every device is evaluated and answers; and what methods with state of their own live
 through."""
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from cloud_server.identity.device_folder import device_folder
 from cloud_server.records import checkpoint
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints
 from cloud_server.records.fleet_folder import Fleet, FleetConfig, method_of
-from cloud_server.records.ledger_tables import Judgement, Update
+from cloud_server.records.ledger_tables import Evaluation, Update
 from cloud_server.rounds import broadcast
-from cloud_server.rounds.accept_updates import REASON
 from cloud_server.rounds.broadcast import encode_model
+from cloud_server.rounds.update_receiver import REASON
 from cloud_server.running import method_catalogue
 from cloud_server.running.fedavg_baseline import baseline_toml
 from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Done, Job
 from edge_agent.device.slots import Slots
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from edge_agent.inference.personalizers import by_trainer
 from edge_agent.inference.service import Service
 from fleet_core.algorithms import aggregation, interface
@@ -47,7 +47,7 @@ from fleet_core.model import codecs, graph_bundle
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, softmax
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Given, Manifest, UploadManifest
+from fleet_core.protocol.messages import Manifest, PerDevice, UploadManifest
 from tests.cloud_server.rounds.test_fleet import (
     FakeDevice,
     Faults,
@@ -130,15 +130,15 @@ class Plain:
         scalars = self.scalars(before.round + 1)
         broadcast = Payload(made.decoded, {**sent.scalars, **scalars})
         updates = [
-            self.device(name, broadcast.beside(self.given(before.state, name)))
+            self.device(name, broadcast.beside(self.per_device(before.state, name)))
             for name in aggregation.order(self.samples) if name not in lost
         ]
-        heard = replace(rule.heard(before.state, trees.widened(made.decoded)), round=before.round + 1)
-        state = rule.apply(heard, updates, len(self.samples), self.hyper)
+        as_received = replace(rule.as_received(before.state, trees.widened(made.decoded)), round=before.round + 1)
+        state = rule.apply(as_received, updates, len(self.samples), self.hyper)
         self.after = Checkpoint(before.round + 1, state, made.decoded, made.lost)
 
-    def given(self, state: ServerState, name: str) -> trees.Params:
-        own = self.method.server.given(state, name)
+    def per_device(self, state: ServerState, name: str) -> trees.Params:
+        own = self.method.server.per_device(state, name)
         return self.wire.ordered(trees.apply(lambda a: a.astype(np.float32), own))
 
     def device(self, name: str, broadcast: Payload) -> interface.Update:
@@ -152,7 +152,7 @@ class Plain:
         sent = codecs.send(self.fleet.codec_up, groups, residual, self.wire, self.method.shared)
         after = dict(result.pending)
         if sent.error is not None:
-            after = dict(self.method.client.settle(after, sent.error, self.hyper, number))
+            after = dict(self.method.client.after_loss(after, sent.error, self.hyper, number))
         if sent.residual is not None:
             after["residual"] = sent.residual
         self.states[name] = after
@@ -163,7 +163,7 @@ class Plain:
 
     @property
     def served(self) -> trees.Params:
-        return trees.apply(lambda a: a.astype(np.float32), self.after.state.judged)
+        return trees.apply(lambda a: a.astype(np.float32), self.after.state.served)
 
     def own_weights(self, own: Samples, state: ClientState | None) -> trees.Params:
         """A device's own weights, where the method's personalizer makes some."""
@@ -190,12 +190,12 @@ def bits(roles: Mapping[str, trees.Params]) -> dict[str, bytes]:
 
 
 def state_bits(state: ServerState) -> tuple[dict[str, bytes], dict[str, float]]:
-    return bits({"model": state.model, "judged": state.judged, **state.memory}), dict(state.scalars)
+    return bits({"model": state.model, "evaluated": state.served, **state.memory}), dict(state.scalars)
 
 
 def device_state(w: World, name: str) -> ClientState | None:
     """The committed state on a device's disk."""
-    return Home(w.folder / "devices" / name).state(state_key(w, w.server.checkpoint.state.dual_epoch))
+    return DeviceState(w.folder / "devices" / name).state(state_key(w, w.server.checkpoint.state.dual_epoch))
 
 
 def check_same(w: World, plain: Plain) -> None:
@@ -208,7 +208,7 @@ def check_same(w: World, plain: Plain) -> None:
 
 
 def own_bits(w: World, name: str) -> dict[str, bytes]:
-    slots = Slots(Home(w.folder / "devices" / name))
+    slots = Slots(DeviceState(w.folder / "devices" / name))
     arrays, _ = storage.unpack(slots.path(slots.pointer().slot, "personal").read_bytes())
     return {key: array.tobytes() for key, array in arrays.items()}
 
@@ -237,14 +237,14 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     seen = list(faults.seen)
     w.start_agent("late", toy(9), train=False)
     w.start_agent("bare", toy(8), trainer=False)
-    assert w.pump(lambda: judged_or_unable(w, "late") and judged_or_unable(w, "bare"))
+    assert w.pump(lambda: evaluated_or_unable(w, "late") and evaluated_or_unable(w, "bare"))
     yield Played(w, plain, seen)
     w.close()
 
 
-def judged_or_unable(w: World, name: str) -> bool:
-    heard = any(j.device == name for j in w.server.ledger.rows(Judgement, round=w.closed()))
-    return heard or w.told(f"round {w.closed()}: {name}: ")
+def evaluated_or_unable(w: World, name: str) -> bool:
+    as_received = any(j.device == name for j in w.server.ledger.rows(Evaluation, round=w.closed()))
+    return as_received or w.told(f"round {w.closed()}: {name}: ")
 
 
 def test_a_live_fleet_computes_what_a_plain_loop_of_the_same_functions_does(played: Played) -> None:
@@ -269,9 +269,9 @@ def test_something_is_learned_in_every_round_and_by_every_device(played: Played)
         assert len({str(bits_of_tree(state[role])) for state in after.states.values()}) == len(NAMES), role
 
 
-def test_every_device_is_judged_and_answers_with_what_is_its_own(played: Played) -> None:
+def test_every_device_is_evaluated_and_answers_with_what_is_its_own(played: Played) -> None:
     w, method = played.w, played.plain.method
-    rows = w.server.ledger.rows(Judgement, round=ROUNDS, stage="after")
+    rows = w.server.ledger.rows(Evaluation, round=ROUNDS, stage="after")
     assert {row.device for row in rows} >= {*NAMES, "late"}
     assert {row.device for row in rows if row.new} <= {"late", "bare"}
     for name in (*NAMES, "late"):
@@ -279,7 +279,7 @@ def test_every_device_is_judged_and_answers_with_what_is_its_own(played: Played)
         answer = service.answers(toy(5).x[:4])
         assert (answer.round, answer.personalization, len(answer.labels)) == (ROUNDS, method.personalizer, 4)
         np.testing.assert_allclose(np.sum(answer.probabilities, axis=1), 1, atol=1e-5)
-        again = Service(Home(w.folder / "devices" / name), service.shelf._data)
+        again = Service(DeviceState(w.folder / "devices" / name), service.shelf._data)
         again.restore()
         assert again.answers(toy(5).x[:4]) == answer, "also from the disk alone"
 
@@ -438,14 +438,14 @@ def test_what_crosses_the_wire_is_what_the_method_states(played: Played) -> None
     method, wire, codec = plain.method, plain.wire, plain.fleet.config.link.up
     manifests, blobs, uploads = crossed(w, played.seen)
     one_model = plain.layout.parameters(method.shared)
-    alone = plain.layout.parameters(method.given)
+    alone = plain.layout.parameters(method.per_device)
     besides = wire.parameters(("prototypes",))
     for number in range(1, ROUNDS + 1):
         manifest = manifests[number]
         down = codecs.decode(manifest.model.codec, blobs[manifest.model.blob.id], wire, method.down)
         assert set(down) == set(method.down)
         assert values(down) + alone == method.models_down * one_model + besides
-        assert (manifest.given is None) is (not method.given)
+        assert (manifest.per_device is None) is (not method.per_device)
         assert set(manifest.scalars) == {"round", "seed", *method.down_scalars}
         assert manifest.up.codecs == (codec if method.cumulative else "fp32",)
         assert manifest.model.codec == ("fp32" if manifest.model.base is None or not method.cumulative else codec)
@@ -454,10 +454,10 @@ def test_what_crosses_the_wire_is_what_the_method_states(played: Played) -> None
             up = codecs.decode(upload.codec, data, wire, method.shared)
             assert set(up) == set(method.shared)
             assert values(up) == method.models_up * one_model + besides
-            if manifest.given is not None:
-                own = messages.decode(Given, blobs[manifest.given.id], limit=1 << 24).of(name)
+            if manifest.per_device is not None:
+                own = messages.decode(PerDevice, blobs[manifest.per_device.id], limit=1 << 24).of(name)
                 assert own is not None
-                assert set(codecs.decode("fp32", blobs[own.id], wire, method.given)) == set(method.given)
+                assert set(codecs.decode("fp32", blobs[own.id], wire, method.per_device)) == set(method.per_device)
             assert set(upload.scalars) == set(method.up_scalars)
             assert (upload.codec, upload.blob.size) == (manifest.up.codecs[0], len(data))
     assert len(uploads) == ROUNDS * len(NAMES)
@@ -559,7 +559,7 @@ KEEPERS = ("pflscaf-proto", "fedrep", "metavers", "fedmeta-maml", "fedproto", "l
 
 def pending_of(w: World, name: str) -> int:
     """The round of the update whose fate is open on a device; 0 for none."""
-    pending = w.agents[name]._outbox.pending
+    pending = w.agents[name]._updates.pending
     return 0 if pending is None else pending.round
 
 
@@ -637,7 +637,7 @@ def test_a_fleet_with_rounds_keeps_its_method(fleet) -> None:
     assert w.pump(lambda: w.closed() == 2)
 
 
-def test_what_a_device_keeps_is_as_after_the_round_that_is_judged(fleet, monkeypatch) -> None:
+def test_what_a_device_keeps_is_as_after_the_round_that_is_evaluated(fleet, monkeypatch) -> None:
     """Also where the list of what was counted comes later than the model, which of this method is always here."""
     monkeypatch.setattr(broadcast, "LISTED_IDS", 1)
     faults = Faults()
@@ -674,7 +674,7 @@ def test_a_device_answers_with_what_it_had_until_its_own_weights_are_made(fleet)
     assert (first.round, first.personalization) == (1, "own")
     assert w.pump(lambda: (service.round, service.personalization) == (2, "none"))
     assert service.answers(toy(5).x[:4]) == first
-    from_disk = Service(Home(w.folder / "devices" / "d0"), service.shelf._data)
+    from_disk = Service(DeviceState(w.folder / "devices" / "d0"), service.shelf._data)
     from_disk.restore()
     assert from_disk.answers(toy(5).x[:4]) == first
     assert w.pump(lambda: finished(w))
@@ -716,7 +716,7 @@ def check_controls(w: World) -> None:
     """The server's control is the mean of the devices' (and of what error feedback has still to bring)."""
     state, facts, hyper = w.server.checkpoint.state, w.server.checkpoint.facts, w.server.hyper
     total = trees.zeros_like(state.memory["control"])
-    for name in w.server._roster.members():
+    for name in w.server._members.members():
         held = device_state(w, name) or {}
         if "control" in held:
             total = trees.add(total, trees.apply(lambda a: a.astype(np.float64), held["control"]))
@@ -779,6 +779,6 @@ def test_a_linear_model_has_a_head_alone_and_answers(tmp_path: Path) -> None:
     w = world(tmp_path, text.replace('"mlp"', '"logistic"').replace("[model.options]\nhidden = [6]\n", ""))
     w.start_server()
     agents = [w.start_agent(f"d{n}", toy(n), train_fraction=0.6) for n in range(2)]
-    assert w.pump(lambda: len(w.server.ledger.rows(Judgement, round=2, stage="after")) == 2)
-    assert {row.stage for row in w.server.ledger.rows(Judgement, round=2)} == {"before", "after"}
+    assert w.pump(lambda: len(w.server.ledger.rows(Evaluation, round=2, stage="after")) == 2)
+    assert {row.stage for row in w.server.ledger.rows(Evaluation, round=2)} == {"before", "after"}
     assert agents[0].service.predict(np.zeros((2, 8), np.float32)).shape == (2, 3)

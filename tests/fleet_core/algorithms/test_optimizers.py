@@ -13,7 +13,7 @@ from fleet_core.algorithms import optimizers
 from fleet_core.algorithms.interface import LocalSgd, Payload, ServerRule, Update, descend
 from fleet_core.algorithms.methods.average import AverageServer, Averaging
 from fleet_core.algorithms.methods.meta import FedMeta, GradientServer
-from fleet_core.algorithms.optimizers import Moments
+from fleet_core.algorithms.optimizers import ClassMoments
 from fleet_core.base import trees
 from tests.support.quadratics import SIZE, Vector, tree, vector
 
@@ -85,7 +85,7 @@ def test_yogi_forgets_a_large_gradient_slower_than_adam() -> None:
 def test_a_direction_of_zero_is_no_step() -> None:
     step, moments = optimizers.adam(tree(np.zeros(SIZE)), None)
     assert vector(step).tolist() == [0.0] * SIZE
-    assert isinstance(moments, Moments)
+    assert isinstance(moments, ClassMoments)
 
 
 def test_a_devices_adam_remembers_from_step_to_step() -> None:
@@ -105,7 +105,7 @@ def served(rule: ServerRule, hyper: Any, sign: float) -> list[Vector]:
     for number, direction in enumerate(DIRECTIONS, start=1):
         updates = [Update(n, Payload(tree(sign * share * direction))) for n, share in (("a", 0.5), ("b", 1.5))]
         state = rule.apply(replace(state, round=number), updates, 9, hyper)
-        assert state.judged is state.model
+        assert state.served is state.model
         found.append(vector(state.model))
     return found
 

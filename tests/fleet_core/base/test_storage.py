@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fleet_core.base import storage
-from fleet_core.base.backoff import Patience
+from fleet_core.base.backoff import Backoff
 from fleet_core.base.errors import StateError
 
 ARRAYS = {
@@ -115,7 +115,7 @@ def test_waits_double_up_to_their_limit_differ_by_device_and_begin_again_after_a
     now = [0.0]
     waits = {}
     for name in ("a", "b"):
-        patience = Patience(name, lambda: now[0], 2.0, 60.0)
+        patience = Backoff(name, lambda: now[0], 2.0, 60.0)
         first = patience.wait_s
         found = []
         for _ in range(8):

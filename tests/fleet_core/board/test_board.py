@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import firmware_profiles
 from cloud_server.commands.cli import app
-from cloud_server.records.ledger_tables import Judgement
+from cloud_server.records.ledger_tables import Evaluation
 from edge_agent.device.manifest_method import capped
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.errors import ConfigError
@@ -359,8 +359,8 @@ def test_a_board_too_small_for_the_model_answers_and_does_not_train_and_the_oper
     assert devices["small"].cannot == f"does not train: {parameters} parameters are over its board's 10"
     assert devices["d1"].cannot is None
     assert {name for n in (1, 2) for name in statuses(fleet, n)} == {"d0", "d1"}
-    judged = fleet.server.ledger.rows(Judgement, round=2)
-    assert {j.device for j in judged} == {"d0", "d1", "small"}
+    evaluated = fleet.server.ledger.rows(Evaluation, round=2)
+    assert {j.device for j in evaluated} == {"d0", "d1", "small"}
 
 
 def test_a_trainer_is_told_the_boards_batch(fleet: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -414,9 +414,9 @@ def rows(samples: Samples) -> list[int]:
 
 
 def test_the_first_part_of_the_time_is_not_the_first_part_of_the_samples() -> None:
-    train, judge = by_time(timed([0, 9, 1, 2, 3, 4, 5, 10, 5.9, 6]), 0.6)
+    train, evaluation = by_time(timed([0, 9, 1, 2, 3, 4, 5, 10, 5.9, 6]), 0.6)
     assert rows(train) == [0, 2, 3, 4, 5, 6, 8]
-    assert rows(judge) == [9, 1, 7]
+    assert rows(evaluation) == [9, 1, 7]
 
 
 def test_without_time_or_where_all_is_at_once_rows_are_split_in_order() -> None:
@@ -427,9 +427,9 @@ def test_without_time_or_where_all_is_at_once_rows_are_split_in_order() -> None:
 
 def test_each_client_is_split_on_its_own_time() -> None:
     both = timed([0, 10, 1000, 1006, 6, 1010], ["a", "a", "b", "b", "a", "b"])
-    train, judge = by_time(both, 0.6)
+    train, evaluation = by_time(both, 0.6)
     assert rows(train) == [0, 2]
-    assert rows(judge) == [4, 1, 3, 5]
+    assert rows(evaluation) == [4, 1, 3, 5]
     support, rest = first_seconds(both, 7)
     assert rows(support) == [0, 4, 2, 3]
     assert rows(rest) == [1, 5]
@@ -443,14 +443,14 @@ def test_a_split_keeps_every_sample_once_and_never_trains_on_what_comes_later(
     time: list[float], fraction: float, tie: bool
 ) -> None:
     whole = timed([float(round(t / 1e307)) for t in time] if tie else time)
-    train, judge = by_time(whole, fraction)
-    assert sorted(rows(train) + rows(judge)) == list(range(len(time)))
+    train, evaluation = by_time(whole, fraction)
+    assert sorted(rows(train) + rows(evaluation)) == list(range(len(time)))
     assert len(train) >= 1
-    assert (len(judge) >= 1) == (len(time) > 1)
+    assert (len(evaluation) >= 1) == (len(time) > 1)
     assert train.time is not None
-    assert judge.time is not None
-    if len(judge):
-        assert train.time.max() <= judge.time.min()
+    assert evaluation.time is not None
+    if len(evaluation):
+        assert train.time.max() <= evaluation.time.min()
 
 
 def test_a_split_that_cannot_be_made_is_refused() -> None:
@@ -626,11 +626,11 @@ def test_new_patients_show_all_classes_in_their_first_five_minutes_and_later(bea
         assert support.time.max() < 301
 
 
-def test_every_device_has_two_classes_to_train_on_and_normal_beats_to_be_judged_by(beats: Samples) -> None:
+def test_every_device_has_two_classes_to_train_on_and_normal_beats_to_be_evaluated_by(beats: Samples) -> None:
     for name in heartbeat.DEVICES:
-        train, judge = by_time(beats.of_client(name), 0.6)
+        train, evaluation = by_time(beats.of_client(name), 0.6)
         assert (np.bincount(train.y) >= 2).sum() >= 2
-        assert (judge.y == 0).sum() >= 100
+        assert (evaluation.y == 0).sum() >= 100
 
 
 def test_the_median_interval_looks_no_further_than_five_minutes() -> None:

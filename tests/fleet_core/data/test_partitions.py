@@ -321,14 +321,14 @@ def test_class_proportions_have_the_mean_and_the_spread_of_a_dirichlet_distribut
     np.testing.assert_allclose(drawn.var(axis=0), p * (1 - p) / (alpha + 1), rtol=0.2)
 
 
-def test_a_device_is_judged_on_the_proportions_that_it_learns_from() -> None:
+def test_a_device_is_evaluated_on_the_proportions_that_it_learns_from() -> None:
     train, test = set_pair(2000, 1000, classes=4)
     whole = pool(train, test)
     shares = partition("dirichlet", Dirichlet(10, 2.0), train, test, seed=0)
     for share in shares:
         learned = np.bincount(whole.y[share.train], minlength=4) / share.train.size
-        judged = np.bincount(whole.y[share.test], minlength=4) / share.test.size
-        np.testing.assert_allclose(judged, learned, atol=1 / share.test.size + 1 / share.train.size)
+        evaluated = np.bincount(whole.y[share.test], minlength=4) / share.test.size
+        np.testing.assert_allclose(evaluated, learned, atol=1 / share.test.size + 1 / share.train.size)
 
 
 def test_devices_of_a_dirichlet_draw_are_as_large_as_its_rarest_class_allows() -> None:
@@ -432,10 +432,10 @@ def test_of_a_large_client_a_random_part_is_taken_and_small_ones_stay_whole() ->
 def test_a_split_by_time_is_that_of_by_time() -> None:
     rng = np.random.default_rng(0)
     samples = replace(labelled([40, 40], clients=3), time=rng.random(80))
-    train, judge = by_time(samples, 0.7)
+    train, evaluation = by_time(samples, 0.7)
     shares = partition("natural", Natural(split="time", train_fraction=0.7), samples, seed=0)
     assert [sorted(train.of_client(s.name).x[:, 0].tolist()) for s in shares] == [s.train.tolist() for s in shares]
-    assert [sorted(judge.of_client(s.name).x[:, 0].tolist()) for s in shares] == [s.test.tolist() for s in shares]
+    assert [sorted(evaluation.of_client(s.name).x[:, 0].tolist()) for s in shares] == [s.test.tolist() for s in shares]
 
 
 def test_iid_devices_are_equal_parts_of_all_samples() -> None:
@@ -625,7 +625,7 @@ REFUSED_SETS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: partition("acid", Acid(10, 5, 40, 21), labelled([60] * 10), seed=0),
         "class 4 has 60 samples in the set, 61 are wanted",
     ),
-    "devices with nothing to be judged on": (
+    "devices with nothing to be evaluated on": (
         lambda: partition("classes", SomeClasses(1, 1, 0.5), labelled([1]), seed=0),
         "class 0 has 1 samples in the set, 2 are wanted",
     ),

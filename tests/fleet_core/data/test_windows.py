@@ -182,7 +182,7 @@ def test_what_is_asked_about_is_cut_without_labels_and_says_what_is_left_over(wr
 def test_a_device_cuts_its_recording_by_the_fleets_shape_and_its_own_stride(write: Any) -> None:
     path = write(lines(HEADER, *readings("a", "on", range(12)), *readings("a", "off", range(12, 18))))
     data = LocalData(path, ("off", "on"), "float32", shape=(2, 3), stride=1)
-    assert len(data.every()) + len(data.judge() or ()) == 10 + 4
+    assert len(data.every()) + len(data.held_back() or ()) == 10 + 4
     assert "18 readings give 14 windows of 3, one every 1" in data.own().notes[0]
 
 

@@ -95,7 +95,7 @@ def test_first_weights_depend_on_the_seed_alone() -> None:
     assert {a.dtype for a in flat(first)} == {np.dtype(np.float32)}
 
 
-class Own(nn.Module):
+class PersonalFiles(nn.Module):
     """A model of one's own, with what a test wants in it."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, *layers: nn.Module) -> None:
@@ -117,17 +117,19 @@ def package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 def test_a_model_of_ones_own_is_imported_by_name(package: types.ModuleType) -> None:
-    package.__dict__["build"] = lambda shape, classes, width=1: Own(shape, classes)
+    package.__dict__["build"] = lambda shape, classes, width=1: PersonalFiles(shape, classes)
     layout = models.describe("bring_own:build", TOY, ("a", "b"), {"width": 3})
     assert layout.embedding == 4
     assert models.build(layout)(torch.zeros(5, 6)).shape == (5, 2)
 
 
 def test_running_statistics_are_refused(package: types.ModuleType) -> None:
-    package.__dict__["build"] = lambda shape, classes: Own(shape, classes, nn.BatchNorm1d(4))
+    package.__dict__["build"] = lambda shape, classes: PersonalFiles(shape, classes, nn.BatchNorm1d(4))
     with pytest.raises(ConfigError, match="running statistics"):
         models.describe("bring_own:build", TOY, ("a", "b"), {})
-    package.__dict__["build"] = lambda shape, classes: Own(shape, classes, nn.BatchNorm1d(4, track_running_stats=False))
+    package.__dict__["build"] = lambda shape, classes: PersonalFiles(
+        shape, classes, nn.BatchNorm1d(4, track_running_stats=False)
+    )
     assert models.describe("bring_own:build", TOY, ("a", "b"), {}).embedding == 4
 
 
@@ -135,10 +137,13 @@ def test_running_statistics_are_refused(package: types.ModuleType) -> None:
     ("build", "complaint"),
     [
         (lambda shape, classes: nn.Linear(6, 2), "no embed"),
-        (lambda shape, classes: Own((shape[0] + 1,), classes), "does not take samples of shape"),
-        (lambda shape, classes: Own(shape, classes + 1), "the head of the model"),
-        (lambda shape, classes: Own(shape, classes, nn.Unflatten(1, (2, 2))), r"embed\(x\) of the model .* returns"),
-        (lambda shape, classes: Own(shape, classes).double(), "float64"),
+        (lambda shape, classes: PersonalFiles((shape[0] + 1,), classes), "does not take samples of shape"),
+        (lambda shape, classes: PersonalFiles(shape, classes + 1), "the head of the model"),
+        (
+            lambda shape, classes: PersonalFiles(shape, classes, nn.Unflatten(1, (2, 2))),
+            r"embed\(x\) of the model .* returns",
+        ),
+        (lambda shape, classes: PersonalFiles(shape, classes).double(), "float64"),
         (lambda shape, classes: 1 / 0, "cannot be built"),
     ],
 )
@@ -237,7 +242,7 @@ def test_the_models_that_a_method_transmits_are_counted_in_values(name: str) -> 
     model = layout.parameters(tuple(g for g in method.shared if g in MODEL_GROUPS))
     means = 3 * (8 + 1) if "prototypes" in method.shared else 0
     values = {way: sum(a.size for a in flat(groups)) for way, groups in (
-        ("down", played.broadcast().beside(played.given(0)).groups), ("up", played.trained()[0].update.groups)
+        ("down", played.broadcast().beside(played.per_device(0)).groups), ("up", played.trained()[0].update.groups)
     )}
     assert values == {"down": method.models_down * model + means, "up": method.models_up * model + means}
     paper = method.paper_models or (method.models_down, method.models_up)
@@ -324,7 +329,7 @@ def test_every_array_of_a_round_and_of_an_answer_is_where_the_model_is(name: str
     played = fleet(name, *(toy_samples(40, seed=i) for i in range(2)), together=together)
     played.model.to("meta")
     trained = played.trained()
-    served = trees.apply(lambda a: a.astype(np.float32), trees.only(played.state.judged, played.method.shared))
+    served = trees.apply(lambda a: a.astype(np.float32), trees.only(played.state.served, played.method.shared))
     params = personal_model.adapt(
         played.method, played.model, played.layout, served, *toy_samples(), played.hyper, trained[0].pending,
         {"round": 1.0, "seed": float(SEED)},
@@ -370,7 +375,7 @@ def test_a_models_own_random_layers_draw_from_the_rounds_generator_and_rest_when
     package: types.ModuleType,
 ) -> None:
     """One sample, so that nothing but the dropout is drawn."""
-    package.__dict__["build"] = lambda shape, classes: Own(shape, classes, nn.Dropout(0.5))
+    package.__dict__["build"] = lambda shape, classes: PersonalFiles(shape, classes, nn.Dropout(0.5))
     layout = models.describe("bring_own:build", TOY, ("a", "b", "c"), {})
     fleet = Fleet("fedavg", hyper_of("fedavg", local_steps=3), [toy_samples(1)], layout)
     torch.manual_seed(5)
@@ -393,7 +398,7 @@ def test_a_first_dual_comes_from_zero() -> None:
 @every_method
 def test_what_a_round_is_given_is_left_as_it_was(name: str) -> None:
     played = fleet(name)
-    sent = played.broadcast().beside(played.given(0))
+    sent = played.broadcast().beside(played.per_device(0))
     before = trees.apply(lambda a: a.copy(), sent.groups)
     kept = {role: trees.apply(lambda a: a.copy(), tree) for role, tree in played.states[0].items()}
     local_training.train_round(
@@ -497,7 +502,7 @@ def test_counted_operations_are_those_of_torchs_counter(form: str) -> None:
 
 
 def test_layers_of_unknown_cost_are_not_guessed(package: types.ModuleType) -> None:
-    package.__dict__["build"] = lambda shape, classes: Own(shape, classes, nn.PReLU())
+    package.__dict__["build"] = lambda shape, classes: PersonalFiles(shape, classes, nn.PReLU())
     layout = models.describe("bring_own:build", TOY, ("a", "b", "c"), {})
     assert models.flops_per_sample(models.build(layout), layout) is None
     assert Fleet("fedavg", hyper_of("fedavg", **SMALL), [toy_samples()], layout).trained()[0].flops is None

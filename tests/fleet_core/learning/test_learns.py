@@ -68,7 +68,7 @@ def drawn(number: int, seed: int, names: Any) -> Samples:
 
 
 def devices(labels: str) -> tuple[list[Samples], list[Samples]]:
-    """What each device trains on, and what it is judged on."""
+    """What each device trains on, and what it is evaluated on."""
     names = [
         np.random.default_rng(i).permutation(CLASSES) if labels == "permuted" else np.arange(CLASSES)
         for i in range(DEVICES)
@@ -115,7 +115,7 @@ def test_where_labels_are_permuted_one_model_for_all_is_no_better_than_chance_an
     fleet, _ = learned("fedavg", "permuted", 12, **QUICK, finetune_steps=0)
     right = []
     for x, y in devices("permuted")[1]:
-        right.append((local_training.predict_logits(fleet.model, fleet.judged, x).argmax(1) == y).mean())
+        right.append((local_training.predict_logits(fleet.model, fleet.evaluated, x).argmax(1) == y).mean())
     assert np.mean(right) < CHANCE + 0.15
     accuracies = [learned("p-avg-proto", labels, 12, **QUICK)[1] for labels in ("shared", "permuted")]
     assert min(accuracies) > local("permuted") + 0.15

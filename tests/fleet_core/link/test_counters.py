@@ -21,7 +21,7 @@ from cloud_server.identity.create_fleet import found
 from cloud_server.identity.device_folder import device_folder
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger, Volume
-from cloud_server.records.ledger_tables import Judgement, Update
+from cloud_server.records.ledger_tables import Evaluation, Update
 from export.first_model import first
 from fleet_core.data.samples import Samples, save
 from fleet_core.link import Traffic
@@ -250,7 +250,7 @@ def test_the_ledger_says_what_passed_each_devices_wire_under_tls_as_well(desk: D
         for k, wire in enumerate(star.wires):
             desk.start(*wire.command(*edge_agent("run", "--home", desk.folder / f"d{k}")))
         with Ledger(fleet.ledger_path) as ledger:
-            server.until(lambda: {row.device for row in ledger.rows(Judgement, round=ROUNDS)} == {"d0", "d1"})
+            server.until(lambda: {row.device for row in ledger.rows(Evaluation, round=ROUNDS)} == {"d0", "d1"})
             passed = {f"d{k}": as_passed(wire) for k, wire in enumerate(star.wires)}
             volumes, kinds = ledger.volume("device"), ledger.volume("kind")
             sent = sum(row.payload_bytes for row in ledger.rows(Update, status="counted"))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cloud_server.records.fleet_folder import Fleet as LiveFleet
-from edge_agent.device.state import Home
+from edge_agent.device.state import DeviceState
 from edge_agent.rounds import device_payload
 from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.algorithms.methods.pfedhn import NETWORK, HyperServer, embedding_of, embeddings
@@ -22,7 +22,7 @@ from fleet_core.base import trees
 from fleet_core.base.errors import MessageError
 from fleet_core.model import codecs, hypernetwork
 from fleet_core.protocol import messages
-from fleet_core.protocol.messages import Blob, Given
+from fleet_core.protocol.messages import Blob, PerDevice
 from tests.support.inprocess import config_text
 from tests.support.playing import Fleet, flat, gap, hyper_of, same, toy_samples
 
@@ -87,7 +87,7 @@ def test_products_are_finite_differences_of_the_generated_weights() -> None:
 def test_every_devices_first_model_is_the_fleets() -> None:
     state = RULE.init(MODEL, hyper_of("pfedhn"))
     for device in ("a", "b"):
-        assert same(RULE.given(state, device), trees.widened(MODEL))
+        assert same(RULE.per_device(state, device), trees.widened(MODEL))
     assert not np.array_equal(embedding_of(state, "a"), embedding_of(state, "b"))
     np.testing.assert_array_equal(embedding_of(state, "a"), embedding_of(RULE.init(MODEL, hyper_of("pfedhn")), "a"))
 
@@ -107,7 +107,7 @@ def test_a_round_moves_the_network_by_the_mean_of_the_products_and_each_embeddin
     for name, v in moved.items():
         np.testing.assert_allclose(embeddings(after)[name], v, rtol=1e-12)
     middle = (moved["a"] + moved["b"]) / 2
-    assert gap(after.judged, hypernetwork.generated(expected, middle, MODEL)) < 1e-12
+    assert gap(after.served, hypernetwork.generated(expected, middle, MODEL)) < 1e-12
     assert embedding_of(after, "c").tolist() == embedding_of(state, "c").tolist()
 
 
@@ -117,14 +117,14 @@ def test_a_step_draws_the_generated_model_towards_what_its_device_has_found() ->
     state = RULE.init(MODEL, hyper)
     change = random_like(MODEL, 0)
     for _ in range(3):
-        before = RULE.given(state, "a")
+        before = RULE.per_device(state, "a")
         state = RULE.apply(state, [Update("a", Payload(change))], 1, hyper)
-        step = trees.subtract(RULE.given(state, "a"), before)
+        step = trees.subtract(RULE.per_device(state, "a"), before)
         assert sum(float((a * b).sum()) for a, b in zip(flat(step), flat(change), strict=True)) > 0
 
 
 def test_devices_whose_classes_are_swapped_come_to_models_of_their_own() -> None:
-    """One model for all cannot answer both; a device's own can. Those that the server makes are judged as they come,
+    """One model for all cannot answer both; a device's own can. Those that the server makes are evaluated as they come,
     before any step on the device."""
     x, y = toy_samples(90)
     data = [(x, y), (x, (y + 1) % 3), (x, y), (x, (y + 1) % 3)]
@@ -134,7 +134,7 @@ def test_devices_whose_classes_are_swapped_come_to_models_of_their_own() -> None
     test_x, test_y = toy_samples(90, seed=1)
     answers = {}
     for device in range(2):
-        params = fleet.given(device)
+        params = fleet.per_device(device)
         answers[device] = np.asarray(hypernetwork_logits(fleet, params, test_x).argmax(1))
     assert (answers[0] == test_y).mean() > 0.9
     assert (answers[1] == (test_y + 1) % 3).mean() > 0.9
@@ -148,16 +148,16 @@ def hypernetwork_logits(fleet: Fleet, params: trees.Params, x: Any) -> Any:
 
 def test_the_row_gives_every_device_a_model_of_its_own_and_nothing_to_all() -> None:
     method = METHODS["pfedhn"]
-    assert (method.down, method.received, method.given) == ((), ("body", "head"), ("body", "head"))
-    assert all(not METHODS[name].given for name in METHODS if name != "pfedhn")
+    assert (method.down, method.received, method.per_device) == ((), ("body", "head"), ("body", "head"))
+    assert all(not METHODS[name].per_device for name in METHODS if name != "pfedhn")
 
 
 def test_a_list_of_what_is_given_names_each_devices_blob_and_is_bounded() -> None:
     blobs = tuple(Blob.of(bytes([n]) * 2000, 1024) for n in range(3))
-    listed = messages.decode(Given, messages.encode(Given(("a", "b", "c"), blobs)))
+    listed = messages.decode(PerDevice, messages.encode(PerDevice(("a", "b", "c"), blobs)))
     assert (listed.of("b"), listed.of("nobody")) == (blobs[1], None)
     with pytest.raises(MessageError):
-        messages.decode(Given, b'{"devices": ["a"], "blobs": [{"id": "x"}]}')
+        messages.decode(PerDevice, b'{"devices": ["a"], "blobs": [{"id": "x"}]}')
 
 
 class Asked:
@@ -172,28 +172,28 @@ class Asked:
 
 def test_a_device_fetches_the_list_and_then_its_own_blob_and_no_other(tmp_path: Path) -> None:
     fleet = Fleet("pfedhn", hyper_of("pfedhn"), [toy_samples()])
-    made = {name: trees.scale(fleet.given(0), factor) for name, factor in (("a", 1.0), ("b", 2.0))}
+    made = {name: trees.scale(fleet.per_device(0), factor) for name, factor in (("a", 1.0), ("b", 2.0))}
     weights = {name: codecs.encode("fp32", fleet.wire.ordered(groups)) for name, groups in made.items()}
     blobs = {name: Blob.of(data, 1024) for name, data in weights.items()}
-    data = messages.encode(Given(tuple(blobs), tuple(blobs.values())))
+    data = messages.encode(PerDevice(tuple(blobs), tuple(blobs.values())))
     method = SimpleNamespace(name="pfedhn", version=1)
-    manifest: Any = SimpleNamespace(given=Blob.of(data, 1024), round=3, method=method)
+    manifest: Any = SimpleNamespace(per_device=Blob.of(data, 1024), round=3, method=method)
     asked: Any = Asked()
     service: Any = SimpleNamespace(layout=fleet.layout)
-    here = device_payload.Given("a", Home(tmp_path), service, asked)
+    here = device_payload.DevicePayload("a", DeviceState(tmp_path), service, asked)
     assert not here.is_here(manifest)
-    here.take(manifest, manifest.given.id, data)
+    here.take(manifest, manifest.per_device.id, data)
     assert not here.is_here(manifest)
-    assert asked.ids == [manifest.given.id, blobs["a"].id]
+    assert asked.ids == [manifest.per_device.id, blobs["a"].id]
     assert here.named(manifest) == {blobs["a"].id}
     assert (here.is_of(manifest, blobs["a"].id), here.is_of(manifest, blobs["b"].id)) == (True, False)
     here.take(manifest, blobs["a"].id, weights["a"])
     assert here.is_here(manifest)
-    held = Home(tmp_path).weights(device_payload.NAME)
+    held = DeviceState(tmp_path).weights(device_payload.NAME)
     assert held is not None
     assert same(fleet.wire.ordered(held.params), fleet.wire.ordered(made["a"]))
-    stranger = device_payload.Given("c", Home(tmp_path / "c"), service, asked)
-    stranger.take(manifest, manifest.given.id, data)
+    stranger = device_payload.DevicePayload("c", DeviceState(tmp_path / "c"), service, asked)
+    stranger.take(manifest, manifest.per_device.id, data)
     with pytest.raises(MessageError, match="no weights for this device"):
         stranger.is_here(manifest)
 

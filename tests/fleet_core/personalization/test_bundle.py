@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from edge_agent.inference import bundle_check
 from export import gate
-from export.full_bundle import Judged, whole
+from export.full_bundle import Served, whole
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage
 from fleet_core.base.errors import BundleError, ConfigError
@@ -29,7 +29,7 @@ from fleet_core.model import golden
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.device_bundle import Bundle
 from fleet_core.personalization.gradient_steps import steps_of
-from tests.support.bundles import CLASSES, KEY, LAYOUT, bundle_of, graph_of, judged_params
+from tests.support.bundles import CLASSES, KEY, LAYOUT, bundle_of, graph_of, served_params
 
 FORMS = ("folder", "one.bundle")
 KINDS = {"metasgd": ("fedmeta-metasgd", "fp32", False), "fedper": ("fedper", "fp16", False),
@@ -72,8 +72,8 @@ def test_every_method_that_answers_without_training_has_a_bundle(
 ) -> None:
     method = METHODS[name]
     monkeypatch.setattr(gate, "check", lambda graph, network: None)  # other tests compare them with torch
-    judged = Judged("desk", KEY, method, method.hyper(), 1, judged_params(method, LAYOUT), models.initial(LAYOUT, 1))
-    wanted = whole(judged, graph_of(name), stored="fp32", data=None, say=lambda line: None)
+    served = Served("desk", KEY, method, method.hyper(), 1, served_params(method, LAYOUT), models.initial(LAYOUT, 1))
+    wanted = whole(served, graph_of(name), stored="fp32", data=None, say=lambda line: None)
     device_bundle.write(tmp_path / "b", wanted)
     again = device_bundle.read(tmp_path / "b")
     assert again.hyper == method.hyper()

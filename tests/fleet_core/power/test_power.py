@@ -20,7 +20,7 @@ from fleet_core.board import profile as profiles
 from fleet_core.board.profile import Compute, Power, Profile, Radio
 from fleet_core.power.choose_meter import choose_meter
 from fleet_core.power.energy_model import BoardModel, WattsModel
-from fleet_core.power.joules_by_phase import EnergyBook
+from fleet_core.power.joules_by_phase import JoulesByPhase
 from fleet_core.power.meter import Interval
 from fleet_core.power.rapl import Rapl
 from fleet_core.power.sensors.cpu import TICKS_PER_S, process_cpu_s
@@ -191,10 +191,10 @@ def test_phases_and_processes_on_one_sensor_never_exceed_it(
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine(Path(folder), start_uj=WRAP_UJ - 200_000_000)
         sensor = machine.rapl(A, idle_w)
-        books = {"A": EnergyBook(sensor)}
+        books = {"A": JoulesByPhase(sensor)}
         for number, (seconds, joules, a_s, b_s, others_s, who) in enumerate(steps):
             if number == b_joins:
-                books["B"] = EnergyBook(machine.rapl(B, idle_w))
+                books["B"] = JoulesByPhase(machine.rapl(B, idle_w))
             for name in who:
                 if name in books:
                     with books[name].phase("train"):
@@ -356,7 +356,7 @@ def shipped(name: str) -> Profile:
 
 
 def test_joules_go_to_the_phase_that_is_open_and_to_other_where_none_is(machine: Machine) -> None:
-    book = EnergyBook(machine.rapl(idle_w=1))
+    book = JoulesByPhase(machine.rapl(idle_w=1))
     machine.run(1, 3, {A: 1})
     with book.phase("train"):
         machine.run(10, 60, {A: 5})
@@ -375,7 +375,7 @@ def test_joules_go_to_the_phase_that_is_open_and_to_other_where_none_is(machine:
 
 def test_a_modelled_book_counts_operations_bytes_and_time_and_marks_them_as_modelled() -> None:
     now = [0.0]
-    book = EnergyBook(BoardModel(BOARD, clock=lambda: now[0]))
+    book = JoulesByPhase(BoardModel(BOARD, clock=lambda: now[0]))
     with book.phase("train") as work:
         now[0] = 2.0
         work.flops += 2e9
@@ -393,7 +393,7 @@ def test_a_modelled_book_counts_operations_bytes_and_time_and_marks_them_as_mode
 
 
 def test_a_term_without_a_constant_leaves_no_figure_and_is_named_in_the_total() -> None:
-    book = EnergyBook(choose_meter(shipped("raspberry-pi-4b")))
+    book = JoulesByPhase(choose_meter(shipped("raspberry-pi-4b")))
     with book.phase("train") as work:
         work.flops += 1e12
         work.payload_bytes += 10**9
@@ -404,14 +404,14 @@ def test_a_term_without_a_constant_leaves_no_figure_and_is_named_in_the_total() 
 
 
 def test_without_a_meter_every_figure_is_absent() -> None:
-    book = EnergyBook(None)
+    book = JoulesByPhase(None)
     with book.phase("train") as work:
         work.flops += 1e9
     assert (book.figures(), book.total(), book.take()) == ({}, None, {})
 
 
 def test_phases_open_at_once_share_evenly(machine: Machine) -> None:
-    book = EnergyBook(machine.rapl(idle_w=0))
+    book = JoulesByPhase(machine.rapl(idle_w=0))
     with book.phase("train"):
         machine.run(1, 4, {A: 1})
         with book.phase("serve"):
@@ -442,7 +442,7 @@ class OneJoule:
 
 def test_phases_of_several_threads_lose_no_joule() -> None:
     meter = OneJoule()
-    book = EnergyBook(meter)
+    book = JoulesByPhase(meter)
     gate = threading.Barrier(3)
 
     def work(name: str) -> None:
@@ -463,7 +463,7 @@ def test_phases_of_several_threads_lose_no_joule() -> None:
 
 
 def test_a_report_takes_each_joule_once(machine: Machine) -> None:
-    book = EnergyBook(machine.rapl(idle_w=0))
+    book = JoulesByPhase(machine.rapl(idle_w=0))
     with book.phase("adapt"):
         machine.run(1, 5, {A: 1})
     first = book.take()
@@ -477,7 +477,7 @@ def test_a_report_takes_each_joule_once(machine: Machine) -> None:
 def test_a_meter_that_stops_reading_stops_no_work_and_every_figure_says_so(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    book = EnergyBook(machine.rapl(idle_w=0))
+    book = JoulesByPhase(machine.rapl(idle_w=0))
     with book.phase("train"):
         machine.run(1, 5, {A: 1})
     with book.phase("train"):
@@ -489,12 +489,12 @@ def test_a_meter_that_stops_reading_stops_no_work_and_every_figure_says_so(
 
 
 def test_a_phase_that_is_none_is_refused() -> None:
-    with pytest.raises(PowerError, match="'idle'"), EnergyBook(None).phase("idle"):
+    with pytest.raises(PowerError, match="'idle'"), JoulesByPhase(None).phase("idle"):
         pass
 
 
 def test_a_phase_closes_when_its_work_fails(machine: Machine) -> None:
-    book = EnergyBook(machine.rapl(idle_w=0))
+    book = JoulesByPhase(machine.rapl(idle_w=0))
 
     def fail() -> None:
         with book.phase("train"):

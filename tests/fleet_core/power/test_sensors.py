@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_agent.rounds.costs import Accounts
+from edge_agent.rounds.costs import AgentCosts
 from fleet_core.base.errors import PowerError
 from fleet_core.board import catalogue
 from fleet_core.board.profile import Power, Profile, Radio
 from fleet_core.power.background_sampling import pause_s, ticking
 from fleet_core.power.choose_meter import choose_meter, sensor_of
 from fleet_core.power.energy_model import BoardModel, WattsModel
-from fleet_core.power.joules_by_phase import EnergyBook
+from fleet_core.power.joules_by_phase import JoulesByPhase
 from fleet_core.power.rapl import Rapl
 from fleet_core.power.sampled_meter import GAP_S, LONGEST_HOLD_S, Sampled, Samples
 from fleet_core.power.sensors import hwmon, ina3221, pmic
@@ -255,7 +255,7 @@ def test_a_gap_is_not_joined_and_its_seconds_are_unknown(machine: Machine) -> No
 
 
 def test_a_gap_is_named_in_the_figures_of_the_phases_in_which_it_fell_and_in_the_total(machine: Machine) -> None:
-    book = EnergyBook(meter(machine, Dial(5.0), idle_w=1.0))
+    book = JoulesByPhase(meter(machine, Dial(5.0), idle_w=1.0))
     with book.phase("serve"):
         machine.run(2, 0, {A: 1})
     with book.phase("train"):
@@ -280,7 +280,7 @@ def test_a_gap_is_named_in_the_figures_of_the_phases_in_which_it_fell_and_in_the
 
 def test_bytes_are_counted_without_a_reading(machine: Machine) -> None:
     dial = Dial(5.0)
-    accounts = Accounts(meter(machine, dial))
+    accounts = AgentCosts(meter(machine, dial))
     reads = dial.reads
     for _ in range(50):
         accounts.payload("model_down", 61_440)
@@ -288,7 +288,7 @@ def test_bytes_are_counted_without_a_reading(machine: Machine) -> None:
 
 
 def test_bytes_that_a_model_knows_the_joules_of_are_booked_to_the_radio() -> None:
-    book = EnergyBook(BoardModel(Profile("b", "B", "aarch64", radio=Radio(2e-6, "s"))))
+    book = JoulesByPhase(BoardModel(Profile("b", "B", "aarch64", radio=Radio(2e-6, "s"))))
     book.sent(1_000_000)
     assert book.figures()["radio"].joules == pytest.approx(2)
 
@@ -352,7 +352,7 @@ def test_a_reading_never_holds_longer_than_it_may() -> None:
 
 def test_a_sensor_that_breaks_stops_no_work(machine: Machine) -> None:
     dial = Dial(3.0)
-    book = EnergyBook(meter(machine, dial))
+    book = JoulesByPhase(meter(machine, dial))
     machine.run(1, 0, {A: 1})
     book.settle()
     dial.broken = True

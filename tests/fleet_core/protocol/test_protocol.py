@@ -27,7 +27,7 @@ from fleet_core.protocol.messages import (
     Energy,
     EnrolAnswer,
     EnrolRequest,
-    Judgement,
+    Evaluation,
     Manifest,
     MethodRef,
     ModelRef,
@@ -84,9 +84,9 @@ reports = st.builds(
     Report,
     round=st.integers(0, 10**9),
     boot=names,
-    judged_round=st.none() | st.integers(0, 9),
-    judgements=st.lists(
-        st.builds(Judgement, st.sampled_from(["before", "after"]), names, st.just(((1, 2), (3, 4)))), max_size=2
+    evaluated_round=st.none() | st.integers(0, 9),
+    evaluations=st.lists(
+        st.builds(Evaluation, st.sampled_from(["before", "after"]), names, st.just(((1, 2), (3, 4)))), max_size=2
     ).map(tuple),
     energy=st.lists(st.builds(Energy, names.map(lambda n: n[:16]), st.floats(0, 9), text, st.booleans())).map(tuple),
     traffic=st.none() | st.builds(Traffic, st.integers(0, 9), st.integers(0, 9)),

@@ -13,7 +13,7 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Round, Update
 from cloud_server.records.spool import Spool
 from cloud_server.rounds.open_round import OpenRound
-from cloud_server.rounds.uploads import WRONG_CHUNKS, Intake
+from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import FleetError, MessageError
 from fleet_core.model import codecs
@@ -25,7 +25,7 @@ REASON = 500  # characters
 BATCHES = ("batch", "support_batch", "query_batch")
 
 
-class Reception:
+class UpdateReceiver:
     """Fills ``received`` and ``failed`` of the open round.
 
     layout: of what crosses the wire; layout_hash: of the model. tell(device, message): sends to a device. current():
@@ -44,7 +44,7 @@ class Reception:
         self._ledger, self._spool, self._tell, self._taken = ledger, spool, tell, taken
         self._current, self._closed, self._now, self._log = current, closed, now, log
         self.limit = upload_limit(layout, fleet.method.shared)
-        self._intake = Intake(tell, clock, self.limit)
+        self._uploads = Uploads(tell, clock, self.limit)
         self._cut = set[str]()
 
     # A round's course -------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class Reception:
     def begin(self, opened: OpenRound) -> None:
         """Takes back what an earlier life of this aggregator had received; what is not as it was is asked for again.
         Raises StateError when the disk does not give it."""
-        self._intake.clear()
+        self._uploads.clear()
         self._spool.clear(keep=opened.number)
         for device, manifest in self._spool.manifests(opened.number).items():
             try:
@@ -70,11 +70,11 @@ class Reception:
                 opened.received[device] = manifest
 
     def tick(self) -> None:
-        self._intake.tick()
+        self._uploads.tick()
 
     def drop(self, device: str) -> None:
         """Forgets what a device that is gone was sending."""
-        self._intake.drop(device)
+        self._uploads.drop(device)
 
     def book(self, opened: OpenRound) -> None:
         """What was received is counted, in the ledger."""
@@ -83,7 +83,7 @@ class Reception:
 
     def end(self) -> None:
         """The round is closed: what is still under way is refused."""
-        for device, number, manifest in self._intake.clear():
+        for device, number, manifest in self._uploads.clear():
             self._refuse(device, number, manifest, "the round is closed")
 
     # What arrives -----------------------------------------------------------------------------------------------------
@@ -99,16 +99,16 @@ class Reception:
         reason = self._refusal(device, number, manifest)
         if not reason:
             try:
-                return self._intake.offer(device, number, manifest)
+                return self._uploads.offer(device, number, manifest)
             except MessageError as error:
                 reason = str(error)
         self._refuse(device, number, manifest, reason)
 
     def on_chunk(self, device: str, number: int, k: int | None, payload: bytes) -> None:
         try:
-            whole = None if k is None else self._intake.chunk(device, number, k, payload)
+            whole = None if k is None else self._uploads.chunk(device, number, k, payload)
         except MessageError as error:
-            manifest = self._intake.given_up(device)
+            manifest = self._uploads.given_up(device)
             if manifest is None:
                 raise
             reason = f"{WRONG_CHUNKS} chunks were not as announced, at last: {error}"
