@@ -31,6 +31,7 @@ from fleet_core.base.errors import FleetError, MessageError, StateError
 from fleet_core.board import allocator
 from fleet_core.data.samples import Samples
 from fleet_core.learning import local_training, models, personal_model
+from fleet_core.model.encoded_update import method_state
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.messages import Manifest
 
@@ -61,11 +62,11 @@ class TrainerJobs:
         """The update is left in the device's folder."""
         manifest, key = order.manifest, state_key(order.manifest)
         weights = order.weights("model", manifest.model.model)
-        state = dict(order.home.state(key) or {})
-        residual = state.pop("residual", None)
-        result = self.round(order, Payload(weights, manifest.scalars).beside(order.per_device()), state)
+        before = order.home.state(key) or {}
+        broadcast = Payload(weights, manifest.scalars).beside(order.per_device())
+        result = self.round(order, broadcast, method_state(before))
         update.keep(
-            order.home, order.life, manifest, order.layout, result.update, result.pending, residual,
+            order.home, order.life, manifest, order.layout, result.update, result.pending, before,
             samples=result.samples, metrics={"loss": result.loss, **order.cut},
         )
         return {

@@ -28,11 +28,11 @@ from fleet_core.board import allocator
 from fleet_core.data.partitions import Share
 from fleet_core.learning import local_training, models, personal_model
 from fleet_core.learning.architectures import MODELS
-from fleet_core.model import codecs
+from fleet_core.model.encoded_update import encode_update, method_state
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 
-RESIDUAL, TEST_STEP = "residual", "test_step"
+TEST_STEP = "test_step"
 FAILURES = (RoundError, DataError, CodecError)
 """Of one device: the others go on."""
 Array = np.ndarray[Any, Any]
@@ -148,13 +148,12 @@ class Worker:
     def learn(self, task: TrainingTask) -> list[TrainedDevice]:
         """One round of each client, side by side where the run says so. What fails fails alone."""
         states = [self._clients.load(client, task.after) for client in task.clients]
-        residuals = [state.pop(RESIDUAL, None) for state in states]
         results: Sequence[local_training.TrainResult | FleetError] | None = None
         if self._side_by_side > 1 and len(states) > 1:
             results = self._together(task, states)
         if results is None:
             results = [self._alone(task, *found) for found in zip(task.clients, states, strict=True)]
-        return [self._sent(task, *found) for found in zip(task.clients, results, residuals, strict=True)]
+        return [self._sent(task, *found) for found in zip(task.clients, results, states, strict=True)]
 
     def _alone(self, task: TrainingTask, client: str, state: ClientState) -> local_training.TrainResult | FleetError:
         one = self._participant(task, client, state)
@@ -179,16 +178,16 @@ class Worker:
     def _participant(self, task: TrainingTask, client: str, state: ClientState) -> local_training.Participant:
         own = self.workload.own(self._shares["train", client])
         rng = np.random.default_rng((self._run.seed, task.round, zlib.crc32(client.encode())))
-        return local_training.Participant(state, own.x, own.y, rng, task.per_device.get(client, {}))
+        return local_training.Participant(method_state(state), own.x, own.y, rng, task.per_device.get(client, {}))
 
     def _sent(
-        self, task: TrainingTask, client: str, result: local_training.TrainResult | FleetError, residual: Params | None
+        self, task: TrainingTask, client: str, result: local_training.TrainResult | FleetError, before: ClientState
     ) -> TrainedDevice:
         """The update as the server will decode it; the state that follows is on the disk."""
         try:
             if isinstance(result, FleetError):
                 raise result
-            update, size, after = self._encoded(task, result, residual)
+            update, size, after = self._encoded(task, result, before)
             _check_finite(update)
         except FAILURES as error:
             return TrainedDevice(client, error=str(error))
@@ -197,18 +196,17 @@ class Worker:
         return TrainedDevice(client, update, result.samples, result.loss, result.flops, size, bool(after))
 
     def _encoded(
-        self, task: TrainingTask, result: local_training.TrainResult, residual: Params | None
+        self, task: TrainingTask, result: local_training.TrainResult, before: ClientState
     ) -> tuple[Payload, int, ClientState]:
-        """(the update as it arrives, its bytes, the device's state if it is counted)."""
-        update, after = self._wire.ordered(result.update.groups), dict(result.pending)
+        """(the update as the server reads it, its bytes, the device's state if it is counted)."""
         if self._codec == PLAIN:
-            return Payload(update, result.update.scalars), self._plain_bytes, after
-        sent = codecs.send(self._codec, update, residual, self._wire, self._method.shared)
-        if sent.error is not None:
-            after = dict(self._method.client.after_loss(after, sent.error, self._hyper, task.round))
-        if sent.residual is not None:
-            after[RESIDUAL] = sent.residual
-        return Payload(self._wire.ordered(sent.decoded), result.update.scalars), len(sent.data), after
+            update = Payload(self._wire.ordered(result.update.groups), result.update.scalars)
+            return update, self._plain_bytes, result.pending
+        made = encode_update(
+            self._codec, result.update, result.pending, before, method=self._method, hyper=self._hyper,
+            layout=self._wire, round_number=task.round,
+        )
+        return made.update, len(made.data), made.state
 
     # Evaluate
     # ------------------------------------------------------------------------------------------------------------
