@@ -1,4 +1,4 @@
-"""The round that is being collected, and the rounds as the ledger holds them."""
+"""The open round, and the rounds as the ledger holds them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fleet_core.protocol.messages import ModelRef, UploadManifest
 
 @dataclass
 class OpenRound:
-    """One round between its opening and its closing; what has come is in the spool too.
+    """One round between its opening and its closing. Received updates are in the spool too.
 
-    opened_at: Unix seconds. deadline: on the aggregator's clock. model: as announced; published: its decoded
-    float32 weights, which devices hold; lost: what a lossy codec left out of them, or None. scalars: sent beside it.
-    given: float32, what each device of the cohort alone receives; empty for most methods.
-    failed: device -> why it will not deliver.
+    opened_at: Unix seconds. deadline: on the aggregator's clock. model: as announced. published: its decoded float32
+    weights, which devices hold. lost: what a lossy codec left out of them, or None. scalars: sent with the model.
+    per_device: float32 groups that each device of the cohort alone receives; empty for most methods.
+    received: device -> its update. failed: device -> why it will send none.
     """
 
     number: int
@@ -34,20 +34,44 @@ class OpenRound:
     received: dict[str, UploadManifest] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def answered(self) -> bool:
+        """Whether every device of the cohort has sent an update or failed."""
+        return len(self.received) + len(self.failed) >= len(self.cohort)
+
+    def receive(self, device: str, manifest: UploadManifest) -> None:
+        """The device's update is verified and in the spool."""
+        self.received[device] = manifest
+        self.failed.pop(device, None)
+
+    def fail(self, device: str, reason: str) -> None:
+        """The device will send no update, or its update was refused. Devices outside the cohort are ignored."""
+        if device in self.cohort:
+            self.failed[device] = reason
+
+    def try_again(self) -> None:
+        """Devices that failed are asked again."""
+        self.failed.clear()
+
+    def extend(self, deadline: float) -> None:
+        self.deadline = deadline
+
 
 class Rounds:
-    """One fleet's rounds in its ledger. now: Unix seconds. ``stalled``: why the open round does not end, or empty."""
+    """One fleet's rounds. now: Unix seconds. ``open``: the open round, or None. ``stalled``: why the open round does
+    not end, or empty."""
 
     def __init__(self, ledger: Ledger, method: Method, now: Callable[[], float]):
         self._ledger, self._method, self._now = ledger, method, now
+        self.open: OpenRound | None = None
         self.stalled = ledger.facts().get("stalled", "")
 
     def interrupted(self, number: int) -> Round | None:
-        """The row of a round that an earlier life of the aggregator opened and did not close."""
+        """The row of a round that was opened before a restart and not closed."""
         return next(iter(self._ledger.rows(Round, round=number, status="open")), None)
 
     def cohort(self, number: int) -> set[str]:
-        """The devices that were asked in a round; nobody in one that never was."""
+        """The devices that were asked in a round; empty for a round that never was."""
         rows = self._ledger.rows(Round, round=number)
         return set(rows[0].cohort) if rows else set()
 
@@ -57,8 +81,8 @@ class Rounds:
             model_id=opened.model.model,
         ))
 
-    def ask(self, number: int, cohort: tuple[str, ...]) -> None:
-        """Another cohort for a round that is open."""
+    def replace_cohort(self, number: int, cohort: tuple[str, ...]) -> None:
+        """Other devices are asked in a round that is open; it has to be opened again."""
         self._ledger.put(replace(self._ledger.rows(Round, round=number)[0], cohort=cohort))
 
     def close(self, opened: OpenRound, members: int) -> None:
@@ -72,12 +96,12 @@ class Rounds:
         ))
 
     def abandon(self, opened: OpenRound) -> None:
-        """Everybody who was asked has been revoked."""
+        """Every device of the cohort was revoked."""
         row = self._ledger.rows(Round, round=opened.number)[0]
         self._ledger.put(replace(row, status="abandoned", note="every device of the cohort was revoked"))
 
     def say_stalled(self, text: str) -> None:
-        """Why the open round does not end, for ``server status`` and those who watch; empty once it goes on."""
+        """Records why the open round does not end, for ``server status``; empty once it goes on."""
         if text != self.stalled:
             self.stalled = text
             self._ledger.set_facts(stalled=text)

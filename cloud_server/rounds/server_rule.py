@@ -21,11 +21,11 @@ class RuleState:
     """``checkpoint``: after the last closed round. layout: of the fleet's model."""
 
     def __init__(
-        self, fleet: Fleet, layout: Layout, ledger: Ledger, checkpoints: Checkpoints, roster: Members, *,
+        self, fleet: Fleet, layout: Layout, ledger: Ledger, checkpoints: Checkpoints, members: Members, *,
         log: Callable[[str], None],
     ):
         self._method, self._hyper = fleet.method, fleet.hyper
-        self._checkpoints, self._members, self._log = checkpoints, roster, log
+        self._checkpoints, self._members, self._log = checkpoints, members, log
         self.checkpoint = self._resumed(fleet, layout, ledger)
 
     def _resumed(self, fleet: Fleet, layout: Layout, ledger: Ledger) -> Checkpoint:

@@ -12,7 +12,9 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Round, Update
 from cloud_server.records.spool import Spool
-from cloud_server.rounds.open_round import OpenRound
+from cloud_server.rounds.members import Members
+from cloud_server.rounds.open_round import OpenRound, Rounds
+from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import FleetError, MessageError
@@ -28,23 +30,20 @@ BATCHES = ("batch", "support_batch", "query_batch")
 class UpdateReceiver:
     """Fills ``received`` and ``failed`` of the open round.
 
-    layout: of what crosses the wire; layout_hash: of the model. tell(device, message): sends to a device. current():
-    the open round, or None. closed(): (the last closed round, the present dual epoch). taken(device, manifest): before
-    an update is kept.
+    layout: of what crosses the wire; layout_hash: of the model. tell(device, message): sends to a device.
     """
 
     def __init__(
-        self, fleet: Fleet, layout: Layout, layout_hash: str, ledger: Ledger, spool: Spool,
-        tell: Callable[[str, Down], None], *, current: Callable[[], OpenRound | None],
-        closed: Callable[[], tuple[int, int]], taken: Callable[[str, UploadManifest], None],
-        clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
+        self, fleet: Fleet, layout: Layout, layout_hash: str, ledger: Ledger, spool: Spool, rounds: Rounds,
+        rule: RuleState, members: Members, tell: Callable[[str, Down], None], *, clock: Callable[[], float],
+        now: Callable[[], float], log: Callable[[str], None],
     ):
         self._link, self._method, self._layout = fleet.config.link, fleet.method, layout
         self._layout_hash, self._codec_up = layout_hash, fleet.codec_up
-        self._ledger, self._spool, self._tell, self._taken = ledger, spool, tell, taken
-        self._current, self._closed, self._now, self._log = current, closed, now, log
-        self.limit = upload_limit(layout, fleet.method.shared)
-        self._uploads = Uploads(tell, clock, self.limit)
+        self._ledger, self._spool, self._rounds, self._rule, self._members = ledger, spool, rounds, rule, members
+        self._tell, self._now, self._log = tell, now, log
+        self.max_upload_bytes = max_upload_bytes(layout, fleet.method.shared)
+        self._uploads = Uploads(tell, clock, self.max_upload_bytes)
         self._cut = set[str]()
 
     # A round's course -------------------------------------------------------------------------------------------------
@@ -67,7 +66,7 @@ class UpdateReceiver:
                 self._log(f"round {opened.number}: the kept update of {device} is dropped: {reason}")
                 self._spool.drop(opened.number, device)
             else:
-                opened.received[device] = manifest
+                opened.receive(device, manifest)
 
     def tick(self) -> None:
         self._uploads.tick()
@@ -76,8 +75,8 @@ class UpdateReceiver:
         """Forgets what a device that is gone was sending."""
         self._uploads.drop(device)
 
-    def book(self, opened: OpenRound) -> None:
-        """What was received is counted, in the ledger."""
+    def record_counted(self, opened: OpenRound) -> None:
+        """Writes the received updates into the ledger as counted."""
         for device, manifest in opened.received.items():
             self._ledger.put(self._row(opened.number, device, manifest, "counted"))
 
@@ -89,7 +88,7 @@ class UpdateReceiver:
     # What arrives -----------------------------------------------------------------------------------------------------
 
     def on_offer(self, device: str, number: int, manifest: UploadManifest) -> None:
-        opened = self._current()
+        opened = self._rounds.open
         if opened is not None and number == opened.number and device in opened.received:
             same = opened.received[device].id == manifest.id
             return self._tell(device, Down("done" if same else "reject", number, manifest.id, ok=same,
@@ -113,7 +112,7 @@ class UpdateReceiver:
                 raise
             reason = f"{WRONG_CHUNKS} chunks were not as announced, at last: {error}"
             return self._refuse(device, number, manifest, reason)
-        opened = self._current()
+        opened = self._rounds.open
         if whole is None or opened is None:
             return
         manifest, inbox = whole
@@ -122,11 +121,10 @@ class UpdateReceiver:
             self._verify(manifest, data)
         except FleetError as error:
             return self._refuse(device, number, manifest, str(error))
-        self._taken(device, manifest)
+        self._members.on_update(device, manifest.after, *self._rule.history())
         self._spool.put(number, device, manifest, data)
-        opened.received[device] = manifest
+        opened.receive(device, manifest)
         self._say_cut(device, manifest)
-        opened.failed.pop(device, None)
         self._tell(device, Down("done", number, manifest.id))
 
     def _say_cut(self, device: str, manifest: UploadManifest) -> None:
@@ -138,14 +136,13 @@ class UpdateReceiver:
             self._log(f"{device} trains with a smaller batch than the round asks for, its board's limit: {told}")
 
     def was_counted(self, device: str, number: int, update_id: str) -> bool:
-        closed, _ = self._closed()
-        return number <= closed and self._ledger.counted(device, number) == update_id
+        return number <= self._rule.checkpoint.round and self._ledger.counted(device, number) == update_id
 
     # Taken or refused -------------------------------------------------------------------------------------------------
 
     def _refusal(self, device: str, number: int, manifest: UploadManifest) -> str:
         """Why an offer is not taken, or an empty text."""
-        opened, (_, dual_epoch) = self._current(), self._closed()
+        opened, dual_epoch = self._rounds.open, self._rule.checkpoint.state.dual_epoch
         if opened is None or number != opened.number:
             return "the round is closed"
         if device not in opened.cohort:
@@ -164,8 +161,12 @@ class UpdateReceiver:
         return "; ".join(wrong)
 
     def _verify(self, manifest: UploadManifest, data: bytes) -> None:
-        """Raises CodecError for arrays of another layout, values that are not finite and norms over the bound; of what
-        adds up over a device's samples, norms over the bound for each of them."""
+        """Raises CodecError for arrays of another layout and values that are not finite, MessageError for a norm over
+        the bound (per sample where updates add up over samples).
+
+        The decoded arrays are not kept: the spool holds the encoded bytes, and closing decodes one update after the
+        other, so that memory does not grow with the cohort.
+        """
         params = codecs.decode(manifest.codec, data, self._layout, self._method.shared)
         length, bound = norm(params), self._link.max_update_norm
         if not self._method.cumulative:
@@ -175,14 +176,14 @@ class UpdateReceiver:
 
     def _refuse(self, device: str, number: int, manifest: UploadManifest, reason: str) -> None:
         reason = reason[:REASON]  # it quotes the device
-        opened = self._current()
+        opened = self._rounds.open
         late = opened is None or number != opened.number
         noted = self._ledger.rows(Update, round=number, device=device)
         new = all(row.update_id != manifest.id for row in noted)
         if new and len(noted) < REFUSALS_NOTED and self._ledger.rows(Round, round=number):
             self._ledger.put(self._row(number, device, manifest, "late" if late else "refused", reason))
-        if opened is not None and not late and device in opened.cohort:
-            opened.failed[device] = reason
+        if opened is not None and not late:
+            opened.fail(device, reason)
         self._log(f"round {number}: {device}: update refused: {reason}")
         self._tell(device, Down("reject", number, manifest.id, ok=False, reason=reason))
 
@@ -201,6 +202,6 @@ def norm(params: trees.Params) -> float:
         return math.sqrt(sum(float(np.dot(array, array)) for array in flat))
 
 
-def upload_limit(layout: Layout, groups: tuple[str, ...]) -> int:
+def max_upload_bytes(layout: Layout, groups: tuple[str, ...]) -> int:
     """Bytes of the largest update that can be one: every value at four bytes, and room for names."""
     return 2 * 4 * layout.parameters(groups) + (1 << 16)

@@ -26,10 +26,10 @@ class FirstWait:
     devices that a token waits for."""
 
     def __init__(
-        self, roster: Members, limit_s: float, *, invited: Callable[[], Iterable[str]], clock: Callable[[], float],
+        self, members: Members, limit_s: float, *, invited: Callable[[], Iterable[str]], clock: Callable[[], float],
         log: Callable[[str], None],
     ):
-        self._members, self._limit_s, self._invited = roster, limit_s, invited
+        self._members, self._limit_s, self._invited = members, limit_s, invited
         self._clock, self._log = clock, log
         self._since: float | None = None
 
@@ -55,8 +55,8 @@ class Places:
     seed, size: of cohorts, as in fleet.toml.
     """
 
-    def __init__(self, roster: Members, rounds: Rounds, seed: int, size: int, *, log: Callable[[str], None]):
-        self._members, self._rounds, self._seed, self._size, self._log = roster, rounds, seed, size, log
+    def __init__(self, members: Members, rounds: Rounds, seed: int, size: int, *, log: Callable[[str], None]):
+        self._members, self._rounds, self._seed, self._size, self._log = members, rounds, seed, size, log
         self._asked = (0, set[str]())  # the round, and who was asked in it since its last deadline
 
     def pass_on(self, opened: OpenRound, *, due: bool) -> bool:
@@ -74,7 +74,7 @@ class Places:
             return False
         chosen = cohort.select(self._seed, opened.number, others, free)
         self._asked = opened.number, asked | {*chosen}
-        self._rounds.ask(opened.number, tuple(sorted([*kept, *chosen, *gone[len(chosen) :]])))
+        self._rounds.replace_cohort(opened.number, tuple(sorted([*kept, *chosen, *gone[len(chosen) :]])))
         told = ", ".join(shortened(gone)), ", ".join(shortened(chosen))
         self._log(f"round {opened.number}: no update comes from {told[0]}; asked as well: {told[1]}")
         return True
@@ -87,10 +87,10 @@ class Waiting:
     """Follows the uploads of the open round from outside. deadline_s: how long a round that waits on waits then."""
 
     def __init__(
-        self, roster: Members, rounds: Rounds, deadline_s: float, *, clock: Callable[[], float],
+        self, members: Members, rounds: Rounds, deadline_s: float, *, clock: Callable[[], float],
         log: Callable[[str], None],
     ):
-        self._members, self._rounds, self._deadline_s = roster, rounds, deadline_s
+        self._members, self._rounds, self._deadline_s = members, rounds, deadline_s
         self._clock, self._log = clock, log
         self._grants: dict[str, int] = {}  # since the last chunk, of the devices that offered
         self._ask_again = False
@@ -130,7 +130,7 @@ class Waiting:
         """Said here and in the ledger; nothing ends."""
         self._log(text)
         self._rounds.say_stalled(" ".join(text.split()))
-        opened.deadline = self._clock() + self._deadline_s
+        opened.extend(self._clock() + self._deadline_s)
 
     def _names(self, opened: OpenRound, missing: Collection[str]) -> str:
         """Who is missing and who failed, what is known of each, and what an operator can do about it."""

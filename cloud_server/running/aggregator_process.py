@@ -19,8 +19,8 @@ from cloud_server.records import disk_errors
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.reports.terminal_view import LiveView, snapshot
-from cloud_server.rounds.aggregator import Aggregator
 from cloud_server.rounds.coordinator import Coordinator, will
+from cloud_server.running.aggregator import Aggregator
 from fleet_core.base import processes, storage
 from fleet_core.base.errors import ConfigError, LinkError, StateError
 from fleet_core.base.processes import typed

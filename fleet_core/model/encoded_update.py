@@ -1,4 +1,4 @@
-"""An update on its way to the aggregator, and what its device keeps if it is counted: for fleet and simulation alike."""
+"""An update on its way to the aggregator, and what its device keeps if it is counted; fleet and simulation use it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.workload import Workload
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import LinkSection
-from cloud_server.rounds.broadcast import encode_model
+from cloud_server.rounds.models_down import encode_model, per_device_models
 from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import Payload, ServerState, Update
 from fleet_core.base import storage, trees
@@ -126,7 +126,7 @@ class Engine:
         asked = aggregation.order(self._asked(number))
         broadcast = Payload(sent.decoded, {**sent.scalars, "round": float(number), "seed": float(self._run.seed)})
         taken = _Taken(self._store.folder / "spool")
-        per_device = self._per_device(before.state, asked)
+        per_device = per_device_models(self._method, before.state, asked)
         task = TrainingTask(number, tuple(asked), broadcast, before.round, per_device)
         sending = self._averaged(number, asked)
         learned = [self._take(one, taken, one.client in sending) for one in self._lab.executor.learn(task)]
@@ -173,13 +173,6 @@ class Engine:
             return _Sent(plain, None, sent.scalars, 4 * self._wire.parameters(self._method.down), False)
         made = encode_model(sent.groups, before, codec, self._wire, self._method.down)
         return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), made.delta)
-
-    def _per_device(self, state: ServerState, asked: Sequence[str]) -> dict[str, Params]:
-        """What each device alone receives, float32, whole and without a codec."""
-        if not self._method.per_device:
-            return {}
-        rule = self._method.server
-        return {name: trees.apply(lambda a: np.asarray(a, np.float32), rule.per_device(state, name)) for name in asked}
 
     def _down_bytes(self, sent: _Sent, number: int) -> int:
         """To all that were asked. As in the fleet a delta is for those that hold the model of the last round, having

@@ -23,9 +23,9 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Update
 from cloud_server.records.spool import Spool
-from cloud_server.rounds.aggregator import RETRY_S, Aggregator
 from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
+from cloud_server.running.aggregator import RETRY_S, Aggregator
 from fleet_core.base import storage
 from fleet_core.base.errors import StateError
 from fleet_core.data.samples import save
@@ -374,14 +374,14 @@ def test_writes_that_a_power_cut_ended_are_cleared(copy):
 @pytest.mark.parametrize("damage", [flipped, shortened, emptied])
 def test_a_served_model_that_is_damaged_is_set_aside_and_made_again(copy, damage):
     w = run(copy())
-    served = w.server._broadcast.served
+    served = w.server._parts.models.served
     end(w)
     path = w.fleet.folder / "state" / "served.safetensors"
     damage(path)
     w.start_server()
     assert w.told(f"{path} is damaged: set aside as served.damaged")
     assert path.with_suffix(".damaged").exists()
-    assert w.server._broadcast.served == served
+    assert w.server._parts.models.served == served
 
 
 def test_a_served_model_of_a_newer_version_is_refused(copy):

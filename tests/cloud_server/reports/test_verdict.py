@@ -275,5 +275,5 @@ def test_a_report_whose_counts_are_of_other_classes_is_refused(fleet: Callable[.
     before = w.server.ledger.rows(Alone)
     for alone in (messages.Alone(3), messages.Alone(0, "x", ((1, 2), (3, 4)))):
         with pytest.raises(MessageError):
-            w.server._on_report("d0", Report(round=2, evaluated_round=2, alone=alone))
+            w.server._device_messages.on_report("d0", Report(round=2, evaluated_round=2, alone=alone))
     assert (w.server.ledger.rows(Alone), len(w.server.ledger.rows(Evaluation, stage="after"))) == (before, 2)

@@ -22,7 +22,8 @@ from cloud_server.broker.publisher import RETAINED_S, Publisher
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device, Evaluation, Round, Traffic, Update
 from cloud_server.records.spool import Spool
-from cloud_server.rounds import broadcast, update_receiver
+from cloud_server.rounds import manifest as manifests
+from cloud_server.rounds import update_receiver
 from cloud_server.rounds.members import SILENT_S, Members
 from cloud_server.rounds.uploads import Uploads
 from cloud_server.running import aggregator_process
@@ -998,7 +999,7 @@ def test_a_device_that_was_away_for_long_asks_what_became_of_its_update(fleet, c
     kept = agent._updates.pending
     w.kill_agent("d0")
     unheld()
-    assert w.pump(lambda: w.closed() == 2 + broadcast.COUNTED_ROUNDS, tick_s=TICK_S)
+    assert w.pump(lambda: w.closed() == 2 + manifests.COUNTED_ROUNDS, tick_s=TICK_S)
     assert statuses(w, 2).get("d0") == ("counted" if counted else None)
     home = DeviceState(w.folder / "devices" / "d0")
     before = home.state(kept.key)
@@ -1381,7 +1382,7 @@ def test_the_booked_payload_is_what_the_broker_delivered(fleet, codec):
     by_kind = w.server.ledger.totals().payload_by_kind
     graph = len(w.fleet.graph_bytes())
     assert by_kind["graph"].down == 4 * graph
-    served = w.server._broadcast.served.blob.size
+    served = w.server._parts.models.served.blob.size
     assert by_kind["serve"].down == 4 * served
     uploads = sum(u.payload_bytes for u in w.server.ledger.rows(Update, status="counted"))
     assert by_kind["update"].up == uploads
@@ -1472,7 +1473,7 @@ def test_weights_that_changed_on_the_disk_are_noticed_and_fetched_whole(fleet):
 
 def test_a_large_cohort_is_announced_by_its_rule_and_counted_in_a_blob(fleet, monkeypatch):
     monkeypatch.setattr("fleet_core.protocol.cohort.LISTED", 1)
-    monkeypatch.setattr(broadcast, "LISTED_IDS", 1)
+    monkeypatch.setattr(manifests, "LISTED_IDS", 1)
     w = fleet(rounds=4, fleet="cohort = 2")
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: finished(w) and settled(w))
@@ -1505,7 +1506,7 @@ def test_a_question_over_mqtt_is_answered_by_the_personalized_model(fleet, metho
     assert "no model" in answer("early", messages.encode(ask)).error
     assert w.pump(lambda: finished(w))
     good = answer("q1", messages.encode(ask))
-    assert (good.error, good.round, good.model) == ("", 6, w.server._broadcast.served.model)
+    assert (good.error, good.round, good.model) == ("", 6, w.server._parts.models.served.model)
     assert good.personalization == ("proto" if method == "pfldyn-proto" else "sgd")
     assert set(good.labels) <= set(CLASSES)
     assert np.mean([CLASSES[y] == label for y, label in zip(toy(0).y, good.labels, strict=False)]) > 0.6
@@ -1766,8 +1767,8 @@ def test_updates_are_read_in_closing_order_whatever_order_they_came_in(fleet):
     w = fleet(rounds=1, devices=6)
     start(w, *(f"d{n}" for n in range(6)))
     assert w.pump(lambda: w.server.finished)
-    manifests = dict(reversed(w.server._spool.manifests(1).items()))
-    order = [update.device for update in w.server._spool.updates(1, manifests)]
+    manifests = dict(reversed(w.server._parts.spool.manifests(1).items()))
+    order = [update.device for update in w.server._parts.spool.updates(1, manifests)]
     assert order == aggregation.order(manifests) != sorted(manifests)
 
 

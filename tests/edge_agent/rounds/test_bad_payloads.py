@@ -186,7 +186,7 @@ def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(l
         liar.link.publish(topics.upload(liar.w.name, "liar", 1, k), part)
     liar.w.step()
     assert liar.w.told("refused fl1/t/a/liar/up/1/0: blob ")
-    counted = liar.w.server._receiver._uploads.wrong_chunks
+    counted = liar.w.server._parts.receiver._uploads.wrong_chunks
     assert counted == {"liar": 3}
     liar.send(upload, 1, data)
     liar.w.step()

@@ -23,8 +23,8 @@ from cloud_server.records import checkpoint
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints
 from cloud_server.records.fleet_folder import Fleet, FleetConfig, method_of
 from cloud_server.records.ledger_tables import Evaluation, Update
-from cloud_server.rounds import broadcast
-from cloud_server.rounds.broadcast import encode_model
+from cloud_server.rounds import manifest
+from cloud_server.rounds.models_down import encode_model
 from cloud_server.rounds.update_receiver import REASON
 from cloud_server.running import method_catalogue
 from cloud_server.running.fedavg_baseline import baseline_toml
@@ -639,7 +639,7 @@ def test_a_fleet_with_rounds_keeps_its_method(fleet) -> None:
 
 def test_what_a_device_keeps_is_as_after_the_round_that_is_evaluated(fleet, monkeypatch) -> None:
     """Also where the list of what was counted comes later than the model, which of this method is always here."""
-    monkeypatch.setattr(broadcast, "LISTED_IDS", 1)
+    monkeypatch.setattr(manifest, "LISTED_IDS", 1)
     faults = Faults()
     w = fleet("local", broker=LoopbackBroker(faults=faults))
     held: list[str] = []

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cloud_server.records.checkpoint import Checkpoint
-from cloud_server.rounds.broadcast import encode_model
+from cloud_server.rounds.models_down import encode_model
 from fleet_core.algorithms.interface import ServerState
 from fleet_core.algorithms.methods.dyn import Dyn
 from fleet_core.algorithms.methods.scaf import distance

@@ -1,0 +1,146 @@
+"""What devices send: presence, reports, updates, questions about their updates, requests for certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cloud_server.rounds.parts import Parts
+from fleet_core.base.errors import MessageError
+from fleet_core.protocol import messages, topics
+from fleet_core.protocol.messages import (
+    Alone,
+    Down,
+    Presence,
+    RenewalRequest,
+    Report,
+    UpdateRef,
+    UploadManifest,
+)
+
+MAX_OFFER_BYTES = 1 << 26
+
+
+class DeviceMessages:
+    """Takes one message after the other to the part that handles it.
+
+    read_requests(): reads now what the command line asked for, because a device may come right after the command that
+    admits it.
+    """
+
+    def __init__(self, parts: Parts, *, read_requests: Callable[[], None], log: Callable[[str], None]):
+        self._parts, self._members, self._rule = parts, parts.members, parts.rule
+        self._read_requests, self._log = read_requests, log
+        self._fleet = parts.fleet.config.fleet.name
+
+    def on_message(self, topic: str, payload: bytes) -> None:
+        """Raises FleetError for a message that is refused."""
+        address = topics.parse(self._fleet, topic)
+        if address is None or not payload:
+            return
+        if address.kind == "en":
+            self._read_requests()
+            return self._parts.enrolments.on_request(address.key, payload)
+        if not address.device:
+            return self._parts.publisher.heard(topic, payload)
+        name = address.device
+        if address.kind == "st":
+            return self._on_presence(name, messages.decode(Presence, payload))
+        if self._members.revoked(name):
+            self.tell_revoked(name, self._members.boot(name))
+        if not self._members.enrolled(name):
+            raise MessageError("is not enrolled", where=name, hint="see 'metafleet devices enroll'")
+        self._members.heard(name)
+        number = topics.number(address.key) or 0
+        if address.kind == "rep":
+            self.on_report(name, messages.decode(Report, payload))
+        elif address.kind == "up" and address.part == "m":
+            self._parts.waiting.offered(name)
+            offer = messages.decode(UploadManifest, payload, limit=MAX_OFFER_BYTES)
+            self._parts.receiver.on_offer(name, number, offer)
+        elif address.kind == "up":
+            self._parts.waiting.chunk_came(name)
+            self._parts.receiver.on_chunk(name, number, topics.number(address.part), payload)
+
+    def _on_presence(self, name: str, presence: Presence) -> None:
+        if self._members.revoked(name):
+            self._read_requests()
+        self._members.on_presence(name, presence, self._closed)
+        if presence.st == "off":
+            self._parts.receiver.drop(name)
+        elif self._members.revoked(name):
+            self.tell_revoked(name, presence.boot)
+        elif not presence.beat:
+            self._parts.tell(name, Down("heard", self._closed, boot=presence.boot))
+
+    def on_report(self, device: str, report: Report) -> None:
+        """Raises MessageError for a report that cannot be true; nothing of it is taken."""
+        if report.renew is not None:
+            return self._renew(device, report.renew)
+        self._check(device, report)
+        if report.failed:
+            self._on_failure(device, report)
+        if report.want == "full":
+            self._publish_whole()
+        if report.want == "chunks":
+            self._parts.publisher.again()
+        if report.pending is not None:
+            self._tell_fate(device, report.pending)
+        self._parts.costs.report(device, report)
+        if report.alone is not None and report.evaluated_round is not None:
+            self._parts.watch.reported(device, report.evaluated_round, self._members.ready())
+
+    def tell_revoked(self, device: str, boot: str) -> None:
+        """Signed, for one start of one device: nobody else can send it, and it does not hold for the next start."""
+        at = self._members.revoked_at(device)
+        self._parts.messages.attest(
+            device, Down("revoked", self._closed, device=device, boot=boot, seq=self._parts.costs.seq, at=at)
+        )
+
+    @property
+    def _closed(self) -> int:
+        """The last closed round."""
+        return self._rule.checkpoint.round
+
+    def _check(self, device: str, report: Report) -> None:
+        if report.round > self._closed + 1 or (report.evaluated_round or 0) > self._closed:
+            raise MessageError(f"a report of round {report.round}, evaluated {report.evaluated_round}", where=device)
+        size = len(self._parts.layout.classes)
+        if any(len(rows) != size for e in report.evaluations for rows in (e.confusion, *e.confusion)):
+            raise MessageError("a confusion of another shape", where=device, expected=f"[{size}, {size}]")
+        if report.alone is not None:
+            _check_alone(report.alone, device, size)
+
+    def _on_failure(self, device: str, report: Report) -> None:
+        self._log(f"round {report.round}: {device}: {report.failed}")
+        opened = self._parts.rounds.open
+        if report.evaluated_round is None and opened is not None and report.round == opened.number:
+            opened.fail(device, report.failed)
+
+    def _publish_whole(self) -> None:
+        """A device lacks the base of the round's delta."""
+        opened = self._parts.rounds.open
+        if opened is not None and self._parts.models.add_whole(opened):
+            self._parts.manifests.open_round(opened, self._rule.checkpoint)
+
+    def _renew(self, device: str, asked: RenewalRequest) -> None:
+        """Sends the device's next certificate, or why there is none."""
+        try:
+            answer = Down("renewed", 0, device=device, certificate=self._parts.renewals.certificate(device, asked))
+        except MessageError as error:
+            answer = Down("renewed", 0, ok=False, device=device, reason=error.what[:500])
+            self._log(f"{device} gets no new certificate: {error.what}")
+        self._parts.messages.attest(device, answer)
+
+    def _tell_fate(self, device: str, pending: UpdateRef) -> None:
+        """Whether an update of a closed round was counted; the open round is not decided yet."""
+        if pending.round <= self._closed:
+            counted = self._parts.receiver.was_counted(device, pending.round, pending.id)
+            self._parts.messages.attest(device, Down("counted", pending.round, pending.id, ok=counted, device=device))
+
+
+def _check_alone(alone: Alone, device: str, size: int) -> None:
+    """size: number of classes. Raises MessageError."""
+    if alone.frequent >= size:
+        raise MessageError(f"a most frequent class {alone.frequent}", where=device, expected=f"below {size}")
+    if alone.confusion and any(len(rows) != size for rows in (alone.confusion, *alone.confusion)):
+        raise MessageError("a confusion of another shape", where=device, expected=f"[{size}, {size}]")

@@ -1,0 +1,94 @@
+"""The manifest: the signed message that opens a round, or says that none is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from cloud_server.broker.publisher import Publisher
+from cloud_server.records.checkpoint import Checkpoint
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Update
+from cloud_server.rounds.models_down import ModelsDown
+from cloud_server.rounds.open_round import OpenRound
+from fleet_core.base import schema
+from fleet_core.base.trees import Params
+from fleet_core.protocol import cohort, messages
+from fleet_core.protocol.messages import Cohort, Counted, Manifest, MethodRef, ModelRef, UploadRules
+
+EXPIRY_MS = 30 * 24 * 3600 * 1000
+COUNTED_ROUNDS = 4
+LISTED_IDS = 200
+
+
+class Manifests:
+    """Builds, signs and publishes one fleet's manifests.
+
+    graph: the graph bundle's bytes. layout_hash: of the model. max_upload_bytes: of the largest update. next_seq: the
+    next manifest's sequence number. now: Unix seconds.
+    """
+
+    def __init__(
+        self, fleet: Fleet, models: ModelsDown, ledger: Ledger, publisher: Publisher, *, graph: bytes,
+        layout_hash: str, max_upload_bytes: int, next_seq: Callable[[], int], now: Callable[[], float],
+    ):
+        self._config, self._method, self._codec_up = fleet.config, fleet.method, fleet.codec_up
+        self._hyper, self._signer = schema.plain(fleet.hyper), fleet.signer()
+        self._models, self._ledger, self._publisher = models, ledger, publisher
+        self._graph, self._layout_hash = graph, layout_hash
+        self._max_upload_bytes, self._next_seq, self._now = max_upload_bytes, next_seq, now
+
+    def open_round(self, opened: OpenRound, after: Checkpoint) -> None:
+        """Announces the open round, which follows ``after``."""
+        chosen = cohort.announce(self._config.fleet.seed, opened.number, list(opened.cohort))
+        self._publish(after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, is_open=True)
+
+    def no_round(self, after: Checkpoint) -> None:
+        """Says what was counted and which model is served, while nobody is asked to train."""
+        if after.round:
+            if self._models.served is None:
+                self._models.serve(after)
+            assert self._models.served is not None
+            self._publish(after, after.round, Cohort(devices=()), self._models.served, {}, {}, is_open=False)
+
+    def _publish(
+        self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float],
+        per_device: Mapping[str, Params], *, is_open: bool,
+    ) -> None:
+        fleet, link = self._config.fleet, self._config.link
+        listed, own = self._models.publish_per_device(per_device)
+        graph = self._models.blob(self._graph)
+        manifest = Manifest(
+            v=messages.PROTOCOL,
+            fleet=fleet.name,
+            round=number,
+            seq=self._next_seq(),
+            exp=int(self._now() * 1000) + EXPIRY_MS,
+            deadline_s=fleet.deadline_s,
+            method=MethodRef(self._method.name, self._method.version, self._hyper),
+            cohort=chosen,
+            model=model,
+            graph=graph,
+            serve=self._models.served,
+            layout=self._layout_hash,
+            scalars={**scalars, "round": float(number), "seed": float(fleet.seed)},
+            dual_epoch=after.state.dual_epoch,
+            counted=self._counted(after.round),
+            up=UploadRules(self._max_upload_bytes, link.chunk_bytes, (self._codec_up,)),
+            open=is_open,
+            per_device=listed,
+        )
+        keep = {blob.id for blob in manifest.blobs()} | own
+        self._publisher.manifest(self._signer.sign(messages.encode(manifest)), keep)
+
+    def _counted(self, closed: int) -> tuple[Counted, ...]:
+        """Which updates the last closed rounds counted; devices ask for the fate of older ones."""
+        records = []
+        for number in range(max(1, closed - COUNTED_ROUNDS + 1), closed + 1):
+            rows = self._ledger.rows(Update, round=number, status="counted")
+            marks = tuple(messages.mark(number, u.device, u.update_id) for u in rows)
+            if len(marks) <= LISTED_IDS:
+                records.append(Counted(number, ids=marks))
+            else:
+                records.append(Counted(number, blob=self._models.blob("\n".join(marks).encode())))
+        return tuple(records)

@@ -1,0 +1,161 @@
+"""The models that go down: the training model as a delta or whole, what one device alone receives, the served model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cloud_server.broker.publisher import Publisher
+from cloud_server.records.checkpoint import Checkpoint, Checkpoints
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Round
+from cloud_server.rounds.open_round import OpenRound
+from fleet_core.algorithms.interface import Method, ServerState
+from fleet_core.base import trees
+from fleet_core.base.trees import Params
+from fleet_core.model import codecs
+from fleet_core.model.layout import Layout
+from fleet_core.protocol import messages
+from fleet_core.protocol.messages import Blob, ModelRef, PerDevice
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A training model on its way down. data: its bytes in ``codec``. delta: whether they are a change to the weights
+    published before. decoded: float32 weights as devices will hold them. lost: what a codec with feedback left out, or
+    None."""
+
+    data: bytes
+    codec: str
+    delta: bool
+    decoded: Params
+    lost: Params | None
+
+
+def encode_model(model: Params, before: Checkpoint, codec: str, layout: Layout, groups: tuple[str, ...]) -> Encoded:
+    """``model`` (float64), plus what was lost ``before``, as a delta to what devices hold; whole in the first round."""
+    held = before.published
+    target = model if before.lost is None else trees.add(model, before.lost)
+    if not held:
+        data = codecs.encode("fp32", target)
+        return Encoded(data, "fp32", False, codecs.decode("fp32", data, layout, groups), None)
+    delta = _difference(target, held)
+    data = codecs.encode(codec, delta)
+    read = codecs.decode(codec, data, layout, groups) if codecs.codec(codec).lossy else delta
+    decoded = codecs.moved(held, read)
+    lost = _difference(target, decoded) if codecs.codec(codec).feedback else None
+    return Encoded(data, codec, True, decoded, lost)
+
+
+def _difference(left: Params, right: Params) -> dict[str, dict[str, Any]]:
+    """left − right in float64, kept in float32; what float32 cannot hold becomes infinite and is refused later."""
+    with np.errstate(over="ignore"):
+        return trees.apply(lambda a, b: (a - b).astype(np.float32), left, right)
+
+
+def per_device_models(method: Method, state: ServerState, cohort: Sequence[str]) -> dict[str, Params]:
+    """Float32 groups that each device of the cohort alone receives; empty for most methods."""
+    if not method.per_device:
+        return {}
+    return {
+        name: trees.apply(lambda a: np.asarray(a, np.float32), method.server.per_device(state, name)) for name in cohort
+    }
+
+
+class ModelsDown:
+    """Encodes a fleet's models and hands their blobs to the publisher.
+
+    layout: of what crosses the wire. ``served``: the served model that stays published, None before there is one.
+    """
+
+    def __init__(
+        self, fleet: Fleet, layout: Layout, ledger: Ledger, checkpoints: Checkpoints, publisher: Publisher
+    ):
+        self._config, self._method, self._codec = fleet.config, fleet.method, fleet.codec_down
+        self._layout, self._ledger, self._checkpoints, self._publisher = layout, ledger, checkpoints, publisher
+        self._known: tuple[Params, str] | None = None
+        self._per_device: tuple[Mapping[str, Params], Blob, frozenset[str]] | None = None
+        self.served: ModelRef | None = None
+
+    def blob(self, data: bytes) -> Blob:
+        """Publishes ``data`` in chunks."""
+        return self._publisher.blob(Blob.of(data, self._config.link.chunk_bytes), data)
+
+    # The training model -----------------------------------------------------------------------------------------------
+
+    def training(
+        self, target: Params, before: Checkpoint, number: int, lacks: Callable[[str], bool]
+    ) -> tuple[ModelRef, Encoded]:
+        """The model of round ``number``; whole as well when some device ``lacks(base)`` the base of its delta."""
+        made = encode_model(target, before, self._codec, self._layout, self._method.down)
+        base = self._identity(before.published) if made.delta and before.published is not None else None
+        full = self._whole(made.decoded) if base is not None and lacks(base) else None
+        model = self._identity(made.decoded)
+        return ModelRef(model, self.blob(made.data), made.codec, base=base, full=full, round=number), made
+
+    def add_whole(self, opened: OpenRound) -> bool:
+        """Publishes the round's model whole, for a device that lacks the base; False where it already is."""
+        if opened.model.base is None or opened.model.full is not None:
+            return False
+        opened.model = replace(opened.model, full=self._whole(opened.published))
+        return True
+
+    def _identity(self, weights: Params) -> str:
+        """Remembers the last one: the base of a round is the model of the round before."""
+        if self._known is None or self._known[0] is not weights:
+            self._known = weights, codecs.identity(weights)
+        return self._known[1]
+
+    def _whole(self, decoded: Params) -> Blob:
+        return self.blob(codecs.encode("fp32", decoded))
+
+    # What one device alone receives -----------------------------------------------------------------------------------
+
+    def per_device(self, state: ServerState, cohort: Sequence[str]) -> dict[str, Params]:
+        models = per_device_models(self._method, state, cohort)
+        return {name: self._layout.ordered(groups) for name, groups in models.items()}
+
+    def publish_per_device(self, models: Mapping[str, Params]) -> tuple[Blob | None, frozenset[str]]:
+        """(the list of blobs that a manifest names, the ids of the blobs): each device's own model, whole, in fp32."""
+        if not models:
+            self._per_device = None
+            return None, frozenset()
+        if self._per_device is None or self._per_device[0] is not models:
+            blobs = {name: self._whole(groups) for name, groups in models.items()}
+            listed = messages.encode(PerDevice(tuple(blobs), tuple(blobs.values())))
+            self._per_device = models, self.blob(listed), frozenset(blob.id for blob in blobs.values())
+        return self._per_device[1:]
+
+    # The served model -------------------------------------------------------------------------------------------------
+
+    def resume(self, closed: Checkpoint) -> None:
+        """After a restart: serves what was published before, or was about to be."""
+        kept = self._checkpoints.served()
+        if closed.round and self._is_due(closed.round) and (kept is None or kept[0] < closed.round):
+            self.serve(closed)
+        elif kept is not None and kept[0] <= closed.round:
+            self.served = self._served_reference(*kept)
+
+    def serve_if_due(self, closed: Checkpoint) -> None:
+        if self._is_due(closed.round):
+            self.serve(closed)
+
+    def serve(self, closed: Checkpoint) -> None:
+        """Publishes the served model of the last closed round and keeps it for a restart."""
+        decoded = trees.apply(lambda a: a.astype("float32"), closed.state.served)
+        self._checkpoints.save_served(closed.round, decoded)
+        self.served = self._served_reference(closed.round, decoded)
+        row = self._ledger.rows(Round, round=closed.round)[0]
+        self._ledger.put(replace(row, served_id=self.served.model))
+
+    def _is_due(self, number: int) -> bool:
+        return number % self._config.fleet.serve_every == 0 or number >= self._config.fleet.rounds
+
+    def _served_reference(self, number: int, params: Params) -> ModelRef:
+        """Whole and in full precision."""
+        ordered = self._layout.ordered(params)
+        return ModelRef(codecs.identity(ordered), self._whole(ordered), "fp32", round=number)

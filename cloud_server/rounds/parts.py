@@ -1,0 +1,108 @@
+"""The parts of an aggregator, put together. Each part gets the parts that it needs; none reaches back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from cloud_server.broker.publisher import Publisher
+from cloud_server.broker.server_messages import ServerMessages
+from cloud_server.identity.renewals import Renewals
+from cloud_server.identity.token_enrolment import Enrolments
+from cloud_server.identity.token_enrolment import waiting as invitations
+from cloud_server.records.checkpoint import Checkpoints
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.spool import Spool
+from cloud_server.reports.verdict import Watch
+from cloud_server.rounds.manifest import Manifests
+from cloud_server.rounds.members import Members, inability
+from cloud_server.rounds.models_down import ModelsDown
+from cloud_server.rounds.open_round import Rounds
+from cloud_server.rounds.round_costs import RoundCosts
+from cloud_server.rounds.server_rule import RuleState
+from cloud_server.rounds.update_receiver import UpdateReceiver
+from cloud_server.rounds.waiting import FirstWait, Places, Waiting
+from fleet_core.link.interface import Link
+from fleet_core.model import graph_bundle
+from fleet_core.model.layout import MODEL_GROUPS, Layout
+from fleet_core.protocol.messages import Down
+
+
+@dataclass(frozen=True)
+class Parts:
+    """layout: of the fleet's model. tell(device, message): sends an unsigned message."""
+
+    fleet: Fleet
+    layout: Layout
+    members: Members
+    rule: RuleState
+    rounds: Rounds
+    checkpoints: Checkpoints
+    spool: Spool
+    costs: RoundCosts
+    publisher: Publisher
+    models: ModelsDown
+    manifests: Manifests
+    messages: ServerMessages
+    tell: Callable[[str, Down], None]
+    receiver: UpdateReceiver
+    waiting: Waiting
+    first_wait: FirstWait
+    places: Places
+    enrolments: Enrolments
+    renewals: Renewals
+    watch: Watch
+
+
+def assemble(
+    fleet: Fleet, link: Link, ledger: Ledger, *, boot: str, clock: Callable[[], float], now: Callable[[], float],
+    log: Callable[[str], None], access_changed: Callable[[], None],
+) -> Parts:
+    """Reads what the fleet's folder holds. Raises StateError or ConfigError."""
+    settings, method = fleet.config.fleet, fleet.method
+    graph = fleet.graph_bytes()
+    layout = graph_bundle.unpack(graph).layout
+    wire = layout.extended(method.down, method.shared)
+    checkpoints = Checkpoints(fleet.folder / "state", log)
+    spool = Spool(fleet.folder / "spool", wire, method.shared)
+    cannot = partial(
+        inability, method=method, link=fleet.config.link, parameters=layout.parameters(MODEL_GROUPS)
+    )
+    members = Members(ledger, everyone=settings.enrolment == "open", cannot=cannot, clock=clock, now=now, log=log)
+    rule = RuleState(fleet, layout, ledger, checkpoints, members, log=log)
+    rounds, costs = Rounds(ledger, method, now), RoundCosts(ledger, now)
+    waiting = Waiting(members, rounds, settings.deadline_s, clock=clock, log=log)
+    messages = ServerMessages(settings.name, link, fleet.signer(), boot, log)
+
+    def tell(device: str, message: Down) -> None:
+        if message.t == "need":
+            waiting.granted(device)
+        messages.tell(device, message)
+
+    receiver = UpdateReceiver(
+        fleet, wire, layout.hash, ledger, spool, rounds, rule, members, tell, clock=clock, now=now, log=log
+    )
+    publisher = Publisher(settings.name, link, fleet.folder / "state" / "published.json", clock=clock, log=log)
+    models = ModelsDown(fleet, wire, ledger, checkpoints, publisher)
+    manifests = Manifests(
+        fleet, models, ledger, publisher, graph=graph, layout_hash=layout.hash,
+        max_upload_bytes=receiver.max_upload_bytes, next_seq=costs.next_seq, now=now,
+    )
+    models.resume(rule.checkpoint)
+    return Parts(
+        fleet=fleet, layout=layout, members=members, rule=rule, rounds=rounds, checkpoints=checkpoints, spool=spool,
+        costs=costs, publisher=publisher, models=models, manifests=manifests, messages=messages, tell=tell,
+        receiver=receiver, waiting=waiting,
+        first_wait=FirstWait(
+            members, settings.first_wait_s, invited=lambda: invitations(ledger), clock=clock, log=log
+        ),
+        places=Places(members, rounds, settings.seed, settings.cohort, log=log),
+        enrolments=Enrolments(
+            fleet, ledger, link, admit=lambda name: members.enroll(name, rule.checkpoint.round),
+            changed=access_changed, now=now, log=log,
+        ),
+        renewals=Renewals(fleet, ledger, now=now, log=log),
+        watch=Watch(ledger, settings.rounds, log),
+    )
