@@ -1,7 +1,7 @@
-"""Who belongs to the fleet and who is there: enrolment, presence, heartbeats, and members whose state was lost.
+"""Which devices belong to the fleet and which are on: enrolment, presence, heartbeats, lost training states.
 
-A member that took part and leaves, or comes back without its training state, takes a dual with it that the server does
-not know; ``leaves`` counts these on disk, and the round after one starts every dual again (see ``ServerRule.left``).
+A member that took part and leaves, or returns without its training state, takes a dual with it that the server cannot
+subtract. ``leaves`` counts these on disk; the next round starts every dual from zero (``ServerRule.left``).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ STRANGERS = 1000
 
 @dataclass(slots=True)
 class _Known:
-    """What is kept in memory of a device; the rest is in the ledger alone.
+    """What is kept of a device in memory; the rest is in the ledger.
 
-    boot: of its last life, or empty. state: on | off, or empty until it is heard of in this life of the aggregator.
-    base: id of the model that it holds. heard_s: on the clock. What thousands of devices say alike (state, phase, base)
-    is one text. lost: it is off because its connection broke, not because it said so.
+    boot: of its last start, or empty. state: on | off, or empty until heard of since the aggregator's start. base:
+    id of the training model that it holds. heard_s: on the clock. lost: it is off because its connection broke. Texts
+    that thousands of devices share (state, phase, base) are interned.
     """
 
     enrolled: bool
@@ -46,7 +46,7 @@ class _Known:
 class Members:
     """The devices of one fleet, in memory and in the ledger.
 
-    everyone: enrol whoever announces itself. cannot(presence): why a device cannot take part, or None.
+    everyone: enrol every device that announces itself. cannot(presence): why a device cannot take part, or None.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Members:
             if device.state == "on" and device.name in self._members:
                 self._awaited.add(device.name)
 
-    # Who is who -------------------------------------------------------------------------------------------------------
+    # Questions --------------------------------------------------------------------------------------------------------
 
     def enrolled(self, name: str) -> bool:
         return name in self._devices and self._devices[name].enrolled
@@ -79,47 +79,46 @@ class Members:
         return self._row(name).revoked_at
 
     def boot(self, name: str) -> str:
-        """Of the device's last life that is known."""
+        """Of the device's last known start."""
         return self._devices[name].boot
 
     def members(self) -> Set[str]:
-        """m: the enrolled devices that train. One that was enrolled by name is a member once it has said so."""
+        """m: the enrolled devices that train. A device enrolled by name is a member once its presence says so."""
         return self._members
 
     def ready(self) -> Set[str]:
-        """Members that are there and able to do this fleet's rounds."""
+        """Members that are on and able to take part."""
         return self._ready
 
     def awaited(self) -> bool:
-        """Whether a member that was on when this aggregator began has not been heard of yet."""
+        """Whether a member that was on before the aggregator's restart has not been heard of yet."""
         return bool(self._awaited)
 
     def alive(self, name: str) -> bool:
-        """On, and heard lately if it is at work; a device that never came up counts as not there."""
+        """On and, while it trains or uploads, not silent for ``SILENT_S``."""
         known = self._devices.get(name)
         if known is None or known.state != "on":
             return False
         return known.phase not in WORKING or self._clock() - known.heard_s < SILENT_S
 
     def expected(self, name: str) -> bool:
-        """Whether an update of this device may still come. A device whose connection broke has as long to come back as
-        one at work may be silent: its link connects again within a second or two where the network allows."""
+        """Whether an update of this device may still arrive. A device whose connection broke has ``SILENT_S`` to come
+        back."""
         known = self._devices.get(name)
         if known is not None and known.state == "off":
             return known.lost and self._clock() - known.heard_s < SILENT_S
         return name in self._ready and self.alive(name)
 
     def not_on(self) -> list[str]:
-        """The enrolled devices that are not on now."""
+        """Enrolled devices that are not on."""
         return [name for name, known in self._devices.items() if known.enrolled and known.state != "on"]
 
     def numbers(self) -> str:
-        """How many devices are on, of how many."""
         enrolled = sum(known.enrolled for known in self._devices.values())
         return f"{enrolled - len(self.not_on())} of {enrolled} enrolled devices on"
 
     def standing(self, name: str) -> str:
-        """What is known of a device now, in a few words."""
+        """A device's state in a few words, for people."""
         known = self._devices.get(name)
         if known is None or not known.state:
             return "not on since the aggregator started"
@@ -132,11 +131,11 @@ class Members:
         return self._devices[name].phase if name in self._devices else ""
 
     def someone_lacks(self, model: str, *, besides: Collection[str]) -> bool:
-        """Whether a device that may be asked has not said that it holds ``model``; ``besides`` are known to."""
+        """Whether a ready device, other than ``besides``, has not said that it holds ``model``."""
         return any(name not in besides and self._devices[name].base != model for name in self._ready)
 
     def took_part(self, names: Collection[str]) -> None:
-        """Updates of these devices were counted."""
+        """Marks devices whose updates were counted."""
         for name in names:
             if not self._devices[name].took_part:
                 self._put(replace(self._row(name), took_part=True))
@@ -144,7 +143,7 @@ class Members:
     # Enrolment --------------------------------------------------------------------------------------------------------
 
     def enroll(self, name: str, closed: int, *, trains: bool = False) -> None:
-        """closed: the last closed round. A device that announced itself before is taken in as it is."""
+        """closed: the last closed round. Takes the last presence of a device that announced itself before."""
         if self.enrolled(name):
             return
         now = self._now()
@@ -172,10 +171,8 @@ class Members:
         self._devices[name].heard_s = self._clock()
 
     def on_presence(self, name: str, presence: Presence, closed: int) -> None:
-        """closed: the last closed round.
-
-        The row may be lost in a power cut, with which the device has to announce itself anew; a leave may not.
-        """
+        """closed: the last closed round. A row may be lost in a power cut, for the device announces itself again; a
+        leave may not."""
         if presence.beat:
             return self._on_beat(name, presence)
         if name not in self._devices and self._everyone:
@@ -184,7 +181,7 @@ class Members:
             return self._on_stranger(name, presence)
         known = self._devices[name]
         if presence.st == "off" and known.boot not in ("", presence.boot):
-            return  # the will of an earlier life
+            return  # the last will of an earlier start
         stopped = presence.st == "on" and not known.new and not presence.train
         with self._ledger.transaction(durable=stopped):
             if stopped:
@@ -228,9 +225,9 @@ class Members:
     # Training states --------------------------------------------------------------------------------------------------
 
     def on_update(self, name: str, after: UpdateRef | None, closed: int, begin: int) -> None:
-        """An update is taken, made from the training state that came with the update ``after``. Where that is not the
-        last one that was counted, its dual is not what the server takes it for. closed: the last closed round. begin:
-        the first round of the present duals."""
+        """Checks that an update was made from the training state of the last update that was counted; otherwise the
+        device's dual is not what the server takes it for. after: the update that the device's state came with. closed:
+        the last closed round. begin: the first round of the present duals."""
         unlike = "" if after is None else self._unlike(name, after, closed, begin)
         if unlike:
             self._count_leave()
@@ -256,7 +253,7 @@ class Members:
         self._know(device)
 
     def _know(self, device: Device) -> None:
-        """Keeps what is needed of a row, and who is a member; one that is no member is not ready either."""
+        """Updates the memory from a row."""
         name, enrolled = device.name, device.status == "enrolled"
         known = self._devices.get(name)
         if known is None:
@@ -272,9 +269,8 @@ class Members:
             known.state = ""
 
 
-def inability(presence: Presence, method: Method, link: LinkSection, parameters: int) -> str | None:
-    """Why a device cannot take part in the rounds of a fleet with this method, these codecs and a model of so many
-    parameters, or None."""
+def inability(presence: Presence, *, method: Method, link: LinkSection, parameters: int) -> str | None:
+    """Why a device cannot take part in rounds with this method, these codecs and a model of that size, or None."""
     if presence.proto != messages.PROTOCOL:
         return f"speaks protocol {presence.proto}, this is {messages.PROTOCOL}"
     if not presence.train:

@@ -1,4 +1,4 @@
-"""From what devices report to what the ledger holds: running counters become the figures of a round."""
+"""Bytes, operations, joules and evaluations of a round, from the counters that devices report."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ KINDS = {
     "update_up": ("update", "up"),
 }
 
-
-LIVES = 2
+STARTS = 2
 
 
 class RoundCosts:
-    """Devices report counters that run since their start; a round is booked with what was added during it.
+    """Devices report counters that run since their start; a round gets the difference to the report before.
 
-    What the counters stood at is kept, in the ledger alone, for a device's last two lives, so that a report that comes
-    again, late or out of order adds nothing twice.
+    The last counters of a device's last two starts are kept in the ledger, so that a report that comes twice, late or
+    out of order adds nothing twice. now: Unix seconds.
     """
 
     def __init__(self, ledger: Ledger, now: Callable[[], float]):
@@ -39,34 +38,34 @@ class RoundCosts:
         return self._seq
 
     def next_seq(self) -> int:
-        """max(last + 1, Unix ms), kept on disk, so that it rises even when a backup is restored."""
+        """max(last + 1, Unix ms), kept on disk: it rises even after a backup was restored."""
         self._seq = max(self._seq + 1, int(self._now() * 1000))
         self._ledger.set_facts(seq=str(self._seq))
         return self._seq
 
     def report(self, device: str, report: Report) -> None:
-        """One report, all or nothing. What a power cut takes away the device's next report adds again."""
+        """Adds one report, all or nothing. What a power cut loses is in the device's next report."""
         counters = _counters(report)
         key = f"counters/{device}"
-        lives: dict[str, dict[str, float]] = json.loads(self._ledger.fact(key) or "{}")
-        old = lives.pop(report.boot, {})
+        starts: dict[str, dict[str, float]] = json.loads(self._ledger.fact(key) or "{}")
+        old = starts.pop(report.boot, {})
         added = {name: max(0.0, value - old.get(name, 0.0)) for name, value in counters.items()}
-        lives[report.boot] = {**old, **{name: max(value, old.get(name, 0.0)) for name, value in counters.items()}}
-        lives = dict(list(lives.items())[-LIVES:])
+        starts[report.boot] = {**old, **{name: max(value, old.get(name, 0.0)) for name, value in counters.items()}}
+        starts = dict(list(starts.items())[-STARTS:])
         with self._ledger.transaction(durable=False):
-            self._ledger.set_facts(**{key: json.dumps(lives)})
-            self._book_traffic(device, report, added)
-            self._book_energy(device, report, added)
+            self._ledger.set_facts(**{key: json.dumps(starts)})
+            self._add_traffic(device, report, added)
+            self._add_energy(device, report, added)
             if report.evaluated_round is not None:
                 for evaluation in report.evaluations:
-                    self._book_evaluation(device, report.evaluated_round, evaluation, report.new)
+                    self._put_evaluation(device, report.evaluated_round, evaluation, report.new)
                 if (alone := report.alone) is not None:
                     self._ledger.put(tables.Alone(
                         round=report.evaluated_round, device=device, frequent=alone.frequent, method=alone.method,
                         confusion=alone.confusion,
                     ))
 
-    def _book_traffic(self, device: str, report: Report, added: Mapping[str, float]) -> None:
+    def _add_traffic(self, device: str, report: Report, added: Mapping[str, float]) -> None:
         sums: dict[tuple[str, str], int] = {}
         for name, place in KINDS.items():
             sums[place] = sums.get(place, 0) + int(added.get(f"payload.{name}", 0))
@@ -88,7 +87,7 @@ class RoundCosts:
             )
             self._ledger.put(_sum(known[0], row) if known else row)
 
-    def _book_energy(self, device: str, report: Report, added: Mapping[str, float]) -> None:
+    def _add_energy(self, device: str, report: Report, added: Mapping[str, float]) -> None:
         for entry in report.energy:
             joules = added.get(f"energy.{entry.phase}", 0.0)
             known = self._ledger.rows(tables.Energy, round=report.round, device=device, phase=entry.phase)
@@ -101,7 +100,7 @@ class RoundCosts:
             total = added["flops"] + (known_flops[0].flops if known_flops else 0.0)
             self._ledger.put(tables.Flops(round=report.round, device=device, flops=total))
 
-    def _book_evaluation(self, device: str, round_number: int, evaluation: Evaluation, new: bool) -> None:
+    def _put_evaluation(self, device: str, round_number: int, evaluation: Evaluation, new: bool) -> None:
         confusion = evaluation.confusion
         accuracy, score = confusion_accuracy(confusion), macro_f1(confusion, classes_present_only=True)
         if accuracy is None or score is None:

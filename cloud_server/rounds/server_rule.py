@@ -1,4 +1,4 @@
-"""What the server rule remembers from round to round: resumed from the disk, made up for devices that came or left."""
+"""The server rule's state: read from the disk, corrected for devices that joined or left, moved on by each round."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RuleState:
         self.checkpoint = self._resumed(fleet, layout, ledger)
 
     def _resumed(self, fleet: Fleet, layout: Layout, ledger: Ledger) -> Checkpoint:
-        """Raises ConfigError where the rounds are another method's: what one remembers means nothing to another."""
+        """Raises ConfigError where the closed rounds are another method's: its state means nothing to this one."""
         first, name = fleet.first(layout), fleet.method.name
         closed = ledger.rounds("closed")
         number = closed[-1].round if closed else 0
@@ -51,10 +51,10 @@ class RuleState:
         return self.checkpoint.round, int(self.checkpoint.facts["epoch_start"])
 
     def opening(self, interrupted: Round | None) -> ServerState:
-        """What a round starts from: the checkpoint's state after the joins and the leaves since it was made.
+        """The state that a round starts from: the checkpoint's, corrected for joins and leaves since.
 
-        A round that is opened again after a restart starts from what it started from, so that an interrupted run
-        computes what an undisturbed one does: who left or joined since then waits, for the next round or its close.
+        A round that is opened again after a restart starts from the same state as before, so that an interrupted run
+        computes what an undisturbed one does; who joined or left since then counts from its close or the next round on.
         """
         if interrupted is not None:
             return self._reconciled(interrupted.members, leaving=False)
@@ -77,8 +77,8 @@ class RuleState:
         return state
 
     def closing(self, opened: OpenRound, updates: Iterable[Update], members: int) -> Checkpoint:
-        """What follows from a round's ``updates``; nothing is kept yet. Raises StateError or CodecError for an update
-        that is not as it was received."""
+        """The checkpoint after a round with these updates; nothing is written yet. Raises StateError or CodecError for
+        an update that is not as it was received."""
         joined = self._reconciled(len(self._members.members()), leaving=False)
         as_received = self._method.server.as_received(joined, trees.widened(opened.published))
         state = self._method.server.apply(replace(as_received, round=opened.number), updates, members, self._hyper)

@@ -1,4 +1,4 @@
-"""Updates of the open round: what is offered, checked, taken into the spool or refused with the reason."""
+"""Receives the updates of the open round: checks each, accepts it into the spool or refuses it with the reason."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class UpdateReceiver:
         self._uploads = Uploads(tell, clock, self.max_upload_bytes)
         self._cut = set[str]()
 
-    # A round's course -------------------------------------------------------------------------------------------------
+    # One round --------------------------------------------------------------------------------------------------------
 
     def begin(self, opened: OpenRound) -> None:
-        """Takes back what an earlier life of this aggregator had received; what is not as it was is asked for again.
-        Raises StateError when the disk does not give it."""
+        """After a restart: takes up the updates in the spool that are intact; the others are asked for again. Raises
+        StateError when the disk cannot be read now."""
         self._uploads.clear()
         self._spool.clear(keep=opened.number)
         for device, manifest in self._spool.manifests(opened.number).items():
@@ -72,7 +72,7 @@ class UpdateReceiver:
         self._uploads.tick()
 
     def drop(self, device: str) -> None:
-        """Forgets what a device that is gone was sending."""
+        """Forgets the upload of a device that is gone."""
         self._uploads.drop(device)
 
     def record_counted(self, opened: OpenRound) -> None:
@@ -81,7 +81,7 @@ class UpdateReceiver:
             self._ledger.put(self._row(opened.number, device, manifest, "counted"))
 
     def end(self) -> None:
-        """The round is closed: what is still under way is refused."""
+        """The round is closed: refuses uploads in progress."""
         for device, number, manifest in self._uploads.clear():
             self._refuse(device, number, manifest, "the round is closed")
 
@@ -94,7 +94,7 @@ class UpdateReceiver:
             return self._tell(device, Down("done" if same else "reject", number, manifest.id, ok=same,
                                            reason="" if same else "another update of this round is here already"))
         if self.was_counted(device, number, manifest.id):
-            return self._tell(device, Down("done", number, manifest.id))  # the first one was lost
+            return self._tell(device, Down("done", number, manifest.id))  # our first answer was lost
         reason = self._refusal(device, number, manifest)
         if not reason:
             try:
@@ -128,7 +128,7 @@ class UpdateReceiver:
         self._tell(device, Down("done", number, manifest.id))
 
     def _say_cut(self, device: str, manifest: UploadManifest) -> None:
-        """Once for each device: its board has no room for the round's batches."""
+        """Logs once per device that its board has no room for the round's batches."""
         cut = [f"{name} {manifest.metrics[name]:g}" for name in BATCHES if name in manifest.metrics]
         if cut and device not in self._cut:
             self._cut.add(device)
@@ -138,10 +138,10 @@ class UpdateReceiver:
     def was_counted(self, device: str, number: int, update_id: str) -> bool:
         return number <= self._rule.checkpoint.round and self._ledger.counted(device, number) == update_id
 
-    # Taken or refused -------------------------------------------------------------------------------------------------
+    # Accept or refuse -------------------------------------------------------------------------------------------------
 
     def _refusal(self, device: str, number: int, manifest: UploadManifest) -> str:
-        """Why an offer is not taken, or an empty text."""
+        """Why an offer is refused, or empty."""
         opened, dual_epoch = self._rounds.open, self._rule.checkpoint.state.dual_epoch
         if opened is None or number != opened.number:
             return "the round is closed"

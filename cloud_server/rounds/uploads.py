@@ -1,8 +1,8 @@
-"""Uploads under way: what was offered, what may be sent, what has come.
+"""Uploads in progress: offers, granted chunks, received chunks.
 
-Credit is the receiver's: at most 8 chunks of one device and 100 in all are under way, so that no broker's queue
-overflows; memory for uploads is bounded, further offers wait. Chunks are asked for again when the *device* is silent;
-one that stays silent gives its credit and memory back, and offers again when it returns.
+The aggregator grants chunks: at most 8 of one device and 100 in all may be on their way, so that no broker's queue
+overflows. Memory for uploads is bounded; further offers wait. Chunks are granted again when their *device* is silent;
+a device that stays silent loses its place and offers again when it returns.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ IN_ALL = 100  # 6 MB: what the sockets between broker and aggregator hold; broke
 RESERVED_BYTES = 16 << 20
 SILENCE_S = 4.0
 TICK_S = 0.25
-PATIENCE = 5
+MOST_GRANTS = 5  # to a silent device
 WRONG_CHUNKS = 8
-"""As many chunks of an update that are not as announced, and it is given up."""
+"""An update is given up after this many chunks that do not match what was announced."""
 
 
 @dataclass
 class _Upload:
-    """granted: chunks that may come now. asked: how often they were asked for since one came. wrong: how many came that
-    were not the announced ones."""
+    """granted: chunks that may arrive now. asked: grants since the last chunk arrived. wrong: chunks that did not match
+    what was announced."""
 
     round: int
     manifest: UploadManifest
@@ -41,10 +41,8 @@ class _Upload:
 
 
 class Uploads:
-    """``grant(device, message)`` sends to a device; ``clock`` gives seconds; ``limit`` is in bytes per update.
-
-    ``wrong_chunks``: device -> chunks of it, since this object was made, that were not the announced ones.
-    """
+    """grant(device, message): sends to a device. clock: seconds. limit: bytes per update. ``wrong_chunks``: device ->
+    its chunks that did not match what was announced."""
 
     def __init__(self, grant: Callable[[str, Down], None], clock: Callable[[], float], limit: int):
         self._grant, self._clock, self._limit = grant, clock, limit
@@ -57,23 +55,23 @@ class Uploads:
         self._ticked = clock()
 
     def offer(self, device: str, round_number: int, manifest: UploadManifest) -> None:
-        """A device's offer; the same one again repeats what is still wanted. Raises MessageError, before memory is
-        taken, for a blob that is too large or inconsistent."""
+        """Takes an offer; the same one again repeats the grants. Raises MessageError, before memory is taken, for a
+        blob that is too large or inconsistent."""
         manifest.blob.check(self._limit)
         known = self._uploads.get(device)
         if known is not None and known.round == round_number and known.manifest.id == manifest.id:
-            self._take_credit_back(known)  # the device forgot, or our grant was lost
+            self._take_credit_back(known)  # the device was restarted, or the grant was lost
         else:
             self._forget(device)
             self._uploads[device] = _Upload(round_number, manifest)
         self._queue(device)
         self._serve()
         if device in self._waiting or device in self._outside:
-            self._grant(device, Down(t="need", r=round_number, id=manifest.id))  # heard; its turn will come
+            self._grant(device, Down(t="need", r=round_number, id=manifest.id))  # no chunks yet; the device waits
 
     def chunk(self, device: str, round_number: int, k: int, data: bytes) -> tuple[UploadManifest, Inbox] | None:
-        """A chunk that came; (manifest, the whole) when it was the last. A chunk that nobody asked for is ignored.
-        Raises MessageError for bytes that are not the announced chunk's."""
+        """Takes a chunk; returns (manifest, inbox) after the last one. Ignores a chunk that was not granted. Raises
+        MessageError for bytes that do not match what was announced."""
         upload = self._uploads.get(device)
         if upload is None or upload.round != round_number or upload.inbox is None:
             return None
@@ -99,7 +97,7 @@ class Uploads:
             raise
 
     def given_up(self, device: str) -> UploadManifest | None:
-        """Forgets an upload of which ``WRONG_CHUNKS`` came, and says which; None where there is no such."""
+        """Forgets an upload with ``WRONG_CHUNKS`` wrong chunks and returns its manifest, or None."""
         upload = self._uploads.get(device)
         if upload is None or upload.wrong < WRONG_CHUNKS:
             return None
@@ -107,26 +105,26 @@ class Uploads:
         return upload.manifest
 
     def drop(self, device: str) -> None:
-        """Forgets a device's upload and lets those that wait go on."""
+        """Forgets a device's upload; waiting ones go on."""
         self._forget(device)
         self._serve()
 
     def clear(self) -> list[tuple[str, int, UploadManifest]]:
-        """Forgets every upload; (device, round, manifest) of each."""
+        """Forgets every upload; returns (device, round, manifest) of each."""
         dropped = [(device, upload.round, upload.manifest) for device, upload in self._uploads.items()]
         for device, _, _ in dropped:
             self._forget(device)
         return dropped
 
     def tick(self) -> None:
-        """Asks silent devices again."""
+        """Grants chunks of silent devices again."""
         if self._clock() - self._ticked < TICK_S:
             return
         self._ticked = self._clock()
         for device, upload in list(self._uploads.items()):
             if upload.granted and self._clock() - upload.heard > SILENCE_S:
                 self._take_credit_back(upload)
-                if upload.asked > PATIENCE:
+                if upload.asked > MOST_GRANTS:
                     self._forget(device)
                 else:
                     self._queue(device)
@@ -154,7 +152,7 @@ class Uploads:
         if upload.inbox is None:
             return
         missing = (k for k in upload.inbox.missing(2 * PER_DEVICE) if k not in upload.granted)
-        most = 1 if upload.asked else PER_DEVICE - len(upload.granted)  # one that was silent holds little credit
+        most = 1 if upload.asked else PER_DEVICE - len(upload.granted)  # a silent device gets one at a time
         wanted = list(itertools.islice(missing, min(most, self._credit)))
         if not wanted:
             return

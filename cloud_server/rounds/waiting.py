@@ -1,7 +1,7 @@
-"""What a round waits for: the first one for devices that are not on yet, an open one for updates, device by device.
+"""How long a round waits and for whom: the first one for devices that are not on yet, an open one for updates.
 
-A broker that speaks MQTT 3.1.1 answers a publish that it denies or finds too large with success. That nothing came
-after a grant is then the only trace, so it is counted and said.
+A broker that speaks MQTT 3.1.1 acknowledges a publish that it denies or finds too large. The only trace is that no
+chunk arrives after a grant, so that is counted and told.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ STAYS_AWAY = "a device that does not come back is let go with: metafleet devices
 
 
 class FirstWait:
-    """The wait before round 1. limit_s: how long at most, from when the round could begin; 0: not at all. invited():
-    devices that a token waits for."""
+    """The wait before round 1. limit_s: at most, from when the round could begin. invited(): devices that have a token
+    and have not used it."""
 
     def __init__(
         self, members: Members, limit_s: float, *, invited: Callable[[], Iterable[str]], clock: Callable[[], float],
@@ -34,7 +34,7 @@ class FirstWait:
         self._since: float | None = None
 
     def over(self) -> bool:
-        """Whether every device that was enrolled or invited is on, or was waited for long enough."""
+        """Whether every enrolled or invited device is on, or ``limit_s`` has passed."""
         if not self._limit_s:
             return True
         missing = {*self._members.not_on(), *(name for name in self._invited() if not self._members.enrolled(name))}
@@ -49,20 +49,20 @@ class FirstWait:
 
 
 class Places:
-    """Gives the places of devices that left an open round to devices that are on and were not asked: without this, a
-    round whose only device broke would never end. A round needs as many updates after it as before.
+    """Replaces devices that left an open round by devices that are on and were not asked; else a round whose only
+    device broke would never end. The number of updates that the round needs stays.
 
     seed, size: of cohorts, as in fleet.toml.
     """
 
     def __init__(self, members: Members, rounds: Rounds, seed: int, size: int, *, log: Callable[[str], None]):
         self._members, self._rounds, self._seed, self._size, self._log = members, rounds, seed, size, log
-        self._asked = (0, set[str]())  # the round, and who was asked in it since its last deadline
+        self._asked = (0, set[str]())  # the round, and the devices asked since its last deadline
 
     def pass_on(self, opened: OpenRound, *, due: bool) -> bool:
-        """Whether the round has another cohort in the ledger now, with which it is to be opened again.
+        """Whether the ledger has another cohort for the round now, with which it must be opened again.
 
-        due: at the deadline. Before it, each device is asked once: devices that all fail do not take turns.
+        due: the deadline has passed. Before it each device is asked once, so that failing devices do not take turns.
         """
         number, members = self._asked
         asked = {*opened.cohort} if due or number != opened.number else {*members, *opened.cohort}
@@ -84,7 +84,7 @@ class Places:
 
 
 class Waiting:
-    """Follows the uploads of the open round from outside. deadline_s: how long a round that waits on waits then."""
+    """Watches the uploads of the open round. deadline_s: how much longer a round waits that is below its quorum."""
 
     def __init__(
         self, members: Members, rounds: Rounds, deadline_s: float, *, clock: Callable[[], float],
@@ -96,7 +96,7 @@ class Waiting:
         self._ask_again = False
 
     def begin(self) -> None:
-        """Another round is open."""
+        """A round was opened."""
         self._grants.clear()
         self._ask_again = False
 
@@ -110,15 +110,15 @@ class Waiting:
         self._grants[device] = 0
 
     def at_deadline(self, opened: OpenRound, wanted: int, missing: Collection[str]) -> bool:
-        """Below the quorum: says who is missing and goes on waiting. True when the round is to be announced anew, so
-        that devices that failed try again."""
+        """Below the quorum at the deadline: tells who is missing and waits on. True when the round must be announced
+        again so that devices that failed try again."""
         text = f"round {opened.number}: {len(opened.received)} of {wanted} updates at the deadline, waiting on "
         self._wait_on(opened, text + self._names(opened, missing))
         again, self._ask_again = self._ask_again, False
         return again
 
     def all_answered(self, opened: OpenRound, wanted: int) -> None:
-        """Nobody is missing, too many failed: says so once; they are asked again at the next deadline."""
+        """Every device answered and too many failed: tells so once; they are asked again at the next deadline."""
         if self._ask_again:
             return
         reasons = "; ".join(shortened([f"{name}: {why}" for name, why in sorted(opened.failed.items())]))
@@ -127,13 +127,13 @@ class Waiting:
         self._ask_again = True
 
     def _wait_on(self, opened: OpenRound, text: str) -> None:
-        """Said here and in the ledger; nothing ends."""
+        """Tells why in the log and the ledger, and extends the deadline."""
         self._log(text)
         self._rounds.say_stalled(" ".join(text.split()))
         opened.extend(self._clock() + self._deadline_s)
 
     def _names(self, opened: OpenRound, missing: Collection[str]) -> str:
-        """Who is missing and who failed, what is known of each, and what an operator can do about it."""
+        """Which devices are missing or failed, why, and what an operator can do."""
         parts = [f"{name} ({self._known(name)})" for name in sorted(missing)]
         parts += [f"{name} (failed: {why})" for name, why in sorted(opened.failed.items())]
         hints = [DENIED] if any(map(self._unheard, missing)) else []
@@ -152,7 +152,7 @@ class Waiting:
         return f"{self._members.standing(name)}; {said}"
 
     def _unheard(self, name: str) -> bool:
-        """Whether it says that it sends and nothing of it arrives."""
+        """Whether the device says that it sends and nothing arrives."""
         if name in self._grants:
             return self._grants[name] >= SUSPICIOUS
         return self._members.alive(name) and self._members.phase(name) == "upload"

@@ -37,14 +37,14 @@ from fleet_core.protocol.messages import Manifest
 
 
 class TrainerJobs:
-    """Keeps the model and the samples of the last job, so that a round costs its steps and nothing else."""
+    """Does jobs; keeps the model and the samples of the last one, so that a round costs its steps alone."""
 
     def __init__(self) -> None:
         self._models: dict[str, torch.nn.Module] = {}
         self._data: dict[str, Samples] = {}
 
     def handle(self, job: Job) -> Done:
-        """The job's result; whatever goes wrong with it is in ``error``, and the next job can come."""
+        """The job's result; a failure is in its ``error``."""
         try:
             return self._handled(job)
         except FleetError as error:
@@ -59,7 +59,7 @@ class TrainerJobs:
         return Done(job.kind, {**header, **cost}, arrays)
 
     def _train(self, order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The update is left in the device's folder."""
+        """Trains one round; the update is left in the device's folder."""
         manifest, key = order.manifest, state_key(order.manifest)
         weights = order.weights("model", manifest.model.model)
         before = order.home.state(key) or {}
@@ -111,8 +111,8 @@ class TrainerJobs:
 
 @dataclass(frozen=True)
 class Order:
-    """What a job says, read. life: of the agent that gives it. seed: of everything random in the round. given_id: of
-    the weights that this device alone received, empty where there are none."""
+    """A job's header, read. life: of the agent that sent it. seed: of everything random in the round. per_device_id: of
+    the weights that this device alone received, or empty."""
 
     life: str
     manifest: Manifest
@@ -126,7 +126,7 @@ class Order:
 
     @property
     def cut(self) -> dict[str, float]:
-        """The batches that the board made smaller than the round asks for."""
+        """The batch sizes that the board's memory made smaller than the round's."""
         return cut(hyper_of(self.method, self.manifest.method.hyper), self.hyper)
 
     @staticmethod
@@ -143,7 +143,8 @@ class Order:
         return Order(header["life"], manifest, method, hyper, layout, home, data, seed, str(header.get("given", "")))
 
     def per_device(self) -> trees.Params:
-        """What this device alone received; empty for most methods. Raises StateError when it is not on the disk."""
+        """The weights that this device alone received; empty for most methods. Raises StateError when they are not on
+        the disk."""
         return self.weights("given", self.per_device_id) if self.method.per_device else {}
 
     def served(self, model: str) -> trees.Params:
@@ -159,7 +160,7 @@ class Order:
 
 
 class InlineTrainer:
-    """The trainer in the caller's own process, which it sets to ``threads``: for a whole fleet in one process."""
+    """The trainer in the caller's process, with ``threads`` threads: for a whole fleet in one process."""
 
     def __init__(self, threads: int = 1, workshop: TrainerJobs | None = None) -> None:
         torch.set_num_threads(threads)
@@ -196,7 +197,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(int(arguments[arguments.index("--threads") + 1]) if "--threads" in arguments else 1)
     workshop, buffer = TrainerJobs(), bytearray()
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not mix with the frames
+    os.dup2(2, 1)  # what a library prints must not mix with the frames
     while data := os.read(source.fileno(), 1 << 20):
         buffer += data
         while (frame := parse_frame(buffer)) is not None:

@@ -1,17 +1,16 @@
-"""What a device keeps on its disk: weights, its own training state, what is pending, and the last signed time.
+"""What a device keeps on its disk: weights, training state, the pending update, the last signed time.
 
     graph-{id}.safetensors               graphs, layout, golden outputs, as published
     model.safetensors                    the last training model, with its id
-    slots/                               what it answers with, and its personalization; never leaves the device
+    slots/                               the models that answer, with the personalization; never leaves the device
     methods/{key}/state.safetensors      the client state (duals, residuals, personal arrays)
-    methods/{key}/made-{life}.safetensors    what the trainer has just made, until the agent takes it
-    methods/{key}/pending.safetensors    the state that follows if the update is counted, and the update itself;
-                                         renamed to be the state when it is
+    methods/{key}/made-{life}.safetensors    an update that the trainer made, until the agent takes it
+    methods/{key}/pending.safetensors    the pending update and the state after it; becomes the state by one rename
+                                         when the update is counted
     clock.json                           the highest sequence number and signed time seen
 
-Training state is keyed by fleet, method, version, layout and dual epoch; another key is never mixed with it. A file
-that is damaged is set aside too (``*.damaged``): the device goes on without it, and the aggregator learns that state
-was lost.
+Training state is keyed by fleet, method, version, layout and dual epoch; states of different keys never mix. A damaged
+file is set aside (``*.damaged``): the device goes on without it and the aggregator learns that state was lost.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ UPLOAD = "upload"
 
 @dataclass(frozen=True)
 class Pending:
-    """An update whose fate is open. Its bytes, from the byte ``start`` of ``path`` on, and the state to commit when it
-    was counted stay on disk."""
+    """An update of which it is not known whether it was counted. Its bytes, from byte ``start`` of ``path`` on, and the
+    state to commit stay on disk."""
 
     key: str
     round: int
@@ -62,7 +61,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights on disk. model: id of the arrays. round: of the meta-model. facts: what else lies beside them."""
+    """Weights on disk. model: id of the arrays. round: of the model. facts: other metadata of the file."""
 
     model: str
     round: int
@@ -71,7 +70,7 @@ class Weights:
 
 
 def state_key(manifest: Manifest) -> str:
-    """The folder that a round's training state belongs to; the dot is in no fleet's name."""
+    """The folder of a round's training state. No fleet's name has a dot."""
     method = manifest.method
     return f"{manifest.fleet}.{method.name}-v{method.version}-{manifest.layout}-e{manifest.dual_epoch}"
 
@@ -143,7 +142,7 @@ class DeviceState:
         return data if data and Blob.of(data, blob.chunk) == blob else None
 
     def save_graph(self, blob_id: str, data: bytes, *, keep: Collection[str] = ()) -> None:
-        """In place of all others but those with an id in ``keep``."""
+        """Replaces all others but those with an id in ``keep``."""
         storage.write_atomic(self.graph_path(blob_id), data)
         kept = {self.graph_path(name) for name in (blob_id, *keep)}
         for old in self.folder.glob("graph-*.safetensors"):
@@ -151,7 +150,7 @@ class DeviceState:
                 old.unlink()
 
     def latest_graph(self) -> Path | None:
-        """The graph that came last."""
+        """The newest graph."""
         found = sorted(self.folder.glob("graph-*.safetensors"), key=lambda path: (path.stat().st_mtime_ns, path.name))
         return found[-1] if found else None
 
@@ -165,7 +164,7 @@ class DeviceState:
         return self.facts(name).get("model", "")
 
     def facts(self, name: str) -> dict[str, str]:
-        """What lies beside the weights on disk, without their arrays; empty where there are none."""
+        """The metadata of the weights on disk; empty where there are none."""
         try:
             return storage.head(self._weights(name))[1]
         except StateError:
@@ -184,14 +183,14 @@ class DeviceState:
             return None
 
     def drop_weights(self, name: str) -> None:
-        """Sets weights aside that are not what they say."""
+        """Sets weights aside whose content does not match their id."""
         _set_aside(self._weights(name))
 
     def _weights(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
     def trained_by(self, method: str) -> bool:
-        """Whether this device has training state of the method ``method``: groups of its own that are trained."""
+        """Whether this device has committed training state of ``method``."""
         return any(self.folder.glob(f"methods/*.{method}-v*/state.safetensors"))
 
     # Training state ---------------------------------------------------------------------------------------------------
@@ -213,7 +212,7 @@ class DeviceState:
                    default=0)
 
     def pending(self) -> Pending | None:
-        """What is pending, under any key; at most one. One whose update is not what it says is set aside."""
+        """The pending update, under any key; there is one at most. A damaged one is set aside."""
         for path in sorted(self.folder.glob("methods/*/pending.safetensors")):
             try:
                 return _checked(_read_pending(path))
@@ -224,7 +223,7 @@ class DeviceState:
     def leave_made(
         self, key: str, life: str, round_number: int, upload: UploadManifest, data: bytes, state: ClientState
     ) -> None:
-        """An update as it will be sent, and the state that follows if it is counted, left for the agent's ``life``."""
+        """The trainer leaves an encoded update, with the state after it, for the agent's ``life``."""
         arrays = storage.flatten_roles(state)
         arrays[UPLOAD] = np.frombuffer(data, dtype=np.uint8)
         upload_text = json.dumps(schema.plain(upload))
@@ -232,18 +231,18 @@ class DeviceState:
         storage.write_arrays(self._made(key, life), arrays, metadata, mode=0o600)
 
     def take_made(self, key: str, life: str) -> Pending:
-        """What the trainer has left is pending from now on. Raises StateError."""
+        """What the trainer left becomes the pending update. Raises StateError."""
         path = self._method(key) / "pending.safetensors"
         storage.move(self._made(key, life), path)
         return _read_pending(path)
 
     def drop_made(self, key: str, life: str) -> None:
-        """What the trainer has left is not wanted any more."""
+        """Deletes what the trainer left."""
         self._made(key, life).unlink(missing_ok=True)
 
     def commit(self, pending: Pending) -> None:
-        """The update was counted: the file becomes the device's state, and takes the update along. What was learned in
-        earlier dual epochs is of no use any more, and goes."""
+        """The update was counted: its file becomes the device's state by one rename, which keeps the update's id with
+        the state. States of earlier dual epochs are deleted."""
         storage.move(pending.path, self._method(pending.key) / "state.safetensors")
         line, epoch = _parts(pending.key)
         for other in self.folder.glob("methods/*/state.safetensors"):
@@ -252,14 +251,14 @@ class DeviceState:
                 other.unlink(missing_ok=True)
 
     def discard(self, pending: Pending) -> None:
-        """The update was not counted: what it would have changed is forgotten."""
+        """The update was not counted: deletes it and the state after it."""
         pending.path.unlink(missing_ok=True)
 
     def _method(self, key: str) -> Path:
         return self.folder / "methods" / key
 
     def _made(self, key: str, life: str) -> Path:
-        """A trainer may outlive its agent: what it leaves then is nobody's, not the next agent's."""
+        """Named by the agent's start, for a trainer may outlive its agent."""
         return self._method(key) / f"made-{life}.safetensors"
 
 

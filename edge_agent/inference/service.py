@@ -289,8 +289,7 @@ class Service:
                 self._take(served, found)
             return True
 
-    # Evaluate and answer
-    # -------------------------------------------------------------------------------------------------
+    # Evaluate and answer ----------------------------------------------------------------------------------------------
 
     @property
     def personalization(self) -> str:

@@ -1,8 +1,8 @@
-"""The agent: broadcast → adapt and train → update, on one device, in one visible loop.
+"""The agent's loop on one device: broadcast → adapt and train → update.
 
-The agent verifies every manifest and goes about what it asks for: fetches graph and weights, trains and offers the
-update (``training``, ``outbox``), personalizes and evaluates the served model (``serving``), says so (``reporter``) and
-answers for it. It never blocks: ``step`` handles what arrived and what is due.
+The agent does what the manifest asks for: it fetches graph and weights, trains and offers the update (``train_job``,
+``pending_update``), personalizes and evaluates the served model (``served_model_update``), reports, and answers
+questions. It never blocks: ``step`` handles what arrived and what is due.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from edge_agent.inference.service import Service
 from edge_agent.rounds.costs import AgentCosts
 from edge_agent.rounds.device_payload import DevicePayload
 from edge_agent.rounds.graphs import Graphs
+from edge_agent.rounds.manifest_check import ManifestCheck
 from edge_agent.rounds.pending_update import PendingUpdates
 from edge_agent.rounds.received_models import MAX_MODEL_BYTES, Models
 from edge_agent.rounds.reports import LOOK_S, Reporter
@@ -34,12 +35,11 @@ from fleet_core.board.limits import Limits
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.messages import Answer, Down, Manifest, Presence, Question, ServerPresence
-from fleet_core.protocol.signing import Verifier
 
 
 class Agent:
-    """One device's agent over an open link; ``step`` raises RevokedError once the fleet has taken the device out, with
-    its signature. ``log`` receives what a person may want to read, one line at a time."""
+    """One device's agent over an open link. ``step`` raises RevokedError once a signed message revokes the device.
+    ``log`` receives what a person may want to read, one line at a time."""
 
     def __init__(
         self,
@@ -62,39 +62,42 @@ class Agent:
         self.accounts, self.trainer, self.adapter = accounts, trainer, adapter or AdapterProcess()
         self.name, self.fleet = settings.device.name, settings.device.fleet
         self.boot = boot or secrets.token_hex(8)
-        self._clock, self._now_ms, self._log = clock, now_ms, log
-        self._verifier = Verifier(settings.device.key)
-        self._seq, self._signed_ms = home.clock()
+        self._clock, self._log = clock, log
+        self._check = ManifestCheck(self.fleet, settings.device.key, home, now_ms)
+        limits = limits or Limits(settings.train.enabled and trainer is not None)
+        trains = settings.train.enabled and trainer is not None and limits.train
+        self._reporter = Reporter(
+            settings, self.boot, link, accounts, trains=trains, limits=limits, clock=clock, log=log
+        )
         self._fetcher = Fetcher(
-            self.fleet, link, clock, lambda kind, size: accounts.payload(f"{kind}_down", size),
-            device=self.name, missing=lambda kind, times: self._reporter.missing(kind, times),
+            self.fleet, link, clock, lambda kind, size: accounts.payload(f"{kind}_down", size), device=self.name,
+            missing=self._reporter.missing,
         )
         self._uploader = Uploader(
             self.fleet, self.name, link, clock, lambda size: accounts.payload("update_up", size),
-            unanswered=lambda number: self._reporter.unanswered(number),
-        )
-        self._limits = limits or Limits(settings.train.enabled and trainer is not None)
-        trains = settings.train.enabled and trainer is not None and self._limits.train
-        self._reporter = Reporter(
-            settings, self.boot, link, accounts, trains=trains, limits=self._limits, clock=clock, log=log
+            unanswered=self._reporter.unanswered,
         )
         self._updates = PendingUpdates(self.name, self.boot, home, self._uploader, self._fetcher, self._reporter, log)
-        self._graphs = Graphs(home, service, self._fetcher, lambda: self._announce())
+        self._graphs = Graphs(home, service, self._fetcher, self._announce)
         self._models = Models(home, service, log)
         self._per_device = DevicePayload(self.name, home, service, self._fetcher)
-        self._training = TrainJobs(settings, self.boot, home, service, accounts, trainer, self._limits)
+        self._training = TrainJobs(settings, self.boot, home, service, accounts, trainer, limits)
         self._serving = ServedModelUpdate(
             service, self._models, self._fetcher, accounts, self._reporter, trainer, self.adapter,
             self._training.header, log,
         )
         self._disk, self._renewal = Disk(home.folder, clock), renewal
-        self._held_up: tuple[str, bytes] | None = None  # what arrived and could not be written down
-        self._gave_up: dict[str, int] = {}
+        self._unwritten: tuple[str, bytes] | None = None  # the message that a full disk kept from being written
+        self._gave_up: dict[str, int] = {}  # what failed -> sequence number of the manifest that asked for it
         self._server_boot = ""
         self._looked = clock()
-        self._lost = False  # the connection, since it was there last
+        self._lost = False  # whether the connection broke and is not back
         self._revoked: RevokedError | None = None
-        self.manifest: Manifest | None = None
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The last one that was accepted."""
+        return self._check.manifest
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
@@ -130,13 +133,13 @@ class Agent:
         self.link.close()
 
     def _guarded(self, topic: str, payload: bytes) -> None:
-        """One message; what is wrong with it is said and the message dropped, the loop goes on."""
+        """Handles one message; a bad one is logged and dropped."""
         try:
             self._on_message(topic, payload)
         except FleetError as error:
             self._log(f"refused {topic}: {error}")
             if self._disk.note(error):
-                self._held_up = topic, payload
+                self._unwritten = topic, payload
 
     def _tick(self) -> None:
         if self._disk.is_back():
@@ -145,28 +148,28 @@ class Agent:
         self._uploader.tick()
         self._reporter.tick()
         if self._renewal is not None and self._reporter.known:
-            self._renewal.tick(max(self._now_ms(), self._signed_ms) / 1000)
+            self._renewal.tick(self._check.time_ms / 1000)
         if self._reporter.unheard and self._server_boot and self.link.connected:
             self._announce(again=True)
         if self._clock() - self._looked > LOOK_S:
             self._follow()
-            self._advance()  # what was asked for and never answered is asked for again
+            self._advance()  # asks again for what was never answered
 
     def _follow(self) -> None:
-        """What another process personalized here answers from now on."""
+        """Takes up a personalization that another process wrote."""
         try:
             self.service.follow()
         except FleetError as error:
             self._log(f"what another process put on the disk is not taken up: {error}")
 
     def _try_again(self) -> None:
-        """The disk takes writes again: what it refused is done now."""
+        """The disk can be written again: does what failed on it."""
         self._log("the disk can be written again")
         self._gave_up.clear()
         self._training.forget()
-        held_up, self._held_up = self._held_up, None
-        if held_up is not None:
-            self._guarded(*held_up)
+        unwritten, self._unwritten = self._unwritten, None
+        if unwritten is not None:
+            self._guarded(*unwritten)
         self._advance()
 
     # What arrives -----------------------------------------------------------------------------------------------------
@@ -202,28 +205,19 @@ class Agent:
             self._on_question(address.key, payload)
 
     def _on_manifest(self, payload: bytes) -> None:
-        manifest = messages.decode(Manifest, self._verifier.verify(payload), limit=1 << 24)
-        if manifest.fleet != self.fleet:
-            raise MessageError(f"a round of fleet '{manifest.fleet[:64]}'", expected=f"fleet '{self.fleet}'")
-        if manifest.v != messages.PROTOCOL:
-            raise MessageError(f"protocol {manifest.v}", expected=str(messages.PROTOCOL), hint="update this agent")
-        if self.manifest is not None and manifest.seq == self.manifest.seq:
-            return  # replayed by the broker after a reconnect
-        if manifest.seq < self._seq:
-            raise MessageError(f"a round with the old sequence number {manifest.seq}", expected=f"above {self._seq}")
-        if manifest.exp < max(self._now_ms(), self._signed_ms):
-            raise MessageError("a round that has expired")
         before = self.manifest
+        if not self._check.accept(payload):
+            return
+        manifest = self.manifest
+        assert manifest is not None
         if before is not None and (manifest.round, not manifest.open) < (before.round, not before.open):
-            self._training.forget()  # the rounds went back
-        self.home.set_clock(manifest.seq, max(self._signed_ms, manifest.seq))
-        self._seq, self._signed_ms = manifest.seq, max(self._signed_ms, manifest.seq)
-        self.manifest, self._reporter.round = manifest, manifest.round
+            self._training.forget()  # the rounds went back: the fleet's folder is from a backup
+        self._reporter.round = manifest.round
         self._fetcher.keep({blob.id for blob in manifest.blobs()} | self._per_device.named(manifest))
         self._advance()
 
     def _on_server(self, presence: ServerPresence) -> None:
-        """An aggregator that began anew may have died with what this device said last in its hands."""
+        """Reports again to an aggregator that was restarted: it may have lost this device's last report."""
         if presence.st != "on" or presence.boot == self._server_boot:
             return
         first, self._server_boot = not self._server_boot, presence.boot
@@ -240,7 +234,7 @@ class Agent:
         if manifest.graph is not None and blob_id == manifest.graph.id:
             self._attempt("graph", lambda: self._graphs.take(manifest, blob_id, data))
         elif counted is not None:
-            self._updates.settle(counted.round, data.decode("ascii", "replace").split())
+            self._updates.on_counted(counted.round, data.decode("ascii", "replace").split())
         elif manifest.open and blob_id in (blob.id for blob in manifest.model.blobs()):
             self._attempt("model", lambda: self._models.take_training(manifest, blob_id, data))
         elif manifest.open and self._per_device.is_of(manifest, blob_id):
@@ -252,7 +246,7 @@ class Agent:
 
     def _on_down(self, payload: bytes) -> None:
         if payload.startswith(b"ed25519:"):
-            attested = messages.decode(Down, self._verifier.verify(payload))
+            attested = messages.decode(Down, self._check.verifier.verify(payload))
             if attested.t == "revoked":
                 return self._on_revoked(attested)
             if attested.t == "renewed" and self._renewal is not None:
@@ -262,12 +256,12 @@ class Agent:
         down = messages.decode(Down, payload)
         if down.t == "heard":
             return self._reporter.heard(down.boot)
-        self._updates.on_word(down)
+        self._updates.on_unsigned(down)
 
     def _on_revoked(self, down: Down) -> None:
-        """Only for this life of this device, and by a word as new as the newest round: no older one ends the life that
-        begins when the device is let in again."""
-        if (down.device, down.boot) != (self.name, self.boot) or (down.seq or 0) < self._seq:
+        """Holds only for this start of this device, and only if it is not older than the last manifest: an old
+        revocation must not stop a device that was enrolled again."""
+        if (down.device, down.boot) != (self.name, self.boot) or (down.seq or 0) < self._check.seq:
             raise MessageError("a revocation of another device, of another life of it, or of before the last round")
         on = "" if down.at is None else time.strftime(" on %Y-%m-%d", time.gmtime(down.at))
         self._revoked = RevokedError(
@@ -283,7 +277,7 @@ class Agent:
         self._reporter.answer(question_id, answer)
 
     def _on_done(self, done: Done) -> None:
-        """A job of the trainer or the adapter ended, well or not."""
+        """A job of the trainer or the adapter ended or failed."""
         if done.kind == "train":
             self._on_trained(done)
         else:
@@ -310,7 +304,7 @@ class Agent:
     # What the current round asks for ----------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """The next thing that the current manifest asks for and that can be done now; called whenever one is done."""
+        """Does the next thing that the current manifest asks for and that is possible now."""
         self._looked = self._clock()
         manifest = self.manifest
         if manifest is None or not self.link.connected:
@@ -325,10 +319,10 @@ class Agent:
         ref = manifest.serve
         if ref is not None and not (method_of(manifest).keeps_weights and self._updates.undecided(ref.round)):
             self._attempt("serve", lambda: self._serving.want(manifest, ref))
-        self._rest(manifest)
+        self._stop_idle_trainer(manifest)
 
     def _attempt(self, what: str, action: Callable[[], object]) -> None:
-        """Does it, or says why not, here and to the aggregator; what failed waits for a newer manifest."""
+        """Runs ``action``. What fails is logged, reported, and not tried again before a newer manifest."""
         manifest = self.manifest
         if manifest is None or self._gave_up.get(what) == manifest.seq:
             return
@@ -376,17 +370,17 @@ class Agent:
         else:
             self._reporter.ask("full", manifest.model.model, want="full")
 
-    def _rest(self, manifest: Manifest) -> None:
-        """Between rounds that nobody collects the trainer's memory is free for others."""
+    def _stop_idle_trainer(self, manifest: Manifest) -> None:
+        """Ends the trainer while no round is open, to free its memory."""
         served = manifest.serve is None or self.service.answers_with(manifest.serve, method_of(manifest))
         if self.trainer is not None and not manifest.open and served and not self.trainer.busy:
             self.trainer.stop()
 
-    # What is told -----------------------------------------------------------------------------------------------------
+    # Reports ---------------------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> str:
-        """What this device does: idle, train, upload, refused or failed."""
+        """idle, train, upload, refused or failed."""
         return self._reporter.phase
 
     def _announce(self, *, again: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What the agent's work costs: payload bytes by kind, floating-point operations, joules by phase, since its start."""
+"""What the agent has spent since its start: payload bytes by kind, floating-point operations, joules by phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fleet_core.protocol.messages import Cost, Energy
 
 
 class AgentCosts:
-    """The books of one life of the agent. Without a meter energy is absent, never 0."""
+    """Counts from the agent's start. Without a meter energy is absent, never 0."""
 
     def __init__(self, meter: Meter | None = None):
         self._book = JoulesByPhase(meter)
@@ -28,17 +28,17 @@ class AgentCosts:
 
     @contextmanager
     def metering(self) -> Iterator[None]:
-        """While it lasts, the meter is read every second."""
+        """Reads the meter every second while the context lasts."""
         with ticking(self._book.settle) if self._book.metered else nullcontext():
             yield
 
     def payload(self, kind: str, count: int) -> None:
-        """``count`` bytes of a payload (``model_down``, ``update_up``, …) went over the radio."""
+        """Adds ``count`` bytes of payload ``kind`` (``model_down``, ``update_up``, …)."""
         self._payload[kind] = self._payload.get(kind, 0) + count
         self._book.sent(count)
 
     def begin(self, phase: str) -> None:
-        """``train``, ``adapt`` or ``serve`` begins; it may last over many steps of the loop."""
+        """Starts ``train``, ``adapt`` or ``serve``, which may last over many steps of the loop."""
         stack = ExitStack()
         self._open[phase] = (stack, stack.enter_context(self._book.phase(phase)))
         known = self._book.figures().get(phase)
@@ -67,7 +67,7 @@ class AgentCosts:
         )
 
     def cost(self, payload_bytes: int, job: Mapping[str, Any]) -> Cost:
-        """Of one update: its bytes, what the trainer said of the job, and the joules of the training before it."""
+        """One update's: its bytes, the trainer's CPU seconds and operations, the joules of its training."""
         flops, joules = job.get("flops"), self._last.get("train")
         return Cost(
             payload_bytes, float(job.get("cpu_s", 0.0)), None if flops is None else float(flops),

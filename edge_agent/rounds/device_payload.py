@@ -1,7 +1,7 @@
-"""What this device alone receives to train on: its line of the round's list, then the blob that it names.
+"""What this device alone receives to train on (pFedHN): its line of the round's list, then the blob named there.
 
-The list is a blob whose id the signed manifest has, and it has the ids of the devices' blobs: a device takes what the
-aggregator made for it, and nothing else.
+The signed manifest has the id of the list, and the list the ids of the devices' blobs: a device accepts nothing that
+the aggregator did not make for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_LIST_BYTES = 1 << 26
 
 
 class DevicePayload:
-    """``blob``: of this device's own weights, once the round's list came."""
+    """``blob``: this device's own weights, known once the round's list arrived."""
 
     def __init__(self, device: str, home: DeviceState, service: Service, fetcher: Fetcher):
         self._device, self._home, self._service, self._fetcher = device, home, service, fetcher
@@ -30,8 +30,8 @@ class DevicePayload:
         self.blob: Blob | None = None
 
     def is_here(self, manifest: Manifest) -> bool:
-        """Whether nothing of it is missing; it is fetched otherwise. Raises MessageError for a list without this
-        device, or a blob that is too large."""
+        """Whether everything arrived; fetches what is missing. Raises MessageError for a list without this device or a
+        blob that is too large."""
         if manifest.per_device is None:
             return True
         if self._listed != manifest.per_device.id:
@@ -45,7 +45,7 @@ class DevicePayload:
         return True
 
     def named(self, manifest: Manifest) -> set[str]:
-        """The ids of blobs that are fetched beside those that the manifest names."""
+        """Ids of blobs to fetch beside those in the manifest."""
         listed = manifest.per_device is not None and manifest.per_device.id == self._listed
         return {self.blob.id} if listed and self.blob is not None else set()
 

@@ -1,4 +1,4 @@
-"""The fleet's graph as it reaches this device: from its disk, or fetched; one that fails its check is refused."""
+"""Gets the fleet's graph from the disk or the broker and refuses one that fails its check."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Graphs:
         self._bad = ""
 
     def want(self, manifest: Manifest, blob: Blob) -> None:
-        """Takes the manifest's graph into use where it is on the disk, else asks for it. Raises BundleError."""
+        """Installs the manifest's graph from the disk, or fetches it. Raises BundleError."""
         if blob.id == self._bad:
             raise BundleError("the fleet's graph failed its check here", hint="see this device's log")
         data = self._home.graph(blob)
@@ -30,12 +30,12 @@ class Graphs:
             self._install(manifest, blob.id, data)
 
     def take(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
-        """A graph that was fetched. Raises BundleError for one that is not the manifest's."""
+        """Installs a fetched graph. Raises BundleError for one that is not the manifest's."""
         self._install(manifest, blob_id, data)
         self._home.save_graph(blob_id, data, keep=self._service.slots.graphs())
 
     def _install(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
-        self._bad = blob_id  # until it is in use
+        self._bad = blob_id  # until it is installed
         graph = graph_bundle.unpack(data)
         if manifest.layout and graph.layout.hash != manifest.layout:
             raise BundleError(f"the graph has layout {graph.layout.hash}", expected=manifest.layout)

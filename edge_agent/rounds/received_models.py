@@ -1,4 +1,4 @@
-"""The models that a manifest names, as this device has them: the weights held, and new ones from a blob."""
+"""The models that a manifest names: weights that this device holds, and new ones from a blob."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ MAX_MODEL_BYTES = 1 << 30
 
 
 class Models:
-    """``base``: id of the training model on disk, empty before one came. ``evaluated``: weights to serve next, or
-    None."""
+    """``base``: id of the training model on disk, or empty. ``served``: weights to serve next, or None."""
 
     def __init__(self, home: DeviceState, service: Service, log: Callable[[str], None]):
         self._home, self._service, self._log = home, service, log
@@ -25,7 +24,7 @@ class Models:
         self.served: Weights | None = None
 
     def _sound_base(self) -> str:
-        """A power cut may have torn the training model, which can be had again."""
+        """Drops a training model that a power cut damaged; it is fetched again."""
         weights = self._home.weights("model")
         if weights is not None and codecs.identity(weights.params) == weights.model:
             return weights.model
@@ -33,7 +32,7 @@ class Models:
         return ""
 
     def weights(self, model: str) -> Weights | None:
-        """Those weights, if they are here."""
+        """The weights with this id, if the device has them."""
         if self.served is not None and self.served.model == model:
             return self.served
         slot = self._service.slots.slot_of(model)
@@ -42,11 +41,12 @@ class Models:
         return self._home.weights("model") if self._home.held("model") == model else None
 
     def blob_for(self, ref: ModelRef) -> Blob | None:
-        """The blob that gives this device the model: a delta where it holds the base, else the whole, else none."""
+        """The delta where the device holds its base, else the whole model, else None."""
         return ref.blob if ref.base in (None, self.base) else ref.full
 
     def take_training(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
-        """Raises CodecError for a blob that is not the announced model; a delta that does not fit is let go of."""
+        """Raises CodecError for a blob that is not the announced model. A delta that does not fit drops the base, so
+        that the whole model is fetched."""
         ref = manifest.model
         try:
             params = self._decode(manifest, method_of(manifest).down, ref, blob_id, data)
@@ -80,7 +80,7 @@ class Models:
         return params
 
     def _as_delta(self, ref: ModelRef, blob_id: str) -> bool:
-        """Whether the blob moves the weights held here. A delta from zeros is byte for byte the whole model too."""
+        """Whether the blob is a delta. One from zeros has the same bytes, and id, as the whole model."""
         if ref.base is None or blob_id != ref.blob.id:
             return False
         return ref.full is None or blob_id != ref.full.id or self.base == ref.base

@@ -1,4 +1,4 @@
-"""What the agent tells the aggregator: presence, heartbeat and phase, reports, answers."""
+"""What the agent sends to the aggregator: presence, heartbeats, reports, answers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,8 @@ WORKING = ("train", "upload")
 
 
 class Reporter:
-    """One device's side of the conversation, over an open link.
-
-    trains: whether this device can take part in training; limits: of its board. ``round`` is that of the current
-    manifest, None before one came: until then there is nothing to report on.
-    """
+    """trains: whether this device can train. limits: of its board. ``round``: of the current manifest; before the first
+    one it is None and nothing is reported."""
 
     def __init__(
         self, settings: Settings, boot: str, link: Link, accounts: AgentCosts, *, trains: bool, limits: Limits,
@@ -42,7 +39,7 @@ class Reporter:
         self._fleet, self._name = settings.device.fleet, settings.device.name
         self._asked: dict[str, tuple[str, float]] = {}
         self._last_heartbeat = clock()
-        self._patience = Backoff(self._name, clock, UNHEARD_S, LONGEST_UNHEARD_S)
+        self._backoff = Backoff(self._name, clock, UNHEARD_S, LONGEST_UNHEARD_S)
         self._heard = False
         self.round: int | None = None
         self.phase = "idle"
@@ -50,7 +47,7 @@ class Reporter:
     # Reports ----------------------------------------------------------------------------------------------------------
 
     def report(self, **more: Any) -> None:
-        """Costs since the start, and what else there is to say."""
+        """Sends costs since the start, with ``more`` fields of ``Report``."""
         if self.round is None:
             return
         report = Report(
@@ -65,18 +62,18 @@ class Reporter:
         self._send(topics.report(self._fleet, self._name), messages.encode(report))
 
     def ask(self, what: str, about: str, **more: Any) -> None:
-        """A report that waits for an answer; repeated while none comes."""
+        """Sends a report that wants an answer; again every ``LOOK_S`` until the question changes."""
         asked, when = self._asked.get(what, ("", 0.0))
         if asked != about or self._clock() - when >= LOOK_S:
             self._asked[what] = (about, self._clock())
             self.report(**more)
 
     def reconnected(self) -> None:
-        """What was asked of the last connection is asked again."""
+        """Questions are asked again on the new connection."""
         self._asked.clear()
 
     def missing(self, kind: str, times: int) -> None:
-        """Nothing came of a blob that should lie at the broker: the aggregator can publish it again."""
+        """A retained blob did not arrive: asks the aggregator to publish it again."""
         if times == MISSING:
             self._log(f"{kind}: nothing comes from the broker: it has lost what it retained, or its access control "
                       f"denies this device {topics.blobs(self._fleet)}")
@@ -93,10 +90,10 @@ class Reporter:
     # Presence ---------------------------------------------------------------------------------------------------------
 
     def announce(self, *, layouts: tuple[str, ...], base: str, again: bool = False) -> None:
-        """The whole presence, retained; ``unheard`` until the aggregator acknowledges it. layouts: hashes of the graphs
-        here. base: model id that this device holds."""
+        """Publishes the presence, retained; ``unheard`` until the aggregator acknowledges it. layouts: hashes of the
+        graphs here. base: id of the training model that this device holds."""
         if again:
-            self._patience.again()
+            self._backoff.again()
         else:
             self.forgotten()
         self._last_heartbeat = self._clock()
@@ -118,21 +115,21 @@ class Reporter:
 
     @property
     def unheard(self) -> bool:
-        """Whether the presence should be said again: a broker drops it when many devices come at once."""
-        return not self._heard and self._patience.over
+        """Whether to publish the presence again: brokers drop messages when many devices connect at once."""
+        return not self._heard and self._backoff.over
 
     @property
     def known(self) -> bool:
-        """Whether an aggregator is there and has heard of this life."""
+        """Whether the aggregator has acknowledged this agent's start."""
         return self._heard
 
     def forgotten(self) -> None:
-        """Another aggregator is there: it should hear of this device soon, from the broker or from here."""
+        """The aggregator was restarted: the presence has to be acknowledged again."""
         self._heard = False
-        self._patience.answered()
+        self._backoff.answered()
 
     def heard(self, boot: str) -> None:
-        """The aggregator knows of this life, if ``boot`` names it."""
+        """The aggregator acknowledged the presence with this ``boot``."""
         self._heard = self._heard or boot == self._boot
 
     def leave(self) -> None:
@@ -140,24 +137,23 @@ class Reporter:
         self._send(topics.presence(self._fleet, self._name), off, retain=True)
 
     def enter(self, phase: str) -> None:
-        """What this device does from now on."""
+        """Changes the phase and sends a heartbeat."""
         if phase != self.phase:
             self.phase = phase
             self._beat()
 
     def tick(self) -> None:
-        """A heartbeat every two seconds while at work."""
+        """Sends a heartbeat every two seconds while the device trains or uploads."""
         if self.phase in WORKING and self._clock() - self._last_heartbeat > HEARTBEAT_S:
             self._beat()
 
     def _beat(self) -> None:
-        """Still here, and at what; not retained."""
         self._last_heartbeat = self._clock()
         beat = Presence(st="on", boot=self._boot, ph=self.phase, ver=running(), beat=True)
         self._send(topics.presence(self._fleet, self._name), messages.encode(beat))
 
     def _send(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
-        """What is lost when the link is down or full: the protocol says it again."""
+        """A message that is lost because the link is down or full is repeated by the protocol."""
         if self._link.connected:
             try:
                 self._link.publish(topic, payload, retain=retain)

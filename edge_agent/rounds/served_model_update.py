@@ -1,4 +1,4 @@
-"""From a served model to this device's own answers: fetched or at hand, personalized, evaluated, and told."""
+"""A new served model: fetched, personalized, evaluated and reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fleet_core.protocol.messages import Alone, Evaluation, Manifest, ModelRef
 
 
 class ServedModelUpdate:
-    """``header(manifest)`` is what the trainer is told of a job; without a trainer gradient steps are left out."""
+    """header(manifest): of a job for the trainer. Without a trainer there are no gradient steps in torch."""
 
     def __init__(
         self, service: Service, models: Models, fetcher: Fetcher, accounts: AgentCosts, reporter: Reporter,
@@ -33,17 +33,17 @@ class ServedModelUpdate:
         self._service, self._models, self._fetcher = service, models, fetcher
         self._accounts, self._reporter = accounts, reporter
         self._trainer, self._adapter, self._header, self._log = trainer, adapts, header, log
-        self._adapting = ""  # the model that is being personalized by gradient steps
-        self._told = ""  # the model that the aggregator heard of in this life
+        self._adapting = ""  # id of the model that gradient steps are personalizing now
+        self._told = ""  # id of the model whose evaluation was reported since the start
         self._evaluations: tuple[Evaluation, ...] = ()
         self._alone: Alone | None = None
-        self._counted = ""  # the samples whose number was looked at
+        self._counted = ""  # stamp of the samples that few_labels has looked at
 
     def want(self, manifest: Manifest, ref: ModelRef) -> None:
-        """The served model, from here or from the broker; what the trainer must do for it waits until it is free."""
+        """Personalizes the served model, or fetches it. Gradient steps wait until their process is free."""
         if self._service.answers_with(ref, method_of(manifest)):
             if ref.model not in (self._told, self._adapting):
-                self._tell_of(ref)  # it came in an earlier life
+                self._tell_of(ref)  # personalized before the agent's restart
             return
         held = self._models.weights(ref.model)
         if held is not None:
@@ -54,7 +54,7 @@ class ServedModelUpdate:
             self._fetcher.start(blob, MAX_MODEL_BYTES, "serve")
 
     def _personalize(self, manifest: Manifest, weights: Weights) -> None:
-        """What needs no gradient steps at once; those in the trainer or by the graph ``adapt``, when that is free."""
+        """Without gradient steps at once; with them in the trainer or by the graph ``adapt``, when it is free."""
         method = method_of(manifest)
         hyper, trains = hyper_of(method, manifest.method.hyper), self._trainer is not None
         worker = self._worker(self._service.plan(method, hyper, trainer=trains))
@@ -71,18 +71,18 @@ class ServedModelUpdate:
         worker.submit(Job("adapt", self._header(manifest)) if plan.kind == "trainer" else self._service.steps(plan))
 
     def _worker(self, plan: Plan) -> Trainer | None:
-        """Who takes the gradient steps."""
+        """The process that takes the gradient steps, or None."""
         return {"trainer": self._trainer, "steps": self._adapter}.get(plan.kind)
 
     def _without_trainer(self, method: Method) -> str:
-        """Said here and to the aggregator: what the device cannot do."""
+        """Logs and returns what the device cannot do."""
         text = f"{method.name} makes a device's own weights by gradient steps, and there is no trainer here: "
         text += "the fleet's model answers as it is" if self._service.answers_as_it_is else "there are no answers"
         self._log(f"{text} ({NO_TRAINER})")
         return text
 
     def adapted(self, done: Done) -> None:
-        """What gradient steps made of the served model, unless another is served by now. Raises RoundError."""
+        """Takes the result of the gradient steps, unless another model is served by now. Raises RoundError."""
         adapting, self._adapting = self._adapting, ""
         if adapting != self._service.model:
             return
@@ -96,7 +96,7 @@ class ServedModelUpdate:
         self._evaluate()
 
     def _evaluate(self, failed: str = "") -> None:
-        """How the new predictor does on this device's later samples is reported; it answers, or was rolled back."""
+        """Reports how the new model does on the test samples, and whether it answers or was rolled back."""
         back = self._service.rolled_back
         if back is not None and (back.model, back.round) == (self._service.model, self._service.round):
             failed = rolled_back(back, self._service.answering)
@@ -112,7 +112,7 @@ class ServedModelUpdate:
         self._tell(failed)
 
     def _say_few(self) -> None:
-        """Said once for the same samples."""
+        """Warns of classes with few labels, once for the same samples."""
         now, data = self._service.answering, self._service.local()
         if now is None or now.how not in EMBEDS or data.stamp() == self._counted:
             return
@@ -122,7 +122,7 @@ class ServedModelUpdate:
             self._log(text)
 
     def _tell_of(self, ref: ModelRef) -> None:
-        """What was evaluated in an earlier life is evaluated again; what was rolled back stays so."""
+        """After a restart: evaluates again, or reports again that the model was rolled back."""
         back = self._service.rolled_back
         if back is None or (back.model, back.round) != (ref.model, ref.round):
             return self._evaluate()
@@ -142,6 +142,6 @@ class ServedModelUpdate:
 
 
 def rolled_back(back: RolledBack, now: Answering | None) -> str:
-    """Said here and to the aggregator."""
+    """The log line and report of a model that was rolled back."""
     text = f"the weights of round {back.round} were rolled back: {back.why}"
     return text if now is None else f"{text}; those of round {now.round} answer"

@@ -1,7 +1,7 @@
-"""Training on this device as the agent sees it: a job for the trainer, which leaves the update on the disk.
+"""Jobs for the trainer: one round's training, which leaves the update on the disk.
 
-Only plain values pass between the two processes: the trainer reads weights and state from the device's folder, and
-writes the update and the state that follows from it there (``update``). The agent never holds them in memory.
+Only plain values pass between the two processes. The trainer reads weights and state from the device's folder and
+writes the update and the state after it there (``edge_agent.compute.update``); the agent never holds them in memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from fleet_core.protocol.messages import Manifest
 
 
 class TrainJobs:
-    """One round's training at a time. Without a trainer, or beyond the board's limits, this device takes part in none.
-    """
+    """One round's training at a time; none without a trainer or beyond the board's limits."""
 
     def __init__(
         self,
@@ -53,12 +52,12 @@ class TrainJobs:
         )
 
     def forget(self) -> None:
-        """The same round may be begun again."""
+        """Allows the same round to be started again."""
         self._seen = None
 
     def begin(self, manifest: Manifest, per_device: str = "") -> None:
-        """The training model is on the disk, and the weights ``per_device`` to this device alone, where there are
-        any."""
+        """Starts the training; the training model is on the disk. per_device: id of the weights that this device alone
+        received, or empty."""
         if self._trainer is None:
             return
         self._seen, self._begun = identity(manifest), manifest
@@ -66,7 +65,7 @@ class TrainJobs:
         self._trainer.submit(Job("train", {**self.header(manifest), "given": per_device}))
 
     def header(self, manifest: Manifest) -> dict[str, Any]:
-        """What every job of the trainer is told: the round, the layout, and where weights, state and samples are."""
+        """What every job says: the round, the layout, and where weights, state and samples are."""
         data = self._settings.data
         return {
             "life": self._life,
@@ -80,17 +79,17 @@ class TrainJobs:
         }
 
     def ended(self, done: Done) -> Manifest | None:
-        """Books the job; the manifest that it was begun for."""
+        """Adds up the job's costs; returns the manifest that it was started for."""
         self._accounts.end("train", done.header.get("flops"))
         begun, self._begun = self._begun, None
         return begun
 
 
 def identity(manifest: Manifest) -> tuple[int, str, str]:
-    """What makes a round the same one: number, key of the training state, weights to train from."""
+    """(number, key of the training state, weights to train from): two rounds with the same are the same."""
     return manifest.round, state_key(manifest), manifest.model.model
 
 
 def still_asked(begun: Manifest, manifest: Manifest | None) -> bool:
-    """Whether ``manifest``, the current one, asks for what was ``begun``."""
+    """Whether the current manifest still asks for the round ``begun``."""
     return manifest is not None and manifest.open and identity(manifest) == identity(begun)

@@ -1,6 +1,6 @@
-"""What the devices of a run do: train one round, or be evaluated. It runs in whatever process a crew gives it.
+"""What the devices of a run compute: one round of training, or an evaluation. Needs torch.
 
-Needs torch. A device's work is a function of the run, the round and the device, whoever does it and in what order.
+A result depends on the run, the round and the device alone, in whatever process and order it is computed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class TrainingTask:
-    """One round of some devices. broadcast: float32 as decoded. after: the last round that counts. given: what a device
-    alone receives beside it, by its name; empty for most methods."""
+    """One round of training on some devices. broadcast: float32 as decoded. after: the last round that counts.
+    per_device: by name, what a device alone receives; empty for most methods."""
 
     round: int
     clients: tuple[str, ...]
@@ -52,7 +52,7 @@ class TrainingTask:
 
 @dataclass(frozen=True, eq=False)
 class TrainedDevice:
-    """What a device's round gave; ``error`` and nothing else where it failed. update: as the server decodes it.
+    """The result of a device's training; ``error`` and nothing else where it failed. update: as the server decodes it.
     payload_bytes: of the update on the wire. averaged: whether the server is to have the update."""
 
     client: str
@@ -91,7 +91,7 @@ class ClassMoments:
 
 @dataclass(frozen=True, eq=False)
 class DeviceEvaluation:
-    """How a device's own model did; ``error`` and no figures where it could not be evaluated.
+    """The evaluation of a device's own model; ``error`` and no figures where it failed.
 
     confusion: int64 [K, K + 1], true class by answer in the numbers of the whole set, however the device numbers its
     classes; the last column has answers that name no class of the device. before: the same of the served model as it
@@ -109,7 +109,7 @@ class DeviceEvaluation:
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """All that a worker needs to begin; plain values, so that another process can have it."""
+    """What a worker needs to begin; plain values, which can go to another process."""
 
     experiment: Experiment
     run: Run
@@ -146,7 +146,7 @@ class Worker:
     # Train ------------------------------------------------------------------------------------------------------------
 
     def learn(self, task: TrainingTask) -> list[TrainedDevice]:
-        """One round of each client, side by side where the run says so. What fails fails alone."""
+        """One round of each client, side by side where the run says so. A failure concerns its client alone."""
         states = [self._clients.load(client, task.after) for client in task.clients]
         results: Sequence[local_training.TrainResult | FleetError] | None = None
         if self._side_by_side > 1 and len(states) > 1:
@@ -166,7 +166,7 @@ class Worker:
             return error
 
     def _together(self, task: TrainingTask, states: Sequence[ClientState]) -> list[local_training.TrainResult] | None:
-        """None where one of them fails: alone, the others go on."""
+        """None where one of them fails: then each is trained alone."""
         several = [self._participant(task, *found) for found in zip(task.clients, states, strict=True)]
         with contextlib.suppress(*FAILURES):
             return local_training.train_side_by_side(
@@ -183,7 +183,7 @@ class Worker:
     def _sent(
         self, task: TrainingTask, client: str, result: local_training.TrainResult | FleetError, before: ClientState
     ) -> TrainedDevice:
-        """The update as the server will decode it; the state that follows is on the disk."""
+        """Writes the state after the round; returns the update as the server decodes it."""
         try:
             if isinstance(result, FleetError):
                 raise result
@@ -208,8 +208,7 @@ class Worker:
         )
         return made.update, len(made.data), made.state
 
-    # Evaluate
-    # ------------------------------------------------------------------------------------------------------------
+    # Evaluate ---------------------------------------------------------------------------------------------------------
 
     def evaluate(self, task: EvaluationTask) -> list[DeviceEvaluation]:
         return [self._evaluated(task, client) for client in task.clients]

@@ -47,12 +47,12 @@ MAX_UPDATE_BYTES = 1 << 34
 
 
 class Stopped(Exception):
-    """The person asked for an end; the run goes on next time."""
+    """A person stopped the run; the same command goes on."""
 
 
 @dataclass(frozen=True, eq=False)
 class Laboratory:
-    """What a run needs around it. stopped: whether to end now. told: takes each round's figures."""
+    """What a run needs. stopped(): whether to stop now. told: receives each round's figures."""
 
     experiment: Experiment
     workload: Workload
@@ -89,7 +89,7 @@ class Engine:
         self._saved, self._unsaved = lab.clock(), set[str]()
 
     def run(self) -> None:
-        """To the end of the budget. Raises Stopped, and RoundError when a round counts no update."""
+        """Runs until the budget is spent. Raises Stopped, and RoundError when a round counts no update."""
         checkpoint = self._resume()
         while not self._over(checkpoint.round):
             if self._lab.stopped():
@@ -198,8 +198,7 @@ class Engine:
             taken.add(Update(one.client, one.update, one.samples))
         return replace(one, update=None, averaged=averaged)
 
-    # Evaluate
-    # ------------------------------------------------------------------------------------------------------------
+    # Evaluate ---------------------------------------------------------------------------------------------------------
 
     def _due(self, number: int) -> bool:
         every = self._lab.experiment.evaluation.every

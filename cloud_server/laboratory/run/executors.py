@@ -1,7 +1,7 @@
-"""Who does the devices' work of a run: this process, several processes of this machine, or a Ray cluster.
+"""Where the devices of a run compute: in this process, in several processes, or on a Ray cluster.
 
-All give the same answers in the same order: a task is a fixed group of devices, and what a device does depends on
-nothing but the run, the round and the device.
+All give the same results in the same order: a task is a fixed group of devices, and a device's result depends on the
+run, the round and the device alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EVALUATED_AT_ONCE = 4
 
 
 class Executor(Protocol):
-    """Does lessons and questions; results in the order of their clients."""
+    """Results come in the order of the task's clients."""
 
     def learn(self, task: TrainingTask) -> Iterator[TrainedDevice]: ...
 
@@ -60,7 +60,7 @@ def evaluation_tasks(task: EvaluationTask) -> list[EvaluationTask]:
 
 
 class Inline:
-    """This process does everything."""
+    """In this process."""
 
     def __init__(self, setting: Setting, workload: Workload):
         self._worker, self._size = Worker(setting, workload), setting.side_by_side
@@ -78,7 +78,7 @@ class Inline:
 
 
 class Processes:
-    """``count`` processes of one thread each, which end with this one."""
+    """In ``count`` processes of one thread each, which end with this one."""
 
     def __init__(self, setting: Setting, count: int):
         self._setting = setting
@@ -93,14 +93,14 @@ class Processes:
         yield from self._each(_evaluate, evaluation_tasks(task))
 
     def _each(self, work: Callable[[Any], list[Any]], parts: Sequence[Any]) -> Iterator[Any]:
-        """What is told is forgotten here: a round's updates are not in memory together."""
+        """Yields each result and drops it: a round's updates are never in memory together."""
         waiting = deque[Future[list[Any]]]()
         try:
             waiting.extend(self._pool.submit(work, part) for part in parts)
             while waiting:
                 yield from waiting.popleft().result()
         except BrokenProcessPool as error:
-            self._pool.shutdown()  # who is still at work would write beside the run that goes on
+            self._pool.shutdown()  # a process still at work would write beside the resumed run
             raise _died("a process") from error
         finally:
             for future in waiting:

@@ -1,14 +1,14 @@
 """A run's folder: what it was asked, its state after every round, its figures, its result.
 
-    run.json            experiment, method, hyper-parameters, seed: a run goes on only with the same
+    run.json            experiment, method, hyper-parameters, seed; a run goes on only with the same
     state/              the server's last checkpoints
     clients/ID/         a device's state after the rounds that it took part in: round-N.safetensors
     rounds.jsonl        one line of figures per round
     result.json         once it has ended
 
-A round counts once it, or a later one, has its checkpoint on the disk. What a killed run has written after that is
-dropped when the run goes on, so that it computes what an uninterrupted one does, bit for bit. (After a power cut a
-state may be missing on the disk though its round counts: only a fleet survives that.)
+A round counts once its checkpoint, or a later one, is on the disk. What a killed run wrote after that is dropped when
+the run goes on, so that it computes what an uninterrupted one does, bit for bit. (After a power cut a device's state
+may be missing though its round counts: only a fleet survives that.)
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Clients:
         return dict[str, Params](storage.unflatten_roles(arrays))
 
     def save(self, client: str, number: int, state: Mapping[str, Params]) -> None:
-        """The state that follows from round ``number``; the one before stays until ``settle``."""
+        """The state that follows from round ``number``; the one before stays until ``drop_older``."""
         path = self._of(client) / f"round-{number:09d}.safetensors"
         storage.write_arrays(path, storage.flatten_roles(state), durable=False)
 
-    def settle(self, client: str, number: int) -> None:
-        """The rounds up to ``number`` count: of the states after them only the last is needed."""
+    def drop_older(self, client: str, number: int) -> None:
+        """The rounds up to ``number`` count: only the last state up to it is kept."""
         for _, path in [found for found in _files(self._of(client)) if found[0] <= number][:-1]:
             path.unlink(missing_ok=True)
 
@@ -67,7 +67,7 @@ class Clients:
                     path.unlink(missing_ok=True)
 
     def _of(self, client: str) -> Path:
-        """A name is whatever the data has; a folder's is not."""
+        """A client's name may be any text; a folder's may not."""
         return self._folder / hashlib.sha256(client.encode()).hexdigest()[:32]
 
 
@@ -84,7 +84,7 @@ class Store:
         self.clients = Clients(folder)
 
     def check(self, asked: Mapping[str, Any]) -> None:
-        """Raises ConfigError where another run lies, or something else."""
+        """Raises ConfigError where the folder holds another run or other files."""
         if (self.folder / "run.json").exists():
             if settled(self.asked()) != json.loads(json.dumps(asked)):
                 raise ConfigError("holds a run with other settings", where=str(self.folder), hint="give another --out")
@@ -93,15 +93,15 @@ class Store:
 
     @contextlib.contextmanager
     def begun(self, asked: Mapping[str, Any]) -> Iterator[None]:
-        """A new run, or the same one going on; one process at a time. Raises ConfigError as ``check``, and StateError
-        where another process is at it."""
+        """Begins a run or goes on with it; one process at a time. Raises ConfigError as ``check`` does, and StateError
+        where another process runs it."""
         self.check(asked)
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / ".lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise StateError("another simulation is at work here", where=str(self.folder)) from error
+                raise StateError("another simulation is running here", where=str(self.folder)) from error
             if not (self.folder / "run.json").exists():
                 storage.write_json(self.folder / "run.json", asked)
             yield
@@ -117,7 +117,7 @@ class Store:
     # Rounds -----------------------------------------------------------------------------------------------------------
 
     def resume(self, first: Params) -> Checkpoint | None:
-        """The last round that counts, or None before the first; what was begun after it is dropped."""
+        """The checkpoint of the last round that counts, or None; drops what was written after it."""
         for torn in self.folder.glob(".*.json*"):
             torn.unlink(missing_ok=True)
         checkpoints, kept = self._checkpoints(), _files(self.folder / "state")
@@ -129,7 +129,7 @@ class Store:
         return checkpoints.load(number, first) if kept else None
 
     def _checkpoints(self) -> Checkpoints:
-        """For the process that holds the lock: it clears writes that were cut off."""
+        """Only for the process that holds the lock: it deletes interrupted writes."""
         return Checkpoints(self.folder / "state")
 
     def add(self, figures: Mapping[str, Any]) -> None:
@@ -142,10 +142,10 @@ class Store:
             raise StateError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
 
     def save(self, checkpoint: Checkpoint, taken: Collection[str]) -> None:
-        """All rounds up to this one count now. taken: devices that wrote a state since the last checkpoint."""
+        """All rounds up to this one count from now on. taken: devices that wrote a state since the last checkpoint."""
         self._checkpoints().save(checkpoint)
         for client in taken:
-            self.clients.settle(client, checkpoint.round)
+            self.clients.drop_older(client, checkpoint.round)
 
     def rounds(self) -> list[dict[str, Any]]:
         """The figures of the rounds that count."""

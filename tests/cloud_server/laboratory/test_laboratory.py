@@ -223,7 +223,7 @@ def test_a_state_after_a_round_that_does_not_count_is_neither_taken_nor_kept(tmp
     assert [clients.load("d0", after).get("dual", {}) for after in (0, 3, 4)] == [
         {}, *[{"body": {"w": pytest.approx(np.full(2, 3.0))}}] * 2
     ]
-    clients.settle("d0", 4)
+    clients.drop_older("d0", 4)
     assert rounds() == ["3", "5"]
     clients.forget_after(4)
     assert rounds() == ["3"]
@@ -245,7 +245,7 @@ def test_two_simulations_at_once_in_one_folder_are_refused(tmp_path: Path) -> No
         with Store(tmp_path / "run").begun({"run": 1}):
             pass
 
-    with Store(tmp_path / "run").begun({"run": 1}), pytest.raises(StateError, match="another simulation is at work"):
+    with Store(tmp_path / "run").begun({"run": 1}), pytest.raises(StateError, match="another simulation is running"):
         begin()
     begin()
 

@@ -302,11 +302,11 @@ def test_a_revoked_device_is_cut_off_at_once_and_does_not_come_back(yard: Yard) 
         each.link.close()
 
 
-def test_the_broker_is_told_twice_to_read_for_it_forgets_what_it_is_told_while_it_reads(yard: Yard) -> None:
-    """Otherwise who is revoked in that moment would be let in until the next one is."""
+def test_sighup_is_sent_twice_because_mosquitto_loses_one_that_arrives_during_a_reload(yard: Yard) -> None:
+    """Otherwise a device that is revoked in that moment would be let in until the next revocation."""
     begun = readings(yard.fleet)
     yard.broker.reload()
-    until(lambda: readings(yard.fleet) == begun + 2)
+    until(lambda: readings(yard.fleet) >= begun + 2)
 
 
 def test_a_link_over_tls_asks_for_1_2_at_least(yard: Yard, tmp_path: Path) -> None:

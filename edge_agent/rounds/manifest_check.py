@@ -1,0 +1,49 @@
+"""Which manifests an agent accepts: signed by its fleet, of this protocol, not older than the last, not expired."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edge_agent.device.state import DeviceState
+from fleet_core.base.errors import MessageError
+from fleet_core.protocol import messages
+from fleet_core.protocol.messages import Manifest
+from fleet_core.protocol.signing import Verifier
+
+
+class ManifestCheck:
+    """Remembers the highest sequence number and the latest signed time on the disk, so that an old manifest is refused
+    after a restart too, and a device without a clock knows the time at least that far.
+
+    now_ms: Unix ms. ``manifest``: the last one that was accepted since the start, or None.
+    """
+
+    def __init__(self, fleet: str, key: str, state: DeviceState, now_ms: Callable[[], int]):
+        self._fleet, self._state, self._now_ms = fleet, state, now_ms
+        self.verifier = Verifier(key)
+        self.seq, self._signed_ms = state.clock()
+        self.manifest: Manifest | None = None
+
+    @property
+    def time_ms(self) -> int:
+        """The later of this device's clock and the latest signed time."""
+        return max(self._now_ms(), self._signed_ms)
+
+    def accept(self, payload: bytes) -> bool:
+        """Takes the manifest; False for the one that is held already, which a broker sends again after a reconnect.
+        Raises MessageError for one that is refused."""
+        manifest = messages.decode(Manifest, self.verifier.verify(payload), limit=1 << 24)
+        if manifest.fleet != self._fleet:
+            raise MessageError(f"a round of fleet '{manifest.fleet[:64]}'", expected=f"fleet '{self._fleet}'")
+        if manifest.v != messages.PROTOCOL:
+            raise MessageError(f"protocol {manifest.v}", expected=str(messages.PROTOCOL), hint="update this agent")
+        if self.manifest is not None and manifest.seq == self.manifest.seq:
+            return False
+        if manifest.seq < self.seq:
+            raise MessageError(f"a round with the old sequence number {manifest.seq}", expected=f"above {self.seq}")
+        if manifest.exp < self.time_ms:
+            raise MessageError("a round that has expired")
+        self._signed_ms = max(self._signed_ms, manifest.seq)
+        self._state.set_clock(manifest.seq, self._signed_ms)
+        self.seq, self.manifest = manifest.seq, manifest
+        return True
