@@ -20,7 +20,7 @@ from fleet_core.model.graph_bundle import Graph
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.device_bundle import Bundle, Manifest, ModelInfo
 from fleet_core.personalization.gradient_steps import Steps, steps_of, trains
-from fleet_core.protocol.messages import MethodRef
+from fleet_core.protocol.round_messages import MethodRef
 
 
 @dataclass(frozen=True)

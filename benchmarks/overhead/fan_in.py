@@ -52,8 +52,10 @@ from fleet_core.link.byte_counters import ByteCounters
 from fleet_core.link.interface import Connected, Message, Will
 from fleet_core.link.mqtt_connection import Address, Session, Settings
 from fleet_core.model import codecs, graph_bundle
-from fleet_core.protocol import cohort, messages, topics
-from fleet_core.protocol.messages import Blob, Cost, Down, Manifest, Presence, Report, UploadManifest
+from fleet_core.protocol import cohort, device_messages, messages, topics
+from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.device_messages import Down, Presence, Report
+from fleet_core.protocol.round_messages import Cost, Manifest, UploadManifest
 
 FLEET = "fan-in"
 PROCESSES = 2
@@ -171,7 +173,7 @@ class Device:
             self._uploader.stop()
             self._say(Presence("on", "boot", beat=True))
             sums = self.counters.snapshot()
-            traffic = messages.Traffic(sums.mqtt_sent, sums.mqtt_received, sums.wire_sent, sums.wire_received)
+            traffic = device_messages.Traffic(sums.mqtt_sent, sums.mqtt_received, sums.wire_sent, sums.wire_received)
             report = messages.encode(Report(self._round, "boot", traffic=traffic))
             self.publish(topics.report(FLEET, self.name), report)
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from fleet_core.base import storage
 from fleet_core.link.interface import Link
 from fleet_core.protocol import topics
-from fleet_core.protocol.chunks import chunks
-from fleet_core.protocol.messages import Blob
+from fleet_core.protocol.chunks import Blob, cut
 
 UNDER_WAY = 100
 MAX_SHELF_BYTES = 1 << 20
@@ -162,7 +161,7 @@ class Publisher:
         return not self._queue and not self._asked
 
     def _send(self, blob: Blob, data: bytes) -> None:
-        parts = chunks(data, blob)
+        parts = cut(data, blob)
         self._queue.extend((topics.chunk(self._fleet, blob.id, k), part, "") for k, part in enumerate(parts))
 
     def _clear_stale(self) -> None:

@@ -8,7 +8,7 @@ from fleet_core import __version__
 from fleet_core.base.errors import LinkError
 from fleet_core.link.interface import Link
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Down, ServerPresence
+from fleet_core.protocol.device_messages import Down, ServerPresence
 from fleet_core.protocol.signing import Signer
 
 

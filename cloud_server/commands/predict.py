@@ -18,7 +18,7 @@ from fleet_core.base.processes import typed
 from fleet_core.link.interface import Connected, Disconnected, Message
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Answer, Question
+from fleet_core.protocol.device_messages import Answer, Question
 
 
 def ask(

@@ -11,7 +11,7 @@ from typing import Protocol
 from fleet_core.base.errors import MessageError
 from fleet_core.link.interface import Denied, Disconnected, Event, Link, Message
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Presence
+from fleet_core.protocol.device_messages import Presence
 
 REACH_S = 5.0
 RETAINED_S = 1.0

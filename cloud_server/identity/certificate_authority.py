@@ -46,7 +46,7 @@ class Authority:
     def create(key_path: Path, path: Path, name: str) -> Authority:
         """A new one: the key at ``key_path``, mode 0600, and its own certificate at ``path``."""
         key = certificates.new_key()
-        subject = certificates.called(name)
+        subject = certificates.subject_name(name)
         builder = _builder(subject, subject, key.public_key(), _now() + AUTHORITY_LIFE)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(_usage(signs=True), critical=True)
@@ -97,7 +97,7 @@ class Authority:
         self, name: str, key: PublicKey, until: datetime.datetime | None, purpose: x509.ObjectIdentifier,
         *more: x509.ExtensionType,
     ) -> x509.Certificate:
-        builder = _builder(certificates.called(name), self.certificate.subject, key, until or _now() + LIFE)
+        builder = _builder(certificates.subject_name(name), self.certificate.subject, key, until or _now() + LIFE)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         builder = builder.add_extension(_usage(signs=False), critical=True)
         for extension in (x509.ExtendedKeyUsage([purpose]), self._issuer_id(), *more):

@@ -17,7 +17,7 @@ from cloud_server.records.ledger_tables import Certificate
 from fleet_core.base.errors import MessageError
 from fleet_core.base.processes import typed
 from fleet_core.protocol import certificates
-from fleet_core.protocol.messages import RenewalRequest
+from fleet_core.protocol.device_messages import RenewalRequest
 
 DAY_S = 86400.0
 
@@ -37,7 +37,7 @@ class Renewals:
                                hint=f"metafleet devices enroll {typed(self._fleet.folder)} {device}: a token gives a "
                                     "new one")
         csr = certificates.decoded(asked.csr)
-        body = certificates.renewal(self._fleet.config.fleet.name, asked.serial, csr)
+        body = certificates.renewal_to_sign(self._fleet.config.fleet.name, asked.serial, csr)
         if not certificates.signed_by(held.public, asked.signature, body):
             raise MessageError("is not signed with the key of the present certificate", where=device)
         key = certificates.requested_key(csr)

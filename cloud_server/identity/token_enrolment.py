@@ -25,8 +25,8 @@ from fleet_core.base.errors import ConfigError, LinkError, MessageError, StateEr
 from fleet_core.link.interface import Link
 from fleet_core.link.mqtt import parse_url
 from fleet_core.protocol import certificates, enrolment_token, messages
+from fleet_core.protocol.device_messages import EnrolAnswer, EnrolRequest
 from fleet_core.protocol.enrolment_token import Token
-from fleet_core.protocol.messages import EnrolAnswer, EnrolRequest
 from fleet_core.protocol.topics import enrolment_answer
 
 MAX_REQUEST_BYTES = 8192
@@ -61,7 +61,7 @@ class Enrolments:
         found = next(iter(self._ledger.rows(Invitation, id=token_id)), None)
         if found is None:
             raise MessageError("is no token of this fleet", where=token_id)
-        body = enrolment_token.signed(self._name, token_id, csr)
+        body = enrolment_token.to_sign(self._name, token_id, csr)
         if not certificates.signed_by(found.public, request.signature, body):
             raise MessageError("is not signed with the token's key", where=token_id)
         key = certificates.requested_key(csr)

@@ -13,7 +13,8 @@ from fleet_core.base.errors import MessageError, StateError
 from fleet_core.model import codecs
 from fleet_core.model.layout import Layout
 from fleet_core.protocol import messages
-from fleet_core.protocol.messages import Blob, UploadManifest
+from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.round_messages import UploadManifest
 
 MAX_MANIFEST_BYTES = 1 << 26
 

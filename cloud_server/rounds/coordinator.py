@@ -26,7 +26,7 @@ from cloud_server.rounds.parts import assemble
 from fleet_core.base.errors import CodecError, FleetError, StateError
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
 from fleet_core.protocol import cohort, messages, topics
-from fleet_core.protocol.messages import ServerPresence
+from fleet_core.protocol.device_messages import ServerPresence
 
 REQUESTS_S = 0.25
 GRACE_S = 3.0

@@ -7,15 +7,8 @@ from collections.abc import Callable
 from cloud_server.rounds.parts import Parts
 from fleet_core.base.errors import MessageError
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import (
-    Alone,
-    Down,
-    Presence,
-    RenewalRequest,
-    Report,
-    UpdateRef,
-    UploadManifest,
-)
+from fleet_core.protocol.device_messages import Alone, Down, Presence, RenewalRequest, Report
+from fleet_core.protocol.round_messages import UpdateRef, UploadManifest
 
 MAX_OFFER_BYTES = 1 << 26
 

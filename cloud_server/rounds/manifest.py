@@ -13,8 +13,8 @@ from cloud_server.rounds.models_down import ModelsDown
 from cloud_server.rounds.open_round import OpenRound
 from fleet_core.base import schema
 from fleet_core.base.trees import Params
-from fleet_core.protocol import cohort, messages
-from fleet_core.protocol.messages import Cohort, Counted, Manifest, MethodRef, ModelRef, UploadRules
+from fleet_core.protocol import cohort, messages, round_messages
+from fleet_core.protocol.round_messages import Cohort, Counted, Manifest, MethodRef, ModelRef, UploadRules
 
 EXPIRY_MS = 30 * 24 * 3600 * 1000
 COUNTED_ROUNDS = 4
@@ -86,7 +86,7 @@ class Manifests:
         records = []
         for number in range(max(1, closed - COUNTED_ROUNDS + 1), closed + 1):
             rows = self._ledger.rows(Update, round=number, status="counted")
-            marks = tuple(messages.mark(number, u.device, u.update_id) for u in rows)
+            marks = tuple(round_messages.mark(number, u.device, u.update_id) for u in rows)
             if len(marks) <= LISTED_IDS:
                 records.append(Counted(number, ids=marks))
             else:

@@ -16,7 +16,8 @@ from cloud_server.records.ledger_tables import Device
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
 from fleet_core.protocol import messages
-from fleet_core.protocol.messages import BEGINS, Presence, UpdateRef
+from fleet_core.protocol.device_messages import Presence
+from fleet_core.protocol.round_messages import NO_UPDATE, UpdateRef
 
 SILENT_S = 4.5
 WORKING = ("train", "upload")
@@ -234,7 +235,7 @@ class Members:
             self._log(f"{name} {unlike}")
 
     def _unlike(self, name: str, after: UpdateRef, closed: int, begin: int) -> str:
-        if after != BEGINS and after.id != self._ledger.counted(name, after.round):
+        if after != NO_UPDATE and after.id != self._ledger.counted(name, after.round):
             return f"learned in round {after.round} what this ledger did not count: the fleet's folder is an older one"
         since = range(max(after.round + 1, begin), closed + 1) if self._devices[name].took_part else ()
         return "lost its training state" if any(self._ledger.counted(name, number) for number in since) else ""

@@ -20,7 +20,8 @@ from fleet_core.base.trees import Params
 from fleet_core.model import codecs
 from fleet_core.model.layout import Layout
 from fleet_core.protocol import messages
-from fleet_core.protocol.messages import Blob, ModelRef, PerDevice
+from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.round_messages import ModelRef, PerDevice
 
 
 @dataclass(frozen=True)

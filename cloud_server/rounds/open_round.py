@@ -9,7 +9,7 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Round
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.trees import Params
-from fleet_core.protocol.messages import ModelRef, UploadManifest
+from fleet_core.protocol.round_messages import ModelRef, UploadManifest
 
 
 @dataclass

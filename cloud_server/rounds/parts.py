@@ -27,7 +27,7 @@ from cloud_server.rounds.waiting import FirstWait, Places, Waiting
 from fleet_core.link.interface import Link
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import MODEL_GROUPS, Layout
-from fleet_core.protocol.messages import Down
+from fleet_core.protocol.device_messages import Down
 
 
 @dataclass(frozen=True)

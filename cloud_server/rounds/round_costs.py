@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger import Ledger
 from cloud_server.reports.scores import confusion_accuracy, macro_f1
-from fleet_core.protocol.messages import Evaluation, Report
+from fleet_core.protocol.device_messages import Evaluation, Report
 
 KINDS = {
     "model_down": ("model", "down"),

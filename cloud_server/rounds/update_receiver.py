@@ -20,7 +20,8 @@ from fleet_core.base import storage, trees
 from fleet_core.base.errors import FleetError, MessageError
 from fleet_core.model import codecs
 from fleet_core.model.layout import Layout
-from fleet_core.protocol.messages import Down, UploadManifest
+from fleet_core.protocol.device_messages import Down
+from fleet_core.protocol.round_messages import UploadManifest
 
 REFUSALS_NOTED = 8
 REASON = 500  # characters

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fleet_core.base.errors import MessageError
-from fleet_core.protocol import messages
+from fleet_core.protocol import chunks
 from fleet_core.protocol.chunks import Inbox
-from fleet_core.protocol.messages import Down, UploadManifest
+from fleet_core.protocol.device_messages import Down
+from fleet_core.protocol.round_messages import UploadManifest
 
 PER_DEVICE = 8
 IN_ALL = 100  # 6 MB: what the sockets between broker and aggregator hold; brokers drop QoS 0 behind full ones
@@ -159,7 +160,7 @@ class Uploads:
         self._credit -= len(wanted)
         upload.granted.update(wanted)
         upload.heard, upload.asked = self._clock(), upload.asked + 1
-        self._grant(device, Down(t="need", r=upload.round, id=upload.manifest.id, miss=messages.ranges(wanted)))
+        self._grant(device, Down(t="need", r=upload.round, id=upload.manifest.id, miss=chunks.as_ranges(wanted)))
 
     def _take_credit_back(self, upload: _Upload) -> None:
         self._credit += len(upload.granted)

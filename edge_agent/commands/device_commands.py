@@ -20,7 +20,7 @@ from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import CodecError, ConfigError, DataError, StateError
 from fleet_core.board.device_settings import Personalize, Settings, settings_of
 from fleet_core.data import unlabelled
-from fleet_core.protocol.messages import Answer
+from fleet_core.protocol.device_messages import Answer
 
 
 def status(home: Path, as_json: bool) -> None:

@@ -29,7 +29,7 @@ from fleet_core.model import graph_bundle as bundle
 from fleet_core.model.codecs import identity
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.device_bundle import Bundle
-from fleet_core.protocol.messages import Blob
+from fleet_core.protocol.chunks import Blob
 
 CHUNK = 1 << 20
 

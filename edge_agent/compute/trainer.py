@@ -33,7 +33,7 @@ from fleet_core.data.samples import Samples
 from fleet_core.learning import local_training, models, personal_model
 from fleet_core.model.encoded_update import method_state
 from fleet_core.model.layout import Layout
-from fleet_core.protocol.messages import Manifest
+from fleet_core.protocol.round_messages import Manifest
 
 
 class TrainerJobs:

@@ -10,7 +10,8 @@ from fleet_core.algorithms.interface import ClientState, Payload
 from fleet_core.model import codecs
 from fleet_core.model.encoded_update import encode_update
 from fleet_core.model.layout import Layout
-from fleet_core.protocol.messages import BEGINS, Blob, Manifest, UploadManifest
+from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.round_messages import NO_UPDATE, Manifest, UploadManifest
 
 
 def keep(
@@ -40,6 +41,6 @@ def keep(
         samples=samples,
         scalars=dict(update.scalars),
         metrics=dict(metrics),
-        after=home.learned(key) or BEGINS,
+        after=home.learned(key) or NO_UPDATE,
     )
     home.leave_made(key, life, manifest.round, upload, made.data, made.state)

@@ -8,8 +8,7 @@ from fleet_core.base.backoff import Backoff
 from fleet_core.base.errors import MessageError
 from fleet_core.link.interface import Link
 from fleet_core.protocol import topics
-from fleet_core.protocol.chunks import Inbox
-from fleet_core.protocol.messages import Blob
+from fleet_core.protocol.chunks import Blob, Inbox
 
 SILENCE_S, MOST_SILENCE_S = 3.0, 60.0
 MISSING = 2  # silences in a row after which it is said

@@ -19,7 +19,7 @@ from fleet_core.base.errors import LinkError, MessageError, StateError
 from fleet_core.board.device_settings import Settings
 from fleet_core.link.interface import Link
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Down, RenewalRequest, Report
+from fleet_core.protocol.device_messages import Down, RenewalRequest, Report
 
 if TYPE_CHECKING:  # 10 MB that a device does without, until once in some years
     from fleet_core.protocol.certificates import PrivateKey
@@ -92,7 +92,7 @@ class Renewal:
         held = certificates.load_certificate(self._home / self._tls.certificate)
         own, serial = certificates.load_key(self._home / self._tls.key), certificates.serial_of(held)
         csr = certificates.request(self._next_key(own), self._name)
-        signature = certificates.sign(own, certificates.renewal(self._fleet, serial, csr))
+        signature = certificates.sign(own, certificates.renewal_to_sign(self._fleet, serial, csr))
         asked = RenewalRequest(certificates.encoded(csr), signature, serial)
         return Report(round=0, boot=self._boot, renew=asked)
 

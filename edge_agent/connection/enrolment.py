@@ -20,8 +20,8 @@ from fleet_core.link.interface import Connected, Denied, Disconnected, Event, Me
 from fleet_core.link.mqtt import MqttLink, parse_url
 from fleet_core.protocol import certificates, enrolment_token, messages
 from fleet_core.protocol.certificates import PrivateKey
+from fleet_core.protocol.device_messages import EnrolAnswer, EnrolRequest
 from fleet_core.protocol.enrolment_token import Token
-from fleet_core.protocol.messages import EnrolAnswer, EnrolRequest
 from fleet_core.protocol.topics import enrolment_answer, enrolment_request
 
 AGAIN_S = 3.0
@@ -109,7 +109,7 @@ def _ask(found: Token, key: PrivateKey, home: Path, limit_s: float, stopped: Cal
     """The certificate that the aggregator gives for the token."""
     csr = certificates.request(key, found.device)
     bearer = certificates.private_of(found.private_key, "the token")
-    signature = certificates.sign(bearer, enrolment_token.signed(found.fleet, found.id, csr))
+    signature = certificates.sign(bearer, enrolment_token.to_sign(found.fleet, found.id, csr))
     request = messages.encode(EnrolRequest(certificates.encoded(csr), signature))
     asked, until, said = -AGAIN_S, time.monotonic() + limit_s, "no broker answered"
     link = _link(found, home)

@@ -8,8 +8,9 @@ from typing import Protocol
 from fleet_core.base.backoff import Backoff
 from fleet_core.base.errors import LinkError
 from fleet_core.link.interface import Link
-from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Down, UploadManifest
+from fleet_core.protocol import chunks, messages, topics
+from fleet_core.protocol.device_messages import Down
+from fleet_core.protocol.round_messages import UploadManifest
 
 SILENCE_S, MOST_SILENCE_S = 2.0, 60.0
 QUEUED_S = 60.0  # after "not yet" the aggregator speaks first
@@ -68,7 +69,7 @@ class Uploader:
         self._queued_at = None if down.miss else self._clock()
         blob, sent_bytes = pending.upload.blob, 0
         try:
-            for k in messages.numbers(down.miss, blob.n):
+            for k in chunks.from_ranges(down.miss, blob.n):
                 part = pending.chunk(k)
                 self._link.publish(topics.upload(self._fleet, self._device, pending.round, k), part, qos=0)
                 sent_bytes += len(part)

@@ -12,7 +12,7 @@ from fleet_core.algorithms.plugins import OR_INSTALL
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, MessageError
 from fleet_core.model.layout import Layout
-from fleet_core.protocol.messages import Manifest
+from fleet_core.protocol.round_messages import Manifest
 
 BATCHES = ("batch", "support_batch", "query_batch")
 

@@ -30,7 +30,8 @@ from fleet_core.algorithms.interface import ClientState
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import FleetError, StateError
 from fleet_core.protocol import messages
-from fleet_core.protocol.messages import Blob, Manifest, UpdateRef, UploadManifest
+from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.round_messages import Manifest, UpdateRef, UploadManifest
 
 FORMAT = 1
 MAX_STATE_BYTES = 1 << 33

@@ -21,7 +21,7 @@ from fleet_core.base import processes
 from fleet_core.base.errors import FleetError
 from fleet_core.board import allocator
 from fleet_core.board.device_settings import Settings, settings_of
-from fleet_core.protocol.messages import Answer
+from fleet_core.protocol.device_messages import Answer
 
 LOOK_S = 0.5
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

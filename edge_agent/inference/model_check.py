@@ -12,7 +12,7 @@ from edge_agent.device.local_samples import LocalData
 from edge_agent.inference.predictor import Predictor
 from fleet_core.base.errors import FleetError, StateError
 from fleet_core.model.graph_bundle import Graph
-from fleet_core.protocol.messages import Alone
+from fleet_core.protocol.device_messages import Alone
 
 Array = np.ndarray[Any, Any]
 

@@ -33,7 +33,8 @@ from fleet_core.base.errors import BundleError, CodecError, FleetError, MessageE
 from fleet_core.board.device_settings import Personalize, Serve, Settings
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS, Layout
-from fleet_core.protocol.messages import Alone, Answer, Evaluation, ModelRef, Question
+from fleet_core.protocol.device_messages import Alone, Answer, Evaluation, Question
+from fleet_core.protocol.round_messages import ModelRef
 
 if TYPE_CHECKING:
     from edge_agent.compute.worker import Job

@@ -34,7 +34,8 @@ from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Answer, Down, Manifest, Presence, Question, ServerPresence
+from fleet_core.protocol.device_messages import Answer, Down, Presence, Question, ServerPresence
+from fleet_core.protocol.round_messages import Manifest
 
 
 class Agent:

@@ -11,8 +11,9 @@ from fleet_core.link import byte_counters
 from fleet_core.power.background_sampling import ticking
 from fleet_core.power.joules_by_phase import JoulesByPhase, Work
 from fleet_core.power.meter import Figure, Meter
-from fleet_core.protocol import messages
-from fleet_core.protocol.messages import Cost, Energy
+from fleet_core.protocol import device_messages
+from fleet_core.protocol.device_messages import Energy
+from fleet_core.protocol.round_messages import Cost
 
 
 class AgentCosts:
@@ -61,8 +62,8 @@ class AgentCosts:
             for phase, figure in self._book.figures().items()
         )
 
-    def traffic(self, link: byte_counters.Traffic) -> messages.Traffic:
-        return messages.Traffic(
+    def traffic(self, link: byte_counters.Traffic) -> device_messages.Traffic:
+        return device_messages.Traffic(
             link.mqtt_sent, link.mqtt_received, link.wire_sent, link.wire_received, dict(self._payload)
         )
 

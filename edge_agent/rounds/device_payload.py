@@ -14,8 +14,9 @@ from edge_agent.rounds.received_models import MAX_MODEL_BYTES
 from fleet_core.base.errors import MessageError
 from fleet_core.model import codecs
 from fleet_core.protocol import messages
-from fleet_core.protocol.messages import Blob, Manifest
-from fleet_core.protocol.messages import PerDevice as Listed
+from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.round_messages import Manifest
+from fleet_core.protocol.round_messages import PerDevice as Listed
 
 NAME = "given"
 MAX_LIST_BYTES = 1 << 26

@@ -9,7 +9,8 @@ from edge_agent.device.state import DeviceState
 from edge_agent.inference.service import Service
 from fleet_core.base.errors import BundleError
 from fleet_core.model import graph_bundle
-from fleet_core.protocol.messages import Blob, Manifest
+from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.round_messages import Manifest
 
 
 class Graphs:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from edge_agent.device.state import DeviceState
 from fleet_core.base.errors import MessageError
 from fleet_core.protocol import messages
-from fleet_core.protocol.messages import Manifest
+from fleet_core.protocol.round_messages import Manifest
 from fleet_core.protocol.signing import Verifier
 
 

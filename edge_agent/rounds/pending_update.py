@@ -10,7 +10,8 @@ from edge_agent.connection.update_upload import Uploader
 from edge_agent.device.state import DeviceState, Pending, state_key
 from edge_agent.rounds.reports import Reporter
 from edge_agent.rounds.train_job import identity, still_asked
-from fleet_core.protocol.messages import Cost, Down, Manifest, UpdateRef, mark
+from fleet_core.protocol.device_messages import Down
+from fleet_core.protocol.round_messages import Cost, Manifest, UpdateRef, mark
 
 MAX_COUNTED_BYTES = 1 << 26
 

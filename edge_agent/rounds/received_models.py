@@ -10,7 +10,8 @@ from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference.service import Service
 from fleet_core.base.errors import CodecError
 from fleet_core.model import codecs
-from fleet_core.protocol.messages import Blob, Manifest, ModelRef
+from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.round_messages import Manifest, ModelRef
 
 MAX_MODEL_BYTES = 1 << 30
 

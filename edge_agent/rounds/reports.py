@@ -18,7 +18,7 @@ from fleet_core.board.limits import Limits
 from fleet_core.link.interface import Link
 from fleet_core.model import codecs
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Answer, Presence, Report
+from fleet_core.protocol.device_messages import Answer, Presence, Report
 
 HEARTBEAT_S = 2.0
 LOOK_S = 5.0

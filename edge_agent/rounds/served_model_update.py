@@ -19,7 +19,8 @@ from edge_agent.rounds.received_models import MAX_MODEL_BYTES, Models
 from edge_agent.rounds.reports import Reporter
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.errors import RoundError
-from fleet_core.protocol.messages import Alone, Evaluation, Manifest, ModelRef
+from fleet_core.protocol.device_messages import Alone, Evaluation
+from fleet_core.protocol.round_messages import Manifest, ModelRef
 
 
 class ServedModelUpdate:

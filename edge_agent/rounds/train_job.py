@@ -17,7 +17,7 @@ from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
 from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.protocol import cohort
-from fleet_core.protocol.messages import Manifest
+from fleet_core.protocol.round_messages import Manifest
 
 
 class TrainJobs:

@@ -41,7 +41,7 @@ from fleet_core.model import codecs, golden, graph_bundle
 from fleet_core.model.graph_bundle import GRAPH_GROUPS, Graph, GraphInfo
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.personalization.gradient_steps import Steps
-from fleet_core.protocol.messages import MethodRef
+from fleet_core.protocol.round_messages import MethodRef
 
 FORMAT = 1
 MANIFEST, WEIGHTS, RATES, GOLDEN, INT8 = (

@@ -1,6 +1,6 @@
-"""What crosses the wire between a device and the aggregator, apart from the numbers themselves.
+"""The protocol between devices and the aggregator (docs/protocol.md).
 
-``messages`` are the JSON messages, ``topics`` their addresses, ``chunks`` splits blobs and puts them together again.
-``signing`` signs manifests, ``certificates`` and ``enrolment_token`` say who a device is, ``cohort`` draws who takes
-part in a round. docs/protocol.md describes it. It imports ``base`` only.
+``messages`` encodes and decodes JSON; ``round_messages`` and ``device_messages`` define the messages; ``topics`` are
+their MQTT topics. ``chunks`` cuts blobs and reassembles them. ``signing`` signs manifests, ``certificates`` and
+``enrolment_token`` identify devices, ``cohort`` selects who takes part in a round. Imports ``base`` only.
 """

@@ -1,6 +1,6 @@
-"""X.509 as a fleet uses it (RFC 5280, RFC 2986): P-256 keys, signing requests, and what a device checks of its own.
+"""X.509 certificates of a fleet (RFC 5280, RFC 2986): P-256 keys, signing requests, and the checks on the device.
 
-Certificates travel as DER in base64 and lie on disk as PEM. Nothing here prints a key.
+Certificates travel as DER in base64 and are stored as PEM. No error message quotes a key.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def save_key(path: Path, key: PrivateKey) -> None:
 
 
 def load_key(path: Path) -> PrivateKey:
-    """Raises StateError for a file that is absent or holds no P-256 key; it does not quote the file."""
+    """Raises StateError when the file is absent or holds no P-256 key."""
     data = storage.read_bytes(path, limit=MAX_FILE_BYTES)
     try:
         key = serialization.load_pem_private_key(data, None)
@@ -48,7 +48,7 @@ def load_key(path: Path) -> PrivateKey:
 
 
 def private_of(text: str, where: str) -> PrivateKey:
-    """The key that ``private_text`` wrote. Raises StateError, which does not quote it."""
+    """The key that ``private_text`` wrote. ``where`` names its origin in errors. Raises StateError."""
     try:
         key = serialization.load_der_private_key(decoded(text), None)
     except (ValueError, TypeError, UnsupportedAlgorithm, MessageError):
@@ -80,7 +80,7 @@ def sign(key: PrivateKey, data: bytes) -> str:
 
 
 def signed_by(public: str, signature: str, data: bytes) -> bool:
-    """Whether ``signature`` over ``data`` is of the key that ``public_text`` wrote."""
+    """Whether ``signature`` over ``data`` was made with the private key of ``public`` (see ``public_text``)."""
     try:
         key = serialization.load_der_public_key(decoded(public))
         if not isinstance(key, PublicKey):
@@ -95,26 +95,25 @@ def signed_by(public: str, signature: str, data: bytes) -> bool:
 
 
 def request(key: PrivateKey, name: str) -> bytes:
-    """A signing request in DER. The name is a courtesy: whoever signs decides it."""
-    return x509.CertificateSigningRequestBuilder().subject_name(called(name)).sign(key, hashes.SHA256()).public_bytes(
-        serialization.Encoding.DER
-    )
+    """A signing request in DER. The authority need not use ``name``: it decides the certificate's name."""
+    builder = x509.CertificateSigningRequestBuilder().subject_name(subject_name(name))
+    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
 
 def requested_key(data: bytes) -> PublicKey:
-    """The key that a signing request in DER proves to hold. Raises MessageError for anything else."""
+    """The public key of a signing request in DER. Raises MessageError unless that key, a P-256 key, signed it."""
     try:
-        read = x509.load_der_x509_csr(data)
-        key, sound = read.public_key(), read.is_signature_valid
+        csr = x509.load_der_x509_csr(data)
+        key, valid = csr.public_key(), csr.is_signature_valid
     except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
-        raise MessageError("is no signing request") from error
-    if not sound or not isinstance(key, PublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise MessageError("is no signing request that its own P-256 key signed")
+        raise MessageError("is not a signing request") from error
+    if not valid or not isinstance(key, PublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise MessageError("is not a signing request signed by its own P-256 key")
     return key
 
 
 def certificate_of(data: bytes, where: str) -> x509.Certificate:
-    """A certificate in PEM or DER. Raises StateError."""
+    """Reads a certificate in PEM or DER. ``where`` names its origin in errors. Raises StateError."""
     try:
         load = x509.load_pem_x509_certificate if data.startswith(b"-----") else x509.load_der_x509_certificate
         return load(data)
@@ -146,28 +145,26 @@ def serial_of(certificate: x509.Certificate) -> str:
     return f"{certificate.serial_number:x}"
 
 
-def renewal(fleet: str, serial: str, request: bytes) -> bytes:
-    """What the key of the present certificate signs to be given another: the signing request, bound to both."""
+def renewal_to_sign(fleet: str, serial: str, request: bytes) -> bytes:
+    """What the key of the present certificate signs to get the next: the request, bound to fleet and serial number."""
     return f"renew {fleet}/{serial}\n".encode() + request
 
 
 def renew_after(certificate: x509.Certificate) -> int:
-    """Unix seconds: the middle of its life, from which its bearer asks for the next one."""
+    """Unix seconds: the middle of its validity, from which the device asks for the next certificate."""
     begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     return int((begin + (end - begin) / 2).timestamp())
 
 
 def check_own(text: str, key: PublicKey, name: str, authority: x509.Certificate) -> x509.Certificate:
-    """The certificate in ``text`` (DER in base64), when ``authority`` issued it to ``name`` for ``key``.
-
-    Raises MessageError: whoever sent another one is not the fleet's aggregator.
-    """
+    """The certificate in ``text`` (DER in base64). Raises MessageError unless ``authority`` issued it to ``name`` for
+    ``key``: then the sender is not the fleet's aggregator."""
     try:
         found = certificate_in(text, "the answer")
         found.verify_directly_issued_by(authority)
         subject, public = name_of(found), found.public_key()
     except (StateError, MessageError, ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
-        raise MessageError("carries no certificate of the fleet's authority") from error
+        raise MessageError("carries no certificate issued by the fleet's authority") from error
     if subject != name or not isinstance(public, PublicKey) or public_text(public) != public_text(key):
         raise MessageError("carries the certificate of another device")
     return found
@@ -179,7 +176,7 @@ def name_of(certificate: x509.Certificate) -> str:
     return str(names[0].value) if names else ""
 
 
-def called(name: str) -> x509.Name:
+def subject_name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
@@ -193,7 +190,7 @@ def pem(label: str, text: str) -> bytes:
 
 
 def encoded(data: bytes) -> str:
-    """DER as messages and tokens carry it: in base64."""
+    """DER in base64, as in messages and tokens."""
     return base64.b64encode(data).decode()
 
 
@@ -202,4 +199,4 @@ def decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError as error:
-        raise MessageError("is no base64") from error
+        raise MessageError("is not base64") from error

@@ -1,11 +1,11 @@
-"""Who takes part in a round: a function of (seed, round) that server and devices compute alike."""
+"""Selection of a round's cohort: a function of seed and round that aggregator and devices both compute."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
 
-from fleet_core.protocol.messages import Cohort
+from fleet_core.protocol.round_messages import Cohort
 
 LISTED = 64
 
@@ -22,14 +22,14 @@ def select(seed: int, round_number: int, devices: Iterable[str], size: int) -> l
 
 
 def announce(seed: int, round_number: int, chosen: list[str]) -> Cohort:
-    """By name up to 64 devices; above that the rule, which costs the same for any number."""
+    """The cohort as a message: names for up to 64 devices; above that the rule, whose size does not grow."""
     if len(chosen) <= LISTED:
         return Cohort(devices=tuple(chosen))
     return Cohort(rule="rank", seed=seed, limit=max(rank(seed, round_number, name) for name in chosen))
 
 
 def includes(cohort: Cohort, round_number: int, device: str) -> bool:
-    """Whether ``device`` is asked to take part."""
+    """Whether ``device`` is in the cohort."""
     if cohort.devices is not None:
         return device in cohort.devices
     return cohort.rule == "rank" and rank(cohort.seed, round_number, device) <= cohort.limit

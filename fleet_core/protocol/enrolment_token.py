@@ -1,8 +1,8 @@
-"""A one-time token: the file by which a device that has nothing becomes a device of a fleet.
+"""A one-time token: the file with which a new device enrols in a fleet.
 
-It holds a certificate and its key that open the broker's port for enrolment and nothing else, and all that a
-``device.toml`` needs. The key is the token's secret: the request for the device's own certificate is signed with it, so
-that a broker that was taken over cannot ask in the token's name. A token is written with mode 0600 and never printed.
+It holds what ``device.toml`` needs, and a certificate with its key that is valid only at the broker's enrolment port.
+The device signs the request for its own certificate with this key, so that a compromised broker cannot send one in its
+name. A token is written with mode 0600 and never printed.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from pathlib import Path
 from fleet_core.base import config, schema, storage
 
 FILE = "enrol.token"
-"""The name under which an agent looks for a token in its home."""
+"""The token's file name in the agent's home folder."""
 MAX_DER = {"max_length": 8192}
 
 
 @dataclass(frozen=True)
 class Token:
-    """id: names it, and its topics. device, fleet: who its bearer becomes. fleet_key: the key of manifests, in hex.
-    broker, enrolment: mqtts:// URLs of the fleet's broker and of the port where tokens are taken. authority: the
-    certificate that signs devices'. broker_authority: the one that signed the broker's, where that is another;
-    ``system`` for those that the system trusts. certificate, private_key: what opens the port for enrolment.
-    expires: Unix seconds. Certificates and keys are DER in base64."""
+    """Certificates and keys are DER in base64.
+
+    id: part of the enrolment topics. device, fleet: names that the holder gets. fleet_key: public key that verifies
+    manifests, in hex. broker, enrolment: mqtts:// URLs of the broker's normal and enrolment ports. expires: Unix
+    seconds. authority: the certificate that signs device certificates. certificate, private_key: for the enrolment
+    port. broker_authority: the certificate that signed the broker's, if another; ``system`` for those that the system
+    trusts.
+    """
 
     id: str = field(metadata={"pattern": r"[0-9a-f]{32}"})
     device: str = field(metadata={"pattern": r"[A-Za-z0-9_-]{1,64}"})
@@ -39,7 +42,7 @@ class Token:
 
 
 def load(path: Path) -> Token:
-    """Raises ConfigError with every mistake; no message quotes a key."""
+    """Raises ConfigError that lists every mistake and quotes no key."""
     return config.load(Token, path)
 
 
@@ -48,6 +51,6 @@ def save(path: Path, token: Token) -> None:
     storage.write_atomic(path, config.toml(schema.plain(token)).encode(), mode=0o600)
 
 
-def signed(fleet: str, token_id: str, request: bytes) -> bytes:
-    """What a token's key signs: the signing request, bound to the fleet and the token."""
+def to_sign(fleet: str, token_id: str, request: bytes) -> bytes:
+    """What the token's key signs: the request, bound to the fleet and the token."""
     return f"{fleet}/{token_id}\n".encode() + request

@@ -1,7 +1,6 @@
-"""Signed text: ``ed25519:<key id>:<signature>`` and a newline before the exact bytes that it covers.
+"""Ed25519 signatures: ``ed25519:<key id>:<signature>`` and a newline, followed by the exact bytes that are signed.
 
-The signing key lives with the aggregator alone; agents hold the public key, so a broker that was taken over cannot push
-a model.
+Only the aggregator has the private key; agents have the public key, so a compromised broker cannot push a model.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ KEY_BYTES = 32
 EXPECTED = "64 hex digits"
 MAX_FILE_BYTES = 1024
 SIGNATURE_HEX = 128
-LOST_KEY = "put the fleet's folder back from a backup, or make a new fleet in an empty one with 'metafleet init'"
+LOST_KEY = "restore the fleet's folder from a backup, or make a new fleet in an empty folder with 'metafleet init'"
 
 
 class Signer:
-    """Holds the private key. Its ``public`` half, 64 hex digits, is what agents are given."""
+    """Holds the private key. public: the public key that agents are given, 64 hex digits."""
 
     def __init__(self, private: bytes):
         self._key = Ed25519PrivateKey.from_private_bytes(private)
@@ -42,12 +41,12 @@ class Signer:
 
     @staticmethod
     def load(path: Path) -> Signer:
-        """Raises StateError when the file is absent, cannot be read or holds no key."""
+        """Raises StateError when the file cannot be read or holds no key."""
         return Signer(_read_key(path))
 
 
 def load_public(path: Path) -> str:
-    """The public key in a file, 64 hex digits. Raises StateError when it is absent, cannot be read or holds no key."""
+    """The public key in a file, 64 hex digits. Raises StateError when the file cannot be read or holds no key."""
     return _read_key(path).hex()
 
 
@@ -64,23 +63,23 @@ def _read_key(path: Path) -> bytes:
 
 
 def key_id(public: str) -> str:
-    """First 16 hex digits of the public key's sha256."""
+    """The first 16 hex digits of the public key's sha256."""
     return hashlib.sha256(bytes.fromhex(public)).hexdigest()[:16]
 
 
 class Verifier:
-    """Holds the public key, 64 hex digits. Raises ConfigError for anything else."""
+    """Holds the public key. Raises ConfigError when ``public`` is not a key in 64 hex digits."""
 
     def __init__(self, public: str):
         try:
             raw = bytes.fromhex(public)
             self._key = Ed25519PublicKey.from_public_bytes(raw)
         except ValueError as error:
-            raise ConfigError("is no fleet key", where=public[:80], expected=EXPECTED) from error
+            raise ConfigError("is not a fleet's public key", where=public[:80], expected=EXPECTED) from error
         self.id = key_id(public)
 
     def verify(self, message: bytes) -> bytes:
-        """The signed bytes. Raises MessageError for another key, another signature or no signature."""
+        """The signed bytes. Raises MessageError unless this key signed exactly these bytes."""
         line, newline, body = message.partition(b"\n")
         parts = line.decode("ascii", "replace").split(":")
         if not newline or len(parts) != 3 or parts[0] != "ed25519" or len(parts[2]) != SIGNATURE_HEX:

@@ -1,12 +1,12 @@
-"""The topics of the protocol, six slashes at most, and what is read out of one.
+"""The MQTT topics of the protocol: building and parsing them. None has more than six slashes.
 
     fl1/{fleet}/r/cur                        the current round, signed, retained
     fl1/{fleet}/b/{id}/{segment}/{k}         a chunk of a content-addressed blob, retained
     fl1/{fleet}/a/{device}/st                a device's presence, retained, with last will
     fl1/{fleet}/a/{device}/up/{round}/m      upload manifest; …/up/{round}/{k} a chunk of it
-    fl1/{fleet}/a/{device}/rep               metrics and costs outside an upload
+    fl1/{fleet}/a/{device}/rep               a report: metrics and costs outside an upload
     fl1/{fleet}/a/{device}/dn                aggregator to device: need, done, reject, counted
-    fl1/{fleet}/a/{device}/q/{id}, an/{id}   a prediction asked for, and its answer
+    fl1/{fleet}/a/{device}/q/{id}, an/{id}   a request for predictions, and its answer
     fl1/{fleet}/srv                          the aggregator's presence, retained, with last will
     fl1/{fleet}/en/{token}/req, ans          enrolment: a signing request, and the certificate
 """
@@ -24,10 +24,11 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_name(name: str, what: str) -> str:
-    """``name`` itself when it can stand in a topic. Raises ConfigError."""
+    """``name`` itself. Raises ConfigError when it cannot be part of a topic."""
     if not NAME.fullmatch(name):
         raise ConfigError(
-            f"'{name[:80]}' is no name of a {what}", expected="1 to 64 letters, digits, '-' or '_'", hint="rename it"
+            f"'{name[:80]}' is not a valid name of a {what}", expected="1 to 64 letters, digits, '-' or '_'",
+            hint="rename it",
         )
     return name
 
@@ -88,14 +89,14 @@ def enrolment_answer(fleet: str, token: str) -> str:
 
 
 def from_devices(fleet: str) -> tuple[str, ...]:
-    """Filters of everything that devices send to the aggregator."""
+    """Filters for everything that devices send to the aggregator."""
     device = f"{ROOT}/{fleet}/a/+"
     return (f"{device}/st", f"{device}/rep", f"{device}/up/+/+", enrolment_request(fleet, "+"))
 
 
 @dataclass(frozen=True)
 class Address:
-    """A parsed topic. kind: the word that names its use; device, key and part are empty where a topic has none."""
+    """A parsed topic. kind: the topic's own word, such as ``st`` or ``up``. Parts that a topic lacks are empty."""
 
     kind: str
     device: str = ""
@@ -104,7 +105,7 @@ class Address:
 
 
 def parse(fleet: str, topic: str) -> Address | None:
-    """The topic's parts, or None when it is not one of this fleet's."""
+    """Parses a topic; None when it is not one of this fleet's."""
     parts = topic.split("/")
     if parts[:2] != [ROOT, fleet] or len(parts) > 7:
         return None

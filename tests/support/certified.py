@@ -20,8 +20,8 @@ from cloud_server.records.ledger_tables import Device
 from fleet_core.base import config
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import certificates, enrolment_token, messages
+from fleet_core.protocol.device_messages import EnrolAnswer, EnrolRequest
 from fleet_core.protocol.enrolment_token import Token
-from fleet_core.protocol.messages import EnrolAnswer, EnrolRequest
 from fleet_core.protocol.signing import Signer
 from tests.support.brokers import until
 from tests.support.inprocess import config_text
@@ -127,7 +127,7 @@ def asked_with(made: Token, key: certificates.PrivateKey, *, fleet: str | None =
                signer: certificates.PrivateKey | None = None) -> bytes:
     """The request that ``made``'s bearer sends for ``key``, or one that is wrong in one point."""
     csr = certificates.request(key, made.device)
-    body = enrolment_token.signed(fleet or made.fleet, token_id or made.id, csr)
+    body = enrolment_token.to_sign(fleet or made.fleet, token_id or made.id, csr)
     signature = certificates.sign(signer or certificates.private_of(made.private_key, "token"), body)
     return messages.encode(EnrolRequest(certificates.encoded(csr), signature))
 

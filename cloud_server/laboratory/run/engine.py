@@ -39,7 +39,8 @@ from fleet_core.base.trees import Params
 from fleet_core.model import codecs
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.protocol import cohort, messages
-from fleet_core.protocol.messages import Blob, PerDevice
+from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.round_messages import PerDevice
 
 IN_MEMORY_BYTES = 256 << 20
 CHECKPOINT_S = 2.0

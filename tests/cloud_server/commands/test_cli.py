@@ -630,7 +630,7 @@ def test_a_home_that_is_another_devices_is_refused(run: Run, place: Path, data: 
     refused(run(*enroll, place / "fleet", "d7", "--to", place / "d0"), 2, "another device's folder: its name is 'd0'")
     refused(run(*enroll, tmp_path / "other", "d0", "--to", place / "d0"), 2, "its fleet is 'desk'; expected 'other'")
     refused(run(*enroll, place / "fleet", "d7", "--to", place / "fleet"), 2, "is a fleet's own folder")
-    refused(run(*enroll, place / "fleet", "d 7", "--to", place / "d7"), 2, "'d 7' is no name of a device")
+    refused(run(*enroll, place / "fleet", "d 7", "--to", place / "d7"), 2, "'d 7' is not a valid name of a device")
     assert contents(place) == before
 
 

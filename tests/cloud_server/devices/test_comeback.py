@@ -12,7 +12,7 @@ from cloud_server.identity import fleet_certificates
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Presence
+from fleet_core.protocol.device_messages import Presence
 from tests.support.certified import bare_fleet, papers, secured_broker
 from tests.support.waiting import until
 

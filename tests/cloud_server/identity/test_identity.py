@@ -32,7 +32,7 @@ from fleet_core.board.device_settings import Identity, Settings, settings_of
 from fleet_core.link import Message
 from fleet_core.link.loopback import LoopbackLink
 from fleet_core.protocol import certificates, enrolment_token, messages
-from fleet_core.protocol.messages import EnrolRequest
+from fleet_core.protocol.device_messages import EnrolRequest
 from fleet_core.protocol.topics import enrolment_answer, enrolment_request
 from tests.support.certified import HOURS_S, Office, answer_of, asked_with, bare_fleet
 from tests.support.inprocess import config_text, world
@@ -233,10 +233,10 @@ def test_what_is_no_request_is_refused_and_answered_with_the_reason(office: Offi
     made = office.token("d0")
     bearer = certificates.private_of(made.private_key, "token")
     weak = rsa.generate_private_key(65537, 1024)
-    builder = x509.CertificateSigningRequestBuilder().subject_name(certificates.called("d0"))
+    builder = x509.CertificateSigningRequestBuilder().subject_name(certificates.subject_name("d0"))
     for csr in (b"", b"no request", builder.sign(weak, SHA256()).public_bytes(serialization.Encoding.DER)):
-        signature = certificates.sign(bearer, enrolment_token.signed("t", made.id, csr))
-        with pytest.raises(MessageError, match="is no signing request"):
+        signature = certificates.sign(bearer, enrolment_token.to_sign("t", made.id, csr))
+        with pytest.raises(MessageError, match="is not a signing request"):
             office.enrolments().on_request(made.id, messages.encode(EnrolRequest(certificates.encoded(csr), signature)))
     for payload in (b"{", b"[]", bytes(9000), b'{"csr":"%%","signature":""}'):
         with pytest.raises(MessageError):
@@ -305,7 +305,7 @@ def test_a_device_takes_no_certificate_but_its_own_of_the_fleets_authority(offic
                 certificates.certificate_text(signed), key.public_key(), "d0", authority.certificate
             )
     for text in ("", "%", certificates.encoded(b"nothing")):
-        with pytest.raises(MessageError, match="no certificate of the fleet's authority"):
+        with pytest.raises(MessageError, match="no certificate issued by the fleet's authority"):
             certificates.check_own(text, key.public_key(), "d0", authority.certificate)
 
 

@@ -18,7 +18,7 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.running.backup import backup
 from edge_agent.device.state import DeviceState
 from fleet_core.base.errors import StateError
-from fleet_core.protocol.messages import UploadManifest
+from fleet_core.protocol.round_messages import UploadManifest
 from tests.cloud_server.rounds.test_fleet import TICK_S, check_duals, opened, settled
 from tests.support.inprocess import World, config_text, toy, without_fsync, world
 

@@ -21,8 +21,8 @@ from cloud_server.reports.verdict import Answers, Verdict, Watch, lines, of_ledg
 from edge_agent.inference import model_check
 from fleet_core.base.errors import MessageError
 from fleet_core.data.samples import Samples
-from fleet_core.protocol import messages
-from fleet_core.protocol.messages import Report
+from fleet_core.protocol import device_messages, messages
+from fleet_core.protocol.device_messages import Report
 from tests.support import homes
 from tests.support.inprocess import World, config_text, toy, without_fsync, world
 
@@ -253,7 +253,7 @@ def test_a_device_measures_what_it_does_alone_once_for_the_same_samples(
     assert np.trace(found.confusion) > 72
     assert found.frequent == int(np.bincount(service.local().own().y).argmax())
     monkeypatch.setattr(model_check, "MAX_CLASSES", 2)
-    assert model_check._alone(service.local()) == messages.Alone(found.frequent)
+    assert model_check._alone(service.local()) == device_messages.Alone(found.frequent)
     monkeypatch.setattr(model_check, "_alone", lambda data: None)
     assert service.alone() == found
     service.local().add(toy(9, 3).x, ["a", "b", "c"])
@@ -273,7 +273,7 @@ def test_reports_of_agents_that_do_not_measure_it_and_for_aggregators_that_do_no
 def test_a_report_whose_counts_are_of_other_classes_is_refused(fleet: Callable[..., World]) -> None:
     w = fleet(mixed_up=False)
     before = w.server.ledger.rows(Alone)
-    for alone in (messages.Alone(3), messages.Alone(0, "x", ((1, 2), (3, 4)))):
+    for alone in (device_messages.Alone(3), device_messages.Alone(0, "x", ((1, 2), (3, 4)))):
         with pytest.raises(MessageError):
             w.server._device_messages.on_report("d0", Report(round=2, evaluated_round=2, alone=alone))
     assert (w.server.ledger.rows(Alone), len(w.server.ledger.rows(Evaluation, stage="after"))) == (before, 2)

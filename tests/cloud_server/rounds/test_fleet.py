@@ -41,9 +41,10 @@ from fleet_core.link.interface import Connected, Disconnected, Message
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.model import codecs
 from fleet_core.model.layout import InputSpec, Layout
-from fleet_core.protocol import messages, topics
-from fleet_core.protocol.chunks import chunks
-from fleet_core.protocol.messages import Answer, Blob, Down, Manifest, Presence, Question, UploadManifest
+from fleet_core.protocol import chunks, device_messages, messages, round_messages, topics
+from fleet_core.protocol.chunks import Blob, cut
+from fleet_core.protocol.device_messages import Answer, Down, Presence, Question
+from fleet_core.protocol.round_messages import Manifest, UploadManifest
 from fleet_core.protocol.signing import Signer
 from tests.support.inprocess import CLASSES, Killed, World, config_text, toy, without_fsync, world
 
@@ -624,7 +625,7 @@ class FakeDevice:
         self.link.publish(topics.upload(self.w.name, self.name, number, "m"), messages.encode(upload))
 
     def send(self, upload: UploadManifest, number: int, data: bytes) -> None:
-        for k, part in enumerate(chunks(data, upload.blob)):
+        for k, part in enumerate(cut(data, upload.blob)):
             self.link.publish(topics.upload(self.w.name, self.name, number, k), part)
 
 
@@ -910,7 +911,7 @@ class Senders:
             self.intake.offer(name, 1, UploadManifest(blob, "fp32", "0" * 32, "m", "l"))
 
     def granted(self, device: str, down: Down) -> None:
-        wanted = messages.numbers(down.miss, self.blobs[device].n)
+        wanted = chunks.from_ranges(down.miss, self.blobs[device].n)
         self.grants.append((device, wanted))
         now = [len(upload.granted) for upload in self.intake._uploads.values()]
         self.most = [max(self.most[0], *now), max(self.most[1], sum(now))]
@@ -926,7 +927,7 @@ class Senders:
                 continue
             device, wanted = self.grants.pop(0)
             for k in wanted if device not in self.dead else []:
-                done = self.intake.chunk(device, 1, k, chunks(self.data[device], self.blobs[device])[k])
+                done = self.intake.chunk(device, 1, k, cut(self.data[device], self.blobs[device])[k])
                 if done is not None:
                     self.whole[device] = done[1].take()
 
@@ -1036,7 +1037,7 @@ def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet
         server.step(0)
         w.clock.seconds += 1
     fake = FakeDevice(w, device)
-    ask = messages.Report(1, pending=messages.UpdateRef(1, upload.id))
+    ask = device_messages.Report(1, pending=round_messages.UpdateRef(1, upload.id))
     fake.link.publish(topics.report(w.name, device), messages.encode(ask))
     server.step(0)
     fake.poll()

@@ -29,7 +29,9 @@ from fleet_core.base.errors import LinkError, MessageError
 from fleet_core.link.interface import Connected, Event, Message
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Blob, Down, UploadManifest
+from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.device_messages import Down
+from fleet_core.protocol.round_messages import UploadManifest
 
 FLEET = "f"
 CHUNK = 1024

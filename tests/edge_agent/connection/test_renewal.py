@@ -29,7 +29,7 @@ from fleet_core.board.device_settings import Settings, settings_of
 from fleet_core.link.interface import Connected, Disconnected, Event
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import certificates, messages
-from fleet_core.protocol.messages import Down, RenewalRequest, Report
+from fleet_core.protocol.device_messages import Down, RenewalRequest, Report
 from tests.support.brokers import NEEDS_MOSQUITTO
 from tests.support.certified import bare_fleet, of_aggregator, reload, secured_broker
 from tests.support.inprocess import config_text, world
@@ -62,7 +62,7 @@ class Holder:
 
     def asks(self, key: certificates.PrivateKey, **wrong: Any) -> RenewalRequest:
         csr = certificates.request(key, self.name)
-        body = certificates.renewal(wrong.get("fleet", self.fleet), wrong.get("serial", self.serial), csr)
+        body = certificates.renewal_to_sign(wrong.get("fleet", self.fleet), wrong.get("serial", self.serial), csr)
         signature = certificates.sign(wrong.get("signer", self.key), body)
         return RenewalRequest(certificates.encoded(csr), signature, self.serial)
 

@@ -18,7 +18,7 @@ from edge_agent.http.http_messages import Head, Refused, Request, Response, body
 from edge_agent.http.inference_protocol import HEADER_LENGTH, MAX_JSON_BYTES, Facts, InferenceProtocol
 from edge_agent.http.tensors import MAX_SAMPLES
 from fleet_core.base.errors import BundleError, ConfigError, DataError, FleetError, StateError
-from fleet_core.protocol.messages import Answer
+from fleet_core.protocol.device_messages import Answer
 
 X = [[1.0, 2.0], [3.0, -4.0]]
 CLASSES = ("a", "b", "c")

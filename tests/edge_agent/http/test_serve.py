@@ -32,7 +32,7 @@ from fleet_core.base import trees
 from fleet_core.board.device_settings import Identity, Settings, settings_of
 from fleet_core.model import codecs, graph_bundle
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Answer, Question
+from fleet_core.protocol.device_messages import Answer, Question
 from tests.cloud_server.rounds.test_fleet import FakeDevice
 from tests.cloud_server.rounds.test_fleet import finished as fleet_finished
 from tests.support import homes

@@ -25,7 +25,7 @@ from fleet_core.personalization.device_bundle import Bundle
 from fleet_core.personalization.linear_head import Head
 from fleet_core.personalization.nearest import Neighbours, Prototypes
 from fleet_core.protocol import messages
-from fleet_core.protocol.messages import Answer
+from fleet_core.protocol.device_messages import Answer
 from tests.support import homes
 from tests.support.bundles import CLASSES, bundle_of, samples, served_params
 

@@ -26,9 +26,10 @@ from fleet_core.link.interface import Message
 from fleet_core.link.loopback import LoopbackLink
 from fleet_core.model import codecs
 from fleet_core.model.layout import InputSpec, Layout
-from fleet_core.protocol import messages, topics
-from fleet_core.protocol.chunks import chunks
-from fleet_core.protocol.messages import Blob, Down, Manifest, ModelRef, Report, UploadManifest
+from fleet_core.protocol import messages, round_messages, topics
+from fleet_core.protocol.chunks import Blob, cut
+from fleet_core.protocol.device_messages import Down, Report
+from fleet_core.protocol.round_messages import Manifest, ModelRef, UploadManifest
 from fleet_core.protocol.signing import Signer
 from tests.cloud_server.rounds.test_fleet import FakeDevice, weights
 from tests.support.inprocess import World, config_text, toy, world
@@ -178,7 +179,7 @@ def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(l
     """Of other bytes, of another length, of none; a chunk of nothing that was asked for is not one of them."""
     data = codecs.encode("fp32", weights(liar.w))
     upload = liar.update(data)
-    right = chunks(data, upload.blob)
+    right = cut(data, upload.blob)
     liar.send(upload, 1, data)
     liar.offer(upload, 1)
     liar.w.step()
@@ -275,9 +276,9 @@ def announce(w: World, data: bytes, **changes: Any) -> Manifest:
     now = w.agents["d0"].manifest
     blob = Blob.of(data, 1024)
     model = ModelRef("f" * 32, changes.pop("blob", blob), "fp32", round=2)
-    made = replace(now, seq=now.seq + 1, round=2, open=True, cohort=messages.Cohort(devices=("d0",)), model=model)
+    made = replace(now, seq=now.seq + 1, round=2, open=True, cohort=round_messages.Cohort(devices=("d0",)), model=model)
     made = replace(made, **changes)
-    for k, part in enumerate(chunks(data, blob)):
+    for k, part in enumerate(cut(data, blob)):
         w.broker.publish(topics.chunk(w.name, blob.id, k), part, retain=True)
     w.broker.publish(topics.current(w.name), w.fleet.signer().sign(messages.encode(made)), retain=True)
     return made

@@ -36,7 +36,8 @@ from fleet_core.base.trees import Params
 from fleet_core.model import codecs
 from fleet_core.model.layout import Layout
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Question, UploadManifest
+from fleet_core.protocol.device_messages import Question
+from fleet_core.protocol.round_messages import UploadManifest
 from tests.cloud_server.rounds.test_fleet import FakeDevice, finished
 from tests.support.inprocess import CLASSES, World, config_text, toy, world
 

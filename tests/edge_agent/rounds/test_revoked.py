@@ -19,7 +19,7 @@ from cloud_server.records.ledger_tables import Update
 from fleet_core.link.interface import Message
 from fleet_core.link.loopback import LoopbackBroker
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Down
+from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.signing import Signer
 from tests.support.desk import called, found_fleet, metafleet
 from tests.support.faults import found_tiny, free_port, processes

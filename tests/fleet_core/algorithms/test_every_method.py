@@ -46,8 +46,8 @@ from fleet_core.link.loopback import LoopbackBroker
 from fleet_core.model import codecs, graph_bundle
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, softmax
-from fleet_core.protocol import messages, topics
-from fleet_core.protocol.messages import Manifest, PerDevice, UploadManifest
+from fleet_core.protocol import messages, round_messages, topics
+from fleet_core.protocol.round_messages import Manifest, PerDevice, UploadManifest
 from tests.cloud_server.rounds.test_fleet import (
     FakeDevice,
     Faults,
@@ -607,7 +607,7 @@ def test_two_devices_with_equal_updates_are_told_apart_in_what_was_counted(fleet
     assert len({row.update_id for row in rows}) == 1
     (record,) = w.agents["d0"].manifest.counted
     assert record.ids is not None
-    assert sorted(record.ids) == sorted(messages.mark(1, row.device, row.update_id) for row in rows)
+    assert sorted(record.ids) == sorted(round_messages.mark(1, row.device, row.update_id) for row in rows)
     assert len(set(record.ids)) == len(NAMES)
 
 

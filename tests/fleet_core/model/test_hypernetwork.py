@@ -22,7 +22,8 @@ from fleet_core.base import trees
 from fleet_core.base.errors import MessageError
 from fleet_core.model import codecs, hypernetwork
 from fleet_core.protocol import messages
-from fleet_core.protocol.messages import Blob, PerDevice
+from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.round_messages import PerDevice
 from tests.support.inprocess import config_text
 from tests.support.playing import Fleet, flat, gap, hyper_of, same, toy_samples
 

@@ -15,27 +15,28 @@ from hypothesis import strategies as st
 
 from fleet_core.base import config, schema, storage
 from fleet_core.base.errors import ConfigError, MessageError, StateError
-from fleet_core.protocol import cohort, messages, topics
-from fleet_core.protocol.chunks import Inbox, chunks
-from fleet_core.protocol.messages import (
+from fleet_core.protocol import chunks, cohort, messages, topics
+from fleet_core.protocol.chunks import Blob, Inbox, cut
+from fleet_core.protocol.device_messages import (
     Answer,
-    Blob,
-    Cohort,
-    Cost,
-    Counted,
     Down,
     Energy,
     EnrolAnswer,
     EnrolRequest,
     Evaluation,
-    Manifest,
-    MethodRef,
-    ModelRef,
     Presence,
     Question,
     Report,
     ServerPresence,
     Traffic,
+)
+from fleet_core.protocol.round_messages import (
+    Cohort,
+    Cost,
+    Counted,
+    Manifest,
+    MethodRef,
+    ModelRef,
     UpdateRef,
     UploadManifest,
     UploadRules,
@@ -193,7 +194,7 @@ def test_a_report_of_impossible_figures_is_refused(body):
 @settings(max_examples=40, deadline=None)
 def test_chunks_in_any_order_and_twice_make_the_blob(data, chunk, random):
     blob = Blob.of(data, chunk).check(len(data))
-    inbox, parts = Inbox(blob, len(data)), chunks(data, blob)
+    inbox, parts = Inbox(blob, len(data)), cut(data, blob)
     order = [*range(blob.n), *range(blob.n // 2)]
     random.shuffle(order)
     seen: set[int] = set()
@@ -213,7 +214,7 @@ def test_chunks_in_any_order_and_twice_make_the_blob(data, chunk, random):
 def test_a_chunk_that_is_not_the_blobs_is_refused(data, k, foreign):
     blob = Blob.of(data, 1024)
     inbox = Inbox(blob, len(data))
-    if 0 <= k < blob.n and chunks(data, blob)[k] == foreign:
+    if 0 <= k < blob.n and cut(data, blob)[k] == foreign:
         return
     with pytest.raises(MessageError):
         inbox.put(k, foreign)
@@ -236,7 +237,7 @@ def test_a_whole_of_right_chunks_with_another_root_is_refused():
     blob = Blob.of(b"x" * 3000, 1024)
     other = Blob(blob.id, blob.id + "0" * 32, blob.size, blob.chunk, blob.n, blob.hashes)
     inbox = Inbox(other, 3000)
-    for k, part in enumerate(chunks(b"x" * 3000, blob)):
+    for k, part in enumerate(cut(b"x" * 3000, blob)):
         inbox.put(k, part)
     with pytest.raises(MessageError, match="root"):
         inbox.take()
@@ -244,15 +245,15 @@ def test_a_whole_of_right_chunks_with_another_root_is_refused():
 
 @given(st.sets(st.integers(0, 300)))
 def test_ranges_and_numbers_are_each_others_inverse(wanted):
-    written = messages.ranges(sorted(wanted))
-    assert messages.numbers(written, 301) == sorted(wanted)
+    written = chunks.as_ranges(sorted(wanted))
+    assert chunks.from_ranges(written, 301) == sorted(wanted)
     assert len(written) <= 4 * len(wanted) + 4
 
 
 @given(st.text(string.digits + ",- x", max_size=30) | st.text(max_size=8))
 def test_any_text_is_rising_numbers_below_the_limit_or_refused(written):
     try:
-        found = messages.numbers(written, 50)
+        found = chunks.from_ranges(written, 50)
     except MessageError:
         return
     assert found == sorted(set(found))
@@ -261,7 +262,7 @@ def test_any_text_is_rising_numbers_below_the_limit_or_refused(written):
 
 def test_a_huge_range_is_refused_without_being_built():
     with pytest.raises(MessageError):
-        messages.numbers("0-999999999", 1000)
+        chunks.from_ranges("0-999999999", 1000)
 
 
 # topics -------------------------------------------------------------------------------------------------------------
@@ -302,7 +303,7 @@ def test_what_is_no_plain_number_is_none(written):
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "+", "#", "ä", "a\n", "x" * 65])
 def test_a_name_that_cannot_stand_in_a_topic_is_refused(name):
-    with pytest.raises(ConfigError, match="is no name of a device"):
+    with pytest.raises(ConfigError, match="is not a valid name of a device"):
         topics.check_name(name, "device")
 
 

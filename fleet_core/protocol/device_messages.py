@@ -1,0 +1,208 @@
+"""The messages between one device and the aggregator: presence, reports, enrolment, questions and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fleet_core.protocol.messages import ID, MAX_MESSAGE_BYTES, PROTOCOL, ROUND, whole
+from fleet_core.protocol.round_messages import UpdateRef
+
+
+@dataclass(frozen=True)
+class Presence:
+    """A device's state.
+
+    boot: changes at every start. ph: phase. train: whether it can train. cannot: why it cannot, or empty. most:
+    parameters of the largest model that it trains, 0 for no limit. base: id of the model that it holds. beat: this is a
+    heartbeat, of which only the phase counts.
+    """
+
+    st: str = field(metadata={"choices": ("on", "off")})
+    boot: str = field(default="", metadata={"max_length": 64})
+    ph: str = field(default="idle", metadata={"max_length": 32})
+    ver: str = field(default="", metadata={"max_length": 32})
+    proto: int = PROTOCOL
+    methods: Mapping[str, int] = field(default_factory=dict)
+    codecs: tuple[str, ...] = ("fp32",)
+    layouts: tuple[str, ...] = ()
+    ram: int = 0
+    train: bool = True
+    cannot: str = field(default="", metadata={"max_length": 200})
+    most: int = field(default=0, metadata=whole(1 << 40))
+    base: str = field(default="", metadata={"max_length": 32})
+    beat: bool = False
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Answers of a device's model on its test samples.
+
+    stage: before personalization, fine_tuned, or after personalization. confusion: counts, row = truth, column =
+    answer.
+    """
+
+    stage: str = field(metadata={"choices": ("before", "fine_tuned", "after")})
+    method: str = field(metadata={"max_length": 64})
+    confusion: tuple[tuple[int, ...], ...] = field(metadata={"max_length": 1000, "min": 0, "max": 1 << 40})
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What the device could answer without the fleet, on the test samples of its evaluations.
+
+    frequent: the most frequent class of its own labelled samples. method, confusion: of the plain baseline
+    (``fleet_core.personalization.plain_baseline``) fitted to those samples, as in ``Evaluation``; empty without one.
+    """
+
+    frequent: int = field(metadata=whole(1_000_000))
+    method: str = field(default="", metadata={"max_length": 64})
+    confusion: tuple[tuple[int, ...], ...] = field(default=(), metadata={"max_length": 1000, "min": 0, "max": 1 << 40})
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Joules of one phase (train, adapt, serve, radio, idle) since the agent started."""
+
+    phase: str = field(metadata={"max_length": 16})
+    joules: float = field(metadata={"min": 0, "max": 1e12})
+    source: str = field(metadata={"max_length": 200})
+    measured: bool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes since the agent started. mqtt: at the socket, before TLS. wire: with TCP and IP headers, or None."""
+
+    mqtt_up: int = field(default=0, metadata=whole(1 << 60))
+    mqtt_down: int = field(default=0, metadata=whole(1 << 60))
+    wire_up: int | None = field(default=None, metadata=whole(1 << 60))
+    wire_down: int | None = field(default=None, metadata=whole(1 << 60))
+    payload: Mapping[str, int] = field(default_factory=dict, metadata=whole(1 << 60))
+
+
+@dataclass(frozen=True)
+class RenewalRequest:
+    """A device asks for its next certificate.
+
+    csr: a signing request with a new key, DER in base64. signature: by the present key over
+    ``certificates.renewal_to_sign``, DER in base64. serial: of the present certificate, in hex.
+    """
+
+    csr: str = field(metadata={"max_length": 4096})
+    signature: str = field(metadata={"max_length": 256})
+    serial: str = field(metadata={"pattern": r"[0-9a-f]{1,40}"})
+
+
+@dataclass(frozen=True)
+class Report:
+    """Metrics and costs outside an upload.
+
+    failed: why the device delivers no update this round. want: ``full`` when it lacks the base of the round's model,
+    ``chunks`` when retained chunks do not arrive. pending: an update of an older round; the device asks whether it was
+    counted. flops: since the agent started. renew: asks for the next certificate; such a report holds nothing else.
+    alone: the baseline of the evaluations, None where it was not measured.
+    """
+
+    round: int = field(metadata=ROUND)
+    boot: str = field(default="", metadata={"max_length": 64})
+    evaluated_round: int | None = field(default=None, metadata={**ROUND, "key": "judged_round"})
+    evaluations: tuple[Evaluation, ...] = field(default=(), metadata={"key": "judgements"})
+    energy: tuple[Energy, ...] = ()
+    traffic: Traffic | None = None
+    flops: float | None = field(default=None, metadata={"min": 0})
+    want: str | None = field(default=None, metadata={"choices": ("full", "chunks")})
+    pending: UpdateRef | None = None
+    new: bool = False
+    failed: str = field(default="", metadata={"max_length": 500})
+    renew: RenewalRequest | None = None
+    alone: Alone | None = None
+
+
+@dataclass(frozen=True)
+class Down:
+    """Aggregator to device.
+
+    t is the kind of message:
+    need     accepts an upload and asks (again) for the chunks in ``miss`` (``0-7,12``; empty: none yet)
+    done     ends the upload
+    reject   refuses the upload
+    counted  signed: whether an old update was counted
+    heard    acknowledges the presence of the life ``boot``
+    renewed  signed: the next certificate of ``device``, DER in base64, or the reason why there is none
+    revoked  signed: ends the life ``boot`` of ``device``, revoked ``at`` (Unix seconds; None: an older ledger's)
+
+    seq: that of the newest round.
+    """
+
+    t: str = field(metadata={"choices": ("need", "done", "reject", "counted", "heard", "renewed", "revoked")})
+    r: int = field(metadata=ROUND)
+    id: str = field(default="", metadata={"pattern": ID + "|"})
+    miss: str = field(default="", metadata={"max_length": 10_000})
+    ok: bool = True
+    reason: str = field(default="", metadata={"max_length": 500})
+    device: str = field(default="", metadata={"max_length": 64})
+    boot: str = field(default="", metadata={"max_length": 64})
+    certificate: str | None = field(default=None, metadata={"max_length": 8192})
+    seq: int | None = field(default=None, metadata=whole(1 << 53))
+    at: float | None = field(default=None, metadata={"min": 0, "max": 1e11})
+
+
+@dataclass(frozen=True)
+class EnrolRequest:
+    """The holder of a token asks for its device's certificate.
+
+    csr: a signing request, DER in base64. signature: by the token's key over ``enrolment_token.to_sign``, DER in
+    base64.
+    """
+
+    csr: str = field(metadata={"max_length": 4096})
+    signature: str = field(metadata={"max_length": 256})
+
+
+@dataclass(frozen=True)
+class EnrolAnswer:
+    """certificate: the device's own, DER in base64; the authority's signature is its only proof. refused: why there is
+    none."""
+
+    certificate: str = field(default="", metadata={"max_length": 8192})
+    refused: str = field(default="", metadata={"max_length": 500})
+
+
+@dataclass(frozen=True)
+class ServerPresence:
+    """The aggregator's presence. st: on or off. boot: changes at every start."""
+
+    st: str = field(metadata={"choices": ("on", "off")})
+    boot: str = field(default="", metadata={"max_length": 64})
+    ver: str = ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request for predictions. x: the raw array's little-endian bytes in base64."""
+
+    shape: tuple[int, ...] = field(metadata={"min": 1, "max": 1_000_000, "max_length": 5})
+    dtype: str = field(metadata={"choices": ("float32", "uint8", "int64")})
+    x: str = field(metadata={"max_length": MAX_MESSAGE_BYTES})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Predictions for the samples of a ``Question``.
+
+    labels: class names. probabilities: one row per sample. unknown: for each sample, whether it is far from everything
+    that the device knows; empty where the device does not tell. round: of the served model. error: why there is no
+    answer. classes: names of the columns of ``probabilities`` when the device has classes of its own after the fleet's,
+    else empty. graph: the one that answered, ``predict``, or ``embed`` or ``embed-int8`` when samples are compared.
+    """
+
+    labels: tuple[str, ...] = ()
+    probabilities: tuple[tuple[float, ...], ...] = ()
+    unknown: tuple[bool, ...] = ()
+    round: int = 0
+    model: str = ""
+    personalization: str = ""
+    error: str = field(default="", metadata={"max_length": 1000})
+    classes: tuple[str, ...] = field(default=(), metadata={"max_length": 11_000})
+    graph: str = field(default="", metadata={"max_length": 32})

@@ -1,0 +1,170 @@
+"""The messages of a round: the manifest that opens it, and the manifest of an upload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleet_core.protocol.chunks import MAX_BLOB_BYTES, Blob
+from fleet_core.protocol.messages import ID, ROUND, whole
+
+
+@dataclass(frozen=True)
+class MethodRef:
+    """A method by name and version, with every hyper-parameter."""
+
+    name: str = field(metadata={"max_length": 64})
+    version: int = 1
+    hyper: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Who takes part: devices by name, or a rule that each device applies to itself (see ``protocol.cohort``)."""
+
+    devices: tuple[str, ...] | None = None
+    rule: str | None = None
+    seed: int = 0
+    limit: str = ""
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model to fetch.
+
+    model: id of the decoded weights. base: id of the weights that ``blob`` is a delta to, or None. full: the same model
+    without a base, for a device that lacks it.
+    """
+
+    model: str = field(metadata={"pattern": ID})
+    blob: Blob
+    codec: str = field(metadata={"max_length": 32})
+    base: str | None = field(default=None, metadata={"pattern": ID})
+    full: Blob | None = None
+    round: int = field(default=0, metadata=ROUND)
+
+    def blobs(self) -> list[Blob]:
+        """The blobs that contain this model."""
+        return [self.blob] if self.full is None else [self.blob, self.full]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The updates that round ``round`` counted: their ``mark``s, or, when there are many, a blob with one per line."""
+
+    round: int = field(metadata=ROUND)
+    ids: tuple[str, ...] | None = None
+    blob: Blob | None = None
+
+
+@dataclass(frozen=True)
+class UploadRules:
+    """max: bytes of one update. chunk: bytes of one publish. codecs: those accepted, the preferred one first."""
+
+    max: int = field(default=1 << 28, metadata=whole(MAX_BLOB_BYTES, 1))
+    chunk: int = field(default=61440, metadata=whole(1 << 24, 1024))
+    codecs: tuple[str, ...] = ("fp32",)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The signed message that describes the current round.
+
+    open: whether updates are being collected. exp: Unix ms after which the manifest is void. per_device (``given`` on
+    the wire): a ``PerDevice`` list of what each device of the cohort alone receives; None for most methods.
+    """
+
+    v: int
+    fleet: str = field(metadata={"max_length": 64})
+    round: int = field(metadata=ROUND)
+    seq: int = field(metadata=whole(1 << 53))
+    exp: int = field(metadata=whole(1 << 53))
+    deadline_s: float = field(metadata={"above": 0, "max": 1e7})
+    method: MethodRef
+    cohort: Cohort
+    model: ModelRef
+    graph: Blob | None = None
+    serve: ModelRef | None = None
+    layout: str = ""
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    dual_epoch: int = field(default=0, metadata=ROUND)
+    counted: tuple[Counted, ...] = ()
+    up: UploadRules = field(default_factory=UploadRules)
+    open: bool = True
+    per_device: Blob | None = field(default=None, metadata={"key": "given"})
+
+    def blobs(self) -> list[Blob]:
+        """Every blob that the manifest names."""
+        single = [self.graph, self.per_device, *(record.blob for record in self.counted)]
+        models = [model for model in (self.model, self.serve) if model is not None]
+        return [blob for blob in single if blob is not None] + [blob for model in models for blob in model.blobs()]
+
+
+@dataclass(frozen=True)
+class PerDevice:
+    """The blob, in fp32, that each device of a round fetches for itself alone.
+
+    This list is a blob of its own, so that the manifest has one size for any cohort; the manifest's signature covers it
+    through its id.
+    """
+
+    devices: tuple[str, ...] = field(metadata={"max_length": 1_000_000})
+    blobs: tuple[Blob, ...] = field(metadata={"max_length": 1_000_000})
+
+    def of(self, device: str) -> Blob | None:
+        """None for a device that is not listed."""
+        return dict(zip(self.devices, self.blobs, strict=False)).get(device)
+
+
+@dataclass(frozen=True)
+class UpdateRef:
+    """A round and an update id."""
+
+    round: int = field(metadata=ROUND)
+    id: str = field(metadata={"pattern": ID})
+
+
+NO_UPDATE = UpdateRef(0, "0" * 32)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an update cost the device: bytes of payload, CPU seconds, and energy in joules with its source or None."""
+
+    bytes: int = 0
+    cpu_s: float = 0.0
+    flops: float | None = None
+    energy: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class UploadManifest:
+    """Announces an update.
+
+    base: id of the weights it was trained from. after: according to the device's training state, its last update that
+    was counted in this dual epoch; ``NO_UPDATE`` when there was none; None when the device does not say.
+    """
+
+    blob: Blob
+    codec: str = field(metadata={"max_length": 32})
+    base: str = field(metadata={"pattern": ID})
+    method: str = field(metadata={"max_length": 64})
+    layout: str = field(metadata={"max_length": 64})
+    dual_epoch: int = 0
+    samples: int = field(default=0, metadata=whole(1 << 40))
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    cost: Cost = field(default_factory=Cost)
+    after: UpdateRef | None = None
+
+    @property
+    def id(self) -> str:
+        return self.blob.id
+
+
+def mark(round_number: int, device: str, update_id: str) -> str:
+    """Identifies an update in ``Counted``, 32 hex digits. Other devices and rounds may have sent the same bytes."""
+    import hashlib  # loads OpenSSL, 4 MB that a process which only answers does not need
+
+    return hashlib.sha256(f"{round_number}/{device}/{update_id}".encode()).hexdigest()[:32]
