@@ -46,7 +46,7 @@ def start(
     Fleet.load(fleet).graph_bytes()  # what is wrong is said here
     options = {"broker": broker, "host": host, "port": port, "plain": plain, "connect_s": connect_s,
                "until_done": until_done, "quiet": quiet}
-    processes.become("cloud_server.running.aggregator_process", str(fleet), json.dumps(options))
+    processes.exec_module("cloud_server.running.aggregator_process", str(fleet), json.dumps(options))
 
 
 @server_app.command("config")

@@ -10,10 +10,10 @@ from fleet_core.base import storage
 from fleet_core.base.errors import StateError
 
 
-def is_of_the_disk(error: BaseException) -> bool:
+def is_disk_error(error: BaseException) -> bool:
     """Whether the disk refused a file or the ledger, so that the same may succeed later."""
     of_the_ledger = isinstance(error, StateError) and isinstance(error.__cause__, sqlite3.OperationalError)
-    return of_the_ledger or storage.is_of_the_disk(error)
+    return of_the_ledger or storage.is_disk_error(error)
 
 
 def undisturbed(log: Callable[[str], None]) -> Callable[[str], None]:

@@ -47,7 +47,7 @@ class Spool:
                 data = storage.read_bytes(paths[name], limit=MAX_MANIFEST_BYTES)
                 found[name] = messages.decode(UploadManifest, data, limit=MAX_MANIFEST_BYTES)
             except (MessageError, StateError) as error:
-                if storage.is_of_the_disk(error):
+                if storage.is_disk_error(error):
                     raise
         return found
 

@@ -147,7 +147,7 @@ class Coordinator:
         try:
             self._device_messages.on_message(topic, payload)
         except FleetError as error:
-            if disk_errors.is_of_the_disk(error):
+            if disk_errors.is_disk_error(error):
                 raise
             self._log(f"refused {topic}: {error}")
 
@@ -279,7 +279,7 @@ class Coordinator:
 
     def _take_up_again(self, error: FleetError) -> None:
         """An update in the spool is not as it was received: opening the round again drops it and asks for it."""
-        if disk_errors.is_of_the_disk(error):
+        if disk_errors.is_disk_error(error):
             raise error
         self._log(f"round {self.checkpoint.round + 1} is taken up again: {error}")
         self._rounds.open = None

@@ -60,7 +60,7 @@ class UpdateReceiver:
                 if not reason:
                     self._spool.check(opened.number, device, manifest)
             except FleetError as error:
-                if storage.is_of_the_disk(error) and not isinstance(error.__cause__, FileNotFoundError):
+                if storage.is_disk_error(error) and not isinstance(error.__cause__, FileNotFoundError):
                     raise
                 reason = str(error)
             if reason:

@@ -48,7 +48,7 @@ class Aggregator:
             if self._clock() >= self._again_at:
                 self._go_on()
         except (StateError, OSError) as error:
-            if not disk_errors.is_of_the_disk(error):
+            if not disk_errors.is_disk_error(error):
                 raise
             self._hold_up(error)
         return False
@@ -58,7 +58,7 @@ class Aggregator:
             self.coordinator.close()
 
     def _begin(self) -> Coordinator:
-        storage.try_room(self._state, "round-*")
+        storage.check_free_space(self._state, "round-*")
         with self._ledger.transaction():  # refused where nothing can be written
             if self._ledger.fact("stalled"):
                 self._ledger.set_facts(stalled="")

@@ -44,7 +44,7 @@ def run(
         enrolment.enroll(home, waiting, limit_s=connect_s, log=processes.say)
     broker_login.tls_files(home, settings_of(home, broker), plain=plain)  # what is wrong with them is said here
     options = [*(["--plain"] if plain else []), *([] if broker is None else [broker])]
-    processes.become("edge_agent.commands.run", "--home", str(home), str(connect_s), *options)
+    processes.exec_module("edge_agent.commands.run", "--home", str(home), str(connect_s), *options)
 
 
 @app.command()
@@ -70,7 +70,7 @@ def serve(
     """Answer over HTTP (Open Inference Protocol v2) from what is on this device, until stopped."""
     place = settings_of(home).serve
     where = place.host if host is None else host
-    processes.become(
+    processes.exec_module(
         "edge_agent.http.serve", "--home", str(home), where, str((place.port or 8080) if port is None else port)
     )
 

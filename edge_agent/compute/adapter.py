@@ -97,7 +97,7 @@ def handle(order: Job) -> Done:
         facts, arrays = _adapted(order.header)
         return Done(order.kind, {**facts, "cpu_s": time.process_time() - started_cpu}, arrays)
     except FleetError as error:
-        return Done(order.kind, {"disk": storage.is_of_the_disk(error)}, error=str(error))
+        return Done(order.kind, {"disk": storage.is_disk_error(error)}, error=str(error))
     except Exception as error:  # onnxruntime raises errors of many classes
         return Done(order.kind, {}, error=f"{type(error).__name__}: {str(error)[:500]}")
 

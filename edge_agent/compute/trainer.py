@@ -48,7 +48,7 @@ class TrainerJobs:
         try:
             return self._handled(job)
         except FleetError as error:
-            return Done(job.kind, {"disk": storage.is_of_the_disk(error)}, error=str(error))
+            return Done(job.kind, {"disk": storage.is_disk_error(error)}, error=str(error))
         except Exception as error:
             return Done(job.kind, {}, error=f"{type(error).__name__}: {error}")
 

@@ -27,7 +27,7 @@ class Fetcher:
         device: str = "", missing: Callable[[str, int], None] = lambda kind, times: None,
     ):
         self._fleet, self._link, self._book, self._missing = fleet, link, book, missing
-        self._patience = Backoff(device, clock, SILENCE_S, MOST_SILENCE_S)
+        self._backoff = Backoff(device, clock, SILENCE_S, MOST_SILENCE_S)
         self._inbox: Inbox | None = None
         self._kind = ""
         self._came_bytes = 0
@@ -44,7 +44,7 @@ class Fetcher:
             return
         self.cancel()
         self._inbox, self._kind = Inbox(blob, limit), kind
-        self._patience.answered()
+        self._backoff.reset()
         self._ask()
 
     def keep(self, named: Collection[str]) -> None:
@@ -67,7 +67,7 @@ class Fetcher:
             return None
         self._came_bytes += len(data)
         if inbox.put(k, data):
-            self._patience.answered()
+            self._backoff.reset()
         if inbox.complete:
             self.cancel()
             return inbox.take()
@@ -77,10 +77,10 @@ class Fetcher:
 
     def tick(self) -> None:
         """Asks again after silence: a retained chunk is replayed when its filter is subscribed anew."""
-        if self._inbox is not None and self._link.connected and self._patience.over:
-            self._patience.again()
-            if self._patience.times >= MISSING:
-                self._missing(self._kind, self._patience.times)
+        if self._inbox is not None and self._link.connected and self._backoff.expired:
+            self._backoff.repeat()
+            if self._backoff.repeats >= MISSING:
+                self._missing(self._kind, self._backoff.repeats)
             self._ask()
 
     def _ask(self) -> None:

@@ -43,7 +43,7 @@ class Uploader:
     ):
         self._fleet, self._device, self._link, self._clock, self._book = fleet, device, link, clock, book
         self._unanswered = unanswered
-        self._patience = Backoff(device, clock, SILENCE_S, MOST_SILENCE_S)
+        self._backoff = Backoff(device, clock, SILENCE_S, MOST_SILENCE_S)
         self._pending: Offer | None = None
         self._queued_at: float | None = None
 
@@ -53,7 +53,7 @@ class Uploader:
 
     def offer(self, pending: Offer) -> None:
         self._pending, self._queued_at = pending, None
-        self._patience.answered()
+        self._backoff.reset()
         self._announce()
 
     def stop(self) -> None:
@@ -65,7 +65,7 @@ class Uploader:
         pending = self._pending
         if pending is None or (down.r, down.id) != (pending.round, pending.upload.id):
             return
-        self._patience.answered()
+        self._backoff.reset()
         self._queued_at = None if down.miss else self._clock()
         blob, sent_bytes = pending.upload.blob, 0
         try:
@@ -79,15 +79,15 @@ class Uploader:
 
     def tick(self) -> None:
         if self._pending is not None and self._is_time():
-            self._patience.again()
-            if self._patience.times == UNANSWERED:
+            self._backoff.repeat()
+            if self._backoff.repeats == UNANSWERED:
                 self._unanswered(self._pending.round)
             self._announce()
 
     def _is_time(self) -> bool:
         if self._queued_at is not None and self._clock() - self._queued_at < QUEUED_S:
             return False
-        return self._patience.over
+        return self._backoff.expired
 
     def _announce(self) -> None:
         if self._pending is None or not self._link.connected:

@@ -21,7 +21,7 @@ class Disk:
 
     def note(self, error: BaseException) -> bool:
         """Whether ``error`` is the disk's; another one is of no concern here."""
-        if not storage.is_of_the_disk(error):
+        if not storage.is_disk_error(error):
             return False
         self.refuse()
         return True
@@ -40,7 +40,7 @@ class Disk:
 
     def _takes_writes(self) -> bool:
         try:
-            storage.try_room(self._folder, "*.safetensors")
+            storage.check_free_space(self._folder, "*.safetensors")
         except StateError:
             return False
         return True

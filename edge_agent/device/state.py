@@ -167,7 +167,7 @@ class DeviceState:
     def facts(self, name: str) -> dict[str, str]:
         """The metadata of the weights on disk; empty where there are none."""
         try:
-            return storage.head(self._weights(name))[1]
+            return storage.read_header(self._weights(name))[1]
         except StateError:
             return {}
 
@@ -177,7 +177,7 @@ class DeviceState:
         if not path.exists():
             return None
         try:
-            arrays, metadata = storage.mapped(path, limit=MAX_STATE_BYTES)
+            arrays, metadata = storage.map_file(path, limit=MAX_STATE_BYTES)
             return Weights(metadata["model"], int(metadata["round"]), storage.unflatten(arrays), metadata)
         except (StateError, ValueError, KeyError):
             _set_aside(path)
@@ -264,7 +264,7 @@ class DeviceState:
 
 
 def _read_pending(path: Path) -> Pending:
-    places, metadata = storage.head(path)
+    places, metadata = storage.read_header(path)
     if UPLOAD not in places or not {"round", "upload"} <= metadata.keys():
         raise StateError("holds no update", where=str(path))
     upload = messages.decode(UploadManifest, metadata["upload"].encode(), limit=1 << 26)
@@ -287,7 +287,7 @@ def read_state(path: Path) -> ClientState:
 def _format(path: Path) -> int:
     """The version of a file's form; 0 for a damaged one."""
     try:
-        return int(storage.head(path)[1].get("format", "1"))
+        return int(storage.read_header(path)[1].get("format", "1"))
     except (StateError, ValueError):
         return 0
 
@@ -298,7 +298,7 @@ def _learned(path: Path) -> UpdateRef | None:
     try:
         counted = _read_pending(path)
     except (FleetError, ValueError, KeyError) as error:
-        if storage.is_of_the_disk(error):
+        if storage.is_disk_error(error):
             raise
         _set_aside(path)
         return None

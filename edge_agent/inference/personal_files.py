@@ -61,7 +61,7 @@ class PersonalFiles:
     @classmethod
     def load(cls, path: Path) -> PersonalFiles:
         """Raises StateError for a file that is absent or none of these."""
-        arrays, facts = storage.mapped(path, limit=MAX_STATE_BYTES)
+        arrays, facts = storage.map_file(path, limit=MAX_STATE_BYTES)
         try:
             classes, settings = json.loads(facts["classes"]), json.loads(facts["settings"])
             return cls(facts["how"], facts["weights"], int(facts["round"]), tuple(map(str, classes)), arrays, settings)

@@ -93,7 +93,7 @@ class Reporter:
         """Publishes the presence, retained; ``unheard`` until the aggregator acknowledges it. layouts: hashes of the
         graphs here. base: id of the training model that this device holds."""
         if again:
-            self._backoff.again()
+            self._backoff.repeat()
         else:
             self.forgotten()
         self._last_heartbeat = self._clock()
@@ -116,7 +116,7 @@ class Reporter:
     @property
     def unheard(self) -> bool:
         """Whether to publish the presence again: brokers drop messages when many devices connect at once."""
-        return not self._heard and self._backoff.over
+        return not self._heard and self._backoff.expired
 
     @property
     def known(self) -> bool:
@@ -126,7 +126,7 @@ class Reporter:
     def forgotten(self) -> None:
         """The aggregator was restarted: the presence has to be acknowledged again."""
         self._heard = False
-        self._backoff.answered()
+        self._backoff.reset()
 
     def heard(self, boot: str) -> None:
         """The aggregator acknowledged the presence with this ``boot``."""

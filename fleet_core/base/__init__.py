@@ -1,7 +1,6 @@
-"""What every other room builds on: errors, untrusted input, files, processes and the terminal.
+"""What every other room builds on; it imports none of them.
 
-``errors`` is the tree of all errors. ``schema`` and ``config`` read mappings and TOML and report every mistake at
-once. ``storage`` writes files that are whole or absent. ``trees`` is arithmetic on named arrays of numpy or torch.
-The others start processes, space out retries, compress, and print. All of it may be imported from anywhere; it
-imports no room.
+``errors``: the error classes. ``schema``, ``config``: validation of mappings and TOML. ``storage``: atomic file writes
+and named arrays on disk. ``trees``: arithmetic on named arrays of numpy or torch. ``processes``: exit codes, signals.
+``backoff``: intervals between retries. ``compression``: zstd. ``terminal``: command-line options and tables.
 """

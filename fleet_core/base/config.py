@@ -1,4 +1,4 @@
-"""TOML files into frozen dataclasses: every mistake at once, as ``file:line: key: problem``, with a suggestion."""
+"""Reads TOML files into frozen dataclasses. Reports every mistake at once, as ``file:line: key: problem``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 def load(cls: type[T], path: Path) -> T:
-    """The file as a ``cls``. Raises ConfigError that lists every mistake."""
+    """Reads the file as a ``cls``. Raises ConfigError that lists every mistake."""
     return parse(cls, text_of(path), str(path))
 
 
 def text_of(path: Path) -> str:
-    """A configuration file's text. Raises ConfigError."""
+    """A configuration file's text. Raises ConfigError when it cannot be read or is over 1 MiB."""
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError("is over 1 MiB", where=str(path), expected="a configuration file")
@@ -38,7 +38,7 @@ def text_of(path: Path) -> str:
 
 
 def tables(text: str, where: str) -> dict[str, Any]:
-    """TOML text as plain tables. Raises ConfigError."""
+    """TOML text as plain tables; ``where`` names it in errors. Raises ConfigError."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -46,18 +46,19 @@ def tables(text: str, where: str) -> dict[str, Any]:
 
 
 def parse(cls: type[T], text: str, where: str) -> T:
-    """TOML text as a ``cls``; ``where`` names it in messages."""
+    """Reads TOML text as a ``cls``, and warns on stderr about former names of keys. ``where`` names the text in
+    messages. Raises ConfigError that lists every mistake."""
     data = tables(text, where)
     for former, present in schema.renamed(cls, data):
-        processes.say(told_of_rename(former, present, text, where))
+        processes.say(rename_warning(former, present, text, where))
     value, problems = schema.read(cls, data)
     if value is None:
         raise ConfigError("\n".join(located(problem, text, where) for problem in problems))
     return value
 
 
-def told_of_rename(former: str, present: str, text: str, where: str) -> str:
-    """What a person is told who uses a former name of a key."""
+def rename_warning(former: str, present: str, text: str, where: str) -> str:
+    """The warning about a key that is written by its former name."""
     return f"{where}:{line_of(text, former)}: {former}: is now '{present}'; the next version no longer reads it"
 
 
@@ -67,7 +68,7 @@ def located(problem: schema.Problem, text: str, where: str) -> str:
 
 
 def line_of(text: str, key: str) -> int:
-    """The line that sets the dotted ``key``; that of the table nearest to it when the key is absent; else 1."""
+    """The line that sets the dotted ``key``. When the key is absent: the line of its nearest table, or 1."""
     parts = re.sub(r"\[\d+\]", "", key).split(".")
     listed = re.match(r"(\w+)\[(\d+)\]", key)
     table: list[str] = []
@@ -79,7 +80,7 @@ def line_of(text: str, key: str) -> int:
             table = header[2].replace('"', "").split(".")
             blocks[header[2]] += header[1] == "[["
         if listed and table[:1] == [listed[1]] and blocks[listed[1]] != int(listed[2]) + 1:
-            continue  # another one of the list
+            continue  # another item of the list
         if not header and not setting:
             continue
         place = table + setting[1].replace('"', "").split(".") if setting else table
@@ -91,8 +92,8 @@ def line_of(text: str, key: str) -> int:
 
 
 def toml(value: Any, prefix: str = "", notes: Mapping[str, str] = MappingProxyType({})) -> str:
-    """A plain mapping of scalars, lists and tables as TOML text; None is left out. notes: dotted key -> a line of
-    comment above it."""
+    """A mapping of scalars, lists and tables as TOML text; None is left out. notes: dotted key -> the comment above
+    it."""
     lines, tables = [], []
     for key, item in value.items():
         if isinstance(item, dict):

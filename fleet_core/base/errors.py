@@ -4,16 +4,16 @@
     ├── ConfigError    what the user wrote: an option, a fleet.toml, a device file      (exit 2)
     ├── DataError      a file of samples                                                 (exit 2)
     ├── LinkError      the broker or the connection to it                                (exit 1)
-    ├── MessageError   bytes from outside that are no message of the protocol            (exit 1)
+    ├── MessageError   received bytes that are not a message of the protocol             (exit 1)
     ├── CodecError     a payload that does not decode to the layout                      (exit 1)
     ├── BundleError    a graph, layout or golden file that fails its check               (exit 1)
     ├── StateError     a state file, ledger or checkpoint on disk                        (exit 1)
     ├── RoundError     a round that cannot be opened or closed                           (exit 1)
-    ├── PowerError     a power meter that does not read                                  (exit 1)
-    ├── RevokedError   the fleet has taken this device out                               (exit 77)
+    ├── PowerError     a power meter that cannot be read                                 (exit 1)
+    ├── RevokedError   the fleet has revoked this device                                 (exit 77)
     └── FlashError     an image, card or device that cannot be flashed                   (exit 1)
 
-Only the command line catches them; it prints the message on stderr and leaves with ``exit_code``.
+The command line prints their message on stderr and exits with ``exit_code``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from collections.abc import Sequence
 
 
 class FleetError(Exception):
-    """What is wrong, where, what was expected and what to do about it.
+    """The base of all errors.
 
     Args:
         what: the problem in one sentence.
-        where: file, topic, key or device concerned.
+        where: the file, topic, key or device concerned.
         expected: what would have been right.
-        hint: what the reader can do.
+        hint: what the reader can do about it.
     """
 
     exit_code = 1
@@ -83,7 +83,7 @@ class PowerError(FleetError):
 
 
 class RevokedError(FleetError):
-    exit_code = 77  # EX_NOPERM of sysexits.h; the systemd unit does not start the agent again after it
+    exit_code = 77  # EX_NOPERM of sysexits.h; the systemd unit does not restart the agent after it
 
 
 class FlashError(FleetError):
@@ -91,5 +91,5 @@ class FlashError(FleetError):
 
 
 def shortened(items: Sequence[str], most: int = 10) -> list[str]:
-    """Of many things that a line would name, the first, and how many more there are."""
+    """The first ``most`` items, and ``and N more`` when there are more."""
     return [*items[:most], *([f"and {len(items) - most} more"] if len(items) > most else [])]

@@ -1,4 +1,4 @@
-"""A process of ours from its start to its end: errors to stderr with their exit code, stopping in order."""
+"""Starting and ending Metafleet's processes: errors on stderr with exit codes, and signals."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import Any, NoReturn
 from fleet_core.base.errors import FleetError
 
 INTERRUPTED = 130
-WITH_PARENT = "METAFLEET_WITH_PARENT"  # the process that this one must not outlive
-VERBOSE = "METAFLEET_VERBOSE"  # set: the traceback of an error
+WITH_PARENT = "METAFLEET_WITH_PARENT"  # id of the process that this one must not outlive
+VERBOSE = "METAFLEET_VERBOSE"  # if set, errors are printed with their traceback
 
 
 def guarded(action: Callable[[], Any]) -> None:
-    """Does it; a FleetError becomes its message on stderr and its exit code, everything else a traceback."""
+    """Runs ``action``. A FleetError ends the process with its message on stderr and its exit code."""
     if sys.platform == "win32":
         print("error: Metafleet runs on Linux and macOS; on Windows, inside WSL2", file=sys.stderr)
         sys.exit(2)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a terminal without λ is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: a terminal without λ must not cause an error
     try:
         action()
     except FleetError as error:
@@ -43,51 +43,50 @@ def guarded(action: Callable[[], Any]) -> None:
 
 
 def python(*arguments: str) -> list[str]:
-    """This Python with ``arguments``, where no file of the working folder stands in for a module that is meant, as a
-    user's own ``random.py`` would. Python 3.10 has no switch for that."""
+    """The command for this Python with ``arguments``. ``-P`` prevents that a file in the working folder, such as a
+    user's ``random.py``, is imported instead of a module; Python 3.10 has no such option."""
     return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), *arguments]
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """``python -m module arguments`` so."""
+    """The command ``python -m module arguments``."""
     return python("-m", module, *arguments)
 
 
-def become(module: str, *arguments: str) -> NoReturn:
-    """Goes on as ``python -m module arguments``, in the same process but without what was imported so far: the command
-    line's libraries would stay in memory as long as an agent or an aggregator runs."""
+def exec_module(module: str, *arguments: str) -> NoReturn:
+    """Replaces this process by ``python -m module arguments``, to free the memory of the command line's libraries."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, command(module, *arguments))
 
 
 def say(line: str) -> None:
-    """A line for people, on stderr."""
+    """Prints a line for people on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def typed(path: Any) -> str:
-    """A path as it is typed into a shell: in quotes where it has a space."""
+    """A path as a shell needs it: in quotes when it has a space."""
     return shlex.quote(str(path))
 
 
 @contextlib.contextmanager
 def until_signal() -> Iterator[Callable[[], bool]]:
-    """Gives a function that is true once SIGINT or SIGTERM came; the second one ends the process at once.
+    """Yields a function that is true after SIGINT or SIGTERM; a second signal raises KeyboardInterrupt.
 
-    With METAFLEET_WITH_PARENT set to the id of the process that started this one it is true as well once that is gone.
+    When METAFLEET_WITH_PARENT is the id of the parent process, the function is also true after that process has ended.
     """
-    came: list[int] = []
+    received: list[int] = []
     parent = os.environ.get(WITH_PARENT)
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if came:
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if received:
             raise KeyboardInterrupt
-        came.append(number)
+        received.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(came) or (parent is not None and str(os.getppid()) != parent)
+        yield lambda: bool(received) or (parent is not None and str(os.getppid()) != parent)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

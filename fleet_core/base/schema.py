@@ -1,9 +1,9 @@
-"""Untrusted mappings (JSON messages, TOML tables) into frozen dataclasses, every mistake reported at once.
+"""Reads untrusted mappings (JSON messages, TOML tables) into frozen dataclasses, and reports every mistake at once.
 
 A field's annotation is its type: bool, int, float, str, tuple[T, ...], Mapping[str, T], a dataclass, or ``T | None``.
-Limits come from ``field(metadata={"min": …, "max": …, "pattern": …, "choices": …, "max_length": …})``; ``words`` says
-to people what the pattern is. ``key`` is the field's name outside Python where that differs; ``was`` is a former name,
-which is still read.
+Limits are metadata: ``field(metadata={"min": …, "above": …, "max": …, "pattern": …, "choices": …, "max_length": …})``.
+``words`` describes the pattern in errors. ``key`` is the field's name outside Python, where that differs. ``was`` is a
+former name that is still read.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ class Problem:
 
 
 def suggest(word: str, known: Collection[str]) -> str | None:
-    """The known word that is nearest to ``word``, or None when none is near."""
+    """The known word that is most similar to ``word``, or None when none is similar."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return near[0] if near else None
 
 
 def read(cls: type[T], data: Any, *, unknown: str = "error") -> tuple[T | None, list[Problem]]:
-    """``data`` as a ``cls``. Returns (object, []) or (None, problems).
+    """Reads ``data`` as a ``cls``. Returns (object, []) or (None, problems).
 
-    unknown: ``"error"`` for files that people write, ``"ignore"`` for messages of a newer minor version.
+    unknown: what to do with unknown keys: ``"error"`` for files that people write, ``"ignore"`` for messages, which may
+    come from a newer minor version.
     """
     problems: list[Problem] = []
     value = _dataclass(cls, data, "", unknown, problems)
@@ -64,7 +65,7 @@ def plain(value: Any) -> Any:
 
 
 def renamed(cls: type[Any], data: Any, at: str = "") -> list[tuple[str, str]]:
-    """(dotted former name, present name) of every key in ``data`` that is read under its former name."""
+    """(dotted former name, present name) of every key in ``data`` that has its former name."""
     found = []
     if isinstance(data, Mapping):
         for name, (declared, kind) in _fields(cls).items():
@@ -135,7 +136,7 @@ def _value(kind: Any, data: Any, at: str, limits: Mapping[str, Any], unknown: st
 
 
 def _is_text(data: Any) -> bool:
-    """Text that can be written as UTF-8: JSON can spell halves of characters, which no file or database takes."""
+    """Whether ``data`` is text that UTF-8 can encode. JSON can express lone surrogates, which UTF-8 cannot."""
     return isinstance(data, str) and (data.isascii() or not any("\ud800" <= c <= "\udfff" for c in data))
 
 
@@ -179,7 +180,7 @@ def _scalar_problem(kind: Any, data: Any, limits: Mapping[str, Any]) -> str | No
     if not isinstance(data, str):
         return f"expected {_name(kind)}, found {_kind(data)}"
     if not _is_text(data):
-        return "expected text, found halves of characters"
+        return "expected text, found a lone surrogate (half of a character)"
     if len(data) > limits.get("max_length", MAX_TEXT):
         return f"{len(data)} characters are over the limit of {limits.get('max_length', MAX_TEXT)}"
     if "pattern" in limits and not re.fullmatch(limits["pattern"], data):

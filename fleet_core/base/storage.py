@@ -1,7 +1,7 @@
-"""Files that are whole or absent: temporary name, fsync, rename; and named arrays on disk as safetensors.
+"""Atomic file writes (temporary file, fsync, rename), and named arrays on disk as safetensors.
 
-A process that only answers reads its arrays by ``mapped``: the libraries that write and unpack are imported at their
-first use, because together they hold more memory than many a model.
+The safetensors library takes more memory than many models, so it is imported when first used; a process that only
+answers reads arrays with ``map_file`` and never loads it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ _OF_SAFETENSORS = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
-    """``data`` at ``path``, whole or not at all, with permission bits ``mode``. Raises StateError.
+    """Writes ``data`` to ``path`` atomically, with permission bits ``mode``. Raises StateError.
 
-    durable: survives a power cut as well as the death of the process; leave it out only for what can be had again and
-    is checked when it is read.
+    durable: also survives a power cut. False only for files that can be made again and are checked when read.
     """
     write_parts(path, (data,), mode=mode, durable=durable)
 
@@ -42,7 +41,7 @@ def write_arrays(
     path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None, *, mode: int = 0o644,
     durable: bool = True,
 ) -> None:
-    """What ``pack`` makes, at ``path`` as by ``write_atomic``, without a copy of the arrays in memory."""
+    """Writes named arrays as safetensors, as ``write_atomic(path, pack(arrays, metadata))`` but without a copy."""
     ordered = {name: np.asarray(arrays[name], order="C") for name in sorted(arrays, key=lambda n: _rank(arrays[n], n))}
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -50,7 +49,7 @@ def write_arrays(
         start, end = end, end + array.nbytes
         header[name] = {"dtype": DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)  # arrays are aligned to eight bytes
+    text = text.ljust(-(-len(text) // 8) * 8)  # aligns the arrays to eight bytes
     parts = (array.reshape(-1).view(np.uint8).data for array in ordered.values() if array.nbytes)
     write_parts(path, (len(text).to_bytes(8, "little"), text, *parts), mode=mode, durable=durable)
 
@@ -60,7 +59,7 @@ def _rank(array: Any, name: str) -> tuple[int, str]:
 
 
 def write_parts(path: Path, parts: Iterable[bytes | memoryview], *, mode: int = 0o644, durable: bool = True) -> None:
-    """The ``parts`` one after the other, as by ``write_atomic``."""
+    """Writes the concatenated ``parts`` to ``path``, as ``write_atomic`` does."""
     import tempfile
 
     try:
@@ -88,7 +87,7 @@ def write_parts(path: Path, parts: Iterable[bytes | memoryview], *, mode: int = 
 
 
 def move(path: Path, to: Path) -> None:
-    """Renames a durable file within its folder, at once and for good. Raises StateError."""
+    """Renames a file within its folder, atomically and durably. Raises StateError."""
     try:
         os.replace(path, to)
         sync(to.parent)
@@ -97,30 +96,30 @@ def move(path: Path, to: Path) -> None:
 
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
-    """``value`` as indented JSON at ``path``, whole or not at all."""
+    """Writes ``value`` to ``path`` atomically, as indented JSON. Raises StateError."""
     write_atomic(path, (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode(), mode=mode)
 
 
-def try_room(folder: Path, like: str) -> None:
-    """Writes a file as large as the largest one ``like`` this below ``folder``, and up to 2 MiB more, and deletes it
-    again. Raises StateError, caused as the write's was, when that cannot be."""
+def check_free_space(folder: Path, like: str) -> None:
+    """Checks that a file can be written as large as the largest that matches ``like`` below ``folder``, plus 2 MiB, by
+    writing and deleting one. Raises StateError with the cause of the failed write."""
     largest = max((path.stat().st_size for path in folder.rglob(like)), default=0)
     blocks, probe = (largest >> 20) + 2, folder / ".probe"
     try:
         write_parts(probe, itertools.repeat(bytes(1 << 20), blocks))
     except StateError as error:
-        hint = f"{blocks} MiB must be free, and writable"
+        hint = f"{blocks} MiB must be free and writable"
         raise StateError(error.what, where=str(folder), hint=hint) from error.__cause__
     probe.unlink()
 
 
-def is_of_the_disk(error: BaseException) -> bool:
-    """Whether the disk refused (full, read-only, broken, taken away), so that the same may succeed later."""
+def is_disk_error(error: BaseException) -> bool:
+    """Whether the disk caused the error (full, read-only, broken, removed), so that a later attempt may succeed."""
     return isinstance(error.__cause__ if isinstance(error, StateError) else error, OSError)
 
 
 def read_bytes(path: Path, *, limit: int) -> bytes:
-    """The file's bytes. Raises StateError when it is absent, unreadable or larger than ``limit`` bytes."""
+    """The file's bytes. Raises StateError when it cannot be read or is larger than ``limit`` bytes."""
     try:
         if path.stat().st_size > limit:
             raise StateError(f"{path.stat().st_size} bytes are over the limit of {limit}", where=str(path))
@@ -140,7 +139,7 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for key, array in flat.items():
         group, slash, name = key.partition("/")
         if not slash or not name:
-            raise StateError(f"array '{key[:80]}' names no group", expected="group/name")
+            raise StateError(f"array '{key[:80]}' has no group in its name", expected="group/name")
         tree.setdefault(group, {})[name] = array
     return tree
 
@@ -160,14 +159,14 @@ def unflatten_roles(flat: Mapping[str, Any]) -> dict[str, dict[str, dict[str, An
 
 
 def pack(arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Named numpy arrays as safetensors bytes."""
+    """Named numpy arrays and text metadata as safetensors bytes."""
     from safetensors.numpy import save
 
     return save({k: np.asarray(v, order="C") for k, v in arrays.items()}, metadata=dict(metadata or {}) or None)
 
 
 def unpack(data: bytes, *, where: str = "safetensors") -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
-    """(arrays, metadata) of safetensors bytes. Raises StateError for anything else."""
+    """(arrays, metadata) of safetensors bytes. Raises StateError when they are not safetensors."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -175,15 +174,15 @@ def unpack(data: bytes, *, where: str = "safetensors") -> tuple[dict[str, np.nda
         arrays = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StateError(f"is no safetensors: {error}", where=where) from error
+        raise StateError(f"is not safetensors: {error}", where=where) from error
     return arrays, header.get("__metadata__") or {}
 
 
-def mapped(path: Path, *, limit: int) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
-    """(arrays, metadata) of a safetensors file, without a copy: the arrays are read-only views of the file's pages,
-    which take memory when they are first looked at. A file that is replaced by a rename stays as it was for them.
+def map_file(path: Path, *, limit: int) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
+    """(arrays, metadata) of a safetensors file, memory-mapped: the arrays are read-only, and their pages take memory on
+    first access. The arrays keep their values when the file is replaced by a rename.
 
-    Raises StateError for a file that is absent, cannot be read, is larger than ``limit`` bytes or is no safetensors.
+    Raises StateError for a file that cannot be read, is larger than ``limit`` bytes or is not safetensors.
     """
     _check_readable(path, limit)
     try:
@@ -192,11 +191,11 @@ def mapped(path: Path, *, limit: int) -> tuple[dict[str, np.ndarray[Any, Any]], 
     except OSError as error:
         raise StateError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise StateError(f"is no safetensors: {error}", where=str(path)) from error
+        raise StateError(f"is not safetensors: {error}", where=str(path)) from error
 
 
 def _check_readable(path: Path, limit: int) -> None:
-    """Reads it once: a disk that is broken says so here, where it can be told, and not when a page is looked at."""
+    """Reads the file once, so that a broken disk raises StateError here and not SIGBUS at a later page access."""
     part = bytearray(1 << 16)
     try:
         size = path.stat().st_size
@@ -210,7 +209,7 @@ def _check_readable(path: Path, limit: int) -> None:
 
 
 def _views(pages: mmap.mmap) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
-    """Raises ValueError, KeyError, TypeError … for what is no safetensors."""
+    """(arrays, metadata) as views of the file's pages. Raises ValueError, KeyError, TypeError … for other formats."""
     size = int.from_bytes(pages[:8], "little")
     if size > min(len(pages) - 8, MAX_HEADER_BYTES):
         raise ValueError(f"a header of {size} bytes")
@@ -221,17 +220,17 @@ def _views(pages: mmap.mmap) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str,
         dtype, (first, last) = np.dtype(_OF_SAFETENSORS[entry["dtype"]]), entry["data_offsets"]
         shape = [operator.index(side) for side in entry["shape"]]
         if first != end or min(shape, default=0) < 0 or last - first != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name[:80]} lies at {first} to {last}")
+            raise ValueError(f"{name[:80]} has wrong offsets, {first} to {last}")
         flat = np.frombuffer(pages, dtype, math.prod(shape), 8 + size + first) if last > first else np.empty(0, dtype)
         arrays[name], end = flat.reshape(shape), last
     if 8 + size + end != len(pages):
-        raise ValueError("it is cut short, or goes on")
+        raise ValueError("its length does not match its header")
     return arrays, metadata
 
 
-def head(path: Path) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
-    """({name: (first byte, bytes) in the file}, metadata) of a safetensors file, without its arrays. Raises StateError
-    for a file that is none."""
+def read_header(path: Path) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+    """({name: (offset, bytes) in the file}, metadata) of a safetensors file; the arrays are not read. Raises StateError
+    for another file."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -241,16 +240,16 @@ def head(path: Path) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
         metadata = header.pop("__metadata__", None) or {}
         places = {name: entry["data_offsets"] for name, entry in header.items()}
         if path.stat().st_size != 8 + size + max((int(end) for _, end in places.values()), default=0):
-            raise StateError("is cut short", where=str(path))
+            raise StateError("is truncated or has extra bytes", where=str(path))
         return {name: (8 + size + int(a), int(b) - int(a)) for name, (a, b) in places.items()}, metadata
     except OSError as error:
         raise StateError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StateError(f"is no safetensors: {error}", where=str(path)) from error
+        raise StateError(f"is not safetensors: {error}", where=str(path)) from error
 
 
 def sync(path: Path) -> None:
-    """What a file holds, or a folder names, survives a power cut from here on. Raises OSError."""
+    """Flushes a file or folder to disk (fsync), so that it survives a power cut. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What both command lines do alike: options, data to stdout as JSON or as a table."""
+"""What both command lines share: common options, and output as JSON or as a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def application(description: str) -> typer.Typer:
     """A Typer application with ``--version`` and ``--verbose``."""
-    import typer  # not needed where only tables are shown
+    import typer  # not needed for tables
 
     app = typer.Typer(
         help=description, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -45,7 +45,7 @@ def _version(wanted: bool) -> None:
 
 
 def main(app: Callable[..., Any]) -> None:
-    """Runs ``app`` as ``runtime.guarded`` does; ``--verbose`` may stand anywhere."""
+    """Runs ``app`` by ``processes.guarded``; ``--verbose`` may stand anywhere on the command line."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--verbose"]
     if len(arguments) < len(sys.argv) - 1:
         os.environ[processes.VERBOSE] = "1"
@@ -58,12 +58,12 @@ def date(unix_s: float | None) -> str:
 
 
 def show(value: Any) -> None:
-    """``value`` as JSON on stdout."""
+    """Prints ``value`` as JSON on stdout."""
     print(json.dumps(value, indent=2, sort_keys=True, allow_nan=False))
 
 
 def table(rows: Sequence[tuple[str, ...]], heads: tuple[str, ...]) -> None:
-    """Rows on stdout in columns; readable without colour, one line a row."""
+    """Prints rows on stdout in columns, one line per row."""
     widths = [max(len(row[k]) for row in [heads, *rows]) for k in range(len(heads))]
     for row in [heads, *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,10 +1,10 @@
-"""Arithmetic on named arrays that numpy and torch both obey.
+"""Arithmetic on named arrays of numpy or torch.
 
-``Params`` maps a group (``body``, ``head``, ``buffers``, ``rates``, ``control``, ``prototypes``) to named arrays of
-that group. Every function but ``accumulate`` returns new arrays and leaves its arguments alone.
+``Params`` maps a group (``body``, ``head``, ``buffers``, ``rates``, ``control``, ``prototypes``) to its named arrays.
+Every function but ``accumulate`` returns new arrays and does not change its arguments.
 
-Within ``side_by_side`` every array has one more axis in front, that of clients trained together: elementwise arithmetic
-does not notice, and a norm is one per client.
+Within ``side_by_side`` the first axis of every array counts clients that are trained together: elementwise functions
+stay the same, and norms are one per client.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 
 class Array(Protocol):
-    """What the algorithms ask of an array: elementwise arithmetic and a sum. numpy and torch arrays have both."""
+    """What the algorithms need of an array: elementwise arithmetic and a sum."""
 
     def __add__(self, other: Any, /) -> Any: ...
     def __sub__(self, other: Any, /) -> Any: ...
@@ -33,7 +33,7 @@ _SIDE_BY_SIDE = ContextVar("side_by_side", default=False)
 
 @contextlib.contextmanager
 def side_by_side() -> Iterator[None]:
-    """The first axis of every array counts clients."""
+    """Within it, the first axis of every array counts clients."""
     token = _SIDE_BY_SIDE.set(True)
     try:
         yield
@@ -55,7 +55,7 @@ def subtract(left: Params, right: Params) -> dict[str, dict[str, Any]]:
 
 
 def scale(tree: Params, factor: Any) -> dict[str, dict[str, Any]]:
-    """``factor``: a number, or what ``norm`` gives: within ``side_by_side`` one for each client."""
+    """``factor``: a number; within ``side_by_side`` also an array [clients], as ``norm`` returns."""
     if _SIDE_BY_SIDE.get() and hasattr(factor, "reshape"):
         return apply(lambda a: a * factor.reshape(-1, *(1,) * (len(a.shape) - 1)), tree)
     return apply(lambda a: a * factor, tree)
@@ -67,14 +67,14 @@ def axpy(factor: float, x: Params, y: Params) -> dict[str, dict[str, Any]]:
 
 
 def accumulate(total: Params, tree: Params) -> None:
-    """Adds ``tree`` to ``total`` in place: the one function that changes its argument."""
+    """Adds ``tree`` to ``total`` in place."""
     for group, named in total.items():
         for name, array in named.items():
             array += tree[group][name]
 
 
 def widened(tree: Params) -> dict[str, dict[str, Any]]:
-    """The same values in float64 arrays of their own."""
+    """A copy in float64."""
     return apply(lambda a: a.astype("float64") if hasattr(a, "astype") else a.double() + 0, tree)
 
 
@@ -83,12 +83,12 @@ def zeros_like(tree: Params) -> dict[str, dict[str, Any]]:
 
 
 def only(tree: Params, groups: Collection[str]) -> dict[str, dict[str, Any]]:
-    """The groups of ``tree`` that are named in ``groups``, in the tree's order."""
+    """The part of ``tree`` whose groups are in ``groups``, in the tree's order."""
     return {g: dict(named) for g, named in tree.items() if g in groups}
 
 
 def mirrored(model: Params, tree: Params, group: str) -> dict[str, dict[str, Any]]:
-    """``model`` with a tree of the same structure beside it as one more group, whose arrays are named group.name."""
+    """``model`` plus one more group: the arrays of ``tree``, which has the model's structure, named ``group.name``."""
     flat = {f"{g}.{n}": array for g, named in tree.items() for n, array in named.items()}
     return {**{g: dict(named) for g, named in model.items()}, group: flat}
 
@@ -100,7 +100,7 @@ def parted(groups: Params, group: str) -> tuple[dict[str, dict[str, Any]], dict[
 
 
 def norm(tree: Params) -> Any:
-    """Euclidean norm over every array of the tree: a float; within ``side_by_side`` an array [clients]."""
+    """Euclidean norm over all arrays of the tree: a float; within ``side_by_side`` an array [clients]."""
     arrays = [array for named in tree.values() for array in named.values()]
     if _SIDE_BY_SIDE.get():
         return sum((a * a).reshape(len(a), -1).sum(1) for a in arrays) ** 0.5
@@ -108,7 +108,7 @@ def norm(tree: Params) -> Any:
 
 
 def clip(tree: Params, limit: float) -> Params:
-    """The tree scaled down to a norm of at most ``limit``; a limit of 0 means none."""
+    """The tree, scaled down to a norm of at most ``limit``; 0 means no limit."""
     if limit <= 0:
         return tree
     length = norm(tree)

@@ -134,7 +134,7 @@ def unpack(data: bytes) -> Graph:
 def read(path: Path) -> Graph:
     """The bundle in a file, as ``unpack`` reads it. Raises BundleError."""
     try:
-        arrays, metadata = storage.mapped(path, limit=MAX_BYTES)
+        arrays, metadata = storage.map_file(path, limit=MAX_BYTES)
     except StateError as error:
         raise BundleError(error.what, where=error.where) from error
     info, layout = _head(metadata)

@@ -166,7 +166,7 @@ def load(path: Path, settings: Sequence[str] = ()) -> Experiment:
     text = config.text_of(path)
     data = config.tables(text, str(path))
     for former, present in schema.renamed(Experiment, data):
-        processes.say(config.told_of_rename(former, present, text, str(path)))
+        processes.say(config.rename_warning(former, present, text, str(path)))
         data[present] = data.pop(former)
     for setting in settings:
         _set(data, setting)

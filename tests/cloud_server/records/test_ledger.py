@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cloud_server.records.disk_errors import is_of_the_disk
+from cloud_server.records.disk_errors import is_disk_error
 from cloud_server.records.ledger import Bytes, Ledger
 from cloud_server.records.ledger_tables import (
     VERSION,
@@ -301,7 +301,7 @@ def test_a_ledger_that_finds_no_space_says_so_keeps_what_it_has_and_goes_on_late
     many = [Round(round=n, opened_at=1.0, note="x" * 4000) for n in range(3, 20)]
     with pytest.raises(StateError, match="disk is full") as caught:
         ledger.put(Flops(round=1, device="a", flops=1.0), *many)
-    assert is_of_the_disk(caught.value)
+    assert is_disk_error(caught.value)
     assert "free space" in str(caught.value)
     assert [r.round for r in ledger.rounds()] == [1, 2]
     assert ledger.rows(Flops) == []
@@ -314,7 +314,7 @@ def test_a_ledger_that_finds_no_space_says_so_keeps_what_it_has_and_goes_on_late
 def test_a_damaged_file_is_not_taken_for_a_disk_that_will_come_back(ledger: Ledger) -> None:
     with pytest.raises(StateError) as caught:
         ledger.put(Round(round=3, opened_at=1.0, status="half-open"))
-    assert not is_of_the_disk(caught.value)
+    assert not is_disk_error(caught.value)
 
 
 @pytest.mark.parametrize("damage", ["text", "truncated", "another program's"])

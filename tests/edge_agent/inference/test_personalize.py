@@ -78,7 +78,7 @@ def test_a_session_keeps_its_own_weights(graph: graph_bundle.Graph, weights: Any
 
 def test_weights_in_a_mapped_file_are_not_copied_and_those_in_memory_are(weights: Any, tmp_path: Path) -> None:
     storage.write_arrays(tmp_path / "w", storage.flatten(weights))
-    mapped, _ = storage.mapped(tmp_path / "w", limit=1 << 20)
+    mapped, _ = storage.map_file(tmp_path / "w", limit=1 << 20)
     for name, array in storage.flatten(weights).items():
         assert sessions._kept(mapped[name]) is mapped[name]
         frozen = array.view()

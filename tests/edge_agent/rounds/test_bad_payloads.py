@@ -246,7 +246,7 @@ def test_a_manifest_in_the_spool_that_the_disk_does_not_give_is_not_taken_for_a_
     (tmp_path / "1" / "folder.json").mkdir()
     with pytest.raises(StateError, match=r"folder\.json: cannot be read") as caught:
         spool.manifests(1)
-    assert storage.is_of_the_disk(caught.value)
+    assert storage.is_disk_error(caught.value)
 
 
 def test_a_public_key_that_is_none_is_named(liar: FakeDevice) -> None:

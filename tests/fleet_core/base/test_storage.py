@@ -34,20 +34,20 @@ def test_streamed_arrays_are_what_the_library_reads_and_writes(tmp_path: Path, m
 def test_a_head_says_where_each_array_lies_and_a_cut_file_has_none(tmp_path: Path) -> None:
     path = tmp_path / "x"
     storage.write_arrays(path, ARRAYS, {"round": "3"})
-    places, metadata = storage.head(path)
+    places, metadata = storage.read_header(path)
     start, size = places["z"]
     assert (path.read_bytes()[start : start + size], metadata) == (bytes(range(5)), {"round": "3"})
     for wrong in (path.read_bytes()[:-1], b"", b"\xff" * 40, bytes(40)):
         path.write_bytes(wrong)
         with pytest.raises(StateError):
-            storage.head(path)
+            storage.read_header(path)
 
 
 def test_mapped_arrays_are_the_unpacked_ones_and_stay_when_the_file_is_replaced(tmp_path: Path) -> None:
     arrays = {"a/w": np.arange(6, dtype=np.float32).reshape(2, 3), "a/n": np.array(7), "b/e": np.zeros((0, 4), np.int8)}
     path = tmp_path / "weights.safetensors"
     storage.write_arrays(path, arrays, {"round": "3"})
-    found, metadata = storage.mapped(path, limit=1 << 20)
+    found, metadata = storage.map_file(path, limit=1 << 20)
     assert metadata == {"round": "3"} == storage.unpack(path.read_bytes())[1]
     storage.write_arrays(path, {"a/w": np.full((2, 3), 9, np.float32)})
     assert found.keys() == arrays.keys()
@@ -83,16 +83,16 @@ def test_a_file_that_is_no_safetensors_is_not_mapped(tmp_path: Path, data: bytes
     path = tmp_path / "weights.safetensors"
     path.write_bytes(data)
     with pytest.raises(StateError, match="no safetensors"):
-        storage.mapped(path, limit=1 << 20)
+        storage.map_file(path, limit=1 << 20)
 
 
 def test_a_file_that_is_absent_or_too_large_is_not_mapped(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     with pytest.raises(StateError, match="cannot be read"):
-        storage.mapped(path, limit=1 << 20)
+        storage.map_file(path, limit=1 << 20)
     storage.write_arrays(path, {"a": np.zeros(100)})
     with pytest.raises(StateError, match="over the limit"):
-        storage.mapped(path, limit=100)
+        storage.map_file(path, limit=100)
 
 
 def test_room_is_tried_with_the_largest_file_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_room_is_tried_with_the_largest_file_and_nothing_stays(tmp_path: Path, m
         write(path, found)
 
     monkeypatch.setattr(storage, "write_parts", counted)
-    storage.try_room(tmp_path, "*.safetensors")
+    storage.check_free_space(tmp_path, "*.safetensors")
     assert written == [5 << 20]
     assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
 
@@ -115,21 +115,21 @@ def test_waits_double_up_to_their_limit_differ_by_device_and_begin_again_after_a
     now = [0.0]
     waits = {}
     for name in ("a", "b"):
-        patience = Backoff(name, lambda: now[0], 2.0, 60.0)
-        first = patience.wait_s
+        backoff = Backoff(name, lambda: now[0], 2.0, 60.0)
+        first = backoff.wait_s
         found = []
         for _ in range(8):
-            found.append(patience.wait_s)
+            found.append(backoff.wait_s)
             over = []
-            for later_s in (patience.wait_s, 0.001):
+            for later_s in (backoff.wait_s, 0.001):
                 now[0] += later_s
-                over.append(patience.over)
+                over.append(backoff.expired)
             assert over == [False, True]
-            patience.again()
+            backoff.repeat()
         for k, wait_s in enumerate(found):
             least_s = min(2.0 * 2**k, 60.0)
             assert least_s <= wait_s < 2 * least_s
-        patience.answered()
-        assert (patience.wait_s, patience.over) == (first, False)
+        backoff.reset()
+        assert (backoff.wait_s, backoff.expired) == (first, False)
         waits[name] = found
     assert all(a != b for a, b in zip(waits["a"], waits["b"], strict=True))

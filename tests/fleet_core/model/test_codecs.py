@@ -238,7 +238,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "an array too few": ("fp32", fp32(body_b=None), "array body/b has shape none"),
     "an array too many": ("fp32", fp32(body_x=np.ones(3, np.float32)), "array body/x has shape"),
     "a group too many": ("fp32", fp32(buffers_count=np.ones(1, np.float32)), "array buffers/count has shape"),
-    "no group": ("fp32", fp32(lonely=np.ones(3, np.float32)), "array 'lonely' names no group"),
+    "no group": ("fp32", fp32(lonely=np.ones(3, np.float32)), "array 'lonely' has no group in its name"),
     "nothing": ("fp32", {}, "has shape none"),
     "another shape": ("fp32", fp32(body_b=np.ones(5, np.float32)), r"body/b has shape \(5,\)"),
     "another shape of that size": ("fp32", fp32(body_w=np.ones((3, 4), np.float32)), r"body/w has shape \(3, 4\)"),
@@ -318,7 +318,7 @@ def test_a_payload_cut_short_anywhere_or_followed_by_more_is_refused() -> None:
     for end in range(len(data)):
         with pytest.raises(CodecError):
             codecs.decode("int8", data[:end], LAYOUT, GROUPS)
-    with pytest.raises(CodecError, match="cut short or followed by other bytes"):
+    with pytest.raises(CodecError, match="truncated or followed by other bytes"):
         codecs.decode("int8", data + data, LAYOUT, GROUPS)
 
 

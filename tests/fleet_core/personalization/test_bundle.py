@@ -322,7 +322,7 @@ def wrong(files: Files) -> dict[str, tuple[Files, str]]:
         "too few weights": (weights(files, fewer), "none"),
         "weights not finite": (weights(files, lambda a: {k: v * np.nan for k, v in a.items()}), "not finite"),
         "too few rates": (weights(files, fewer, "rates.safetensors"), "none"),
-        "no safetensors": (signed({**files, "weights.safetensors": b"12345678"}), "is no safetensors"),
+        "no safetensors": (signed({**files, "weights.safetensors": b"12345678"}), "is not safetensors"),
         "an empty graph": (signed({**files, "embed.onnx": b""}), "files"),
         "no archive": (signed({**files, "golden.npz": b"PK"}), r"is no \.npz"),
         "compressed": (signed({**files, "golden.npz": zipped(**golden_arrays)}), "not compressed"),

@@ -358,7 +358,7 @@ def test_a_file_that_holds_no_key_is_named_with_what_to_do(tmp_path, load, data)
         load(path)
     assert (caught.value.where, caught.value.expected) == (str(path), "64 hex digits")
     assert "from a backup" in str(caught.value)
-    assert not storage.is_of_the_disk(caught.value)
+    assert not storage.is_disk_error(caught.value)
 
 
 @pytest.mark.parametrize("load", [Signer.load, load_public])
@@ -370,7 +370,7 @@ def test_a_key_that_is_absent_or_cannot_be_read_is_of_the_disk_and_named_with_wh
         load(path)
     assert caught.value.where == str(path)
     assert "from a backup" in str(caught.value)
-    assert storage.is_of_the_disk(caught.value)
+    assert storage.is_disk_error(caught.value)
 
 
 def test_a_key_comes_back_from_its_file(tmp_path):
