@@ -47,7 +47,7 @@ def encode_model(model: Params, before: Checkpoint, codec: str, layout: Layout, 
     delta = _difference(target, held)
     data = codecs.encode(codec, delta)
     read = codecs.decode(codec, data, layout, groups) if codecs.codec(codec).lossy else delta
-    decoded = codecs.moved(held, read)
+    decoded = codecs.apply_delta(held, read)
     lost = _difference(target, decoded) if codecs.codec(codec).feedback else None
     return Encoded(data, codec, True, decoded, lost)
 

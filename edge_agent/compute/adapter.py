@@ -123,7 +123,7 @@ def stepped(graph: Graph, weights: Weights, support: Samples, steps: int, rate: 
     how = graph.info.adapt
     if how is None:
         raise BundleError("the bundle has no graph 'adapt'", hint="its model or method does not step on a device")
-    taken = graph.taken(weights.params)
+    taken = graph.adapt_inputs(weights.params)
     run = open_steps(graph.adapt, taken)
     learned = {} if how.rates else {"lr": np.array(rate, np.float32)}
     _check(graph, support)

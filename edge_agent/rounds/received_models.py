@@ -75,7 +75,7 @@ class Models:
             held = self._home.weights("model")
             if held is None:
                 raise CodecError("the base of the delta is not here", where=f"round {ref.round}")
-            params = codecs.moved(held.params, params)
+            params = codecs.apply_delta(held.params, params)
         if codecs.identity(params) != ref.model:
             raise CodecError("the decoded model is not the one that was announced", where=f"round {ref.round}")
         return params

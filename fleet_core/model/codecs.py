@@ -1,9 +1,9 @@
-"""Model and update codecs: named float32 arrays to bytes and back.
+"""Codecs for models and updates: named float32 arrays to bytes and back.
 
-A payload is safetensors with zstd around it. ``fp32`` keeps every bit, its bytes sorted by their place in the word (the
-exponents compress, the rest does not); ``int8`` keeps one signed byte per value and one scale per array (symmetric,
-round to nearest). With error feedback (Seide et al. 2014; Karimireddy et al. 2019) what a
-device's update lost is added to its next one. Rounding is deterministic, so that a run can be repeated bit for bit.
+A payload is safetensors compressed by zstd. ``fp32`` is lossless; it stores all first bytes of the words, then all
+second bytes, and so on, because only the exponents compress. ``int8`` stores one signed byte per value and one scale
+per array (symmetric, round to nearest); with error feedback (Seide et al. 2014; Karimireddy et al. 2019) the sender
+adds what an update lost to its next one. Rounding is deterministic, so that a run can be repeated bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADER_BYTES_PER_ARRAY = 512
 
 @dataclass(frozen=True)
 class Codec:
-    """A named wire form. feedback: the sender keeps what was lost and adds it to its next payload."""
+    """bits: per value. feedback: the sender keeps what was lost and adds it to its next payload."""
 
     name: str
     bits: int
@@ -49,10 +49,10 @@ def codec(name: str) -> Codec:
 
 
 def encode(name: str, params: Params) -> bytes:
-    """Params (any float dtype) as bytes. Raises CodecError when a value is not finite."""
+    """Encodes arrays of any float dtype. Raises CodecError for a value that is not finite in float32."""
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for key, array in storage.flatten(params).items():
-        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is refused
+        with np.errstate(over="ignore"):  # a value too large for float32 becomes infinite and is refused
             values = np.asarray(array, dtype=np.float32)
         if not np.isfinite(values).all():
             raise CodecError(f"array {key} holds a value that is not finite")
@@ -63,19 +63,19 @@ def encode(name: str, params: Params) -> bytes:
             tensors[key + SCALE] = scale.reshape(1)
         else:
             tensors[key] = values
-    return framed(name, storage.pack(tensors))
+    return payload(name, storage.pack(tensors))
 
 
-def framed(name: str, packed: bytes) -> bytes:
-    """Safetensors bytes as a payload: their words' bytes sorted for ``fp32``, and zstd around them."""
+def payload(name: str, packed: bytes) -> bytes:
+    """Compresses safetensors bytes; for ``fp32`` the bytes of each word are separated first."""
     return compress(packed if codec(name).lossy else _planes(packed))
 
 
 def decode(name: str, data: bytes, layout: Layout, groups: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Bytes of ``encode`` as float32 Params in the layout's order.
+    """Decodes a payload of ``encode`` to float32 arrays in the layout's order.
 
-    The decompressed size is capped by the layout before memory is taken. Raises CodecError for bytes that are no such
-    payload, arrays that are not the layout's, and values that are not finite.
+    The layout limits the decompressed size. Raises CodecError for bytes that are not such a payload, arrays other than
+    the layout's, and values that are not finite.
     """
     form = codec(name)
     limit = layout.parameters(groups) * 4 + HEADER_BYTES_PER_ARRAY * (2 * len(layout.tensors) + 2)
@@ -87,7 +87,7 @@ def decode(name: str, data: bytes, layout: Layout, groups: tuple[str, ...]) -> d
     values = {k: v for k, v in tensors.items() if not k.endswith(SCALE)}
     for key in sorted(tensors.keys() - values.keys()):
         if form.bits == 32 or key.removesuffix(SCALE) not in values:
-            raise CodecError(f"array {key[:80]} is the scale of no array")
+            raise CodecError(f"array {key[:80]} is a scale without its array")
     try:
         tree = storage.unflatten({k: _restore(form, k, v, tensors) for k, v in values.items()})
     except StateError as error:
@@ -97,7 +97,7 @@ def decode(name: str, data: bytes, layout: Layout, groups: tuple[str, ...]) -> d
 
 
 def _planes(words: bytes) -> memoryview:
-    """Every first byte of the little-endian words, then every second one, and so on."""
+    """All first bytes of the little-endian 32-bit words, then all second bytes, and so on."""
     array = np.frombuffer(words, dtype="<u4")
     places = np.empty((4, len(array)), dtype=np.uint8)
     for k, plane in enumerate(places):
@@ -108,7 +108,7 @@ def _planes(words: bytes) -> memoryview:
 def _words(planes: bytes) -> bytes:
     """The inverse of ``_planes``."""
     if len(planes) % 4:
-        raise CodecError(f"{len(planes)} bytes are no whole words")
+        raise CodecError(f"{len(planes)} bytes are not a multiple of 4")
     places = np.frombuffer(planes, dtype=np.uint8).reshape(4, -1)
     words: np.ndarray[Any, Any] = places[3].astype("<u4")
     for plane in places[2::-1]:
@@ -125,14 +125,14 @@ def _restore(form: Codec, key: str, values: np.ndarray[Any, Any], tensors: Mappi
     scale = tensors.get(key + SCALE)
     if values.dtype != np.int8 or scale is None or scale.dtype != np.float32 or scale.shape != (1,):
         raise CodecError(f"array {key[:80]} is {values.dtype} without a float32 scale", expected="int8 and its scale")
-    with np.errstate(over="ignore", invalid="ignore"):  # a scale that is too large is found by the layout's check
+    with np.errstate(over="ignore", invalid="ignore"):  # the layout's check finds a scale that is too large
         return np.asarray(values.astype(np.float32) * scale[0])
 
 
 @dataclass(frozen=True)
 class Sent:
-    """One encoded update. decoded: what the receiver reads. residual: what the sender keeps, or None.
-    error: what was lost for good (own − decoded) when there is no feedback, or None."""
+    """An encoded update. decoded: what the receiver decodes. residual: what the sender adds to its next update, or
+    None. error: own − decoded of a lossy codec without feedback, which is lost; or None."""
 
     data: bytes
     decoded: Params
@@ -141,7 +141,7 @@ class Sent:
 
 
 def send(name: str, own: Params, residual: Params | None, layout: Layout, groups: tuple[str, ...]) -> Sent:
-    """Encodes an update, adding the residual of earlier ones where the codec has error feedback."""
+    """Encodes an update. With error feedback the residual of earlier updates is added first."""
     form = codec(name)
     intended = trees.add(own, residual) if form.feedback and residual is not None else own
     data = encode(name, intended)
@@ -152,15 +152,15 @@ def send(name: str, own: Params, residual: Params | None, layout: Layout, groups
     return Sent(data, decoded, lost if form.feedback else None, None if form.feedback else lost)
 
 
-def moved(base: Params, delta: Params) -> dict[str, dict[str, Any]]:
-    """base + delta in float32: the one sum that server and devices do alike when a model comes as a delta."""
+def apply_delta(base: Params, delta: Params) -> dict[str, dict[str, Any]]:
+    """base + delta in float32. Aggregator and devices both compute it and must get the same bits."""
     return trees.apply(
         lambda b, d: (np.asarray(b, dtype=np.float32) + np.asarray(d, dtype=np.float32)).astype(np.float32), base, delta
     )
 
 
 def identity(params: Params) -> str:
-    """First 32 hex digits of the sha256 over names, shapes and float32 bytes: the id of decoded weights."""
+    """The id of decoded weights: the first 32 hex digits of the sha256 over names, shapes and float32 bytes."""
     digest = hashlib.sha256()
     for key, array in sorted(storage.flatten(params).items()):
         values = np.asarray(array, dtype="<f4", order="C")

@@ -1,14 +1,14 @@
-"""The graph bundle: everything of a model but its weights, in one safetensors container; and weights as bytes.
+"""The graph bundle: a model without its weights, in one safetensors container. Also weights as bytes.
 
-A bundle holds the ONNX graphs (``embed``: raw samples -> z; ``predict``: raw samples -> logits, for methods with a
-head; ``adapt``: weights and a support set -> weights after gradient steps), the layout, and golden inputs and outputs.
-Every parameter of a graph is an external initializer named ``group/name``, so that one graph serves the weights of
-every round. The golden outputs belong to the weights ``layout.seeded(seed)``: a graph can be checked before any weights
-arrive.
+A bundle holds the layout, ONNX graphs, and golden inputs and outputs. Graphs: ``embed`` (raw samples -> z), ``predict``
+(raw samples -> logits, for methods with a head) and ``adapt`` (weights and a support set -> weights after gradient
+steps). Every parameter of a graph is an external initializer named ``group/name``, so that one graph works with the
+weights of every round. The golden outputs were computed with the weights ``layout.seeded(seed)``, so that a graph can
+be checked before any weights arrive.
 
 Container: tensors ``graph/<kind>`` uint8 [bytes], ``golden/x`` ``golden/<kind>``; metadata ``bundle``, a JSON object.
 With ``adapt`` also ``golden/y``, labels of x, and ``golden/adapt``, the logits of x after steps on x and y; and
-``first/<group>/<name>``, what the steps of a device start from in the groups that the method leaves to it.
+``first/<group>/<name>``, the initial values of the groups that stay on the device.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fleet_core.base.trees import Params
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 
 GRAPH_GROUPS: Mapping[str, tuple[str, ...]] = {"embed": ("body",), "predict": ("body", "head")}
-"""The graphs from samples to outputs that a bundle may hold, and the groups of arrays that each takes."""
+"""The graphs from samples to outputs, and the groups of arrays that each takes."""
 
 GOLDEN_STEPS = (1, 10)
-"""After how many gradient steps the golden logits of ``adapt`` are."""
+"""Numbers of gradient steps after which ``adapt`` has golden logits."""
 
 FORMAT = 1
 MAX_BYTES = 64 << 20
@@ -40,8 +40,8 @@ MAX_FIRST_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class AdaptInfo:
-    """How the graph ``adapt`` steps. groups: those of the model that move. rates: whether it takes a learned rate for
-    every value, ``rates/group.name``, in place of one for all. lr: the rate of the golden steps."""
+    """The gradient steps of ``adapt``. groups: the groups of the model that change. rates: whether it takes a learning
+    rate per value, ``rates/group.name``, instead of one for all. lr: the learning rate of the golden steps."""
 
     groups: tuple[str, ...] = field(metadata={"choices": MODEL_GROUPS})
     rates: bool
@@ -50,11 +50,11 @@ class AdaptInfo:
 
 @dataclass(frozen=True)
 class GraphInfo:
-    """The small facts of a bundle.
+    """Metadata of a bundle.
 
-    seed: of the golden weights. atol, rtol: how far a golden output may be off (|got − wanted| ≤ atol + rtol·|wanted|).
-    ir_version, opset: of the ONNX files. min_onnxruntime: the oldest release that is known to run them. adapt: of the
-    graph ``adapt``, None where there is none.
+    seed: of the golden weights. atol, rtol: tolerance of golden outputs (|got − wanted| ≤ atol + rtol·|wanted|).
+    ir_version, opset: of the ONNX files. min_onnxruntime: the oldest release known to run them. adapt: None when the
+    bundle has no graph ``adapt``.
     """
 
     format: int = field(metadata={"min": FORMAT, "max": FORMAT})
@@ -71,10 +71,10 @@ class GraphInfo:
 class Graph:
     """A bundle in memory.
 
-    graphs: ONNX files from samples to outputs, by kind. golden: ``x`` (raw samples) and, for every kind, the outputs
-    float32 that ``layout.seeded(info.seed)`` gives. adapt: the ONNX file of that kind, empty where there is none; its
-    golden arrays are ``y`` int64 [n] and ``adapt`` float32 [GOLDEN_STEPS, n, K]. first: the first values, alike on
-    every device, of the groups that stay on a device.
+    graphs: the ONNX files ``embed`` and ``predict``, by kind. golden: ``x`` (raw samples) and, for every kind, the
+    float32 outputs with the weights ``layout.seeded(info.seed)``. adapt: the ONNX file ``adapt``, empty when there is
+    none; its golden arrays are ``y`` int64 [n] and ``adapt`` float32 [GOLDEN_STEPS, n, K]. first: the initial values,
+    the same on every device, of the groups that stay on the device.
     """
 
     layout: Layout
@@ -85,19 +85,19 @@ class Graph:
     first: Params = field(default_factory=dict)
 
     def adapt_weights(self, seed: int) -> dict[str, dict[str, Any]]:
-        """Weights from a seed alone of all groups that ``adapt`` takes; learned rates lie around ``info.adapt.lr``."""
-        how = self.info.adapt
-        if how is None:
-            raise BundleError("the bundle has no graph 'adapt'", hint="its model or method does not step on a device")
-        if not how.rates:
+        """Seeded weights of all groups that ``adapt`` takes; learning rates lie around ``info.adapt.lr``."""
+        steps = self.info.adapt
+        if steps is None:
+            raise BundleError("the bundle has no graph 'adapt'",
+                              hint="its model or method takes no gradient steps on a device")
+        if not steps.rates:
             return trees.only(self.layout.seeded(seed), MODEL_GROUPS)
-        weights = trees.only(self.layout.extended(("rates",), how.groups).seeded(seed), (*MODEL_GROUPS, "rates"))
-        return {**weights, "rates": {n: np.float32(how.lr) * (1 + a) for n, a in weights["rates"].items()}}
+        weights = trees.only(self.layout.extended(("rates",), steps.groups).seeded(seed), (*MODEL_GROUPS, "rates"))
+        return {**weights, "rates": {n: np.float32(steps.lr) * (1 + a) for n, a in weights["rates"].items()}}
 
-
-    def taken(self, params: Params) -> dict[str, dict[str, Any]]:
-        """What ``adapt`` takes of a served model's ``params``: the model, first values of groups that stay on a device,
-        and the learned rates of groups that move. Raises CodecError for weights of another layout."""
+    def adapt_inputs(self, params: Params) -> dict[str, dict[str, Any]]:
+        """The weights that ``adapt`` takes, from a served model's ``params``: the model, the initial values of groups
+        that stay on the device, and the learned rates. Raises CodecError for weights of another layout."""
         model = self.layout.ordered({**self.first, **trees.only(params, MODEL_GROUPS)})
         self.layout.check(model, MODEL_GROUPS)
         if self.info.adapt is None or not self.info.adapt.rates:
@@ -109,7 +109,7 @@ class Graph:
 
 
 def pack(graph: Graph) -> bytes:
-    """The bundle as bytes, the same for equal bundles."""
+    """The bundle as bytes; equal bundles give equal bytes."""
     files = {**graph.graphs, **({"adapt": graph.adapt} if graph.adapt else {})}
     arrays: dict[str, Any] = {f"graph/{kind}": np.frombuffer(data, np.uint8) for kind, data in files.items()}
     arrays |= {f"golden/{name}": array for name, array in graph.golden.items()}
@@ -120,7 +120,7 @@ def pack(graph: Graph) -> bytes:
 
 
 def unpack(data: bytes) -> Graph:
-    """The bundle in ``data``. Raises BundleError for bytes that are none; the graphs themselves are not looked into."""
+    """Reads a bundle from bytes, without parsing its ONNX files. Raises BundleError."""
     if len(data) > MAX_BYTES:
         raise BundleError(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
     try:
@@ -128,22 +128,21 @@ def unpack(data: bytes) -> Graph:
     except StateError as error:
         raise BundleError(error.what, where=error.where) from error
     info, layout = _head(metadata)
-    return assembled(layout, info, arrays)
+    return assemble(layout, info, arrays)
 
 
 def read(path: Path) -> Graph:
-    """The bundle in a file, as ``unpack`` reads it. Raises BundleError."""
+    """Reads a bundle from a file, as ``unpack`` does from bytes. Raises BundleError."""
     try:
         arrays, metadata = storage.map_file(path, limit=MAX_BYTES)
     except StateError as error:
         raise BundleError(error.what, where=error.where) from error
     info, layout = _head(metadata)
-    return assembled(layout, info, arrays)
+    return assemble(layout, info, arrays)
 
 
-def assembled(layout: Layout, info: GraphInfo, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Graph:
-    """The bundle of the container's ``arrays``. Raises BundleError unless they are what ``layout`` and ``info`` ask
-    for."""
+def assemble(layout: Layout, info: GraphInfo, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Graph:
+    """A bundle from the container's ``arrays``. Raises BundleError unless they match ``layout`` and ``info``."""
     kinds = [kind for kind in GRAPH_GROUPS if f"graph/{kind}" in arrays]
     known = {"golden/x"} | {f"{part}/{kind}" for kind in kinds for part in ("graph", "golden")}
     if info.adapt is not None:
@@ -162,20 +161,21 @@ def assembled(layout: Layout, info: GraphInfo, arrays: Mapping[str, np.ndarray[A
 
 
 def _first(arrays: Mapping[str, Any], layout: Layout) -> Params:
-    """First values, in whole groups of the model."""
+    """The initial values that stay on a device: whole groups of the model."""
     try:
         return checked_weights(arrays, layout, tuple({key.partition("/")[0] for key in arrays}))
     except CodecError as error:
-        raise BundleError(f"the first values are not the layout's: {error.what}", expected=error.expected) from error
+        what = f"the initial values do not match the layout: {error.what}"
+        raise BundleError(what, expected=error.expected) from error
 
 
 def weights_bytes(params: Params) -> bytes:
-    """Weights (numpy) as safetensors bytes under the names ``group/name``."""
+    """Weights (numpy) as safetensors bytes, named ``group/name``."""
     return storage.pack(storage.flatten(params))
 
 
 def weights_from_bytes(data: bytes, layout: Layout, groups: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Weights float32 in the layout's order. Raises CodecError unless they are exactly the arrays of ``groups``."""
+    """Float32 weights in the layout's order. Raises CodecError unless they are exactly the arrays of ``groups``."""
     try:
         arrays, _ = storage.unpack(data, where="weights")
     except StateError as error:
@@ -186,8 +186,8 @@ def weights_from_bytes(data: bytes, layout: Layout, groups: tuple[str, ...]) -> 
 def checked_weights(
     arrays: Mapping[str, Any], layout: Layout, groups: tuple[str, ...], dtype: str = "float32"
 ) -> dict[str, dict[str, Any]]:
-    """Arrays ``group/name`` of ``dtype`` as float32 in the layout's order. Raises CodecError unless they are exactly
-    those of ``groups``."""
+    """Arrays named ``group/name`` as float32 weights in the layout's order. Raises CodecError unless they are exactly
+    the arrays of ``groups`` and all of ``dtype``."""
     for name, array in arrays.items():
         if array.dtype != dtype:
             raise CodecError(f"array {name[:200]} is {array.dtype}", where="weights", expected=dtype)
@@ -213,7 +213,7 @@ def _head(metadata: Mapping[str, str]) -> tuple[GraphInfo, Layout]:
 
 def _graph_bytes(array: np.ndarray[Any, Any]) -> bytes:
     if array.dtype != np.uint8 or array.ndim != 1 or not len(array):
-        raise BundleError("a graph is no row of bytes")
+        raise BundleError("a graph is not a one-dimensional uint8 array")
     return array.tobytes()
 
 

@@ -1,4 +1,4 @@
-"""What a model looks like from outside: its input, its classes and its named arrays. Both ends must agree on it."""
+"""A model's layout: its input, classes and named arrays, on which aggregator and devices must agree."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NAME = r"[A-Za-z0-9_.\-]{1,128}"
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One raw sample: ``shape`` without the batch axis. The graph computes (x · scale − mean) / std per channel.
+    """A raw sample: ``shape`` is without the batch axis. The graph computes (x · scale − mean) / std per channel.
 
-    mean, std: one value per channel (axis 0), or empty for none.
+    mean, std: one value per channel (axis 0), or empty.
     """
 
     shape: tuple[int, ...] = field(metadata={"min": 1, "max": 1_000_000, "max_length": 4})
@@ -49,11 +49,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's contract.
-
-    model: a name of ``fleet_core.learning.models`` or ``package.module:build``. options: its keyword arguments.
-    classes: names in the order of the labels. embedding: width D of the representation that Proto compares.
-    """
+    """model: a name in ``fleet_core.learning.models`` or ``package.module:build``. options: its keyword arguments.
+    classes: names in the order of the labels. embedding: width D of the representation that Proto compares."""
 
     model: str = field(metadata={"max_length": 200})
     input: InputSpec
@@ -64,16 +61,16 @@ class Layout:
 
     @cached_property
     def hash(self) -> str:
-        """First 16 hex digits of the sha256 of the layout's JSON; the key that states and updates carry."""
-        import hashlib  # loads OpenSSL: 4 MB that answering does without
+        """The first 16 hex digits of the sha256 of the layout's JSON; states and updates carry it."""
+        import hashlib  # loads OpenSSL, 4 MB that a process which only answers does not need
 
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def extended(self, groups: tuple[str, ...], mirrored: tuple[str, ...]) -> Layout:
-        """This layout with the arrays of those ``groups`` that are not the model's own.
+        """This layout plus the arrays of those ``groups`` that are not the model's own.
 
-        rates, control: one for each array of the ``mirrored`` groups, in its shape. prototypes: per class a total
-        [K, D] and a count [K].
+        ``rates``, ``control``: one array for each array of the ``mirrored`` groups, of its shape. ``prototypes``: the
+        total [K, D] and the count [K] of each class.
         """
         more = [
             TensorSpec(f"{t.group}.{t.name}", group, t.shape)
@@ -102,7 +99,7 @@ class Layout:
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise BundleError("the layout is no JSON", hint="fetch the graph again") from error
+            raise BundleError("the layout is not JSON", hint="fetch the graph again") from error
         layout, problems = schema.read(Layout, data, unknown="ignore")
         if layout is None:
             raise BundleError("the layout is malformed: " + "; ".join(map(str, problems[:5])))
@@ -113,7 +110,7 @@ class Layout:
         return sum(t.size for t in self.tensors if t.group in groups)
 
     def check(self, params: Params, groups: tuple[str, ...]) -> None:
-        """Raises CodecError unless ``params`` has exactly the arrays of ``groups``, in shape, and all finite."""
+        """Raises CodecError unless ``params`` has exactly the arrays of ``groups``, with their shapes, all finite."""
         wanted = {(t.group, t.name): t.shape for t in self.tensors if t.group in groups}
         found = {(g, n): tuple(a.shape) for g, named in params.items() for n, a in named.items()}
         for key in wanted.keys() | found.keys():
@@ -127,7 +124,7 @@ class Layout:
                     raise CodecError(f"array {group}/{name} holds a value that is not finite")
 
     def ordered(self, params: Params) -> dict[str, dict[str, Any]]:
-        """``params`` with groups and names in this layout's order, so that sums never depend on a file's order."""
+        """``params`` in this layout's order, so that sums do not depend on the order in a file."""
         tree: dict[str, dict[str, Any]] = {}
         for tensor in self.tensors:
             if tensor.group in params and tensor.name in params[tensor.group]:
@@ -135,7 +132,7 @@ class Layout:
         return tree
 
     def seeded(self, seed: int) -> dict[str, dict[str, Any]]:
-        """Weights from a seed alone (float32, uniform, scaled by fan-in), alike on every machine: for golden runs."""
+        """Weights for golden outputs, the same on every machine for a seed: float32, uniform, scaled by fan-in."""
         rng = np.random.default_rng(seed)
         tree: dict[str, dict[str, Any]] = {}
         for tensor in self.tensors:

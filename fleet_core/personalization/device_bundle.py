@@ -298,7 +298,7 @@ def _parsed(files: dict[str, bytes], where: str) -> Bundle:
     arrays |= {f"golden/{name}": array for name, array in golden.unpack(files[GOLDEN], f"{where}/{GOLDEN}").items()}
     model, own = _weights(files[WEIGHTS], manifest)
     arrays |= {f"first/{key}": array for key, array in storage.flatten(own).items()}
-    graph = graph_bundle.assembled(manifest.layout, manifest.graph, arrays)
+    graph = graph_bundle.assemble(manifest.layout, manifest.graph, arrays)
     found = Bundle(manifest, graph, {**model, **_rates(files, manifest)}, files.get(INT8, b""))
     _check_method(found, where)
     return found

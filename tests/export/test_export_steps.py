@@ -154,13 +154,14 @@ def test_steps_take_of_a_served_model_what_their_graph_has(groups: tuple[str, ..
     stepping = replace(graph, info=replace(graph.info, adapt=AdaptInfo(groups, rates, 0.1)))
     served = LAYOUT.extended(("rates",), MODEL_GROUPS).seeded(1)
     wanted = stepping.adapt_weights(0)
-    assert {g: list(named) for g, named in stepping.taken(served).items()} == {g: list(n) for g, n in wanted.items()}
+    inputs = stepping.adapt_inputs(served)
+    assert {g: list(named) for g, named in inputs.items()} == {g: list(n) for g, n in wanted.items()}
     kept = replace(stepping, first=trees.only(served, ("head",)))
     shared = {group: named for group, named in served.items() if group != "head"}
-    np.testing.assert_array_equal(kept.taken(shared)["head"]["head.bias"], served["head"]["head.bias"])
+    np.testing.assert_array_equal(kept.adapt_inputs(shared)["head"]["head.bias"], served["head"]["head.bias"])
     for missing in ("body", "rates")[: 1 + rates]:
         with pytest.raises(CodecError):
-            stepping.taken({group: named for group, named in served.items() if group != missing})
+            stepping.adapt_inputs({group: named for group, named in served.items() if group != missing})
 
 
 def test_first_values_that_are_no_whole_group_are_refused() -> None:
@@ -175,7 +176,7 @@ def test_first_values_that_are_no_whole_group_are_refused() -> None:
     assert graph_bundle.unpack(graph_bundle.pack(whole)).first.keys() == {"head"}
     for first_values in wrong.values():
         torn = Graph(graph.layout, graph.graphs, graph.golden, graph.info, b"", first_values)
-        with pytest.raises(BundleError, match="first values"):
+        with pytest.raises(BundleError, match="initial values"):
             graph_bundle.unpack(graph_bundle.pack(torn))
 
 

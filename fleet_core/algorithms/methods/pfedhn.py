@@ -74,7 +74,7 @@ class HyperServer(ServerRule):
     def init(self, first: Params, hyper: Hyper) -> ServerState:
         from fleet_core.model import hypernetwork
 
-        network = hypernetwork.first(
+        network = hypernetwork.initial(
             first, hyper.embedding, hyper.hyper_width, hyper.hyper_layers, hypernetwork.generator(first)
         )
         scalars = {FINGERPRINT: float(hypernetwork.fingerprint(first)), "embedding": float(hyper.embedding)}
@@ -86,7 +86,7 @@ class HyperServer(ServerRule):
     def per_device(self, state: ServerState, device: str) -> Params:
         from fleet_core.model import hypernetwork
 
-        return hypernetwork.generated(dict(state.model[NETWORK]), embedding_of(state, device), state.served)
+        return hypernetwork.generate(dict(state.model[NETWORK]), embedding_of(state, device), state.served)
 
     def as_received(self, state: ServerState, groups: Params) -> ServerState:
         return state
@@ -98,7 +98,7 @@ class HyperServer(ServerRule):
         steps: dict[str, Any] = {}
 
         def product(update: Update) -> Params:
-            change, steps[update.device] = hypernetwork.products(
+            change, steps[update.device] = hypernetwork.vector_jacobian(
                 network, embedding_of(state, update.device), update.payload.groups
             )
             return {NETWORK: change}
@@ -110,7 +110,7 @@ class HyperServer(ServerRule):
             known[device] = embedding_of(state, device) + step * hyper.embedding_lr
         ordered = {device: known[device] for device in sorted(known)}
         middle = sum(ordered.values()) * (1 / len(ordered))
-        served = hypernetwork.generated(dict(model[NETWORK]), middle, state.served)
+        served = hypernetwork.generate(dict(model[NETWORK]), middle, state.served)
         memory = {**memory, EMBEDDINGS: {EMBEDDINGS: ordered}}
         return replace(state, model=model, served=served, memory=memory, scalars=scalars)
 

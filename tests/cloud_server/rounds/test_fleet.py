@@ -677,7 +677,7 @@ def nan_update(w: World) -> bytes:
     bad = weights(w)
     first = next(iter(bad["body"].values()))
     first.reshape(-1)[0] = np.nan
-    return codecs.framed("fp32", storage.pack(storage.flatten(bad)))
+    return codecs.payload("fp32", storage.pack(storage.flatten(bad)))
 
 
 @pytest.mark.parametrize(
@@ -686,10 +686,10 @@ def nan_update(w: World) -> bytes:
         (nan_update, "not finite"),
         (lambda w: codecs.encode("fp32", weights(w, 1e6)), "norm"),
         (lambda w: codecs.encode("fp32", {"body": {"other": np.zeros(3, np.float32)}}), "has shape"),
-        (lambda w: codecs.encode("int8", weights(w)), "no whole words"),
-        (lambda w: b"no update at all", "no zstd frame"),
-        (lambda w: compress(bytes(1 << 22)), "no zstd frame of at most"),
-        (lambda w: codecs.framed("fp32", b"\xff" * 64), "no safetensors"),
+        (lambda w: codecs.encode("int8", weights(w)), "not a multiple of 4"),
+        (lambda w: b"no update at all", "not a zstd frame"),
+        (lambda w: compress(bytes(1 << 22)), "not a zstd frame of at most"),
+        (lambda w: codecs.payload("fp32", b"\xff" * 64), "not safetensors"),
     ],
 )
 def test_a_whole_update_that_is_none_is_refused_and_named(liar, make, reason):
@@ -1515,7 +1515,7 @@ def test_a_question_over_mqtt_is_answered_by_the_personalized_model(fleet, metho
     bad = {
         "no json": b"what?",
         "wrong shape": messages.encode(replace(ask, shape=(7, 9))),
-        "no base64": messages.encode(replace(ask, x="!!")),
+        "not base64": messages.encode(replace(ask, x="!!")),
         "another input": messages.encode(Question((1, 3), "float32", base64.b64encode(bytes(12)).decode())),
         "another type": messages.encode(replace(ask, dtype="int64", shape=(28,))),
         "not finite": messages.encode(

@@ -261,7 +261,7 @@ def test_a_device_that_is_refused_asks_again_the_next_day_and_offline_not_at_all
     assert len(line.sent) == 2
 
 
-@pytest.mark.parametrize("wrong", ["device", "key", "no base64"])
+@pytest.mark.parametrize("wrong", ["device", "key", "not base64"])
 def test_a_certificate_of_another_device_or_key_is_not_taken(
     fleet: Fleet, ledger: Ledger, tmp_path: Path, wrong: str
 ) -> None:
@@ -273,7 +273,7 @@ def test_a_certificate_of_another_device_or_key_is_not_taken(
     before = {path.name for path in (tmp_path / "home").iterdir()}
     if wrong == "device":
         told = Down("renewed", 0, device="d1", certificate=told.certificate)
-    elif wrong == "no base64":
+    elif wrong == "not base64":
         told = Down("renewed", 0, device="d0", certificate="%%%")
     else:
         certificates.save_key(tmp_path / "home" / NEXT_KEY, certificates.new_key())

@@ -128,7 +128,7 @@ def with_first(value: float) -> Callable[[World], bytes]:
     def make(w: World) -> bytes:
         bad = weights(w)
         next(iter(bad["body"].values())).reshape(-1)[0] = value
-        return codecs.framed("fp32", storage.pack(storage.flatten(bad)))
+        return codecs.payload("fp32", storage.pack(storage.flatten(bad)))
 
     return make
 
@@ -144,7 +144,7 @@ def bomb(w: World) -> bytes:
         (with_first(np.nan), "not finite"),
         (with_first(np.inf), "not finite"),
         (with_first(float(np.finfo(np.float32).max)), "an update of norm inf"),
-        (bomb, "no zstd frame of at most"),
+        (bomb, "not a zstd frame of at most"),
     ],
 )
 def test_an_update_whose_numbers_or_size_are_absurd_is_refused(
@@ -306,7 +306,7 @@ def first_not_finite(w: World) -> bytes:
     layout = w.agents["d0"].service.layout
     bad = trees.apply(np.array, trees.only(layout.seeded(0), ("body",)))
     next(iter(bad["body"].values())).reshape(-1)[0] = np.nan
-    return codecs.framed("fp32", storage.pack(storage.flatten(bad)))
+    return codecs.payload("fp32", storage.pack(storage.flatten(bad)))
 
 
 def another_model(w: World) -> bytes:
@@ -319,9 +319,9 @@ def another_model(w: World) -> bytes:
         (other_layout, "has shape"),
         (first_not_finite, "not finite"),
         (another_model, "the decoded model is not the one that was announced"),
-        (bomb, "no zstd frame of at most"),
-        (lambda w: b"no model at all", "no zstd frame"),
-        (lambda w: codecs.framed("fp32", b"\xff" * 64), "no safetensors"),
+        (bomb, "not a zstd frame of at most"),
+        (lambda w: b"no model at all", "not a zstd frame"),
+        (lambda w: codecs.payload("fp32", b"\xff" * 64), "not safetensors"),
     ],
 )
 def test_a_model_that_is_none_is_refused_and_the_aggregator_told(

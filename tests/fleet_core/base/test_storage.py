@@ -82,7 +82,7 @@ def _file(header: object, body: bytes = bytes(8)) -> bytes:
 def test_a_file_that_is_no_safetensors_is_not_mapped(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "weights.safetensors"
     path.write_bytes(data)
-    with pytest.raises(StateError, match="no safetensors"):
+    with pytest.raises(StateError, match="not safetensors"):
         storage.map_file(path, limit=1 << 20)
 
 

@@ -50,7 +50,7 @@ def model(seed: int = 0, dtype: Any = np.float32) -> dict[str, dict[str, Any]]:
 def payload(name: str, tensors: Mapping[str, Any]) -> bytes:
     """Those arrays as a payload, whatever they are."""
     packed = storage.pack(tensors)
-    return codecs.framed(name, packed + bytes(-len(packed) % 4 if name == "fp32" else 0))
+    return codecs.payload(name, packed + bytes(-len(packed) % 4 if name == "fp32" else 0))
 
 
 def quantized() -> dict[str, Any]:
@@ -166,9 +166,9 @@ def test_server_and_device_move_to_the_same_bits() -> None:
     device = server
     for seed in range(1, 30):
         data = codecs.encode("int8", trees.scale(model(seed, np.float64), 1e-3))
-        server = codecs.moved(server, codecs.decode("int8", data, LAYOUT, GROUPS))
+        server = codecs.apply_delta(server, codecs.decode("int8", data, LAYOUT, GROUPS))
         stored, _ = storage.unpack(storage.pack(dict(sorted(storage.flatten(device).items(), reverse=True))))
-        device = codecs.moved(storage.unflatten(stored), codecs.decode("int8", data, LAYOUT, GROUPS))
+        device = codecs.apply_delta(storage.unflatten(stored), codecs.decode("int8", data, LAYOUT, GROUPS))
         assert codecs.identity(server) == codecs.identity(device)
     assert equal(server, LAYOUT.ordered(device))
     assert not equal(server, model())
@@ -176,7 +176,7 @@ def test_server_and_device_move_to_the_same_bits() -> None:
 
 def test_a_move_is_one_sum_in_float32_whatever_the_delta_came_as() -> None:
     base, delta = model(), model(1)
-    moved = codecs.moved(base, trees.apply(lambda a: a.astype(np.float64), delta))
+    moved = codecs.apply_delta(base, trees.apply(lambda a: a.astype(np.float64), delta))
     assert equal(moved, trees.add(base, delta))
 
 
@@ -245,14 +245,14 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "float64": ("fp32", fp32(body_b=np.ones(4)), "body/b is float64"),
     "float16": ("fp32", fp32(body_b=np.ones(4, np.float16)), "body/b is float16"),
     "bool": ("fp32", fp32(body_b=np.ones(4, bool)), "body/b is bool"),
-    "int8 as fp32": ("fp32", quantized(), "no safetensors"),
-    "a scale in fp32": ("fp32", fp32(body_b_scale=np.ones(1, np.float32)), "body/b#scale is the scale of no array"),
+    "int8 as fp32": ("fp32", quantized(), "not safetensors"),
+    "a scale in fp32": ("fp32", fp32(body_b_scale=np.ones(1, np.float32)), "body/b#scale is a scale without its array"),
     "fp32 as int8": ("int8", fp32(), "is float32 without a float32 scale"),
     "uint8": ("int8", int8(body_b=np.ones(4, np.uint8)), "body/b is uint8"),
     "no scale": ("int8", int8(body_b_scale=None), "body/b is int8 without a float32 scale"),
     "two scales": ("int8", int8(body_b_scale=np.ones(2, np.float32)), "body/b is int8 without"),
     "a float64 scale": ("int8", int8(body_b_scale=np.ones(1)), "body/b is int8 without"),
-    "a scale of nothing": ("int8", int8(x_y_scale=np.ones(1, np.float32)), "x/y#scale is the scale of no array"),
+    "a scale of nothing": ("int8", int8(x_y_scale=np.ones(1, np.float32)), "x/y#scale is a scale without its array"),
     "a scale of nan": ("int8", int8(body_b_scale=np.full(1, np.nan, np.float32)), "body/b holds a value that is not"),
     "an infinite scale": ("int8", int8(body_b_scale=np.full(1, np.inf, np.float32)), "body/b holds a value that is"),
     "a scale too large": (
@@ -310,7 +310,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", CODECS)
 def test_bytes_that_are_no_payload_are_refused(name: str, case: str) -> None:
     with pytest.raises(CodecError):
-        codecs.decode(name, HOSTILE[case] if case in HOSTILE else codecs.framed(name, FRAMED[case]), LAYOUT, GROUPS)
+        codecs.decode(name, HOSTILE[case] if case in HOSTILE else codecs.payload(name, FRAMED[case]), LAYOUT, GROUPS)
 
 
 def test_a_payload_cut_short_anywhere_or_followed_by_more_is_refused() -> None:
@@ -327,7 +327,7 @@ def test_a_zstd_bomb_is_refused_before_it_takes_memory() -> None:
     assert len(bomb) < 1 << 16
     tracemalloc.start()
     try:
-        with pytest.raises(CodecError, match=r"no zstd frame of at most \d+ bytes: .* too much memory"):
+        with pytest.raises(CodecError, match=r"not a zstd frame of at most \d+ bytes: .* too much memory"):
             codecs.decode("fp32", bomb, LAYOUT, GROUPS)
         with pytest.raises(CodecError, match="more than its limit"):
             compression.decompress(compression.compress(bytes(1001)), 1000)
@@ -341,7 +341,7 @@ def test_a_zstd_bomb_is_refused_before_it_takes_memory() -> None:
 @given(data=st.binary(max_size=300), name=st.sampled_from(sorted(CODECS)), framed=st.booleans())
 def test_arbitrary_bytes_are_refused_and_nothing_else_happens(data: bytes, name: str, framed: bool) -> None:
     with pytest.raises(CodecError):
-        codecs.decode(name, codecs.framed(name, data + bytes(-len(data) % 4)) if framed else data, LAYOUT, GROUPS)
+        codecs.decode(name, codecs.payload(name, data + bytes(-len(data) % 4)) if framed else data, LAYOUT, GROUPS)
 
 
 @settings(max_examples=150, deadline=None)
@@ -350,7 +350,7 @@ def test_a_damaged_payload_is_refused_or_is_a_model_of_the_layout(place: int, va
     whole = bytearray(storage.pack(fp32() if name == "fp32" else int8()))
     whole[place % len(whole)] ^= value
     try:
-        decoded = codecs.decode(name, codecs.framed(name, bytes(whole)), LAYOUT, GROUPS)
+        decoded = codecs.decode(name, codecs.payload(name, bytes(whole)), LAYOUT, GROUPS)
     except CodecError:
         return
     LAYOUT.check(decoded, GROUPS)

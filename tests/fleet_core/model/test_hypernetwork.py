@@ -40,7 +40,7 @@ def random_like(tree: trees.Params, seed: int) -> dict[str, dict[str, Any]]:
 
 def network(seed: int = 0) -> hypernetwork.Weights:
     """None of its weights zero."""
-    made = hypernetwork.first(MODEL, 4, 5, 3, np.random.default_rng(seed))
+    made = hypernetwork.initial(MODEL, 4, 5, 3, np.random.default_rng(seed))
     return {n: a + 0.3 * np.random.default_rng([seed, i]).normal(size=a.shape) for i, (n, a) in enumerate(made.items())}
 
 
@@ -58,13 +58,13 @@ def test_products_are_those_of_autograd_in_float64() -> None:
     leaves = {name: torch.tensor(array, requires_grad=True) for name, array in weights.items()}
     at = torch.tensor(v, requires_grad=True)
     made = by_torch(leaves, at)
-    for group, named in hypernetwork.generated(weights, v, MODEL).items():
+    for group, named in hypernetwork.generate(weights, v, MODEL).items():
         for name, array in named.items():
             np.testing.assert_allclose(array.reshape(-1), made[f"{group}.{name}"].detach().numpy(), rtol=1e-12)
     flat_change = {f"{g}.{n}": torch.tensor(a.reshape(-1)) for g, named in change.items() for n, a in named.items()}
     along = torch.stack([made[name] @ c for name, c in flat_change.items()]).sum()
     *slopes, slope = torch.autograd.grad(along, [*leaves.values(), at])
-    found, back = hypernetwork.products(weights, v, change)
+    found, back = hypernetwork.vector_jacobian(weights, v, change)
     assert list(found) == list(weights)
     for (name, array), expected in zip(found.items(), slopes, strict=True):
         np.testing.assert_allclose(array, expected.numpy(), rtol=1e-10, atol=1e-12, err_msg=name)
@@ -74,10 +74,10 @@ def test_products_are_those_of_autograd_in_float64() -> None:
 
 def test_products_are_finite_differences_of_the_generated_weights() -> None:
     weights, v, change = network(3), np.random.default_rng(4).normal(size=4), random_like(MODEL, 5)
-    _, back = hypernetwork.products(weights, v, change)
+    _, back = hypernetwork.vector_jacobian(weights, v, change)
 
     def along(v: Any) -> float:
-        made = hypernetwork.generated(weights, v, MODEL)
+        made = hypernetwork.generate(weights, v, MODEL)
         return sum(float((a * b).sum()) for a, b in zip(flat(made), flat(change), strict=True))
 
     for place, unit in enumerate(np.eye(4)):
@@ -99,7 +99,8 @@ def test_a_round_moves_the_network_by_the_mean_of_the_products_and_each_embeddin
     updates = [Update(name, Payload(random_like(MODEL, number))) for number, name in enumerate(("a", "b"))]
     expected, moved = dict(network(6)), {}
     for update in updates:
-        products, back = hypernetwork.products(network(6), embedding_of(state, update.device), update.payload.groups)
+        v = embedding_of(state, update.device)
+        products, back = hypernetwork.vector_jacobian(network(6), v, update.payload.groups)
         moved[update.device] = embedding_of(state, update.device) + 0.2 * back
         expected = {name: array + 0.3 * products[name] / 2 for name, array in expected.items()}
     after = RULE.apply(state, updates, 5, hyper)
@@ -108,7 +109,7 @@ def test_a_round_moves_the_network_by_the_mean_of_the_products_and_each_embeddin
     for name, v in moved.items():
         np.testing.assert_allclose(embeddings(after)[name], v, rtol=1e-12)
     middle = (moved["a"] + moved["b"]) / 2
-    assert gap(after.served, hypernetwork.generated(expected, middle, MODEL)) < 1e-12
+    assert gap(after.served, hypernetwork.generate(expected, middle, MODEL)) < 1e-12
     assert embedding_of(after, "c").tolist() == embedding_of(state, "c").tolist()
 
 

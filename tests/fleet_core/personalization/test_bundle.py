@@ -312,7 +312,7 @@ def wrong(files: Files) -> dict[str, tuple[Files, str]]:
         "an unknown key": (told(files, "extra", value=1), "extra: unknown key"),
         "another layout's hash": (told(files, "layout_hash", value="0" * 16), "its layout has the hash"),
         "an unknown method": (told(files, "method", "name", value="fedmeta-metasdg"), "did you mean 'fedmeta-metasgd'"),
-        "another version": (told(files, "method", "version", value=99), "version 99"),
+        "a version of .npy": (told(files, "method", "version", value=99), "version 99"),
         "no hyper-parameters": (told(files, "method", "hyper", value={"local_steps": -1}), "hyper-parameters are mal"),
         "a path for a file": (told(files, "files", value={"../x": {"size": 1, "sha256": "0" * 64}}), "is missing"),
         "other steps": (told(files, "adaptation", "groups", value=["head"]), "is not that of adapt.onnx"),
@@ -324,7 +324,7 @@ def wrong(files: Files) -> dict[str, tuple[Files, str]]:
         "too few rates": (weights(files, fewer, "rates.safetensors"), "none"),
         "no safetensors": (signed({**files, "weights.safetensors": b"12345678"}), "is not safetensors"),
         "an empty graph": (signed({**files, "embed.onnx": b""}), "files"),
-        "no archive": (signed({**files, "golden.npz": b"PK"}), r"is no \.npz"),
+        "no archive": (signed({**files, "golden.npz": b"PK"}), r"is not an \.npz"),
         "compressed": (signed({**files, "golden.npz": zipped(**golden_arrays)}), "not compressed"),
         "of other samples": (
             signed({**files, "golden.npz": golden.pack({**golden_arrays, "x": golden_arrays["x"][:, :2]})}), "golden x"
