@@ -143,11 +143,11 @@ def add(
 
 
 @samples_app.command("list")
-def listed(home: HOME = HERE, as_json: JSON = False) -> None:
+def list_samples(home: HOME = HERE, as_json: JSON = False) -> None:
     """How many samples of each class this device has."""
     from edge_agent.commands import device_commands
 
-    device_commands.listed(home, as_json)
+    device_commands.list_samples(home, as_json)
 
 
 @samples_app.command("drop")

@@ -1,8 +1,8 @@
-"""Installs a bundle on a device: the same gate as at export, without torch; then the device answers with no broker.
+"""``edge-agent install``: checks a bundle as at export, without torch; then the device answers without a broker.
 
-Everything is read and checked before anything is written. The graph and the weights lie on the disk before the pointer
-to what answers is turned (``slots``); where the device's held-back samples are answered much worse than before, it is
-turned back.
+Everything is read and checked before anything is written. The graph and the weights are on the disk before the pointer
+to the slot that answers is switched (``slots``). It is switched back if the device's held-back samples are answered
+much worse than before.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from edge_agent.device.slots import RolledBack, Slots, facts_of
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference import bundle_check, relearn
 from edge_agent.inference.bundle_check import Passed
-from edge_agent.inference.model_check import LEAST
+from edge_agent.inference.model_check import MIN_HELD_BACK, WORSE_BY
 from edge_agent.inference.relearn import Personalized
 from edge_agent.inference.service import Service, service_of
 from fleet_core.base import config, schema, storage, terminal
 from fleet_core.base.errors import ConfigError, FleetError, StateError
 from fleet_core.board.device_settings import NAME, Settings, settings_of
-from fleet_core.model import graph_bundle as bundle
+from fleet_core.model import graph_bundle
 from fleet_core.model.codecs import identity
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.device_bundle import Bundle
@@ -36,8 +36,8 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Installed:
-    """What came of it. personalized: None where ``left`` says why it was not made the device's own. before, after:
-    accuracy on the held-back samples, None where nothing answered or nothing is held back."""
+    """personalized: None if it was not personalized; ``left`` says why. before, after: accuracy on the held-back
+    samples, None if nothing answered or nothing is held back."""
 
     bundle: Bundle
     passed: Passed
@@ -48,50 +48,52 @@ class Installed:
 
 
 def install(path: Path, home: Path, name: str | None = None) -> Installed:
-    """The bundle at ``path`` answers from now on for the device in the folder ``home``. name: of a device that is new;
-    else the folder's.
+    """The device in the folder ``home`` answers with the bundle at ``path`` from now on. name: of a new device;
+    default: the folder's.
 
-    Raises BundleError for one that fails its check, and ConfigError where the folder is not its fleet's: then nothing
-    has changed on the disk. Raises StateError where an agent runs there, or where the answers got worse: what answered
-    before goes on.
+    Raises BundleError if the check fails, ConfigError if the folder belongs to another fleet; nothing is written then.
+    Raises StateError if an agent runs there, or if the answers got worse: the model before goes on.
     """
-    found = device_bundle.read(path)
-    passed = bundle_check.check(found)
-    settings = _settings(found, home, name)
-    with _alone(home):
+    bundle = device_bundle.read(path)
+    passed = bundle_check.check(bundle)
+    settings = _settings(bundle, home, name)
+    with _agent_lock(home):
         if not (home / "device.toml").exists():
-            identity_ = {"name": settings.device.name, "fleet": settings.device.fleet, "key": settings.device.key}
-            storage.write_atomic(home / "device.toml", config.toml({"device": identity_}).encode())
-        return _turned(found, passed, home, settings)
+            device = {"name": settings.device.name, "fleet": settings.device.fleet, "key": settings.device.key}
+            storage.write_atomic(home / "device.toml", config.toml({"device": device}).encode())
+        return _switched(bundle, passed, home, settings)
 
 
-def _settings(found: Bundle, home: Path, name: str | None) -> Settings:
-    """The device's file, or that of a new device."""
-    manifest = found.manifest
+def _settings(bundle: Bundle, home: Path, name: str | None) -> Settings:
+    """Those of the device in ``home``, or of a new device. Raises ConfigError."""
+    manifest = bundle.manifest
     if (home / "fleet.toml").exists():
         raise ConfigError("is a fleet's own folder", where=str(home), hint="take an empty one")
     if not (home / "device.toml").exists():
-        chosen = name or home.resolve().name
-        if not re.fullmatch(NAME, chosen):
-            raise ConfigError(f"'{chosen[:80]}' is no name for a device", expected=NAME, hint="--name")
-        read, problems = schema.read(Settings, {
-            "device": {"name": chosen, "fleet": manifest.fleet, "key": manifest.key}
-        })  # fmt: skip
-        if read is None:
-            raise ConfigError("; ".join(map(str, problems)))
-        return read
-    there = settings_of(home)
-    if (there.device.fleet, there.device.key) != (manifest.fleet, manifest.key):
-        raise ConfigError(f"is a device of another fleet, '{there.device.fleet}'", where=str(home / "device.toml"),
+        return _new_device(bundle, name or home.resolve().name)
+    settings = settings_of(home)
+    device = settings.device
+    if (device.fleet, device.key) != (manifest.fleet, manifest.key):
+        raise ConfigError(f"is a device of another fleet, '{device.fleet}'", where=str(home / "device.toml"),
                           expected=f"'{manifest.fleet}' with the key {manifest.key[:8]}…", hint="take an empty folder")
-    if name not in (None, there.device.name):
-        raise ConfigError(f"is the device '{there.device.name}'", where=str(home / "device.toml"), expected=f"'{name}'")
-    return there
+    if name not in (None, device.name):
+        raise ConfigError(f"is the device '{device.name}'", where=str(home / "device.toml"), expected=f"'{name}'")
+    return settings
+
+
+def _new_device(bundle: Bundle, name: str) -> Settings:
+    if not re.fullmatch(NAME, name):
+        raise ConfigError(f"'{name[:80]}' is no name for a device", expected=NAME, hint="--name")
+    table = {"name": name, "fleet": bundle.manifest.fleet, "key": bundle.manifest.key}
+    settings, problems = schema.read(Settings, {"device": table})
+    if settings is None:
+        raise ConfigError("; ".join(map(str, problems)))
+    return settings
 
 
 @contextlib.contextmanager
-def _alone(home: Path) -> Iterator[None]:
-    """No agent runs there meanwhile. Raises StateError."""
+def _agent_lock(home: Path) -> Iterator[None]:
+    """Holds the lock of the agent in ``home``. Raises StateError if an agent runs there."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(home / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -106,60 +108,59 @@ def _alone(home: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _turned(found: Bundle, passed: Passed, home: Path, settings: Settings) -> Installed:
-    """With the bundle's weights in the slot that did not answer, and the pointer turned to it."""
-    place = DeviceState(home)
-    place.check_formats()
-    slots, before = Slots(place), _held_back(service_of(home, settings))
+def _switched(bundle: Bundle, passed: Passed, home: Path, settings: Settings) -> Installed:
+    """Stores the bundle in the slot that does not answer, switches to it and personalizes. Raises StateError after
+    switching back if the answers got worse."""
+    state = DeviceState(home)
+    state.check_formats()
+    slots, before = Slots(state), _accuracy(service_of(home, settings))
     with slots.writing():
         pointer = slots.pointer()
-        _put(found, place, slots)
+        _stage(bundle, state, slots)
         slots.point(replace(pointer, slot=slots.other(), rolled_back=None))
     personalized, left = _personalized(service_of(home, settings))
-    after = _held_back(service_of(home, settings))
-    why = _worse(before, after, settings.serve.worse_by)
+    after = _accuracy(service_of(home, settings))
+    why = _why_worse(before, after, settings.serve.worse_by)
     if why:
-        model = found.manifest.model
+        model = bundle.manifest.model
         with slots.writing():
             slots.point(replace(pointer, rolled_back=RolledBack(model.id, model.round, why)))
-        raise StateError(f"{why}: what answered before goes on", where=str(home),
-                         hint="[serve] worse_by in device.toml says how much worse may be")
-    return Installed(found, passed, personalized, left, *(None if h is None else h[1] for h in (before, after)))
+        raise StateError(f"{why}: what answered before goes on", where=str(home), hint=WORSE_BY)
+    return Installed(bundle, passed, personalized, left, *(None if h is None else h[1] for h in (before, after)))
 
 
-def _put(found: Bundle, place: DeviceState, slots: Slots) -> None:
-    """Graph and weights on the disk, as the fleet's own would lie there."""
-    data = bundle.pack(found.graph)
+def _stage(bundle: Bundle, state: DeviceState, slots: Slots) -> None:
+    """Stores graph and weights as if the fleet had sent them."""
+    data = graph_bundle.pack(bundle.graph)
     graph = Blob.of(data, CHUNK).id
-    place.save_graph(graph, data, keep=slots.graphs())
-    method = found.manifest.method
+    state.save_graph(graph, data, keep=slots.graphs())
+    method = bundle.manifest.method
     weights = Weights(
-        identity(found.params), found.manifest.model.round,
-        {group: dict(named) for group, named in found.params.items()}, facts_of(method.name, method.hyper, graph),
+        identity(bundle.params), bundle.manifest.model.round,
+        {group: dict(named) for group, named in bundle.params.items()}, facts_of(method.name, method.hyper, graph),
     )  # fmt: skip
-    slots.stage(slots.other(), weights, found.int8)
+    slots.stage(slots.other(), weights, bundle.int8)
 
 
 def _personalized(service: Service) -> tuple[Personalized | None, str]:
-    """(what came of making it the device's own, why it was not)."""
+    """(result, why there is none)."""
     try:
         return relearn.personalize(service), ""
     except FleetError as error:
         return None, str(error).replace("\n", "; ")
 
 
-def _held_back(service: Service) -> tuple[int, float] | None:
-    """(samples, accuracy) of what answers now; None where nothing does, or nothing is held back."""
+def _accuracy(service: Service) -> tuple[int, float] | None:
+    """(held-back samples, accuracy) of the model that answers; None if nothing answers or nothing is held back."""
     try:
         service.restore()
     except FleetError:
         return None
-    return None if service.answering is None else service.held_back(service.answering.predictor)
+    return service.held_back_accuracy()
 
 
-def _worse(before: tuple[int, float] | None, after: tuple[int, float] | None, worse_by: float) -> str:
-    """Why what answered before goes on; empty where it does not."""
-    if before is None or after is None or after[0] < LEAST or before[1] - after[1] <= worse_by:
+def _why_worse(before: tuple[int, float] | None, after: tuple[int, float] | None, worse_by: float) -> str:
+    if before is None or after is None or after[0] < MIN_HELD_BACK or before[1] - after[1] <= worse_by:
         return ""
     return f"accuracy {after[1]:.3f} on {after[0]} held-back samples, {before[1]:.3f} before"
 
@@ -168,7 +169,7 @@ def _worse(before: tuple[int, float] | None, after: tuple[int, float] | None, wo
 
 
 def command(path: Path, home: Path, name: str | None, as_json: bool) -> None:
-    """``edge-agent install``."""
+    """Installs the bundle and prints the result."""
     done = install(path, home, name)
     manifest, personalized = done.bundle.manifest, done.personalized
     facts = {

@@ -72,7 +72,7 @@ def job(graph: Path, weights: str, model: str, data: LocalData, steps: int, rate
     """weights: a name of ``Home.weights``, which must be ``model``. rate None: learned rates."""
     return Job("adapt", {
         "home": str(graph.parent), "graph": graph.name, "weights": weights, "model": model, "samples": str(data.path),
-        "split": data.how(), "steps": steps, "rate": rate,
+        "split": data.split(), "steps": steps, "rate": rate,
     })
 
 

@@ -1,5 +1,5 @@
-"""This device: its state on the disk, its samples, its board and its program's version.
+"""This device: its state on the disk, its samples, its board and its program's version. No torch.
 
-``state`` is everything that the agent keeps between rounds. ``slots`` are the two places (A/B) of what answers.
-``local_samples`` is the device's own data. ``manifest_method`` reads the method that a manifest names. No torch.
+``state`` stores everything that the agent keeps between rounds. ``slots`` has the two slots (A/B) of the models that
+answer. ``local_samples`` reads the device's data. ``manifest_method`` reads the method that a manifest names.
 """

@@ -1,4 +1,4 @@
-"""A disk that cannot be used now (full, read-only, taken away): what failed on it is tried again later."""
+"""Tracks whether the device's disk can be written (it may be full, read-only or removed), and when to try again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RETRY_S = 5.0
 
 
 class Disk:
-    """The device's folder as far as it can be written. ``refuses``: it could not when it was tried last."""
+    """``refuses``: the last write to ``folder`` failed."""
 
     def __init__(self, folder: Path, clock: Callable[[], float]):
         self._folder, self._clock = folder, clock
@@ -20,25 +20,24 @@ class Disk:
         self.refuses = False
 
     def note(self, error: BaseException) -> bool:
-        """Whether ``error`` is the disk's; another one is of no concern here."""
+        """Whether ``error`` is an error of the disk; if so, ``refuses`` becomes True."""
         if not storage.is_disk_error(error):
             return False
         self.refuse()
         return True
 
     def refuse(self) -> None:
-        """It could not be written just now."""
         self.refuses, self._tried_at = True, self._clock()
 
     def is_back(self) -> bool:
-        """True once when a disk that refused has room for the device's largest file and a little more."""
+        """True once, when a disk that refused has room again for the device's largest file and a little more."""
         if not self.refuses or self._clock() - self._tried_at < RETRY_S:
             return False
         self._tried_at = self._clock()
-        self.refuses = not self._takes_writes()
+        self.refuses = not self._has_room()
         return not self.refuses
 
-    def _takes_writes(self) -> bool:
+    def _has_room(self) -> bool:
         try:
             storage.check_free_space(self._folder, "*.safetensors")
         except StateError:

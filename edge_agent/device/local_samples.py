@@ -1,8 +1,8 @@
-"""The device's own samples: what it trains and personalizes on, and the later part on which it is evaluated.
+"""The device's samples: those it trains and personalizes on, and the later ones on which it is evaluated.
 
-The recording is divided in time. Samples that were labelled by hand later (``edge-agent samples add``) lie in a file of
-their own beside it and always belong to the part that is learned from. They may be of classes that the fleet does not
-have: those are this device's alone, come after the fleet's, and nothing trains on them.
+The recording is split by time. Samples that were labelled later (``edge-agent samples add``) are stored in a separate
+file and are always learned from. They may have classes that the fleet does not have: these come after the fleet's
+classes, belong to this device alone and are never trained on.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fleet_core.model.layout import Layout
 
 ADDED = "added.npz"
 MAX_OWN_CLASSES = 1000
-HOW = ("train_fraction", "support_seconds", "stride")
+SPLIT = ("train_fraction", "support_seconds", "stride")
 FEW = 5
-"""Labelled samples of a class, below which answers that come of them alone are doubtful."""
+"""With fewer labelled samples of a class, answers that rest on them alone are unreliable."""
 
 
 def few_labels(per_class: Mapping[str, int]) -> str:
-    """A note where some class has fewer than ``FEW`` labelled samples; empty where none has. A class without any is
-    not this device's to answer. per_class: labelled samples by class."""
+    """A note if a class has fewer than ``FEW`` labelled samples, but at least one; else empty. per_class: labelled
+    samples by class."""
     rare = [f"{name} {number}" for name, number in per_class.items() if 0 < number < FEW]
     if not rare:
         return ""
@@ -39,12 +39,12 @@ def few_labels(per_class: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class LocalData:
-    """A file of samples and how it is divided in time.
+    """A file of samples and how it is split by time.
 
-    dtype: of the model's samples.
-    train_fraction: share of the recorded time that is the device's own to learn from; the rest evaluates.
+    dtype, shape: of the model's samples; samples of another shape are refused.
+    train_fraction: share of the recorded time to learn from; the rest is held back.
     support_seconds: instead of a share, the first seconds of the recording.
-    shape: of the model's samples; others are refused. stride: of windows that are cut from a file of readings.
+    stride: of windows that are cut from a file of readings.
     """
 
     path: Path
@@ -56,60 +56,60 @@ class LocalData:
     stride: int | None = None
 
     @staticmethod
-    def of(path: Path, layout: Layout, how: Mapping[str, Any]) -> LocalData:
-        """Samples for a model. how: the table ``[data]`` of device.toml, or what ``how`` gave."""
-        taken = {key: how[key] for key in HOW if key in how}
-        return LocalData(path, layout.classes, layout.input.dtype, shape=tuple(layout.input.shape), **taken)
+    def of(path: Path, layout: Layout, table: Mapping[str, Any]) -> LocalData:
+        """Samples for a model. table: ``[data]`` of device.toml, or the result of ``split``."""
+        split = {key: table[key] for key in SPLIT if key in table}
+        return LocalData(path, layout.classes, layout.input.dtype, shape=tuple(layout.input.shape), **split)
 
-    def how(self) -> dict[str, Any]:
-        """How the file is divided and cut, as plain values."""
-        return {key: getattr(self, key) for key in HOW}
+    def split(self) -> dict[str, Any]:
+        """How the file is split by time and cut into windows, as plain values."""
+        return {key: getattr(self, key) for key in SPLIT}
 
     @property
     def added_path(self) -> Path:
         return self.path.with_name(ADDED)
 
     def names(self) -> tuple[str, ...]:
-        """The fleet's classes, and then those of this device alone."""
-        return self._added()[1]
+        """The fleet's classes, then the device's own."""
+        return self._load_added()[1]
 
     def own(self) -> Samples:
-        """Samples of the fleet's classes, to train and to take gradient steps on. Raises DataError when there are none.
-        """
+        """The samples of the fleet's classes to learn from: training and gradient steps use these. Raises DataError if
+        there are none."""
         every = self.every()
-        found = every.take(every.y < len(self.classes))
-        if not len(found):
+        own = every.take(every.y < len(self.classes))
+        if not len(own):
             raise DataError(
                 "there are no samples of the fleet's classes yet", where=str(self.path), hint="edge-agent samples add"
             )
-        return Samples(found.x, found.y, classes=self.classes, notes=found.notes)
+        return Samples(own.x, own.y, classes=self.classes, notes=own.notes)
 
     def every(self) -> Samples:
-        """Samples of all classes, this device's own among them. Raises DataError when there are none."""
-        recorded = self._parts()[0] if self.path.exists() else None
-        added, names = self._added()
-        found = [part for part in (recorded, added) if part is not None]
-        if not found:
-            raise DataError("there are no samples yet", where=str(self.path), hint=self._where_else())
-        x = np.concatenate([part.x.astype(found[0].x.dtype) for part in found])
-        return Samples(x, np.concatenate([part.y for part in found]), classes=names, notes=found[0].notes)
+        """The samples of all classes to learn from, the device's own included. Raises DataError if there are none."""
+        recorded = self._recorded()[0] if self.path.exists() else None
+        added, names = self._load_added()
+        parts = [part for part in (recorded, added) if part is not None]
+        if not parts:
+            raise DataError("there are no samples yet", where=str(self.path), hint=self._hint_without_samples())
+        x = np.concatenate([part.x.astype(parts[0].x.dtype) for part in parts])
+        return Samples(x, np.concatenate([part.y for part in parts]), classes=names, notes=parts[0].notes)
 
-    def _where_else(self) -> str:
-        """What to do without samples; a file of them that lies beside is named."""
-        beside: list[str] = []
+    def _hint_without_samples(self) -> str:
+        """Names a file of samples in the same folder, if there is one."""
+        files: list[str] = []
         with suppress(OSError):
-            beside = sorted(p.name for p in self.path.parent.iterdir() if p.suffix.lower() in samples.FILES)
-        named = f', or samples = "{beside[0]}" under [data] in device.toml' if beside else ""
+            files = sorted(p.name for p in self.path.parent.iterdir() if p.suffix.lower() in samples.FILES)
+        named = f', or samples = "{files[0]}" under [data] in device.toml' if files else ""
         return "edge-agent samples add" + named
 
     def held_back(self) -> Samples | None:
-        """Samples that nothing on this device learns from, or None without a recording."""
-        return self._parts()[1] if self.path.exists() else None
+        """The samples that are not learned from; None without a recording."""
+        return self._recorded()[1] if self.path.exists() else None
 
     def add(self, x: np.ndarray[tuple[int, ...], np.dtype[np.generic]], labels: Sequence[str]) -> int:
-        """Samples [n, *shape] with the names of their classes, written beside the recording; how many were added in all
-        by now. A name that the fleet does not have is a class of this device alone. Raises DataError, StateError."""
-        old, known = self._added()
+        """Stores samples [n, *shape] with their class names beside the recording; returns how many are stored there.
+        A name that the fleet does not have is a class of this device alone. Raises DataError, StateError."""
+        old, known = self._load_added()
         names = tuple(dict.fromkeys((*known, *labels)))
         if len(names) > len(self.classes) + MAX_OWN_CLASSES:
             raise DataError(f"more than {MAX_OWN_CLASSES} classes of this device's own", where=str(self.added_path))
@@ -120,60 +120,60 @@ class LocalData:
 
     def added(self) -> int:
         """How many samples were added."""
-        found = self._added()[0]
-        return 0 if found is None else len(found)
+        added = self._load_added()[0]
+        return 0 if added is None else len(added)
 
-    def _added(self) -> tuple[Samples | None, tuple[str, ...]]:
-        """(samples that were added later, the names of all classes)."""
+    def _load_added(self) -> tuple[Samples | None, tuple[str, ...]]:
+        """(added samples, names of all classes)."""
         if not self.added_path.exists():
             return None, self.classes
-        found = samples.load(self.added_path, dtype=self.dtype)
-        names = tuple(dict.fromkeys((*self.classes, *(found.classes or ()))))
-        if found.classes is None or found.classes == names:
-            return Samples(found.x, found.y, classes=names), names
-        at = np.array([names.index(name) for name in found.classes], np.int64)
-        return Samples(found.x, at[found.y], classes=names), names
+        added = samples.load(self.added_path, dtype=self.dtype)
+        names = tuple(dict.fromkeys((*self.classes, *(added.classes or ()))))
+        if added.classes is None or added.classes == names:
+            return Samples(added.x, added.y, classes=names), names
+        index = np.array([names.index(name) for name in added.classes], np.int64)
+        return Samples(added.x, index[added.y], classes=names), names
 
     def take_back(self, start: int, x: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bool:
-        """The samples x [n, *shape] that were added at the places ``start``… are gone again; False where others lie
+        """Removes the samples x [n, *shape] that were added from index ``start`` on; False if other samples are stored
         there. Raises DataError, StateError."""
-        found, end = self._added()[0], start + len(x)
-        if found is None or not np.array_equal(found.x[start:end], x):
+        added, end = self._load_added()[0], start + len(x)
+        if added is None or not np.array_equal(added.x[start:end], x):
             return False
-        self._keep(found.take(np.r_[0:start, end : len(found)]))
+        self._replace_added(added.take(np.r_[0:start, end : len(added)]))
         return True
 
     def drop_last(self, number: int) -> int:
-        """The ``number`` samples that were added last are gone; how many are left of those that were added. Raises
-        DataError, StateError."""
-        found = self._added()[0]
-        if found is None or len(found) < number:
-            raise DataError(f"{0 if found is None else len(found)} samples were added", where=str(self.added_path),
+        """Removes the ``number`` samples that were added last; returns how many added ones are left. Raises DataError,
+        StateError."""
+        added = self._load_added()[0]
+        if added is None or len(added) < number:
+            raise DataError(f"{0 if added is None else len(added)} samples were added", where=str(self.added_path),
                             expected=f"at least {number}")
-        self._keep(found.take(range(len(found) - number)))
-        return len(found) - number
+        self._replace_added(added.take(range(len(added) - number)))
+        return len(added) - number
 
-    def _keep(self, kept: Samples) -> None:
-        """Of the samples that were added these alone; a class of this device alone without a sample is gone too."""
+    def _replace_added(self, kept: Samples) -> None:
+        """Stores ``kept`` as the only added samples, without own classes that have no sample left."""
         if not len(kept):
             return self.added_path.unlink()
-        everyone, fleet = kept.classes or (), len(self.classes)
-        used = [k for k in range(len(everyone)) if k < fleet or (kept.y == k).any()]
+        names, fleet = kept.classes or (), len(self.classes)
+        used = [k for k in range(len(names)) if k < fleet or (kept.y == k).any()]
         y = np.searchsorted(np.array(used), kept.y)
-        samples.save(self.added_path, Samples(kept.x, y, classes=tuple(everyone[k] for k in used)))
+        samples.save(self.added_path, Samples(kept.x, y, classes=tuple(names[k] for k in used)))
 
     def counts(self, say: Callable[[str], None] = lambda note: None) -> list[tuple[str, int, int, int]]:
-        """(class, recorded samples that are learned from, recorded ones that are held back, added ones) of each class.
-        say: takes how the recording was read."""
-        added, names = self._added()
-        recorded = self._parts() if self.path.exists() else (None, None)
+        """(class, recorded samples to learn from, recorded and held back, added) of each class. say: receives the notes
+        of reading the recording."""
+        added, names = self._load_added()
+        recorded = self._recorded() if self.path.exists() else (None, None)
         for note in () if recorded[0] is None else recorded[0].notes:
             say(note)
-        own, later, more = (
+        to_learn, held_back, by_hand = (
             [0] * len(names) if part is None else np.bincount(part.y, minlength=len(names)).tolist()
             for part in (*recorded, added)
         )
-        return [(name, own[k], later[k], more[k]) for k, name in enumerate(names)]
+        return [(name, to_learn[k], held_back[k], by_hand[k]) for k, name in enumerate(names)]
 
     def stamp(self) -> str:
         """Changes whenever the files do."""
@@ -181,10 +181,11 @@ class LocalData:
         return f"{self}{times}"
 
     def held_back_stamp(self) -> str:
-        """Changes whenever what ``held_back`` gives does."""
+        """Changes whenever the result of ``held_back`` does."""
         return f"{self}{self.path.stat().st_mtime_ns if self.path.exists() else 0}"
 
-    def _parts(self) -> tuple[Samples, Samples]:
+    def _recorded(self) -> tuple[Samples, Samples]:
+        """(samples to learn from, held-back samples)."""
         everything = samples.load(
             self.path, classes=self.classes, dtype=self.dtype, shape=self.shape, stride=self.stride
         )

@@ -1,4 +1,4 @@
-"""A manifest's method as this agent has it: its row, its hyper-parameters, and the arrays that cross the wire."""
+"""Reads the method that a manifest names: its row in ``METHODS``, its hyper-parameters, and the arrays sent."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ BATCHES = ("batch", "support_batch", "query_batch")
 
 
 def method_of(manifest: Manifest) -> Method:
-    """The manifest's method. Raises MessageError for one, or a version of one, that this agent lacks."""
+    """The manifest's method. Raises MessageError if this agent lacks the method or its version."""
     reference = manifest.method
     method = METHODS.get(reference.name)
     if method is None or method.version != reference.version:
-        what = f"method {reference.name} version {reference.version}"
-        raise MessageError(what, hint=f"update this agent{OR_INSTALL}")
+        raise MessageError(f"method {reference.name} version {reference.version} is unknown here",
+                           hint=f"update this agent{OR_INSTALL}")
     return method
 
 
 def hyper_of(method: Method, values: Mapping[str, Any]) -> Any:
-    """The method's hyper-parameters; what is None does not travel, and is None again here. Raises ConfigError."""
+    """The method's hyper-parameters. None values are not sent; a missing one is None here. Raises ConfigError."""
     hyper, problems = schema.read(method.hyper, values)
     if hyper is None:
         raise ConfigError("; ".join(map(str, problems)), where=method.name)
@@ -36,17 +36,17 @@ def hyper_of(method: Method, values: Mapping[str, Any]) -> Any:
 
 
 def capped(hyper: Any, most: int | None) -> Any:
-    """``hyper`` with no batch of more than ``most`` samples, which is what the board has room for."""
-    known = {f.name: getattr(hyper, f.name) for f in fields(hyper) if f.name in BATCHES}
-    return hyper if most is None else replace(hyper, **{name: min(size, most) for name, size in known.items()})
+    """``hyper`` with batches of at most ``most`` samples, the board's limit."""
+    sizes = {f.name: getattr(hyper, f.name) for f in fields(hyper) if f.name in BATCHES}
+    return hyper if most is None else replace(hyper, **{name: min(size, most) for name, size in sizes.items()})
 
 
 def cut(asked: Any, used: Any) -> dict[str, float]:
-    """{batch: samples} of those that ``capped`` made smaller: a round with other batches than the others' is told."""
+    """{batch: samples} of the batches that ``capped`` made smaller; the device reports them."""
     sizes = {f.name: (getattr(asked, f.name), getattr(used, f.name)) for f in fields(used) if f.name in BATCHES}
     return {name: float(less) for name, (size, less) in sizes.items() if less < size}
 
 
 def wire(layout: Layout, method: Method) -> Layout:
-    """The arrays that cross the wire: the model's ``layout`` and what ``method`` has besides."""
+    """The arrays that are sent: those of the model's ``layout`` and the method's additional ones."""
     return layout.extended(method.down, method.shared)

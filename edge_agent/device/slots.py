@@ -1,17 +1,17 @@
-"""Two slots for what a device answers with, and a pointer that is turned by one rename.
+"""Two slots (A/B) for the models that answer, and a pointer to one of them that is replaced by one rename.
 
     slots/a, slots/b     serve.safetensors     a served model's weights, with its method, hyper-parameters and graph
-                         personal.safetensors  what makes the answers the device's own; absent where nothing does
-                         int8.safetensors      their encoder, quantized; absent where no bundle brought one
-    slots/serving.json   which of the two answers, the model that was rolled back, the graph that was checked here
-    slots/way.json       how a person wants to personalize, in place of device.toml's word
+                         personal.safetensors  its personalization, if any
+                         int8.safetensors      its quantized encoder, if a bundle brought one
+    slots/serving.json   the slot that answers, the model that was rolled back, the graph that was checked here
+    slots/way.json       how the user wants to personalize; overrides [personalize] of device.toml
 
-A new round's weights go to the slot that does not answer and are made the device's own there; then the pointer is
-turned. A process that is killed at any moment leaves one slot or the other answering, whole. Within a slot the
-personalization is replaced by a rename as well.
+New weights go to the slot that does not answer and are personalized there; then the pointer is switched. A process that
+is killed at any moment leaves one slot or the other answering. Within a slot the personalization is replaced by a
+rename too.
 
-Several processes may write (the agent, a server, ``edge-agent personalize``): each write, from reading the pointer on,
-holds a lock. Source of the idea: RAUC's slots, which mark a system good or bad (rauc.readthedocs.io).
+Several processes may write (the agent, a server, ``edge-agent personalize``): each takes a lock before it reads the
+pointer, until it has written. The idea is from RAUC's slots, which mark a system good or bad (rauc.readthedocs.io).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from edge_agent.device.state import FORMAT, DeviceState, Weights
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import StateError
 from fleet_core.board.device_settings import Personalize
+
+T = TypeVar("T")
 
 NAMES = ("a", "b")
 MAX_POINTER_BYTES = 1 << 16
@@ -49,7 +51,8 @@ class RolledBack:
 
 @dataclass(frozen=True)
 class Pointer:
-    """slot: that answers, empty for none. checked: graph and onnxruntime of the last golden check that was passed."""
+    """slot: the one that answers, empty for none. checked: graph and onnxruntime version of the last golden check that
+    passed."""
 
     slot: str = field(default="", metadata={"choices": ("", *NAMES)})
     checked: str = ""
@@ -57,7 +60,7 @@ class Pointer:
 
 
 class Slots:
-    """The slots below one device's home."""
+    """The slots in one device's home."""
 
     def __init__(self, home: DeviceState):
         self._home = home
@@ -65,7 +68,7 @@ class Slots:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """No other process writes meanwhile. Raises StateError where there can be no lock."""
+        """Holds the lock of the slots. Raises StateError if the lock file cannot be opened."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -80,32 +83,31 @@ class Slots:
     # The pointer ------------------------------------------------------------------------------------------------------
 
     def pointer(self) -> Pointer:
-        """What ``serving.json`` says; nothing where it is absent or damaged."""
-        found = _read(Pointer, self.folder / "serving.json")
-        return found if isinstance(found, Pointer) else Pointer()
+        """The content of ``serving.json``; an empty pointer if it is absent or damaged."""
+        return _read(Pointer, self.folder / "serving.json") or Pointer()
 
     def point(self, pointer: Pointer) -> None:
-        """Turns the pointer. Raises StateError."""
+        """Replaces the pointer. Raises StateError."""
         storage.write_json(self.folder / "serving.json", schema.plain(pointer), mode=0o600)
 
     def in_order(self) -> list[str]:
-        """The slots that hold weights, the one that answers first."""
+        """The slots that hold weights; the one that answers comes first."""
         answers = self.pointer().slot
-        held = [name for name in NAMES if self.path(name, "serve").exists()]
-        return sorted(held, key=lambda name: name != answers)
+        filled = [name for name in NAMES if self.path(name, "serve").exists()]
+        return sorted(filled, key=lambda name: name != answers)
 
     def other(self) -> str:
         """The slot that does not answer."""
         return "b" if self.pointer().slot == "a" else "a"
 
-    # What lies in a slot ----------------------------------------------------------------------------------------------
+    # Contents of a slot -----------------------------------------------------------------------------------------------
 
     def path(self, slot: str, kind: str) -> Path:
         """kind: serve, personal or int8."""
         return self.folder / slot / f"{kind}.safetensors"
 
     def stage(self, slot: str, weights: Weights, int8: bytes = b"") -> None:
-        """``weights`` in a slot that does not answer, without a personalization. int8: their quantized encoder, ONNX.
+        """Stores ``weights``, unpersonalized, in a slot that does not answer. int8: their quantized encoder, ONNX.
         Raises StateError."""
         self.drop_personal(slot)
         self.path(slot, "int8").unlink(missing_ok=True)
@@ -115,12 +117,12 @@ class Slots:
             storage.write_arrays(self.path(slot, "int8"), {"embed": np.frombuffer(int8, np.uint8)}, facts)
 
     def int8(self, slot: str) -> bytes:
-        """The quantized encoder (ONNX) of the weights in ``slot``; empty where there is none, or a damaged one."""
+        """The quantized encoder (ONNX) of the weights in ``slot``; empty if it is absent or damaged."""
         try:
             arrays, facts = storage.unpack(storage.read_bytes(self.path(slot, "int8"), limit=MAX_INT8_BYTES))
             data = arrays["embed"].tobytes()
-            whole = facts["crc32"] == str(zlib.crc32(data))
-            return data if whole and facts["weights"] == self._home.held(f"slots/{slot}/serve") else b""
+            intact = facts["crc32"] == str(zlib.crc32(data))
+            return data if intact and facts["weights"] == self._home.held(f"slots/{slot}/serve") else b""
         except (StateError, KeyError):
             return b""
 
@@ -133,45 +135,45 @@ class Slots:
         return self._home.weights(f"slots/{slot}/serve") if slot else None
 
     def slot_of(self, model: str) -> str:
-        """The slot with the weights ``model``, the one that answers first; empty for none."""
+        """The slot with the weights ``model``, preferably the one that answers; empty for none."""
         return next((name for name in self.in_order() if self._home.held(f"slots/{name}/serve") == model), "")
 
     def graphs(self) -> set[str]:
-        """The graphs that the weights here fit."""
+        """Ids of the graphs that the stored weights fit."""
         return {self._home.facts(f"slots/{name}/serve").get("graph", "") for name in self.in_order()} - {""}
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """Changes whenever another process turns the pointer or personalizes."""
+        """Changes whenever another process switches the model that answers or its personalization."""
         slot = self.pointer().slot
         paths = [self.folder / "serving.json", *([self.path(slot, "personal")] if slot else [])]
-        found = []
+        stamps = []
         for path in paths:
             with contextlib.suppress(OSError):
                 stat = path.stat()
-                found.append((stat.st_mtime_ns, stat.st_ino, stat.st_size))
-        return tuple(found)
+                stamps.append((stat.st_mtime_ns, stat.st_ino, stat.st_size))
+        return tuple(stamps)
 
-    # How a person wants to personalize --------------------------------------------------------------------------------
+    # The user's choice of a personalizer ------------------------------------------------------------------------------
 
-    def way(self) -> Personalize | None:
-        """What was chosen at the command line, or None where device.toml decides."""
-        found = _read(Personalize, self.folder / "way.json")
-        return found if isinstance(found, Personalize) else None
+    def choice(self) -> Personalize | None:
+        """What was chosen at the command line; None if device.toml decides."""
+        return _read(Personalize, self.folder / "way.json")
 
-    def set_way(self, way: Personalize | None) -> None:
+    def set_choice(self, choice: Personalize | None) -> None:
         path = self.folder / "way.json"
-        if way is None:
+        if choice is None:
             path.unlink(missing_ok=True)
         else:
-            storage.write_json(path, schema.plain(way))
+            storage.write_json(path, schema.plain(choice))
 
 
 def facts_of(method: str, hyper: Mapping[str, Any], graph: str) -> dict[str, str]:
-    """What lies beside a served model's weights: its method's name and hyper-parameters, and the graph that it fits."""
+    """The facts stored with a served model's weights: method name, hyper-parameters, and the graph that they fit."""
     return {"method": method, "hyper": json.dumps(dict(hyper), sort_keys=True), "graph": graph}
 
 
-def _read(cls: type[Any], path: Path) -> Any:
+def _read(cls: type[T], path: Path) -> T | None:
+    """None if the file is absent or damaged."""
     try:
         data = json.loads(storage.read_bytes(path, limit=MAX_POINTER_BYTES))
     except (StateError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The board that this agent runs on: its profile, what device.toml says besides, and the limits that follow."""
+"""The board that this agent runs on: its profile, the settings of device.toml for it, and the resulting limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from fleet_core.board.profile import Profile
 
 
 def profile_of(home: Path, settings: Settings) -> Profile | None:
-    """The profile that device.toml names: a file, relative to ``home``, or a board that ships. Raises ConfigError."""
+    """The profile that device.toml names: a file, relative to ``home``, or a profile of the catalogue. Raises
+    ConfigError."""
     name = settings.board.profile
     if name is None:
         return None
@@ -21,7 +22,7 @@ def profile_of(home: Path, settings: Settings) -> Profile | None:
 
 
 def named(name: str) -> Profile:
-    """A board that ships, or a file that ends in .toml. Raises ConfigError."""
+    """A profile of the catalogue, or a file that ends in .toml. Raises ConfigError."""
     return catalogue.load(name)
 
 
@@ -31,20 +32,21 @@ def wish_of(settings: Settings) -> Wish:
 
 
 def limits_of(home: Path, settings: Settings) -> Limits:
-    """What the agent keeps to on this machine. Raises ConfigError."""
+    """Raises ConfigError."""
     return limits.limits(profile_of(home, settings), probe.machine(), wish_of(settings))
 
 
 def remarks(home: Path, settings: Settings) -> list[str]:
-    """What differs from the profile that device.toml names, a line each. Raises ConfigError."""
+    """A line for each difference between this machine and the profile of device.toml. Raises ConfigError."""
     board = profile_of(home, settings)
     if board is None:
         return []
-    return [f"{one.what}: {one.problem}" for one in limits.complaints(board, probe.machine(), wish_of(settings))]
+    found = limits.complaints(board, probe.machine(), wish_of(settings))
+    return [f"{complaint.what}: {complaint.problem}" for complaint in found]
 
 
 def sensor_of(settings: Settings) -> profiles.Power | None:
-    """The sensor that device.toml chooses in place of the profile's, or None."""
+    """The power sensor of device.toml, which replaces the profile's, or None."""
     power = settings.power
     if power.sensor is None:
         return None
@@ -52,7 +54,7 @@ def sensor_of(settings: Settings) -> profiles.Power | None:
 
 
 def watts_of(home: Path, settings: Settings) -> tuple[float, float] | None:
-    """(idle, busy) as the user measured them. Raises ConfigError for one without the other."""
+    """(idle, busy) watts that the user measured, or None. Raises ConfigError for one without the other."""
     power = settings.power
     if (power.idle_w is None) != (power.busy_w is None):
         raise ConfigError("power needs both idle_w and busy_w, or neither", where=str(home / "device.toml"),

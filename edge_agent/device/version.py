@@ -1,7 +1,7 @@
-"""Which program runs here: a flashed one says the version of its folder, which names its content as well.
+"""The version of the running program. A flashed program's version includes a hash of its content.
 
-``firmware_profiles.package.program`` unpacks the agent to ``VERSION/lib`` and writes ``VERSION/manifest.json`` beside
-it, with the version ``0.1.0-3fa9c1d2e0``; an agent that pip installed, or that runs from a checkout, has no such file.
+``firmware_profiles.package.program`` unpacks the agent to ``VERSION/lib`` and writes ``VERSION/manifest.json`` with the
+version, as ``0.1.0-3fa9c1d2e0``. An agent from pip or a checkout has no such file.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def running() -> str:
 
 
 def version_in(program: Path) -> str:
-    """The version that the folder of a program says; the agent's own where it says none that can be this agent's."""
+    """The version in the manifest of the folder ``program``; the package's version if it is missing or of another
+    release."""
     try:
-        told = json.loads(storage.read_bytes(program / "manifest.json", limit=MAX_MANIFEST_BYTES))
-        version = told["version"]
+        manifest = json.loads(storage.read_bytes(program / "manifest.json", limit=MAX_MANIFEST_BYTES))
+        version = manifest["version"]
     except (StateError, ValueError, KeyError, TypeError):
         return __version__
     return version if isinstance(version, str) and FLASHED.fullmatch(version) else __version__

@@ -38,12 +38,12 @@ class ServedModel:
         if now is None:
             return self._waiting()
         spec = now.layout.input
-        return Facts(tuple(spec.shape), spec.dtype, now.classes, now.round, now.tells_unknown, now.graph)
+        return Facts(tuple(spec.shape), spec.dtype, now.classes, now.round, now.detects_unknown, now.graph)
 
     def _waiting(self) -> Facts | None:
         """Of a model that was served and answers nothing yet: labelled samples may be what it waits for."""
         try:
-            served = self._service.shelf.served()
+            served = self._service.stored.served()
         except FleetError:
             return None
         spec = served.graph.layout.input

@@ -1,7 +1,7 @@
-"""From a sample to this device's answer, and how the answers become the device's own.
+"""Answers from samples, and how a device personalizes the model that answers. No torch.
 
-``service`` answers and swaps models. ``personalizers`` says which ways there are, ``personal_files`` makes and stores
-what they need, ``predictor`` computes probabilities, ``relearn`` takes new samples in while answering.
-``model_check`` refuses a model that does worse on the device's own samples. ``bundle_check`` checks a bundle. No
-torch.
+``service`` answers and switches models. ``personalizers`` decides how to personalize, ``personalization`` makes, stores
+and opens what a personalizer needs, ``predictor`` computes probabilities. ``stored_models`` opens the models in the
+slots. ``relearn`` personalizes again and learns new samples while the device answers. ``model_check`` refuses a model
+that does worse on the device's held-back samples. ``bundle_check`` checks a bundle.
 """

@@ -1,9 +1,9 @@
-"""The gate of a bundle without torch: before it is let out, and on the device before it is installed.
+"""Checks a bundle with ONNX Runtime, without torch: at export, and on the device before it is installed.
 
-The golden weights are no graph's own, and there are other samples than a graph was traced with. onnxruntime refuses to
-open a graph of which a parameter is not external, is missing or is one too many (``session.open_session``).
+No graph has the golden weights inside, and batch sizes differ from the one that a graph was traced with. ONNX Runtime
+refuses a graph with a parameter that is not external, missing or superfluous (``onnx_session.open_session``).
 
-    python -m edge_agent.inference.bundle_check BUNDLE     checks it in a process of its own; what was found, as JSON
+    python -m edge_agent.inference.bundle_check BUNDLE     checks it in its own process and prints the result as JSON
 
 Shapes: n golden samples, K classes.
 """
@@ -32,23 +32,23 @@ from fleet_core.personalization.device_bundle import Bundle
 
 Array = np.ndarray[Any, Any]
 
-BATCHES = 3
-"""How often the golden samples follow each other in a larger batch."""
+BATCH_REPEATS = 3
+"""Repetitions of the golden samples in a larger batch."""
 
-SUPPORTS = 65
-"""How often they do in a larger support: more samples than any graph takes in a pass."""
+SUPPORT_REPEATS = 65
+"""Repetitions of the golden samples in a larger support set: more samples than any graph takes in a pass."""
 
-OF_LOGITS, OF_STEP = 2e-2, 2e-3
-"""How far logits after gradient steps, and weights after one, may be off, relative to what the steps change."""
+LOGITS_TOLERANCE, STEP_TOLERANCE = 2e-2, 2e-3
+"""Tolerated errors of logits after gradient steps, and of weights after one step, relative to what the steps change."""
 
 ROUNDING = 1e-6
-"""How far a weight may be off by rounding alone, relative to the largest of its array."""
+"""Tolerated rounding error of a weight, relative to the largest of its array."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What was checked, and how far it was off: golden outputs by graph, golden logits by number of gradient steps.
-    int8: of the quantized encoder, relative to the length of the embeddings; None where there is none."""
+    """The largest error of each check: golden outputs by graph, golden logits by number of gradient steps. int8: of the
+    quantized encoder, relative to the norm of the embeddings; None without one."""
 
     onnxruntime: str
     graphs: Mapping[str, float]
@@ -56,25 +56,26 @@ class Passed:
     int8: float | None
 
 
-def check(made: Bundle) -> Passed:
+def check(bundle: Bundle) -> Passed:
     """Raises BundleError that says which graph is wrong, and how."""
-    graph = made.graph
+    graph = bundle.graph
     _check_runtime(graph.info.min_onnxruntime)
-    _golden(graph)
-    outputs = {kind: _larger_batch(graph, kind) for kind in graph.graphs}
-    steps = _steps(graph) if graph.info.adapt is not None else {}
-    _own_weights(made)
-    return Passed(runtime().__version__, outputs, steps, _quantized(made) if made.int8 else None)
+    _check_golden(graph)
+    outputs = {kind: _check_larger_batch(graph, kind) for kind in graph.graphs}
+    steps = _check_steps(graph) if graph.info.adapt is not None else {}
+    _check_bundled_weights(bundle)
+    return Passed(runtime().__version__, outputs, steps, _check_int8(bundle) if bundle.int8 else None)
 
 
-def _check_runtime(least: str) -> None:
-    here = runtime().__version__
-    found, wanted = (tuple(int(n) for n in re.findall(r"\d+", version)[:3]) for version in (here, least))
-    if found < wanted:
-        raise BundleError(f"onnxruntime {here} is too old", expected=f"{least} or newer", hint="update onnxruntime")
+def _check_runtime(minimum: str) -> None:
+    installed = runtime().__version__
+    have, need = (tuple(int(n) for n in re.findall(r"\d+", version)[:3]) for version in (installed, minimum))
+    if have < need:
+        raise BundleError(f"onnxruntime {installed} is too old", expected=f"{minimum} or newer",
+                          hint="update onnxruntime")
 
 
-def _golden(graph: Graph) -> None:
+def _check_golden(graph: Graph) -> None:
     try:
         check_golden(graph)
     except BundleError:
@@ -83,11 +84,11 @@ def _golden(graph: Graph) -> None:
         raise BundleError(f"a graph does not run on its golden samples: {str(error)[:300]}") from error
 
 
-def _larger_batch(graph: Graph, kind: str) -> float:
-    """The golden outputs once more, from a batch of another size."""
+def _check_larger_batch(graph: Graph, kind: str) -> float:
+    """The largest error of the golden outputs in a batch of another size."""
     x, wanted = graph.golden["x"], graph.golden[kind]
     session = open_kind(graph, kind, graph.layout.seeded(graph.info.seed))
-    got, wanted = _outputs(kind, session, _repeated(x, BATCHES)), _repeated(wanted, BATCHES)
+    got, wanted = _outputs(kind, session, _repeated(x, BATCH_REPEATS)), _repeated(wanted, BATCH_REPEATS)
     if got.shape != wanted.shape or not np.allclose(got, wanted, atol=graph.info.atol, rtol=graph.info.rtol):
         raise BundleError(f"the graph '{kind}' does not give its golden outputs on a batch of {len(got)} samples")
     return float(np.abs(got - wanted).max())
@@ -103,32 +104,39 @@ def _outputs(kind: str, session: Session, x: Array) -> Array:
 # Gradient steps -------------------------------------------------------------------------------------------------------
 
 
-def _steps(graph: Graph) -> dict[str, float]:
-    """No step changes nothing; one and ten give the golden logits; a support of the same samples, many times over,
-    gives the same step."""
+def _check_steps(graph: Graph) -> dict[str, float]:
+    """0 steps must change nothing, 1 and 10 give the golden logits, and repeated samples give the same step. Returns
+    the largest error of the logits by number of steps."""
     weights, x, y = graph.adapt_weights(graph.info.seed), graph.golden["x"], graph.golden["y"]
-    start, moved = storage.flatten(weights), {}
-    for number in (0, *GOLDEN_STEPS):
-        moved[number] = _moved(graph, weights, x, y, number)
-        _check_names(graph, moved[number], start)
-    for key, array in moved[0].items():
+    start, adapted = storage.flatten(weights), {}
+    for steps in (0, *GOLDEN_STEPS):
+        adapted[steps] = _adapted(graph, weights, x, y, steps)
+        _check_arrays(graph, adapted[steps])
+    for key, array in adapted[0].items():
         if not np.array_equal(array, start[key]):
             raise BundleError(f"the graph 'adapt' changes {key} in 0 steps")
-    found = {str(n): _golden_steps(graph, weights, moved[n], n) for n in GOLDEN_STEPS}
-    often = _moved(graph, weights, _repeated(x, SUPPORTS), _repeated(y, SUPPORTS), 1)
-    for key, once in moved[1].items():
+    errors = {str(n): _check_golden_steps(graph, weights, adapted[n], n) for n in GOLDEN_STEPS}
+    _check_larger_support(graph, weights, adapted[1])
+    return errors
+
+
+def _check_larger_support(graph: Graph, weights: Params, adapted: Mapping[str, Array]) -> None:
+    """adapted: after one step on the golden samples."""
+    x, y, start = graph.golden["x"], graph.golden["y"], storage.flatten(weights)
+    repeated = _adapted(graph, weights, _repeated(x, SUPPORT_REPEATS), _repeated(y, SUPPORT_REPEATS), 1)
+    for key, once in adapted.items():
         change, size = np.abs(once - start[key]).max(initial=0), np.abs(start[key]).max(initial=0)
-        allowed = OF_STEP * change + ROUNDING * size
-        if not np.abs(often[key] - once).max(initial=0) <= allowed:
+        if not np.abs(repeated[key] - once).max(initial=0) <= STEP_TOLERANCE * change + ROUNDING * size:
             raise BundleError(
-                f"the graph 'adapt' moves {key} otherwise on {SUPPORTS * len(y)} samples than on the same {len(y)} once"
+                f"the graph 'adapt' gives another {key} for {len(y)} samples repeated {SUPPORT_REPEATS} times than for "
+                "the same samples once"
             )
-    return found
 
 
-def _moved(graph: Graph, weights: Params, x: Array, y: Array, steps: int) -> dict[str, Array]:
-    how = graph.info.adapt
-    rate = {} if how is None or how.rates else {"lr": np.array(how.lr, np.float32)}
+def _adapted(graph: Graph, weights: Params, x: Array, y: Array, steps: int) -> dict[str, Array]:
+    """The arrays after ``steps`` gradient steps on samples x with labels y, as ``group/name``."""
+    info = graph.info.adapt
+    rate = {} if info is None or info.rates else {"lr": np.array(info.lr, np.float32)}
     try:
         run = open_steps(graph.adapt, weights)
         return run({"support_x": x, "support_y": y, "steps": np.array(steps, np.int64), **rate})
@@ -138,60 +146,61 @@ def _moved(graph: Graph, weights: Params, x: Array, y: Array, steps: int) -> dic
         raise BundleError(f"the graph 'adapt' does not run on {len(y)} samples: {str(error)[:300]}") from error
 
 
-def _check_names(graph: Graph, moved: Mapping[str, Array], start: Mapping[str, Any]) -> None:
-    """The graph gives every parameter that moves, in its shape, and no other."""
+def _check_arrays(graph: Graph, adapted: Mapping[str, Array]) -> None:
+    """The graph must give every parameter of the adapted groups, in its shape, and no other."""
     groups = () if graph.info.adapt is None else graph.info.adapt.groups
     wanted = {f"{t.group}/{t.name}": t.shape for t in graph.layout.tensors if t.group in groups}
-    if {key: array.shape for key, array in moved.items()} != wanted:
+    if {key: array.shape for key, array in adapted.items()} != wanted:
         raise BundleError(
-            f"the graph 'adapt' gives {', '.join(sorted(moved))[:200]}", expected=", ".join(sorted(wanted))[:200]
+            f"the graph 'adapt' gives {', '.join(sorted(adapted))[:200]}", expected=", ".join(sorted(wanted))[:200]
         )
-    if not all(np.isfinite(array).all() for array in moved.values()):
+    if not all(np.isfinite(array).all() for array in adapted.values()):
         raise BundleError("the graph 'adapt' gives a value that is not finite")
 
 
-def _golden_steps(graph: Graph, weights: Params, moved: Mapping[str, Array], number: int) -> float:
-    """How far the logits after ``number`` steps are off; the change by the steps must be the golden one as well."""
-    now = trees.only(storage.unflatten({**storage.flatten(weights), **moved}), MODEL_GROUPS)
-    got = _outputs("predict", open_kind(graph, "predict", now), graph.golden["x"])
-    wanted = graph.golden["adapt"][GOLDEN_STEPS.index(number)]
+def _check_golden_steps(graph: Graph, weights: Params, adapted: Mapping[str, Array], steps: int) -> float:
+    """The largest error of the logits after ``steps``, which must also be small against what the steps change."""
+    params = trees.only(storage.unflatten({**storage.flatten(weights), **adapted}), MODEL_GROUPS)
+    got = _outputs("predict", open_kind(graph, "predict", params), graph.golden["x"])
+    wanted = graph.golden["adapt"][GOLDEN_STEPS.index(steps)]
     off, change = np.abs(got - wanted), np.abs(wanted - graph.golden["predict"]).max()
-    if not ((off <= graph.info.atol + graph.info.rtol * np.abs(wanted)).all() and off.max() <= OF_LOGITS * change):
-        raise BundleError(f"the graph 'adapt' does not give its golden outputs after {number} steps")
+    within = (off <= graph.info.atol + graph.info.rtol * np.abs(wanted)).all()
+    if not (within and off.max() <= LOGITS_TOLERANCE * change):
+        raise BundleError(f"the graph 'adapt' does not give its golden outputs after {steps} steps")
     return float(off.max())
 
 
 # The weights of the bundle --------------------------------------------------------------------------------------------
 
 
-def _own_weights(made: Bundle) -> None:
-    """The graphs answer with the bundle's weights as well, where all of them are there."""
-    graph = made.graph
-    params = {**graph.first, **made.params}
+def _check_bundled_weights(bundle: Bundle) -> None:
+    """Every graph whose groups are all in the bundle must give finite values with the bundle's weights."""
+    graph = bundle.graph
+    params = {**graph.first, **bundle.params}
     for kind in graph.graphs:
-        there = {t.group for t in graph.layout.tensors} & set(GRAPH_GROUPS[kind]) <= params.keys()
-        if there and not np.isfinite(_outputs(kind, open_kind(graph, kind, params), graph.golden["x"])).all():
+        complete = {t.group for t in graph.layout.tensors} & set(GRAPH_GROUPS[kind]) <= params.keys()
+        if complete and not np.isfinite(_outputs(kind, open_kind(graph, kind, params), graph.golden["x"])).all():
             raise BundleError(f"the graph '{kind}' gives a value that is not finite with the bundle's weights")
 
 
-def _quantized(made: Bundle) -> float:
-    """The quantized encoder against the encoder, relative to the length of the embeddings; no farther off than the
-    manifest says."""
-    graph, told = made.graph, made.manifest.int8
+def _check_int8(bundle: Bundle) -> float:
+    """The quantized encoder's error against the encoder, relative to the norm of the embeddings; it must be about what
+    the manifest says."""
+    graph, stated = bundle.graph, bundle.manifest.int8
     x = graph.golden["x"]
-    got = _outputs("embed-int8", open_session(made.int8, {}), x)
-    wanted = open_kind(graph, "embed", {**graph.first, **made.params}).run(x)
+    got = _outputs("embed-int8", open_session(bundle.int8, {}), x)
+    wanted = open_kind(graph, "embed", {**graph.first, **bundle.params}).run(x)
     off = relative(got, wanted) if got.shape == wanted.shape else float("inf")
-    if told is None or not off <= 1.5 * told.difference + 0.02:  # kernels round in other ways on other processors
+    if stated is None or not off <= 1.5 * stated.difference + 0.02:  # kernels of other processors round differently
         raise BundleError(
             f"the quantized encoder is off by {off:.3g} of the embeddings' length",
-            expected="no more" if told is None else f"about {told.difference:.3g}, as the manifest says",
+            expected="no more" if stated is None else f"about {stated.difference:.3g}, as the manifest says",
         )
     return off
 
 
 def relative(got: Array, wanted: Array) -> float:
-    """The length of the difference over that of ``wanted``."""
+    """The norm of the difference over that of ``wanted``."""
     return float(np.linalg.norm(got - wanted) / max(float(np.linalg.norm(wanted)), 1e-30))
 
 
@@ -199,14 +208,14 @@ def _repeated(array: Array, times: int) -> Array:
     return np.concatenate([array] * times)
 
 
-# In a process of its own ----------------------------------------------------------------------------------------------
+# In its own process ---------------------------------------------------------------------------------------------------
 
 
 def main(arguments: list[str]) -> None:
-    """Raises BundleError too where torch came into this process: a device has none."""
+    """Raises BundleError also if torch was imported: a device has none."""
     passed = check(device_bundle.read(Path(arguments[0])))
     if "torch" in sys.modules:
-        raise BundleError("torch was imported by what checks a bundle as a device does")
+        raise BundleError("the check imported torch, which a device does not have")
     print(json.dumps(schema.plain(passed)))
 
 

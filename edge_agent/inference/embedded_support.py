@@ -1,4 +1,4 @@
-"""A device's labelled samples as an encoder embeds them, kept so that a sample is embedded once.
+"""A cache of embedded support samples, so that each sample is embedded once.
 
 Shapes: S samples, D embedding width.
 """
@@ -15,44 +15,44 @@ Array = np.ndarray[Any, Any]
 Embed = Callable[[Array], Array]
 
 MARK_BYTES = 16
-MAX_KEPT = 1 << 22
-"""Numbers in the embeddings that are kept on the disk (16 MiB); of more nothing is, and they are made anew."""
+MAX_CACHED = 1 << 22
+"""Numbers of embeddings that are stored on the disk (16 MiB). Larger supports are not stored but embedded again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """z: float32 [S, D]. y: int64 [S]. marks: uint8 [S, 16], by which a raw sample is known again."""
+    """z: embeddings float32 [S, D]. y: labels int64 [S]. marks: hashes of the raw samples uint8 [S, 16]."""
 
     z: Array
     y: Array
     marks: Array
 
     @classmethod
-    def of(cls, embed: Embed, x: Array, y: Array, known: Support | None = None) -> Support:
-        """Raw samples x [S, *shape] with labels y int64 [S]; only those that ``known`` lacks are embedded."""
+    def of(cls, embed: Embed, x: Array, y: Array, cached: Support | None = None) -> Support:
+        """Raw samples x [S, *shape] with labels y int64 [S]; embeds only those that are not ``cached``."""
         marks = marks_of(x)
-        places = {} if known is None else {mark.tobytes(): row for row, mark in enumerate(known.marks)}
-        rows = np.array([places.get(mark.tobytes(), -1) for mark in marks], np.int64)
-        held = None if known is None else known.z[rows[rows >= 0]]
-        new = embed(x[rows < 0]) if held is None or len(held) < len(x) else held[:0]
+        row_of = {} if cached is None else {mark.tobytes(): row for row, mark in enumerate(cached.marks)}
+        rows = np.array([row_of.get(mark.tobytes(), -1) for mark in marks], np.int64)
+        old = None if cached is None else cached.z[rows[rows >= 0]]
+        new = embed(x[rows < 0]) if old is None or len(old) < len(x) else old[:0]
         z = np.empty((len(x), new.shape[1]), np.float32)
         z[rows < 0] = new
-        if held is not None:
-            z[rows >= 0] = held
+        if old is not None:
+            z[rows >= 0] = old
         return cls(z, np.asarray(y, np.int64), marks)
 
-    def more(self, z: Array, x: Array, y: Array) -> Support:
-        """These and others that are embedded already."""
+    def extended(self, z: Array, x: Array, y: Array) -> Support:
+        """With more raw samples x, whose embeddings are z, and their labels y."""
         joined = (np.concatenate(pair) for pair in ((self.z, z), (self.y, y), (self.marks, marks_of(x))))
         return Support(*joined)
 
     def arrays(self) -> dict[str, Array]:
-        """As they are kept; empty where they are too many."""
-        return {} if self.z.size > MAX_KEPT else {"z": self.z, "y": self.y, "marks": self.marks}
+        """As stored; empty above ``MAX_CACHED``."""
+        return {} if self.z.size > MAX_CACHED else {"z": self.z, "y": self.y, "marks": self.marks}
 
     @classmethod
-    def kept(cls, arrays: dict[str, Array]) -> Support | None:
-        """What ``arrays`` gave, or None where it is not among them, whole."""
+    def from_arrays(cls, arrays: dict[str, Array]) -> Support | None:
+        """The inverse of ``arrays``; None if an array is missing or of another shape or dtype."""
         z, y, marks = (arrays.get(name) for name in ("z", "y", "marks"))
         if z is None or y is None or marks is None:
             return None
@@ -63,7 +63,7 @@ class Support:
 
 def marks_of(x: Array) -> Array:
     """uint8 [S, 16]: a hash of each raw sample."""
-    import hashlib  # loads OpenSSL: 4 MB that answering does without
+    import hashlib  # loads OpenSSL: 4 MB that answering does not need
 
-    found = b"".join(hashlib.blake2b(row.tobytes(), digest_size=MARK_BYTES).digest() for row in x)
-    return np.frombuffer(found, np.uint8).reshape(len(x), MARK_BYTES)
+    digests = b"".join(hashlib.blake2b(row.tobytes(), digest_size=MARK_BYTES).digest() for row in x)
+    return np.frombuffer(digests, np.uint8).reshape(len(x), MARK_BYTES)

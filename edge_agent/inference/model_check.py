@@ -1,7 +1,8 @@
-"""Whether what is to answer may: finite answers, and the device's held-back samples answered no worse than before."""
+"""Checks a new predictor before it may answer: finite answers, no worse accuracy on the device's held-back samples."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,55 +13,57 @@ from edge_agent.device.local_samples import LocalData
 from edge_agent.inference.predictor import Predictor
 from fleet_core.base.errors import FleetError, StateError
 from fleet_core.model.graph_bundle import Graph
-from fleet_core.protocol.device_messages import Alone
+from fleet_core.protocol.device_messages import Alone, Evaluation
 
 Array = np.ndarray[Any, Any]
+Rows = tuple[tuple[int, ...], ...]
 
-LEAST = 10
-"""Held-back samples below which nothing is compared."""
+MIN_HELD_BACK = 10
+"""With fewer held-back samples accuracies are not compared."""
 
-MAX_KEPT = 1 << 20
-"""Numbers of a session's outputs on the held-back samples that are kept in memory (4 MiB)."""
+MAX_CACHED = 1 << 20
+"""Numbers of a session's outputs on the held-back samples that are cached in memory (4 MiB)."""
 
 MAX_CLASSES = 300
-"""Above it the counts of one more kind of answers could make a report too long for a message."""
+"""With more classes the report leaves out the baseline's confusion counts, which could exceed a message's limit."""
 
 WORSE_BY = "[serve] worse_by in device.toml says how much worse may be"
 
 
 class WorseModel(StateError):
-    """What was asked for would answer the held-back samples worse; what answered before goes on. why: both accuracies.
-    """
+    """The new personalization answers the held-back samples worse; the model before goes on. why: both accuracies."""
 
     def __init__(self, why: str):
         self.why = why
-        hint = f"'edge-agent samples list' shows what it would be made from; {WORSE_BY}"
+        hint = f"'edge-agent samples list' shows the samples that it is made from; {WORSE_BY}"
         super().__init__(f"not personalized, what answered before goes on: {why}", hint=hint)
 
 
 class Evaluator:
-    """Confusion counts on the samples that nothing here learns from, made once for each predictor. A session is run on
-    them once, so that one more labelled sample costs its own embedding alone."""
+    """Confusion counts of predictors on the held-back samples, computed once per predictor.
+
+    Session outputs are cached, so that after one more labelled sample only that sample is embedded.
+    """
 
     def __init__(self) -> None:
         self._stamp = ""
         self._outputs: WeakKeyDictionary[Session, Array] = WeakKeyDictionary()
         self._counts: WeakKeyDictionary[Predictor, Array] = WeakKeyDictionary()
-        self._alone: tuple[str, Alone | None] = "", None  # with the stamp of the samples
+        self._baseline: tuple[str, Alone | None] = "", None  # with the stamp of its samples
 
-    def alone(self, data: LocalData) -> Alone | None:
-        """What this device could answer on the held-back samples without the fleet, made once for the same samples.
-        None where nothing is held back, or nothing labelled is left to learn from."""
-        if self._alone[0] != data.stamp():
+    def baseline(self, data: LocalData) -> Alone | None:
+        """The baseline without the fleet on the held-back samples, computed once per stamp of ``data``. None if nothing
+        is held back or no labelled samples are left to learn from."""
+        if self._baseline[0] != data.stamp():
             try:
-                self._alone = data.stamp(), _alone(data)
+                self._baseline = data.stamp(), _baseline(data)
             except FleetError:
-                self._alone = data.stamp(), None
-        return self._alone[1]
+                self._baseline = data.stamp(), None
+        return self._baseline[1]
 
     def counts(self, predictor: Predictor, data: LocalData) -> Array | None:
-        """int64 [N, N] over the fleet's N classes, rows the true ones; None where nothing is held back. Of an answer
-        only the fleet's classes count."""
+        """int64 [N, N] over the fleet's N classes, rows are the true ones; None if nothing is held back. Probabilities
+        of the device's own classes are ignored."""
         if data.held_back_stamp() != self._stamp:
             self._stamp, self._counts, self._outputs = data.held_back_stamp(), WeakKeyDictionary(), WeakKeyDictionary()
         if predictor not in self._counts:
@@ -72,51 +75,62 @@ class Evaluator:
             self._counts[predictor] = counts
         return self._counts[predictor]
 
+    def evaluations(self, stages: Mapping[str, Predictor | None], method: str, data: LocalData) -> list[Evaluation]:
+        """Of each stage that has a predictor; empty if nothing is held back."""
+        counts = {s: None if predictor is None else self.counts(predictor, data) for s, predictor in stages.items()}
+        return [Evaluation(stage, method, _rows(found)) for stage, found in counts.items() if found is not None]
+
+    def accuracy(self, predictor: Predictor, data: LocalData) -> tuple[int, float] | None:
+        """(number of held-back samples, accuracy on them); None if nothing is held back."""
+        counts = self.counts(predictor, data)
+        return None if counts is None else (int(counts.sum()), _accuracy(counts))
+
+    def why_worse(self, new: Predictor, before: Predictor, data: LocalData, worse_by: float) -> str:
+        """Both accuracies if ``new`` loses more than ``worse_by`` to ``before``; else empty."""
+        now, then = self.counts(new, data), self.counts(before, data)
+        if now is None or then is None or now.sum() < MIN_HELD_BACK:
+            return ""
+        if _accuracy(then) - _accuracy(now) <= worse_by + 1e-9:
+            return ""
+        return f"accuracy {_accuracy(now):.3f} on {now.sum()} held-back samples, {_accuracy(then):.3f} before"
+
     def _probabilities(self, predictor: Predictor, x: Array) -> Array:
         out = self._run(predictor.session, x)
         z = out if predictor.encoder is None else self._run(predictor.encoder, x)
         return predictor.of_outputs(out, z)[0]
 
     def _run(self, session: Session, x: Array) -> Array:
-        found = self._outputs.get(session)
-        if found is None:
-            found = session.run(x)
-            if found.size <= MAX_KEPT:
-                self._outputs[session] = found
-        return found
-
-    def worse(self, new: Predictor, before: Predictor | None, data: LocalData, worse_by: float) -> str:
-        """Why ``new`` may not answer in the place of ``before``; empty where it may."""
-        now = self.counts(new, data)
-        if now is None or before is None or now.sum() < LEAST:
-            return ""
-        then = self.counts(before, data)
-        if then is None:
-            return ""
-        lost, found = _accuracy(then) - _accuracy(now), _accuracy(now)
-        if lost <= worse_by + 1e-9:
-            return ""
-        return f"accuracy {found:.3f} on {now.sum()} held-back samples, {_accuracy(then):.3f} before"
+        output = self._outputs.get(session)
+        if output is None:
+            output = session.run(x)
+            if output.size <= MAX_CACHED:
+                self._outputs[session] = output
+        return output
 
 
-def finite(predictor: Predictor, graph: Graph) -> bool:
-    """Whether the answers to the graph's golden samples are probabilities."""
-    found = predictor.probabilities(graph.golden["x"])
-    return bool(np.isfinite(found).all() and np.allclose(found.sum(1), 1, atol=1e-3))
+def gives_probabilities(predictor: Predictor, graph: Graph) -> bool:
+    """Whether the answers to the graph's golden samples are finite and sum to 1."""
+    answers = predictor.probabilities(graph.golden["x"])
+    return bool(np.isfinite(answers).all() and np.allclose(answers.sum(1), 1, atol=1e-3))
 
 
-def _alone(data: LocalData) -> Alone | None:
-    from fleet_core.personalization import plain_baseline  # what only answers does without it
+def _baseline(data: LocalData) -> Alone | None:
+    from fleet_core.personalization import plain_baseline  # not loaded by a process that only answers
 
-    own, later, n = data.own(), data.held_back(), len(data.classes)
-    if later is None or not len(later):
+    own, held_back, n = data.own(), data.held_back(), len(data.classes)
+    if held_back is None or not len(held_back):
         return None
-    frequent = int(np.bincount(own.y, minlength=n).argmax())
+    most_frequent = int(np.bincount(own.y, minlength=n).argmax())
     if n > MAX_CLASSES or not plain_baseline.applies_to(own.x):
-        return Alone(frequent)
-    made = plain_baseline.Baseline.fit(own.x, own.y, n)
-    counts = plain_baseline.counted(later.y, made.labels(later.x), n)
-    return Alone(frequent, made.name, tuple(tuple(int(v) for v in row) for row in counts))
+        return Alone(most_frequent)
+    baseline = plain_baseline.Baseline.fit(own.x, own.y, n)
+    counts = plain_baseline.counted(held_back.y, baseline.labels(held_back.x), n)
+    return Alone(most_frequent, baseline.name, _rows(counts))
+
+
+def _rows(counts_NN: Array) -> Rows:
+    """Confusion counts as a message has them."""
+    return tuple(tuple(map(int, row)) for row in counts_NN)
 
 
 def _accuracy(counts_NN: Array) -> float:

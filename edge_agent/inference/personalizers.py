@@ -1,7 +1,8 @@
-"""How a device makes a served model its own: what was chosen, against what method, graph and device have for it.
+"""Decides how a device personalizes a served model, from the user's choice, the method, the graph and the device.
 
-Snell et al. 2017 (class means), Raghu et al. 2020 (a head alone), Marfoq et al. 2022 (neighbours), Finn et al. 2017 and
-Li et al. 2017 (the steps of MAML and Meta-SGD). Gradient steps are those of the graph ``adapt``, or of the trainer.
+Personalizers: class means (Snell et al. 2017), a fitted head (Raghu et al. 2020), nearest neighbours (Marfoq et al.
+2022), the gradient steps of MAML (Finn et al. 2017) and Meta-SGD (Li et al. 2017). The graph ``adapt`` or the trainer
+takes the gradient steps.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from fleet_core.board.device_settings import Personalize
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.personalization.gradient_steps import Steps, steps_of, trains
 
-CHOSEN = ("proto", "head", "knn")
-"""The ways that can be chosen on any encoder that the fleet shares."""
+ON_SHARED_ENCODER = ("proto", "head", "knn")
+"""Personalizers that a user can choose wherever the fleet shares the encoder."""
 
-EMBEDS = (*CHOSEN, "gp")
-"""The ways that need embedded samples and nothing else, and take classes that the fleet does not have."""
+EMBEDS = (*ON_SHARED_ENCODER, "gp")
+"""Personalizers that need embedded samples only. They can learn classes that the fleet does not have."""
 
 NEIGHBOURS = 10
 HEAD_STEPS = 50
@@ -28,10 +29,15 @@ HEAD_STEPS = 50
 
 @dataclass(frozen=True)
 class Plan:
-    """kind: proto, head, knn, none; ``steps`` of the graph ``adapt``; ``trainer`` for steps with torch; ``left`` where
-    the method's own way cannot be gone here. how: what the answers then say of themselves. steps, rate: of gradient
-    steps, or of a fitted head; rate None where rates are learned. distance, neighbours, mixture: of nearest samples.
-    gaussian: of Gaussian processes. int8: embed by the quantized encoder, where there is one."""
+    """How to personalize.
+
+    kind: ``proto``, ``head``, ``knn``, ``gp``, ``none``; ``steps``: gradient steps by the graph ``adapt``; ``trainer``:
+    gradient steps by torch; ``left``: the method's own personalizer cannot run here.
+    how: the personalizer's name in answers.
+    steps, rate: number and learning rate of gradient steps, or the steps of a fitted head; rate None: it is learned.
+    distance: of class means. neighbours, mixture: of ``knn``. gaussian: of Gaussian processes.
+    int8: embed with the quantized encoder if the slot has one.
+    """
 
     kind: str
     how: str
@@ -47,33 +53,52 @@ class Plan:
 def plan_of(
     choice: Personalize, method: Method, hyper: Any, graph: Graph, *, trainer: bool = False, trained: bool = False
 ) -> Plan:
-    """What is to be done. trainer: there is one. trained: this device has trained groups of its own.
+    """The plan that follows from ``choice``. trainer: a trainer is available. trained: this device has trained personal
+    groups.
 
-    Raises ConfigError for a choice that this method, graph or device has not what it takes for; it names those that
-    work.
+    Raises ConfigError, naming the possible choices, if the method, graph or device does not support ``choice``.
     """
-    plan = _chosen(choice, method, hyper, graph, trainer=trainer, trained=trained)
+    plan = _of_choice(choice, method, hyper, graph, trainer=trainer, trained=trained)
     if choice.int8 and plan.kind not in EMBEDS:
         raise ConfigError(
-            "the int8 encoder for answers that are of no embedded samples", expected="one of " + ", ".join(CHOSEN),
-            hint="leave out int8 (at the command line: --fp32)",
+            f"int8 needs a personalizer that embeds samples, and this one is {plan.kind}",
+            expected="one of " + ", ".join(ON_SHARED_ENCODER), hint="leave out int8 (at the command line: --fp32)",
         )  # fmt: skip
     return replace(plan, int8=choice.int8)
 
 
-def _chosen(
+def possible_choices(method: Method, graph: Graph) -> list[str]:
+    """The values of ``[personalize] by`` that work with this method and graph."""
+    named = (*ON_SHARED_ENCODER, "adapt", "none")
+    return ["method", *(by for by in named if not _why_impossible(by, method, graph))]
+
+
+def takes_gradient_steps(method: Method, hyper: Any) -> bool:
+    """Whether the method personalizes by gradient steps, or by groups that the device trains."""
+    if method.personalizer == "sgd":
+        return bool(method.personal or getattr(hyper, "inner_steps", getattr(hyper, "finetune_steps", 0)))
+    return method.personalizer in ("meta-sgd", "own", "moreau", "fleet-proto")
+
+
+def answers_unpersonalized(method: Method, graph: Graph) -> bool:
+    """Whether the shared groups are a complete model, with a head."""
+    return "predict" in graph.graphs and {tensor.group for tensor in graph.layout.tensors} <= set(method.shared)
+
+
+def _of_choice(
     choice: Personalize, method: Method, hyper: Any, graph: Graph, *, trainer: bool, trained: bool
 ) -> Plan:
     if choice.by == "method":
         return _of_method(choice, method, hyper, graph, trainer=trainer, trained=trained)
-    why = _lacking(choice.by, method, graph)
+    why = _why_impossible(choice.by, method, graph)
     if why:
         raise ConfigError(
-            f"cannot personalize by {choice.by}: {why}", expected="one of " + ", ".join(working(method, graph))
+            f"cannot personalize by {choice.by}: {why}",
+            expected="one of " + ", ".join(possible_choices(method, graph)),
         )
     if choice.by == "adapt":
-        return _steps(choice, method, hyper, graph)
-    _refuse_unused(choice)
+        return _gradient_steps(choice, method, hyper, graph)
+    _refuse_steps_and_rate(choice)
     if choice.by == "head":
         return Plan("head", "head", steps=choice.steps or HEAD_STEPS)
     if choice.by == "knn":
@@ -81,53 +106,38 @@ def _chosen(
     return Plan(choice.by, choice.by, distance=getattr(hyper, "distance", "squared"))
 
 
-def working(method: Method, graph: Graph) -> list[str]:
-    """The choices that work with this method and graph."""
-    return ["method", *(by for by in (*CHOSEN, "adapt", "none") if not _lacking(by, method, graph))]
-
-
-def by_trainer(method: Method, hyper: Any) -> bool:
-    """Whether the device's own weights take gradient steps, or the groups that its trainer keeps."""
-    if method.personalizer == "sgd":
-        return bool(method.personal or getattr(hyper, "inner_steps", getattr(hyper, "finetune_steps", 0)))
-    return method.personalizer in ("meta-sgd", "own", "moreau", "fleet-proto")
-
-
-def is_whole(method: Method, graph: Graph) -> bool:
-    """Whether what the fleet shares answers by itself."""
-    return "predict" in graph.graphs and {tensor.group for tensor in graph.layout.tensors} <= set(method.shared)
-
-
 def _of_method(
     choice: Personalize, method: Method, hyper: Any, graph: Graph, *, trainer: bool, trained: bool
 ) -> Plan:
     if method.personalizer == "proto":
-        _refuse_unused(choice)
+        _refuse_steps_and_rate(choice)
         return Plan("proto", "proto", distance=hyper.distance)
     if method.personalizer == "gp":
-        _refuse_unused(choice)
+        _refuse_steps_and_rate(choice)
         return Plan("gp", "gp", gaussian=gaussian_of(hyper))
     if method.personalizer == "knn":
-        _refuse_unused(choice)
+        _refuse_steps_and_rate(choice)
         return _knn(method, hyper)
-    if not by_trainer(method, hyper):
+    if not takes_gradient_steps(method, hyper):
         return Plan("none", "none")
-    chosen = choice.steps is not None or choice.rate is not None
-    if trainer and not chosen:
+    has_steps_or_rate = choice.steps is not None or choice.rate is not None
+    if trainer and not has_steps_or_rate:
         return Plan("trainer", method.personalizer)
-    kept = trained and method.personalizer == "own"
-    if graph.adapt and not kept and not trains(method) and steps_of(method, hyper) is not None:
-        return _steps(choice, method, hyper, graph)
+    keeps_trained_weights = trained and method.personalizer == "own"
+    if graph.adapt and not keeps_trained_weights and not trains(method) and steps_of(method, hyper) is not None:
+        return _gradient_steps(choice, method, hyper, graph)
     return Plan("left", "none")
 
 
-def _steps(choice: Personalize, method: Method, hyper: Any, graph: Graph) -> Plan:
-    how = steps_of(method, hyper) or Steps(("head",), False, 0.01, 10)
+def _gradient_steps(choice: Personalize, method: Method, hyper: Any, graph: Graph) -> Plan:
+    defaults = steps_of(method, hyper) or Steps(("head",), False, 0.01, 10)
     learned = graph.info.adapt is not None and graph.info.adapt.rates
     if learned and choice.rate is not None:
-        raise ConfigError(f"a rate for the gradient steps of {method.name}, whose rates are learned")
-    rate = None if learned else (choice.rate or how.lr)
-    return Plan("steps", "meta-sgd" if learned else method.personalizer, steps=choice.steps or how.number, rate=rate)
+        raise ConfigError(f"{method.name} learns the rates of its gradient steps: a rate cannot be given",
+                          hint="leave out the rate")
+    rate = None if learned else (choice.rate or defaults.lr)
+    name = "meta-sgd" if learned else method.personalizer
+    return Plan("steps", name, steps=choice.steps or defaults.number, rate=rate)
 
 
 def _knn(method: Method, hyper: Any) -> Plan:
@@ -135,25 +145,26 @@ def _knn(method: Method, hyper: Any) -> Plan:
     return Plan("knn", "knn", neighbours=count, mixture=mixture if set(method.shared) >= {"head"} else 1.0)
 
 
-def _refuse_unused(choice: Personalize) -> None:
+def _refuse_steps_and_rate(choice: Personalize) -> None:
     if choice.rate is not None or (choice.steps is not None and choice.by != "head"):
         raise ConfigError(
-            f"steps or a rate for personalizing by {choice.by}", expected="adapt, or a head, which takes steps"
+            f"steps or a rate for personalizing by {choice.by}",
+            expected="steps or a rate with 'adapt', or steps with 'head'",
         )
 
 
-def _lacking(by: str, method: Method, graph: Graph) -> str:
-    """Why this way cannot be gone; empty where it can."""
+def _why_impossible(by: str, method: Method, graph: Graph) -> str:
+    """Why ``by`` does not work with this method and graph; empty if it does."""
     groups = {tensor.group for tensor in graph.layout.tensors}
-    if by in CHOSEN:
+    if by in ON_SHARED_ENCODER:
         if "embed" not in graph.graphs:
             return "the fleet's bundle has no graph 'embed'"
         if not groups - {"head"} <= set(method.shared):
-            return f"{method.name} leaves the encoder to each device"
+            return f"with {method.name} each device has its own encoder"
     if by == "adapt" and not graph.adapt:
         return "the fleet's bundle has no graph 'adapt' of gradient steps"
     if by == "adapt" and trains(method):
-        return f"{method.name} makes a device's own model in rounds of training"
-    if by == "none" and not is_whole(method, graph):
-        return f"what the fleet shares by {method.name} does not answer by itself"
+        return f"{method.name} makes a device's model by training in rounds"
+    if by == "none" and not answers_unpersonalized(method, graph):
+        return f"the groups that {method.name} shares are no complete model"
     return ""

@@ -1,6 +1,6 @@
-"""Personalized answers without torch: what stands behind a raw sample's probabilities on a device.
+"""Class probabilities of raw samples from a personalized model, without torch.
 
-Shapes: n samples, N classes, the fleet's and then the device's own; S stored samples, D embedding width.
+Shapes: n samples, N classes (the fleet's, then the device's own), K classes of the head, D embedding width.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Familiar:
-    """What tells a sample of no class that is known here: the means of the classes, and how far from them is too far.
-    """
+class UnknownDetector:
+    """Recognizes samples of unknown classes by their distance to the class means."""
 
     means: Prototypes
     thresholds: Thresholds
@@ -39,8 +38,11 @@ class Familiar:
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """Raw samples -> answers: an encoder with prototypes, a fitted head or Gaussian processes, a model with a head, or
-    either with neighbours (``encoder`` beside a model with a head)."""
+    """Raw samples -> probabilities.
+
+    session: an encoder with ``prototypes``, a ``fitted`` head, ``neighbours`` or Gaussian ``processes``; or a model
+    with a head. encoder: beside a model with a head, embeds for ``neighbours``.
+    """
 
     session: Session
     prototypes: Prototypes | None = None
@@ -48,7 +50,7 @@ class Predictor:
     neighbours: Neighbours | None = None
     fitted: Head | None = None
     processes: Processes | None = None
-    familiar: Familiar | None = None
+    unknown_detector: UnknownDetector | None = None
 
     @classmethod
     def proto(cls, graph: Graph, params: Params, prototypes: Prototypes, *, threads: int = 1) -> Predictor:
@@ -71,23 +73,22 @@ class Predictor:
 
     @property
     def embedder(self) -> Session:
-        """That gives the embeddings, where the answers are of those."""
+        """The session that embeds samples, for answers from embeddings."""
         return self.encoder or self.session
 
     def answers(self, x: Array) -> tuple[Array, Array | None]:
         """(probabilities float32 [n, N], bool [n] whether each sample is unknown) of raw samples [n, *shape]; None
-        where that is not told. Raises DataError, and StateError while there is no prototype."""
+        without a detector. Raises DataError, and StateError if there is no prototype."""
         out = self.session.run(x)
         return self.of_outputs(out, out if self.encoder is None else self.encoder.run(x))
 
     def of_outputs(self, out: Array, z: Array) -> tuple[Array, Array | None]:
-        """As ``answers``, from what the session and the encoder give of the samples; one and the same without an
-        encoder beside the session."""
-        unknown = None if self.familiar is None else self.familiar.unknown(z)
+        """As ``answers``. out: the session's output. z: the encoder's output, or ``out`` again without an encoder."""
+        unknown = None if self.unknown_detector is None else self.unknown_detector.unknown(z)
         if self.neighbours is not None:
-            alone = self.encoder is None  # without a head beside them
-            known = np.zeros((), np.float32) if alone else widened(softmax(out), self.neighbours.classes)
-            return self.neighbours.probabilities(z, known), unknown
+            has_head = self.encoder is not None
+            of_head = widened(softmax(out), self.neighbours.classes) if has_head else np.zeros((), np.float32)
+            return self.neighbours.probabilities(z, of_head), unknown
         if self.fitted is not None:
             return self.fitted.probabilities(z), unknown
         if self.processes is not None:
@@ -95,7 +96,7 @@ class Predictor:
         return (softmax(out) if self.prototypes is None else self.prototypes.probabilities(z)), unknown
 
     def probabilities(self, x: Array) -> Array:
-        """float32 [n, N] of raw samples [n, *shape]. Raises DataError, and StateError while there is no prototype."""
+        """float32 [n, N] of raw samples [n, *shape]. Raises DataError, and StateError if there is no prototype."""
         return self.answers(x)[0]
 
     def labels(self, x: Array) -> Array:
@@ -104,5 +105,5 @@ class Predictor:
 
 
 def widened(probabilities_nK: Array, n_classes: int) -> Array:
-    """[n, N]: with zeros for the classes that a head does not have."""
+    """[n, N]: zeros appended for the device's own classes, which the head lacks."""
     return np.pad(probabilities_nK, ((0, 0), (0, n_classes - probabilities_nK.shape[1])))

@@ -1,6 +1,6 @@
-"""What a device has on its disk to answer with, opened: a slot's weights with their graph and personalization.
+"""Opens the models that are stored in a device's slots: weights with their graph and their personalization.
 
-Nothing here changes what answers; ``service`` does.
+Nothing here changes which model answers; ``service`` does.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from edge_agent.compute.onnx_session import check_golden, runtime_version
 from edge_agent.device.local_samples import LocalData
 from edge_agent.device.manifest_method import hyper_of
 from edge_agent.device.slots import Slots
 from edge_agent.device.state import DeviceState, Weights
-from edge_agent.inference import personal_files as owns
-from edge_agent.inference.personal_files import PersonalFiles
-from edge_agent.inference.personalizers import EMBEDS, Plan, is_whole, plan_of
+from edge_agent.inference import personalization
+from edge_agent.inference.personalization import Personalization
+from edge_agent.inference.personalizers import EMBEDS, Plan, answers_unpersonalized, plan_of
 from edge_agent.inference.predictor import Predictor
 from fleet_core.algorithms.interface import Method
 from fleet_core.algorithms.methods.registry import METHODS
@@ -30,16 +32,19 @@ from fleet_core.board.device_settings import Personalize, Serve
 from fleet_core.model import graph_bundle
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS, Layout
+from fleet_core.protocol.device_messages import Answer
 
 NO_TRAINER = 'its trainer needs torch: pip install "metafleet[train]"'
 
 
 @dataclass(frozen=True, eq=False)
 class Answering:
-    """What answers. model, round: of the served model that it was made from. how: it is the device's own, ``none``
-    where it is not. classes: of the probabilities, the fleet's and then the device's own. slot: where it lies. graph:
-    ``embed`` or ``embed-int8``, which embedded the device's samples and embeds those that are asked for; ``predict``
-    where none are."""
+    """The model that answers.
+
+    model, round: of the served model that it was made from. how: its personalizer, or ``none``. classes: of the
+    probabilities, the fleet's and then the device's own. slot: where it is stored. graph: ``embed`` or ``embed-int8``,
+    which embeds the device's samples and the queries; ``predict`` if nothing is embedded.
+    """
 
     predictor: Predictor
     model: str
@@ -51,14 +56,28 @@ class Answering:
     graph: str
 
     @property
-    def tells_unknown(self) -> bool:
-        """Whether the answers say which samples are of no class that is known here."""
-        return self.predictor.familiar is not None
+    def detects_unknown(self) -> bool:
+        """Whether answers say which samples are of an unknown class."""
+        return self.predictor.unknown_detector is not None
+
+    def answer(self, x: np.ndarray[Any, Any]) -> Answer:
+        """Labels and probabilities of raw samples [n, *shape]. Raises DataError, StateError."""
+        probabilities, unknown = self.predictor.answers(x)
+        return Answer(
+            labels=tuple(self.classes[k] for k in probabilities.argmax(1)),
+            probabilities=tuple(tuple(round(float(p), 6) for p in row) for row in probabilities),
+            unknown=() if unknown is None else tuple(map(bool, unknown)),
+            round=self.round,
+            model=self.model,
+            personalization=self.how,
+            classes=self.classes if len(self.classes) > len(self.layout.classes) else (),
+            graph=self.graph,
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """A served model in its slot: its method, that one's hyper-parameters, its weights, and the graph that they fit."""
+    """A served model in its slot. hyper: the method's hyper-parameters. graph: the one that the weights fit."""
 
     slot: str
     method: Method
@@ -78,117 +97,135 @@ class StoredModels:
         self._checked: set[str] = set()
 
     def local(self, layout: Layout) -> LocalData:
-        """The device's samples, of the layout's classes."""
+        """The device's samples, with the layout's classes."""
         return LocalData.of(self.home.folder / self._data["samples"], layout, self._data)
 
     # Graphs -----------------------------------------------------------------------------------------------------------
 
     def graph_path(self, weights: Weights | None) -> Path | None:
-        """The graph that ``weights`` fit, or else the one that came last; None where there is none."""
+        """File of the graph that ``weights`` fit, or the latest one; None if there is none."""
         graph = "" if weights is None else weights.facts.get("graph", "")
         path = self.home.graph_path(graph)
         return path if graph and path.exists() else self.home.latest_graph()
 
+    def latest_graph(self) -> tuple[str, Graph]:
+        """(id, graph) of the model that answers, or the latest one. Raises StateError if there is none, BundleError."""
+        path = self.graph_path(self.slots.weights())
+        if path is None or not path.exists():
+            raise StateError(
+                "the fleet's classes are not known here yet", where=str(self.home.folder),
+                hint="run 'edge-agent run' once while the aggregator is up",
+            )
+        return self.graph_at(path)
+
     def graph_at(self, path: Path) -> tuple[str, Graph]:
-        """(its id, the graph). Raises BundleError."""
+        """(id, graph). Raises BundleError."""
         graph_id = path.stem.partition("-")[2]
         if self._graph is None or self._graph[0] != graph_id:
             self._graph = graph_id, graph_bundle.read(path)
         return self._graph
 
-    def hold(self, graph_id: str, graph: Graph) -> None:
-        """A graph that came need not be read again."""
+    def cache_graph(self, graph_id: str, graph: Graph) -> None:
         self._graph = graph_id, graph
 
-    def check(self, graph_id: str, graph: Graph) -> None:
-        """Raises BundleError for a graph that does not give its golden outputs; once for each runtime."""
+    def check_golden_outputs(self, graph_id: str, graph: Graph) -> None:
+        """Checks a graph once per version of onnxruntime. Raises BundleError."""
         mark = f"{graph_id} {runtime_version()}"
         if mark not in self._checked and self.slots.pointer().checked != mark:
             check_golden(graph)
-            with contextlib.suppress(StateError), self.slots.writing():  # else it is checked again
+            with contextlib.suppress(StateError), self.slots.writing():  # if not written, it is checked again
                 self.slots.point(replace(self.slots.pointer(), checked=mark))
         self._checked.add(mark)
 
     # Slots ------------------------------------------------------------------------------------------------------------
 
     def served(self, slot: str = "") -> Served:
-        """The served model in a slot, or in the first that holds one. Raises FleetError."""
+        """The served model in ``slot``, or in the first slot that holds one. Raises FleetError."""
         slot = slot or next(iter(self.slots.in_order()), "")
         weights = self.slots.weights(slot) if slot else None
         pointer, path = self.slots.pointer(), self.graph_path(weights)
         back = pointer.rolled_back
-        gone = back is not None and weights is not None and back.model == weights.model and slot != pointer.slot
-        if weights is None or path is None or gone:
+        refused = back is not None and weights is not None and back.model == weights.model and slot != pointer.slot
+        if weights is None or path is None or refused:
             raise StateError(
                 "no model has been served to this device yet", where=str(self.home.folder),
                 hint="run 'edge-agent run' until a round was served",
             )
-        method, hyper = _remembered(weights, str(self.slots.path(slot, "serve")))
+        method, hyper = _method_of(weights, str(self.slots.path(slot, "serve")))
         return Served(slot, method, hyper, weights, *self.graph_at(path))
 
-    def kept(self, slot: str) -> PersonalFiles | None:
-        """The personalization in ``slot``, where it is whole and was made with the weights there."""
+    def personalization(self, slot: str) -> Personalization | None:
+        """The personalization in ``slot``; None if it is damaged or was made for other weights."""
         try:
-            found = PersonalFiles.load(self.slots.path(slot, "personal"))
+            personal = Personalization.load(self.slots.path(slot, "personal"))
         except StateError:
             return None
-        if found.int8 and not self.slots.int8(slot):
+        if personal.int8 and not self.slots.int8(slot):
             return None
-        return found if found.model == self.home.held(f"slots/{slot}/serve") else None
+        return personal if personal.model == self.home.held(f"slots/{slot}/serve") else None
 
     def restored(self, served: Served) -> Answering:
-        """What the slot answers with, made anew where that takes no more than samples. Raises FleetError."""
-        own = self.kept(served.slot)
-        if own is None or own.round != served.weights.round:
+        """The model in a slot with its personalization, which is made again if that takes samples only. Raises
+        FleetError."""
+        personal = self.personalization(served.slot)
+        if personal is None or personal.round != served.weights.round:
             plan = self.plan(served.graph, served.method, served.hyper)
-            if plan.kind not in EMBEDS and not is_whole(served.method, served.graph):
-                raise self.not_made(served)
-            own = self.of_samples(plan, served) if plan.kind in EMBEDS else None
-        return self.opened(own, served)
+            if plan.kind not in EMBEDS and not answers_unpersonalized(served.method, served.graph):
+                raise self.not_personalized(served)
+            personal = self.personalize_from_samples(plan, served) if plan.kind in EMBEDS else None
+        return self.open(personal, served)
 
-    # Ways -------------------------------------------------------------------------------------------------------------
+    # Personalization --------------------------------------------------------------------------------------------------
 
     def plan(
         self, graph: Graph, method: Method, hyper: Any, *, trainer: bool = False, choice: Personalize | None = None
     ) -> Plan:
-        """What is to make this method's weights the device's own. hyper: as ``hyper_of`` reads it. trainer: there is
-        one. choice: in place of what was chosen here. Raises ConfigError."""
-        trained, chosen = self.home.trained_by(method.name), choice or self.slots.way() or self._choice
+        """How to personalize weights of this method. hyper: from ``hyper_of``. trainer: a trainer is available. choice:
+        replaces the user's stored choice. Raises ConfigError."""
+        trained, chosen = self.home.trained_by(method.name), choice or self.slots.choice() or self._choice
         return plan_of(chosen, method, hyper, graph, trainer=trainer, trained=trained)
 
-    def of_samples(self, plan: Plan, served: Served, known: PersonalFiles | None = None) -> PersonalFiles:
-        """Class means, a fitted head or neighbours, from all samples of this device. known: what was made before. By
-        the int8 encoder where the plan wants it and the slot has it. Raises FleetError."""
-        self.check(served.graph_id, served.graph)
-        data, quantile = self.local(served.graph.layout), self.serve.unknown_quantile
-        int8 = self.slots.int8(served.slot) if plan.int8 else b""
-        own = owns.of_samples(plan, served.graph, served.weights, data.every(), known, quantile=quantile, int8=int8)
-        return replace(own, settings={**own.settings, "added": data.added()})
+    def personalize_from_samples(
+        self, plan: Plan, served: Served, cached: Personalization | None = None
+    ) -> Personalization:
+        """Class means, a fitted head, neighbours or Gaussian processes from all samples of this device, by the int8
+        encoder if the plan wants it and the slot has it. cached: an earlier one. Raises FleetError."""
+        self.check_golden_outputs(served.graph_id, served.graph)
+        data = self.local(served.graph.layout)
+        personal = personalization.from_samples(
+            plan, served.graph, served.weights, data.every(), cached, quantile=self.serve.unknown_quantile,
+            int8=self.slots.int8(served.slot) if plan.int8 else b"",
+        )  # fmt: skip
+        return replace(personal, settings={**personal.settings, "added": data.added()})
 
-    def opened(self, own: PersonalFiles | None, served: Served, before: Answering | None = None) -> Answering:
-        """What answers with these weights, personalized by ``own`` or as they are. before: what answers now, whose
-        sessions are taken where they are the same. Raises FleetError."""
-        self.check(served.graph_id, served.graph)
+    def open(self, personal: Personalization | None, served: Served, before: Answering | None = None) -> Answering:
+        """The served model with ``personal``, or unpersonalized for None. before: the model that answers now, whose
+        sessions are reused if they are the same. Raises FleetError."""
+        self.check_golden_outputs(served.graph_id, served.graph)
         weights, layout = served.weights, served.graph.layout
-        if own is None:
+        if personal is None:
             predictor = Predictor.head(served.graph, trees.only(weights.params, MODEL_GROUPS))
-        else:
-            samples = self.local(layout).every() if own.how in ("knn", "gp") and own.support is None else None
-            alike = before is not None and (before.model, before.slot) == (weights.model, served.slot)
-            same = before.predictor if before is not None and alike and before.graph == graph_of(own) else None
-            predictor = owns.opened(
-                own, served.graph, weights, unknown=self.serve.unknown, samples=samples,
-                int8=self.slots.int8(served.slot) if own.int8 and same is None else b"",
-                before=same if own.embeds else None,
-            )  # fmt: skip
-        classes, how = (layout.classes, "none") if own is None else (own.classes, own.how)
-        return Answering(predictor, weights.model, weights.round, how, layout, classes, served.slot, graph_of(own))
+            return Answering(
+                predictor, weights.model, weights.round, "none", layout, layout.classes, served.slot, "predict"
+            )
+        needs_samples = personal.how in ("knn", "gp") and personal.support is None
+        same_weights = before is not None and (before.model, before.slot) == (weights.model, served.slot)
+        reused = before.predictor if before is not None and same_weights and before.graph == personal.graph else None
+        predictor = personalization.open_predictor(
+            personal, served.graph, weights, unknown=self.serve.unknown,
+            samples=self.local(layout).every() if needs_samples else None,
+            int8=self.slots.int8(served.slot) if personal.int8 and reused is None else b"",
+            before=reused if personal.embeds else None,
+        )  # fmt: skip
+        return Answering(
+            predictor, weights.model, weights.round, personal.how, layout, personal.classes, served.slot, personal.graph
+        )
 
-    def not_made(self, served: Served) -> StateError:
-        """Said where a method answers with nothing but what is made on a device, and what would make it."""
+    def not_personalized(self, served: Served) -> StateError:
+        """The error for a method that cannot answer without a personalization that is missing, with what to do."""
         plan = self.plan(served.graph, served.method, served.hyper)
         of = "from its own samples" if plan.kind in EMBEDS else "with weights of its own"
-        what, hint = f"a device answers {of} by {served.method.name}", "edge-agent personalize"
+        what, hint = f"with {served.method.name} a device answers {of}", "edge-agent personalize"
         try:
             self.local(served.graph.layout).every()
         except DataError as error:
@@ -199,20 +236,15 @@ class StoredModels:
         return StateError(what, where=str(self.home.folder), hint=hint)
 
 
-def _remembered(weights: Weights, where: str) -> tuple[Method, Any]:
-    """The method that weights on the disk are of, and its hyper-parameters. Raises StateError, ConfigError."""
+def _method_of(weights: Weights, where: str) -> tuple[Method, Any]:
+    """The method of stored weights and its hyper-parameters. Raises StateError, ConfigError."""
     name = weights.facts.get("method", "")
     method = METHODS.get(name)
     if method is None:
-        raise StateError(f"is of method {name[:64]}", where=where, hint=f"update this agent{OR_INSTALL}")
+        raise StateError(f"is of method {name[:64]}, which is unknown here", where=where,
+                         hint=f"update this agent{OR_INSTALL}")
     try:
         return method, hyper_of(method, json.loads(weights.facts["hyper"]))
     except (KeyError, ValueError, RecursionError) as error:
-        raise StateError("says no hyper-parameters", where=where, hint="'edge-agent run' fetches it again") from error
-
-
-def graph_of(own: PersonalFiles | None) -> str:
-    """As ``Answering.graph``."""
-    if own is None or not own.embeds:
-        return "embed" if own is not None and own.how == "fleet-proto" else "predict"
-    return "embed-int8" if own.int8 else "embed"
+        raise StateError("its hyper-parameters are missing or damaged", where=where,
+                         hint="'edge-agent run' fetches it again") from error

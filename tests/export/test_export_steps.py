@@ -89,7 +89,7 @@ def test_a_stepping_method_is_exported_with_what_moves_its_rates_and_what_stays_
 def test_a_method_that_does_not_step_has_no_such_graph(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     graph, asked, said = made_of(monkeypatch, name)
     assert (graph.adapt, asked) == (b"", [])
-    trained = "makes a device's own model in rounds of training"
+    trained = "makes a device's model by training in rounds"
     assert [trained in line for line in said] == ([True] if trains(METHODS[name]) else [])
 
 

@@ -129,7 +129,7 @@ def test_a_device_answers_and_adds_readings_and_tells_what_is_left_over(
     assert "1 readings are left over" in said.err
     device_commands.add(path, "on", place, new_class=False)
     assert "2 samples of class on added" in capsys.readouterr().out
-    device_commands.listed(place, as_json=True)
+    device_commands.list_samples(place, as_json=True)
     said = capsys.readouterr()
     assert [row["recorded"] + row["held_back"] for row in json.loads(said.out)] == [18, 18]
     assert "40 readings give 36 windows of 3, one every 1" in said.err

@@ -253,8 +253,8 @@ def test_a_device_measures_what_it_does_alone_once_for_the_same_samples(
     assert np.trace(found.confusion) > 72
     assert found.frequent == int(np.bincount(service.local().own().y).argmax())
     monkeypatch.setattr(model_check, "MAX_CLASSES", 2)
-    assert model_check._alone(service.local()) == device_messages.Alone(found.frequent)
-    monkeypatch.setattr(model_check, "_alone", lambda data: None)
+    assert model_check._baseline(service.local()) == device_messages.Alone(found.frequent)
+    monkeypatch.setattr(model_check, "_baseline", lambda data: None)
     assert service.alone() == found
     service.local().add(toy(9, 3).x, ["a", "b", "c"])
     assert service.alone() is None

@@ -47,7 +47,7 @@ def device(folder: Path, method: str, hyper: dict[str, Any] | None = None, sampl
 
 def order(service: Any, **other: Any) -> Job:
     """The job that the service would give."""
-    served = service.shelf.served()
+    served = service.stored.served()
     plan = service.plan(served.method, served.hyper, trainer=False)
     made = service.steps(plan)
     return Job("adapt", {**made.header, **other})
@@ -188,6 +188,6 @@ def test_an_agent_without_torch_makes_its_own_weights_by_the_graph(tmp_path: Pat
 
 
 def homes_of(w: Any, name: str) -> Any:
-    service = type(w.agents[name].service)(w.agents[name].home, w.agents[name].service.shelf._data)
+    service = type(w.agents[name].service)(w.agents[name].home, w.agents[name].service.stored._data)
     service.restore()
     return service

@@ -171,7 +171,7 @@ def test_a_damaged_personalization_is_made_anew_from_the_samples(tmp_path: Path)
         assert homes.restored(place).answers(X) == before
     device = homes.restored(place)
     relearn.personalize(device)
-    assert homes.restored(place).shelf.kept(slots.pointer().slot) is not None
+    assert homes.restored(place).stored.personalization(slots.pointer().slot) is not None
 
 
 # The check ------------------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_it_is_off_unless_it_is_asked_for_and_can_be_set_in_device_toml(tmp_path
 def test_ways_that_embed_nothing_refuse_it(tmp_path: Path, way: str) -> None:
     service = device(tmp_path, "per-fedavg-fo")
     before = service.answers(X)
-    with pytest.raises(ConfigError, match="int8 encoder for answers that are of no embedded samples") as refused:
+    with pytest.raises(ConfigError, match="int8 needs a personalizer that embeds samples") as refused:
         by(service, way)
     assert (refused.value.expected, "--fp32" in str(refused.value.hint)) == ("one of proto, head, knn", True)
     assert service.answers(X) == before

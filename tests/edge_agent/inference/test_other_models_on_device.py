@@ -113,7 +113,7 @@ def test_class_means_a_head_and_steps_on_a_device_are_torchs(tmp_path: Path, fam
     relearn.personalize(service, Personalize("head"))
     np.testing.assert_allclose(service.predict(asked), Head.fit(z, own.y, 3).probabilities(at), atol=1e-5)
     assert relearn.personalize(service, Personalize("adapt", steps=2, rate=0.1)).how == "sgd"
-    found = service.shelf.kept(service.slots.pointer().slot)
+    found = service.stored.personalization(service.slots.pointer().slot)
     assert found is not None
     first = storage.flatten(weights)
     moved = {key.partition("/")[0] for key, array in found.arrays.items() if np.abs(array - first[key]).max() > 1e-6}
@@ -130,7 +130,7 @@ def test_a_token_that_the_model_does_not_know_is_refused_and_harms_nothing(tmp_p
     service = device(tmp_path, "lstm")
     relearn.personalize(service, Personalize(way))
     with service.slots.writing():
-        service.slots.set_way(Personalize(way))
+        service.slots.set_choice(Personalize(way))
     good, bad = drawn(FAMILIES["lstm"][1], 5, 7).x, np.full((1, 6), 99)
     before = service.answers(good)
     with pytest.raises(DataError, match="does not take these samples"):

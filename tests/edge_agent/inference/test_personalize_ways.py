@@ -129,7 +129,7 @@ def test_a_restart_answers_the_same_and_the_way_holds_for_the_rounds_to_come(tmp
     service = device(tmp_path)
     by(service, way)
     with service.slots.writing():
-        service.slots.set_way(Personalize(way))
+        service.slots.set_choice(Personalize(way))
     place = folder_of(service)
     again = homes.restored(place)
     assert again.answers(X) == service.answers(X)
@@ -157,7 +157,7 @@ def test_one_new_labelled_sample_costs_one_embedding(tmp_path: Path, way: str, r
     service = device(tmp_path, HEADLESS)
     by(service, way)
     with service.slots.writing():
-        service.slots.set_way(Personalize(way))
+        service.slots.set_choice(Personalize(way))
     relearn.learn(service, X[:1], ["a"])  # the first counts with the others, of which none is embedded anew
     rows.clear()
     said = relearn.learn(service, X[1:2], ["b"])
@@ -174,10 +174,10 @@ def test_one_new_labelled_sample_costs_one_embedding(tmp_path: Path, way: str, r
 def test_running_means_are_exact_where_too_much_would_be_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[int]
 ) -> None:
-    monkeypatch.setattr("edge_agent.inference.embedded_support.MAX_KEPT", 10)
+    monkeypatch.setattr("edge_agent.inference.embedded_support.MAX_CACHED", 10)
     service = device(tmp_path, HEADLESS)
     relearn.personalize(service)
-    kept = service.shelf.kept(service.slots.pointer().slot)
+    kept = service.stored.personalization(service.slots.pointer().slot)
     assert kept is not None
     assert kept.support is None
     rows.clear()
@@ -216,7 +216,7 @@ def test_the_command_personalizes_without_torch_and_another_process_answers_the_
     mine = homes.restored(place).answers(X)
     assert (found["labels"], found["personalization"]) == (list(mine.labels), "sgd")
     np.testing.assert_allclose(found["probabilities"], mine.probabilities, atol=1e-6)
-    assert Slots(DeviceState(place)).way() == Personalize("adapt", steps=2)
+    assert Slots(DeviceState(place)).choice() == Personalize("adapt", steps=2)
 
 
 # What they need -------------------------------------------------------------------------------------------------------
@@ -224,10 +224,10 @@ def test_the_command_personalizes_without_torch_and_another_process_answers_the_
 
 @pytest.mark.parametrize(("method", "way", "words", "working"), [
     (HEADLESS, "adapt", "has no graph 'adapt'", "method, proto, head, knn"),
-    (HEADLESS, "none", "does not answer by itself", "method, proto, head, knn"),
+    (HEADLESS, "none", "are no complete model", "method, proto, head, knn"),
     ("knn-per", "adapt", "has no graph 'adapt'", "method, proto, head, knn, none"),
-    ("lg-fedavg", "proto", "leaves the encoder to each device", "method, adapt"),
-    ("fedper", "none", "does not answer by itself", "method, proto, head, knn, adapt"),
+    ("lg-fedavg", "proto", "each device has its own encoder", "method, adapt"),
+    ("fedper", "none", "are no complete model", "method, proto, head, knn, adapt"),
 ])
 def test_what_a_way_lacks_is_said_with_those_that_work(
     tmp_path: Path, method: str, way: str, words: str, working: str
@@ -250,7 +250,7 @@ def test_settings_that_a_way_does_not_take_are_refused(tmp_path: Path, choice: P
 
 def test_learned_rates_take_no_rate(tmp_path: Path) -> None:
     service = device(tmp_path, "fedmeta-metasgd")
-    with pytest.raises(ConfigError, match="whose rates are learned"):
+    with pytest.raises(ConfigError, match="learns the rates"):
         by(service, "adapt", rate=0.1)
     assert by(service, "adapt", steps=2).how == "meta-sgd"
 
@@ -260,7 +260,7 @@ def test_what_only_the_trainer_makes_is_said_with_what_works_here(tmp_path: Path
     service = homes.furnished(homes.home(tmp_path / "d0", toy(1)), method, graph=homes.plain())
     with pytest.raises(StateError, match="personalizes by gradient steps") as refused:
         relearn.personalize(service)
-    assert str(refused.value.hint).startswith("'edge-agent run' makes them")
+    assert str(refused.value.hint).startswith("'edge-agent run' takes them")
     if method == "pfedme":
         assert "--by proto, head, knn, none" in str(refused.value.hint)
         assert by(service, "proto").how == "proto"
@@ -336,7 +336,7 @@ def test_a_device_without_samples_and_without_a_head_answers_once_it_has_one(tmp
 def test_a_class_that_the_fleet_does_not_have_is_learned_here(tmp_path: Path, way: str) -> None:
     service = device(tmp_path)
     with service.slots.writing():
-        service.slots.set_way(Personalize(way))
+        service.slots.set_choice(Personalize(way))
     relearn.personalize(service)
     new = np.full((4, 8), -9, np.float32) + np.arange(4, dtype=np.float32)[:, None] / 10
     relearn.learn(service, new, ["goose"] * 4, new=True)
@@ -386,14 +386,14 @@ def test_samples_far_from_all_that_is_known_are_told_where_that_is_on(tmp_path: 
     by(service, way)
     found = service.answers(far).unknown
     assert service.answering is not None
-    assert service.answering.tells_unknown == (way in EMBED)
+    assert service.answering.detects_unknown == (way in EMBED)
     if way not in EMBED:
         assert found == ()
         return
     own = service.local().own()
     z, at = (embedded(service, HEADED, x) for x in (own.x, far))
     means = losses.prototypes(torch.tensor(z), torch.tensor(own.y), 3)[0].numpy()
-    kept = service.shelf.kept(service.slots.pointer().slot)
+    kept = service.stored.personalization(service.slots.pointer().slot)
     assert kept is not None
     np.testing.assert_allclose(kept.prototypes.prototypes, means, atol=1e-5)
     limit = Thresholds.calibrate(z, own.y, kept.prototypes, 0.8).distances[0]

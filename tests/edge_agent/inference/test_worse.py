@@ -60,8 +60,7 @@ def held(service: Service) -> dict[str, bytes]:
 
 
 def accuracy(service: Service) -> float:
-    assert service.answering is not None
-    found = service.held_back(service.answering.predictor)
+    found = service.held_back_accuracy()
     assert found is not None
     return found[1]
 
@@ -74,7 +73,7 @@ def test_taught_samples_that_would_make_the_answers_worse_are_not_kept(tmp_path:
     service = device(tmp_path, method)
     before, files, was = service.answers(X), held(service), accuracy(service)
     assert before.personalization == how
-    words = r"not kept, for with these samples: accuracy 0\.\d+ on 36 held-back samples, \d"
+    words = r"not kept, because with these samples: accuracy 0\.\d+ on 36 held-back samples, \d"
     with pytest.raises(DataError, match=words) as refused:
         relearn.learn(service, *wrong())
     assert "worse_by" in str(refused.value.hint)
@@ -183,7 +182,7 @@ def test_a_way_that_was_refused_does_not_hold_for_the_rounds_to_come(tmp_path: P
     place = service.slots.folder.parent
     with pytest.raises(StateError, match="held-back samples"):
         device_commands.personalize(place, False, "adapt", 1, 50.0)
-    assert Slots(service.shelf.home).way() is None
+    assert Slots(service.stored.home).choice() is None
 
 
 def test_few_held_back_samples_decide_nothing(tmp_path: Path) -> None:
@@ -208,7 +207,7 @@ def test_added_samples_are_listed_and_the_last_can_be_dropped(tmp_path: Path, ca
     assert sum(row["recorded"] for row in listed(place)) == 54
     assert sum(row["held_back"] for row in listed(place)) == 36
     device_commands.drop(place, 30)
-    assert "4 of those that were added are left" in capsys.readouterr().out
+    assert "4 added samples are left" in capsys.readouterr().out
     relearn.personalize(service)
     assert service.answers(X) == taught
     device_commands.drop(place, 4)
@@ -226,7 +225,7 @@ def listed(place: Path) -> Any:
     shown: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(terminal, "show", shown.append)
-        device_commands.listed(place, as_json=True)
+        device_commands.list_samples(place, as_json=True)
     return shown[0]
 
 

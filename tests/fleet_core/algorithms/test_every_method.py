@@ -32,7 +32,7 @@ from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Done, Job
 from edge_agent.device.slots import Slots
 from edge_agent.device.state import DeviceState
-from edge_agent.inference.personalizers import by_trainer
+from edge_agent.inference.personalizers import takes_gradient_steps
 from edge_agent.inference.service import Service
 from fleet_core.algorithms import aggregation, interface
 from fleet_core.algorithms.interface import ClientState, Payload, ServerState
@@ -279,7 +279,7 @@ def test_every_device_is_evaluated_and_answers_with_what_is_its_own(played: Play
         answer = service.answers(toy(5).x[:4])
         assert (answer.round, answer.personalization, len(answer.labels)) == (ROUNDS, method.personalizer, 4)
         np.testing.assert_allclose(np.sum(answer.probabilities, axis=1), 1, atol=1e-5)
-        again = Service(DeviceState(w.folder / "devices" / name), service.shelf._data)
+        again = Service(DeviceState(w.folder / "devices" / name), service.stored._data)
         again.restore()
         assert again.answers(toy(5).x[:4]) == answer, "also from the disk alone"
 
@@ -292,7 +292,7 @@ def test_an_answer_is_what_torch_makes_of_the_devices_own_model(played: Played) 
         found = w.agents[name].service.predict(x)
         np.testing.assert_allclose(found, expected_answer(plain, own, state, x), atol=1e-5)
         assert np.ptp(found) > 0.05
-        if by_trainer(plain.method, plain.hyper):
+        if takes_gradient_steps(plain.method, plain.hyper):
             assert own_bits(w, name) == bits_of_tree(plain.own_weights(own, state))
     first = models.initial(plain.layout, plain.fleet.config.fleet.seed)
     for group in plain.method.personal:
@@ -341,7 +341,9 @@ def test_a_device_without_torch_answers_as_far_as_it_can_and_says_what_it_cannot
         assert w.told("the fleet's model answers as it is")
     else:
         assert stated == "nothing"
-        with pytest.raises(StateError, match=f"with weights of its own by {method.name}, which are not made yet"):
+        with pytest.raises(
+            StateError, match=f"with {method.name} a device answers with weights of its own, which are not made yet"
+        ):
             service.predict(toy(5).x[:4])
         assert w.told(f"round {ROUNDS}: bare: {method.name}"), "the aggregator heard of it"
         assert w.told("there are no answers")
@@ -386,7 +388,7 @@ def test_the_commands_of_a_device_do_without_torch_what_they_can(fleet, tmp_path
     else:
         assert (done.returncode, done.stdout) == (1, "")
         assert f"error: {method} personalizes by gradient steps" in done.stderr
-        assert "hint: 'edge-agent run' makes them" in done.stderr
+        assert "hint: 'edge-agent run' takes them" in done.stderr
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -674,7 +676,7 @@ def test_a_device_answers_with_what_it_had_until_its_own_weights_are_made(fleet)
     assert (first.round, first.personalization) == (1, "own")
     assert w.pump(lambda: (service.round, service.personalization) == (2, "none"))
     assert service.answers(toy(5).x[:4]) == first
-    from_disk = Service(DeviceState(w.folder / "devices" / "d0"), service.shelf._data)
+    from_disk = Service(DeviceState(w.folder / "devices" / "d0"), service.stored._data)
     from_disk.restore()
     assert from_disk.answers(toy(5).x[:4]) == first
     assert w.pump(lambda: finished(w))

@@ -1,0 +1,271 @@
+"""A device's personalization of a served model: made from its samples, stored, extended, and opened as a predictor.
+
+Arrays of class means, a fitted head and neighbours: ``prototypes`` [N, D] and ``counts`` [N] by class, ``limit`` [N],
+the distance beyond which a sample is unknown, ``weight`` and ``bias`` of a fitted head, and ``z``, ``y``, ``marks`` of
+the embedded samples. Arrays of gradient steps: the weights, as ``group/name``. None of them leaves the device.
+
+Queries are embedded by the encoder that embedded the support samples, fp32 or int8: class means of one encoder are
+meaningless to the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edge_agent.compute.onnx_session import Session, open_kind, open_session
+from edge_agent.device.state import FORMAT, MAX_STATE_BYTES, Weights
+from edge_agent.inference.embedded_support import Embed, Support
+from edge_agent.inference.personalizers import EMBEDS, Plan
+from edge_agent.inference.predictor import Predictor, UnknownDetector, widened
+from fleet_core.algorithms.methods.pfedgp import Gaussian
+from fleet_core.base import schema, storage, trees
+from fleet_core.base.errors import StateError
+from fleet_core.data.samples import Samples
+from fleet_core.model.graph_bundle import Graph
+from fleet_core.model.layout import MODEL_GROUPS
+from fleet_core.personalization.linear_head import Head
+from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
+from fleet_core.personalization.unknown_class import Thresholds
+
+if TYPE_CHECKING:
+    from fleet_core.personalization.gaussian_process import Processes
+
+Array = np.ndarray[Any, Any]
+
+AGAIN = "personalize again"
+
+
+@dataclass(frozen=True, eq=False)
+class Personalization:
+    """how: ``proto``, ``head``, ``knn``, ``gp``, or the personalizer that took gradient steps. model, round: of the
+    served model that it was made for; it is invalid with any other. classes: names of the labels, the fleet's first.
+    settings: plain values that answering needs."""
+
+    how: str
+    model: str
+    round: int
+    classes: tuple[str, ...]
+    arrays: Mapping[str, Array]
+    settings: Mapping[str, Any]
+
+    def save(self, path: Path) -> None:
+        """Writes atomically, readable by the owner only. Raises StateError."""
+        facts = {"format": str(FORMAT), "how": self.how, "weights": self.model, "round": str(self.round),
+                 "classes": json.dumps(self.classes), "settings": json.dumps(dict(self.settings), sort_keys=True)}
+        storage.write_arrays(path, self.arrays, facts, mode=0o600)
+
+    @classmethod
+    def load(cls, path: Path) -> Personalization:
+        """Raises StateError if the file is absent or holds no personalization."""
+        arrays, facts = storage.map_file(path, limit=MAX_STATE_BYTES)
+        try:
+            classes, settings = json.loads(facts["classes"]), json.loads(facts["settings"])
+            return cls(facts["how"], facts["weights"], int(facts["round"]), tuple(map(str, classes)), arrays, settings)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise StateError("holds no personalization", where=str(path), hint=AGAIN) from error
+
+    @property
+    def embeds(self) -> bool:
+        return self.how in EMBEDS
+
+    @property
+    def int8(self) -> bool:
+        """Whether the quantized encoder embedded the samples."""
+        return bool(self.settings.get("int8"))
+
+    @property
+    def graph(self) -> str:
+        """As ``Answering.graph``."""
+        if self.embeds:
+            return "embed-int8" if self.int8 else "embed"
+        return "embed" if self.how == "fleet-proto" else "predict"
+
+    @property
+    def support(self) -> Support | None:
+        """The embedded samples, if they are stored."""
+        return Support.from_arrays(dict(self.arrays))
+
+    @property
+    def prototypes(self) -> Prototypes:
+        """Raises StateError."""
+        return Prototypes.checked(self.arrays, self.model, str(self.settings.get("distance", "squared")))
+
+
+# Make -----------------------------------------------------------------------------------------------------------------
+
+
+def from_weights(how: str, weights: Weights, classes: tuple[str, ...], arrays: Mapping[str, Array]) -> Personalization:
+    """The device's personal weights ``arrays``, as ``group/name``."""
+    return Personalization(how, weights.model, weights.round, classes, dict(arrays), {})
+
+
+def from_samples(
+    plan: Plan, graph: Graph, weights: Weights, samples: Samples, cached: Personalization | None = None, *,
+    quantile: float, int8: bytes = b"",
+) -> Personalization:
+    """Class means, a fitted head, neighbours or Gaussian processes from raw samples.
+
+    cached: an earlier personalization, whose embeddings are reused if the same encoder made them. quantile: of the
+    threshold for unknown samples. int8: the quantized encoder, used in place of the graph's.
+    Raises StateError, DataError, BundleError, CodecError.
+    """
+    encoder = open_encoder(graph, weights, int8)
+    same_encoder = cached is not None and (cached.model, cached.int8) == (weights.model, bool(int8))
+    support = Support.of(
+        encoder.run, samples.x, samples.y, cached.support if cached is not None and same_encoder else None
+    )
+    classes = samples.classes or graph.layout.classes
+    settings = {"distance": plan.distance, "neighbours": plan.neighbours, "mixture": plan.mixture, "steps": plan.steps,
+                "quantile": quantile, "int8": bool(int8)}
+    if plan.gaussian is not None:
+        settings["gaussian"] = schema.plain(plan.gaussian)
+    if plan.kind == "knn":
+        settings["share"] = _neighbours_share(plan, graph, weights, samples, support, len(classes))
+    return _fitted(Personalization(plan.kind, weights.model, weights.round, classes, {}, settings), support, None)
+
+
+def open_encoder(graph: Graph, weights: Weights, int8: bytes = b"") -> Session:
+    """Raw samples -> embeddings, by the quantized encoder ``int8`` if given (its weights are inside), else by the
+    graph ``embed``. Raises BundleError, CodecError."""
+    if int8:
+        return open_session(int8, {})
+    return open_kind(graph, "embed", trees.only(weights.params, ("body",)))
+
+
+def _neighbours_share(
+    plan: Plan, graph: Graph, weights: Weights, samples: Samples, support: Support, n_classes: int
+) -> float:
+    """The weight of the neighbours against the head in the answer."""
+    if plan.mixture is not None:
+        return plan.mixture
+    head = open_kind(graph, "predict", trees.only(weights.params, MODEL_GROUPS))
+    of_head = widened(softmax(head.run(samples.x)), n_classes)
+    return Neighbours.of(support.z, support.y, of_head, plan.neighbours, None).share
+
+
+def extended(personal: Personalization, embed: Embed, new: Samples) -> Personalization | None:
+    """``personal`` with more raw samples; embeds only these. ``new.classes`` starts with ``personal.classes``.
+
+    None if this needs samples that are not stored as embeddings: everything must be made again.
+    """
+    support = personal.support
+    if not personal.embeds or (support is None and personal.how != "proto"):
+        return None
+    classes = new.classes or personal.classes
+    z = embed(new.x)
+    means = personal.prototypes.widened(len(classes)).add(z, new.y)
+    wider = replace(personal, classes=classes)
+    if support is None:
+        return replace(wider, arrays={**_named(means), "limit": _padded(personal.arrays["limit"], len(classes))})
+    return _fitted(wider, support.extended(z, new.x, new.y), means)
+
+
+def _fitted(personal: Personalization, support: Support, means: Prototypes | None) -> Personalization:
+    """``personal`` with all its arrays. means: of ``support``, if they are known already."""
+    settings, n_classes = dict(personal.settings), len(personal.classes)
+    if means is None:
+        means = Prototypes.empty(n_classes, support.z.shape[1], personal.model, str(settings["distance"]))
+        means = means.add(support.z, support.y)
+    limit = Thresholds.calibrate(support.z, support.y, means, settings["quantile"]).distances
+    arrays = {**support.arrays(), **_named(means), "limit": limit}
+    if personal.how == "head":
+        head = Head.fit(support.z, support.y, n_classes, steps=settings["steps"])
+        arrays |= {"weight": head.weight, "bias": head.bias}
+    return replace(personal, arrays=arrays)
+
+
+def _named(means: Prototypes) -> dict[str, Array]:
+    return {"prototypes": means.prototypes, "counts": means.counts}
+
+
+def _padded(limit_N: Array, n_classes: int) -> Array:
+    """New classes get the threshold of the others: it is the same for all."""
+    return np.pad(limit_N, (0, n_classes - len(limit_N)), mode="edge")
+
+
+# Open -----------------------------------------------------------------------------------------------------------------
+
+
+def open_predictor(
+    personal: Personalization, graph: Graph, weights: Weights, *, unknown: bool, samples: Samples | None = None,
+    int8: bytes = b"", before: Predictor | None = None,
+) -> Predictor:
+    """The predictor of a personalization.
+
+    unknown: detect samples of unknown classes, if the personalizer embeds. samples: the device's own, if their
+    embeddings are not stored. int8: the quantized encoder, if it embedded the samples. before: a predictor with the
+    same encoder and weights, whose sessions are reused.
+    Raises StateError, BundleError, CodecError.
+    """
+    if not personal.embeds:
+        return _from_weights(personal, graph, weights)
+    means = personal.prototypes
+    thresholds = Thresholds(_checked(personal.arrays, "limit", (len(means.counts),)))
+    detector = UnknownDetector(means, thresholds) if unknown else None
+    if before is None and personal.int8 and not int8:
+        raise StateError("the int8 encoder that it was made with is not here", hint=AGAIN)
+    encoder = open_encoder(graph, weights, int8 if personal.int8 else b"") if before is None else before.embedder
+    if personal.how == "proto":
+        return Predictor(encoder, means, unknown_detector=detector)
+    if personal.how == "head":
+        shape = means.prototypes.shape
+        head = Head(_checked(personal.arrays, "weight", shape), _checked(personal.arrays, "bias", shape[:1]))
+        return Predictor(encoder, fitted=head, unknown_detector=detector)
+    if personal.how == "gp":
+        return Predictor(encoder, processes=_processes(personal, encoder, samples), unknown_detector=detector)
+    head_session = None if before is None or before.encoder is None else before.session
+    return _with_neighbours(personal, graph, weights, encoder, head_session, detector, samples)
+
+
+def _from_weights(personal: Personalization, graph: Graph, weights: Weights) -> Predictor:
+    params = graph.layout.ordered(storage.unflatten(personal.arrays))
+    if personal.how != "fleet-proto":
+        return Predictor.head(graph, params)
+    means = Prototypes.of_fleet(weights.params, weights.model)
+    return Predictor.proto(graph, trees.only(params, ("body",)), means)
+
+
+def _with_neighbours(
+    personal: Personalization, graph: Graph, weights: Weights, encoder: Session, head: Session | None,
+    detector: UnknownDetector | None, samples: Samples | None,
+) -> Predictor:
+    support = _support(personal, encoder, samples)
+    n_classes, settings = len(personal.classes), personal.settings
+    near = Neighbours(support.z, support.y, n_classes, int(settings["neighbours"]), float(settings["share"]))
+    if settings["mixture"] == 1.0:
+        return Predictor(encoder, neighbours=near, unknown_detector=detector)
+    head = head or open_kind(graph, "predict", trees.only(weights.params, MODEL_GROUPS))
+    return Predictor(head, None, encoder, near, unknown_detector=detector)
+
+
+def _support(personal: Personalization, encoder: Session, samples: Samples | None) -> Support:
+    """The stored embeddings, or those of ``samples``."""
+    if personal.support is not None:
+        return personal.support
+    if samples is None:
+        raise StateError("the embedded samples are not here", hint=AGAIN)
+    return Support.of(encoder.run, samples.x, samples.y)
+
+
+def _processes(personal: Personalization, encoder: Session, samples: Samples | None) -> Processes:
+    from fleet_core.personalization.gaussian_process import Processes  # 1.5 MB that no other personalizer needs
+
+    settings, _ = schema.read(Gaussian, personal.settings.get("gaussian"))
+    if settings is None:
+        raise StateError("the Gaussian processes' settings are not here", hint=AGAIN)
+    support = _support(personal, encoder, samples)
+    return Processes.of(support.z, support.y, len(personal.classes), settings)
+
+
+def _checked(arrays: Mapping[str, Array], name: str, shape: tuple[int, ...]) -> Array:
+    array = arrays.get(name)
+    if array is None or array.shape != shape or array.dtype != np.float32:
+        raise StateError(f"the array '{name}' of the personalization is missing or of another shape or dtype",
+                         hint=AGAIN)
+    return array
