@@ -27,7 +27,7 @@ from benchmarks.arm64 import image, root
 from benchmarks.arm64.base import Base
 from benchmarks.arm64.machine import DOOR, Board, Machine, Patience
 from benchmarks.arm64.root import BOOKWORM, Debian
-from cloud_server.broker.mosquitto_config import Place
+from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.identity import fleet_certificates
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
@@ -85,7 +85,7 @@ class Scene:
         (self.fleet / "fleet.toml").write_text(text)
         fleet = Fleet.load(self.fleet)
         with Ledger(fleet.ledger_path) as ledger:
-            place = Place((DOOR,), self.port, self.enrolment_port, listen="127.0.0.1")
+            place = BrokerSetup((DOOR,), self.port, self.enrolment_port, listen="127.0.0.1")
             config = fleet_certificates.configure(fleet, ledger, place)
         self.start("mosquitto", "-c", str(config))
         self.until(lambda: listens(self.port), 300)

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from cloud_server.broker.private_broker import find_mosquitto
-from cloud_server.identity.create_fleet import found
+from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.records.fleet_folder import Fleet, FleetConfig
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Update
@@ -280,7 +280,7 @@ def make(folder: Path, count: int, rounds: int) -> Fleet:
         model = settings.model
         return first(model.name, model.input, model.classes, model.options, head=head, seed=0)
 
-    return found(folder / "fleet", text, export)
+    return create_fleet(folder / "fleet", text, export)
 
 
 def used(pid: int) -> dict[str, float]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.identity.create_fleet import found
-from cloud_server.identity.device_folder import device_folder
+from cloud_server.identity.create_fleet import create_fleet
+from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records.fleet_folder import Fleet, FleetConfig
 from export.first_model import first
 from fleet_core.base import config
@@ -51,10 +51,10 @@ def make_fleet(folder: Path, workload: Workload, codec: str, url: str) -> Fleet:
         "link": {"up": codec, "down": codec},
         "hyper": {"local_steps": 1, "batch": BATCH, "client_lr": STEP},
     })
-    fleet = found(folder / "fleet", text, _made)
+    fleet = create_fleet(folder / "fleet", text, _made)
     for k in range(workload.devices):
         home = folder / "devices" / f"d{k}"
-        device_folder(fleet, f"d{k}", home, url)
+        write_device_folder(fleet, f"d{k}", home, url)
         save(home / "samples.npz", Samples(*samples(k), classes=CLASSES))
     return fleet
 

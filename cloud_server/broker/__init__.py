@@ -1,6 +1,6 @@
-"""The broker and what the aggregator says through it.
+"""The broker, and what the aggregator publishes.
 
-``private_broker`` starts mosquitto or the embedded amqtt (``embedded``), ``mosquitto_config`` writes its
-configuration, ``requirements`` says what a broker must allow. ``publisher`` sends retained chunks and manifests at
-the broker's pace.
+``private_broker`` starts mosquitto or the embedded amqtt (``embedded``), ``mosquitto_config`` writes mosquitto's
+configuration, ``requirements`` checks a broker's limits. ``publisher`` publishes retained chunks and manifests,
+``server_messages`` sends presence and answers to devices.
 """

@@ -1,7 +1,7 @@
-"""The embedded broker as a process of its own: ``python -m cloud_server.broker.embedded HOST PORT``.
+"""The embedded broker as a process: ``python -m cloud_server.broker.embedded HOST PORT``.
 
-amqtt's own defaults listen on every interface; here it listens on the one loopback address that it is given, where
-anyone may connect. It speaks MQTT 3.1.1, keeps nothing on disk, and is meant for a first try with a few agents.
+By default amqtt listens on every interface; here it listens only on the given loopback address, where anyone may
+connect. It speaks MQTT 3.1.1, stores nothing on disk, and is meant for a first try with a few agents.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from amqtt.broker import Broker
 from amqtt.mqtt.connect import ConnectPacket, ConnectPayload
 
-HEADER_BYTES = 10  # of a CONNECT, before its payload
+HEADER_BYTES = 10  # of a CONNECT packet before its payload
 MQTT_3_1_1 = 4
 
 
-class PatientPayload:
-    """amqtt 0.12.1 reads MQTT 5's CONNECT field by field as if it were 3.1.1, and waits for bytes that never come.
+class TolerantPayload:
+    """amqtt 0.12.1 parses an MQTT 5 CONNECT as if it were 3.1.1, and waits for bytes that never come.
 
-    Here such a packet is read whole, so that amqtt goes on to answer *unacceptable protocol version*.
+    This class skips the payload of such a packet, so that amqtt answers *unacceptable protocol version*.
     """
 
     @classmethod
@@ -33,7 +33,7 @@ class PatientPayload:
 
 
 async def serve(host: str, port: int) -> None:
-    ConnectPacket.PAYLOAD = PatientPayload
+    ConnectPacket.PAYLOAD = TolerantPayload
     broker = Broker(
         {
             "listeners": {"default": {"type": "tcp", "bind": f"{host}:{port}"}},

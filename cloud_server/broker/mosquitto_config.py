@@ -1,11 +1,11 @@
-"""A configuration for mosquitto: mutual TLS, and topics by the name in the client's certificate.
+"""A configuration for mosquitto: mutual TLS, and access to topics by the name in the client's certificate.
 
-All that a broker needs lies in one folder, which can be copied to another machine. There are two ports: one for who has
-a certificate of the fleet's authority, and one where a token opens nothing but its own enrolment. They trust different
-authorities, so that a token is nobody at the first port, and a device nobody at the second.
+Everything a broker needs is in one folder, which can be copied to another machine. There are two ports: one for clients
+with a certificate of the fleet's authority, and one where a token gives access to its own enrolment only. The ports
+trust different authorities, so a token is refused at the first one and a device at the second.
 
-Source: mosquitto.conf(5), of 2.0. ``%u`` is the certificate's common name; a client's id is its name too, so that
-nobody can disconnect another by taking its id.
+Source: mosquitto.conf(5) of 2.0. ``%u`` is the certificate's common name. The client id is the same name, so that no
+client can disconnect another one by using its id.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fleet_core.protocol.topics import ROOT
 
 AGGREGATOR = ".aggregator"
 OPERATORS = tuple(f".operator-{n}" for n in range(32))
-"""Names in certificates that no device can have, for the dot is in no device's name. The operator has several: a broker
-keeps one connection a name."""
+"""Names for certificates. No device can have one, because a device's name has no dot. There are several for operators
+because a broker keeps one connection per name."""
 PORT, ENROLMENT_PORT = 8883, 8884
 
-# What is retained is saved at an orderly stop and after every 100 changes: each save rewrites the whole store, so that
-# saving after every change would write a model's chunks hundreds of times over. What a kill loses, its publisher
-# publishes again when it is connected again. The queue has a number because 0, no limit, dropped messages.
-KEEPING = """\
+# Retained messages are saved at a normal stop and after every 100 changes. Each save rewrites the whole store: saving
+# after every change would write a model's chunks hundreds of times. The aggregator publishes again what a killed broker
+# lost. The queue has an explicit limit because with 0 (no limit) mosquitto dropped messages.
+PERSISTENCE = """\
 persistence true
 persistence_location {data}/
 autosave_on_changes true
@@ -43,17 +43,17 @@ log_type notice
 """
 
 CONFIG = """\
-# Written by 'metafleet server config'. When a device is revoked acl and crl.pem are written again.
-# The paths are those of the folder that --at names. mosquitto's user must be able to read server.key.
+# Written by 'metafleet server config'. acl and crl.pem are rewritten when a device is revoked.
+# The paths are in the folder given with --at. mosquitto's user must be able to read server.key.
 per_listener_settings true
-""" + KEEPING + """
-# Devices, the aggregator and the operator: a certificate of the fleet's authority that is not revoked.
+""" + PERSISTENCE + """
+# Devices, the aggregator and operators: they need a certificate of the fleet's authority that is not revoked.
 listener {port}{listen}
 cafile {at}/ca.pem
 crlfile {at}/crl.pem
 acl_file {at}/acl
 {tls}
-# A token's bearer: nothing but its own enrolment.
+# Devices with a token: access to their own enrolment only.
 listener {enrolment_port}{listen}
 cafile {at}/tokens-ca.pem
 acl_file {at}/acl-enrolment
@@ -69,10 +69,10 @@ allow_anonymous false
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a configuration was written for. hosts: names and addresses in the broker's certificate, that under which
-    devices find it first. listen: the address to listen on, empty for all. at: the folder where the broker finds its
-    files, empty for the one in which they are written."""
+class BrokerSetup:
+    """The choices behind a configuration. hosts: names and addresses in the broker's certificate; devices use the first
+    one. listen: the address to listen on, empty for all. at: the folder in which the broker will find its files, empty
+    for the folder they are written to."""
 
     hosts: tuple[str, ...] = field(metadata={"max_length": 100})
     port: int = field(default=PORT, metadata={"min": 1, "max": 65535})
@@ -89,32 +89,32 @@ def address(host: str, port: int, scheme: str = "mqtts") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def write(folder: Path, fleet: str, place: Place, denied: Iterable[str]) -> Path:
-    """mosquitto.conf and the lists of who may do what, in ``folder``; certificates and keys are not written here.
-    denied: revoked devices. Returns the configuration's path."""
-    at = place.at or str(folder.resolve())
+def write(folder: Path, fleet: str, setup: BrokerSetup, denied: Iterable[str]) -> Path:
+    """Writes mosquitto.conf and the access lists to ``folder``, but no certificates or keys. denied: revoked devices.
+    Returns the configuration's path."""
+    at = setup.at or str(folder.resolve())
     text = CONFIG.format(
-        at=at, data=at, port=place.port, enrolment_port=place.enrolment_port, tls=TLS.format(at=at),
-        listen=f" {place.listen}" if place.listen else "",
+        at=at, data=at, port=setup.port, enrolment_port=setup.enrolment_port, tls=TLS.format(at=at),
+        listen=f" {setup.listen}" if setup.listen else "",
     )
-    if not place.at and os.geteuid() == 0:
+    if not setup.at and os.geteuid() == 0:
         text += "user root\n"
     write_access(folder, fleet, denied)
     storage.write_atomic(folder / "acl-enrolment", enrolment_access(fleet).encode())
-    storage.write_atomic(folder / "broker.toml", config.toml(schema.plain(place)).encode())
+    storage.write_atomic(folder / "broker.toml", config.toml(schema.plain(setup)).encode())
     path = folder / "mosquitto.conf"
     storage.write_atomic(path, text.encode())
     return path
 
 
 def write_access(folder: Path, fleet: str, denied: Iterable[str]) -> None:
-    """Who may do what at the fleet's own port."""
+    """Writes the access list of the fleet's port."""
     storage.write_atomic(folder / "acl", access(fleet, denied).encode())
 
 
 def access(fleet: str, denied: Iterable[str]) -> str:
-    """The access list of the fleet's own port. A device that was revoked is denied everything, at once: the list is
-    read again at a SIGHUP, also for who is connected, and a revoked certificate only when it connects anew."""
+    """The access list of the fleet's port. A revoked device is denied everything, because at a SIGHUP the access list
+    also applies to connected clients, while crl.pem is checked at the next connect only."""
     top = f"{ROOT}/{fleet}"
     writes = ("r/#", "b/#", "srv", "a/+/dn", "en/+/ans")
     reads = ("r/#", "b/#", "a/+/st", "a/+/rep", "a/+/up/#", "en/+/req")
@@ -133,6 +133,6 @@ def access(fleet: str, denied: Iterable[str]) -> str:
 
 
 def enrolment_access(fleet: str) -> str:
-    """The access list of the port for enrolment."""
+    """The access list of the enrolment port."""
     top = f"{ROOT}/{fleet}/en/%u"
     return f"pattern write {top}/req\npattern read {top}/ans\n"

@@ -1,10 +1,10 @@
-"""A private broker as a child process: mosquitto where it is installed, else the embedded amqtt.
+"""A private broker as a child process: mosquitto if it is installed, else the embedded amqtt.
 
-On loopback it admits anyone. Beyond it stands mosquitto with certificates (see ``mosquitto``), or, asked for by name,
-one that admits anyone who reaches it.
+On loopback it accepts every client. On other addresses it is mosquitto with certificates (``mosquitto_config``), or,
+with ``plain``, a broker that accepts every client.
 
-The child is started through a shell that watches a pipe: when this process dies, by whatever cause, the pipe ends and
-the broker is told to end too. It has a session of its own, so that Ctrl-C reaches it last.
+The child is started through a shell that watches a pipe: when this process dies for any reason, the pipe closes and the
+shell terminates the broker. The child has its own session, so that Ctrl-C does not reach it directly.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from cloud_server.broker.mosquitto_config import KEEPING, Place, address
+from cloud_server.broker.mosquitto_config import PERSISTENCE, BrokerSetup, address
 from fleet_core.base import processes
 from fleet_core.base.errors import ConfigError, FleetError, LinkError
 from fleet_core.base.storage import write_atomic
 
 START_S = 20.0
 STOP_S = 5.0
-TOLD_AGAIN_S = 1.0
-AGAIN_S = 5.0
-LOG_BYTES = 16 << 20
+SECOND_SIGHUP_S = 1.0
+RESTART_S = 5.0
+MAX_LOG_BYTES = 16 << 20
 SERVER_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin", "/opt/local/sbin")
 INSTALLERS = {
     "apt-get": "sudo apt install mosquitto",
@@ -43,20 +43,20 @@ INSTALLERS = {
     "brew": "brew install mosquitto",
 }
 
-# The watcher reads the pipe in the background and the shell becomes the broker: an end of file without a line before
-# it means that the parent died.
+# A background process reads the pipe while the shell becomes the broker. End of file without a line means that the
+# parent died.
 WATCHED = 'exec 3<&0; { read -r _ <&3 || kill -TERM $$; } & exec 3<&-; exec "$@" </dev/null'
 
 MOSQUITTO_CONFIG = """\
 listener {port} {host}
 allow_anonymous true
-""" + KEEPING
+""" + PERSISTENCE
 
 
 @dataclass(frozen=True)
 class Broker:
-    """A running broker. ``hint`` is the command that would install mosquitto, where the embedded one stands in. ``log``
-    has what it says, with a line for every connection."""
+    """A running broker. hint: the command that installs mosquitto, if the embedded broker runs instead. log: its log
+    file, with a line for every connection."""
 
     url: str
     kind: Literal["mosquitto", "amqtt"]
@@ -68,16 +68,16 @@ class Broker:
         return self.process.poll() is None
 
     def reload(self) -> None:
-        """mosquitto reads its access lists and certificates again; who is connected stays. It is told twice, for it
-        forgets what it is told while it reads, when it may have read what was written since."""
+        """Makes mosquitto read its access lists and certificates again; clients stay connected. SIGHUP is sent twice
+        because mosquitto loses one that arrives during a reload."""
         if self.alive() and self.kind == "mosquitto":
             self.process.send_signal(signal.SIGHUP)
-            again = threading.Timer(TOLD_AGAIN_S, self.process.send_signal, (signal.SIGHUP,))
-            again.daemon = True
-            again.start()
+            second = threading.Timer(SECOND_SIGHUP_S, self.process.send_signal, (signal.SIGHUP,))
+            second.daemon = True
+            second.start()
 
     def stop(self) -> None:
-        """End the broker and wait for it; mosquitto saves its retained messages first."""
+        """Ends the broker and waits for it; mosquitto saves its retained messages first."""
         if self.alive():
             self.process.terminate()
             try:
@@ -88,39 +88,39 @@ class Broker:
         _dismiss_watcher(self.process)
 
 
-class Kept:
-    """A private broker that is started again when it ends, for what reason ever. What it retained and had not saved the
-    aggregator publishes again.
+class BrokerSupervisor:
+    """Restarts a private broker when it ends, and rotates its log. The aggregator publishes again what the broker had
+    retained but not saved.
 
-    ``broker``: the present one, or the last one. again(): starts the next one, at the same address.
+    broker: the current one, or the last one. restart(): starts the next one at the same address.
     """
 
-    def __init__(self, broker: Broker, again: Callable[[], Broker]):
-        self.broker, self._again = broker, again
-        self._again_at = 0.0
+    def __init__(self, broker: Broker, restart: Callable[[], Broker]):
+        self.broker, self._restart = broker, restart
+        self._next_restart_at = 0.0
 
-    def look(self, say: Callable[[str], None]) -> None:
-        """To be called now and then."""
-        self._turn_log()
-        if self.broker.alive() or time.monotonic() < self._again_at:
+    def tick(self, say: Callable[[str], None]) -> None:
+        """Call it regularly. say: takes log lines."""
+        self._rotate_log()
+        if self.broker.alive() or time.monotonic() < self._next_restart_at:
             return
         self.broker.stop()
         try:
-            self.broker = self._again()
+            self.broker = self._restart()
             say(f"the private broker had ended; it was started again at {self.broker.url}")
         except (FleetError, OSError) as error:
             say(f"the private broker has ended, and cannot be started again: {error}")
-        self._again_at = time.monotonic() + AGAIN_S
+        self._next_restart_at = time.monotonic() + RESTART_S
 
     def reload(self) -> None:
         self.broker.reload()
 
-    def _turn_log(self) -> None:
-        """A log that has grown is begun again, and the one before kept: the broker appends to the file that it has."""
+    def _rotate_log(self) -> None:
+        """Copies a large log aside and empties it in place, because the broker keeps the file open."""
         log = self.broker.log
-        if not log.exists() or log.stat().st_size <= LOG_BYTES:
+        if not log.exists() or log.stat().st_size <= MAX_LOG_BYTES:
             return
-        with contextlib.suppress(OSError):  # a full disk: it has room again
+        with contextlib.suppress(OSError):  # on a full disk, emptying the log matters more than the copy
             shutil.copyfile(log, log.with_suffix(".old.log"))
         with contextlib.suppress(OSError):
             os.truncate(log, 0)
@@ -129,14 +129,14 @@ class Kept:
 def start_broker(
     folder: Path, *, port: int = 0, host: str = "127.0.0.1", embedded: bool | None = None, plain: bool = False
 ) -> Broker:
-    """Start a broker that keeps its files in ``folder`` and return when it accepts connections.
+    """Starts a broker with its files in ``folder`` and returns once it accepts connections.
 
     Args:
-        port: 0 takes a free one.
-        host: a loopback address, for the broker admits anyone who reaches it; with ``plain`` any address.
-        embedded: True takes amqtt in any case; None does so when METAFLEET_BROKER is ``embedded``.
+        port: 0 for any free port.
+        host: a loopback address, because the broker accepts every client; with ``plain`` any address.
+        embedded: True for amqtt; None for amqtt only if METAFLEET_BROKER is ``embedded``.
 
-    Raises ConfigError for a host that is not loopback, LinkError when the port is in use or no broker can be started.
+    Raises ConfigError for a host that is not loopback, LinkError if the port is in use or no broker can be started.
     """
     if not plain:
         _check_loopback(host)
@@ -155,28 +155,28 @@ def start_broker(
     return _start(folder / "broker.log", command, kind, reachable(host), port, "mqtt")
 
 
-def start_secured(config: Path, place: Place) -> Broker:
-    """Start mosquitto with the configuration that was written for ``place``; its log is ``broker.log`` beside it.
+def start_secured(config: Path, setup: BrokerSetup) -> Broker:
+    """Starts mosquitto with the configuration file written for ``setup``; its log is ``broker.log`` beside the file.
 
-    Raises LinkError when mosquitto is not installed, when a port is in use or when it does not start.
+    Raises LinkError if mosquitto is not installed, a port is in use, or it does not start.
     """
     program = find_mosquitto()
     if program is None:
-        raise LinkError("only mosquitto takes certificates, and it is not installed", hint=install_command())
-    host = place.listen or "0.0.0.0"
-    for port in (place.port, place.enrolment_port):
+        raise LinkError("certificates need mosquitto, and it is not installed", hint=install_command())
+    host = setup.listen or "0.0.0.0"
+    for port in (setup.port, setup.enrolment_port):
         _reserve(host, port)
     return _start(config.with_name("broker.log"), [program, "-c", str(config)], "mosquitto", reachable(host),
-                  place.port, "mqtts")
+                  setup.port, "mqtts")
 
 
 def reachable(host: str) -> str:
-    """The address at which this machine itself reaches what listens on ``host``."""
+    """The address by which this machine reaches a server that listens on ``host``."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
 def find_mosquitto() -> str | None:
-    """The path of the mosquitto server, also where PATH does not name its folder."""
+    """The path of the mosquitto server; also looks in the usual folders that PATH may lack."""
     return shutil.which("mosquitto", path=os.pathsep.join((os.environ.get("PATH", ""), *SERVER_FOLDERS)))
 
 
@@ -228,7 +228,7 @@ def _launch(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 def _dismiss_watcher(process: subprocess.Popen[bytes]) -> None:
-    """Tell the watcher that the end was meant, so that it signals nobody."""
+    """Sends the watching shell a line, so that it does not send a signal when the pipe closes."""
     if process.stdin is not None and not process.stdin.closed:
         try:
             process.stdin.write(b"\n")
@@ -238,7 +238,7 @@ def _dismiss_watcher(process: subprocess.Popen[bytes]) -> None:
 
 
 def _accepts(broker: Broker, host: str, port: int) -> bool:
-    """Wait until the broker takes connections; False when it ended instead."""
+    """Waits until the broker accepts connections; False if it ended instead. Raises LinkError after ``START_S``."""
     until_s = time.monotonic() + START_S
     while time.monotonic() < until_s:
         try:
@@ -255,9 +255,9 @@ def _accepts(broker: Broker, host: str, port: int) -> bool:
 
 
 def _failure(log: Path, log_from: int) -> LinkError:
-    """Why a broker ended at its start, in its own last words."""
-    said = log.read_bytes()[log_from:].decode(errors="replace").strip().splitlines() or ["it said nothing"]
-    return LinkError(f"the broker ended at its start: {said[-1]}", where=str(log))
+    """The error for a broker that ended at its start, with the last line of its log."""
+    lines = log.read_bytes()[log_from:].decode(errors="replace").strip().splitlines() or ["its log is empty"]
+    return LinkError(f"the broker ended at its start: {lines[-1]}", where=str(log))
 
 
 def _check_loopback(host: str) -> None:
@@ -267,15 +267,15 @@ def _check_loopback(host: str) -> None:
         loopback = False
     if not loopback:
         raise ConfigError(
-            "the private broker admits anyone and therefore stays on this machine",
+            "the private broker accepts every client and is therefore limited to this machine",
             where=host,
             expected="a loopback address such as 127.0.0.1",
-            hint="'metafleet server start --host' checks its clients, and so does one named with --broker mqtts://HOST",
+            hint="for other machines: 'metafleet server start --host', or a broker of your own, --broker mqtts://HOST",
         )
 
 
 def _reserve(host: str, port: int) -> int:
-    """``port``, or a free one for 0. Raises LinkError when it cannot be listened on."""
+    """``port``, or a free one for 0. Raises LinkError if it is not possible to listen on it."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -287,5 +287,5 @@ def _reserve(host: str, port: int) -> int:
         raise LinkError(
             "the port is in use",
             where=f"{host}:{port}",
-            hint="choose another port, end the program that holds it, or name its broker with --broker",
+            hint="choose another port, end the program that uses it, or if it is a broker, name it with --broker",
         ) from error

@@ -1,10 +1,9 @@
-"""Retained chunks and the signed manifest, in order and at the broker's pace.
+"""Publishes retained chunks and the signed manifest, in order and as fast as the broker acknowledges them.
 
-What must stay at the broker is remembered, and published again when a broker comes back without it. A broker keeps what
-it took in the order in which it came, so one that still has the last chunk of a blob has the blob: after a reconnect
-the ends of blobs and the manifest are asked back, and only what does not come is published. Chunks of blobs that no
-manifest names any more are cleared; which ones lie at the broker is on disk, so that a restarted aggregator clears
-those of its earlier life too.
+After a reconnect the broker may have lost retained messages. The publisher subscribes to the first and last chunk of
+every blob and to the manifest, and publishes again what does not come back. A broker stores messages in the order it
+received them, so one that has the last chunk of a blob has the whole blob. Chunks of blobs that the manifest no longer
+names are cleared. A file lists the blobs at the broker, so that a restarted aggregator can clear old ones.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from fleet_core.link.interface import Link
 from fleet_core.protocol import topics
 from fleet_core.protocol.chunks import Blob, cut
 
-UNDER_WAY = 100
+MAX_UNACKNOWLEDGED = 100
 MAX_SHELF_BYTES = 1 << 20
-AGAIN_S = 30.0
-RETAINED_S = 2.0  # for what a broker still has to come back
+REPUBLISH_S = 30.0
+RETAINED_S = 2.0  # how long to wait for retained messages to come back
 
 
 class Publisher:
-    """Call ``tick`` often; it sends while fewer than 100 publishes wait for their acknowledgement.
+    """Call ``tick`` often; it sends while fewer than 100 publishes are unacknowledged.
 
-    shelf: the file that names the blobs (id -> chunks) that may lie at the broker.
+    shelf: the file that lists the blobs that may be at the broker, id -> number of chunks.
     """
 
     def __init__(
@@ -38,83 +37,84 @@ class Publisher:
         self._fleet, self._link, self._shelf = fleet, link, shelf
         self._clock, self._log = clock, log
         self._blobs: dict[str, tuple[Blob, bytes]] = {}
-        self._stale = self._read()
+        self._stale = self._read_shelf()
         self._manifest: bytes | None = None
-        self._queue: deque[tuple[str, bytes, str]] = deque()  # topic, payload, the blob that is gone with it
-        self._asked: dict[str, bytes] = {}  # topic -> payload: asked back, not here yet
-        self._asked_at = self._sent_at = 0.0
-        self._again_at = -math.inf
-        self._proving = self._proved = False
-        self._in_a_row = 0  # times that something was lost
+        self._queue: deque[tuple[str, bytes, str]] = deque()  # topic, payload, id of the blob that this clears
+        self._awaited: dict[str, bytes] = {}  # topic -> payload: subscribed to, and not come back yet
+        self._awaited_since = self._sent_at = 0.0
+        self._republished_at = -math.inf
+        self._verifying = self._verified = False
+        self._losses_in_a_row = 0
 
     def blob(self, blob: Blob, data: bytes) -> Blob:
-        """Publishes a blob unless it is there already."""
+        """Publishes a blob unless it is published already."""
         if blob.id not in self._blobs:
             self._blobs[blob.id] = (blob, data)
             self._stale.pop(blob.id, None)
-            self._note()
+            self._write_shelf()
             self._send(blob, data)
         return blob
 
     def manifest(self, signed: bytes, keep: set[str]) -> None:
-        """Publishes the round after its blobs, then clears every blob that ``keep`` does not name."""
+        """Publishes the manifest after its blobs, then clears every blob whose id is not in ``keep``."""
         self._manifest = signed
         self._queue.append((topics.current(self._fleet), signed, ""))
         for blob_id in [name for name in self._blobs if name not in keep]:
             self._stale[blob_id] = self._blobs.pop(blob_id)[0].n
         self._clear_stale()
-        self._note()
+        self._write_shelf()
 
     # After a reconnect ------------------------------------------------------------------------------------------------
 
     def reconnected(self) -> None:
-        """Asks back what must be at the broker; nothing is sent before it is clear what is lost."""
-        self._link.unsubscribe(*self._asked)
+        """Finds out which retained messages the broker lost; nothing is sent until that is known."""
+        self._link.unsubscribe(*self._awaited)
         self._queue.clear()
-        self._proving, self._proved = False, False
-        self._ask_back()
-        if not self._asked:
+        self._verifying, self._verified = False, False
+        self._await_retained()
+        if not self._awaited:
             self._send_lost({})
 
-    def _ask_back(self) -> None:
-        self._asked = {topic: part for blob, data in self._blobs.values() for topic, part in self._ends(blob, data)}
+    def _await_retained(self) -> None:
+        """Subscribes to the messages that the broker should have retained."""
+        self._awaited = {topic: part for blob, data in self._blobs.values() for topic, part in self._ends(blob, data)}
         if self._manifest is not None:
-            self._asked[topics.current(self._fleet)] = self._manifest
-        self._asked_at = self._clock()
-        self._link.subscribe(*self._asked)
+            self._awaited[topics.current(self._fleet)] = self._manifest
+        self._awaited_since = self._clock()
+        self._link.subscribe(*self._awaited)
 
-    def _prove(self) -> None:
-        """What was published on a new connection is asked back once: a broker of MQTT 3.1.1 does not say that it drops
-        a message, and devices that get nothing would say nothing."""
-        taken = self._link.unacknowledged == 0 or self._clock() - self._sent_at > RETAINED_S
-        if not self._proved and self._manifest is not None and self.idle and taken:
-            self._proving = self._proved = True
-            self._ask_back()
+    def _verify_once(self) -> None:
+        """After the first messages on a new connection, checks once that the broker retained them: an MQTT 3.1.1 broker
+        does not report a message that it drops, and devices that receive nothing cannot report it either."""
+        sent = self._link.unacknowledged == 0 or self._clock() - self._sent_at > RETAINED_S
+        if not self._verified and self._manifest is not None and self.idle and sent:
+            self._verifying = self._verified = True
+            self._await_retained()
 
     def heard(self, topic: str, payload: bytes) -> None:
-        """What the broker has under ``topic``."""
-        if self._asked.get(topic) == payload:
+        """Takes a retained message that the broker sent back."""
+        if self._awaited.get(topic) == payload:
             self._link.unsubscribe(topic)
-            del self._asked[topic]
-            if not self._asked:
-                self._proved, self._in_a_row = True, 0
+            del self._awaited[topic]
+            if not self._awaited:
+                self._verified, self._losses_in_a_row = True, 0
                 self._send_lost({})
 
     def again(self) -> None:
-        """A device misses chunks that the broker took: all of them once more, but not at every device's word."""
-        if self.idle and self._clock() - self._again_at > AGAIN_S:
-            self._again_at = self._clock()
+        """Publishes all chunks again, because a device misses some; at most every 30 s."""
+        if self.idle and self._clock() - self._republished_at > REPUBLISH_S:
+            self._republished_at = self._clock()
             self._log("a device misses chunks at the broker: published again")
             for blob, data in self._blobs.values():
                 self._send(blob, data)
 
-    def _look_for_lost(self) -> None:
-        """What did not come back in time is lost."""
-        if self._asked and self._clock() - self._asked_at > RETAINED_S:
-            self._link.unsubscribe(*self._asked)
-            lost, self._asked = self._asked, {}
-            self._in_a_row += 1
-            if self._proving or self._in_a_row > 1:
+    def _check_lost(self) -> None:
+        """Publishes again what did not come back in time."""
+        if self._awaited and self._clock() - self._awaited_since > RETAINED_S:
+            self._link.unsubscribe(*self._awaited)
+            lost, self._awaited = self._awaited, {}
+            self._losses_in_a_row += 1
+            if self._verifying or self._losses_in_a_row > 1:
                 self._log(self._suspicion(lost))
             else:
                 self._log(f"the broker came back without {len(lost)} of the retained messages: published again")
@@ -126,7 +126,8 @@ class Publisher:
                 f"control), or drop messages of {largest} bytes (its size limit; link.chunk_bytes sets ours)")
 
     def _send_lost(self, lost: Mapping[str, bytes]) -> None:
-        """Blobs first, what came up meanwhile, the manifest unless a newer one is among that, and what is to go."""
+        """Queues in this order: lost blobs, what was queued meanwhile, the lost manifest unless there is a newer one,
+        and the clearing of stale blobs."""
         newer, self._queue = self._queue, deque()
         for blob, data in self._blobs.values():
             if any(topic in lost for topic, _ in self._ends(blob, data)):
@@ -138,7 +139,7 @@ class Publisher:
             self._clear_stale()
 
     def _ends(self, blob: Blob, data: bytes) -> list[tuple[str, bytes]]:
-        """The first chunk, which is of full size, and the last one, which came last: topics and payloads."""
+        """(topic, payload) of the first chunk, which has the full size, and of the last one, which was sent last."""
         last = blob.n - 1
         parts = ((0, data[: blob.chunk]), (last, data[last * blob.chunk :]))
         return [(topics.chunk(self._fleet, blob.id, k), part) for k, part in parts]
@@ -146,37 +147,43 @@ class Publisher:
     # Sending ----------------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Raises LinkError when the broker can never take what is next."""
-        self._look_for_lost()
-        while self._queue and not self._asked and self._link.connected and self._link.unacknowledged < UNDER_WAY:
-            topic, payload, gone = self._queue[0]
+        """Sends what the broker can take now. Raises LinkError if it can never take the next message."""
+        self._check_lost()
+        while self._ready_to_send:
+            topic, payload, cleared = self._queue[0]
             self._link.publish(topic, payload, retain=True)
             self._sent_at = self._clock()
             self._queue.popleft()
-            self._stale.pop(gone, None)
-        self._prove()
+            self._stale.pop(cleared, None)
+        self._verify_once()
+
+    @property
+    def _ready_to_send(self) -> bool:
+        link = self._link
+        return bool(self._queue) and not self._awaited and link.connected and link.unacknowledged < MAX_UNACKNOWLEDGED
 
     @property
     def idle(self) -> bool:
-        return not self._queue and not self._asked
+        return not self._queue and not self._awaited
 
     def _send(self, blob: Blob, data: bytes) -> None:
         parts = cut(data, blob)
         self._queue.extend((topics.chunk(self._fleet, blob.id, k), part, "") for k, part in enumerate(parts))
 
     def _clear_stale(self) -> None:
-        """From the last chunk on: where that one lies, all the others do."""
+        """Clears from the last chunk to the first, so that an interrupted clearing leaves no last chunk behind."""
         for blob_id, n in self._stale.items():
             self._queue.extend(
                 (topics.chunk(self._fleet, blob_id, k), b"", "" if k else blob_id) for k in reversed(range(n))
             )
 
-    def _note(self) -> None:
-        lying = {blob_id: blob.n for blob_id, (blob, _) in self._blobs.items()}
-        storage.write_atomic(self._shelf, json.dumps({**self._stale, **lying}).encode())
+    def _write_shelf(self) -> None:
+        published = {blob_id: blob.n for blob_id, (blob, _) in self._blobs.items()}
+        storage.write_atomic(self._shelf, json.dumps({**self._stale, **published}).encode())
 
-    def _read(self) -> dict[str, int]:
-        """What the shelf names; nothing when it is absent or damaged: it only saves the broker's memory."""
+    def _read_shelf(self) -> dict[str, int]:
+        """The blobs of an earlier run; empty if the file is missing or damaged, which only wastes the broker's
+        memory."""
         if not self._shelf.exists():
             return {}
         data = storage.read_bytes(self._shelf, limit=MAX_SHELF_BYTES)

@@ -1,4 +1,4 @@
-"""What a fleet needs of its broker, and what to do about one that does not give it."""
+"""Checks that a broker meets a fleet's requirements, and explains what to change if it does not."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base.errors import ConfigError
 from fleet_core.link.mqtt_connection import NO_RETAINED
 
-PACKET_ROOM_BYTES = 256  # for the topic and MQTT's own, beside a chunk
+PACKET_OVERHEAD_BYTES = 256  # topic and MQTT header of a chunk
 NOT_RETAINED = "Retain not supported"
 
 
 def check_packets(fleet: Fleet, limit_bytes: int | None) -> None:
-    """Raises ConfigError when the fleet's chunks do not pass a broker that takes packets of ``limit_bytes``."""
+    """Raises ConfigError if the fleet's chunks exceed the broker's maximum packet size. None: no limit."""
     chunk = fleet.config.link.chunk_bytes
-    if limit_bytes is None or chunk + PACKET_ROOM_BYTES <= limit_bytes:
+    if limit_bytes is None or chunk + PACKET_OVERHEAD_BYTES <= limit_bytes:
         return
-    most = limit_bytes - PACKET_ROOM_BYTES
+    most = limit_bytes - PACKET_OVERHEAD_BYTES
     raise ConfigError(
         f"link.chunk_bytes is {chunk}, and this broker takes packets of {limit_bytes} bytes at most",
         where=str(fleet.folder / "fleet.toml"), expected=f"at most {most}",
@@ -24,7 +24,7 @@ def check_packets(fleet: Fleet, limit_bytes: int | None) -> None:
 
 
 def explained(reason: str) -> str:
-    """Why a connection ended, and what to do where the broker's words do not say it."""
+    """The reason for a disconnect, with advice if the broker does not support retained messages."""
     if NOT_RETAINED in reason or NO_RETAINED in reason:
         return f"{reason}: a fleet needs a broker with retained messages (mosquitto: retain_available true)"
     return reason

@@ -1,4 +1,4 @@
-"""What the aggregator says beside the rounds that it publishes: that it is there, and answers to devices."""
+"""The aggregator's messages besides rounds: its presence, and answers to devices."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fleet_core.protocol.signing import Signer
 
 
 class ServerMessages:
-    """Words to devices go at QoS 0, for what is lost is asked for again; the first one, ``heard``, at QoS 1, so that a
-    broker of MQTT 5 says if it denies them. boot: of this aggregator's life."""
+    """Messages to devices use QoS 0, because devices ask again for a lost one. The first one, ``heard``, uses QoS 1, so
+    that an MQTT 5 broker reports if it denies them. boot: identifies this start of the aggregator."""
 
     def __init__(self, fleet: str, link: Link, signer: Signer, boot: str, log: Callable[[str], None]):
         self._fleet, self._link, self._signer, self._boot, self._log = fleet, link, signer, boot, log
 
     def announce(self, state: str) -> None:
-        """on | off, retained."""
+        """Publishes the retained presence. state: on | off."""
         presence = ServerPresence(st=state, boot=self._boot, ver=__version__)
         self._send(topics.server(self._fleet), messages.encode(presence), retain=True, qos=1)
 
@@ -29,7 +29,7 @@ class ServerMessages:
         self._send(topics.down(self._fleet, device), messages.encode(message), qos=qos)
 
     def attest(self, device: str, message: Down) -> None:
-        """Signed: what a device may commit or discard its state for, or end for."""
+        """Sends a signed message: a device commits or discards state, or ends, only for one of these."""
         qos = 1 if message.t == "revoked" else 0
         self._send(topics.down(self._fleet, device), self._signer.sign(messages.encode(message)), qos=qos)
 

@@ -12,7 +12,7 @@ from cloud_server.commands.datasets import datasets_app
 from cloud_server.commands.lab import STRIDE, WINDOW
 from cloud_server.commands.server import BROKER, server_app
 from cloud_server.devices import flash
-from cloud_server.devices.devices import BROKER_OF, FLEET, JSON, PLAIN, askable, devices_app, url_of
+from cloud_server.devices.devices import BROKER_OPTION, FLEET, JSON, PLAIN, broker_url, devices_app, enrolled_device
 from cloud_server.devices.profiles import profiles_app
 from cloud_server.devices.programs import programs_app
 from fleet_core.base import processes, schema, terminal
@@ -84,9 +84,9 @@ def init(
     ] = None,
 ) -> None:
     """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that holds a fleet.toml."""
-    from cloud_server.identity.create_fleet import found
+    from cloud_server.identity.create_fleet import create_fleet
     from cloud_server.running import method_catalogue
-    from cloud_server.running.first_settings import data_of, fleet_toml, model_for, topic_name
+    from cloud_server.running.first_settings import fleet_toml, load_data, model_for, topic_name
 
     text = None
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
@@ -95,7 +95,7 @@ def init(
     if data is None and unused:
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     if data is not None:
-        samples, spec = data_of(data, processes.say, window=window, stride=stride)
+        samples, spec = load_data(data, processes.say, window=window, stride=stride)
         by = method or DEFAULT_METHOD
         chosen = _model(fleet, model) or (
             lab.tried(samples, spec, method_catalogue.named(by).name, seed or 0)
@@ -106,7 +106,7 @@ def init(
                           chosen.name if chosen else model or model_for(data, samples),
                           rounds=rounds or DEFAULT_ROUNDS, seed=seed or 0, spec=spec,
                           model_options=chosen.options if chosen else None)
-    made = found(fleet, text, _export)
+    made = create_fleet(fleet, text, _export)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")
     for remark in made.remarks():
@@ -159,7 +159,7 @@ def methods(
         if as_json:
             notes = {"notes": method_catalogue.notes(method), "pages": method_catalogue.pages(method)}
             return terminal.show({**method_catalogue.facts(method), **notes})
-        return print(method_catalogue.described(method))
+        return print(method_catalogue.description(method))
     if as_json:
         return terminal.show([method_catalogue.facts(method) for method in METHODS.values()])
     terminal.table(method_catalogue.rows(), ("method", "down", "up", "stays", "what", "source"))
@@ -171,7 +171,7 @@ def predict_command(
     device: str,
     inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array, .npz, .csv, .ndjson, image or folder of "
                                             "images; labels are passed over.")],
-    broker: BROKER_OF = None,
+    broker: BROKER_OPTION = None,
     plain: PLAIN = False,
     timeout_s: Annotated[float, typer.Option(help="How long to wait for the answer.")] = 20.0,
     as_json: JSON = False,
@@ -184,9 +184,9 @@ def predict_command(
 
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
-    row = askable(made, device)
+    row = enrolled_device(made, device)
     x = unlabelled.load(inputs, made.config.model.input, say=processes.say)
-    url = url_of(broker, made, plain)
+    url = broker_url(broker, made, plain)
     with fleet_certificates.as_operator(made, url) as tls:
         answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls,
                              off=predict.why_off(made, row))

@@ -29,7 +29,7 @@ class Answer:
 
 def is_paused(ledger: Ledger) -> bool:
     """What was asked for last, whether or not the aggregator has read it yet."""
-    return (ledger.asked().get("paused") or ledger.fact("paused")) == "yes"
+    return (ledger.requests().get("paused") or ledger.fact("paused")) == "yes"
 
 
 def last_closed(ledger: Ledger) -> int:
@@ -42,7 +42,7 @@ def ask(fleet: Fleet, paused: bool) -> Answer:
     with Ledger(fleet.ledger_path, create=False) as ledger:
         changed = is_paused(ledger) is not paused
         if changed:
-            ledger.ask("paused", "yes" if paused else "no")
+            ledger.request("paused", "yes" if paused else "no")
         return Answer(paused, changed, fleet.running(), ledger.newest(Round, status="open"), last_closed(ledger),
                       fleet.config.fleet.rounds)
 

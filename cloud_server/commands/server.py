@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server.devices.devices import FLEET, JSON, PLAIN, address_of
+from cloud_server.devices.devices import FLEET, JSON, PLAIN, checked_url
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import shortened
 from fleet_core.base.processes import typed
@@ -22,7 +22,7 @@ server_app = typer.Typer(help="The aggregator.", no_args_is_help=True)
 
 BROKER = Annotated[
     str | None,
-    typer.Option(envvar="METAFLEET_BROKER", callback=address_of,
+    typer.Option(envvar="METAFLEET_BROKER", callback=checked_url,
                  help="mqtt(s)://host:port; none: a private mosquitto; 'embedded': a private amqtt."),
 ]
 
@@ -60,16 +60,16 @@ def server_config(
     at: Annotated[str, typer.Option(help="Folder in which the broker will find these files; default: this one.")] = "",
 ) -> None:
     """Write what a mosquitto needs to be this fleet's broker: configuration, access lists, certificates."""
-    from cloud_server.broker.mosquitto_config import ENROLMENT_PORT, PORT, Place
+    from cloud_server.broker.mosquitto_config import ENROLMENT_PORT, PORT, BrokerSetup
     from cloud_server.identity import fleet_certificates
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.records.ledger import Ledger
 
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path) as ledger:
-        fleet_certificates.complete(made, ledger)
+        fleet_certificates.create_missing(made, ledger)
         hosts = tuple(host) if host else fleet_certificates.default_hosts(made.config.link.broker)
-        place = Place(hosts, port or PORT, enrolment_port or ENROLMENT_PORT, at=at)
+        place = BrokerSetup(hosts, port or PORT, enrolment_port or ENROLMENT_PORT, at=at)
         path = fleet_certificates.configure(made, ledger, place)
     print(path)
     processes.say(
@@ -102,7 +102,7 @@ def _status(fleet: Fleet, ledger: Ledger) -> dict[str, Any]:
     from cloud_server.reports.terminal_view import snapshot
 
     totals, enrolled = ledger.totals(), {d.name: d for d in ledger.devices() if d.status == "enrolled"}
-    invited = token_enrolment.waiting(ledger).keys() - enrolled
+    invited = token_enrolment.open_tokens(ledger).keys() - enrolled
     programs = Counter(d.version for d in enrolled.values() if d.version)
     stalled = ledger.facts().get("stalled")
     return {

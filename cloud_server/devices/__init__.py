@@ -1,5 +1,5 @@
-"""The commands about devices: list, enrol and revoke them, flash them, and the boards that are known.
+"""The commands about devices: list, enrol, revoke and flash them, and list the known boards.
 
 ``flash`` is the command, ``prepare_flash`` reads the device file and makes the package, ``flash_over_ssh`` installs
-it, ``back_online`` waits for the device to return. What is written to a card or a device is ``firmware_profiles``.
+it on a running device, ``back_online`` waits for that device to return. ``firmware_profiles`` makes the files.
 """

@@ -1,5 +1,7 @@
-"""``metafleet devices``: who belongs to the fleet, who may join it, and who has to leave. What a command
-needs is imported when it is called."""
+"""``metafleet devices``: lists, shows, enrols and revokes a fleet's devices.
+
+Heavy modules are imported inside the commands. Other commands take the shared options from here.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server.records.ledger import Ledger, asked_at
+from cloud_server.records.ledger import Ledger, requested_at
 from cloud_server.records.ledger_tables import Certificate, Device
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import ConfigError
@@ -30,8 +32,8 @@ MAX_VALID_S = 366 * 86400.0
 TIMES = ("first_seen", "last_seen", "issued_at", "expires_at")  # Unix seconds
 
 
-def address_of(url: str | None) -> str | None:
-    """A broker's URL as an option's value. Raises ConfigError."""
+def checked_url(url: str | None) -> str | None:
+    """Callback of an option that takes a broker's URL. Raises ConfigError for a malformed one."""
     if url is not None:
         from cloud_server.running import aggregator_process
         from fleet_core.link.mqtt import parse_url
@@ -41,20 +43,20 @@ def address_of(url: str | None) -> str | None:
     return url
 
 
-BROKER_OF = Annotated[
+BROKER_OPTION = Annotated[
     str | None,
-    typer.Option(envvar="METAFLEET_BROKER", callback=address_of,
-                 help="mqtt(s)://host:port; else fleet.toml's, else the private one on this machine."),
+    typer.Option(envvar="METAFLEET_BROKER", callback=checked_url,
+                 help="mqtt(s)://host:port; default: the one in fleet.toml, or the private broker on this machine."),
 ]
 PLAIN = Annotated[
-    bool, typer.Option("--plain", envvar="METAFLEET_PLAIN", help="Plain MQTT may leave this machine: anyone in between "
-                                                                  "reads and writes it.")
+    bool, typer.Option("--plain", envvar="METAFLEET_PLAIN", help="Allow plain MQTT beyond this machine: anyone on the "
+                                                                  "network path can read and change it.")
 ]
 
 
-def url_of(broker: str | None, fleet: Fleet, plain: bool = False) -> str:
-    """Where the broker is: flag or environment, else the file, else the private one that runs, as it was started last.
-    Raises ConfigError for plain MQTT that leaves this machine, unless that is asked for."""
+def broker_url(broker: str | None, fleet: Fleet, plain: bool = False) -> str:
+    """The broker's URL: from the option or the environment, else from fleet.toml, else of the private broker as it was
+    last started. Raises ConfigError for plain MQTT beyond this machine unless ``plain`` or fleet.toml allows it."""
     from cloud_server.running import aggregator_process
     from fleet_core.link.mqtt import check_plain
 
@@ -64,13 +66,12 @@ def url_of(broker: str | None, fleet: Fleet, plain: bool = False) -> str:
     return aggregator_process.private_url(fleet)
 
 
-# What is there --------------------------------------------------------------------------------------------------------
+# List and show --------------------------------------------------------------------------------------------------------
 
 
 @devices_app.command("list")
 def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
-    """Every device that was ever seen, and those that a token waits for; "pending" is what the aggregator has still to
-    carry out."""
+    """List every device that was ever seen or has an unused token; "pending" is what the aggregator still has to do."""
     from cloud_server.records.fleet_folder import Fleet
 
     made = Fleet.load(fleet)
@@ -89,7 +90,7 @@ def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
 
 @devices_app.command("show")
 def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
-    """One device: state, capabilities, certificate, costs."""
+    """Show one device: state, capabilities, certificate, costs."""
     from cloud_server.records.fleet_folder import Fleet
 
     with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
@@ -98,24 +99,23 @@ def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
                  "energy": schema.plain(ledger.joules("device").get(name))}
     if as_json:
         return terminal.show(facts)
-    terminal.table([(key, _shown(key, value)) for key, value in facts.items()], ("what", "value"))
+    terminal.table([(key, _fact_text(key, value)) for key, value in facts.items()], ("what", "value"))
 
 
-def _shown(key: str, value: Any) -> str:
-    """A fact of a device as people read it: times as dates."""
+def _fact_text(key: str, value: Any) -> str:
     if isinstance(value, dict) and key in ("certificate", "token"):
-        return ", ".join(f"{inner} {_shown(inner, held)}" for inner, held in value.items())
+        return ", ".join(f"{inner} {_fact_text(inner, held)}" for inner, held in value.items())
     if value is None or key in TIMES:
         return terminal.date(value)
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _rows(ledger: Ledger) -> list[Device]:
-    """The devices of the ledger, and those that a token waits for."""
+    """The devices of the ledger, those with an unused token, and those with a pending request; by name."""
     from cloud_server.identity import token_enrolment
 
     known = {device.name: device for device in ledger.devices()}
-    for invited in token_enrolment.waiting(ledger).values():
+    for invited in token_enrolment.open_tokens(ledger).values():
         known.setdefault(invited.device, Device(name=invited.device, status="invited"))
     for name in _pending(ledger):
         known.setdefault(name, Device(name=name, status=""))
@@ -123,34 +123,33 @@ def _rows(ledger: Ledger) -> list[Device]:
 
 
 def _facts(ledger: Ledger, device: Device) -> dict[str, Any]:
-    """A device with its certificate and the token that waits for it; neither with what is secret of it."""
+    """A device with its certificate, pending request and unused token as plain values, without secrets."""
     from cloud_server.identity import fleet_certificates, token_enrolment
 
-    held = fleet_certificates.certificate_facts(ledger).get(device.name)
-    waiting = token_enrolment.waiting(ledger).get(device.name)
-    shown = ("serial", "issued_at", "expires_at")
+    certificate = fleet_certificates.certificate_facts(ledger).get(device.name)
+    token = token_enrolment.open_tokens(ledger).get(device.name)
+    public_keys = ("serial", "issued_at", "expires_at")
     return {
         **schema.plain(device),
-        "certificate": None if held is None else {key: getattr(held, key) for key in shown},
+        "certificate": None if certificate is None else {key: getattr(certificate, key) for key in public_keys},
         "pending": _pending(ledger).get(device.name),
-        "token": None if waiting is None else {"id": waiting.id, "expires_at": waiting.expires_at},
+        "token": None if token is None else {"id": token.id, "expires_at": token.expires_at},
     }
 
 
 def _pending(ledger: Ledger) -> dict[str, str]:
-    """Device -> ``enroll`` or ``revoke``: what was asked last and the aggregator has not carried out yet."""
-    asked = [(asked_at(value), *key.partition("/")[::2]) for key, value in ledger.asked().items()]
-    return {name: what for _, what, name in sorted(asked) if what in ("enroll", "revoke")}
+    """Device -> ``enroll`` or ``revoke``: its newest request that the aggregator has not carried out yet."""
+    requests = [(requested_at(value), *key.partition("/")[::2]) for key, value in ledger.requests().items()]
+    return {name: what for _, what, name in sorted(requests) if what in ("enroll", "revoke")}
 
 
 def _status(facts: dict[str, Any]) -> str:
-    """As it is, and as it is to be."""
-    waits = f"{facts['pending']} pending" if facts["pending"] else ""
-    return ", ".join(filter(None, (facts["status"], waits)))
+    pending = f"{facts['pending']} pending" if facts["pending"] else ""
+    return ", ".join(filter(None, (facts["status"], pending)))
 
 
 def _known(ledger: Ledger, fleet: Path, name: str) -> Device:
-    """Raises ConfigError with the name that may have been meant."""
+    """The device of this name. Raises ConfigError with a suggestion if there is none."""
     rows = {device.name: device for device in _rows(ledger)}
     if name not in rows:
         near = schema.suggest(name, list(rows))
@@ -159,8 +158,8 @@ def _known(ledger: Ledger, fleet: Path, name: str) -> Device:
     return rows[name]
 
 
-def askable(fleet: Fleet, name: str) -> Device:
-    """The device, if it can be asked for answers. Raises ConfigError when it never joined or was revoked."""
+def enrolled_device(fleet: Fleet, name: str) -> Device:
+    """The enrolled device of this name. Raises ConfigError if it never joined or was revoked."""
     with Ledger(fleet.ledger_path, create=False) as ledger:
         device = _known(ledger, fleet.folder, name)
     if device.status != "enrolled":
@@ -169,22 +168,22 @@ def askable(fleet: Fleet, name: str) -> Device:
     return device
 
 
-# Who comes and goes ---------------------------------------------------------------------------------------------------
+# Enrol and revoke -----------------------------------------------------------------------------------------------------
 
 
 @devices_app.command("enroll")
 def devices_enroll(
     fleet: FLEET,
     name: str,
-    to: Annotated[Path | None, typer.Option("--to", help="Folder that an agent will run in; with an mqtts:// broker "
-                                                         "the token is put there.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="Folder for an agent on this machine; with an mqtts:// "
+                                                         "broker the token is written there.")] = None,
     token_path: Annotated[Path | None, typer.Option("--token", metavar="FILE", help="Default: NAME.token.")] = None,
-    valid: Annotated[str, typer.Option(help="How long the token may wait: 30m, 24h, 7d.")] = "24h",
-    broker: BROKER_OF = None,
+    valid: Annotated[str, typer.Option(help="How long the token is valid: 30m, 24h, 7d.")] = "24h",
+    broker: BROKER_OPTION = None,
     plain: PLAIN = False,
     as_json: JSON = False,
 ) -> None:
-    """Let a device in: a one-time token in a file, or a folder to run an agent in on this machine."""
+    """Enrol a device: write a one-time token, or a folder to run an agent in on this machine."""
     from cloud_server.identity import device_folder, token_enrolment
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.link.mqtt import parse_url
@@ -192,12 +191,12 @@ def devices_enroll(
 
     made = Fleet.load(fleet)
     topics.check_name(name, "device")
-    url = token_broker(broker, made) if to is None else url_of(broker, made, plain)
+    url = broker_for_token(broker, made) if to is None else broker_url(broker, made, plain)
     if to is not None and not parse_url(url).tls:
-        return _enroll_plainly(made, name, to, url, as_json)
+        return _enrol_without_token(made, name, to, url, as_json)
     device_folder.check_folder(made, name, to)
     path = token_path or (Path(f"{name}.token") if to is None else to / enrolment_token.FILE)
-    issued = token_enrolment.invite(made, name, path, url, _seconds(valid))
+    issued = token_enrolment.issue_token(made, name, path, url, _seconds(valid))
     if as_json:
         facts = {"device": name, "file": str(path), "token": issued.id, "expires_at": issued.expires, "broker": url}
         return terminal.show(facts)
@@ -206,62 +205,56 @@ def devices_enroll(
     processes.say(f"next, on the device: {command}; the aggregator has to be running")
 
 
-def _enroll_plainly(fleet: Fleet, name: str, to: Path, url: str, as_json: bool) -> None:
-    """A folder for the private broker on this machine, where nobody needs a certificate."""
+def _enrol_without_token(fleet: Fleet, name: str, to: Path, url: str, as_json: bool) -> None:
+    """Writes a device's folder for a broker without TLS, which asks for no certificate."""
     from cloud_server.identity import device_folder
 
-    path = device_folder.device_folder(fleet, name, to, url)
-    _ask(fleet.folder, f"enroll/{name}", repr(time.time()))
+    path = device_folder.write_device_folder(fleet, name, to, url)
+    with Ledger(fleet.ledger_path, create=False) as ledger:
+        ledger.request(f"enroll/{name}", repr(time.time()))
     if as_json:
         return terminal.show({"device": name, "file": str(path), "broker": url})
     print(f"{path} written; put the device's samples beside it as samples.npz, or name a file or a folder in it "
           f'([data] samples = "readings.csv"); then: edge-agent run --home {typed(to)}')
 
 
-def token_broker(broker: str | None, fleet: Fleet) -> str:
-    """The broker that a token names: the one that is named, or the private one beyond loopback."""
+def broker_for_token(broker: str | None, fleet: Fleet) -> str:
+    """The broker's URL for a token: from the option or fleet.toml, else of the private broker with TLS."""
     from cloud_server.identity import fleet_certificates
     from cloud_server.running import aggregator_process
 
     named = broker or fleet.config.link.broker
     if named is not None and named != aggregator_process.EMBEDDED:
         return named
-    place = fleet_certificates.placed(fleet.folder)
-    if place is None:
+    setup = fleet_certificates.saved_setup(fleet.folder)
+    if setup is None:
         raise ConfigError("the fleet has no certificates yet", where=str(fleet.folder),
                           hint=f"metafleet init {typed(fleet.folder)}")
-    return place.url
+    return setup.url
 
 
 def _seconds(text: str) -> float:
     found = re.fullmatch(r"(\d{1,6})([mhd])", text)
     seconds = 0.0 if found is None else int(found[1]) * UNITS_S[found[2]]
     if not 0 < seconds <= MAX_VALID_S:
-        raise ConfigError("is no time", where=f"--valid {text[:20]}", expected="30m, 24h or 7d, a year at most")
+        raise ConfigError("is no duration", where=f"--valid {text[:20]}", expected="30m, 24h or 7d, a year at most")
     return seconds
 
 
 @devices_app.command("revoke")
 def devices_revoke(fleet: FLEET, name: str, as_json: JSON = False) -> None:
-    """Take a device out, with its certificate and its tokens; methods with duals start them again from zero."""
+    """Revoke a device with its certificates and tokens; methods with duals restart them from zero."""
     from cloud_server.identity import fleet_certificates
     from cloud_server.records.fleet_folder import Fleet
 
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:
         _known(ledger, fleet, name)
-        ledger.ask(f"revoke/{name}", repr(time.time()))
-        held = [row.serial for row in ledger.rows(Certificate, device=name) if row.revoked_at is None]
+        ledger.request(f"revoke/{name}", repr(time.time()))
+        serials = [row.serial for row in ledger.rows(Certificate, device=name) if row.revoked_at is None]
         running = made.running()
         if not running and (made.folder / "ca.key").exists():
             fleet_certificates.write_revocations(made, ledger, also=(name,))
     if as_json:
-        return terminal.show({"device": name, "certificates": held, "aggregator": "on" if running else "off"})
+        return terminal.show({"device": name, "certificates": serials, "aggregator": "on" if running else "off"})
     print(f"{name} leaves now" if running else f"{name} leaves when the aggregator runs")
-
-
-def _ask(fleet: Path, key: str, value: str) -> None:
-    from cloud_server.records.fleet_folder import Fleet
-
-    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
-        ledger.ask(key, value)

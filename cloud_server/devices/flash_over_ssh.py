@@ -1,8 +1,7 @@
-"""``metafleet flash`` over SSH: one device, or all of an inventory side by side.
+"""``metafleet flash`` over SSH: one device, or all devices of an inventory, several at a time.
 
-What ``flash_prepare`` makes of a device file and ``firmware_profiles`` does on the device is put together here: the
-wheels are for the Python that the device says it has, a token is made when all else is there, and the device is back
-when the fleet's broker has heard of it again.
+The wheels match the Python version found on the device. The token is made after everything else is ready. The device
+counts as back once it has announced itself at the fleet's broker.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloud_server.devices.back_online import OverMqtt
+from cloud_server.devices.back_online import MqttWatch
 from cloud_server.devices.prepare_flash import Prepared, invited, package_of, prepare
 from cloud_server.identity import fleet_certificates
 from firmware_profiles.package import program
@@ -28,13 +27,14 @@ from fleet_core.base import schema, terminal
 from fleet_core.base.errors import FlashError
 from fleet_core.link.mqtt import MqttLink
 
-MAKING = threading.Lock()
-"""Devices of one kind get one program: the first makes it, the others find it."""
+BUILD_LOCK = threading.Lock()
+"""Devices of one kind share one program: the first thread builds it, the others find it in the cache."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Of the command line. config: for ssh, in place of the user's. patience_s: how long to wait for a device."""
+    """The command line's options. config: an ssh config file instead of the user's. patience_s: seconds to wait for a
+    device to come back."""
 
     config: Path | None = None
     patience_s: int = remote_install.PATIENCE_S
@@ -43,14 +43,14 @@ class Choices:
 
 
 def one(path: Path, to: str, choices: Choices, *, accept: str | None = None) -> None:
-    """``DEVICE.toml --to ssh://…``. accept: the fingerprint of a host key. Raises FleetError."""
+    """``DEVICE.toml --to ssh://…``. accept: the fingerprint of a host key to accept. Raises FleetError."""
     ssh_connection.parse(to)
     entry = Entry(str(path), to, accept)
     if choices.dry_run:
         plan = _planned(entry, choices)
         if choices.as_json:
             return terminal.show(_facts(entry, plan))
-        _show_plan(entry, plan)
+        _print_plan(entry, plan)
         for name, content in plan.settings.items():
             print(f"\n--- {name}\n{content}", end="")
         return
@@ -64,14 +64,14 @@ def one(path: Path, to: str, choices: Choices, *, accept: str | None = None) -> 
 
 
 def every(path: Path, choices: Choices, *, jobs: int) -> None:
-    """``--all INVENTORY.toml``. Raises FlashError when a device failed, after all were tried."""
+    """``--all INVENTORY.toml``. Raises FlashError after all devices were tried, if one of them failed."""
     entries = inventory.load(path)
     if choices.dry_run:
         plans = [(entry, _planned(entry, choices)) for entry in entries]
         if choices.as_json:
             return terminal.show([_facts(*plan) for plan in plans])
         for plan in plans:
-            _show_plan(*plan)
+            _print_plan(*plan)
         return
     results = _flash(entries, choices, jobs)
     if choices.as_json:
@@ -81,31 +81,32 @@ def every(path: Path, choices: Choices, *, jobs: int) -> None:
         terminal.table(rows, ("device", "version", "seconds"))
     failed = [result for result in results if result.error is not None]
     if failed:
-        told = "\n".join(f"{result.entry.name}: {result.error}" for result in failed)
-        raise FlashError(f"{len(failed)} of {len(results)} devices failed:\n{told}",
+        reasons = "\n".join(f"{result.entry.name}: {result.error}" for result in failed)
+        raise FlashError(f"{len(failed)} of {len(results)} devices failed:\n{reasons}",
                          hint="run the same command again: it goes on with those that are not done")
 
 
 def _flash(entries: tuple[Entry, ...], choices: Choices, jobs: int) -> list[Result]:
-    def work(entry: Entry, tell: Tell) -> Outcome:
+    def flash_one(entry: Entry, tell: Tell) -> Outcome:
         with (
-            _reached(entry, choices.config, tell) as (remote, made, release_for),
+            _connected(entry, choices.config, tell) as (remote, made, release_for),
             fleet_certificates.as_operator(made.fleet, made.broker) as tls,
         ):
             fleet = made.fleet.config.fleet.name
             link = MqttLink(made.broker, client_id=f"{fleet}-flash-{secrets.token_hex(4)}", **tls)
-            with closing(OverMqtt(fleet, made.device.name, link, OnDevice(remote))) as watch:
+            with closing(MqttWatch(fleet, made.device.name, link, OnDevice(remote))) as watch:
                 return remote_install.install(remote, release_for, tell, watch=watch,
-                                           patience_s=choices.patience_s)
+                                              patience_s=choices.patience_s)
 
-    return side_by_side.flash_all(entries, work, side_by_side.show_for(entries), jobs)
+    return side_by_side.flash_all(entries, flash_one, side_by_side.show_for(entries), jobs)
 
 
 @contextmanager
-def _reached(
+def _connected(
     entry: Entry, config: Path | None, tell: Tell
 ) -> Iterator[tuple[Remote, Prepared, Callable[[bool], Release]]]:
-    """The device, what its file says, and its release with or without a token; refused is what does not fit."""
+    """(the connected device, its device file, its release with or without a token). Raises FleetError if the device
+    does not match its file."""
     with ssh_connection.Connection(ssh_connection.parse(entry.to, config), entry.accept_host_key) as connection:
         tell("looking", "")
         remote = Remote(connection)
@@ -113,7 +114,7 @@ def _reached(
         made = prepare(Path(entry.file), python=found.python_version)
         refuse(found, made.machine, remote.where)
         tell("making the program", "")
-        with MAKING:
+        with BUILD_LOCK:
             built = program.make(made.machine, made.wheels, say=lambda line: tell("making the program", line))
 
         def release_for(with_token: bool) -> Release:
@@ -124,18 +125,19 @@ def _reached(
 
 
 def _planned(entry: Entry, choices: Choices) -> Plan:
-    """What would be done; a token is not made for it."""
-    with _reached(entry, choices.config, lambda stage, far: None) as (remote, made, _):
+    """What would be done; no token is made."""
+    with _connected(entry, choices.config, lambda stage, far: None) as (remote, made, _):
         built = program.make(made.machine, made.wheels, say=lambda line: None)
-        return remote_install.plan(remote, lambda with_token: release.of(package_of(made, built, None,
-                                                                                 with_token=with_token)))
+        return remote_install.plan(
+            remote, lambda with_token: release.of(package_of(made, built, None, with_token=with_token))
+        )
 
 
 def _facts(entry: Entry, plan: Plan) -> dict[str, object]:
     return {"device": entry.name, "to": entry.to, "written": False, **schema.plain(plan)}
 
 
-def _show_plan(entry: Entry, plan: Plan) -> None:
+def _print_plan(entry: Entry, plan: Plan) -> None:
     runs = f"runs {plan.runs}" if plan.runs else "runs nothing yet"
     print(f"{entry.name} at {entry.to} {runs}; of {plan.version} {plan.send_bytes / 1e6:.1f} MB at most would be sent")
     for path in plan.settings:

@@ -1,6 +1,7 @@
-"""What a device file comes to before anything is written: its fleet, board and broker, and the package for the device.
+"""Reads a device file with its fleet, board and broker, and makes the package for the device.
 
-``invited`` alone makes a token and asks something of the fleet: it is called when all that can be refused has been.
+Only ``invited`` changes the fleet: it makes the one-time token. It is called last, when nothing can be refused any
+more.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ from fleet_core.board import profile as boards
 from fleet_core.link.mqtt import check_plain, is_loopback, parse_url
 from fleet_core.protocol import enrolment_token
 
-VALID_S = 30 * 86400.0  # a token's life
-TOKEN_STEP = 1024
+VALID_S = 30 * 86400.0  # a token's lifetime
+TOKEN_STEP_BYTES = 1024
 TABLES = {"data": agents.Data, "train": agents.Training, "personalize": agents.Personalize, "serve": agents.Serve,
           "power": agents.Power}
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that can be known before a token is made. broker: its URL. plain: over mqtt://, which needs no token."""
+    """Everything that is known before a token is made. broker: its URL. plain: the broker is mqtt://, which needs no
+    token."""
 
     device: DeviceFile
     fleet: Fleet
@@ -57,20 +59,20 @@ class Prepared:
 
     @property
     def wheels(self) -> tuple[Path, ...]:
-        """Of the user's own, that come along."""
+        """The user's own wheels, which are installed too."""
         return tuple(map(Path, self.device.wheels))
 
 
 def prepare(path: Path, *, python: str | None = None) -> Prepared:
-    """The device file with its fleet, board and broker. python: that was found on the device. Raises ConfigError."""
+    """The device file with its fleet, board and broker. python: the version found on the device. Raises ConfigError."""
     device = device_file.load(path, os.environ, partial(_problems, path.parent))
     fleet = Fleet.load(path.parent / Path(device.fleet).expanduser())
     profile = _profile(device.board, path.parent)
     train = device.train.get("enabled", True) is not False
     system = machine.of(boards.load(profile), device.os, train=train, python=python)
     program.check_python(system)
-    _check_own(fleet, system, device, path)
-    broker = devices.token_broker(device.broker, fleet)
+    _check_own_code(fleet, system, device, path)
+    broker = devices.broker_for_token(device.broker, fleet)
     url = parse_url(broker)
     if is_loopback(url.host):
         raise ConfigError(f"the device would look for the broker at {url.host} on itself", where=str(path),
@@ -79,8 +81,8 @@ def prepare(path: Path, *, python: str | None = None) -> Prepared:
     return Prepared(device, fleet, profile, system, broker, not url.tls)
 
 
-def _check_own(fleet: Fleet, system: Machine, device: DeviceFile, path: Path) -> None:
-    """A model or method of the user's own is in none of the agent's wheels. Raises ConfigError without its own."""
+def _check_own_code(fleet: Fleet, system: Machine, device: DeviceFile, path: Path) -> None:
+    """Raises ConfigError if the fleet uses a model or method of the user's own and no wheel of the device has it."""
     model, method = fleet.config.model.name, fleet.config.fleet.method
     module, _, build = model.partition(":")
     own = []
@@ -94,12 +96,12 @@ def _check_own(fleet: Fleet, system: Machine, device: DeviceFile, path: Path) ->
 
 
 def _profile(board: str, folder: Path) -> Path:
-    """The board's file. Raises ConfigError."""
+    """The board's profile file. Raises ConfigError."""
     return folder / board if board.endswith(".toml") else catalogue.path_of(board)
 
 
 def _problems(folder: Path, tables: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with what a device file names, and with the tables that the agent will read, by its own rules."""
+    """Mistakes in what a device file refers to, and in the tables that are for the agent, by the agent's own schema."""
     found = []
     for name, kind in TABLES.items():
         if isinstance(table := tables.get(name), dict):
@@ -109,18 +111,18 @@ def _problems(folder: Path, tables: Mapping[str, Any]) -> list[Problem]:
     if isinstance(fleet, str) and not (folder / Path(fleet).expanduser() / "fleet.toml").is_file():
         found.append(Problem("fleet", f"there is no fleet here: '{fleet[:200]}' (metafleet init makes one)"))
     if isinstance(board, str):
-        with _noted("board", found):
+        with _collecting("board", found):
             if not (path := _profile(board, folder)).is_file():
                 raise ConfigError(f"there is no file '{path}'")
     if isinstance(tables.get("broker"), str):
-        with _noted("broker", found):
+        with _collecting("broker", found):
             parse_url(tables["broker"])
     return found
 
 
 @contextmanager
-def _noted(key: str, found: list[Problem]) -> Iterator[None]:
-    """A ConfigError becomes a mistake of ``key``."""
+def _collecting(key: str, found: list[Problem]) -> Iterator[None]:
+    """Appends a ConfigError to ``found`` as a problem of ``key``."""
     try:
         yield
     except ConfigError as error:
@@ -131,13 +133,13 @@ def _noted(key: str, found: list[Problem]) -> Iterator[None]:
 
 
 def package_of(made: Prepared, built: Program, secret: bytes | None, *, with_token: bool = True) -> Package:
-    """The device's package. secret: the token; None for something as long in its place, for showing. with_token: not
-    for a device that is enrolled already. Raises ConfigError."""
+    """The device's package. secret: the token; None for a placeholder of the same length, for a dry run. with_token:
+    False for a device that is already enrolled. Raises ConfigError."""
     tables: dict[str, Any] = {**made.device.tables, "board": {"profile": "profile.toml"}}
     home = {"profile.toml": made.profile.read_bytes()}
     if made.plain:
         with tempfile.TemporaryDirectory() as folder:
-            path = device_folder.device_folder(made.fleet, made.device.name, Path(folder), made.broker, **tables)
+            path = device_folder.write_device_folder(made.fleet, made.device.name, Path(folder), made.broker, **tables)
             home["device.toml"] = path.read_bytes()
     else:
         home["device.toml"] = config.toml(tables).encode()
@@ -147,21 +149,21 @@ def package_of(made: Prepared, built: Program, secret: bytes | None, *, with_tok
 
 
 def invited(made: Prepared) -> bytes:
-    """A new one-time token for the device, which the fleet knows of from now on; empty where it needs none."""
+    """A new one-time token for the device, registered in the ledger; empty where the broker needs none."""
     name = made.device.name
     with Ledger(made.fleet.ledger_path) as ledger:
         if made.plain:
-            ledger.ask(f"enroll/{name}", repr(time.time()))
+            ledger.request(f"enroll/{name}", repr(time.time()))
             return b""
         secret, invitation = _token(made)
-        ledger.ask(f"invite/{invitation.id}", json.dumps(schema.plain(invitation)))
+        ledger.request(f"{token_enrolment.INVITE}{invitation.id}", json.dumps(schema.plain(invitation)))
     return secret
 
 
 def _token(made: Prepared) -> tuple[bytes, Invitation]:
-    """A token as a file, and what the ledger would keep of it. It is none before the ledger knows of it. Filled up with
-    empty lines: signatures differ by some bytes, and what is shown beforehand is as long as what is written."""
+    """(a token file's content, its row for the ledger). The token is worthless until the ledger has the row. Signatures
+    differ by some bytes, so the file is padded with empty lines to keep the placeholder of a dry run as long."""
     url = token_enrolment.enrolment_url(made.fleet, made.broker)
     issued, invitation = token_enrolment.make_token(made.fleet, made.device.name, made.broker, url, VALID_S)
     text = config.toml(schema.plain(issued)).encode()
-    return text + b"\n" * (-len(text) % TOKEN_STEP), invitation
+    return text + b"\n" * (-len(text) % TOKEN_STEP_BYTES), invitation

@@ -1,4 +1,4 @@
-"""``metafleet profiles``: the boards that are known, each a data file."""
+"""``metafleet profiles``: the known boards, each a data file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fleet_core.board import profile as boards
 from fleet_core.board.profile import Profile
 from fleet_core.power.energy_model import BoardModel
 
-profiles_app = typer.Typer(help="The boards that are known.", invoke_without_command=True)
+profiles_app = typer.Typer(help="The known boards.", invoke_without_command=True)
 
 FOLDER = Annotated[
     Path | None,
@@ -29,7 +29,7 @@ JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 @profiles_app.callback()
 def profiles(context: typer.Context, folder: FOLDER = None, as_json: JSON = False) -> None:
-    """The boards that are known: architecture, memory, first boot, sensor, and what each can do."""
+    """List the known boards: architecture, memory, first boot, power sensor, and whether they can train."""
     if context.invoked_subcommand is not None:
         context.obj = folder
         return
@@ -51,7 +51,7 @@ def show(
     folder: FOLDER = None,
     as_json: JSON = False,
 ) -> None:
-    """One board in full: every figure with its source, and which ones are absent."""
+    """Show one board in full: every figure with its source, and which figures are absent."""
     path = catalogue.path_of(name, folder or context.obj)
     board = boards.load(path)
     if as_json:
@@ -68,10 +68,12 @@ def facts(board: Profile, path: Path) -> dict[str, Any]:
 
 
 def absent(board: Profile) -> dict[str, str]:
-    """{what cannot be told of its energy: why}. A sensor sees what computing and radio draw."""
+    """{term of the energy model that is unknown: why}. A power sensor measures computing and radio itself."""
     terms = dict(BoardModel(board).absent_terms)
     if board.power.sensor in ("pmic", "ina3221", "hwmon"):
-        return {"idle": "no cited idle watts: the sensor's idle draw is not told apart"} if "idle" in terms else {}
+        return (
+            {"idle": "no cited idle watts: a sensor's reading does not show its idle part"} if "idle" in terms else {}
+        )
     return terms
 
 
@@ -91,7 +93,7 @@ def _trains(board: Profile) -> str:
 
 
 def _lines(board: Profile) -> Iterator[tuple[str, str]]:
-    """(dotted key, value) of all that is there."""
+    """(dotted key, value) of everything that is not empty."""
     for key, value in _flat("", schema.plain(board)):
         if value not in (None, [], {}):
             yield key, _text(value)

@@ -1,4 +1,4 @@
-"""``metafleet programs``: what flashing keeps in the user's cache folder, and how to be rid of it."""
+"""``metafleet programs``: lists and clears the agent programs that flashing keeps in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fleet_core.base.errors import FlashError
 if TYPE_CHECKING:
     from firmware_profiles.package.program_cache import Cache
 
-programs_app = typer.Typer(help="The programs for boards that flashing keeps.", invoke_without_command=True)
+programs_app = typer.Typer(help="The agent programs for boards that flashing keeps.", invoke_without_command=True)
 
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
 @programs_app.callback()
 def programs(context: typer.Context, as_json: JSON = False) -> None:
-    """The programs for boards that flashing keeps: of each Python and architecture the newest few."""
+    """List the agent programs that flashing keeps: the newest few of each Python and architecture."""
     if context.invoked_subcommand is not None:
         return
     from firmware_profiles.package import program
@@ -38,11 +38,11 @@ def programs(context: typer.Context, as_json: JSON = False) -> None:
 
 @programs_app.command()
 def clear(as_json: JSON = False) -> None:
-    """Delete all that no flash is using; the next one makes its program anew."""
-    gone = _cache().clear()
+    """Delete the programs that no flash is using; the next flash builds its program again."""
+    deleted = _cache().clear()
     if as_json:
-        return terminal.show([schema.plain(one) for one in gone])
-    print(f"{len(gone)} deleted, {bytes_text(sum(one.size_bytes for one in gone))}")
+        return terminal.show([schema.plain(one) for one in deleted])
+    print(f"{len(deleted)} deleted, {bytes_text(sum(one.size_bytes for one in deleted))}")
 
 
 def _cache() -> Cache:

@@ -1,6 +1,6 @@
-"""A certificate authority on a P-256 key: who may speak to the broker under which name (RFC 5280).
+"""A certificate authority with a P-256 key (RFC 5280). The name in a certificate is the name at the broker.
 
-Certificates begin a day before they are made: a board without a battery clock may believe that it is still yesterday.
+Certificates are valid from a day before they are made, because the clock of a board without a battery may be late.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from fleet_core.protocol.certificates import PrivateKey, PublicKey
 BACK_DATED = datetime.timedelta(days=1)
 AUTHORITY_LIFE = datetime.timedelta(days=30 * 365)
 LIFE = datetime.timedelta(days=10 * 365)
-"""Of the aggregator's and the broker's certificate, which are made anew from its middle on, and of a list of revoked
-ones."""
+"""Lifetime of the aggregator's and the broker's certificates, which are renewed after half of it, and of a revocation
+list."""
 DEVICE_LIFE, SPREAD = datetime.timedelta(days=5 * 365), datetime.timedelta(days=365)
-"""Of a device's certificate, and by how much, at most, it is shorter by chance: devices that were made on one day are
-neither renewed on one day nor end on one."""
+"""Lifetime of a device's certificate, and by how much at most it is randomly shortened, so that devices enrolled on one
+day do not all renew on one day."""
 LOST = "put the fleet's folder back from a backup, or make a new fleet in an empty one with 'metafleet init'"
 
 
 def devices_until() -> datetime.datetime:
-    """The end of a device's certificate that begins now."""
+    """When a device's certificate that is issued now ends."""
     return _now() + DEVICE_LIFE - datetime.timedelta(seconds=secrets.randbelow(int(SPREAD.total_seconds())))
 
 
 class Authority:
-    """Holds the private key. ``certificate`` is what others trust."""
+    """A private key, and the ``certificate`` that others trust."""
 
     def __init__(self, key: PrivateKey, certificate: x509.Certificate):
         self._key, self.certificate = key, certificate
 
     @staticmethod
     def create(key_path: Path, path: Path, name: str) -> Authority:
-        """A new one: the key at ``key_path``, mode 0600, and its own certificate at ``path``."""
+        """A new authority: its key at ``key_path``, mode 0600, and its self-signed certificate at ``path``."""
         key = certificates.new_key()
         subject = certificates.subject_name(name)
         builder = _builder(subject, subject, key.public_key(), _now() + AUTHORITY_LIFE)
@@ -57,7 +57,7 @@ class Authority:
 
     @staticmethod
     def load(key_path: Path, path: Path) -> Authority:
-        """Raises StateError for files that are absent, damaged or not of one pair."""
+        """Raises StateError for files that are missing, damaged or do not belong together."""
         try:
             key, certificate = certificates.load_key(key_path), certificates.load_certificate(path)
         except StateError as error:
@@ -68,18 +68,19 @@ class Authority:
         return Authority(key, certificate)
 
     def client(self, name: str, key: PublicKey, until: datetime.datetime | None = None) -> x509.Certificate:
-        """A certificate by which whoever holds ``key`` is ``name`` at a broker; it is good for no server."""
+        """A client certificate: the holder of ``key`` is ``name`` at a broker. It is not valid for a server."""
         return self._issue(name, key, until, ExtendedKeyUsageOID.CLIENT_AUTH)
 
     def server(self, hosts: Iterable[str], key: PublicKey) -> x509.Certificate:
-        """A broker's certificate for these host names and addresses; it is good for no client. Raises ConfigError."""
-        names = [_alternative(host) for host in hosts]
+        """A broker's certificate for these host names and addresses. It is not valid for a client. Raises ConfigError
+        for a malformed host name."""
+        names = [_alternative_name(host) for host in hosts]
         first = next(iter(hosts))
         return self._issue(first[:64], key, None, ExtendedKeyUsageOID.SERVER_AUTH, x509.SubjectAlternativeName(names))
 
     def revocations(self, revoked: Mapping[str, float], before: bytes | None) -> bytes:
-        """The list of revoked certificates in PEM. revoked: serial in hex -> Unix seconds. before: the last list, which
-        this one must be newer than: OpenSSL takes the newest one of those that it holds."""
+        """A certificate revocation list, PEM. revoked: serial in hex -> Unix seconds. before: the previous list. The
+        new one is dated later, because OpenSSL uses the newest list that it has."""
         updated = _now() - BACK_DATED
         if before is not None:
             last = x509.load_pem_x509_crl(before).last_update_utc
@@ -124,7 +125,7 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
     )
 
 
-def _alternative(host: str) -> x509.GeneralName:
+def _alternative_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

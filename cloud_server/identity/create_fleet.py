@@ -1,5 +1,4 @@
-"""Makes a fleet's folder: fleet.toml, keys, certificates, graph, first weights and an empty ledger; again where it is
-incomplete."""
+"""Makes a fleet's folder, or completes it: fleet.toml, keys, certificates, graph, first weights and an empty ledger."""
 
 from __future__ import annotations
 
@@ -14,42 +13,52 @@ from fleet_core.base.errors import ConfigError
 from fleet_core.model import graph_bundle
 from fleet_core.protocol.signing import Signer
 
-Make = Callable[[FleetConfig, bool], tuple[bytes, bytes]]
+Export = Callable[[FleetConfig, bool], tuple[bytes, bytes]]
+"""(settings, whether the graph ``predict`` is needed) to (graph bundle, first weights), both as bytes."""
 
 
-def found(folder: Path, text: str | None, make: Make) -> Fleet:
-    """The fleet in ``folder``.
+def create_fleet(folder: Path, text: str | None, export: Export) -> Fleet:
+    """Creates the fleet in ``folder``, or adds what is missing; never replaces anything.
 
-    text: of fleet.toml, or None to take the one that lies there. make(config, head): graph bundle and weights as bytes.
-    Nothing of a fleet is replaced: a folder whose fleet.toml says something else is refused, and so is one with rounds
-    of a fleet whose fleet.toml is gone. Raises ConfigError.
+    text: the content of fleet.toml; None to use the file in the folder. Raises ConfigError if the folder has a
+    different fleet.toml, or has rounds but no fleet.toml.
     """
     path = folder / "fleet.toml"
     if not path.exists():
         check_folder(folder)
     if not path.exists() and (folder / "state").exists():
-        raise ConfigError("is absent, and rounds of its fleet are here", where=str(path),
-                          hint="put it back, or take an empty folder")
+        raise ConfigError("is missing, but the folder has rounds of its fleet", where=str(path),
+                          hint="put it back, or use an empty folder")
     settings = _settings(path, text)
-    made = Fleet(folder, settings, *method_of(settings, path))
-    graph_path, weights_path = folder / "graph.safetensors", folder / "weights.safetensors"
-    if not (path.exists() and graph_path.exists() and weights_path.exists()):
-        graph, weights = make(settings, "predict" in made.method.graphs)
-        storage.write_atomic(graph_path, graph)
-        storage.write_atomic(weights_path, weights)
-    made.weights(graph_bundle.unpack(made.graph_bytes()).layout)  # they are this model's
-    if not (folder / "fleet.pub").exists():
-        key = folder / "fleet.key"
-        signer = Signer.load(key) if key.exists() else Signer.create(key)  # devices know no other
-        storage.write_atomic(folder / "fleet.pub", signer.public.encode() + b"\n")
-    with Ledger(folder / "ledger.sqlite") as ledger:
-        facts = {"name": settings.fleet.name, "method": made.method.name, "seed": str(settings.fleet.seed)}
+    fleet = Fleet(folder, settings, *method_of(settings, path))
+    _write_model(fleet, export, complete=path.exists())
+    _write_signing_key(folder)
+    with Ledger(fleet.ledger_path) as ledger:
+        facts = {"name": settings.fleet.name, "method": fleet.method.name, "seed": str(settings.fleet.seed)}
         if ledger.facts() != facts:
             ledger.set_facts(**facts)
-        fleet_certificates.complete(made, ledger)
+        fleet_certificates.create_missing(fleet, ledger)
     if text is not None and not path.exists():
-        storage.write_atomic(path, text.encode())  # last: with it the folder is a fleet
-    return made
+        storage.write_atomic(path, text.encode())  # last, because fleet.toml makes the folder a fleet
+    return fleet
+
+
+def _write_model(fleet: Fleet, export: Export, *, complete: bool) -> None:
+    """Graph and first weights. complete: files that are there are of this fleet's model, so they stay."""
+    graph_path, weights_path = fleet.folder / "graph.safetensors", fleet.folder / "weights.safetensors"
+    if not (complete and graph_path.exists() and weights_path.exists()):
+        graph, weights = export(fleet.config, "predict" in fleet.method.graphs)
+        storage.write_atomic(graph_path, graph)
+        storage.write_atomic(weights_path, weights)
+    fleet.weights(graph_bundle.unpack(fleet.graph_bytes()).layout)  # raises if they are of another model
+
+
+def _write_signing_key(folder: Path) -> None:
+    if (folder / "fleet.pub").exists():
+        return
+    key = folder / "fleet.key"
+    signer = Signer.load(key) if key.exists() else Signer.create(key)  # devices trust this key only: keep it
+    storage.write_atomic(folder / "fleet.pub", signer.public.encode() + b"\n")
 
 
 def _settings(path: Path, text: str | None) -> FleetConfig:
@@ -61,5 +70,5 @@ def _settings(path: Path, text: str | None) -> FleetConfig:
             )
         return settings
     if text is None:
-        raise ConfigError("is absent", where=str(path), hint="give --data, or write the file")
+        raise ConfigError("is missing", where=str(path), hint="give --data, or write the file")
     return config.parse(FleetConfig, text, str(path))

@@ -1,4 +1,4 @@
-"""Makes the folder that an agent starts from: who it is, where its broker is, whose signature it believes."""
+"""Writes the folder that an agent starts from: the device's name, its fleet, broker and the fleet's public key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fleet_core.protocol import topics
 
 @dataclass(frozen=True)
 class DeviceFile:
-    """The tables of a device.toml, as a person wrote them."""
+    """The tables of a device.toml as they are written, without the agent's defaults."""
 
     device: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -28,9 +28,9 @@ class DeviceFile:
     tls: Mapping[str, Any] = field(default_factory=dict)
 
 
-def device_folder(fleet: Fleet, name: str, folder: Path, broker: str, **sections: dict[str, Any]) -> Path:
-    """``device.toml`` in ``folder``. sections: its other tables (data, train, power); those not given stay as they are.
-    Raises ConfigError when the folder is a fleet's or another device's."""
+def write_device_folder(fleet: Fleet, name: str, folder: Path, broker: str, **sections: dict[str, Any]) -> Path:
+    """Writes ``device.toml`` in ``folder`` and returns its path. sections: other tables (data, train, power); tables of
+    an existing file that are not given stay. Raises ConfigError if the folder is a fleet's or another device's."""
     topics.check_name(name, "device")
     identity: dict[str, Any] = {**_identity(fleet, name), "broker": broker}
     if not (parse_url(broker).tls or is_loopback(parse_url(broker).host)):
@@ -45,7 +45,7 @@ def device_folder(fleet: Fleet, name: str, folder: Path, broker: str, **sections
 
 
 def check_folder(fleet: Fleet, name: str, folder: Path | None) -> None:
-    """Raises ConfigError when the folder is a fleet's or another device's."""
+    """Raises ConfigError if the folder is a fleet's or another device's."""
     if folder is None:
         return
     if (folder / "fleet.toml").exists():
@@ -64,7 +64,7 @@ def _identity(fleet: Fleet, name: str) -> dict[str, str]:
 
 
 def _known(path: Path) -> dict[str, Any]:
-    """The file's tables that are not empty; none when there is no file."""
+    """The non-empty tables of the file; none if there is no file."""
     if not path.exists():
         return {}
     tables = schema.plain(config.load(DeviceFile, path))

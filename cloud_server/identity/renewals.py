@@ -1,8 +1,8 @@
-"""A device's certificate, anew before it ends: the aggregator signs for a new key what the present key vouches for.
+"""Renews a device's certificate before it ends: the device sends a new key, signed with the key of its present one.
 
-Nobody is asked and no token is needed: the request is signed with the key of a certificate that holds, so that a broker
-that was taken over cannot make one up. The old certificate holds until its own end, for an answer can be lost on its
-way and a device can be put back from a backup; a revoked one vouches for nothing.
+No token and no operator is needed. The signature must be from a valid certificate of the ledger, so a compromised
+broker cannot forge a request, and a revoked certificate cannot be renewed. The old certificate stays valid until its
+own end, because the answer can be lost and a device can be restored from a backup.
 """
 
 from __future__ import annotations
@@ -23,51 +23,52 @@ DAY_S = 86400.0
 
 
 class Renewals:
-    """now: Unix seconds."""
+    """Answers renewal requests. now(): Unix seconds."""
 
     def __init__(self, fleet: Fleet, ledger: Ledger, *, now: Callable[[], float], log: Callable[[str], None]):
         self._fleet, self._ledger, self._now, self._log = fleet, ledger, now, log
 
-    def certificate(self, device: str, asked: RenewalRequest) -> str:
-        """The new certificate, DER in base64; the same one for the same key again. Raises MessageError."""
-        holds = [row for row in self._ledger.rows(Certificate, device=device) if row.revoked_at is None]
-        held = next((row for row in holds if row.serial == asked.serial and self._now() < row.expires_at), None)
-        if held is None:
-            raise MessageError("the certificate that asks for another does not hold", where=device,
+    def certificate(self, device: str, request: RenewalRequest) -> str:
+        """The new certificate, DER in base64; a repeated request for one key gets the same. Raises MessageError."""
+        valid = [row for row in self._ledger.rows(Certificate, device=device) if row.revoked_at is None]
+        present = next((row for row in valid if row.serial == request.serial and self._now() < row.expires_at), None)
+        if present is None:
+            raise MessageError("the certificate to renew is not valid", where=device,
                                hint=f"metafleet devices enroll {typed(self._fleet.folder)} {device}: a token gives a "
                                     "new one")
-        csr = certificates.decoded(asked.csr)
-        body = certificates.renewal_to_sign(self._fleet.config.fleet.name, asked.serial, csr)
-        if not certificates.signed_by(held.public, asked.signature, body):
+        csr = certificates.decoded(request.csr)
+        body = certificates.renewal_to_sign(self._fleet.config.fleet.name, request.serial, csr)
+        if not certificates.signed_by(present.public, request.signature, body):
             raise MessageError("is not signed with the key of the present certificate", where=device)
         key = certificates.requested_key(csr)
         public = certificates.public_text(key)
-        if public == held.public:
-            raise MessageError("asks for the key that it has", where=device, expected="a new key")
-        again = next((row for row in holds if row.public == public), None)
-        if again is not None:
-            return again.certificate
-        self._check_due(held, holds)
-        return self._sign(held, key, public)
+        if public == present.public:
+            raise MessageError("asks for a certificate for the key that it already has", where=device,
+                               expected="a new key")
+        issued = next((row for row in valid if row.public == public), None)
+        if issued is not None:
+            return issued.certificate
+        self._check_due(present, valid)
+        return self._sign(present, key, public)
 
-    def _check_due(self, held: Certificate, holds: list[Certificate]) -> None:
-        """A device gets no more than it needs: each one stays in the ledger."""
-        due = certificates.renew_after(certificates.certificate_in(held.certificate, held.device))
+    def _check_due(self, present: Certificate, valid: list[Certificate]) -> None:
+        """Raises MessageError for a renewal that is not needed, because every certificate stays in the ledger."""
+        due = certificates.renew_after(certificates.certificate_in(present.certificate, present.device))
         if self._now() < due - DAY_S:
             date = time.strftime("%Y-%m-%d", time.gmtime(due))
-            raise MessageError(f"the certificate is to be renewed from {date} on", where=held.device)
-        newest = max(row.issued_at for row in holds)
-        if newest > held.issued_at and self._now() < newest + DAY_S:
-            raise MessageError("was given another certificate within this day", where=held.device)
+            raise MessageError(f"the certificate can be renewed from {date} on", where=present.device)
+        newest = max(row.issued_at for row in valid)
+        if newest > present.issued_at and self._now() < newest + DAY_S:
+            raise MessageError("got another certificate less than a day ago", where=present.device)
 
-    def _sign(self, held: Certificate, key: certificates.PublicKey, public: str) -> str:
+    def _sign(self, present: Certificate, key: certificates.PublicKey, public: str) -> str:
         signed = fleet_certificates.authority(self._fleet.folder).client(
-            held.device, key, certificate_authority.devices_until()
+            present.device, key, certificate_authority.devices_until()
         )
         text, serial = certificates.certificate_text(signed), certificates.serial_of(signed)
         self._ledger.put(Certificate(
-            serial=serial, device=held.device, token=held.token, public=public, certificate=text,
+            serial=serial, device=present.device, token=present.token, public=public, certificate=text,
             issued_at=self._now(), expires_at=signed.not_valid_after_utc.timestamp(),
         ))
-        self._log(f"{held.device} has its next certificate {serial[:16]}")
+        self._log(f"{present.device}: certificate renewed, {serial[:16]}")
         return text

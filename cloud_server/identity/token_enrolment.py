@@ -1,8 +1,8 @@
-"""Enrolment by token: the aggregator signs the certificate of a device that proves to hold one, once.
+"""Enrolment by token: the aggregator signs one certificate for the device that holds a token.
 
-A token is spent by the first key that it is used for, and dies at its date: both stand in the ledger, whatever the
-broker lets through. The same key gets the same certificate again, for an answer can be lost on its way. The request is
-signed with the token's key, so a broker cannot make one up; the answer proves itself by the authority's signature.
+A token is spent by the first key that it is used for, and it expires; the ledger records both, so the check does not
+depend on the broker. The same key gets the same certificate again, because an answer can be lost. The request is signed
+with the token's key, so a broker cannot forge one; the authority's signature proves the answer.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ INVITE = "invite/"
 
 
 class Enrolments:
-    """admit(name): takes a device in whose certificate was signed. changed(): the broker has to read what is revoked
-    again."""
+    """Answers enrolment requests. admit(name): called with each device whose certificate was signed. changed(): called
+    when the broker has to read the revocation list and the access list again. now(): Unix seconds."""
 
     def __init__(
         self, fleet: Fleet, ledger: Ledger, link: Link, *, admit: Callable[[str], None],
@@ -46,7 +46,7 @@ class Enrolments:
         self._name = fleet.config.fleet.name
 
     def on_request(self, token_id: str, payload: bytes) -> None:
-        """Answers a request. Raises MessageError for one that is refused, after its sender was told why."""
+        """Answers a request. Raises MessageError if it is refused, after sending the reason to the device."""
         try:
             answer = EnrolAnswer(certificate=self.certificate(token_id, payload))
         except MessageError as error:
@@ -55,68 +55,69 @@ class Enrolments:
         self._send(token_id, answer)
 
     def certificate(self, token_id: str, payload: bytes) -> str:
-        """The certificate that the request in ``payload`` is entitled to. Raises MessageError."""
+        """The certificate for the request in ``payload``. Raises MessageError if it is refused."""
         request = messages.decode(EnrolRequest, payload, limit=MAX_REQUEST_BYTES)
         csr = certificates.decoded(request.csr)
-        found = next(iter(self._ledger.rows(Invitation, id=token_id)), None)
-        if found is None:
+        token = next(iter(self._ledger.rows(Invitation, id=token_id)), None)
+        if token is None:
             raise MessageError("is no token of this fleet", where=token_id)
         body = enrolment_token.to_sign(self._name, token_id, csr)
-        if not certificates.signed_by(found.public, request.signature, body):
+        if not certificates.signed_by(token.public, request.signature, body):
             raise MessageError("is not signed with the token's key", where=token_id)
         key = certificates.requested_key(csr)
         public = certificates.public_text(key)
-        if found.spent_at is not None:
-            return self._again(found, public)
-        if self._now() > found.expires_at:
+        if token.spent_at is not None:
+            return self._issued(token, public)
+        if self._now() > token.expires_at:
             raise MessageError("the token has expired", where=token_id, hint="metafleet devices enroll: another one")
-        return self._sign(found, key, public)
+        return self._sign(token, key, public)
 
-    def _again(self, found: Invitation, public: str) -> str:
-        """The certificate that this token gave, to the key that it was given to, while it holds."""
-        rows = self._ledger.rows(Certificate, token=found.id)
+    def _issued(self, token: Invitation, public: str) -> str:
+        """The certificate that this spent token gave to the same key. Raises MessageError for another key."""
+        rows = self._ledger.rows(Certificate, token=token.id)
         row = next((row for row in rows if row.public == public and row.revoked_at is None), None)
         if row is None:
-            raise MessageError("the token was used before", where=found.id)
+            raise MessageError("the token was used before", where=token.id)
         return row.certificate
 
-    def _sign(self, found: Invitation, key: certificates.PublicKey, public: str) -> str:
+    def _sign(self, token: Invitation, key: certificates.PublicKey, public: str) -> str:
+        """Signs a new certificate, spends the token and revokes the device's earlier certificates."""
         signed = fleet_certificates.authority(self._fleet.folder).client(
-            found.device, key, certificate_authority.devices_until()
+            token.device, key, certificate_authority.devices_until()
         )
         now, text = self._now(), certificates.certificate_text(signed)
         row = Certificate(
-            serial=certificates.serial_of(signed), device=found.device, token=found.id, public=public, certificate=text,
+            serial=certificates.serial_of(signed), device=token.device, token=token.id, public=public, certificate=text,
             issued_at=now, expires_at=signed.not_valid_after_utc.timestamp(),
         )
-        before = [old for old in self._ledger.rows(Certificate, device=found.device) if old.revoked_at is None]
+        earlier = [old for old in self._ledger.rows(Certificate, device=token.device) if old.revoked_at is None]
         with self._ledger.transaction():
-            self._ledger.put(replace(found, spent_at=now), row, *(replace(old, revoked_at=now) for old in before))
-            self._admit(found.device)
-        self._log(f"{found.device} has its certificate {row.serial[:16]}")
+            self._ledger.put(replace(token, spent_at=now), row, *(replace(old, revoked_at=now) for old in earlier))
+            self._admit(token.device)
+        self._log(f"{token.device} has its certificate {row.serial[:16]}")
         self._publish_revocations()
         return text
 
-    def invite(self, found: Invitation) -> None:
-        """A token was made."""
-        if not self._ledger.rows(Invitation, id=found.id):
-            self._ledger.put(found)
+    def invite(self, token: Invitation) -> None:
+        """Records a token that the command line made."""
+        if not self._ledger.rows(Invitation, id=token.id):
+            self._ledger.put(token)
 
     def revoke(self, device: str, asked_at: float) -> None:
-        """Every certificate and every token of ``device`` that was made before ``asked_at`` ends now."""
+        """Ends every certificate and every token of ``device`` that was made before ``asked_at``, Unix seconds."""
         now, issued = self._now(), self._ledger.rows(Certificate, device=device)
-        held = [row for row in issued if row.revoked_at is None and row.issued_at < asked_at]
-        invited = self._ledger.rows(Invitation, device=device)
-        open_ones = [row for row in invited if row.spent_at is None and row.made_at < asked_at]
+        valid = [row for row in issued if row.revoked_at is None and row.issued_at < asked_at]
+        tokens = self._ledger.rows(Invitation, device=device)
+        unspent = [row for row in tokens if row.spent_at is None and row.made_at < asked_at]
         with self._ledger.transaction():
             self._ledger.put(
-                *(replace(row, revoked_at=now) for row in held), *(replace(row, spent_at=now) for row in open_ones)
+                *(replace(row, revoked_at=now) for row in valid), *(replace(row, spent_at=now) for row in unspent)
             )
         self._publish_revocations()
 
     def _publish_revocations(self) -> None:
         if not (self._fleet.folder / "ca.key").exists():
-            return  # a fleet of an older metafleet, without certificates
+            return  # a fleet that an older version made without certificates
         fleet_certificates.write_revocations(self._fleet, self._ledger)
         self._changed()
 
@@ -128,9 +129,10 @@ class Enrolments:
 
 
 def make_token(fleet: Fleet, device: str, broker: str, enrolment: str, valid_s: float) -> tuple[Token, Invitation]:
-    """A token for ``device`` that is good for ``valid_s`` seconds, and what the ledger keeps of it: no secret.
+    """(a token for ``device`` that is valid for ``valid_s`` seconds, its ledger row without secrets).
 
-    Raises ConfigError for a broker without TLS, StateError for a fleet without certificates.
+    enrolment: URL of the enrolment port. Raises ConfigError for a broker without TLS, StateError for a fleet without
+    certificates.
     """
     for url in (broker, enrolment):
         if not parse_url(url).tls:
@@ -152,7 +154,7 @@ def make_token(fleet: Fleet, device: str, broker: str, enrolment: str, valid_s: 
 
 
 def _trusted(path: Path | None, fleet: Fleet) -> str:
-    """Who vouches for the broker, as a token says it; empty for the fleet's own authority."""
+    """The token's ``broker_authority``: a certificate, ``system``, or empty for the fleet's own authority."""
     if path is None:
         return fleet_certificates.SYSTEM
     if path == fleet.folder / "ca.pem":
@@ -163,31 +165,36 @@ def _trusted(path: Path | None, fleet: Fleet) -> str:
         raise ConfigError(error.what, where=str(path), hint="[link] ca in fleet.toml is a PEM file") from error
 
 
-def invite(fleet: Fleet, device: str, path: Path, broker: str, valid_s: float) -> Token:
-    """A token at ``path``, mode 0600 and never over another file, that the aggregator knows of.
+def issue_token(fleet: Fleet, device: str, path: Path, broker: str, valid_s: float) -> Token:
+    """Writes a new token to ``path``, mode 0600, and registers it with the aggregator.
 
-    Raises ConfigError, StateError; nothing is written then.
+    Raises ConfigError or StateError before anything is written, also if ``path`` exists.
     """
     if path.exists():
         raise ConfigError("is there already", where=str(path), hint="move it away, or give another --token")
     made, invitation = make_token(fleet, device, broker, enrolment_url(fleet, broker), valid_s)
     enrolment_token.save(path, made)
     with Ledger(fleet.ledger_path) as ledger:
-        ledger.ask(f"{INVITE}{made.id}", json.dumps(schema.plain(invitation)))
+        ledger.request(f"{INVITE}{made.id}", json.dumps(schema.plain(invitation)))
     return made
 
 
-def waiting(ledger: Ledger) -> dict[str, Invitation]:
-    """Device -> the newest token that may still be used; one that the aggregator has not read yet is among them."""
-    asked = [Invitation(**json.loads(text)) for key, text in ledger.asked().items() if key.startswith(INVITE)]
-    rows = sorted([*ledger.rows(Invitation), *asked], key=lambda row: row.made_at)
+def open_tokens(ledger: Ledger) -> dict[str, Invitation]:
+    """Device -> its newest token that can still be used, also if the aggregator has not read it yet."""
+    new = [Invitation(**json.loads(text)) for key, text in ledger.requests().items() if key.startswith(INVITE)]
+    rows = sorted([*ledger.rows(Invitation), *new], key=lambda row: row.made_at)
     return {row.device: row for row in rows if row.spent_at is None and row.expires_at > time.time()}
 
 
 def enrolment_url(fleet: Fleet, broker: str) -> str:
-    """Where tokens are taken: fleet.toml's, else the configured port, or the one after the broker's."""
+    """The URL of the enrolment port: fleet.toml's, else the configured one, else the port after the broker's."""
     if fleet.config.link.enrolment is not None:
         return fleet.config.link.enrolment
-    place, named = fleet_certificates.placed(fleet.folder), parse_url(broker)
-    known = place is not None and named.port == place.port
-    return address(named.host, place.enrolment_port if place is not None and known else named.port + 1)
+    setup, named = fleet_certificates.saved_setup(fleet.folder), parse_url(broker)
+    if setup is not None and named.port == setup.port:
+        return address(named.host, setup.enrolment_port)
+    return address(named.host, named.port + 1)
+
+
+waiting = open_tokens
+"""The former name, which ``cloud_server.rounds.coordinator`` still imports."""

@@ -1,82 +1,40 @@
-"""The fleet's books: rounds, devices, updates, bytes, joules and evaluations in one SQLite file.
+"""The ledger: rounds, devices, updates, bytes, joules and evaluations of a fleet in one SQLite file.
 
-One process writes (the aggregator); any number read at the same time (status, live view, report). The command line's
-own writes are requests: ``ask`` leaves one and the aggregator ``settle``s it. A ``Ledger`` belongs to the thread that
-opened it; another thread or process opens its own on the same path.
+The aggregator writes; any number of processes read at the same time (status, live view, report). The command line
+writes only requests: it adds one with ``request``, and the aggregator takes it away with ``remove_request``. A
+``Ledger`` belongs to the thread that opened it; another thread or process opens the same path again.
 
-``put`` writes rows of the tables of ``ledger_tables``, ``rows`` reads them; ``volume``, ``joules`` and ``totals`` sum.
+``put`` writes rows of the tables in ``ledger_tables``, ``rows`` reads them, ``ledger_sums`` adds them up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from cloud_server.records import ledger_sums
 from cloud_server.records import ledger_tables as tables
+from cloud_server.records.ledger_sums import Joules, Totals, Volume
 from cloud_server.records.ledger_tables import ADDED, SCHEMA, VERSION, Device, Round, Row
 from fleet_core.base.errors import StateError
-from fleet_core.power.meter import WORKING
 
-APPLICATION = 0x4D464C47  # "MFLG" in the file's header: this SQLite file is a ledger
+APPLICATION = 0x4D464C47  # SQLite's application_id, "MFLG": marks the file as a ledger
 BUSY_TIMEOUT_S = 10.0
-WITHOUT_SYNC = 1  # of PRAGMA synchronous: in a WAL, NORMAL waits for the disk at checkpoints only
-
-@dataclass(frozen=True, kw_only=True)
-class Bytes:
-    """Bytes up and down. missing: reports (one per device and round) that this sum lacks, None when it is whole."""
-
-    up: int = field(metadata={"min": 0})
-    down: int = field(metadata={"min": 0})
-    missing: int | None = field(default=None, metadata={"min": 1})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Volume:
-    """The three counters, none an estimate of another; mqtt and wire are None where nobody reported them."""
-
-    payload: Bytes
-    mqtt: Bytes | None = None
-    wire: Bytes | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Joules:
-    """value: J of the working phases (idle is the device's own and not in it). phases: J of each phase, idle too.
-
-    source: what measured it or which constants modelled it. missing: counted updates whose device reported no joules.
-    """
-
-    value: float = field(metadata={"min": 0})
-    source: str
-    phases: Mapping[str, float] = field(default_factory=dict, metadata={"min": 0})
-    missing: int | None = field(default=None, metadata={"min": 1})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Sums over the whole life of the fleet, rounds that were abandoned and joins after the last round included."""
-
-    rounds: int
-    volume: Volume | None
-    payload_by_kind: Mapping[str, Bytes]
-    energy: Joules | None
-    flops: float | None
-
+SYNCHRONOUS_NORMAL = 1  # with a WAL, NORMAL syncs the disk at checkpoints only
 
 R = TypeVar("R", bound=Row)
 NEW_LEDGER = "move the file aside and put a backup in its place, or make a new fleet with 'metafleet init'"
 
 
 class Ledger:
-    """The ledger at ``path``; made if absent, unless ``create`` is false.
+    """The ledger at ``path``, created if missing unless ``create`` is False.
 
-    Raises StateError when the file is absent (``create`` false), is no ledger, is damaged or is of a newer version;
-    it is left as it was.
+    Raises StateError, and leaves the file unchanged, if it is missing (with ``create`` False), no ledger, damaged, or
+    of a newer version.
     """
 
     def __init__(self, path: Path | str, *, create: bool = True):
@@ -105,37 +63,37 @@ class Ledger:
         self._db.close()
 
     def check(self) -> None:
-        """Reads the whole file. Raises StateError when it is damaged, which a query sees only where it looks."""
+        """Reads the whole file. Raises StateError if any part of it is damaged; a query notices only what it reads."""
         found = self._query("PRAGMA quick_check(1)")[0][0]
         if found != "ok":
             raise StateError(f"is damaged: {' '.join(str(found).split())}", where=str(self.path), hint=NEW_LEDGER)
 
     def copy(self, to: Path) -> None:
-        """All of it at one moment, as a file of its own, while others write. Raises StateError."""
+        """Writes a consistent copy to ``to`` while others may write. Raises StateError."""
         with self._errors(), contextlib.closing(sqlite3.connect(to)) as made:
             self._db.backup(made)
 
     @contextlib.contextmanager
     def transaction(self, *, durable: bool = True) -> Iterator[None]:
-        """All writes inside happen together or not at all; within another transaction it joins that one.
+        """All writes inside happen together or not at all. A nested transaction joins the outer one.
 
-        durable: on the disk when it returns. Without, a death of the process loses nothing, but a power cut may take
-        it away again, whole; the next durable one puts it on the disk as well.
+        durable: synced to the disk on return. Otherwise a killed process loses nothing, but a power cut may undo the
+        whole transaction until the next durable one.
         """
         if self._db.in_transaction:
             yield
             return
         with self._errors():
             level = self._pragma("synchronous")
-            self._db.execute(f"PRAGMA synchronous = {level if durable else min(level, WITHOUT_SYNC)}")
+            self._db.execute(f"PRAGMA synchronous = {level if durable else min(level, SYNCHRONOUS_NORMAL)}")
         try:
-            with self._whole():
+            with self._begin_commit():
                 yield
         finally:
             self._db.execute(f"PRAGMA synchronous = {level}")
 
     @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _begin_commit(self) -> Iterator[None]:
         with self._errors():
             self._db.execute("BEGIN IMMEDIATE")
         try:
@@ -148,36 +106,33 @@ class Ledger:
             raise
 
     def put(self, *rows: Row) -> None:
-        """Writes ``rows``, each in place of the one with the same key, all or none. Raises StateError."""
+        """Inserts ``rows`` or replaces those with the same key, all or none. Raises StateError."""
         with self.transaction():
             for row in rows:
                 self._query(tables.upsert(type(row)), tables.stored(row))
 
     def rows(self, kind: type[R], /, within: range | None = None, **equal: Any) -> list[R]:
-        """The rows of a table in the order of its key, only those whose columns equal ``equal``.
-
-        within: here and below, only what is of these rounds.
-        """
+        """The rows of a table whose columns equal ``equal``, in the order of its key. within: only these rounds."""
         return list(self.each(kind, within, **equal))
 
     def each(self, kind: type[R], /, within: range | None = None, **equal: Any) -> Iterator[R]:
-        """The same one by one, for tables that are better not held in memory as a whole; write nothing meanwhile."""
+        """As ``rows``, one at a time, for tables too large for memory. Do not write while iterating."""
         sql = (
             f"SELECT {', '.join(tables.columns(kind))} FROM {kind.table}"
-            f" WHERE {_of_rounds(within)} AND {tables.equal_to(kind, equal)} ORDER BY {', '.join(kind.key)}"
+            f" WHERE {tables.in_rounds(within)} AND {tables.equal_to(kind, equal)} ORDER BY {', '.join(kind.key)}"
         )
         with self._errors():
             for values in self._db.execute(sql, list(equal.values())):
                 yield tables.made(kind, values)
 
     def newest(self, kind: type[Row], /, **equal: Any) -> int | None:
-        """The last round of which there is such a row."""
+        """The last round that has such a row; None without one."""
         sql = f"SELECT round FROM {kind.table} WHERE {tables.equal_to(kind, equal)} ORDER BY round DESC LIMIT 1"
         found = self._query(sql, list(equal.values()))
         return int(found[0][0]) if found else None
 
     def counted(self, device: str, number: int) -> str | None:
-        """The id of the device's update that the round counted, or None."""
+        """The id of the device's update that was counted in the round, or None."""
         found = self.rows(tables.Update, round=number, device=device, status="counted")
         return found[0].update_id if found else None
 
@@ -192,94 +147,51 @@ class Ledger:
         return found[0] if found else None
 
     def volume(self, by: str | None = None, within: range | None = None) -> dict[Any, Volume]:
-        """Bytes summed over all rows (key None), or ``by`` "round", "device" or "kind". Scans the traffic table.
-
-        A device that left no MQTT or wire figure for a round is one report missing from that sum.
-        """
-        key, inner = _grouping(by, ("round", "device", "kind"))
-        parts = ", ".join(
-            f"SUM(CASE direction WHEN '{way}' THEN {counter}_bytes END) AS {counter}_{way}"
-            for counter in ("payload", "mqtt", "wire")
-            for way in ("up", "down")
-        )
-        sums = ", ".join(
-            f"SUM(IFNULL({c}_up, 0)), SUM(IFNULL({c}_down, 0)), SUM({c}_up IS NULL AND {c}_down IS NULL), COUNT(*)"
-            for c in ("payload", "mqtt", "wire")
-        )
-        reports = f"SELECT {inner}, {parts} FROM traffic WHERE {_of_rounds(within)} GROUP BY {inner}"
-        return {
-            row[0]: Volume(payload=Bytes(up=row[1], down=row[2]), mqtt=_bytes(*row[5:9]), wire=_bytes(*row[9:13]))
-            for row in self._query(f"SELECT {key}, {sums} FROM ({reports}) GROUP BY 1")
-        }
+        """As ``ledger_sums.volume``."""
+        return ledger_sums.volume(self._query, by, within)
 
     def joules(self, by: str | None = None, within: range | None = None) -> dict[Any, Joules]:
-        """Joules summed over all rows (key None), or ``by`` "round" or "device"; no entry where nothing was metered."""
-        key, _ = _grouping(by, ("round", "device"))
-        phases: dict[Any, dict[str, float]] = {}
-        sources: dict[Any, dict[str, None]] = {}
-        for k, phase, source, measured, joules in self._query(
-            f"SELECT {key}, phase, source, measured, SUM(joules) FROM energy WHERE {_of_rounds(within)}"
-            " GROUP BY 1, phase, source, measured"
-        ):
-            phases.setdefault(k, {})[phase] = phases.get(k, {}).get(phase, 0.0) + joules
-            sources.setdefault(k, {})[f"{'measured' if measured else 'modelled'}: {source}"] = None
-        missing = dict(self._query(
-            f"SELECT {key}, COUNT(*) FROM updates AS u WHERE {_of_rounds(within)} AND status = 'counted' AND NOT EXISTS"
-            " (SELECT 1 FROM energy AS e WHERE e.round = u.round AND e.device = u.device) GROUP BY 1"
-        ))
-        return {
-            k: Joules(
-                value=sum(by_phase.get(phase, 0.0) for phase in WORKING),
-                source="; ".join(sources[k]),
-                phases=by_phase,
-                missing=missing.get(k),
-            )
-            for k, by_phase in phases.items()
-            if by_phase.keys() & set(WORKING)
-        }
+        """As ``ledger_sums.joules``."""
+        return ledger_sums.joules(self._query, by, within)
 
     def flops(self, within: range | None = None) -> dict[int, float]:
-        """Floating-point operations by round."""
-        return dict(self._query(f"SELECT round, SUM(flops) FROM flops WHERE {_of_rounds(within)} GROUP BY round"))
+        """As ``ledger_sums.flops``."""
+        return ledger_sums.flops(self._query, within)
 
     def totals(self) -> Totals:
-        flops = self.flops()
-        return Totals(
-            rounds=len(self.rounds("closed")),
-            volume=self.volume().get(None),
-            payload_by_kind={k: v.payload for k, v in self.volume("kind").items() if k != "link"},
-            energy=self.joules().get(None),
-            flops=sum(flops.values()) if flops else None,
-        )
+        """As ``ledger_sums.totals``."""
+        return ledger_sums.totals(self._query, rounds=len(self.rounds("closed")))
 
     def facts(self) -> dict[str, str]:
-        """What is said once about the fleet: its name, method, seed, layout, …"""
+        """Key-value pairs about the fleet: name, method, seed, layout, …"""
         return dict(self._query("SELECT key, value FROM fleet ORDER BY key"))
 
     def fact(self, key: str) -> str | None:
-        """One of them, or None."""
+        """One value of ``facts``, or None."""
         found = self._query("SELECT value FROM fleet WHERE key = ?", (key,))
         return str(found[0][0]) if found else None
 
     def set_facts(self, **facts: str) -> None:
-        """Writes ``facts`` beside or over those that are there."""
+        """Adds or replaces ``facts``."""
         with self.transaction():
             for key, value in facts.items():
                 self._query("INSERT OR REPLACE INTO fleet VALUES (?, ?)", (key, value))
 
-    def ask(self, key: str, value: str) -> None:
-        """Leaves a request for the aggregator (pause, resume, revoke/NAME, …); a later one of the same key wins."""
+    def request(self, key: str, value: str) -> None:
+        """Adds a request to the aggregator (paused, revoke/NAME, …), or replaces the one with the same key."""
         with self.transaction():
             self._query("INSERT OR REPLACE INTO control VALUES (?, ?)", (key, value))
 
-    def asked(self) -> dict[str, str]:
-        """The requests that wait."""
+    def requests(self) -> dict[str, str]:
+        """The pending requests."""
         return dict(self._query("SELECT key, value FROM control ORDER BY key"))
 
-    def settle(self, key: str, value: str) -> None:
-        """Takes a request away, unless it was replaced by another since it was read."""
+    def remove_request(self, key: str, value: str) -> None:
+        """Removes a request, unless it was replaced by another one since it was read."""
         with self.transaction():
             self._query("DELETE FROM control WHERE key = ? AND value = ?", (key, value))
+
+    asked, settle = requests, remove_request  # former names, which cloud_server.rounds still uses
 
     def _open(self) -> None:
         version = self._pragma("user_version")
@@ -289,9 +201,9 @@ class Ledger:
                 where=str(self.path), hint="update metafleet",
             )
         if version and self._pragma("application_id") != APPLICATION:
-            raise StateError("is an SQLite file, but no ledger", where=str(self.path), hint=NEW_LEDGER)
+            raise StateError("is an SQLite file, but not a ledger", where=str(self.path), hint=NEW_LEDGER)
         if not version and self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
-            raise StateError("is an SQLite file, but no ledger", where=str(self.path), hint=NEW_LEDGER)
+            raise StateError("is an SQLite file, but not a ledger", where=str(self.path), hint=NEW_LEDGER)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.execute("PRAGMA foreign_keys = ON")
@@ -317,7 +229,7 @@ class Ledger:
         try:
             yield
         except sqlite3.ProgrammingError:
-            raise  # a mistake of the caller, such as another thread's ledger, not of the file
+            raise  # the caller's mistake, such as another thread's ledger, not the file's
         except sqlite3.IntegrityError as error:
             raise StateError(f"the row breaks a rule of the ledger: {error}", where=str(self.path)) from error
         except sqlite3.OperationalError as error:
@@ -329,24 +241,12 @@ class Ledger:
             raise StateError(f"cannot be used: {error.strerror or error}", where=str(self.path)) from error
 
 
-def asked_at(value: str) -> float:
-    """When a request to enrol or to revoke was made, Unix seconds; 0 for others and for those of an older metafleet."""
+def requested_at(value: str) -> float:
+    """When a request to enrol or revoke was made, Unix seconds; 0 for other requests and those of older versions."""
     try:
         return float(value)
     except ValueError:
         return 0.0
 
 
-def _of_rounds(within: range | None) -> str:
-    return "1" if within is None else f"round BETWEEN {within.start} AND {within.stop - 1}"
-
-
-def _grouping(by: str | None, allowed: tuple[str, ...]) -> tuple[str, str]:
-    """(outer key, inner key) of a sum whose reports are one per round and device."""
-    if by is not None and by not in allowed:
-        raise ValueError(f"by must be one of {', '.join(allowed)}, not {by}")
-    return by or "NULL", "round, device, kind" if by == "kind" else "round, device"
-
-
-def _bytes(up: int, down: int, missing: int, reports: int) -> Bytes | None:
-    return None if missing == reports else Bytes(up=up, down=down, missing=missing or None)
+asked_at = requested_at  # the former name, which cloud_server.rounds still uses

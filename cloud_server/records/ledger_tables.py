@@ -277,6 +277,11 @@ def equal_to(kind: type[Row], equal: Mapping[str, Any]) -> str:
     return " AND ".join(f"{name} IS ?" for name in equal) or "1"
 
 
+def in_rounds(within: range | None) -> str:
+    """The condition that a row is of these rounds; always true for None."""
+    return "1" if within is None else f"round BETWEEN {within.start} AND {within.stop - 1}"
+
+
 def stored(row: Row) -> list[Any]:
     """The values of its columns."""
     return [_stored(getattr(row, name)) for name in columns(type(row))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cloud_server.records.ledger import Bytes, Joules
+from cloud_server.records.ledger_sums import Bytes, Joules
 
 ABSENT = "—"
 NOT_COUNTED = "not counted"

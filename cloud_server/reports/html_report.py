@@ -7,7 +7,7 @@ from html import escape
 from itertools import accumulate
 from typing import Any
 
-from cloud_server.records.ledger import Bytes, Joules
+from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.reports import result as results
 from cloud_server.reports.charts import Line, legend, line_chart, ticks
 from cloud_server.reports.formatting import (

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from cloud_server.records import ledger_tables as tables
-from cloud_server.records.ledger import Bytes, Joules, Ledger
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.records.ledger_tables import STAGES, Evaluation
 from cloud_server.reports import verdict as verdicts
 from cloud_server.reports.scores import AMOUNT, SHARE, Score, confusion_accuracy, counts, macro_f1

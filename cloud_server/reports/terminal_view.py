@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cloud_server.records import ledger_tables as tables
-from cloud_server.records.ledger import Bytes, Joules, Ledger
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.records.ledger_tables import Evaluation
 from cloud_server.reports.formatting import (
     ABSENT,

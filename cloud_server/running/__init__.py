@@ -1,4 +1,4 @@
-"""A whole fleet running: the aggregator as a process, the demo, a fleet in one process, a backup.
+"""Runs a fleet: the aggregator as a process, the demo, a fleet in one process; and backs one up.
 
-``first_settings`` writes a fleet.toml that fits a file of samples; ``method_catalogue`` describes the methods.
+``first_settings`` writes a fleet.toml for given samples; ``method_catalogue`` describes the methods.
 """

@@ -1,4 +1,4 @@
-"""Runs one aggregator as a process: broker, link, coordinator and what a person sees of them."""
+"""Runs one aggregator as a process: broker, link, coordinator and live view."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from cloud_server.broker.mosquitto_config import Place
-from cloud_server.broker.private_broker import Broker, Kept, start_broker, start_secured
+from cloud_server.broker.mosquitto_config import BrokerSetup
+from cloud_server.broker.private_broker import Broker, BrokerSupervisor, start_broker, start_secured
 from cloud_server.identity import fleet_certificates
 from cloud_server.records import disk_errors
 from cloud_server.records.fleet_folder import Fleet
@@ -30,25 +30,27 @@ from fleet_core.link.interface import Will
 from fleet_core.link.mqtt import MqttLink, check_plain, is_loopback, parse_url
 
 TICK_S = 0.2
-MAX_QUEUED = 20_000  # words to devices that all want one at once
+MAX_QUEUED = 20_000  # messages to devices that all need one at the same time
 VIEW_S = 1.0
 DEFAULT_PORT = 1883
 DEFAULT_URL = f"mqtt://127.0.0.1:{DEFAULT_PORT}"
 EMBEDDED = "embedded"
-STARTED = "url"
+URL_FILE = "url"
+
+Log = Callable[[str], None]
 
 
 @contextlib.contextmanager
 def broker_at(url: str | None, folder: Path, *, port: int, log: Callable[[str], None]) -> Iterator[str]:
-    """The URL of a broker: the one named, or a private one that lives as long as this context.
+    """The URL of a broker: the given one, or that of a private broker that runs as long as this context.
 
-    url: mqtt(s)://host[:port]; None for a private one; ``embedded`` for a private one that is amqtt in any case.
+    url: mqtt(s)://host[:port]; None for a private broker; ``embedded`` for a private amqtt.
     """
     if url not in (None, EMBEDDED):
         yield url
         return
     broker = start_broker(folder, port=port, embedded=url == EMBEDDED)
-    tell_broker(broker, log)
+    log_broker(broker, log)
     try:
         yield broker.url
     finally:
@@ -58,54 +60,57 @@ def broker_at(url: str | None, folder: Path, *, port: int, log: Callable[[str], 
 @contextlib.contextmanager
 def private_broker(
     fleet: Fleet, host: str, port: int | None, *, plain: bool, embedded: bool, log: Callable[[str], None]
-) -> Iterator[Kept]:
-    """A private broker that lives as long as this context: plain MQTT on loopback, mutual TLS at any other address
-    unless ``plain`` says otherwise. Raises ConfigError, LinkError, and StateError where an aggregator runs already."""
+) -> Iterator[BrokerSupervisor]:
+    """A private broker that runs as long as this context: plain MQTT on loopback or with ``plain``, else mutual TLS.
+    Raises ConfigError, LinkError, and StateError if an aggregator already runs."""
     fleet.check_idle()
     folder = fleet.folder / "broker"
     if plain or is_loopback(host):
         begin = partial(start_broker, folder, host=host, embedded=embedded or None, plain=plain)
         broker = begin(port=DEFAULT_PORT if port is None else port)
-        again = partial(begin, port=parse_url(broker.url).port)
+        restart = partial(begin, port=parse_url(broker.url).port)
     elif embedded:
         raise ConfigError("the embedded broker takes no certificates", where=host, expected="a loopback address")
     else:
         with Ledger(fleet.ledger_path) as ledger:
-            fleet_certificates.complete(fleet, ledger)
-            place = _place(fleet, host, port)
-            again = partial(start_secured, fleet_certificates.configure(fleet, ledger, place), place)
-        broker = again()
-        log(f"devices find it at {place.url}: metafleet devices enroll {typed(fleet.folder)} NAME")
-    storage.write_atomic(folder / STARTED, broker.url.encode())
-    tell_broker(broker, log)
-    kept = Kept(broker, again)
+            fleet_certificates.create_missing(fleet, ledger)
+            setup = _secured_setup(fleet, host, port)
+            restart = partial(start_secured, fleet_certificates.configure(fleet, ledger, setup), setup)
+        broker = restart()
+        log(f"devices find it at {setup.url}: metafleet devices enroll {typed(fleet.folder)} NAME")
+    storage.write_atomic(folder / URL_FILE, broker.url.encode())
+    log_broker(broker, log)
+    supervisor = BrokerSupervisor(broker, restart)
     try:
-        yield kept
+        yield supervisor
     finally:
-        kept.broker.stop()
+        supervisor.broker.stop()
 
 
 def private_url(fleet: Fleet) -> str:
-    """Where the private broker is on this machine, as it was started last."""
-    path = fleet.folder / "broker" / STARTED
+    """The URL of the private broker on this machine, as it was last started."""
+    path = fleet.folder / "broker" / URL_FILE
     return storage.read_bytes(path, limit=1024).decode() if path.exists() else DEFAULT_URL
 
 
-def _place(fleet: Fleet, host: str, port: int | None) -> Place:
-    """What the broker's folder was written for, or for this address and port where they are others."""
-    place = fleet_certificates.placed(fleet.folder) or Place(fleet_certificates.default_hosts(fleet.config.link.broker))
+def _secured_setup(fleet: Fleet, host: str, port: int | None) -> BrokerSetup:
+    """The saved setup of the broker, changed to this address and port if they differ. Raises ConfigError."""
+    setup = fleet_certificates.saved_setup(fleet.folder)
+    if setup is None:
+        setup = BrokerSetup(fleet_certificates.default_hosts(fleet.config.link.broker))
     listen = "" if host in ("0.0.0.0", "::") else host
-    if listen and listen not in place.hosts:
-        place = replace(place, hosts=(listen, *place.hosts))
+    if listen and listen not in setup.hosts:
+        setup = replace(setup, hosts=(listen, *setup.hosts))
     if port == 0:
-        raise ConfigError("devices keep the broker's port", where="--port 0", expected="one that stays the same")
-    if port is not None and port != place.port:
-        place = replace(place, port=port, enrolment_port=port + 1)
-    return replace(place, listen=listen, at="")
+        raise ConfigError("devices store the broker's port, so it must stay the same", where="--port 0",
+                          expected="1 to 65535")
+    if port is not None and port != setup.port:
+        setup = replace(setup, port=port, enrolment_port=port + 1)
+    return replace(setup, listen=listen, at="")
 
 
 def check_broker(url: str, *, timeout_s: float = 5.0) -> None:
-    """Raises LinkError when no broker answers at ``url``."""
+    """Raises LinkError if no broker answers at ``url``."""
     link = MqttLink(url, client_id=f"metafleet-check-{secrets.token_hex(4)}")
     link.open()
     try:
@@ -114,8 +119,8 @@ def check_broker(url: str, *, timeout_s: float = 5.0) -> None:
         link.close()
 
 
-def tell_broker(broker: Broker, log: Callable[[str], None]) -> None:
-    """Which broker runs; and how to get mosquitto where it is not there."""
+def log_broker(broker: Broker, log: Callable[[str], None]) -> None:
+    """Logs which broker runs, and how to install mosquitto if the embedded broker runs instead."""
     log(f"broker: {broker.kind} at {broker.url}")
     if broker.hint:
         log(f"hint: this is the embedded broker, for a first try; mosquitto is the one to run: {broker.hint}")
@@ -131,27 +136,30 @@ def serve(
     quiet: bool = False,
     connect_s: float,
     access_changed: Callable[[], None] = lambda: None,
-    look: Callable[[Callable[[str], None]], None] = lambda say: None,
+    on_step: Callable[[Log], None] = lambda log: None,
 ) -> None:
-    """Drives the fleet until ``stopped``, or until all rounds are closed. look(say): called after every step. Raises
-    LinkError when no broker answers, and StateError for a disk that cannot be written at the start and for a file that
-    is damaged."""
+    """Runs the aggregator until ``stopped``, or with ``until_done`` until all rounds are closed.
+
+    connect_s: how long to wait for the broker at the start. access_changed(): called when the broker has to read its
+    access list again. on_step(log): called after every step. Raises LinkError if no broker answers, and StateError if
+    the disk cannot be written at the start or a file is damaged.
+    """
     with fleet.lock(), Ledger(fleet.ledger_path) as ledger:
         ledger.check()
-        told = max([r.round for r in ledger.rounds("closed")], default=-1)
-        view = LiveView(fleet.config.fleet.rounds, after_round=told)
+        last_closed = max([r.round for r in ledger.rounds("closed")], default=-1)
+        view = LiveView(fleet.config.fleet.rounds, after_round=last_closed)
         with contextlib.nullcontext() if quiet else view:
             say = disk_errors.undisturbed(log if quiet else view.say)
-            life = partial(_life, fleet, ledger, url, say, access_changed)
-            aggregator = Aggregator(life, ledger, fleet.folder / "state", log=say)
+            new_coordinator = partial(_coordinator, fleet, ledger, url, say, access_changed)
+            aggregator = Aggregator(new_coordinator, ledger, fleet.folder / "state", log=say)
             try:
                 _await_broker(aggregator, url, stopped, connect_s)
-                _drive(aggregator, None if quiet else view, stopped, look, until_done, say)
+                _step_until_stopped(aggregator, None if quiet else view, stopped, on_step, until_done, say)
             finally:
                 aggregator.close()
 
 
-def _life(
+def _coordinator(
     fleet: Fleet, ledger: Ledger, url: str, log: Callable[[str], None], access_changed: Callable[[], None]
 ) -> Coordinator:
     boot = secrets.token_hex(8)
@@ -164,7 +172,7 @@ def _life(
 
 
 def _await_broker(aggregator: Aggregator, url: str, stopped: Callable[[], bool], connect_s: float) -> None:
-    """Raises LinkError with the broker's own words, if there were any."""
+    """Raises LinkError, with the broker's last message if there was one."""
     coordinator = aggregator.coordinator
     try:
         await_broker(
@@ -176,27 +184,27 @@ def _await_broker(aggregator: Aggregator, url: str, stopped: Callable[[], bool],
         raise LinkError(error.what + said, where=error.where, expected=error.expected, hint=error.hint) from error
 
 
-def _drive(
-    aggregator: Aggregator, view: LiveView | None, stopped: Callable[[], bool],
-    look: Callable[[Callable[[str], None]], None], until_done: bool, log: Callable[[str], None],
+def _step_until_stopped(
+    aggregator: Aggregator, view: LiveView | None, stopped: Callable[[], bool], on_step: Callable[[Log], None],
+    until_done: bool, log: Log,
 ) -> None:
-    shown, told, worked = 0.0, False, True
+    drawn_at, announced, was_busy = 0.0, False, True
     while not stopped():
-        happened = aggregator.step(TICK_S)
-        if not stopped():  # who stops this may have stopped the broker too
-            look(log)
-        if worked and not happened:
+        busy = aggregator.step(TICK_S)
+        if not stopped():  # a signal that stops this process may have stopped the broker too
+            on_step(log)
+        if was_busy and not busy:
             allocator.trim()
-        worked = happened
+        was_busy = busy
         coordinator = aggregator.coordinator
-        if view is not None and time.monotonic() - shown > VIEW_S:
-            with contextlib.suppress(StateError, OSError):  # a view that cannot be drawn now is drawn later
+        if view is not None and time.monotonic() - drawn_at > VIEW_S:
+            with contextlib.suppress(StateError, OSError):  # drawn at the next try
                 view.update(snapshot(coordinator.ledger, view.told))
-            shown = time.monotonic()
-        if coordinator.finished and not told:
+            drawn_at = time.monotonic()
+        if coordinator.finished and not announced:
             log(f"all {coordinator.checkpoint.round} rounds are closed; the served model stays published; to train on, "
                 "raise rounds in fleet.toml and start the server again")
-            told = True
+            announced = True
         if coordinator.finished and until_done and not aggregator.held_up and coordinator.settled:
             return
 
@@ -205,25 +213,25 @@ def start(
     folder: Path, *, broker: str | None, host: str, port: int | None, plain: bool, connect_s: float, until_done: bool,
     quiet: bool,
 ) -> None:
-    """``metafleet server start``: a broker, if none is named, and the aggregator, until a signal ends them."""
+    """``metafleet server start``: runs the aggregator, and a private broker if none is named, until a signal."""
     allocator.keep_freed()
     made = Fleet.load(folder)
     named = broker or made.config.link.broker
-    drive = partial(serve, made, log=processes.say, until_done=until_done, quiet=quiet, connect_s=connect_s)
+    run = partial(serve, made, log=processes.say, until_done=until_done, quiet=quiet, connect_s=connect_s)
     with processes.until_signal() as stopped:
         if named is not None and named != EMBEDDED:
             check_plain(named, plain or made.config.link.plain)
-            return drive(url=named, stopped=stopped, access_changed=lambda: _tell_access(made))
+            return run(url=named, stopped=stopped, access_changed=lambda: _say_access_changed(made))
         with private_broker(
             made, host, port, plain=plain, embedded=named == EMBEDDED, log=processes.say
-        ) as own:
-            drive(url=own.broker.url, stopped=stopped, access_changed=own.reload, look=own.look)
+        ) as supervisor:
+            run(url=supervisor.broker.url, stopped=stopped, access_changed=supervisor.reload, on_step=supervisor.tick)
 
 
-def _tell_access(fleet: Fleet) -> None:
-    if fleet_certificates.placed(fleet.folder) is not None:
-        processes.say(f"hint: {fleet.folder / 'mosquitto'} says who may do what at the broker, and has changed: copy "
-                      "acl and crl.pem to it, and let it read them again (mosquitto: SIGHUP)")
+def _say_access_changed(fleet: Fleet) -> None:
+    if fleet_certificates.saved_setup(fleet.folder) is not None:
+        processes.say(f"hint: the access list and the revocation list in {fleet.folder / 'mosquitto'} have changed: "
+                      "copy acl and crl.pem to the broker and let it read them again (mosquitto: SIGHUP)")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cloud_server.identity.device_folder import device_folder
+from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Evaluation
@@ -25,7 +25,7 @@ from cloud_server.reports import result
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import LiveView, closing_table, snapshot
 from cloud_server.running import aggregator_process
-from cloud_server.running.first_settings import data_of, fleet_toml, model_for
+from cloud_server.running.first_settings import fleet_toml, load_data, model_for
 from fleet_core.base import processes as runtime
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import ConfigError, DataError, RoundError
@@ -158,9 +158,9 @@ def _free_folder(options: Options) -> Path:
 
 
 def _fleet_toml(options: Options, say: Callable[[str], None] = lambda text: None) -> str:
-    """The run's fleet.toml. say: as ``data_of`` takes it. Raises DataError or ConfigError when these options cannot be
+    """The run's fleet.toml. say: as in ``load_data``. Raises DataError or ConfigError for options that cannot be
     run."""
-    everything, spec = data_of(options.data, say, window=options.window, stride=options.stride)
+    everything, spec = load_data(options.data, say, window=options.window, stride=options.stride)
     training, joining = _names(options, everything)
     for name in (*training, *joining):
         topics.check_name(name, "device")
@@ -224,7 +224,7 @@ def _support_s(options: Options) -> float | None:
 
 def _write_devices(options: Options, folder: Path, fleet: Fleet) -> tuple[list[Path], list[Path]]:
     """A home for every device with its own recording and nothing else: (training, joining)."""
-    everything, _ = data_of(options.data, window=options.window, stride=options.stride)
+    everything, _ = load_data(options.data, window=options.window, stride=options.stride)
     training, joining = _names(options, everything)
     watts = options.meter_watts
     power = {} if watts is None else {"power": {"idle_w": watts[0], "busy_w": watts[1]}}
@@ -234,7 +234,7 @@ def _write_devices(options: Options, folder: Path, fleet: Fleet) -> tuple[list[P
         home = homes[name] = folder / "devices" / name
         late = name in joining
         data = {"support_seconds": seconds} if late and seconds is not None else {}
-        device_folder(fleet, name, home, "mqtt://127.0.0.1:1883", data=data, train={"enabled": not late}, **power)
+        write_device_folder(fleet, name, home, "mqtt://127.0.0.1:1883", data=data, train={"enabled": not late}, **power)
         if not (home / "samples.npz").exists():
             samples.save(home / "samples.npz", everything.of_client(name))
     return [homes[name] for name in training], [homes[name] for name in joining]

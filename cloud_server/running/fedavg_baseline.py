@@ -1,15 +1,16 @@
-"""What the demo compares with: FedAvg's head model on the same devices, rounds and seed, in one process.
+"""The demo's baseline: FedAvg's head model on the same devices, rounds and seed, in one process.
 
 ``python -m cloud_server.running.fedavg_baseline RUN`` reads the run's folder and writes RUN/baseline.json: per device
-the confusion counts of the model as it is (``before``) and fine-tuned on the device's own samples (``fine_tuned``). """
+the confusion counts of the model as it is (``before``) and fine-tuned on the device's own samples (``fine_tuned``).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from cloud_server.identity.create_fleet import found
-from cloud_server.identity.device_folder import device_folder
+from cloud_server.identity.create_fleet import create_fleet
+from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records.fleet_folder import Fleet, FleetConfig
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Evaluation
@@ -22,9 +23,9 @@ METHOD = "fedavg-meta"
 
 
 def baseline_toml(live: FleetConfig) -> str:
-    """fleet.toml of the same fleet under FedAvg: same model, rounds, cohort, seed and local SGD; fp32 updates.
+    """fleet.toml of the same fleet with FedAvg: same model, rounds, cohort, seed and local SGD; fp32 updates.
 
-    A method whose server steps with an optimizer of its own has no local SGD to take over: FedAvg keeps its own.
+    A method with a server optimizer has no comparable local SGD; FedAvg then keeps its default one.
     """
     hyper = METHODS[METHOD].hyper
     theirs, _ = schema.read(METHODS[live.fleet.method].hyper, live.hyper)
@@ -43,16 +44,16 @@ def baseline_toml(live: FleetConfig) -> str:
 
 
 def run(folder: Path) -> None:
-    """The baseline of the run in ``folder``; goes on where it was stopped."""
+    """Computes the baseline of the run in ``folder``; continues an interrupted one."""
     live = Fleet.load(folder / "fleet")
     place = folder / "baseline"
-    fleet = found(place / "fleet", baseline_toml(live.config), _export)
+    fleet = create_fleet(place / "fleet", baseline_toml(live.config), _export)
     devices: dict[str, tuple[Path, Settings]] = {}
     for home in sorted((folder / "devices").iterdir()):
         own = config.load(Settings, home / "device.toml")
         samples = str((home / own.data.samples).resolve())
         own_data = {**schema.plain(own.data), "samples": samples}
-        path = device_folder(
+        path = write_device_folder(
             fleet, own.device.name, place / "devices" / home.name, "mqtt://127.0.0.1:1883",
             data=own_data, train=schema.plain(own.train),
         )
@@ -73,11 +74,11 @@ def _progress(number: int, total: int) -> None:
 
 def confusions(ledger: Ledger, round_number: int) -> dict[str, dict[str, Any]]:
     """device -> ``before`` or ``fine_tuned`` -> confusion counts."""
-    found_rows: dict[str, dict[str, Any]] = {}
+    counts: dict[str, dict[str, Any]] = {}
     for row in ledger.rows(Evaluation, round=round_number):
         stage = "fine_tuned" if row.stage == "after" else row.stage
-        found_rows.setdefault(row.device, {})[stage] = [list(line) for line in row.confusion]
-    return found_rows
+        counts.setdefault(row.device, {})[stage] = [list(line) for line in row.confusion]
+    return counts
 
 
 def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:

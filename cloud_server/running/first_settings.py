@@ -1,4 +1,4 @@
-"""What a fleet is made from when a person gives data and not a file: named sets, and a fleet.toml that fits them."""
+"""Makes the first fleet.toml from data: a named set or a file of samples."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ HEAD = "# What is changed here holds from the next start of the server. Every ke
 
 
 def topic_name(folder: str) -> str:
-    """A fleet's name from its folder's: what a topic does not take becomes a dash."""
+    """A fleet's name from its folder's name: characters that topics do not allow become dashes."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", folder).strip("-")[:64] or "fleet"
 
 
-def data_of(
+def load_data(
     data: str, say: Callable[[str], None] = lambda text: None, *, window: int | None = None, stride: int | None = None
 ) -> tuple[Samples, InputSpec]:
-    """The named set with the input that is recommended for it, or the file with its channels standardized. say: takes
-    how a file is read, where that may not be what was meant. window, stride: of a file of readings. Raises DataError,
-    also for samples whose classes have no names."""
+    """The named set with its recommended input, or the file with its channels standardized. say: takes remarks about
+    how the file was read. window, stride: to cut a file of readings. Raises DataError, also for samples whose classes
+    have no names."""
     if _is_named(data):
         if window is not None or stride is not None:
-            raise DataError("is a named set, of which no windows are cut", where=data, hint=NO_WINDOW)
+            raise DataError("is a named set, which is not cut into windows", where=data, hint=NO_WINDOW)
         found = load_set(data)
         return pool(found.train, found.test), found.entry.input_spec
     samples = load(Path(data), window=window, stride=stride)
@@ -46,13 +46,13 @@ def data_of(
                         expected="images [N, channels, height, width]")
     if samples.classes is None:
         most = int(samples.y.max())
-        raise DataError("names no classes", where=data, expected=f"an array 'classes' of {most + 1} or more names, of "
-                        f"the labels 0 to {most}", hint="or let y hold the names themselves")
+        raise DataError("names no classes", where=data, expected=f"an array 'classes' with {most + 1} or more names, "
+                        f"for the labels 0 to {most}", hint="or store the class names in y")
     return samples, model_input.standardized(samples)
 
 
 def model_for(data: str, samples: Samples) -> str:
-    """The model that is recommended for the named set, else the default for such samples."""
+    """The named set's recommended model, else the default for samples of this shape."""
     recommended = entries()[data].model if _is_named(data) else ""
     return recommended or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
 
@@ -65,11 +65,11 @@ def fleet_toml(
     samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int,
     spec: InputSpec | None = None, model_options: Mapping[str, Any] | None = None, **fleet: Any,
 ) -> str:  # fmt: skip
-    """fleet.toml for samples like these, whose classes have names. model: by default that for such samples. spec: the
-    model's input; by default the samples as they are."""
+    """The content of fleet.toml for these samples, which need class names. model: default by shape. spec: the model's
+    input; by default the samples as they are. fleet: further keys of its table ``fleet``."""
     hyper = method_catalogue.named(method).hyper()
     chosen = model or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
-    return written(
+    return toml_with_defaults(
         {
             "fleet": {"name": name, "method": method, "rounds": rounds, "seed": seed, **fleet},
             "model": {
@@ -85,9 +85,8 @@ def fleet_toml(
     )
 
 
-def written(tables: Mapping[str, Any]) -> str:
-    """fleet.toml of these tables, with the defaults of the other keys written out, so that a person sees what there is,
-    and a comment above each."""
+def toml_with_defaults(tables: Mapping[str, Any]) -> str:
+    """fleet.toml of these tables, with the defaults of the other common keys and a comment above each key."""
     known = schema.plain(FleetSection(tables["fleet"]["name"])), schema.plain(LinkSection())
     link = {key: known[1][key] for key in ("up", "down", "max_update_norm")}
     whole = {**tables, "fleet": {**known[0], **tables["fleet"]}, "link": {**link, **tables.get("link", {})}}

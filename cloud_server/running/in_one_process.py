@@ -1,6 +1,6 @@
-"""A whole fleet in one process on the loopback link: the real aggregator, the real agents, the trainer inline.
+"""A fleet in one process on the loopback link: the real aggregator and agents, training inline.
 
-Time is virtual: it passes only while nobody has anything to do, so that no device seems silent while another trains.
+Time is virtual and advances only while everybody is idle, so that no device seems silent while another one trains.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def run(
     fleet: Fleet, devices: Mapping[str, tuple[Path, Settings]], *, progress: Callable[[int], None] | None = None,
     stopped: Callable[[], bool] = lambda: False, log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Runs ``fleet`` to its last round, and until every device was evaluated on it; a stopped run goes on next time.
+    """Runs ``fleet`` until its last round is closed and every device was evaluated on it; continues a stopped run.
 
-    devices: name -> (home, settings). progress: called with each round that closed.
+    devices: name -> (home, settings). progress: called with the number of each closed round. Raises RoundError if the
+    fleet stalls or a round does not end within 600 virtual seconds.
     """
     broker, clock = LoopbackBroker(max_queued_messages=100_000), Clock()
     with fleet.lock(), Ledger(fleet.ledger_path) as ledger:
@@ -54,7 +55,7 @@ def run(
         server = Coordinator(fleet, link, ledger, boot=boot, clock=clock, log=log)
         agents = [_agent(broker, home, settings, clock, log) for home, settings in devices.values()]
         link.open()
-        told, idle_since = server.checkpoint.round, clock.seconds
+        reported, idle_since = server.checkpoint.round, clock.seconds
         while not stopped() and not (server.finished and _evaluated(ledger, server.checkpoint.round) >= devices.keys()):
             busy = server.step(0) | any([agent.step(0) for agent in agents])
             if busy:
@@ -66,9 +67,9 @@ def run(
             if clock.seconds - idle_since > GIVE_UP_S:
                 missing = sorted(devices.keys() - _evaluated(ledger, server.checkpoint.round))
                 raise RoundError(f"round {server.checkpoint.round + 1} does not end", where=", ".join(missing))
-            if progress is not None and server.checkpoint.round != told:
-                told = server.checkpoint.round
-                progress(told)
+            if progress is not None and server.checkpoint.round != reported:
+                reported = server.checkpoint.round
+                progress(reported)
         for agent in agents:
             agent.close()
         server.close()

@@ -1,4 +1,4 @@
-"""The methods as a person reads them: what crosses the wire, what stays on a device, and what can be set."""
+"""Descriptions of the methods: what is sent, what stays on a device, and the hyper-parameters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fleet_core.base.errors import ConfigError
 from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.personalization.gradient_steps import steps_of, trains
 
-MADE_HERE = {
+DERIVED = {
     "proto": "class means", "gp": "embedded samples", "knn": "embedded samples", "sgd": "tuned weights",
     "meta-sgd": "tuned weights", "moreau": "personal model",
 }
-"""What a device makes of its samples to answer with, by personalizer, where that is none of the groups it keeps."""
+"""Personalizer -> what a device computes from its samples and answers with, beyond the groups that it keeps."""
 
 
 def named(name: str) -> Method:
@@ -31,8 +31,8 @@ def named(name: str) -> Method:
 
 
 def facts(method: Method) -> dict[str, Any]:
-    """One method as plain values. down, up: what a device receives and sends in a round; models: how many of the size
-    of what is shared. paper_models: as the paper counts, where that differs."""
+    """One method as plain values. down, up: what a device receives and sends in a round; models: in units of the shared
+    groups. paper_models: the paper's count, if it differs."""
     down, up = method.paper_models or (method.models_down, method.models_up)
     differs = {} if method.paper_models is None else {"paper_models": {"down": down, "up": up}}
     return {
@@ -46,47 +46,47 @@ def facts(method: Method) -> dict[str, Any]:
 
 
 def stays(method: Method) -> list[str]:
-    """What a device has of its own and sends to nobody, beside its samples."""
+    """What a device keeps and never sends, besides its samples."""
     kept = [role for role in method.client.keeps if role != "personal"]
-    as_it_is = method.personalizer == "sgd" and not own_steps(method, method.hyper())[1]
-    made = None if as_it_is else MADE_HERE.get(method.personalizer)
+    unchanged = method.personalizer == "sgd" and not own_steps(method, method.hyper())[1]
+    derived = None if unchanged else DERIVED.get(method.personalizer)
     weights = method.personal or (method.shared if method.per_device or method.personalizer == "own" else ())
-    return [*weights, *kept, *([made] if made else [])]
+    return [*weights, *kept, *([derived] if derived else [])]
 
 
 def without_torch(method: Method) -> str:
-    """What a device answers with that has no torch. The graph of a method's steps is made at ``metafleet init``, which
-    says which model has none."""
+    """What a device without torch answers with. ``metafleet init`` makes the graph of a method's steps, and says for
+    which models it cannot."""
     if method.personalizer in ("proto", "gp", "knn"):
-        return MADE_HERE[method.personalizer]
-    as_it_is = "the fleet's model" if set(method.shared) >= set(MODEL_GROUPS) else "nothing"
+        return DERIVED[method.personalizer]
+    unchanged = "the fleet's model" if set(method.shared) >= set(MODEL_GROUPS) else "nothing"
     if trains(method) or steps_of(method, method.hyper()) is None:
-        return as_it_is
-    return f"tuned weights; {as_it_is} where its steps are no graph"
+        return unchanged
+    return f"tuned weights; {unchanged} where its steps are no graph"
 
 
-def crossing(method: Method, way: str) -> str:
-    """What goes ``down`` or ``up`` in a few words: ``2 models: body, control``."""
-    told = facts(method)[way]
-    parts = [*told["groups"], *(f"{name} (a number)" for name in told["scalars"])]
+def transfer_text(method: Method, way: str) -> str:
+    """What is sent ``down`` or ``up``, in a few words: ``2 models: body, control``."""
+    sent = facts(method)[way]
+    parts = [*sent["groups"], *(f"{name} (a number)" for name in sent["scalars"])]
     if not parts:
         return "nothing"
-    models = "part of a model" if method.personal else f"{told['models']} model{'s' if told['models'] > 1 else ''}"
+    models = "part of a model" if method.personal else f"{sent['models']} model{'s' if sent['models'] > 1 else ''}"
     models += " of its own" if way == "down" and method.per_device else ""
-    return f"{models}: {', '.join(parts)}" if told["models"] else ", ".join(parts)
+    return f"{models}: {', '.join(parts)}" if sent["models"] else ", ".join(parts)
 
 
 def rows() -> list[tuple[str, str, str, str, str, str]]:
     """(method, down, up, stays, what, source) of every method."""
     return [
-        (m.name, crossing(m, "down"), crossing(m, "up"), ", ".join(stays(m)) or "nothing", m.title, m.source)
+        (m.name, transfer_text(m, "down"), transfer_text(m, "up"), ", ".join(stays(m)) or "nothing", m.title, m.source)
         for m in METHODS.values()
     ]
 
 
 def settings(method: Method) -> list[tuple[str, str, str]]:
-    """(name, default, what is taken) of every hyper-parameter."""
-    return [(f.name, _text(f.default), _taken(f.metadata)) for f in fields(method.hyper)]
+    """(name, default, accepted values) of every hyper-parameter."""
+    return [(f.name, _text(f.default), _accepted(f.metadata)) for f in fields(method.hyper)]
 
 
 def _text(value: Any) -> str:
@@ -95,7 +95,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def _taken(limits: Any) -> str:
+def _accepted(limits: Any) -> str:
     if "choices" in limits:
         return ", ".join(limits["choices"])
     named_limits = (("above", "above"), ("min", "at least"), ("max", "at most"))
@@ -103,22 +103,22 @@ def _taken(limits: Any) -> str:
 
 
 def notes(method: Method) -> str:
-    """What the hyper-parameters mean, as the pages say it."""
+    """The meaning of the hyper-parameters, from the docstrings of their classes."""
     documented = [c for c in method.hyper.__mro__ if c.__doc__ and not c.__doc__.startswith(f"{c.__name__}(")]
     return "\n\n".join(inspect.cleandoc(c.__doc__ or "") for c in documented if c is not object)
 
 
 def pages(method: Method) -> dict[str, str]:
-    """Module -> what it says of itself: the paper, its equations, and where the code deviates from it."""
+    """Module -> its docstring: the paper, its equations, and where the code deviates from it."""
     modules = dict.fromkeys((type(method.client).__module__, type(method.server).__module__))
     return {name: inspect.cleandoc(sys.modules[name].__doc__ or "") for name in modules}
 
 
-def described(method: Method) -> str:
-    """One method in full."""
+def description(method: Method) -> str:
+    """The full text of ``metafleet methods NAME``."""
     paper = method.paper_models
     lines = {
-        "source": method.source, "down": crossing(method, "down"), "up": crossing(method, "up"),
+        "source": method.source, "down": transfer_text(method, "down"), "up": transfer_text(method, "up"),
         **({"in print": f"{paper[0]} models down, {paper[1]} up"} if paper else {}),
         "codecs": "any" if method.cumulative else "fp32 alone: sums over samples, which a lossy one would spoil",
         "stays": ", ".join(stays(method)) or "nothing", "gradient": method.adaptation,
@@ -127,7 +127,7 @@ def described(method: Method) -> str:
     head = [f"{method.name}: {method.title}", "", *(f"{name:<10}{text}" for name, text in lines.items())]
     known = settings(method)
     widths = [max(len(row[k]) for row in known) for k in (0, 1)]
-    hyper = [f"{name:<{widths[0]}}  {default:<{widths[1]}}  {taken}".rstrip() for name, default, taken in known]
+    hyper = [f"{name:<{widths[0]}}  {default:<{widths[1]}}  {accepted}".rstrip() for name, default, accepted in known]
     parts = [*head, "", "hyper-parameters", "", *hyper, "", notes(method)]
     for module, text in pages(method).items():
         parts += ["", module, "", text]

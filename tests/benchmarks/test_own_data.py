@@ -12,7 +12,7 @@ import pytest
 from benchmarks.own_data import choose, series, table
 from benchmarks.own_data.baseline import features
 from cloud_server.laboratory.run.recordings import recordings
-from cloud_server.running.first_settings import data_of, fleet_toml, model_for
+from cloud_server.running.first_settings import fleet_toml, load_data, model_for
 from fleet_core.base import config
 from fleet_core.data import model_input
 from fleet_core.data.samples import load
@@ -41,7 +41,7 @@ def test_a_model_is_chosen_by_the_shape_of_the_samples_and_takes_them(
 
 def test_every_way_to_start_takes_the_same_model(tmp_path: Path) -> None:
     path = series.write(tmp_path, "vibration-free")
-    samples, spec = data_of(str(path))
+    samples, spec = load_data(str(path))
     chosen = model_input.default_model(spec.shape, spec.dtype)
     assert model_for(str(path), samples) == recordings(str(path)).models[0].name == chosen
     text = fleet_toml(samples, "f", "fedavg", None, rounds=1, seed=0, spec=spec)
@@ -49,7 +49,7 @@ def test_every_way_to_start_takes_the_same_model(tmp_path: Path) -> None:
 
 
 def test_a_named_set_has_the_model_that_is_recommended_for_it() -> None:
-    samples, _ = data_of("heartbeat")
+    samples, _ = load_data("heartbeat")
     recommended = entries()["heartbeat"].model
     assert model_for("heartbeat", samples) == recordings("heartbeat").models[0].name == recommended == "cnn1d"
     for one in entries().values():

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import markdown
 from benchmarks.own_data import commands, files, strangers, walk
 from benchmarks.own_data.strangers import BASELINES, FLEET, FREQUENT, GROUPS
-from cloud_server.running.first_settings import data_of
+from cloud_server.running.first_settings import load_data
 
 
 def result(
@@ -76,7 +76,7 @@ def test_a_file_of_each_form_holds_the_samples_that_were_written(tmp_path: Path,
     made = files.made(name, devices=2, per_class=3)
     form = files.form_of(name)
     path = files.write(made, tmp_path / "samples", form)
-    found, spec = data_of(str(path), window=made.x.shape[-1] if form == files.LONG else None)
+    found, spec = load_data(str(path), window=made.x.shape[-1] if form == files.LONG else None)
     assert spec.shape == made.x.shape[1:]
     assert found.classes is not None
     np.testing.assert_array_equal(found.x, made.x)

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from cloud_server.running import method_catalogue
-from cloud_server.running.first_settings import data_of
+from cloud_server.running.first_settings import load_data
 from export.first_model import first
 from fleet_core.algorithms.interface import LocalSgd, Payload, descend
 from fleet_core.algorithms.methods.average import AverageClient
@@ -80,7 +80,7 @@ def test_the_imports_of_every_page_exist(name: str) -> None:
 def test_the_file_of_samples_that_is_shown_makes_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(PAGES["samples"], "samples.md", "exec"), {})
-    samples, spec = data_of("samples.npz")
+    samples, spec = load_data("samples.npz")
     assert (samples.clients, samples.classes, spec.shape) == (("pump-1", "pump-2"), ("off", "on"), (3, 128))
     assert model_input.remarks(samples.x) == []
 
@@ -92,10 +92,10 @@ def test_the_windows_that_are_shown_are_the_same_in_every_form(tmp_path: Path) -
     shown = {"wide.csv": wide, "readings.csv": long, "whole.ndjson": whole, "rows.jsonl": rows}
     for name, content in shown.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
-    expected, _ = data_of(str(tmp_path / "wide.csv"))
+    expected, _ = load_data(str(tmp_path / "wide.csv"))
     assert expected.x.shape == (2, 2, 3)
     for name, count in (("readings.csv", 2), ("whole.ndjson", 2), ("rows.jsonl", 1)):
-        found, spec = data_of(str(tmp_path / name), window=None if name == "whole.ndjson" else 3)
+        found, spec = load_data(str(tmp_path / name), window=None if name == "whole.ndjson" else 3)
         assert spec.shape == (2, 3)
         assert found.clients == ("pump-1",)
         np.testing.assert_array_equal(found.x, expected.x[:count])
@@ -234,7 +234,7 @@ def test_the_page_of_methods_has_a_row_and_a_section_for_each_and_no_other() -> 
 @pytest.mark.parametrize("name", PRODUCT)
 def test_the_page_of_methods_says_what_the_code_does(name: str) -> None:
     method = METHODS[name]
-    cells = (f"`{name}`", method_catalogue.crossing(method, "down"), method_catalogue.crossing(method, "up"),
+    cells = (f"`{name}`", method_catalogue.transfer_text(method, "down"), method_catalogue.transfer_text(method, "up"),
              ", ".join(method_catalogue.stays(method)) or "nothing", method_catalogue.without_torch(method))
     assert f"\n| {' | '.join(cells)} |\n" in METHODS_PAGE
     source, *points = SECTIONS[name].split("\n* ")

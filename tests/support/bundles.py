@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.identity.create_fleet import found
+from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.running.first_settings import fleet_toml
@@ -85,7 +85,7 @@ def served_fleet(folder: Path, name: str = "pfldyn-proto", **hyper: Any) -> Flee
     save(folder.with_name("all.npz"), samples())
     text = fleet_toml(samples(), "desk", name, "mlp", rounds=3, seed=0, min_devices=1)
     text += "".join(f"{key} = {value}\n" for key, value in hyper.items())
-    fleet = found(folder, text, lambda settings, head: _first(settings.model.name, settings.model.input))
+    fleet = create_fleet(folder, text, lambda settings, head: _first(settings.model.name, settings.model.input))
     layout = graph_bundle.unpack(fleet.graph_bytes()).layout
     states = Checkpoints(folder / "state")
     states.save_served(2, served_params(fleet.method, layout))

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from cloud_server.broker.mosquitto_config import Place
+from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.broker.private_broker import Broker, start_secured
 from cloud_server.identity import fleet_certificates
 from cloud_server.identity.token_enrolment import Enrolments, make_token
@@ -38,7 +38,7 @@ def bare_fleet(folder: Path) -> Fleet:
     (folder / "fleet.toml").write_text(text)
     (folder / "fleet.pub").write_text(Signer.create(folder / "fleet.key").public)
     with Ledger(fleet.ledger_path) as ledger:
-        fleet_certificates.complete(fleet, ledger)
+        fleet_certificates.create_missing(fleet, ledger)
     return fleet
 
 
@@ -60,8 +60,8 @@ def lab(folder: Path) -> None:
     (folder / "lab/fleet.pub").write_text(Signer.create(folder / "lab/fleet.key").public)
     fleet = Fleet.load(folder / "lab")
     with Ledger(fleet.ledger_path) as ledger:
-        fleet_certificates.complete(fleet, ledger)
-        fleet_certificates.configure(fleet, ledger, Place(("192.0.2.7",)))
+        fleet_certificates.create_missing(fleet, ledger)
+        fleet_certificates.configure(fleet, ledger, BrokerSetup(("192.0.2.7",)))
 
 
 def free_port() -> int:
@@ -70,9 +70,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def secured_broker(fleet: Fleet) -> Iterator[tuple[Broker, Place]]:
+def secured_broker(fleet: Fleet) -> Iterator[tuple[Broker, BrokerSetup]]:
     """A mosquitto with the fleet's own configuration, on free ports of this machine."""
-    place = Place(("127.0.0.1",), free_port(), free_port(), listen="127.0.0.1")
+    place = BrokerSetup(("127.0.0.1",), free_port(), free_port(), listen="127.0.0.1")
     with Ledger(fleet.ledger_path) as ledger:
         path = fleet_certificates.configure(fleet, ledger, place)
     path.write_text(path.read_text() + "log_type information\n")  # for ``reload``

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cloud_server.identity.create_fleet import found
-from cloud_server.identity.device_folder import device_folder
+from cloud_server.identity.create_fleet import create_fleet
+from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.running import in_one_process
 from cloud_server.running.first_settings import fleet_toml
@@ -47,14 +47,14 @@ def found_fleet(folder: Path, *, rounds: int = 2, name: str = "desk", method: st
     everything = load(write_samples(folder.with_name("all.npz")))
     text = fleet_toml(everything, name, method, None, rounds=rounds, seed=0, min_devices=1)
     text = text.replace("local_steps = 20", "local_steps = 3")
-    return found(folder, text, lambda settings, head: first(
+    return create_fleet(folder, text, lambda settings, head: first(
         settings.model.name, settings.model.input, settings.model.classes, settings.model.options, head=head, seed=0
     ))
 
 
 def device(fleet: Fleet, name: str, home: Path, *, train: bool = True) -> Path:
     """A device's home with its own samples and nothing else."""
-    device_folder(fleet, name, home, "mqtt://127.0.0.1:1883", train={"enabled": train})
+    write_device_folder(fleet, name, home, "mqtt://127.0.0.1:1883", train={"enabled": train})
     save(home / "samples.npz", load(fleet.folder.with_name("all.npz")).of_client(name))
     return home
 

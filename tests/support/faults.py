@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cloud_server.broker.private_broker import find_mosquitto
-from cloud_server.identity.device_folder import device_folder
+from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Evaluation, Round, Update
@@ -324,7 +324,7 @@ def found_tiny(folder: Path, *, rounds: int, devices: int = 2, quorum: float = 1
     fleet = world(folder, text).fleet
     for n in range(devices):
         home = folder / f"d{n}"
-        device_folder(fleet, home.name, home, "mqtt://127.0.0.1:1883")
+        write_device_folder(fleet, home.name, home, "mqtt://127.0.0.1:1883")
         save(home / "samples.npz", toy(n, shift=0.3 * n))
     return folder
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloud_server.identity.create_fleet import found
+from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.rounds.coordinator import Coordinator
@@ -252,5 +252,5 @@ def world(folder: Path, text: str, broker: LoopbackBroker | None = None) -> Worl
         model = settings.model
         return _first(model.name, model.input, model.classes, json.dumps(dict(model.options)), head)
 
-    fleet = found(folder / "fleet", text, make)
+    fleet = create_fleet(folder / "fleet", text, make)
     return World(folder, fleet, broker or LoopbackBroker())

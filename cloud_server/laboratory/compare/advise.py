@@ -31,7 +31,7 @@ from cloud_server.laboratory.run import workload as workloads
 from cloud_server.laboratory.run.experiment import PLAIN, Experiment
 from cloud_server.laboratory.run.recordings import MAX_CLIENTS, MIN_SAMPLES, TRAIN_FRACTION, Recordings, recordings
 from cloud_server.records.fleet_folder import FleetConfig
-from cloud_server.running.first_settings import written
+from cloud_server.running.first_settings import toml_with_defaults
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, schema, storage
 from fleet_core.base.errors import ConfigError
@@ -268,7 +268,7 @@ class _Work:
     def _fleet_toml(self, advice: Advice, rounds: int) -> str:
         one = federated(advice)
         model, devices = self._models[one.model], len(self._workload.train)
-        text = written({
+        text = toml_with_defaults({
             "fleet": {"name": "advised", "method": one.method, "rounds": rounds,
                       "cohort": self._cohort if self._cohort < devices else 0},
             "model": {"name": model.name, "classes": list(self._workload.classes),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import cloud_server.broker.private_broker as broker_module
-from cloud_server.broker.mosquitto_config import Place
+from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.broker.private_broker import Broker, start_broker, start_secured
 from cloud_server.running import aggregator_process
 from fleet_core.base.errors import ConfigError, LinkError, StateError
@@ -163,20 +163,20 @@ def test_a_private_broker_that_ends_is_started_again_where_it_was(
         fleet, "127.0.0.1", 0, plain=False, embedded=embedded, log=lines.append
     ) as kept:
         first, url = kept.broker, parse_url(kept.broker.url)
-        kept.look(lines.append)
+        kept.tick(lines.append)
         assert kept.broker is first
         first.process.kill()
         first.process.wait()
         with socket.create_server((url.host, url.port)):
-            kept.look(lines.append)
+            kept.tick(lines.append)
             assert "cannot be started again" in lines[-1]
             assert "the port is in use" in lines[-1]
             told = len(lines)
-            kept.look(lines.append)
+            kept.tick(lines.append)
             assert len(lines) == told, "not tried again at once"
-        monkeypatch.setattr(broker_module, "AGAIN_S", 0.0)
-        kept._again_at = 0.0
-        kept.look(lines.append)
+        monkeypatch.setattr(broker_module, "RESTART_S", 0.0)
+        kept._next_restart_at = 0.0
+        kept.tick(lines.append)
         assert kept.broker.alive()
         assert parse_url(kept.broker.url) == url
     assert not kept.broker.alive()
@@ -188,7 +188,7 @@ def test_a_broker_whose_configuration_cannot_be_written_is_tried_again(
 ) -> None:
     lines: list[str] = []
     fleet = bare_fleet(tmp_path)
-    monkeypatch.setattr(broker_module, "AGAIN_S", 0.0)
+    monkeypatch.setattr(broker_module, "RESTART_S", 0.0)
     with aggregator_process.private_broker(
         fleet, "127.0.0.1", 0, plain=False, embedded=False, log=lines.append
     ) as kept:
@@ -196,9 +196,9 @@ def test_a_broker_whose_configuration_cannot_be_written_is_tried_again(
         kept.broker.process.wait()
         with monkeypatch.context() as full:
             full.setattr(broker_module, "write_atomic", refuse)
-            kept.look(lines.append)
+            kept.tick(lines.append)
             assert "No space left" in lines[-1]
-        kept.look(lines.append)
+        kept.tick(lines.append)
         assert kept.broker.alive()
 
 
@@ -210,11 +210,11 @@ def test_a_private_brokers_log_does_not_grow_for_ever(tmp_path: Path, monkeypatc
     ) as kept:
         path = kept.broker.log
         until(lambda: path.read_bytes())
-        kept.look(print)
+        kept.tick(print)
         said = path.read_bytes()
         assert said
-        monkeypatch.setattr(broker_module, "LOG_BYTES", 1)
-        kept.look(print)
+        monkeypatch.setattr(broker_module, "MAX_LOG_BYTES", 1)
+        kept.tick(print)
         assert path.read_bytes() == b""
         assert path.with_name("broker.old.log").read_bytes() == said
         connected(kept.broker, "later").link.close()
@@ -246,7 +246,7 @@ def test_without_mosquitto_a_broker_with_certificates_says_how_to_install_it(
 ) -> None:
     monkeypatch.setattr(broker_module, "find_mosquitto", lambda: None)
     with pytest.raises(LinkError, match=r"only mosquitto takes certificates(.|\n)*hint: .*mosquitto"):
-        start_secured(tmp_path / "mosquitto.conf", Place(("h",)))
+        start_secured(tmp_path / "mosquitto.conf", BrokerSetup(("h",)))
 
 
 @NEEDS_MOSQUITTO

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cloud_server.devices import back_online
-from cloud_server.devices.back_online import OverMqtt
+from cloud_server.devices.back_online import MqttWatch
 from cloud_server.identity import fleet_certificates
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.link.mqtt import MqttLink
@@ -47,8 +47,8 @@ def say(broker: LoopbackBroker, *, st: str = "on", boot: str, ver: str = "1.0") 
     broker.publish(TOPIC, messages.encode(Presence(st=st, boot=boot, ver=ver)), retain=True)
 
 
-def watching(broker: LoopbackBroker, otherwise: Asked | None = None) -> OverMqtt:
-    return OverMqtt("lab", "kitchen", LoopbackLink(broker, "operator"), otherwise or Asked())
+def watching(broker: LoopbackBroker, otherwise: Asked | None = None) -> MqttWatch:
+    return MqttWatch("lab", "kitchen", LoopbackLink(broker, "operator"), otherwise or Asked())
 
 
 def test_a_device_is_back_when_it_was_started_anew_with_the_version() -> None:
@@ -116,7 +116,7 @@ def test_the_operators_certificate_sees_a_device_come_back_over_tls(
     with secured_broker(fleet) as (broker, _), fleet_certificates.as_operator(fleet, broker.url) as tls:
         device = papers(fleet, "kitchen", tmp_path / "kitchen").link(broker.url, "kitchen")
         device.open()
-        watch = OverMqtt(name, "kitchen", MqttLink(broker.url, client_id="flash", **tls), other)
+        watch = MqttWatch(name, "kitchen", MqttLink(broker.url, client_id="flash", **tls), other)
         watch.before()
         assert "not heard of" in watch.missing("1.1")
         until(lambda: device.connected, lambda: device.poll(0.05))

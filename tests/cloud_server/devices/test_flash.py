@@ -87,7 +87,7 @@ def flash(desk: Path, to: str, path: Path | None = None, **options) -> None:
 def invitations(desk: Path) -> list[str]:
     """The tokens that the fleet knows of."""
     with Ledger(desk / "lab/ledger.sqlite", create=False) as ledger:
-        return [key for key in ledger.asked() if key.startswith("invite/")]
+        return [key for key in ledger.requests() if key.startswith("invite/")]
 
 
 @pytest.mark.needs(*PROGRAMS)
@@ -221,7 +221,7 @@ def test_a_model_or_a_method_of_ones_own_does_not_leave_without_its_package(desk
 
     def checked(config: Any, machine: Any, described: Any = made.device) -> None:
         fleet = dataclasses.replace(made.fleet, config=config)
-        prepare_flash._check_own(fleet, machine, described, tmp_path / "kitchen.toml")
+        prepare_flash._check_own_code(fleet, machine, described, tmp_path / "kitchen.toml")
 
     checked(config, training)
     checked(model, serving)

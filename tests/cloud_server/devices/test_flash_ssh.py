@@ -55,7 +55,7 @@ def flash(desk: Path, board: Board, *, dry_run: bool = False, patience_s: int = 
 
 def invitations(desk: Path) -> list[str]:
     with Ledger(desk / "lab/ledger.sqlite", create=False) as ledger:
-        return [key.removeprefix("invite/") for key in ledger.asked() if key.startswith("invite/")]
+        return [key.removeprefix("invite/") for key in ledger.requests() if key.startswith("invite/")]
 
 
 def test_a_device_gets_its_token_last_and_it_is_said_nowhere(

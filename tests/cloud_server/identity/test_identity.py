@@ -19,10 +19,10 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.hashes import SHA256
 
 from cloud_server.broker import mosquitto_config
-from cloud_server.broker.mosquitto_config import Place
+from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.identity import fleet_certificates
 from cloud_server.identity.certificate_authority import BACK_DATED, Authority
-from cloud_server.identity.token_enrolment import enrolment_url, invite, make_token
+from cloud_server.identity.token_enrolment import enrolment_url, issue_token, make_token
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Certificate, Device, Invitation
 from edge_agent.connection import enrolment
@@ -57,7 +57,7 @@ def test_keys_are_the_owners_alone_and_nothing_is_replaced(office: Office) -> No
     assert {path.name for path in keys} == names
     assert {stat.S_IMODE(path.stat().st_mode) for path in keys} == {0o600}
     before = {path: path.read_bytes() for path in folder.rglob("*.*") if "ledger" not in path.name}
-    fleet_certificates.complete(office.fleet, office.ledger)
+    fleet_certificates.create_missing(office.fleet, office.ledger)
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -65,7 +65,7 @@ def test_what_is_missing_is_made_by_the_same_authority(office: Office) -> None:
     folder = office.fleet.folder
     authority = (folder / "ca.pem").read_bytes()
     (folder / "aggregator.pem").unlink()
-    fleet_certificates.complete(office.fleet, office.ledger)
+    fleet_certificates.create_missing(office.fleet, office.ledger)
     assert (folder / "ca.pem").read_bytes() == authority
     found = certificates.load_certificate(folder / "aggregator.pem")
     found.verify_directly_issued_by(certificates.load_certificate(folder / "ca.pem"))
@@ -104,21 +104,21 @@ def test_another_implementation_takes_the_certificates_strictly(office: Office) 
 
 def test_the_brokers_certificate_is_made_anew_for_other_hosts_only(office: Office) -> None:
     folder = office.fleet.folder / "mosquitto"
-    fleet_certificates.configure(office.fleet, office.ledger, Place(("pi.local", "10.0.0.7")))
+    fleet_certificates.configure(office.fleet, office.ledger, BrokerSetup(("pi.local", "10.0.0.7")))
     first = (folder / "server.pem").read_bytes()
     names = x509.load_pem_x509_certificate(first).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["pi.local", "localhost"]
     assert "10.0.0.7" in map(str, names.get_values_for_type(x509.IPAddress))
-    fleet_certificates.configure(office.fleet, office.ledger, Place(("pi.local", "10.0.0.7"), port=9))
+    fleet_certificates.configure(office.fleet, office.ledger, BrokerSetup(("pi.local", "10.0.0.7"), port=9))
     assert (folder / "server.pem").read_bytes() == first
-    fleet_certificates.configure(office.fleet, office.ledger, Place(("other",)))
+    fleet_certificates.configure(office.fleet, office.ledger, BrokerSetup(("other",)))
     assert (folder / "server.pem").read_bytes() != first
     with pytest.raises(ConfigError, match="is no name of a host"):
-        fleet_certificates.configure(office.fleet, office.ledger, Place(("höst",)))
+        fleet_certificates.configure(office.fleet, office.ledger, BrokerSetup(("höst",)))
 
 
 def test_a_configuration_for_another_machine_names_the_folder_there(office: Office) -> None:
-    path = fleet_certificates.configure(office.fleet, office.ledger, Place(("h",), at="/etc/mosquitto/t"))
+    path = fleet_certificates.configure(office.fleet, office.ledger, BrokerSetup(("h",), at="/etc/mosquitto/t"))
     lines = path.read_text().splitlines()
     assert "cafile /etc/mosquitto/t/ca.pem" in lines
     assert str(office.fleet.folder) not in path.read_text()
@@ -443,9 +443,9 @@ def test_a_token_of_this_moment_is_known_and_one_that_was_revoked_in_it_is_not(t
     device.open()
     device.poll(0)
     for revoked in (False, True):
-        made = invite(w.fleet, "d9", tmp_path / f"{revoked}.token", "mqtts://h:1", HOURS_S)
+        made = issue_token(w.fleet, "d9", tmp_path / f"{revoked}.token", "mqtts://h:1", HOURS_S)
         if revoked:
-            server.ledger.ask("revoke/d9", repr(time.time() + 1))
+            server.ledger.request("revoke/d9", repr(time.time() + 1))
         device.subscribe(enrolment_answer("t", made.id))
         device.publish(enrolment_request("t", made.id), asked_with(made, certificates.new_key()))
         w.step(tick_s=0)

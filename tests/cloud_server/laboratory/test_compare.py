@@ -16,7 +16,7 @@ import pytest
 from cloud_server.laboratory.compare import finished_runs, html_page, plots, tables
 from cloud_server.laboratory.compare.comparison import Bound, Comparison, Entry, Stat, compare, to_json
 from cloud_server.laboratory.compare.finished_runs import DEVICES
-from cloud_server.records.ledger import Bytes
+from cloud_server.records.ledger_sums import Bytes
 from cloud_server.reports import result as results
 from cloud_server.reports.formatting import flops_text
 from cloud_server.reports.scores import Score

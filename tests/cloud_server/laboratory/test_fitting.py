@@ -14,7 +14,7 @@ from cloud_server.commands import cli
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import workload
 from cloud_server.laboratory.run.recordings import recordings
-from cloud_server.running.first_settings import data_of
+from cloud_server.running.first_settings import load_data
 from edge_agent.commands import device_commands
 from edge_agent.device.local_samples import LocalData
 from edge_agent.inference import relearn
@@ -158,7 +158,7 @@ def test_init_demo_and_advise_cut_readings(tmp_path: Path) -> None:
             for row in readings(client, label, np.arange(60) + 60 * k, 7 * k)]
     path = write(tmp_path, lines(HEADER, *rows))
     said: list[str] = []
-    found, spec = data_of(str(path), said.append, window=4, stride=2)
+    found, spec = load_data(str(path), said.append, window=4, stride=2)
     assert (len(found), spec.shape) == (4 * 2 * 29, (2, 4))
     assert "480 readings give 232 windows of 4, one every 2" in said[0]
     assert "left over" not in said[0]
@@ -168,7 +168,7 @@ def test_init_demo_and_advise_cut_readings(tmp_path: Path) -> None:
     asked_of = experiments.read(lab.settings(path, data={"path": str(path), "window": 4, "stride": 2}))
     assert workload.build(asked_of).samples.x.shape == (232, 2, 4)
     with pytest.raises(DataError, match="is a named set, of which no windows are cut"):
-        data_of("heartbeat", window=4)
+        load_data("heartbeat", window=4)
     with pytest.raises(DataError, match="is a named set, of which no windows are cut"):
         recordings("heartbeat", 4)
 

@@ -89,7 +89,7 @@ def test_duals_that_started_again_after_the_backup_do_not_come_back(fleet):
     w = fleet(rounds=9, devices=3)
     assert w.pump(lambda: opened(w, 2))
     back_up(w)
-    w.server.ledger.ask("revoke/d2", "yes")
+    w.server.ledger.request("revoke/d2", "yes")
     assert w.pump(lambda: opened(w, 6) and settled(w), tick_s=TICK_S)
     assert duals(w, "d0") == ["1"]
     put_back(w)
@@ -151,7 +151,7 @@ def test_a_device_keeps_the_state_of_one_epoch(fleet):
     w = fleet(rounds=12, devices=4)
     for gone, number in (("d3", 3), ("d2", 6), ("d1", 9)):
         assert w.pump(lambda number=number: opened(w, number) and settled(w), tick_s=TICK_S)
-        w.server.ledger.ask(f"revoke/{gone}", "yes")
+        w.server.ledger.request(f"revoke/{gone}", "yes")
     assert w.pump(lambda: done(w), tick_s=TICK_S)
     assert w.server.checkpoint.state.dual_epoch == 3
     assert duals(w, "d0") == ["3"]
@@ -197,7 +197,7 @@ def test_a_backup_waits_for_a_moment_when_ledger_and_checkpoint_belong_together(
         assert w.pump(lambda: w.closed() == number, tick_s=TICK_S)
 
     def a_leave() -> None:
-        w.server.ledger.ask("revoke/d2", "yes")
+        w.server.ledger.request("revoke/d2", "yes")
         w.server.paused = False
         assert w.pump(lambda: w.server.checkpoint.state.dual_epoch == 1, steps=20, tick_s=TICK_S)
 

@@ -148,7 +148,7 @@ class Full:
 
     def __init__(self, w: KeptWorld, at: int | None, patch: pytest.MonkeyPatch):
         self.w, self.at, self.writes, self.where, self.until = w, at, 0, "", 0.0
-        write, whole = storage.write_parts, Ledger._whole
+        write, whole = storage.write_parts, Ledger._begin_commit
 
         def write_parts(path: Path, parts: Any, **options: Any) -> None:
             if self.is_full(path.name):
@@ -165,7 +165,7 @@ class Full:
                         raise sqlite3.OperationalError("database or disk is full")
 
         patch.setattr(storage, "write_parts", write_parts)
-        patch.setattr(Ledger, "_whole", transaction)
+        patch.setattr(Ledger, "_begin_commit", transaction)
 
     def is_full(self, what: str) -> bool:
         if self.w.acting != "server":

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cloud_server.records.disk_errors import is_disk_error
-from cloud_server.records.ledger import Bytes, Ledger
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_sums import Bytes
 from cloud_server.records.ledger_tables import (
     VERSION,
     Alone,
@@ -138,23 +138,23 @@ def test_writers_on_two_connections_wait_for_each_other(ledger: Ledger) -> None:
     def requests(name: str) -> None:
         with Ledger(ledger.path) as books:
             for i in range(20):
-                books.ask(f"{name}/{i}", "yes")
+                books.request(f"{name}/{i}", "yes")
 
     threads = [threading.Thread(target=requests, args=(name,)) for name in ("left", "right")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=PATIENCE_S)
-    assert len(ledger.asked()) == 40
+    assert len(ledger.requests()) == 40
 
 
 def test_a_request_that_was_replaced_is_not_settled_with_the_old_one(ledger: Ledger) -> None:
-    ledger.ask("pause", "yes")
-    ledger.ask("pause", "no")
-    ledger.settle("pause", "yes")
-    assert ledger.asked() == {"pause": "no"}
-    ledger.settle("pause", "no")
-    assert ledger.asked() == {}
+    ledger.request("pause", "yes")
+    ledger.request("pause", "no")
+    ledger.remove_request("pause", "yes")
+    assert ledger.requests() == {"pause": "no"}
+    ledger.remove_request("pause", "no")
+    assert ledger.requests() == {}
 
 
 def test_facts_about_the_fleet_are_kept_and_overwritten(ledger: Ledger) -> None:

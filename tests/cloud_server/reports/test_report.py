@@ -13,7 +13,8 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from cloud_server.records.ledger import Bytes, Joules, Ledger
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.records.ledger_tables import Device, Energy, Round, Traffic, Update
 from cloud_server.reports import formatting, result
 from cloud_server.reports.charts import Line, legend, line_chart, ticks

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cloud_server.identity.create_fleet import found
+from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.records.fleet_folder import NOTES, Fleet, FleetConfig, FleetSection, LinkSection
 from cloud_server.records.ledger_tables import Invitation, Update
 from cloud_server.running.first_settings import HEAD
@@ -73,8 +73,8 @@ def seconds(w: World, until: Callable[[], bool]) -> float:
 
 def enroll(w: World, *names: str) -> None:
     for name in names:
-        w.server.ledger.ask(f"enroll/{name}", "1.0")
-    assert w.pump(lambda: not w.server.ledger.asked(), tick_s=TICK_S)
+        w.server.ledger.request(f"enroll/{name}", "1.0")
+    assert w.pump(lambda: not w.server.ledger.requests(), tick_s=TICK_S)
 
 
 # Before round 1 -----------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_init_again_accepts_a_fleet_toml_without_the_keys_that_are_written_now(t
     left_out = ("#", "cohort", "quorum", "deadline_s", "first_wait_s", "serve_every", "enrolment", "max_update_norm")
     older = "\n".join(line for line in text.splitlines() if not line.startswith(left_out))
     path.write_text(older)
-    assert found(made.folder, text, lambda settings, head: (b"", b"")).config == made.config
+    assert create_fleet(made.folder, text, lambda settings, head: (b"", b"")).config == made.config
     assert path.read_text() == older
 
 

@@ -268,7 +268,7 @@ def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round(fleet, co
         if number == 2:
             w.start_agent("d3", toy(3, shift=2.0))
         if number == 5:
-            w.server.ledger.ask("revoke/d1", "yes")
+            w.server.ledger.request("revoke/d1", "yes")
         if number == 7:
             w.kill_agent("d2")
             w.lose_disk("d2")
@@ -1032,7 +1032,7 @@ def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet
     upload = w.server.open.received[device]
     w.kill_server()
     server = w.start_server()
-    server.ledger.ask("paused", "yes")
+    server.ledger.request("paused", "yes")
     for _ in range(3):
         server.step(0)
         w.clock.seconds += 1
@@ -1042,7 +1042,7 @@ def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet
     server.step(0)
     fake.poll()
     assert not [m for m in fake.inbox if m.payload.startswith(b"ed25519:") and m.topic.endswith("/dn")]
-    server.ledger.ask("paused", "no")
+    server.ledger.request("paused", "no")
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     check_duals(w, feedback=True)
 
@@ -1239,8 +1239,8 @@ def test_revoking_dead_devices_lets_a_round_below_quorum_close(fleet):
     for _ in range(30):
         w.step(TICK_S)
     assert w.closed() == 0
-    w.server.ledger.ask("revoke/d1", "yes")
-    w.server.ledger.ask("revoke/d2", "yes")
+    w.server.ledger.request("revoke/d1", "yes")
+    w.server.ledger.request("revoke/d2", "yes")
     assert w.pump(lambda: w.closed() == 1, tick_s=TICK_S)
     w.start_agent("d3", toy(3))
     w.start_agent("d4", toy(4))
@@ -1254,7 +1254,7 @@ def test_a_round_whose_whole_cohort_was_revoked_is_opened_for_others(fleet):
     start(w, "d0")
     assert w.pump(lambda: opened(w, 1))
     w.kill_agent("d0")
-    w.server.ledger.ask("revoke/d0", "yes")
+    w.server.ledger.request("revoke/d0", "yes")
     w.start_agent("d1", toy(1))
     assert w.pump(lambda: finished(w), tick_s=TICK_S)
     (row,) = w.server.ledger.rounds()
@@ -1555,7 +1555,7 @@ def test_a_listed_fleet_takes_only_whom_it_was_told_to(fleet):
         w.step(TICK_S)
     assert w.server.ledger.devices() == []
     assert w.server.open is None
-    w.server.ledger.ask("enroll/d1", "yes")  # it has announced itself long ago
+    w.server.ledger.request("enroll/d1", "yes")  # it has announced itself long ago
     assert w.pump(lambda: w.server.finished, tick_s=TICK_S)
     assert [d.name for d in w.server.ledger.devices()] == ["d1"]
     assert statuses(w, 2) == {"d1": "counted"}
@@ -1566,10 +1566,10 @@ def test_a_device_that_only_serves_can_be_listed_without_costing_the_duals(fleet
     w = fleet(rounds=4, fleet='enrolment = "listed"')
     for name in ("d0", "d1", "d2"):
         with Ledger(w.fleet.ledger_path) as ledger:
-            ledger.ask(f"enroll/{name}", "yes")
+            ledger.request(f"enroll/{name}", "yes")
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: opened(w, 3))
-    w.server.ledger.ask("enroll/screen", "yes")
+    w.server.ledger.request("enroll/screen", "yes")
     w.start_agent("screen", toy(8), train=False)
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     assert w.server.checkpoint.state.dual_epoch == 0
@@ -1581,12 +1581,12 @@ def test_a_revoked_device_is_heard_no_more_and_can_be_let_in_again(fleet):
     w = fleet(rounds=6, devices=2)
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: opened(w, 2))
-    w.server.ledger.ask("revoke/d2", "yes")
+    w.server.ledger.request("revoke/d2", "yes")
     assert w.pump(lambda: w.closed() >= 4, tick_s=TICK_S)
     assert set(statuses(w, 4)) == {"d0", "d1"}
     assert w.told("d2: is not enrolled") or "d2" not in statuses(w, 3)
     assert "d2" not in w.agents, "it was told, and has ended"
-    w.server.ledger.ask("enroll/d2", "yes")
+    w.server.ledger.request("enroll/d2", "yes")
     w.start_agent("d2")
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     assert set(statuses(w, 6)) == {"d0", "d1", "d2"}
@@ -1597,7 +1597,7 @@ def test_a_leave_is_not_forgotten_by_an_aggregator_that_dies_before_the_next_rou
     w = fleet(rounds=4, devices=2)
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: opened(w, 3))
-    w.server.ledger.ask("revoke/d2", "yes")
+    w.server.ledger.request("revoke/d2", "yes")
     w.clock.seconds += 1
     w.server._requests()
     w.kill_server()
@@ -1684,7 +1684,7 @@ def test_a_paused_fleet_closes_its_round_tells_what_was_counted_and_goes_on_late
     w = fleet(rounds=4)
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: opened(w, 2))
-    w.server.ledger.ask("paused", "yes")
+    w.server.ledger.request("paused", "yes")
     assert w.pump(lambda: w.server.paused and w.server.open is None and settled(w) and all_evaluated(w, w.closed()),
                   tick_s=TICK_S)
     closed = w.closed()
@@ -1696,7 +1696,7 @@ def test_a_paused_fleet_closes_its_round_tells_what_was_counted_and_goes_on_late
     assert w.server.paused
     assert w.closed() == closed < 4
     check_duals(w, feedback=True)
-    w.server.ledger.ask("paused", "no")
+    w.server.ledger.request("paused", "no")
     assert w.pump(lambda: finished(w), tick_s=TICK_S)
 
 

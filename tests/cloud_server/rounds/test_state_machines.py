@@ -346,7 +346,7 @@ class Download(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.surroundings = contextlib.ExitStack()
-        self.surroundings.enter_context(mock.patch.object(publisher_module, "UNDER_WAY", 9))
+        self.surroundings.enter_context(mock.patch.object(publisher_module, "MAX_UNACKNOWLEDGED", 9))
         self.surroundings.enter_context(mock.patch("os.fsync"))
         self.folder = Path(self.surroundings.enter_context(tempfile.TemporaryDirectory()))
         self.now, self.seq, self.current = 0.0, 0, 0

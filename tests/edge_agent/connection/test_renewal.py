@@ -168,13 +168,13 @@ def test_the_aggregators_and_the_brokers_own_are_made_anew_from_their_middle_on(
 ) -> None:
     paths = [fleet.folder / "aggregator.pem", fleet.folder / "mosquitto/server.pem"]
     before, keys = [path.read_bytes() for path in paths], (fleet.folder / "aggregator.key").read_bytes()
-    place = fleet_certificates.placed(fleet.folder)
+    place = fleet_certificates.saved_setup(fleet.folder)
     assert place is not None
     for years, same in ((4.9, True), (5.1, False)):
         at = time.time() + years * YEAR_S
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", lambda at=at: at)
-            fleet_certificates.complete(fleet, ledger)
+            fleet_certificates.create_missing(fleet, ledger)
             fleet_certificates.configure(fleet, ledger, place)
         assert [path.read_bytes() == old for path, old in zip(paths, before, strict=True)] == [same, same]
     assert (fleet.folder / "aggregator.key").read_bytes() == keys
@@ -371,7 +371,7 @@ def test_an_agent_renews_over_mosquitto_comes_back_with_the_new_one_and_a_revoke
               meanwhile)
         rows = {row.serial: row for row in ledger.rows(Certificate)}
         ledger.put(*(Certificate(**{**rows[holder.serial].__dict__, "revoked_at": 1.0}) for holder in holders.values()))
-        ledger.ask("revoke/d1", repr(time.time() + later))
+        ledger.request("revoke/d1", repr(time.time() + later))
         until(lambda: "d1 revoked" in said, meanwhile)
         reload(broker, made)
         assert left <= {"d1"}, "told before the broker denies it, if it was quick"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cloud_server.broker.mosquitto_config import Place, address
+from cloud_server.broker.mosquitto_config import BrokerSetup, address
 from cloud_server.broker.private_broker import Broker
 from cloud_server.identity import certificate_authority as authority_module
 from cloud_server.identity import fleet_certificates
@@ -65,7 +65,7 @@ class Yard:
 
     fleet: Fleet
     broker: Broker
-    place: Place
+    place: BrokerSetup
     folder: Path
 
     def connect(self, who: Papers, client_id: str, *filters: str, port: int = 0, **options: Any) -> Watched:

@@ -62,7 +62,7 @@ def stopped(w: World, name: str) -> bool:
 def test_a_revoked_device_is_told_at_once_with_the_date_and_stops(fleet):
     w = fleet()
     pump(w, lambda: finished(w))
-    w.server.ledger.ask("revoke/d1", repr(w.clock.wall()))
+    w.server.ledger.request("revoke/d1", repr(w.clock.wall()))
     pump(w, lambda: stopped(w, "d1"))
     day = time.strftime("%Y-%m-%d", time.gmtime(w.clock.wall()))
     assert w.told(f"d1: {SAID}{day}\nhint: 'metafleet devices enroll' with the name d1 lets it in again")
@@ -74,7 +74,7 @@ def test_one_that_was_away_is_told_when_it_comes_back_and_again_at_every_start(f
     w = fleet()
     pump(w, lambda: finished(w))
     w.kill_agent("d1")
-    w.server.ledger.ask("revoke/d1", repr(w.clock.wall()))
+    w.server.ledger.request("revoke/d1", repr(w.clock.wall()))
     pump(w, lambda: w.told("d1 revoked"))
     for _ in range(2):
         w.start_agent("d1")
@@ -87,7 +87,7 @@ def test_one_that_comes_while_no_aggregator_runs_is_told_when_one_does(fleet):
     pump(w, lambda: finished(w))
     w.kill_server()
     with Ledger(w.fleet.ledger_path) as ledger:
-        ledger.ask("revoke/d1", "yes")
+        ledger.request("revoke/d1", "yes")
     for _ in range(20):
         w.step(TICK_S)
     assert "d1" in w.agents
@@ -106,7 +106,7 @@ def test_a_word_that_is_lost_comes_again_when_the_device_is_heard_of(fleet):
 
     w = fleet(LoopbackBroker(faults=once))
     pump(w, lambda: finished(w))
-    w.server.ledger.ask("revoke/d1", repr(w.clock.wall()))
+    w.server.ledger.request("revoke/d1", repr(w.clock.wall()))
     pump(w, lambda: bool(lost))
     w.broker.drop(w.agents["d1"].link.client_id)
     pump(w, lambda: stopped(w, "d1"))
@@ -115,9 +115,9 @@ def test_a_word_that_is_lost_comes_again_when_the_device_is_heard_of(fleet):
 def test_enrolling_lets_it_in_again(fleet):
     w = fleet(rounds=40)
     pump(w, lambda: w.closed() == 2)
-    w.server.ledger.ask("revoke/d1", repr(w.clock.wall()))
+    w.server.ledger.request("revoke/d1", repr(w.clock.wall()))
     pump(w, lambda: stopped(w, "d1"))
-    w.server.ledger.ask("enroll/d1", repr(w.clock.wall()))
+    w.server.ledger.request("enroll/d1", repr(w.clock.wall()))
     w.start_agent("d1")
     began = w.closed()
     pump(w, lambda: any(u.round > began for u in w.server.ledger.rows(Update, device="d1", status="counted")))
@@ -129,10 +129,10 @@ def test_what_was_asked_while_no_aggregator_ran_is_carried_out_in_its_order(flee
     w.kill_agent("d1")
     w.kill_server()
     with Ledger(w.fleet.ledger_path) as ledger:
-        ledger.ask("revoke/d1", "100.0")
-        ledger.ask("enroll/d1", "101.0")
-        ledger.ask("enroll/d0", "100.0")
-        ledger.ask("revoke/d0", "101.0")
+        ledger.request("revoke/d1", "100.0")
+        ledger.request("enroll/d1", "101.0")
+        ledger.request("enroll/d0", "100.0")
+        ledger.request("revoke/d0", "101.0")
     w.start_server()
     pump(w, lambda: stopped(w, "d0"))
     w.start_agent("d1")
@@ -168,9 +168,9 @@ def test_a_word_of_an_earlier_life_does_not_end_the_one_after_it_was_let_in_agai
 
     w = fleet(LoopbackBroker(faults=record))
     pump(w, lambda: finished(w))
-    w.server.ledger.ask("revoke/d1", repr(w.clock.wall()))
+    w.server.ledger.request("revoke/d1", repr(w.clock.wall()))
     pump(w, lambda: stopped(w, "d1"))
-    w.server.ledger.ask("enroll/d1", repr(w.clock.wall()))
+    w.server.ledger.request("enroll/d1", repr(w.clock.wall()))
     w.start_agent("d1")
     w.broker.publish(said[-1].topic, said[-1].payload, retain=True)
     pump(w, lambda: w.server.ledger.device("d1").state == "on")

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from cloud_server.identity.device_folder import device_folder
+from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records import checkpoint
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints
 from cloud_server.records.fleet_folder import Fleet, FleetConfig, method_of
@@ -372,7 +372,7 @@ def test_the_commands_of_a_device_do_without_torch_what_they_can(fleet, tmp_path
     w = fleet(method)
     assert w.pump(lambda: finished(w) and settled(w))
     home = w.folder / "devices" / "d0"
-    device_folder(w.fleet, "d0", home, "mqtt://127.0.0.1:9")
+    write_device_folder(w.fleet, "d0", home, "mqtt://127.0.0.1:9")
     np.save(tmp_path / "x.npy", toy(5).x[:4])
     wanted = w.agents["d0"].service.answers(toy(5).x[:4])
 
@@ -746,7 +746,7 @@ def test_the_servers_control_is_the_mean_of_the_devices_after_every_round(fleet,
         moved.append(trees.norm(w.server.checkpoint.state.memory["control"]))
         check_controls(w)
         if number == 4:
-            w.server.ledger.ask("revoke/d1", "yes")
+            w.server.ledger.request("revoke/d1", "yes")
         if number == 6:
             w.kill_agent("d2")
             w.lose_disk("d2")

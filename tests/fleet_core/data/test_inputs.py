@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cloud_server.records.fleet_folder import FleetConfig
-from cloud_server.running.first_settings import data_of, fleet_toml
+from cloud_server.running.first_settings import fleet_toml, load_data
 from edge_agent.device.local_samples import LocalData
 from fleet_core.base import config
 from fleet_core.base.errors import DataError
@@ -71,16 +71,16 @@ def test_a_fleet_standardizes_a_files_readings_and_takes_a_named_set_as_is_recom
     x = np.random.default_rng(0).integers(0, 4096, (40, 5)).astype(np.int16)
     np.savez(tmp_path / "adc.npz", x=x, y=np.array(["off", "on"])[np.arange(40) % 2])
     said: list[str] = []
-    samples, spec = data_of(str(tmp_path / "adc.npz"), said.append)
+    samples, spec = load_data(str(tmp_path / "adc.npz"), said.append)
     assert said == []
     assert (spec.dtype, spec.shape) == ("float32", (5,))
     np.testing.assert_allclose((x - np.array(spec.mean)).std(0) / spec.std, 1, rtol=1e-4)
     text = fleet_toml(samples, "f", "fedavg", None, rounds=1, seed=0, spec=spec)
     made = config.parse(FleetConfig, text, "fleet.toml")
     assert (made.model.name, made.model.input) == ("mlp", spec)
-    assert data_of("heartbeat")[1] == entries()["heartbeat"].input_spec
+    assert load_data("heartbeat")[1] == entries()["heartbeat"].input_spec
     np.savez(tmp_path / "late.npz", x=np.zeros((4, 128, 3)), y=np.array(["off", "on"])[np.arange(4) % 2])
-    data_of(str(tmp_path / "late.npz"), said.append)
+    load_data(str(tmp_path / "late.npz"), said.append)
     assert said == model_input.remarks(np.zeros((4, 128, 3)))
 
 
@@ -116,7 +116,7 @@ def test_added_tokens_stay_tokens_though_they_are_more_than_the_classes(tmp_path
 def test_samples_whose_classes_have_no_names_are_refused_with_what_is_missing(tmp_path: Path) -> None:
     np.savez(tmp_path / "bare.npz", x=np.ones((4, 3)), y=[0, 1, 2, 1])
     with pytest.raises(DataError, match=r"bare\.npz: names no classes; expected an array 'classes' of 3 or more names"):
-        data_of(str(tmp_path / "bare.npz"))
+        load_data(str(tmp_path / "bare.npz"))
 
 
 def test_a_file_of_another_name_beside_the_missing_samples_is_named(tmp_path: Path) -> None:

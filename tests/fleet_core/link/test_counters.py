@@ -17,10 +17,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from cloud_server.broker.private_broker import find_mosquitto
-from cloud_server.identity.create_fleet import found
-from cloud_server.identity.device_folder import device_folder
+from cloud_server.identity.create_fleet import create_fleet
+from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger, Volume
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_sums import Volume
 from cloud_server.records.ledger_tables import Evaluation, Update
 from export.first_model import first
 from fleet_core.data.samples import Samples, save
@@ -223,16 +224,16 @@ def two_devices(folder: Path, star: Star, files: Files) -> Fleet:
     """A fleet of about 260,000 parameters and the homes ``d0`` and ``d1``, each with its own end of the hub; d1 speaks
     TLS."""
     tls = {"ca": str(files.ca), "certificate": str(files.device[0]), "key": str(files.device[1])}
-    fleet = found(folder / "fleet", FLEET, lambda settings, head: first(
+    fleet = create_fleet(folder / "fleet", FLEET, lambda settings, head: first(
         settings.model.name, settings.model.input, settings.model.classes, settings.model.options, head=head, seed=0
     ))
     for k, wire in enumerate(star.wires):
         rng = np.random.default_rng(k)
         home = folder / f"d{k}"
         if k:
-            device_folder(fleet, home.name, home, f"mqtts://{wire.hub}:8883", tls=tls)
+            write_device_folder(fleet, home.name, home, f"mqtts://{wire.hub}:8883", tls=tls)
         else:
-            device_folder(fleet, home.name, home, f"mqtt://{wire.hub}:1883")
+            write_device_folder(fleet, home.name, home, f"mqtt://{wire.hub}:1883")
         x, y = rng.normal(size=(60, 1024)).astype(np.float32), np.arange(60) % 3
         save(home / "samples.npz", Samples(x, y, classes=("a", "b", "c")))
     return fleet
