@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from cloud_server.laboratory.compare import comparison, finished_runs
-from cloud_server.laboratory.compare.finished_runs import DEVICES, Point, Trial
+from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, Point
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run.experiment import Experiment, Run
 from cloud_server.laboratory.run.run_folder import Store
@@ -57,7 +57,7 @@ class Made:
     ended: bool
     rounds: tuple[Row, ...]
     judged: tuple[Row, ...]
-    trial: Trial | None
+    trial: FinishedRun | None
 
 
 def collected(
@@ -161,7 +161,7 @@ def _of_run(name: str, one: Made, details: Details | None) -> dict[str, Any]:
     return found
 
 
-def _costs(trial: Trial) -> list[dict[str, Any]]:
+def _costs(trial: FinishedRun) -> list[dict[str, Any]]:
     """For every target that was reached, the first judgement that did."""
     return [{"target": target, "round": point.round, "spent": dict(point.spent)}
             for target in trial.targets if (point := comparison.first_at(trial, target)) is not None]
@@ -206,12 +206,12 @@ def _reached(asked: Experiment, methods: Methods) -> dict[str, Any]:
     return {entry.label: comparison.present(_written(entry.reached)) for entry in entries}
 
 
-def _trial(label: str, method: str, seed: int, one: Row) -> Trial:
+def _trial(label: str, method: str, seed: int, one: Row) -> FinishedRun:
     """The run with the judgements alone that its costs and its end come from."""
     means = dict(one["curve"])
     spent = {found["round"]: found["spent"] for found in one["costs"]}
     points = [Point(number, {DEVICES: {"mean": means[number]}}, spent[number]) for number in sorted(spent)]
-    return Trial(
+    return FinishedRun(
         where=Path(label), kind=SIMULATION, label=label, method=method, seed=seed, devices=0, setting={}, choices={},
         targets=(), points=tuple(points), last={DEVICES: {"mean": means[one["judged"]]}}, spent=one["spent"],
         seconds=one["seconds"],

@@ -81,7 +81,7 @@ def main() -> None:
     try:
         for path in files(options.paper, options.only):
             asked = taken(experiments.load(path, options.settings), options.seeds, options.methods)
-            simulate(asked, options.out / options.paper / path.stem, how, told=told(path.stem),
+            simulate(asked, options.out / options.paper / path.stem, how, on_round=told(path.stem),
                      say=lambda line: print(line, file=sys.stderr), stopped=lambda: time.monotonic() > ends)
     except Stopped:
         print("the time is over: the same command goes on", file=sys.stderr)

@@ -47,7 +47,7 @@ def measure(devices: int, rounds: int) -> dict[str, Any]:
                 sizes = [path.stat().st_size for state in states for path in state.iterdir()]
                 disk.update(devices_with_state=len(states), states_bytes=sum(sizes))
 
-        simulate(asked, Path(folder) / "out", Options(jobs=1, device="cpu"), told=told)
+        simulate(asked, Path(folder) / "out", Options(jobs=1, device="cpu"), on_round=told)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak_bytes = peak if sys.platform == "darwin" else peak * 1024
     return {"devices": devices, "rounds": rounds, "cohort": COHORT, "peak_bytes": peak_bytes, **disk}

@@ -42,4 +42,4 @@ def run(workload: Workload, rounds: int, jobs: int, told: Callable[[], None]) ->
     with tempfile.TemporaryDirectory() as folder:
         asked = experiment(workload, rounds, Path(folder))
         options = Options(jobs=jobs, device="cpu")
-        simulate(asked, Path(folder) / "out", options, told=lambda name, row: told())
+        simulate(asked, Path(folder) / "out", options, on_round=lambda name, row: told())

@@ -1,5 +1,5 @@
 """``metafleet``, the operator's command line. ``cli`` declares it; each group of commands has a file.
 
-What a command needs is imported when it is called, so that ``--help`` stays quick. The commands about devices and
-flashing are in ``cloud_server.devices``.
+Commands import what they need when they are called, so that ``--help`` is fast. The commands about devices and flashing
+are in ``cloud_server.devices``.
 """

@@ -1,5 +1,7 @@
-"""``metafleet export`` and ``metafleet bundle``: what a device needs, as a folder or one file. What a
-command needs is imported when it is called."""
+"""``metafleet export`` and ``metafleet bundle``: write and verify bundles, as a folder or one file.
+
+Heavy modules are imported inside the commands.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from fleet_core.base.processes import typed
 if TYPE_CHECKING:
     from fleet_core.personalization.device_bundle import Bundle
 
-bundle_app = typer.Typer(help="Bundles: a served model with all that a device needs.", no_args_is_help=True)
+bundle_app = typer.Typer(help="Bundles: a served model with everything a device needs.", no_args_is_help=True)
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 EXTRA = 'pip install "metafleet[export]"'
 
@@ -33,7 +35,7 @@ def export(
     ] = None,
     as_json: JSON = False,
 ) -> None:
-    """Write a served model as a bundle that a device installs and answers with, without torch and without a broker."""
+    """Write a served model as a bundle: a device installs it and answers with it, without torch or a broker."""
     from fleet_core.personalization import device_bundle
     from fleet_core.personalization.device_bundle import STORED
 
@@ -41,13 +43,13 @@ def export(
         raise ConfigError(f"unknown --stored '{stored}'", expected=" or ".join(STORED))
     device_bundle.refuse_what_is_there(to)
     started = time.monotonic()
-    made = _made(source, stored, int8)
-    passed: list[dict[str, Any]] = []
-    device_bundle.write(to, made, check=lambda place: passed.append(_checked_apart(place)))
-    facts = {**_facts(device_bundle.read(to)), **passed[0], "seconds": round(time.monotonic() - started, 1)}
+    bundle = _export_bundle(source, stored, int8)
+    checks: list[dict[str, Any]] = []
+    device_bundle.write(to, bundle, check=lambda written: checks.append(_check_without_torch(written)))
+    facts = {**_facts(device_bundle.read(to)), **checks[0], "seconds": round(time.monotonic() - started, 1)}
     if as_json:
         return terminal.show(facts)
-    print(f"{to}: {_line(facts)}")
+    print(f"{to}: {_summary(facts)}")
     processes.say(f"next, on a device: edge-agent install {typed(to)} --home HOME")
 
 
@@ -55,20 +57,21 @@ def export(
 def verify(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder or one file.")], as_json: JSON = False
 ) -> None:
-    """Read a bundle and check it: every file, what the graphs give here, and with torch where that is installed."""
+    """Check a bundle: every file, the graphs' outputs on this machine, and torch's outputs if it is installed."""
     from edge_agent.inference import bundle_check
     from fleet_core.personalization import device_bundle
 
-    found = device_bundle.read(path)
-    facts = {**_facts(found), **schema.plain(bundle_check.check(found)), "torch": _compared(found)}
+    bundle = device_bundle.read(path)
+    facts = {**_facts(bundle), **schema.plain(bundle_check.check(bundle)), "torch": _compare_with_torch(bundle)}
     if as_json:
         return terminal.show(facts)
-    print(f"{path}: sound; {_line(facts)}")
+    print(f"{path}: sound; {_summary(facts)}")
     torch = "compared with torch" if facts["torch"] else f"not compared with torch, which is not here ({EXTRA})"
     print(f"golden outputs under onnxruntime {facts['onnxruntime']}; {torch}")
 
 
-def _made(source: Path, stored: str, data: str | None) -> Bundle:
+def _export_bundle(source: Path, stored: str, data: str | None) -> Bundle:
+    """data: samples to calibrate an int8 encoder with, or None. Raises FleetError."""
     from cloud_server.records.served_model import place_of, served_model
     from fleet_core.data import samples
     from fleet_core.model import graph_bundle
@@ -77,21 +80,21 @@ def _made(source: Path, stored: str, data: str | None) -> Bundle:
     graph = graph_bundle.unpack(fleet.graph_bytes())
     number, params = served_model(fleet, file, graph.layout)
     try:
-        from export.full_bundle import Served, whole  # torch and onnx: only here
+        from export.full_bundle import Served, whole  # needs torch and onnx
     except ModuleNotFoundError as error:
         raise ConfigError(f"'{error.name}' is not installed", hint=EXTRA) from error
     served = Served(fleet.config.fleet.name, fleet.public_key(), fleet.method, fleet.hyper, number, params,
                     fleet.weights(graph.layout))
     layout = graph.layout
     spec = layout.input
-    named = None if data is None else samples.load(Path(data), classes=layout.classes, dtype=spec.dtype,
-                                                   shape=spec.shape)
-    return whole(served, graph, stored=stored, data=named, say=processes.say)
+    calibration = None if data is None else samples.load(Path(data), classes=layout.classes, dtype=spec.dtype,
+                                                         shape=spec.shape)
+    return whole(served, graph, stored=stored, data=calibration, say=processes.say)
 
 
-def _checked_apart(place: Path) -> dict[str, Any]:
-    """The gate of a device, in a process without torch. Raises BundleError."""
-    command = processes.command("edge_agent.inference.bundle_check", str(place))
+def _check_without_torch(bundle: Path) -> dict[str, Any]:
+    """Runs the check that devices run, in a process without torch. Raises BundleError."""
+    command = processes.command("edge_agent.inference.bundle_check", str(bundle))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BundleError(f"the bundle fails its check: {done.stderr.strip().removeprefix('error: ')[-2000:]}",
@@ -100,19 +103,20 @@ def _checked_apart(place: Path) -> dict[str, Any]:
     return facts
 
 
-def _compared(found: Bundle) -> bool:
-    """Whether torch and the model are here to compare with. Raises BundleError where the numbers differ."""
+def _compare_with_torch(bundle: Bundle) -> bool:
+    """Compares the graphs with the model in torch; False if torch is not installed. Raises BundleError if the outputs
+    differ."""
     if any(importlib.util.find_spec(name) is None for name in ("torch", "onnx", "onnxscript")):
         return False
     from export import gate
     from fleet_core.learning.models import build
 
-    gate.check(found.graph, build(found.graph.layout).eval())
+    gate.check(bundle.graph, build(bundle.graph.layout).eval())
     return True
 
 
-def _facts(found: Bundle) -> dict[str, Any]:
-    manifest = found.manifest
+def _facts(bundle: Bundle) -> dict[str, Any]:
+    manifest = bundle.manifest
     return {
         "fleet": manifest.fleet, "method": manifest.method.name, "round": manifest.model.round,
         "model": manifest.model.id, "family": manifest.layout.model, "stored": manifest.model.stored,
@@ -122,7 +126,7 @@ def _facts(found: Bundle) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _line(facts: dict[str, Any]) -> str:
+def _summary(facts: dict[str, Any]) -> str:
     steps = facts["adaptation"]
     how = f"{steps['number']} steps of {' and '.join(steps['groups'])}" if steps else "no gradient steps"
     size = sum(facts["bytes"].values())

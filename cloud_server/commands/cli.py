@@ -1,4 +1,4 @@
-"""``metafleet``: the operator's command line. What a command needs is imported when it is called."""
+"""``metafleet``: the operator's command line. Heavy modules are imported inside the commands."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fleet_core.base.processes import typed
 from fleet_core.protocol import topics
 
 if TYPE_CHECKING:
+    from cloud_server.laboratory.run.recordings import Model
     from cloud_server.records.fleet_folder import FleetConfig, ModelSection
 
 app = terminal.application("Personalized federated learning on real edge devices.")
@@ -45,18 +46,19 @@ def demo(
     stride: STRIDE = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     broker: BROKER = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run; an unfinished run there goes on.")] = None,
-    baseline: Annotated[bool, typer.Option("--baseline/--no-baseline", help="FedAvg in the same run.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; an unfinished run there is continued.")] = None,
+    baseline: Annotated[bool, typer.Option("--baseline/--no-baseline", help="Also run FedAvg, to compare.")] = True,
     support_s: Annotated[float | None, typer.Option(
-        "--support-seconds", min=1e-3, help="What a new device may learn from; default: 300 of heart beats, of a file "
-        "60 % of the device's time.")] = None,
+        "--support-seconds", min=1e-3, help="Seconds of samples that a new device learns from; default: 300 for heart "
+        "beats, 60 % of the device's time for a file.")] = None,
     meter_watts: Annotated[tuple[float, float] | None, typer.Option(metavar="IDLE BUSY")] = None,
     as_json: JSON = False,
 ) -> None:
-    """Broker, aggregator and real agent processes on this machine, from nothing to personalized answers."""
+    """Run a broker, an aggregator and real agents on this machine, from training to personalized answers."""
     from cloud_server.running import demo as demonstration
+    from cloud_server.running.demo_setup import Options
 
-    options = demonstration.Options(
+    options = Options(
         devices=devices, new_devices=new_devices, rounds=rounds, method=method, data=data, seed=seed,
         baseline=baseline, support_s=support_s, meter_watts=meter_watts, window=window, stride=stride,
     )
@@ -68,44 +70,33 @@ def demo(
 @app.command()
 def init(
     fleet: FLEET,
-    data: Annotated[str | None, typer.Option(help="heartbeat, or samples to take shape and classes from.")] = None,
+    data: Annotated[str | None, typer.Option(help="heartbeat, or samples that define shape and classes.")] = None,
     window: WINDOW = None,
     stride: STRIDE = None,
-    name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: from the folder's.")] = None,
+    name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's name.")] = None,
     method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto.")] = None,
-    model: Annotated[str | None, typer.Option(help="A named model or package.module:build; default by data.")]
+    model: Annotated[str | None, typer.Option(help="A named model or package.module:build; default: by data.")]
     = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Default 30.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Default 0.")] = None,
     trial: Annotated[
         bool | None,
-        typer.Option(help="Try models on the samples for about a minute and take the best; by default for a file, "
-                          "where no --model is named."),
+        typer.Option(help="Try models on the samples for about a minute and use the best; default: for a file, if no "
+                          "--model is given."),
     ] = None,
 ) -> None:
-    """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that holds a fleet.toml."""
+    """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that has a fleet.toml."""
     from cloud_server.identity.create_fleet import create_fleet
-    from cloud_server.running import method_catalogue
-    from cloud_server.running.first_settings import fleet_toml, load_data, model_for, topic_name
 
-    text = None
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
              "--window": window, "--stride": stride}
     unused = [option for option, value in given.items() if value is not None]
     if data is None and unused:
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
+    text = None
     if data is not None:
-        samples, spec = load_data(data, processes.say, window=window, stride=stride)
-        by = method or DEFAULT_METHOD
-        chosen = _model(fleet, model) or (
-            lab.tried(samples, spec, method_catalogue.named(by).name, seed or 0)
-            if _to_try(data, model, trial)
-            else None
-        )
-        text = fleet_toml(samples, name or topic_name(fleet.resolve().name), by,
-                          chosen.name if chosen else model or model_for(data, samples),
-                          rounds=rounds or DEFAULT_ROUNDS, seed=seed or 0, spec=spec,
-                          model_options=chosen.options if chosen else None)
+        text = _first_fleet_toml(fleet, data, window, stride, name, method or DEFAULT_METHOD, model,
+                                 rounds or DEFAULT_ROUNDS, seed or 0, trial)
     made = create_fleet(fleet, text, _export)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")
@@ -113,30 +104,51 @@ def init(
         processes.say(remark)
     where = typed(fleet)
     processes.say(f"next: metafleet server start {where}, and for each device: metafleet devices enroll {where} NAME "
-                "--to HOME, then edge-agent run --home HOME; for devices elsewhere see docs/security.md")
+                  "--to HOME, then edge-agent run --home HOME; for devices elsewhere see docs/security.md")
 
 
-def _to_try(data: str, model: str | None, trial: bool | None) -> bool:
+def _first_fleet_toml(
+    fleet: Path, data: str, window: int | None, stride: int | None, name: str | None, method: str, model: str | None,
+    rounds: int, seed: int, trial: bool | None,
+) -> str:
+    """fleet.toml for these samples. The model is the named one, that of the fleet in the folder, the winner of a trial,
+    or the default; the first of these that exists. Raises FleetError."""
+    from cloud_server.running import method_catalogue
+    from cloud_server.running.first_settings import fleet_toml, load_data, model_for, topic_name
+
+    samples, spec = load_data(data, processes.say, window=window, stride=stride)
+    chosen = _existing_model(fleet) if model is None else None
+    if chosen is None and _wants_trial(data, model, trial):
+        chosen = lab.choose_model(samples, spec, method_catalogue.named(method).name, seed)
+    return fleet_toml(
+        samples, name or topic_name(fleet.resolve().name), method,
+        chosen.name if chosen else model or model_for(data, samples), rounds=rounds, seed=seed, spec=spec,
+        model_options=chosen.options if chosen else None,
+    )
+
+
+def _wants_trial(data: str, model: str | None, trial: bool | None) -> bool:
     from fleet_core.data.sets.registry import entries
 
     return (model is None and data not in entries()) if trial is None else trial
 
 
-def _model(fleet: Path, model: str | None) -> ModelSection | None:
-    """That of the fleet that is there already, which keeps its model; None where there is none, or one is named."""
+def _existing_model(fleet: Path) -> ModelSection | Model | None:
+    """The model of the fleet in the folder, which keeps it; None if there is no fleet yet."""
     from cloud_server.records.fleet_folder import FleetConfig
     from fleet_core.base import config
 
-    if model is not None or not (fleet / "fleet.toml").exists():
+    if not (fleet / "fleet.toml").exists():
         return None
     return config.load(FleetConfig, fleet / "fleet.toml").model
 
 
 def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
+    """Graph bundle and first weights. Raises ConfigError if torch or onnx is not installed."""
     from fleet_core.algorithms.methods.registry import METHODS
 
     try:
-        from export.first_model import first  # torch and onnx: only here, once per fleet
+        from export.first_model import first  # needs torch and onnx
     except ModuleNotFoundError as error:
         raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[export]"') from error
     model, method = settings.model, METHODS[settings.fleet.method]
@@ -150,7 +162,7 @@ def methods(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method in full.")] = None,
     as_json: JSON = False,
 ) -> None:
-    """What there is: what is sent, what stays, source, hyper-parameters."""
+    """List the methods, or show one: what is sent, what stays, source, hyper-parameters."""
     from cloud_server.running import method_catalogue
     from fleet_core.algorithms.methods.registry import METHODS
 
@@ -170,13 +182,13 @@ def predict_command(
     fleet: FLEET,
     device: str,
     inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array, .npz, .csv, .ndjson, image or folder of "
-                                            "images; labels are passed over.")],
+                                            "images; labels are ignored.")],
     broker: BROKER_OPTION = None,
     plain: PLAIN = False,
-    timeout_s: Annotated[float, typer.Option(help="How long to wait for the answer.")] = 20.0,
+    timeout_s: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 20.0,
     as_json: JSON = False,
 ) -> None:
-    """An answer from a device, over MQTT."""
+    """Ask a device for an answer, over MQTT."""
     from cloud_server.commands import predict
     from cloud_server.identity import fleet_certificates
     from cloud_server.records.fleet_folder import Fleet
@@ -204,7 +216,7 @@ def report(
     folder: Annotated[Path, typer.Argument(metavar="FLEET|DIR", help="A fleet, or the folder of a run.")],
     out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """One self-contained page: table, curves, bytes, joules."""
+    """Write one self-contained page: table, curves, bytes, joules."""
     from cloud_server.reports import outcome
     from cloud_server.reports.html_report import render
     from fleet_core.base import storage

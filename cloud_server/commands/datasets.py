@@ -1,4 +1,4 @@
-"""``metafleet datasets``: the named data sets, and how they get here."""
+"""``metafleet datasets``: lists the named data sets and fetches them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 @datasets_app.callback()
 def datasets(context: typer.Context, as_json: JSON = False) -> None:
-    """The named data sets: what they hold, whose they are, whether they are here."""
+    """List the named data sets: content, source, licence, and whether there is a local copy."""
     if context.invoked_subcommand is not None:
         return
     from fleet_core.data.sets.registry import entries
@@ -47,7 +47,7 @@ def fetch(
                      help="A local copy: the original file, a folder of the originals, or metafleet's .npz."),
     ] = None,
 ) -> None:
-    """Bring a named data set here: download it, or take a local copy; checked by sha256."""
+    """Download a named data set, or import a local copy; the files are checked by sha256."""
     from fleet_core.data.sets import fetch as fetching
     from fleet_core.data.sets import set_cache
     from fleet_core.data.sets.registry import entry
@@ -58,8 +58,8 @@ def fetch(
     if source is not None:
         note = fetching.take(wanted, source)
     else:
-        with Bars() as bars:
-            note = fetching.fetch(wanted, bars)
+        with DownloadProgress() as progress:
+            note = fetching.fetch(wanted, progress)
     parts = f"{note.train} samples" + (f" and {note.test} for testing" if note.test else "")
     print(f"{name}: {parts}" + (f", {note.clients} clients" if note.clients else "") + f", in {_place(wanted)}")
     for line in (note.remark, f"licence: {wanted.licence}", wanted.terms):
@@ -68,7 +68,7 @@ def fetch(
 
 
 def facts(one: Entry) -> dict[str, Any]:
-    """What the listing says of a set, as plain JSON; the numbers of one that is here are those of its copy."""
+    """A set as plain JSON. The counts of a fetched set are those of the local copy."""
     from fleet_core.data.sets import set_cache
 
     note = set_cache.note_of(one)
@@ -97,7 +97,7 @@ def _row(one: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _here(one: dict[str, Any]) -> str:
-    """yes, no, or a copy that was not checked by sha256."""
+    """yes, no, or ``copy`` for a local copy that was not checked by sha256."""
     return "no" if not one["here"] else "copy" if one["checked"] is False else "yes"
 
 
@@ -107,8 +107,8 @@ def _place(one: Entry) -> str:
     return "the package" if one.reader == set_cache.IN_PACKAGE else str(set_cache.home() / one.name)
 
 
-class Bars:
-    """How far downloads are, on stderr: a bar for each file on a terminal, one line a file elsewhere."""
+class DownloadProgress:
+    """Download progress on stderr: a bar for each file on a terminal, otherwise one line for each file."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -118,9 +118,9 @@ class Bars:
         columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
         self._bars = Progress(*columns, console=console) if console.is_terminal else None
         self._tasks: dict[str, TaskID] = {}
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
 
-    def __enter__(self) -> Bars:
+    def __enter__(self) -> DownloadProgress:
         if self._bars is not None:
             self._bars.start()
         return self
@@ -132,8 +132,8 @@ class Bars:
 
     def __call__(self, file: str, done: int, total: int) -> None:
         if self._bars is None:
-            if file not in self._told:
-                self._told.add(file)
+            if file not in self._announced:
+                self._announced.add(file)
                 processes.say(f"fetching {file}, {bytes_text(total)} …")
             return
         if file not in self._tasks:

@@ -1,10 +1,12 @@
-"""The laboratory's commands of ``metafleet``: simulate, compare, advise. What a command needs is imported
-when it is called."""
+"""The laboratory's commands: ``metafleet simulate``, ``compare`` and ``advise``, and the model trial of ``init``.
+
+Heavy modules are imported inside the commands.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +17,7 @@ from fleet_core.base.errors import ConfigError, DataError, RoundError
 from fleet_core.base.processes import typed
 
 if TYPE_CHECKING:
-    from cloud_server.laboratory.compare.comparison import Comparison
+    from cloud_server.laboratory.compare.advise import Options, Outcome, Simulate
     from cloud_server.laboratory.run.experiment import Experiment, Run
     from cloud_server.laboratory.run.recordings import Model
     from cloud_server.laboratory.run.run_folder import Store
@@ -27,37 +29,37 @@ GOES_ON = "stopped; nothing is lost: the same command goes on"
 
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
-WINDOW = Annotated[int | None, typer.Option("--window", min=1, max=1_000_000, help="Readings in a window, for a .csv "
-                                            "or .ndjson of which each row is a reading.")]
-STRIDE = Annotated[int | None, typer.Option("--stride", min=1, max=1_000_000, help="Readings from one window to the "
-                                            "next; default: as many as a window has.")]
+WINDOW = Annotated[int | None, typer.Option("--window", min=1, max=1_000_000, help="Readings per window, for a .csv or "
+                                            ".ndjson whose rows are single readings.")]
+STRIDE = Annotated[int | None, typer.Option("--stride", min=1, max=1_000_000, help="Readings from the start of one "
+                                            "window to the next; default: the window's length.")]
 
 
 def simulate(
     experiment: Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="See docs/laboratory.md.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder of the runs; those that lie there go on.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the runs; unfinished ones there are continued.")],
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Over the file; may be given again.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides the file; may be repeated.")
     ] = None,
-    engine: Annotated[str, typer.Option(help="local, or ray: a cluster's processes.")] = "local",
-    jobs: Annotated[int, typer.Option(min=0, help="Processes in all; 0: one for each core.")] = 0,
+    engine: Annotated[str, typer.Option(help="local, or ray for a Ray cluster.")] = "local",
+    jobs: Annotated[int, typer.Option(min=0, help="Total number of processes; 0: one for each core.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and list the runs.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """Run an experiment on this machine, without a broker: methods, grids and seeds side by side."""
+    """Run an experiment without a broker: methods, grids and seeds in parallel."""
     from cloud_server.laboratory.compare import comparison as comparing
     from cloud_server.laboratory.compare import finished_runs, tables
     from cloud_server.laboratory.run import experiment as experiments
     from cloud_server.laboratory.run.run_folder import Store
 
-    _among("--engine", engine, ENGINES)
-    _among("--device", device, DEVICES)
+    _check_choice("--engine", engine, ENGINES)
+    _check_choice("--device", device, DEVICES)
     asked = experiments.load(experiment, settings or ())
     runs = experiments.runs(asked)
     if dry_run:
         return _plan(asked, runs, out, (engine, jobs, device), as_json)
-    folders, failed = _simulated(asked, runs, out, (engine, jobs, device))
+    folders, failed = _simulate(asked, runs, out, (engine, jobs, device))
     ended = [folder for folder in folders if Store(folder).done]
     if ended:
         found, _ = finished_runs.gather(ended)
@@ -71,15 +73,15 @@ def simulate(
         raise failed
 
 
-def _simulated(
+def _simulate(
     asked: Experiment, runs: Sequence[Run], out: Path, choices: tuple[str, int, str]
 ) -> tuple[list[Path], RoundError | None]:
-    """(the folders of all runs, which of them failed and why)."""
+    """(the folders of all runs, the error that names the failed ones)."""
     from cloud_server.laboratory.run.run_folder import Store
 
     folders = [out / run.name for run in runs]
     left = [run.name for run in runs if not Store(out / run.name).done]
-    if not left and _as_before(asked, runs, out, choices[2]):
+    if not left and _is_same_experiment(asked, runs, out, choices[2]):
         return folders, None
     from cloud_server.laboratory.run import simulate as simulation
     from cloud_server.laboratory.run.engine import Stopped
@@ -87,8 +89,8 @@ def _simulated(
 
     with processes.until_signal() as stopped, Progress(left, asked.budget.rounds) as progress:
         try:
-            simulation.simulate(asked, out, simulation.Options(*choices), told=progress.told, say=progress.say,
-                                stopped=stopped)
+            simulation.simulate(asked, out, simulation.Options(*choices), on_round=progress.round_ended,
+                                say=progress.say, stopped=stopped)
         except Stopped:
             progress.say(GOES_ON)
             raise KeyboardInterrupt from None
@@ -97,21 +99,21 @@ def _simulated(
     return folders, None
 
 
-def _as_before(asked: Experiment, runs: Sequence[Run], out: Path, device: str) -> bool:
-    """Whether the runs in ``out`` are these, so that nothing has to be checked with the data and with torch."""
+def _is_same_experiment(asked: Experiment, runs: Sequence[Run], out: Path, device: str) -> bool:
+    """Whether the ended runs in ``out`` are of this experiment; then neither the data nor torch need be loaded."""
     from cloud_server.laboratory.run.run_folder import Store, read_table
 
     path = out / "experiment.json"
     same = path.exists() and read_table(path) == json.loads(json.dumps(schema.plain(asked)))
     for run in runs:
-        was = Store(out / run.name).asked()
-        same = same and (was.get("version"), was.get("hyper")) == (run.method.version, schema.plain(run.hyper))
-        same = same and device in ("auto", was.get("device"))
+        earlier = Store(out / run.name).asked()
+        same = same and (earlier.get("version"), earlier.get("hyper")) == (run.method.version, schema.plain(run.hyper))
+        same = same and device in ("auto", earlier.get("device"))
     return same
 
 
 def _plan(asked: Experiment, runs: Sequence[Run], out: Path, choices: tuple[str, int, str], as_json: bool) -> None:
-    """Checks the experiment as a start would, and lists its runs."""
+    """Runs all checks and lists the runs."""
     from cloud_server.laboratory.run import simulate as simulation
     from cloud_server.laboratory.run import workload as workloads
     from cloud_server.laboratory.run.device_work import device_of
@@ -121,7 +123,7 @@ def _plan(asked: Experiment, runs: Sequence[Run], out: Path, choices: tuple[str,
     where = device_of(device, gpu=engine != "ray")
     warnings = simulation.checked(asked, runs)
     for run in runs:
-        Store(out / run.name).check(simulation.Order(asked, run, out / run.name, engine, where, 1).asked)
+        Store(out / run.name).check(simulation.RunTask(asked, run, out / run.name, engine, where, 1).settings)
     workload = workloads.build(asked)
     layout = workloads.layout_of(asked, workload)
     facts: dict[str, Any] = {
@@ -152,35 +154,33 @@ def _planned(run: Run, store: Store, layout: Any) -> dict[str, Any]:
 
 
 def compare(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Folders of runs, runs, fleets or demos.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the page, pictures and tables go.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Runs, folders of runs, fleets or demos.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder for the page, pictures and tables.")],
     target: Annotated[
         list[float] | None,
-        typer.Option("--target", min=0.001, max=1, help="An accuracy whose cost is told; may be given again."),
+        typer.Option("--target", min=0.001, max=1, help="Show what it costs to reach this accuracy; may be repeated."),
     ] = None,
     target_of: Annotated[
-        str, typer.Option(metavar="FIGURE", help="What targets are of, over the devices that train: accuracy (their "
-                                                 "mean) or macro-f1 (pooled).")
+        str, typer.Option(metavar="FIGURE", help="The figure that targets are for, over the devices that train: "
+                                                 "accuracy (mean) or macro-f1 (pooled).")
     ] = "accuracy",
     baseline: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="Gains are over this one; default: Per-FedAvg.")
+        str | None, typer.Option(metavar="LABEL", help="Compute gains over this run; default: Per-FedAvg.")
     ] = None,
-    mixed: Annotated[bool, typer.Option("--mixed", help="Different data or models side by side, marked.")] = False,
+    mixed: Annotated[bool, typer.Option("--mixed", help="Allow different data or models; they are marked.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """Curves and tables over several runs: mean and spread over seeds, costs of an accuracy."""
+    """Compare runs with curves and tables: mean and spread over seeds, and the cost to reach an accuracy."""
     from cloud_server.laboratory.compare import comparison as comparing
-    from cloud_server.laboratory.compare import finished_runs, tables
+    from cloud_server.laboratory.compare import files, finished_runs, tables
 
-    if target_of not in comparing.TARGETS_OF:
-        raise ConfigError(f"'{target_of}' can be no target", where="--target-of",
-                          expected=f"one of {', '.join(comparing.TARGETS_OF)}")
+    _check_choice("--target-of", target_of, tuple(comparing.TARGETS_OF))
     found, remarks = finished_runs.gather(folders)
     for remark in remarks:
         processes.say(f"note: {remark}")
     compared = comparing.compare(found, targets=target or (), baseline=baseline, mixed=mixed, remarks=remarks,
                                  target_of=target_of)
-    written = write(compared, out)
+    written = files.write(compared, out)
     if as_json:
         return terminal.show({**comparing.to_json(compared), "files": [str(path) for path in written]})
     print(tables.closing(compared))
@@ -189,25 +189,7 @@ def compare(
         print(path)
 
 
-def write(compared: Comparison, out: Path) -> list[Path]:
-    """compare.html, curves.png, tables.csv and compare.json in ``out``. Raises ConfigError without matplotlib, before
-    anything is written."""
-    from cloud_server.laboratory.compare import comparison as comparing
-    from cloud_server.laboratory.compare import html_page, plots, tables
-    from fleet_core.base import storage
-
-    contents = {
-        "compare.html": html_page.render(compared, title="Comparison").encode(),
-        "curves.png": plots.png(compared, html_page.brief(compared)),
-        "tables.csv": tables.csv_text(compared).encode(),
-        "compare.json": json.dumps(comparing.to_json(compared), indent=2, allow_nan=False).encode(),
-    }
-    for name, content in contents.items():
-        storage.write_atomic(out / name, content)
-    return [out / name for name in contents]
-
-
-def _among(option: str, value: str, known: Sequence[str]) -> None:
+def _check_choice(option: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         near = schema.suggest(value, known)
         raise ConfigError(f"unknown value '{value}'" + (f" (did you mean '{near}'?)" if near else ""), where=option,
@@ -215,25 +197,56 @@ def _among(option: str, value: str, known: Sequence[str]) -> None:
 
 
 def advise(
-    data: Annotated[str, typer.Argument(metavar="DATA", help="A named set, or samples with a 'client'.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="A named set, or samples with a column 'client'.")],
     window: WINDOW = None,
     stride: STRIDE = None,
-    budget_minutes: Annotated[float, typer.Option("--budget-minutes", min=0.01, help="For all runs together.")] = 5.0,
-    board: Annotated[str | None, typer.Option(help="A profile, or a file, for joules.")] = None,
+    budget_minutes: Annotated[float, typer.Option("--budget-minutes", min=0.01, help="Total time for all runs.")] = 5.0,
+    board: Annotated[str | None, typer.Option(help="A board profile or its file, to estimate joules.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the runs; default: advice-DATA.")] = None,
     as_json: JSON = False,
 ) -> None:
-    """Which method, model and codec to take for these recordings, and why: a short comparison on them."""
+    """Recommend a method, model and codec for these recordings, from a short comparison on them."""
     from cloud_server.laboratory.compare import advice
     from cloud_server.laboratory.compare import advise as advising
-    from cloud_server.laboratory.run import experiment as experiments
-    from cloud_server.laboratory.run import simulate as simulation
-    from cloud_server.laboratory.run.engine import Stopped
-    from cloud_server.laboratory.run.run_folder import Store
-    from cloud_server.laboratory.run.run_progress import Progress
     from fleet_core.base import storage
 
     folder = out or Path(f"advice-{Path(data).stem}")
+    outcome = _advice_on(advising.Options(data, budget_minutes, board, window, stride), folder)
+    facts = {**advice.to_json(outcome.advice), "facts": outcome.facts,
+             "sentences": advice.sentences(outcome.advice, outcome.facts)}
+    storage.write_json(folder / "advice.json", facts)
+    _write_fleet_toml(outcome, folder)
+    if as_json:
+        terminal.show(facts)
+    else:
+        print(advice.table(outcome.advice, outcome.facts))
+        print("\n".join(facts["sentences"]))
+    for line in _next_steps(outcome, folder):
+        processes.say(line) if as_json else print(line)
+
+
+def _advice_on(options: Options, folder: Path) -> Outcome:
+    """Runs the comparison, in ``folder``. Raises FleetError, and KeyboardInterrupt if it is stopped."""
+    from cloud_server.laboratory.compare import advise as advising
+    from cloud_server.laboratory.run import simulate as simulation
+    from cloud_server.laboratory.run.engine import Stopped
+
+    with processes.until_signal() as stopped:
+        try:
+            return advising.advise(options, folder, _simulator(stopped), cores=simulation.cores_here(),
+                                   say=processes.say)
+        except Stopped:
+            processes.say(f"stopped; nothing is lost: the same command with --out {folder} goes on")
+            raise KeyboardInterrupt from None
+
+
+def _simulator(stopped: Callable[[], bool]) -> Simulate:
+    """How ``advise`` runs an experiment: with progress on the terminal, and every warning only once."""
+    from cloud_server.laboratory.run import experiment as experiments
+    from cloud_server.laboratory.run import simulate as simulation
+    from cloud_server.laboratory.run.run_folder import Store
+    from cloud_server.laboratory.run.run_progress import Progress
+
     warned = set[str]()
 
     def warn(line: str) -> None:
@@ -241,50 +254,50 @@ def advise(
             processes.say(line)
         warned.add(line)
 
-    with processes.until_signal() as stopped:
+    def simulate(asked: Experiment, out: Path, title: str) -> tuple[list[Path], list[str]]:
+        runs, failed = experiments.runs(asked), list[str]()
+        processes.say(title)
+        with Progress([run.name for run in runs], asked.budget.rounds) as progress:
+            try:
+                simulation.simulate(asked, out, simulation.Options(), on_round=progress.round_ended, say=warn,
+                                    stopped=stopped)
+            except RoundError as error:
+                failed = error.what.splitlines()
+        return [out / run.name for run in runs if Store(out / run.name).done], failed
 
-        def run(asked: Experiment, place: Path, title: str) -> tuple[list[Path], list[str]]:
-            runs, failed = experiments.runs(asked), list[str]()
-            processes.say(title)
-            with Progress([one.name for one in runs], asked.budget.rounds) as progress:
-                try:
-                    simulation.simulate(asked, place, simulation.Options(), told=progress.told, say=warn,
-                                        stopped=stopped)
-                except RoundError as error:
-                    failed = error.what.splitlines()
-            return [place / one.name for one in runs if Store(place / one.name).done], failed
-
-        try:
-            options = advising.Options(data, budget_minutes, board, window, stride)
-            told = advising.advise(options, folder, run, cores=simulation.cores_here(), say=processes.say)
-        except Stopped:
-            processes.say(f"stopped; nothing is lost: the same command with --out {folder} goes on")
-            raise KeyboardInterrupt from None
-    facts = {**advice.to_json(told.advice), "facts": told.facts, "sentences": advice.sentences(told.advice, told.facts)}
-    storage.write_json(folder / "advice.json", facts)
-    if as_json:
-        terminal.show(facts)
-    else:
-        print(advice.table(told.advice, told.facts))
-        print("\n".join(facts["sentences"]))
-    for line in _settings(told, folder):
-        processes.say(line) if as_json else print(line)
+    return simulate
 
 
-def tried(samples: Samples, spec: InputSpec, method: str, seed: int) -> Model | None:
-    """The model that a short trial on these samples chooses, with its table and its warnings; None where nothing was
-    tried, which is said."""
+def _write_fleet_toml(outcome: Outcome, folder: Path) -> None:
+    from fleet_core.base import storage
+
+    fleet = folder / "fleet"
+    if outcome.fleet_toml is not None and not (fleet / "fleet.key").exists():
+        storage.write_atomic(fleet / "fleet.toml", outcome.fleet_toml.encode())
+
+
+def _next_steps(outcome: Outcome, folder: Path) -> Iterator[str]:
+    fleet = folder / "fleet"
+    if outcome.fleet_toml is not None:
+        yield f"{fleet}/fleet.toml has these settings: metafleet init {typed(fleet)}"
+    if outcome.command is not None:
+        yield f"or, with the defaults of a fleet for the rest: {outcome.command}"
+
+
+def choose_model(samples: Samples, spec: InputSpec, method: str, seed: int) -> Model | None:
+    """The model chosen by a short trial on these samples, after printing the trial's table and warnings; None, with a
+    reason on stderr, if no trial is possible."""
     try:
         from cloud_server.laboratory.compare import model_trial
     except ModuleNotFoundError:
-        return None  # making the fleet says what to install
+        return None  # making the fleet reports what to install
 
-    why = model_trial.why_not(samples)
+    why = model_trial.reason_to_skip(samples)
     if why:
         processes.say(f"no model was tried: {why}")
         return None
     try:
-        found = model_trial.tryout(samples, spec, method, seed=seed, say=processes.say)
+        found = model_trial.try_models(samples, spec, method, seed=seed, say=processes.say)
     except DataError as error:
         processes.say(f"no model was tried: {error.what}")
         return None
@@ -293,21 +306,8 @@ def tried(samples: Samples, spec: InputSpec, method: str, seed: int) -> Model | 
     if found.chosen is None:
         processes.say("no model could be tried: the shape of the samples decides")
         return None
-    terminal.table(found.rows(), model_trial.HEADS)
+    terminal.table(found.rows(), model_trial.COLUMNS)
     print(f"* is taken; accuracy and macro-F1 on {found.on}; bytes of one device, up and down")
     for text in found.warnings:
         print(f"warning: {text}")
     return found.chosen.model
-
-
-def _settings(told: Any, folder: Path) -> Iterator[str]:
-    """Writes the fleet.toml, and says how to make the fleet."""
-    from fleet_core.base import storage
-
-    fleet = folder / "fleet"
-    if told.fleet_toml is not None and not (fleet / "fleet.key").exists():
-        storage.write_atomic(fleet / "fleet.toml", told.fleet_toml.encode())
-    if told.fleet_toml is not None:
-        yield f"{fleet}/fleet.toml has these settings: metafleet init {typed(fleet)}"
-    if told.command is not None:
-        yield f"or, with the defaults of a fleet for the rest: {told.command}"

@@ -1,4 +1,4 @@
-"""``metafleet server pause`` and ``resume``: asks the aggregator through the ledger, and says what comes of it."""
+"""``metafleet server pause`` and ``resume``: leave a request in the ledger, and say what will happen."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fleet_core.base.processes import typed
 
 @dataclass(frozen=True)
 class Answer:
-    """paused: what was asked for. changed: it was otherwise before. running: an aggregator works on the fleet.
-    last_round: the last closed round, 0 before the first."""
+    """paused: the requested state. changed: it was different before. running: whether an aggregator runs. last_round:
+    the last closed round, 0 before the first."""
 
     paused: bool
     changed: bool
@@ -28,7 +28,7 @@ class Answer:
 
 
 def is_paused(ledger: Ledger) -> bool:
-    """What was asked for last, whether or not the aggregator has read it yet."""
+    """The last requested state, even if the aggregator has not read the request yet."""
     return (ledger.requests().get("paused") or ledger.fact("paused")) == "yes"
 
 
@@ -38,7 +38,7 @@ def last_closed(ledger: Ledger) -> int:
 
 
 def ask(fleet: Fleet, paused: bool) -> Answer:
-    """Pauses the fleet or lets it go on. Raises StateError without a ledger."""
+    """Requests that the fleet pauses or resumes. Raises StateError without a ledger."""
     with Ledger(fleet.ledger_path, create=False) as ledger:
         changed = is_paused(ledger) is not paused
         if changed:
@@ -48,7 +48,7 @@ def ask(fleet: Fleet, paused: bool) -> Answer:
 
 
 def sentence(answer: Answer, fleet: Fleet) -> str:
-    """What the operator is told."""
+    """The answer in words, for the operator."""
     if answer.paused:
         return f"{'paused' if answer.changed else 'already paused'}: {_until_resumed(answer, fleet)}"
     return f"{'resumed' if answer.changed else 'was not paused'}: {_goes_on(answer, fleet)}"
@@ -78,5 +78,5 @@ def _goes_on(answer: Answer, fleet: Fleet) -> str:
 
 
 def done(rounds: int) -> str:
-    """How a fleet whose rounds are over goes on."""
+    """How to continue a fleet whose rounds are all closed."""
     return f"all {rounds} rounds are done; to train on, raise rounds in fleet.toml and start the server again"

@@ -1,4 +1,4 @@
-"""Asks a device for a prediction over MQTT and waits for its answer."""
+"""``metafleet predict``: sends samples to a device over MQTT and waits for its answer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def ask(
     fleet: str, device: str, x: np.ndarray[Any, Any], url: str, *, timeout_s: float = 20.0, tls: TlsFiles | None = None,
     off: str = "",
 ) -> Answer:
-    """off: why no answer is expected, for the error's text.
+    """The device's answer to samples x [S, *shape]. off: a likely reason for no answer, for the error message.
 
-    Raises LinkError when no broker or device answers in time, RoundError with the device's own reason.
+    Raises LinkError if no broker or device answers in time, RoundError with the reason of a device that cannot answer.
     """
     link = MqttLink(url, client_id=f"{fleet}-ask-{secrets.token_hex(4)}", **(tls or {}))
     question_id = secrets.token_hex(8)
@@ -55,7 +55,7 @@ def ask(
 
 
 def why_off(fleet: Fleet, device: Device) -> str:
-    """Why the device may not answer, as far as the fleet's folder tells; empty when it should."""
+    """Why the device may not answer, from the fleet's folder; empty if it should."""
     said = [f"when last heard of, {terminal.date(device.last_seen)}, it was off"] if device.state == "off" else []
     if not fleet.running():
         said.append(f"the aggregator is not running: metafleet server start {typed(fleet.folder)}")

@@ -71,9 +71,7 @@ def absent(board: Profile) -> dict[str, str]:
     """{term of the energy model that is unknown: why}. A power sensor measures computing and radio itself."""
     terms = dict(BoardModel(board).absent_terms)
     if board.power.sensor in ("pmic", "ina3221", "hwmon"):
-        return (
-            {"idle": "no cited idle watts: a sensor's reading does not show its idle part"} if "idle" in terms else {}
-        )
+        return {"idle": "no cited idle watts: a sensor does not separate idle from work"} if "idle" in terms else {}
     return terms
 
 

@@ -1,1 +1,1 @@
-"""The laboratory: experiments on one machine, without a broker; the algorithms, codecs and client loop of the fleet."""
+"""The laboratory: experiments on one machine without a broker, with the fleet's algorithms, codecs and client loop."""

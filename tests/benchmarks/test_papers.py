@@ -178,8 +178,8 @@ def gone(path: Path, out: Path, *, ends_after: int = 99, seeds: tuple[int, ...] 
     rounds: list[int] = []
     asked = run.taken(experiments.load(path), seeds)
     with contextlib.suppress(Stopped):
-        simulate(asked, out / "toy", Options(jobs=1, device="cpu"), told=lambda name, row: rounds.append(row["round"]),
-                 stopped=lambda: len(rounds) >= ends_after)
+        simulate(asked, out / "toy", Options(jobs=1, device="cpu"),
+                 on_round=lambda name, row: rounds.append(row["round"]), stopped=lambda: len(rounds) >= ends_after)
     found: dict[str, Any] = collect.collected([path], out)["experiments"]["toy"]["methods"]["fedavg"]
     return found
 

@@ -13,7 +13,7 @@ from benchmarks.papers import page
 from benchmarks.papers.sensors import choose, table
 from cloud_server.laboratory.compare import finished_runs
 from cloud_server.laboratory.compare.advice import score
-from cloud_server.laboratory.compare.advise import TRIED
+from cloud_server.laboratory.compare.advise import METHODS_TRIED
 from cloud_server.laboratory.compare.comparison import Bound, stat
 from cloud_server.laboratory.compare.tables import TIMES
 from cloud_server.laboratory.run import experiment as experiments
@@ -182,4 +182,4 @@ def test_the_advice_tries_a_method_that_is_not_told_apart_from_the_best_or_the_p
         assert "have not been made yet" in (choose.HERE / "README.md").read_text()
         return
     best = order[0][2]
-    assert [label for label, _, one in order if label in TRIED and not table.apart(best, one)]
+    assert [label for label, _, one in order if label in METHODS_TRIED and not table.apart(best, one)]

@@ -86,7 +86,7 @@ def main() -> None:
     try:
         for name in options.only:
             asked = experiments.load(HERE / "grid" / f"{name}.toml")
-            folders = simulate(asked, options.out / name, Options(jobs=options.jobs, device="cpu"), told=told(name),
+            folders = simulate(asked, options.out / name, Options(jobs=options.jobs, device="cpu"), on_round=told(name),
                                say=lambda line: print(line, file=sys.stderr),
                                stopped=lambda: time.monotonic() > ends)
             found = candidates(folders)

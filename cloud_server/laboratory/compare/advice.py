@@ -1,9 +1,9 @@
-"""Which method, model and codec to take: the decision from the runs of ``advise``, and how it is told.
+"""Recommends a method, model and codec from the runs of ``advise``, and explains the recommendation.
 
-A candidate's score is macro-F1, which counts a rare class as much as a frequent one: that of the devices that trained
-and that of the new ones, averaged over the devices. Two candidates are told apart when their scores differ by more than
-the spread of that difference over seeds, and by half a point. Of those that are not told apart from the best, the one
-that sends the fewest bytes is taken, and of equals in that the one whose worst device fares better.
+A candidate's score is macro-F1, which weighs a rare class as much as a frequent one, averaged over the devices that
+trained and the new ones. Two candidates differ if their scores differ by more than the spread of that difference over
+seeds, and by at least half a point. Among the candidates that do not differ from the best, the one that sends the
+fewest bytes is chosen; among equals, the one with the best worst device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloud_server.laboratory.compare.comparison import Stat, present, stat
-from cloud_server.laboratory.compare.finished_runs import DEVICES, Scores, Trial
+from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, Scores
 from cloud_server.laboratory.compare.tables import aligned, share, stat_text
 from cloud_server.reports.formatting import ABSENT, bytes_text, flops_text, phase_text
 from cloud_server.reports.scores import Score
@@ -32,10 +32,10 @@ bytes, arithmetic, energy: of one device in one round
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method with a model, and how it did. score: over all devices, old and new. mean, worst: accuracy of those that
-    trained; new: mean of the new ones. payload, flops, joules: of one device in one round. risen: by how much its
-    accuracy rose in the second half of the rounds. pooled: over all samples of those that trained; loss: of their
-    training at the end, both means over seeds."""
+    """A method with a model, and its figures. score: macro-F1 over all devices, old and new. mean, worst: accuracy of
+    the devices that trained; new: mean accuracy of the new ones. payload, flops, joules: of one device in one round.
+    risen: increase of the accuracy in the second half of the rounds. pooled: over all test samples of the devices that
+    trained; loss: of their last training round. Both are means over seeds."""
 
     method: str
     model: str
@@ -57,8 +57,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """ranked: all candidates, the best score first. chosen: the one to take. tied: those not told apart from the best.
-    coded: the chosen one with ``CODEC`` on the wire, where that was run."""
+    """ranked: all candidates, the best score first. chosen: the recommended one. tied: those that do not differ from
+    the best. coded: the recommended one with ``CODEC`` on the wire, if that was run."""
 
     chosen: Candidate
     ranked: tuple[Candidate, ...]
@@ -70,63 +70,63 @@ class Advice:
     remarks: tuple[str, ...]
 
 
-def candidates(runs: Sequence[Trial], cohort: int) -> list[Candidate]:
-    """One for each label ``METHOD+MODEL…`` of the runs. cohort: devices asked in a round."""
-    groups: dict[str, list[Trial]] = {}
-    for trial in runs:
-        groups.setdefault(trial.label, []).append(trial)
+def candidates(runs: Sequence[FinishedRun], cohort: int) -> list[Candidate]:
+    """One candidate for each label ``METHOD+MODEL…`` of the runs. cohort: devices per round."""
+    groups: dict[str, list[FinishedRun]] = {}
+    for run in runs:
+        groups.setdefault(run.label, []).append(run)
     return [_candidate(group, cohort) for group in groups.values()]
 
 
-def _candidate(group: Sequence[Trial], cohort: int) -> Candidate:
+def _candidate(group: Sequence[FinishedRun], cohort: int) -> Candidate:
     method, model = group[0].label.split("+")[:2]
-    new = [_new(trial) for trial in group]
+    new = [_new(run) for run in group]
 
     def each(key: str) -> float | None:
-        spent = [trial.spent[key] / (trial.spent["rounds"] * cohort) for trial in group if key in trial.spent]
+        spent = [run.spent[key] / (run.spent["rounds"] * cohort) for run in group if key in run.spent]
         return sum(spent) / len(spent) if len(spent) == len(group) else None
 
     return Candidate(
-        method, model, stat([score(trial) for trial in group]),
-        stat([trial.last[DEVICES]["mean"] for trial in group]),
-        stat([trial.last[DEVICES]["worst"] for trial in group]),
+        method, model, stat([score(run) for run in group]),
+        stat([run.last[DEVICES]["mean"] for run in group]),
+        stat([run.last[DEVICES]["worst"] for run in group]),
         stat([scores["mean"] for scores in new]) if all(new) else None, each("payload_bytes") or 0.0,
-        each("flops"), each("joules"), sum(_risen(trial) for trial in group) / len(group), _pooled(group),
-        _mean([trial.loss for trial in group]),
+        each("flops"), each("joules"), sum(_risen(run) for run in group) / len(group), _pooled(group),
+        _mean([run.loss for run in group]),
     )
 
 
-def _pooled(group: Sequence[Trial]) -> Score | None:
-    accuracy, f1 = (_mean([trial.last[DEVICES].get(key) for trial in group]) for key in ("pooled", "macro_f1"))
+def _pooled(group: Sequence[FinishedRun]) -> Score | None:
+    accuracy, f1 = (_mean([run.last[DEVICES].get(key) for run in group]) for key in ("pooled", "macro_f1"))
     return None if accuracy is None or f1 is None else Score(accuracy=accuracy, macro_f1=f1)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where one of them is absent."""
+    """None if one of the values is missing."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if len(known) == len(values) else None
 
 
-def _new(trial: Trial) -> Scores:
-    return next((scores for kind, scores in trial.last.items() if kind.startswith("new")), {})
+def _new(run: FinishedRun) -> Scores:
+    return next((scores for kind, scores in run.last.items() if kind.startswith("new")), {})
 
 
-def score(trial: Trial) -> float:
-    """Macro-F1 of the devices that train and of the new ones; each device weighs the same."""
-    evaluated = [scores for scores in (trial.last[DEVICES], _new(trial)) if scores]
+def score(run: FinishedRun) -> float:
+    """Macro-F1 of the devices that train and of the new ones; all devices weigh the same."""
+    evaluated = [scores for scores in (run.last[DEVICES], _new(run)) if scores]
     return sum(of["macro_f1"] * of["devices"] for of in evaluated) / sum(of["devices"] for of in evaluated)
 
 
-def _risen(trial: Trial) -> float:
-    """Between the first and the last evaluation."""
-    return trial.points[-1].scores[DEVICES]["mean"] - trial.points[0].scores[DEVICES]["mean"]
+def _risen(run: FinishedRun) -> float:
+    """Increase of the mean accuracy from the first to the last evaluation."""
+    return run.points[-1].scores[DEVICES]["mean"] - run.points[0].scores[DEVICES]["mean"]
 
 
 # The decision ---------------------------------------------------------------------------------------------------------
 
 
 def gap(one: Candidate, other: Candidate) -> float:
-    """What their scores must differ by, to be told apart."""
+    """The smallest difference of two scores that counts."""
     if one.score.std is None or other.score.std is None:
         return GAP_OF_ONE_SEED
     return max(LEAST_GAP, math.hypot(one.score.std, other.score.std))
@@ -136,7 +136,7 @@ def decide(
     known: Sequence[Candidate], coded: Sequence[Candidate] = (), *, rounds: int = 0, minutes: float = 0.0,
     remarks: tuple[str, ...] = (),
 ) -> Advice:
-    """The advice from one candidate or more. Those with fewer seeds than others are not taken."""
+    """The advice from one or more candidates. Candidates with fewer seeds than others are not chosen."""
     ranked = sorted(known, key=lambda one: -one.score.mean)
     seeds = max(one.score.seeds for one in ranked)
     evaluated = [one for one in ranked if one.score.seeds == seeds]
@@ -151,7 +151,7 @@ def decide(
 
 
 def federated(advice: Advice) -> Candidate:
-    """The one to make a fleet of: the chosen one, or the best that is not training alone."""
+    """The candidate to make a fleet of: the chosen one, or if that is training alone, the best that is not."""
     return _federated(advice.chosen, advice.ranked)
 
 
@@ -165,12 +165,12 @@ def _federated(chosen: Candidate, ranked: Sequence[Candidate]) -> Candidate:
 
 
 def sentences(advice: Advice, facts: Mapping[str, Any]) -> list[str]:
-    """The advice in plain sentences, a list of paragraphs. facts: data, devices, new_devices, support, board, …"""
-    parts = (_take, _what, _beside, _why, _change, _wire, _energy, _sure)
+    """The advice as a list of sentences. facts: data, devices, new_devices, support, board, …"""
+    parts = (_recommendation, _expected_accuracy, _baselines, _reasons, _alternatives, _bytes, _energy, _certainty)
     return [text for part in parts for text in part(advice, facts)]
 
 
-def _take(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
+def _recommendation(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     if advice.chosen.payload:
         yield f"Take {advice.chosen.name}, {advice.codec} on the wire."
         return
@@ -178,7 +178,7 @@ def _take(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
            f"best. For a fleet all the same, take {federated(advice).name}, {advice.codec} on the wire.")
 
 
-def _what(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
+def _expected_accuracy(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     one = federated(advice)
     yield (f"A device then answers {_points(one.mean)} of its later samples right (mean over {facts['devices']} devices"
            f"{_over(one.mean)}), the worst device {_points(one.worst)}.")
@@ -187,8 +187,8 @@ def _what(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
                f"{100 * facts['support']:g} % of their time reach {_points(one.new)}.")
 
 
-def _beside(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
-    """What simple answers come to on the same samples, and the warnings."""
+def _baselines(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
+    """The simple baselines on the same samples, and the warnings."""
     simple = [(f"a plain baseline, {plain['method']}, that learned from all devices together", plain["accuracy"])
               for plain in (facts.get("plain"),) if plain]
     simple += [("each device's most frequent class", facts["frequent"]["accuracy"])] if "frequent" in facts else []
@@ -197,7 +197,7 @@ def _beside(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"Warning: {text}." for text in facts.get("warnings", ()))
 
 
-def _why(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
+def _reasons(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     best, chosen = advice.ranked[0], advice.chosen
     others = [one for one in advice.tied if one != chosen]
     if others:
@@ -216,7 +216,7 @@ def _why(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"Training alone, without any fleet, comes to {share(alone.score.mean)}."
 
 
-def _change(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
+def _alternatives(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     one = federated(advice)
     others = [other for other in advice.ranked if (other.method, other.model) != (one.method, one.model)]
     methods = [other for other in others if other.model == one.model and other.payload][:OTHERS_TOLD]
@@ -241,7 +241,7 @@ def _times(ratio: float, what: str) -> str:
     return f"the same {what}" if abs(ratio - 1) < 0.05 else f"{ratio:.2g} times the {what}"
 
 
-def _wire(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
+def _bytes(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     one, coded = federated(advice), advice.coded
     if coded is None:
         yield (f"A device sends and receives {bytes_text(one.payload)} a round without a codec; {CODEC}, a fleet's "
@@ -265,7 +265,7 @@ def _energy(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
                "idle.")
 
 
-def _sure(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
+def _certainty(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     one = federated(advice)
     seeds = one.score.seeds
     yield (f"How sure: {advice.rounds} rounds, {seeds} seed{'s' if seeds > 1 else ''} for the best and one for the "
@@ -281,7 +281,7 @@ def _sure(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def table(advice: Advice, facts: Mapping[str, Any] | None = None) -> str:
-    """All candidates, the best first, and the simple answers of ``facts``."""
+    """All candidates, the best first, and the simple baselines in ``facts``."""
     heads = ("", "macro-F1", "accuracy", "worst device", "new devices", "bytes", "arithmetic", "energy", "seeds")
     rows = [
         (one.name, stat_text(one.score), stat_text(one.mean), stat_text(one.worst), stat_text(one.new),
@@ -296,13 +296,13 @@ def table(advice: Advice, facts: Mapping[str, Any] | None = None) -> str:
 
 
 def to_json(advice: Advice) -> dict[str, Any]:
-    """Ready for ``json.dumps``; a figure that was not taken is absent."""
+    """Ready for ``json.dumps``; missing figures are left out."""
     plain: dict[str, Any] = present(schema.plain(advice))
     return plain
 
 
 def together(words: Sequence[str]) -> str:
-    """a, b and c."""
+    """The words as ``a, b and c``."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 

@@ -1,15 +1,15 @@
-"""``metafleet advise``: a short, budgeted comparison on a person's own recordings.
+"""``metafleet advise``: a short comparison of methods and models on a user's recordings, within a time budget.
 
-1. two methods with every model for two rounds, to see how long a round takes here;
+1. two methods with every model for two rounds, to measure how long a round takes;
 2. all methods with one seed and two models, for as many rounds as the budget allows;
-3. the best of them with the other models;
-4. the best of all, and training alone, with two seeds more;
-5. the one to take, with int8 on the wire.
+3. the best methods with the other models;
+4. the best of all, and training alone, with two more seeds;
+5. the recommended one with int8 on the wire.
 
-Beside them stand a plain baseline and the most frequent class, on the same samples.
+A plain baseline and the most frequent class are measured on the same samples.
 
-Devices are the data's own clients, each split along time, and a fifth of them never train: they are the new devices.
-Every method runs with its own defaults; nothing is tuned.
+The devices are the clients of the data, each split along time. A fifth of them never train: they are the new devices.
+Every method runs with its default hyper-parameters.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cloud_server.laboratory.compare import finished_runs, plain_yardsticks
+from cloud_server.laboratory.compare import finished_runs, simple_baselines
 from cloud_server.laboratory.compare.advice import CODEC, Advice, candidates, decide, federated, together
-from cloud_server.laboratory.compare.finished_runs import Trial
-from cloud_server.laboratory.compare.plain_yardsticks import Yardsticks
+from cloud_server.laboratory.compare.finished_runs import FinishedRun
+from cloud_server.laboratory.compare.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import workload as workloads
 from cloud_server.laboratory.run.experiment import PLAIN, Experiment
@@ -39,17 +39,17 @@ from fleet_core.base.processes import typed
 from fleet_core.board import catalogue
 from fleet_core.power.energy_model import BoardModel
 
-TRIED = ("local", "fedavg-meta", "p-avg-proto", "pfldyn-proto", "per-fedavg-fo", "knn-per")
-"""The yardsticks, and those that did best of all methods on heart beats and human activity (benchmarks/papers/sensors),
-of each kind the one that sends least."""
-PACED = ("local", "per-fedavg-fo")  # those with the least and the most arithmetic
+METHODS_TRIED = ("local", "fedavg-meta", "p-avg-proto", "pfldyn-proto", "per-fedavg-fo", "knn-per")
+"""The baselines, and the best methods on heart beats and human activity (benchmarks/papers/sensors); of each kind the
+one that sends the least."""
+TIMED = ("local", "per-fedavg-fo")  # the methods with the least and the most arithmetic
 NEW_DEVICES, SUPPORT, COHORT = 0.2, 0.2, 10
 PACE_ROUNDS, MIN_ROUNDS, MAX_ROUNDS, FLEET_ROUNDS = 2, 5, 50, 30
 WITH_ALL_METHODS, BEST_METHODS = 2, 2
-"""How many models run with all methods; how many methods, the best, run with the others."""
+"""How many models run with all methods; how many of the best methods run with the other models."""
 FINALISTS, MORE_SEEDS = 3, (1, 2)
 LATER_RUNS = (FINALISTS + 1) * len(MORE_SEEDS) + 1 + len(MORE_SEEDS)
-PLANNED = 0.85  # share of the budget
+PLANNED = 0.85  # share of the budget that is planned for
 
 T = TypeVar("T")
 Simulate = Callable[[Experiment, Path, str], tuple[list[Path], list[str]]]
@@ -58,7 +58,8 @@ Simulate = Callable[[Experiment, Path, str], tuple[list[Path], list[str]]]
 
 @dataclass(frozen=True)
 class Options:
-    """data: a named set or a file. board: whose joules are told. window, stride: of a file of readings."""
+    """data: a named set or a file. board: the profile to estimate joules with. window, stride: to cut a file of
+    readings. """
 
     data: str = field(metadata={"max_length": 4096})
     budget_minutes: float = field(default=5.0, metadata={"above": 0, "max": 100_000})
@@ -69,8 +70,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the budget allows; written to plan.json, so that what was stopped goes on with the same. models: labels.
-    whole: how many of them, the first, run with all methods; the others run with the best."""
+    """What fits into the budget; written to plan.json, so that a stopped run continues with the same plan. models:
+    their labels. whole: how many of the first models run with all methods; the others run with the best methods
+    only."""
 
     rounds: int = field(metadata={"min": 1, "max": MAX_ROUNDS})
     models: tuple[str, ...]
@@ -79,9 +81,9 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """facts: what was compared on. fleet_toml: of a fleet with the chosen settings; None where classes have no names.
-    command: the shorter way to such a fleet, without what fleet_toml says of input, codecs and cohort; None where the
-    model has options."""
+    """facts: data, devices, board and baselines of the comparison. fleet_toml: of a fleet with the recommended
+    settings; None if the classes have no names. command: makes such a fleet with the default input, codecs and cohort;
+    None if the model has options."""
 
     advice: Advice
     facts: Mapping[str, Any]
@@ -93,22 +95,22 @@ def advise(
     options: Options, out: Path, simulate: Simulate, *, cores: int, say: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """The advice; what was run for it lies in ``out``, and goes on there.
+    """The advice. Its runs are stored in ``out``, and continued there.
 
-    Raises DataError for data that cannot be evaluated, and ConfigError for a budget that is too short for them.
+    Raises DataError for data that cannot be evaluated, and ConfigError for a budget that is too short.
     """
     work = _Work(options, recordings(options.data, options.window, options.stride), out, simulate, cores, clock)
     for remark in work.remarks:
         say(f"note: {remark}")
     plan = work.plan()
     others = plan.models[plan.whole :]
-    say(f"{plan.rounds} rounds of {len(TRIED)} methods with {together(plan.models[: plan.whole])}"
+    say(f"{plan.rounds} rounds of {len(METHODS_TRIED)} methods with {together(plan.models[: plan.whole])}"
         + (f", and of the best {BEST_METHODS} with {together(others)}" if others else ""))
     return work.outcome(work.advice(plan))
 
 
 class _Work:
-    """The runs of one advice."""
+    """The plan and the runs of one advice."""
 
     def __init__(
         self, options: Options, found: Recordings, out: Path, simulate: Simulate, cores: int, clock: Callable[[], float]
@@ -117,22 +119,23 @@ class _Work:
         self._simulate, self._cores, self._clock, self._started = simulate, cores, clock, clock()
         self._models = {model.label: model for model in found.models}
         self.remarks = list(found.remarks)
-        self._workload = workloads.build(self._asked("first", found.models[0].label, TRIED, (0,), 1, PLAIN, cohort=0))
+        first = self._experiment("first", found.models[0].label, METHODS_TRIED, (0,), 1, PLAIN, cohort=0)
+        self._workload = workloads.build(first)
 
     # Plan -------------------------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """That of an advice that lies there, or one that fits the budget. Raises ConfigError."""
-        known = _noted(self._out / "options.json", Options)
+        """The stored plan of an earlier start, or a new one that fits the budget. Raises ConfigError."""
+        known = _stored(self._out / "options.json", Options)
         if known is None:
             if self._out.exists() and any(self._out.iterdir()):
                 raise ConfigError("is not empty and holds no advice", where=str(self._out), hint="give another --out")
             storage.write_json(self._out / "options.json", schema.plain(self._options))
         elif known != self._options:
             raise ConfigError("holds an advice with other options", where=str(self._out), hint="give another --out")
-        plan = _noted(self._out / "plan.json", Plan)
+        plan = _stored(self._out / "plan.json", Plan)
         if plan is None:
-            plan = Plan(*planned(*self._paces(), self._left_s, self._cores))
+            plan = Plan(*fitting_plan(*self._measure_rounds(), self._left_s, self._cores))
             storage.write_json(self._out / "plan.json", schema.plain(plan))
         left = [label for label in self._models if label not in plan.models]
         self.remarks += [f"the budget left no time for {together(left)}"] if left else []
@@ -142,31 +145,31 @@ class _Work:
     def _left_s(self) -> float:
         return 60 * self._options.budget_minutes - (self._clock() - self._started)
 
-    def _paces(self) -> tuple[dict[str, float], float]:
-        """(seconds of a run's round, by model; what a run takes beside its rounds)."""
-        began, paces, runs = self._clock(), dict[str, float](), 0
+    def _measure_rounds(self) -> tuple[dict[str, float], float]:
+        """(model label -> seconds of a round, seconds that a run takes besides its rounds). Raises ConfigError."""
+        began, round_s, runs = self._clock(), dict[str, float](), 0
         for label in self._models:
-            found = self._run("pace", label, PACED, (0,), PACE_ROUNDS, f"the pace of {label}")
+            found = self._run("pace", label, TIMED, (0,), PACE_ROUNDS, f"the pace of {label}")
             if not found and label in list(self._models)[WITH_ALL_METHODS:]:
                 continue
             if not found:
-                raise ConfigError(f"no method gets through {PACE_ROUNDS} rounds with {label}",
+                raise ConfigError(f"no method completes {PACE_ROUNDS} rounds with {label}",
                                   hint="; ".join(self.remarks))
-            paces[label] = sum(trial.seconds for trial in found) / len(found) / PACE_ROUNDS
+            round_s[label] = sum(run.seconds for run in found) / len(found) / PACE_ROUNDS
             runs += len(found)
-        busy_s = sum(paces.values()) * PACE_ROUNDS * runs / len(paces)
-        return paces, max(0.0, (self._clock() - began) * self._cores - busy_s) / runs
+        busy_s = sum(round_s.values()) * PACE_ROUNDS * runs / len(round_s)
+        return round_s, max(0.0, (self._clock() - began) * self._cores - busy_s) / runs
 
     # Runs -------------------------------------------------------------------------------------------------------------
 
     def advice(self, plan: Plan) -> Advice:
-        """Raises ConfigError where no run comes to an end."""
+        """Runs the plan. Raises ConfigError if no run ends."""
         known = [
-            trial for label in plan.models[: plan.whole]
-            for trial in self._run("first", label, TRIED, (0,), plan.rounds, f"all methods with {label}")
+            run for label in plan.models[: plan.whole]
+            for run in self._run("first", label, METHODS_TRIED, (0,), plan.rounds, f"all methods with {label}")
         ]
         if not known:
-            raise ConfigError("no method comes to an end with these data", hint="; ".join(self.remarks))
+            raise ConfigError("every method failed on these data", hint="; ".join(self.remarks))
         others = plan.models[plan.whole :]
         if others and self._time_for(together(others)):
             known += self._other_models(others, plan.rounds, known)
@@ -174,7 +177,7 @@ class _Work:
             known += self._more_seeds(plan, known)
         found = candidates(known, self._cohort)
         one = federated(decide(found))
-        coded: list[Trial] = []
+        coded: list[FinishedRun] = []
         if one.payload and self._time_for(CODEC):
             seeds = range(one.score.seeds)
             coded = self._run(CODEC, one.model, (one.method,), tuple(seeds), plan.rounds, f"{one.name}, {CODEC}", CODEC)
@@ -182,24 +185,25 @@ class _Work:
         return decide(found, candidates(coded, self._cohort), rounds=plan.rounds, minutes=minutes,
                       remarks=tuple(self.remarks))
 
-    def _other_models(self, labels: Sequence[str], rounds: int, first: Sequence[Trial]) -> list[Trial]:
-        """The best methods with further models; one that is a head alone goes with methods that share it."""
+    def _other_models(self, labels: Sequence[str], rounds: int, first: Sequence[FinishedRun]) -> list[FinishedRun]:
+        """Runs the best methods with further models. ``logistic``, which is only a head, needs methods that share
+        it."""
         ranked = decide(candidates(first, self._cohort)).ranked
         methods = list(dict.fromkeys(one.method for one in ranked if one.payload))
-        found = list[Trial]()
+        found = list[FinishedRun]()
         for label in labels:
             whole = self._models[label].name != "logistic"
             best = [name for name in methods if whole or "head" in METHODS[name].shared][:BEST_METHODS]
             found += self._run("first", label, best, (0,), rounds, f"{together(best)} with {label}") if best else []
         return found
 
-    def _more_seeds(self, plan: Plan, first: Sequence[Trial]) -> list[Trial]:
+    def _more_seeds(self, plan: Plan, first: Sequence[FinishedRun]) -> list[FinishedRun]:
         best = decide(candidates(first, self._cohort)).ranked[:FINALISTS]
         wanted = dict.fromkeys([*((one.method, one.model) for one in best), ("local", best[0].model)])
         return [
-            trial for label in plan.models
+            run for label in plan.models
             if (names := [method for method, model in wanted if model == label])
-            for trial in self._run("seeds", label, names, MORE_SEEDS, plan.rounds,
+            for run in self._run("seeds", label, names, MORE_SEEDS, plan.rounds,
                                    f"{together(names)} with {label}, more seeds")
         ]
 
@@ -215,11 +219,11 @@ class _Work:
     def _run(
         self, stage: str, label: str, methods: Sequence[str], seeds: Sequence[int], rounds: int, title: str,
         codec: str = PLAIN,
-    ) -> list[Trial]:
-        """The runs that ended; why others did not becomes a remark, also that a further model is refused."""
-        asked = self._asked(stage, label, methods, seeds, rounds, codec, cohort=self._cohort)
+    ) -> list[FinishedRun]:
+        """The runs that ended. The reasons of failed runs, and of a further model that is refused, become remarks."""
+        experiment = self._experiment(stage, label, methods, seeds, rounds, codec, cohort=self._cohort)
         try:
-            folders, failed = self._simulate(asked, self._out / f"{stage}-{label}", title)
+            folders, failed = self._simulate(experiment, self._out / f"{stage}-{label}", title)
         except ConfigError as error:
             if label in list(self._models)[:WITH_ALL_METHODS]:
                 raise
@@ -227,7 +231,7 @@ class _Work:
         self.remarks += failed
         return [finished_runs.read(folder / "result.json") for folder in folders]
 
-    def _asked(
+    def _experiment(
         self, stage: str, label: str, methods: Sequence[str], seeds: Sequence[int], rounds: int, codec: str, cohort: int
     ) -> Experiment:
         model, many = self._models[label], self._found.clients > MAX_CLIENTS
@@ -239,12 +243,12 @@ class _Work:
                 "max_clients": MAX_CLIENTS if many else 0}},
             "method": [{"name": name, "label": name + ending} for name in methods], "seeds": list(seeds),
             "evaluation": {"every": 0 if stage == "pace" else math.ceil(rounds / 2), "new_devices": NEW_DEVICES,
-                      "support": [SUPPORT], "support_split": "time"},
+                           "support": [SUPPORT], "support_split": "time"},
             "budget": {"rounds": rounds}, "cohort": cohort, "codec_up": codec, "codec_down": codec,
             "board": self._options.board,
         })
 
-    # What comes of it -------------------------------------------------------------------------------------------------
+    # Outcome ----------------------------------------------------------------------------------------------------------
 
     def outcome(self, advice: Advice) -> Outcome:
         options, work = self._options, self._workload
@@ -255,7 +259,7 @@ class _Work:
         }
         if options.board is not None:
             facts["absent"] = dict(BoardModel(catalogue.load(options.board)).absent_terms)
-        facts |= _beside(advice, plain_yardsticks.of_later(work))
+        facts |= _baseline_facts(advice, simple_baselines.on_test_samples(work))
         one, named = federated(advice), self._found.samples.classes is not None
         model, rounds = self._models[one.model], max(advice.rounds, FLEET_ROUNDS)
         cut = "".join(f" --{name} {value}" for name, value in (("window", options.window), ("stride", options.stride))
@@ -279,43 +283,46 @@ class _Work:
         return text
 
 
-def _beside(advice: Advice, beside: Yardsticks) -> dict[str, Any]:
-    """For the facts: what simple answers come to, and what is wrong with the one to take and with others."""
+def _baseline_facts(advice: Advice, baselines: SimpleBaselines) -> dict[str, Any]:
+    """The scores of the simple baselines, and warnings about candidates that are no better."""
     one = federated(advice)
-    warnings = [] if one.pooled is None else beside.warnings(one.name, one.pooled, one.loss, advice.rounds)
+    warnings = [] if one.pooled is None else baselines.warnings(one.name, one.pooled, one.loss, advice.rounds)
     for other in advice.ranked:
         if other is not one and other.pooled is not None:
-            warnings += beside.by_chance(other.name, other.pooled, other.loss, advice.rounds)
-    facts = {"plain": beside.plain, "frequent": beside.frequent}
+            warnings += baselines.near_chance(other.name, other.pooled, other.loss, advice.rounds)
+    facts = {"plain": baselines.plain, "frequent": baselines.frequent}
     return {**{name: schema.plain(score) for name, score in facts.items() if score is not None}, "warnings": warnings}
 
 
-def planned(
-    paces: Mapping[str, float], overhead_s: float, left_s: float, cores: int
+def fitting_plan(
+    round_s: Mapping[str, float], overhead_s: float, left_s: float, cores: int
 ) -> tuple[int, tuple[str, ...], int]:
-    """(rounds, models, how many of these run with all methods) that fit into ``left_s``: all models; the first two;
-    these with all methods for the quicker one alone; that one. Raises ConfigError where not even that one does. paces:
-    seconds of a run's round, by model. overhead_s: of a run, beside its rounds."""
-    first = tuple(paces)[:WITH_ALL_METHODS]
-    quickest = min(first, key=lambda label: paces[label])
+    """The first of these plans that fits into ``left_s`` seconds, as (rounds, models, how many run with all methods):
+    all models; the first two; the first two, but only the faster one with all methods; the faster one.
+
+    round_s: model label -> seconds of a round. overhead_s: seconds of a run besides its rounds. Raises ConfigError if
+    none fits.
+    """
+    first = tuple(round_s)[:WITH_ALL_METHODS]
+    fastest = min(first, key=lambda label: round_s[label])
     needed_s = math.inf
-    ordered = (quickest, *(label for label in first if label != quickest))
-    for labels, whole in ((tuple(paces), WITH_ALL_METHODS), (first, WITH_ALL_METHODS), (ordered, 1), ((quickest,), 1)):
-        methods = [len(TRIED) if number < whole else BEST_METHODS for number in range(len(labels))]
+    ordered = (fastest, *(label for label in first if label != fastest))
+    for labels, whole in ((tuple(round_s), WITH_ALL_METHODS), (first, WITH_ALL_METHODS), (ordered, 1), ((fastest,), 1)):
+        methods = [len(METHODS_TRIED) if number < whole else BEST_METHODS for number in range(len(labels))]
         runs = sum(methods) + LATER_RUNS
-        round_s = sum(number * paces[label] for number, label in zip(methods, labels, strict=True))
-        round_s += LATER_RUNS * max(paces[label] for label in labels)
-        rounds = int((PLANNED * left_s * cores - runs * overhead_s) / round_s)
+        all_runs_s = sum(number * round_s[label] for number, label in zip(methods, labels, strict=True))
+        all_runs_s += LATER_RUNS * max(round_s[label] for label in labels)
+        rounds = int((PLANNED * left_s * cores - runs * overhead_s) / all_runs_s)
         if rounds >= MIN_ROUNDS:
             return min(rounds, MAX_ROUNDS), labels, whole
-        needed_s = (runs * overhead_s + MIN_ROUNDS * round_s) / (PLANNED * cores)
+        needed_s = (runs * overhead_s + MIN_ROUNDS * all_runs_s) / (PLANNED * cores)
     missing = math.ceil((needed_s - left_s) / 60)
-    raise ConfigError(f"the budget is too short: {MIN_ROUNDS} rounds with {quickest} alone take about {missing} minute"
+    raise ConfigError(f"the budget is too short: {MIN_ROUNDS} rounds with {fastest} alone take about {missing} minute"
                       f"{'s' * (missing > 1)} more", where="--budget-minutes")
 
 
-def _noted(path: Path, cls: type[T]) -> T | None:
-    """What an earlier call wrote there, or None. Raises ConfigError."""
+def _stored(path: Path, cls: type[T]) -> T | None:
+    """The object that an earlier call wrote, or None. Raises ConfigError for a damaged file."""
     if not path.exists():
         return None
     try:

@@ -1,9 +1,10 @@
-"""Several runs side by side: figures over seeds, curves, and the cost of reaching an accuracy beside Per-FedAvg.
+"""Compares runs: figures over seeds, curves, and the cost to reach an accuracy in relation to Per-FedAvg.
 
-The cost of a target is read as in Acar et al. 2021, "Debiasing Model Updates for Improving Personalized Federated
-Training", Tables 1 and 2: up to the first *evaluated* round in which the mean over the devices reaches it, without
-interpolation, so that it is known to within the rounds between evaluations; ``>N`` where N was spent without reaching
-it; and the gain is what Per-FedAvg spent divided by that. A spread is the sample standard deviation over seeds.
+The cost of a target is defined as in Acar et al. 2021, "Debiasing Model Updates for Improving Personalized Federated
+Training", Tables 1 and 2: what was spent up to the first *evaluated* round in which the mean over the devices reaches
+it, without interpolation, so it is only as exact as the interval between evaluations. ``>N`` means that N was spent
+without reaching it. The gain is Per-FedAvg's cost divided by the run's cost. A spread is the sample standard deviation
+over seeds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cloud_server.laboratory.compare.finished_runs import DEVICES, Point, Trial
+from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, Point
 from cloud_server.reports.formatting import bytes_text, flops_text, phase_text
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError
@@ -23,13 +24,13 @@ FORMAT = 1
 EXACT, FAMILY = "per-fedavg-exact", "per-fedavg"
 ACCURACY = "accuracy"
 TARGETS_OF = {ACCURACY: "mean", "macro-f1": "macro_f1"}
-"""What a target may be of, and its name in ``Point.scores``."""
+"""The figures that a target may be for, and their names in ``Point.scores``."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What a run costs. key: in ``Point.spent``. title: of a column and an axis; head: a shorter one. text: of an
-    amount."""
+    """A measure of cost. key: in ``Point.spent``. title: for a column or an axis; head: a shorter title. text: formats
+    an amount."""
 
     key: str
     title: str
@@ -38,7 +39,7 @@ class Measure:
 
 
 def number_text(value: float) -> str:
-    """Three digits or all that stand before the point: 4, 4.5, 163, 12,000."""
+    """Three digits, or all digits before the point: 4, 4.5, 163, 12,000."""
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
@@ -55,7 +56,7 @@ AXES = tuple(measure for measure in MEASURES if measure.key != "fallah_rounds")
 
 @dataclass(frozen=True)
 class Stat:
-    """A figure over seeds. std: the sample's, None for one seed."""
+    """A figure over seeds. std: sample standard deviation, None for one seed."""
 
     mean: float
     std: float | None
@@ -66,7 +67,7 @@ class Stat:
 
 @dataclass(frozen=True)
 class Step:
-    """A round that was evaluated with every seed. accuracy: the mean over devices. spent: the mean over seeds."""
+    """A round that was evaluated for every seed. accuracy: mean over devices. spent: mean over seeds."""
 
     round: int
     accuracy: Stat
@@ -75,7 +76,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Bound:
-    """An amount, or what it is known to be more (>) or less (<) than."""
+    """An amount (=), or a bound: the amount is more (>) or less (<) than ``value``."""
 
     value: float
     sign: str = "="
@@ -84,7 +85,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class Reached:
-    """The cost of an accuracy. seeds: how many of all reached it. gain: over the baseline, by measure."""
+    """The cost to reach ``target``. seeds: how many reached it. at: cost by measure. gain: over the baseline, by
+    measure. """
 
     target: float
     seeds: int
@@ -94,7 +96,8 @@ class Reached:
 
 @dataclass(frozen=True)
 class Entry:
-    """The runs of one label, one for each seed. setting: the letter of theirs. final, spent: at the end."""
+    """The runs of one label, one for each seed. setting: letter in ``Comparison.settings``. final, spent: at the
+    end."""
 
     label: str
     method: str
@@ -114,9 +117,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Comparison:
-    """entries: the best first. settings: what was asked for beside methods, by letter. mixed: the parts that differ,
-    which makes this no comparison of methods. baseline: the label that gains are over. target_of: what ``targets`` are
-    of, of ``TARGETS_OF``."""
+    """entries: the best first. settings: data, partition, model and evaluation, by letter. mixed: the parts that
+    differ, so that this does not compare methods. baseline: the label that gains are computed over. target_of: the
+    figure that ``targets`` are for, a key of ``TARGETS_OF``."""
 
     entries: tuple[Entry, ...]
     targets: tuple[float, ...]
@@ -128,30 +131,30 @@ class Comparison:
 
 
 def compare(
-    trials: Sequence[Trial], *, targets: Sequence[float] = (), baseline: str | None = None, mixed: bool = False,
+    runs: Sequence[FinishedRun], *, targets: Sequence[float] = (), baseline: str | None = None, mixed: bool = False,
     remarks: Sequence[str] = (), target_of: str = ACCURACY,
 ) -> Comparison:
-    """Raises ConfigError for runs of different data, partitions or models (unless ``mixed``), for a run that is there
-    twice, and for an unknown ``baseline``.
+    """Compares runs. targets: values of ``target_of``; by default the accuracies named in the experiments, else the
+    highest value that Per-FedAvg reached with every seed and the highest that any method reached with every seed.
 
-    targets: accuracies, or what ``target_of`` says; without them those of the experiments, which are accuracies;
-    without those, the highest that Per-FedAvg reached with every seed, and the highest that any method did.
+    Raises ConfigError for runs of different data, partitions or models (unless ``mixed``), for duplicate runs, and for
+    an unknown ``baseline``.
     """
-    settings = _settings(trials)
+    settings = _settings(runs)
     differing = tuple(part for part in settings["A"] if len({one[part] for one in settings.values()}) > 1)
     if differing and not mixed:
-        raise ConfigError(_refusal(trials, differing), hint="compare them apart, or side by side with --mixed")
+        raise ConfigError(_refusal(runs, differing), hint="compare them apart, or side by side with --mixed")
     letters = {tuple(one.items()): letter for letter, one in settings.items()}
-    groups = _grouped([(trial, letters[tuple(trial.setting.items())]) for trial in trials])
+    groups = _grouped([(run, letters[tuple(run.setting.items())]) for run in runs])
     ranked = sorted(groups.items(), key=lambda group: (-_final(group[1]), group[0]))
     plain = [_entry(label, group, letters[tuple(group[0].setting.items())]) for label, group in ranked]
     base = _baseline(plain, baseline)
-    figure, asked = TARGETS_OF[target_of], {t for trial in trials for t in trial.targets if target_of == ACCURACY}
+    figure, asked = TARGETS_OF[target_of], {t for run in runs for t in run.targets if target_of == ACCURACY}
     wanted = sorted(set(targets) or asked) or _highest(dict(ranked), base, figure)
     of_base = {target: _cost(groups[base.label], target, figure) for target in wanted} if base else {}
     entries = tuple(
         replace(entry, reached=tuple(
-            _reached(groups[entry.label], target, figure, of_base.get(target) if _like(entry, base) else None)
+            _reached(groups[entry.label], target, figure, of_base.get(target) if _comparable(entry, base) else None)
             for target in wanted
         ))
         for entry in plain
@@ -161,13 +164,13 @@ def compare(
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """Ready for ``json.dumps``; a figure that was not taken is absent."""
+    """Ready for ``json.dumps``; missing figures are left out."""
     plain: dict[str, Any] = present({"format": FORMAT, **schema.plain(comparison)})
     return plain
 
 
 def present(value: Any) -> Any:
-    """Plain values without what is None."""
+    """Plain values without None."""
     if isinstance(value, dict):
         return {key: present(item) for key, item in value.items() if item is not None}
     return [present(item) for item in value] if isinstance(value, list) else value
@@ -178,15 +181,15 @@ def stat(values: Sequence[float]) -> Stat:
     return Stat(statistics.fmean(values), std, min(values), max(values), len(values))
 
 
-# Which runs belong together -------------------------------------------------------------------------------------------
+# Grouping runs --------------------------------------------------------------------------------------------------------
 
 
-def _settings(trials: Sequence[Trial]) -> dict[str, Mapping[str, str]]:
-    """The different settings, A for the first one that comes."""
+def _settings(runs: Sequence[FinishedRun]) -> dict[str, Mapping[str, str]]:
+    """The different settings by letter, A for the first one."""
     found: dict[str, Mapping[str, str]] = {}
-    for trial in trials:
-        if trial.setting not in found.values():
-            found[_letter(len(found))] = trial.setting
+    for run in runs:
+        if run.setting not in found.values():
+            found[_letter(len(found))] = run.setting
     return found
 
 
@@ -194,39 +197,40 @@ def _letter(number: int) -> str:
     return chr(ord("A") + number) if number < 26 else f"A{number}"
 
 
-def _refusal(trials: Sequence[Trial], differing: Sequence[str]) -> str:
-    """What differs, and between which two runs."""
-    first = trials[0]
-    other = next(trial for trial in trials if trial.setting != first.setting)
+def _refusal(runs: Sequence[FinishedRun], differing: Sequence[str]) -> str:
+    """The error message: what differs, and between which two runs."""
+    first = runs[0]
+    other = next(run for run in runs if run.setting != first.setting)
     parts = [part for part in differing if first.setting[part] != other.setting[part]]
     return "\n".join([
         f"these runs have different {', '.join(differing)}, so their figures do not compare methods:",
-        *(f"  {trial.where}: {part} = {trial.setting[part][:300]}" for trial in (first, other) for part in parts),
+        *(f"  {run.where}: {part} = {run.setting[part][:300]}" for run in (first, other) for part in parts),
     ])
 
 
-def _grouped(trials: Sequence[tuple[Trial, str]]) -> dict[str, list[Trial]]:
-    """The runs by label. A label that names runs of different choices is told apart by what differs."""
-    by_label: dict[str, list[tuple[Trial, dict[str, str]]]] = {}
-    for trial, letter in trials:
-        choices = {"method": trial.method, "kind": trial.kind, "setting": letter, **trial.choices}
-        by_label.setdefault(trial.label, []).append((trial, choices))
-    groups: dict[str, list[Trial]] = {}
+def _grouped(runs: Sequence[tuple[FinishedRun, str]]) -> dict[str, list[FinishedRun]]:
+    """The runs by label. If the runs of a label differ in more than the seed, the differences are added to the
+    label."""
+    by_label: dict[str, list[tuple[FinishedRun, dict[str, str]]]] = {}
+    for run, letter in runs:
+        choices = {"method": run.method, "kind": run.kind, "setting": letter, **run.choices}
+        by_label.setdefault(run.label, []).append((run, choices))
+    groups: dict[str, list[FinishedRun]] = {}
     for label, found in by_label.items():
         every = sorted({key for _, choices in found for key in choices})
         differing = [key for key in every if len({choices.get(key) for _, choices in found}) > 1]
-        for trial, choices in found:
+        for run, choices in found:
             parts = [f"{key.rpartition('.')[2]}={choices[key]}" for key in differing if key in choices]
             group = groups.setdefault(f"{label} ({', '.join(parts)})" if differing else label, [])
-            twin = next((one for one in group if one.seed == trial.seed), None)
+            twin = next((one for one in group if one.seed == run.seed), None)
             if twin is not None:
-                twice = f"seed {trial.seed} of '{label}' is there twice"
-                raise ConfigError(twice, where=f"{twin.where}, {trial.where}")
-            group.append(trial)
+                twice = f"seed {run.seed} of '{label}' is there twice"
+                raise ConfigError(twice, where=f"{twin.where}, {run.where}")
+            group.append(run)
     return groups
 
 
-def _entry(label: str, group: Sequence[Trial], letter: str) -> Entry:
+def _entry(label: str, group: Sequence[FinishedRun], letter: str) -> Entry:
     first = group[0]
     final = {
         kind: {name: stat([t.last[kind][name] for t in group]) for name in _common(t.last[kind] for t in group)}
@@ -237,8 +241,8 @@ def _entry(label: str, group: Sequence[Trial], letter: str) -> Entry:
     return Entry(label, first.method, first.kind, seeds, first.devices, letter, final, spent, _curve(group))
 
 
-def _curve(group: Sequence[Trial]) -> tuple[Step, ...]:
-    by_round = [{point.round: point for point in trial.points} for trial in group]
+def _curve(group: Sequence[FinishedRun]) -> tuple[Step, ...]:
+    by_round = [{point.round: point for point in run.points} for run in group]
     steps = []
     for number in sorted(set.intersection(*(set(points) for points in by_round))):
         points = [of[number] for of in by_round]
@@ -247,21 +251,22 @@ def _curve(group: Sequence[Trial]) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _final(group: Sequence[Trial]) -> float:
-    return statistics.fmean(trial.last[DEVICES]["mean"] for trial in group)
+def _final(group: Sequence[FinishedRun]) -> float:
+    return statistics.fmean(run.last[DEVICES]["mean"] for run in group)
 
 
 def _common(tables: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The keys that all have, in the order of the first."""
+    """The keys that all tables have, in the order of the first."""
     first, *others = tables
     return [key for key in first if all(key in other for other in others)]
 
 
-# What an accuracy costs -----------------------------------------------------------------------------------------------
+# The cost to reach a target -------------------------------------------------------------------------------------------
 
 
 def _baseline(entries: Sequence[Entry], label: str | None) -> Entry | None:
-    """The label that was asked for; else exact Per-FedAvg; else another form of it; of several the best one."""
+    """The entry with this label; by default exact Per-FedAvg, else another form of it, the best one first; or None.
+    Raises ConfigError for an unknown label."""
     named = {entry.label: entry for entry in entries}
     if label is not None:
         if label not in named:
@@ -273,13 +278,13 @@ def _baseline(entries: Sequence[Entry], label: str | None) -> Entry | None:
     return next(iter(exact or [entry for entry in entries if entry.method.startswith(FAMILY)]), None)
 
 
-def _like(entry: Entry, base: Entry | None) -> bool:
-    """Whether a gain of ``entry`` over ``base`` says anything."""
+def _comparable(entry: Entry, base: Entry | None) -> bool:
+    """Whether a gain of ``entry`` over ``base`` is meaningful."""
     return base is not None and entry is not base and entry.setting == base.setting
 
 
-def _highest(groups: Mapping[str, Sequence[Trial]], base: Entry | None, figure: str) -> list[float]:
-    """The highest that the baseline, and that any label, reached with every seed; cut to three digits."""
+def _highest(groups: Mapping[str, Sequence[FinishedRun]], base: Entry | None, figure: str) -> list[float]:
+    """The highest values that the baseline and that any label reached with every seed, cut to three digits."""
     tops = {
         label: min(max((p.scores[DEVICES].get(figure, 0.0) for p in t.points), default=0.0) for t in group)
         for label, group in groups.items()
@@ -288,30 +293,30 @@ def _highest(groups: Mapping[str, Sequence[Trial]], base: Entry | None, figure: 
     return sorted({cut for top in chosen if (cut := math.floor(top * 1000) / 1000) > 0})
 
 
-def _cost(group: Sequence[Trial], target: float, figure: str) -> dict[str, Bound]:
-    """By measure, the mean over seeds of what was spent up to the first evaluated round at ``target``; where that was
-    not reached, of what was spent in all."""
-    first = [first_at(trial, target, figure) for trial in group]
-    spent = [trial.spent if point is None else point.spent for trial, point in zip(group, first, strict=True)]
+def _cost(group: Sequence[FinishedRun], target: float, figure: str) -> dict[str, Bound]:
+    """By measure, the mean over seeds of what was spent up to the first evaluated round at ``target``; for a seed that
+    did not reach it, what it spent in total."""
+    first = [first_at(run, target, figure) for run in group]
+    spent = [run.spent if point is None else point.spent for run, point in zip(group, first, strict=True)]
     costs = {key: stat([one[key] for one in spent]) for key in _common(spent)}
     if all(first):
         return {key: Bound(cost.mean, std=cost.std) for key, cost in costs.items()}
     return {key: Bound(cost.mean, ">") for key, cost in costs.items() if cost.mean}
 
 
-def first_at(trial: Trial, target: float, figure: str = TARGETS_OF[ACCURACY]) -> Point | None:
-    """The first evaluated round in which ``figure``, of those of ``TARGETS_OF``, is ``target`` or more."""
-    return next((point for point in trial.points if point.scores[DEVICES].get(figure, 0.0) >= target), None)
+def first_at(run: FinishedRun, target: float, figure: str = TARGETS_OF[ACCURACY]) -> Point | None:
+    """The first evaluated round in which ``figure``, a value of ``TARGETS_OF``, is at least ``target``."""
+    return next((point for point in run.points if point.scores[DEVICES].get(figure, 0.0) >= target), None)
 
 
-def _reached(group: Sequence[Trial], target: float, figure: str, base: Mapping[str, Bound] | None) -> Reached:
+def _reached(group: Sequence[FinishedRun], target: float, figure: str, base: Mapping[str, Bound] | None) -> Reached:
     at = _cost(group, target, figure)
     gain = {key: found for key in at if base and key in base and (found := _gain(base[key], at[key]))}
-    return Reached(target, sum(first_at(trial, target, figure) is not None for trial in group), at, gain)
+    return Reached(target, sum(first_at(run, target, figure) is not None for run in group), at, gain)
 
 
 def _gain(base: Bound, own: Bound) -> Bound | None:
-    """base ÷ own, as far as it is known; None where it is not, or where one of them costs nothing."""
+    """base ÷ own, possibly a bound; None if it is unknown or one of them costs nothing."""
     if not base.value or not own.value or (base.sign, own.sign) == (">", ">"):
         return None
     return Bound(base.value / own.value, ">" if base.sign == ">" else "<" if own.sign == ">" else "=")

@@ -1,4 +1,4 @@
-"""Runs that have ended, as they are compared: simulations, and fleets and demos as far as their figures go."""
+"""Reads finished runs for a comparison: simulations, and the figures that fleets and demos have."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fleet_core.base.errors import ConfigError, DataError, StateError
 from fleet_core.base.processes import typed
 
 DEVICES, NOVEL = "devices", "novel"
-EVALUATED_SO = ("new_devices", "validation", "support", "support_split", "within_training", "novel_classes", "novel",
-             "devices", "test_step")
-NO_CHOICE = ("evaluation", "data", "partition", "model")
-OF_ONE_RUN = ("demo.seed", "demo.baseline", "fleet.fleet.seed", "fleet.fleet.name", "fleet.link.broker")
+EVALUATION_SETTING = ("new_devices", "validation", "support", "support_split", "within_training", "novel_classes",
+                      "novel", "devices", "test_step")
+SETTING_SECTIONS = ("evaluation", "data", "partition", "model")
+RUN_SPECIFIC = ("demo.seed", "demo.baseline", "fleet.fleet.seed", "fleet.fleet.name", "fleet.link.broker")
 MAX_RUNS = 10_000
 
 Scores = Mapping[str, float]
@@ -33,9 +33,9 @@ Scores = Mapping[str, float]
 class Point:
     """An evaluated round.
 
-    scores: of ``devices``, those that train; of ``new SHARE`` and ``novel``: mean, worst, best and variance over the
-    devices, how many there are, pooled, macro_f1, nvar. spent: from the first round up to the end of this one, by
-    measure. A figure that was not taken is absent.
+    scores: for ``devices`` (those that train), ``new SHARE`` and ``novel``: mean, worst, best and variance over the
+    devices, their number, pooled, macro_f1, nvar. spent: by measure, from the first round to the end of this one.
+    Missing figures are left out.
     """
 
     round: int
@@ -44,10 +44,10 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One run. where: its result.json. setting: what must be alike for a comparison of methods, by part. choices: what
-    else it was asked for. points: rising rounds. last: the final evaluation. spent: by the whole run. seconds: of its
-    rounds, where it ran; no device's. loss: of the training, in the last round."""
+class FinishedRun:
+    """One run. where: its result.json. setting: by part, what must be equal to compare methods. choices: its other
+    options. points: in order of rounds. last: the final evaluation. spent: by the whole run. seconds: duration of its
+    rounds on the machine that ran it, not on devices. loss: of the training in the last round."""
 
     where: Path
     kind: str
@@ -65,24 +65,24 @@ class Trial:
     loss: float | None = None
 
 
-def gather(places: Sequence[Path]) -> tuple[list[Trial], list[str]]:
-    """The ended runs in ``places``, each a folder of runs, a run's folder, a fleet's, or a result.json; and remarks
-    about those that have not ended. Raises ConfigError and StateError."""
-    trials, remarks = dict[Path, Trial](), list[str]()
+def gather(places: Sequence[Path]) -> tuple[list[FinishedRun], list[str]]:
+    """(finished runs in ``places``, remarks about unfinished ones). A place is a folder of runs, the folder of a run or
+    a fleet, or a result.json. Raises ConfigError and StateError."""
+    runs, remarks = dict[Path, FinishedRun](), list[str]()
     for place in places:
         found = list(_results(place))
         remarks += [f"{folder} has not ended and is left out" for folder in _unfinished(place)]
         if not found and not (place / "fleet.toml").exists():
             raise ConfigError("holds no run that has ended", where=str(place),
                               hint=f"metafleet simulate EXPERIMENT.toml --out {typed(place)}")
-        trials |= {path.resolve(): read(path) for path in found or [place]}
-        if len(trials) > MAX_RUNS:
+        runs |= {path.resolve(): read(path) for path in found or [place]}
+        if len(runs) > MAX_RUNS:
             raise ConfigError(f"more than {MAX_RUNS} runs", where=str(place))
-    return list(trials.values()), remarks
+    return list(runs.values()), remarks
 
 
-def read(path: Path) -> Trial:
-    """The run of a result.json, or of a fleet's folder. Raises StateError where it was not evaluated."""
+def read(path: Path) -> FinishedRun:
+    """The run of a result.json or of a fleet's folder. Raises StateError if it was never evaluated."""
     data = outcome.read(path) if path.is_file() else outcome.of_fleet(path)
     made = of_simulation(data, path) if data.get("kind") == outcome.SIMULATION else _of_fleet(data, path)
     if not made.last.get(DEVICES):
@@ -117,7 +117,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Devices of one kind, after one round."""
+    """Figures of one kind of devices after one round."""
 
     accuracy: Accuracy | None = None
     macro_f1: float | None = field(default=None, metadata=SHARE)
@@ -138,7 +138,7 @@ class Energy:
 
 @dataclass(frozen=True, kw_only=True)
 class Round(Evaluated):
-    """A line of a simulation's figures, those that are compared."""
+    """The figures of a simulation's round that are compared."""
 
     round: int = field(metadata={"min": 1})
     participants: int = field(metadata=AMOUNT)
@@ -166,8 +166,8 @@ class Simulated:
     seconds: float = field(default=0.0, metadata=AMOUNT)
 
 
-def of_simulation(data: Mapping[str, Any], path: Path) -> Trial:
-    """The run of a simulation's result, or of as many rounds as there are. Raises StateError."""
+def of_simulation(data: Mapping[str, Any], path: Path) -> FinishedRun:
+    """The run of a simulation's result, which may have fewer rounds than planned. Raises StateError."""
     run, problems = schema.read(Simulated, data, unknown="ignore")
     if run is None:
         raise StateError(f"is no result of a simulation: {'; '.join(map(str, problems[:5]))}", where=str(path))
@@ -178,12 +178,14 @@ def of_simulation(data: Mapping[str, Any], path: Path) -> Trial:
         if row.accuracy is not None:
             points.append(Point(row.round, _scores(row), spent.sums()))
     last = points[-1].scores if points else {}
-    return Trial(path, outcome.SIMULATION, run.label, run.method, run.seed, run.devices, setting, choices, targets,
-                 tuple(points), last, spent.sums(), run.seconds, run.rounds[-1].loss if run.rounds else None)
+    return FinishedRun(
+        path, outcome.SIMULATION, run.label, run.method, run.seed, run.devices, setting, choices, targets,
+        tuple(points), last, spent.sums(), run.seconds, run.rounds[-1].loss if run.rounds else None,
+    )
 
 
 def _amounts(row: Round | RoundFigures, fallah_rounds: float | None) -> dict[str, float | None]:
-    """What a round cost, by measure. fallah_rounds: what it sent as the papers count, in rounds of Per-FedAvg."""
+    """The cost of a round by measure. fallah_rounds: models sent, in rounds of Per-FedAvg, as the papers count."""
     moved, energy = row.payload_bytes, row.energy_j
     return {
         "rounds": 1.0, "fallah_rounds": fallah_rounds, "models": row.models_transmitted,
@@ -201,7 +203,7 @@ def _fallah_rounds(row: Round) -> float | None:
 
 
 class _Spending:
-    """Sums by measure; one that a round lacks is lacking from then on."""
+    """Running sums by measure. A measure that a round lacks is dropped for good."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] | None = None
@@ -215,13 +217,13 @@ class _Spending:
 
 
 def _scores(row: Round) -> dict[str, Scores]:
-    found = {DEVICES: {**_of(row), **({} if row.nvar is None else {"nvar": row.nvar})}}
-    found |= {f"new {support}": _of(evaluated) for support, evaluated in (row.new_devices or {}).items()}
-    found |= {NOVEL: _of(row.novel_classes)} if row.novel_classes else {}
+    found = {DEVICES: {**_figures(row), **({} if row.nvar is None else {"nvar": row.nvar})}}
+    found |= {f"new {support}": _figures(evaluated) for support, evaluated in (row.new_devices or {}).items()}
+    found |= {NOVEL: _figures(row.novel_classes)} if row.novel_classes else {}
     return {name: scores for name, scores in found.items() if scores}
 
 
-def _of(evaluated: Evaluated) -> dict[str, float]:
+def _figures(evaluated: Evaluated) -> dict[str, float]:
     if evaluated.accuracy is None:
         return {}
     every = {**schema.plain(evaluated.accuracy), "macro_f1": evaluated.macro_f1}
@@ -236,8 +238,8 @@ def _asked(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str], t
     evaluation = experiment.get("evaluation", experiment.get("judge"))
     evaluation = evaluation if isinstance(evaluation, Mapping) else {}
     setting = {part: _text(experiment.get(part)) for part in ("data", "partition", "model")}
-    setting["evaluated"] = _text({key: evaluation[key] for key in EVALUATED_SO if key in evaluation})
-    rest = {key: value for key, value in experiment.items() if key not in NO_CHOICE}
+    setting["evaluated"] = _text({key: evaluation[key] for key in EVALUATION_SETTING if key in evaluation})
+    rest = {key: value for key, value in experiment.items() if key not in SETTING_SECTIONS}
     others = {key: config[key] for key in ("hyper", "version") if key in config}
     targets = evaluation.get("targets")
     wanted = [t for t in targets if isinstance(t, (int, float)) and 0 < t <= 1] if isinstance(targets, list) else []
@@ -247,7 +249,7 @@ def _asked(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str], t
 # Fleets and demos -----------------------------------------------------------------------------------------------------
 
 
-def _of_fleet(data: Mapping[str, Any], path: Path) -> Trial:
+def _of_fleet(data: Mapping[str, Any], path: Path) -> FinishedRun:
     try:
         run = results.parse(data)
     except DataError as error:
@@ -260,21 +262,21 @@ def _of_fleet(data: Mapping[str, Any], path: Path) -> Trial:
         if row.accuracy is not None:
             f1 = {} if row.macro_f1 is None else {"macro_f1": row.macro_f1}
             points.append(Point(row.round, {DEVICES: {**schema.plain(row.accuracy), **f1}}, spent.sums()))
-    return Trial(path, "fleet", run.method, run.method, run.seed, run.devices, _setting(run.config),
+    return FinishedRun(path, "fleet", run.method, run.method, run.seed, run.devices, _setting(run.config),
                  _choices(run.config), (), tuple(points), _last(run, points), spent.sums(),
                  sum(row.seconds or 0.0 for row in run.rounds))
 
 
 def _last(run: Result, points: Sequence[Point]) -> dict[str, Scores]:
-    """The last evaluation of a fleet: over its devices as they answer at the end."""
-    own = {**(points[-1].scores[DEVICES] if points else {}), **_over(p for p in run.personalization if not p.new)}
-    new = _over(p for p in run.personalization if p.new)
+    """The last evaluation of every device of a fleet."""
+    own = {**(points[-1].scores[DEVICES] if points else {}), **_spread(p for p in run.personalization if not p.new)}
+    new = _spread(p for p in run.personalization if p.new)
     if new and run.new_devices:
         new |= {"pooled": run.new_devices.accuracy, "macro_f1": run.new_devices.macro_f1}
     return {name: scores for name, scores in ((DEVICES, own), ("new", new)) if scores}
 
 
-def _over(devices: Iterable[Personalization]) -> dict[str, float]:
+def _spread(devices: Iterable[Personalization]) -> dict[str, float]:
     values = np.array([p.after.accuracy for p in devices if p.after])
     if not values.size:
         return {}
@@ -283,7 +285,7 @@ def _over(devices: Iterable[Personalization]) -> dict[str, float]:
 
 
 def _setting(config: Mapping[str, Any]) -> dict[str, str]:
-    """What a fleet's devices hold is known only of a demo."""
+    """The setting of a fleet. Only a demo records which data its devices have."""
     demo, fleet = (part if isinstance(part, Mapping) else {} for part in (config.get("demo"), config.get("fleet")))
     fleet = fleet or config
     known = {key: demo[key] for key in ("data", "devices", "new_devices", "support_s") if key in demo}
@@ -293,11 +295,11 @@ def _setting(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _choices(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in flat(config).items()
-            if key not in OF_ONE_RUN and not key.startswith(("fleet.model", "demo."))}
+            if key not in RUN_SPECIFIC and not key.startswith(("fleet.model", "demo."))}
 
 
 def flat(tree: Mapping[str, Any], at: str = "") -> dict[str, str]:
-    """Nested tables as {"a.b.c": text}."""
+    """Nested tables as one table: {"a.b.c": text}."""
     found: dict[str, str] = {}
     for key, value in tree.items():
         name = f"{at}.{key}" if at else str(key)

@@ -1,11 +1,11 @@
-"""A trial before a fleet is made: each candidate model trains for a moment by the fleet's method, on one's samples.
+"""The model trial of ``metafleet init``: trains each candidate model briefly with the fleet's method on the user's
+samples, and chooses the best.
 
-Where there are devices enough, a quarter of them never train: a model is chosen by macro-F1 on the later samples of the
-devices that train, and told by its accuracy on those that do not, with as many labels as they have and with few. With
-fewer devices there are the later samples alone, on which it is both chosen and told. Beside it stand a plain baseline
-and the most frequent class.
+With at least four devices, a quarter of them never train. A model is chosen by macro-F1 on the test samples of the
+devices that train, and reported by its accuracy on the others, also with few labelled samples each. With fewer devices,
+it is both chosen and reported by the test samples. A plain baseline and the most frequent class are reported too.
 
-The time is bounded: few devices, few samples of each, and a deadline that is looked at after every round.
+The time is limited: few devices, few samples of each, and a deadline that is checked after every round.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.laboratory.compare import finished_runs, plain_yardsticks
+from cloud_server.laboratory.compare import finished_runs, simple_baselines
 from cloud_server.laboratory.compare.advice import LEAST_GAP
-from cloud_server.laboratory.compare.finished_runs import DEVICES, Trial
-from cloud_server.laboratory.compare.plain_yardsticks import Yardsticks
+from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun
+from cloud_server.laboratory.compare.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import simulate
 from cloud_server.laboratory.run import workload as workloads
@@ -43,21 +43,22 @@ SECONDS = 50.0
 MAX_ROUNDS = 30
 MAX_DEVICES, MAX_OF_A_DEVICE, LEAST_ALONE = 16, 200, 40
 COHORT = 10
-ROUND_FLOPS, MOST_FLOPS = 3e10, 3e11
-"""Of a round's training, some seconds: a larger model has fewer devices a round. Of one device's: a model with more is
-not tried."""
+ROUND_FLOPS = 3e10
+"""Operations of a round's training, some seconds: a larger model gets fewer devices per round."""
+MOST_FLOPS = 3e11
+"""Operations of one device's round: a model with more is not tried."""
 HELD_OUT, SUPPORT, DEVICES_TO_HOLD_OUT = 0.25, 0.2, 4
 FEW_OF_A_CLASS = 5
-"""Labelled samples of each class that a device may have when it joins."""
+"""Labelled samples of each class that a device with few labels has."""
 LINE_EVERY_S = 10.0
 ONE_CLIENT = "all"
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A model after ``rounds``. validation: macro-F1 by which it is chosen. evaluated: what it is told by. payload:
-    bytes of one device in one round, up and down. few: on devices that did not train and have few labels; None where
-    that was not tried."""
+class TriedModel:
+    """A model after ``rounds``. validation: macro-F1 that it is chosen by. evaluated: the reported score. payload:
+    bytes of one device in one round, up and down. few: score on devices that did not train and have few labels; None if
+    that was not evaluated."""
 
     model: Model
     rounds: int
@@ -71,59 +72,60 @@ class Tried:
 
 @dataclass(frozen=True)
 class FewLabels:
-    """How devices are evaluated that did not train and have few labels. number: of labels. beside: what is known
-    without a model."""
+    """The evaluation of devices that did not train and have few labels. number: of labels. baselines: on their samples.
+    """
 
     number: int
-    beside: Yardsticks
+    baselines: SimpleBaselines
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """on: what the models are evaluated on, in words. chosen: None where none came to a round's end."""
+    """on: what the models are evaluated on, in words. chosen: None if no model completed a round."""
 
     on: str
-    tried: tuple[Tried, ...]
-    chosen: Tried | None
-    beside: Yardsticks
+    tried: tuple[TriedModel, ...]
+    chosen: TriedModel | None
+    baselines: SimpleBaselines
     remarks: tuple[str, ...]
     few: FewLabels | None = None
 
     @property
     def warnings(self) -> list[str]:
-        """What is wrong with the chosen model, and what to try; empty where nothing is."""
+        """Warnings about the chosen model, and what to try; empty if there is no problem."""
         one = self.chosen
         if one is None:
             return []
-        return [*self.beside.warnings(one.model.label, one.evaluated, one.loss, one.rounds), *self._of_few_labels(one)]
+        return [*self.baselines.warnings(one.model.label, one.evaluated, one.loss, one.rounds),
+                *self._few_labels_warning(one)]
 
-    def _of_few_labels(self, one: Tried) -> list[str]:
-        plain = self.few and self.few.beside.plain
-        if not (self.few and plain and one.few and worse(one.few, plain, self.few.beside.truth)):
+    def _few_labels_warning(self, one: TriedModel) -> list[str]:
+        plain = self.few and self.few.baselines.plain
+        if not (self.few and plain and one.few and worse(one.few, plain, self.few.baselines.truth)):
             return []
         return [f"a device that joins with {self.few.number} labelled samples: {one.model.label} reaches "
                 f"{share_text(one.few.accuracy)} there, a plain baseline ({plain.method}) that knows the other devices "
                 f"{share_text(plain.accuracy)}; label more on a new device, or let it train before you rely on it"]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Of the table with ``HEADS``."""
+        """Rows of the table with ``COLUMNS``."""
         models = [
             (f"{one.model.label}{' *' if one is self.chosen else ''}", share_text(one.evaluated.accuracy),
              share_text(one.evaluated.macro_f1), f"{one.parameters:,}", bytes_text(one.payload), str(one.rounds),
              f"{one.loss:.2g}")
             for one in self.tried
         ]
-        others = [("most frequent class", self.beside.frequent)]
-        others += [(self.beside.plain.method or "", self.beside.plain)] if self.beside.plain else []
+        others = [("most frequent class", self.baselines.frequent)]
+        others += [(self.baselines.plain.method or "", self.baselines.plain)] if self.baselines.plain else []
         return models + [(name, share_text(score.accuracy), share_text(score.macro_f1), *[ABSENT] * 4)
                          for name, score in others]
 
 
-HEADS = ("model", "accuracy", "macro-F1", "parameters", "bytes a round", "rounds", "loss")
+COLUMNS = ("model", "accuracy", "macro-F1", "parameters", "bytes a round", "rounds", "loss")
 
 
-def why_not(samples: Samples) -> str:
-    """Why nothing can be tried on these; empty where it can."""
+def reason_to_skip(samples: Samples) -> str:
+    """Why no trial is possible on these samples; empty if it is."""
     devices = _devices(samples)
     if not devices:
         return (f"{_largest(samples)} samples of one client are too few to hold some back: it takes {LEAST_ALONE}, or "
@@ -132,43 +134,45 @@ def why_not(samples: Samples) -> str:
     return "no client has samples of two classes" if classes < 2 else ""
 
 
-def tryout(
+def try_models(
     samples: Samples, spec: InputSpec, method: str, *, seed: int = 0, seconds: float = SECONDS,
     models: Sequence[Model] | None = None, say: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """The candidates ``models`` (by default those for such samples) on samples that ``why_not`` has no objection to.
-    Raises DataError for samples that no device can be evaluated on."""
+    """Tries ``models``, by default those for samples of this shape, for at most ``seconds``. ``reason_to_skip`` must be
+    empty for the samples. Raises DataError if no device can be evaluated."""
     ends, remarks = clock() + seconds, list[str]()
     models = models_for(samples) if models is None else models
-    part = _part(samples, seed)
-    few = _few(part)
+    part = _subset(samples, seed)
+    few = _few_labels_share(part)
     say(f"a trial of {', '.join(model.label for model in models)} on {len(part.clients)} of "
         f"{max(1, len(samples.clients))} clients, {len(part)} of {len(samples)} samples: {seconds:.0f} s at most "
         "(--no-trial does without)")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples.npz"
         save(path, part)
-        work, found = None, list[Tried]()
+        work, found = None, list[TriedModel]()
         for number, model in enumerate(models):
-            asked = _asked(path, part, spec, model, method, seed, few)
-            work = work or workloads.build(asked)
+            experiment = _experiment(path, part, spec, model, method, seed, few)
+            work = work or workloads.build(experiment)
             until = clock() + (ends - clock()) / (len(models) - number)
             try:
-                found.append(_tried(asked, model, Path(folder) / model.label, until, say, clock))
+                found.append(_try_model(experiment, model, Path(folder) / model.label, until, say, clock))
             except FleetError as error:
                 remarks.append(f"{model.label} was not tried: {error.what}")
         assert work is not None
         held_out = bool(work.new)
-        beside = plain_yardsticks.of_new(work, SUPPORT, 0) if held_out else plain_yardsticks.of_later(work)
-        told = FewLabels(_few_labels(part), plain_yardsticks.of_new(work, few, 0)) if held_out and few else None
+        baselines = (simple_baselines.on_new_devices(work, SUPPORT, 0) if held_out
+                     else simple_baselines.on_test_samples(work))
+        with_few = (FewLabels(_few_labels(part), simple_baselines.on_new_devices(work, few, 0))
+                    if held_out and few else None)
     on = (f"{len(work.new)} client{'s' * (len(work.new) > 1)} that did not train" if held_out
           else f"the last {100 * (1 - TRAIN_FRACTION):.0f} % of each client, by which the model is chosen too")
-    return Outcome(on, tuple(found), _chosen(found), beside, tuple(remarks), told)
+    return Outcome(on, tuple(found), _best(found), baselines, tuple(remarks), with_few)
 
 
-def _chosen(found: Sequence[Tried]) -> Tried | None:
-    """The best by validation, and of those that are as good the first, which is the usual one for such samples."""
+def _best(found: Sequence[TriedModel]) -> TriedModel | None:
+    """The first model within ``LEAST_GAP`` of the best validation score. The first is the default for such samples."""
     best = max((one.validation for one in found), default=0.0)
     return next((one for one in found if best - one.validation <= LEAST_GAP), None)
 
@@ -177,7 +181,7 @@ def _chosen(found: Sequence[Tried]) -> Tried | None:
 
 
 def _devices(samples: Samples) -> dict[str, np.ndarray[Any, Any]]:
-    """Rows of each client that has enough samples, by its name."""
+    """Client -> its rows, for the clients with enough samples."""
     client = np.full(len(samples), ONE_CLIENT) if samples.client is None else samples.client
     names, index, counts = np.unique(client, return_inverse=True, return_counts=True)
     enough = np.flatnonzero(counts >= MIN_SAMPLES)
@@ -190,13 +194,13 @@ def _largest(samples: Samples) -> int:
     return len(samples) if samples.client is None else int(np.unique(samples.client, return_counts=True)[1].max())
 
 
-def _part(samples: Samples, seed: int) -> Samples:
-    """Few clients drawn at random, few samples of each, spread evenly over their order (at random where neither a time
-    nor a client says what an order means)."""
+def _subset(samples: Samples, seed: int) -> Samples:
+    """A few clients drawn at random, and a few samples of each, evenly spread over time or order; samples with neither
+    time nor client are drawn at random."""
     devices, rng = _devices(samples), np.random.default_rng(seed)
     names = sorted(devices)
     drawn = sorted(rng.permutation(len(names))[:MAX_DEVICES])
-    most = MAX_OF_A_DEVICE * max(1, MAX_DEVICES // 4 // len(drawn))  # a single client stands for several
+    most = MAX_OF_A_DEVICE * max(1, MAX_DEVICES // 4 // len(drawn))  # fewer clients get more samples each
     rows = []
     for k in drawn:
         own = devices[names[k]]
@@ -215,13 +219,13 @@ def _few_labels(part: Samples) -> int:
     return FEW_OF_A_CLASS * len(np.unique(part.y))
 
 
-def _few(part: Samples) -> float:
-    """The share of a device's samples that few labels are; 0 where ``SUPPORT`` is no more than that."""
+def _few_labels_share(part: Samples) -> float:
+    """The share of a device's samples that makes few labels; 0 if that is at least ``SUPPORT``."""
     share = round(_few_labels(part) * len(part.clients) / len(part), 3)
     return share if share < SUPPORT else 0.0
 
 
-def _asked(
+def _experiment(
     path: Path, part: Samples, spec: InputSpec, model: Model, method: str, seed: int, few: float
 ) -> Experiment:
     clients = len(part.clients)
@@ -234,7 +238,7 @@ def _asked(
         "partition": {"kind": "natural", "options": {"split": "time", "train_fraction": TRAIN_FRACTION}},
         "method": [{"name": method}], "seeds": [seed], "budget": {"rounds": MAX_ROUNDS},
         "evaluation": {"every": 1, "new_devices": share, "support": [SUPPORT, few] if few else [SUPPORT],
-                  "support_split": "time"},
+                       "support_split": "time"},
         "cohort": min(COHORT, max(1, int(clients * (1 - share)))), "codec_up": "int8", "codec_down": "int8",
     })
 
@@ -242,53 +246,54 @@ def _asked(
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-def _tried(
-    asked: Experiment, model: Model, folder: Path, until: float, say: Callable[[str], None], clock: Callable[[], float]
-) -> Tried:
-    """As many rounds as end before ``until``, one at least. Raises FleetError."""
-    (run,) = experiments.runs(asked)
-    simulate.checked(asked, [run])
-    work = workloads.build(asked)
-    asked = replace(asked, cohort=_cohort(asked, run, work))
-    order = simulate.Order(asked, run, folder, "local", "cpu", simulate.cores_here())
-    rounds, told = 0, clock()
+def _try_model(
+    experiment: Experiment, model: Model, folder: Path, until: float, say: Callable[[str], None],
+    clock: Callable[[], float],
+) -> TriedModel:
+    """Trains for as many rounds as end before ``until``, at least one. Raises FleetError."""
+    (run,) = experiments.runs(experiment)
+    simulate.checked(experiment, [run])
+    work = workloads.build(experiment)
+    experiment = replace(experiment, cohort=_cohort(experiment, run, work))
+    task = simulate.RunTask(experiment, run, folder, "local", "cpu", simulate.cores_here())
+    rounds, last_line_at = 0, clock()
 
-    def heard(row: Any) -> None:
-        nonlocal rounds, told
+    def on_round(row: Any) -> None:
+        nonlocal rounds, last_line_at
         rounds = int(row["round"])
-        if clock() - told >= LINE_EVERY_S or rounds == MAX_ROUNDS or clock() > until:
-            told = clock()
+        if clock() - last_line_at >= LINE_EVERY_S or rounds == MAX_ROUNDS or clock() > until:
+            last_line_at = clock()
             say(f"{model.label}: round {rounds}, loss {row['loss']:.2g}, {max(0.0, until - clock()):.0f} s left for it")
 
     with contextlib.suppress(Stopped):  # the time is up
-        simulate.one(order, heard, lambda: rounds > 0 and clock() > until)
-    store = Store(folder)
-    return _figures(model, finished_runs.of_simulation(simulate.result_of(order, store, work), folder), asked, work)
+        simulate.run_one(task, on_round, lambda: rounds > 0 and clock() > until)
+    result = simulate.result_of(task, Store(folder), work)
+    return _figures(model, finished_runs.of_simulation(result, folder), experiment, work)
 
 
-def _cohort(asked: Experiment, run: Run, work: Workload) -> int:
-    """Devices of a round, so that it takes some seconds. Raises DataError where one device alone takes too long."""
+def _cohort(experiment: Experiment, run: Run, work: Workload) -> int:
+    """Devices per round, so that a round takes some seconds. Raises DataError if a single device takes too long."""
     from fleet_core.learning import models
 
-    layout = workloads.layout_of(asked, work)
+    layout = workloads.layout_of(experiment, work)
     forward = models.flops_per_sample(models.build(layout), layout)
     if forward is None:
-        return asked.cohort
+        return experiment.cohort
     batch = sum(getattr(run.hyper, name, 0) for name in ("batch", "support_batch", "query_batch"))
-    flops = 3 * forward * getattr(run.hyper, "local_steps", 1) * max(1, batch)  # backwards costs twice as much
+    flops = 3 * forward * getattr(run.hyper, "local_steps", 1) * max(1, batch)  # the backward pass costs twice as much
     if flops > MOST_FLOPS:
         raise DataError(f"a device's round is {flops_text(flops)}, too much for a trial")
-    return max(1, min(asked.cohort, int(ROUND_FLOPS / flops)))
+    return max(1, min(experiment.cohort, int(ROUND_FLOPS / flops)))
 
 
-def _figures(model: Model, trial: Trial, asked: Experiment, work: Workload) -> Tried:
-    rounds = int(trial.spent["rounds"])
-    own, layout = trial.last[DEVICES], workloads.layout_of(asked, work)
+def _figures(model: Model, run: FinishedRun, experiment: Experiment, work: Workload) -> TriedModel:
+    rounds = int(run.spent["rounds"])
+    own, layout = run.last[DEVICES], workloads.layout_of(experiment, work)
     new = [Score(accuracy=scores["pooled"], macro_f1=scores["macro_f1"])
-           for share in asked.evaluation.support if (scores := trial.last.get(f"new {share}"))]
-    return Tried(
-        model, rounds, trial.loss or 0.0, own["macro_f1"],
+           for share in experiment.evaluation.support if (scores := run.last.get(f"new {share}"))]
+    return TriedModel(
+        model, rounds, run.loss or 0.0, own["macro_f1"],
         new[0] if new else Score(accuracy=own["pooled"], macro_f1=own["macro_f1"]),
-        sum(tensor.size for tensor in layout.tensors), trial.spent["payload_bytes"] / rounds / asked.cohort,
+        sum(tensor.size for tensor in layout.tensors), run.spent["payload_bytes"] / rounds / experiment.cohort,
         new[1] if len(new) > 1 else None,
     )

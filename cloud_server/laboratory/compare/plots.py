@@ -1,8 +1,7 @@
-"""The curves of a comparison: accuracy against what it cost, as curves.png and as charts of the page.
+"""The curves of a comparison: accuracy against cost, as curves.png and as charts of the page.
 
-Colours: Okabe and Ito, "Color Universal Design", 2008, with Tol's indigo for their yellow, which is too light for a
-line; dashes tell the labels apart without colour.
-"""
+Colours: Okabe and Ito, "Color Universal Design", 2008, with Tol's indigo instead of their yellow, which is too light
+for a line. Dashes distinguish the labels without colour. """
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ UNITS = {"payload_bytes": "B", "flops": "FLOP", "joules": "J"}
 PREFIXES = ("", "k", "M", "G", "T", "P")
 DPI, PANEL_INCHES, COLUMNS = 150, (4.6, 3.5), 2
 MARKED_POINTS = 12
-ROOM = 14  # labels that fit into an empty panel
+MAX_LABELS_IN_PANEL = 14
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A label's line in one chart. number: of its colour and dashes. points: (cost, accuracy). low, high: the band, the
-    mean less and plus one standard deviation over seeds; empty for one seed. free: it costs nothing, so the line is its
-    last accuracy from end to end."""
+    """A label's line in one chart. number: index of its colour and dashes. points: (cost, accuracy). low, high: the
+    band, mean ∓ one standard deviation over seeds; empty for one seed. free: it costs nothing, so the line shows its
+    last accuracy over the whole axis."""
 
     label: str
     number: int
@@ -46,7 +45,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """One measure of cost. unit: with its prefix; what the points are divided by already."""
+    """One measure of cost. unit: with its prefix; the points are already in this unit."""
 
     measure: Measure
     unit: str
@@ -58,7 +57,7 @@ class Chart:
 
 
 def charts(comparison: Comparison) -> list[Chart]:
-    """A chart for every measure that was taken of a label that has a curve."""
+    """A chart for every measure that is known for a label with a curve."""
     found = []
     for measure in AXES:
         taken = [
@@ -74,7 +73,7 @@ def charts(comparison: Comparison) -> list[Chart]:
 
 
 def _scale(key: str, top: float) -> tuple[float, str]:
-    """(what amounts are divided by, the unit with its prefix) for an axis up to ``top``."""
+    """(divisor of the amounts, unit with its prefix) for an axis up to ``top``."""
     if key not in UNITS:
         return 1.0, ""
     power = min(max(0, math.floor(math.log10(top) / 3)), len(PREFIXES) - 1)
@@ -94,7 +93,7 @@ def _curve(number: int, entry: Entry, steps: Sequence[Step], key: str, size: flo
 
 
 def style(number: int) -> tuple[str, tuple[float, ...]]:
-    """(colour, dashes) of the label of that number; as many as there are pairs of them are told apart."""
+    """(colour, dashes) of the label with this index. The pairs repeat after 32 labels."""
     again, colour = divmod(number, len(COLOURS))
     return COLOURS[colour], DASHES[(colour + again) % len(DASHES)]
 
@@ -103,7 +102,7 @@ def style(number: int) -> tuple[str, tuple[float, ...]]:
 
 
 def svg(chart: Chart) -> str:
-    """The chart as an SVG element whose colours are those of ``css``."""
+    """The chart as an SVG element; its colours are defined by ``css``."""
     lines = [Line(curve.label, f"c{curve.number}", curve.points) for curve in chart.curves]
     bands = [(Line("", f"c{curve.number}", curve.low), Line("", "", curve.high)) for curve in chart.curves if curve.low]
     values = [y for curve in chart.curves for _, y in (*curve.points, *curve.low, *curve.high)]
@@ -123,7 +122,7 @@ def legend(curves: Sequence[Curve]) -> str:
 
 
 def css(count: int) -> str:
-    """Colours and dashes of so many labels, on light and on dark."""
+    """Colours and dashes of ``count`` labels, for light and dark pages."""
     def rules(colours: Sequence[str]) -> str:
         return "".join(
             f"polyline.c{n},line.c{n}{{stroke:{colours[n % len(colours)]};"
@@ -139,7 +138,7 @@ def css(count: int) -> str:
 
 
 def png(comparison: Comparison, title: str) -> bytes:
-    """All charts in one picture. Raises ConfigError where matplotlib is not installed."""
+    """All charts in one PNG picture. Raises ConfigError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -156,7 +155,7 @@ def png(comparison: Comparison, title: str) -> bytes:
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     lines = {line.get_label(): line for panel in panels for line in panel.get_lines()}
     look: dict[str, Any] = {"frameon": False, "handlelength": 4}
-    if len(lines) <= ROOM and len(found) < len(panels):
+    if len(lines) <= MAX_LABELS_IN_PANEL and len(found) < len(panels):
         panels[-1].legend(lines.values(), lines.keys(), loc="center left", fontsize=11, **look)
     elif lines:
         figure.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=columns, fontsize=9, **look)

@@ -1,4 +1,4 @@
-"""A comparison as rows: the closing table on a terminal, tables.csv, and the cells that the page shows too."""
+"""A comparison as tables: on the terminal, in tables.csv, and the cell texts that the page uses too."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def share(value: float) -> str:
 
 
 def small(value: float) -> str:
-    """A variance, or a normalized one: two digits that count."""
+    """A variance, plain or normalized, with two significant digits."""
     return f"{value:.2g}"
 
 
 def stat_text(stat: Stat | None, text: Callable[[float], str] = share) -> str:
-    """0.912 ± 0.004, 1.49 ± 0.19 TFLOP; a dash for what was not taken."""
+    """For example 0.912 ± 0.004 or 1.49 ± 0.19 TFLOP; a dash for a missing figure."""
     return ABSENT if stat is None else _spread(stat.mean, stat.std, text)
 
 
 def bound_text(bound: Bound | None, text: Callable[[float], str]) -> str:
-    """163, 163 ± 4, >1,000."""
+    """For example 163, 163 ± 4 or >1,000; a dash for a missing figure."""
     return ABSENT if bound is None else SIGNS[bound.sign] + _spread(bound.value, bound.std, text)
 
 
 def _spread(mean: float, std: float | None, text: Callable[[float], str]) -> str:
-    """Both in the unit and with the digits of the mean; without the spread where there is none."""
+    """Mean and spread in the unit and with the digits of the mean; only the mean if there is no spread."""
     number, _, unit = text(mean).partition(" ")
     shown = float(number.replace(",", ""))
     if not std or not shown:
@@ -55,13 +55,12 @@ def _spread(mean: float, std: float | None, text: Callable[[float], str]) -> str
 
 
 def gain_text(gain: Bound | None) -> str:
-    """4.7×, >4.7×, or nothing."""
+    """For example 4.7× or >4.7×; empty without a gain."""
     return "" if gain is None else f"{SIGNS[gain.sign]}{gain.value:.{1 if gain.value >= 0.095 else 2}f}{TIMES}"
 
 
 def kinds(comparison: Comparison) -> list[str]:
-    """What was evaluated beside the devices that train: new devices by the share that they learn from, novel
-    classes."""
+    """What was evaluated besides the devices that train: new devices by support share, then novel classes."""
     found = {kind: None for entry in comparison.entries for kind in entry.final if kind != DEVICES}
     return sorted(found, key=lambda kind: (kind == NOVEL, kind))
 
@@ -84,7 +83,7 @@ def kind_head(kind: str) -> str:
 
 
 def closing(comparison: Comparison) -> str:
-    """One line per label: mean ± spread over seeds of what it came to and what it cost."""
+    """One line per label: mean ± spread over seeds of its figures and costs."""
     heads = ("", "seeds", "accuracy", "worst device", "macro-F1", *map(kind_head, kinds(comparison)), "rounds",
              "models", "payload", "energy")
     head, *lines = aligned([heads, *(_line(entry, kinds(comparison)) for entry in comparison.entries)])
@@ -93,11 +92,11 @@ def closing(comparison: Comparison) -> str:
 
 def targets_text(comparison: Comparison) -> str:
     """The cost of every target, one line per label, with the gain over the baseline."""
-    taken = [m for m in MEASURES if any(m.key in one.at for entry in comparison.entries for one in entry.reached)]
+    measured = [m for m in MEASURES if any(m.key in one.at for entry in comparison.entries for one in entry.reached)]
     blocks = []
     for place, target in enumerate(comparison.targets):
-        heads = (target_head(comparison, target), *(measure.head for measure in taken))
-        rows = [(plain_text(entry.label), *_costs(entry.reached[place], taken)) for entry in comparison.entries]
+        heads = (target_head(comparison, target), *(measure.head for measure in measured))
+        rows = [(plain_text(entry.label), *_costs(entry.reached[place], measured)) for entry in comparison.entries]
         blocks.append("\n".join(aligned([heads, *rows])))
     return "\n\n".join(blocks) + "\n" if blocks else ""
 
@@ -117,14 +116,14 @@ def _line(entry: Entry, others: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _costs(reached: Reached, taken: Sequence[Measure]) -> Iterator[str]:
-    for measure in taken:
+def _costs(reached: Reached, measured: Sequence[Measure]) -> Iterator[str]:
+    for measure in measured:
         bound, gain = reached.at.get(measure.key), gain_text(reached.gain.get(measure.key))
         yield (SIGNS[bound.sign] + measure.text(bound.value) if bound else ABSENT) + (f" ({gain})" if gain else "")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns: the first to the left, numbers to the right."""
+    """Rows as lines; the first column is left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
@@ -145,7 +144,7 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def csv_text(comparison: Comparison) -> str:
-    """One line a figure, in plain units: shares of 1, bytes, FLOPs, joules."""
+    """One line for each figure, in base units: shares of 1, bytes, FLOPs, joules."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(CSV_HEADS)

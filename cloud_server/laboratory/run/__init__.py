@@ -1,5 +1,6 @@
-"""One experiment: its file, its devices, its rounds and its folder; the fleet's own algorithms, no broker.
+"""Runs one experiment, with the fleet's algorithms and without a broker.
 
-``experiment`` reads the TOML file, ``workload`` divides the samples over devices, ``engine`` runs the rounds,
-``executors`` say where the devices' work is done, ``device_work`` does it, ``run_folder`` keeps what came out.
+``experiment`` reads the TOML file, ``workload`` divides the samples over devices, ``simulate`` starts all runs,
+``engine`` runs the rounds of one, ``executors`` decide where a device's work is done, ``device_work`` does it,
+``run_folder`` stores the results.
 """

@@ -1,7 +1,7 @@
-"""An experiment: a TOML file of data, partition, model, methods, seeds and budget; and the runs that it asks for.
+"""An experiment: a TOML file with data, partition, model, methods, seeds and budget, and the runs that follow from it.
 
-Every mistake is told at once, before anything is computed: unknown keys with a suggestion, hyper-parameters that the
-method lacks, options that the partition lacks.
+All mistakes are reported together, before anything is computed: unknown keys with a suggestion, hyper-parameters that
+the method does not have, options that the partition does not have.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ PRECISIONS = ("float32", "bfloat16")
 TEXT: dict[str, Any] = {"max_length": 200}
 SHARE: dict[str, Any] = {"min": 0.01, "max": 0.99}
 LABEL = r"[A-Za-z0-9_.=,+-]{1,100}"
-LONGEST_LABEL = 200  # with the values of a grid; it is a folder's name
+LONGEST_LABEL = 200  # including the values of a grid; the label is part of a folder's name
 MAX_RUNS = 1000
 SYNTHETIC = "synthetic"
-FILE_KEYS = ("data.file", "data.samples", "data.data")  # what people write for data.path
+FILE_KEYS = ("data.file", "data.samples", "data.data")  # common mistakes for data.path
 SEVERAL = ("method", "seeds")
-"""Of an experiment: what its runs differ in."""
+"""The keys of an experiment that differ between its runs."""
 
 
 @dataclass(frozen=True)
 class DataSection:
-    """set: a named one (``metafleet datasets``), or path: a file or folder of one's own. window, stride: of a file of
-    readings, how many make a window and from one to the next. limit: of samples, at random
-    from the seed; 0 for all. options: of the set ``synthetic``. scale, mean, std: of the model's input, in place of the
-    set's own. standardize: each feature to mean 0 and deviation 1 over all samples of all devices, which a fleet does
-    not know, in place of these three."""
+    """set: a named set (``metafleet datasets``). path: instead of it, the user's file or folder. window, stride: for a
+    file of readings, readings per window and from one window to the next. limit: number of samples, drawn with the
+    partition's seed; 0 for all. options: of the set ``synthetic``. scale, mean, std: of the model's input, instead of
+    the set's own. standardize: instead of these three, scale each feature to mean 0 and deviation 1 over all samples of
+    all devices, which a fleet cannot do."""
 
     set: str | None = field(default=None, metadata=TEXT)
     path: str | None = field(default=None, metadata={"max_length": 4096})
@@ -60,8 +60,8 @@ class DataSection:
 
 @dataclass(frozen=True)
 class PartitionSection:
-    """kind: a name of ``fleet_core.data.partitions``. options: those of that partition. seed: of the division; the same
-    for every run, so that methods and seeds are compared on the same devices."""
+    """kind: a name of ``fleet_core.data.partitions``. options: of that partition. seed: of the partition; the same for
+    all runs, so that methods and seeds are compared on the same devices."""
 
     kind: str = field(default="natural", metadata={"choices": tuple(PARTITIONS)})
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -78,15 +78,15 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class EvaluationSection:
-    """every: rounds between evaluations, 0 for the last alone. devices: how many of those that train are evaluated, by
-    the seed's draw; 0 for all. new_devices: the share of devices that never train and are evaluated as new ones;
-    another share, validation, is left out altogether. support: shares of a new device's samples that it learns from,
-    drawn at ``random`` by class or the first of its ``time`` (support_split). within_training: for choosing
-    hyper-parameters; all of it is done inside what the devices train on, and nothing that is evaluated otherwise is
-    looked at. novel_classes: that no device trains on; ``novel`` says how many devices with how many of them are
-    evaluated (devices, classes_per_device, shots, queries). test_step: as in Fallah's table, the gradient step at test
-    takes the test samples (their labels are seen!). also_test_step: the devices are evaluated so besides, under
-    ``test_step``. targets: accuracies whose cost is told."""
+    """every: rounds between evaluations; 0: only the last round. devices: how many of the training devices are
+    evaluated, drawn with the seed; 0: all. new_devices: share of the devices that never train and are evaluated as new
+    ones. validation: another share, which is left out completely. support: shares of a new device's samples that it
+    learns from, drawn at ``random`` by class or the first in ``time`` (support_split). within_training: to choose
+    hyper-parameters: everything is done inside the training samples, and no sample that is otherwise evaluated is used.
+    novel_classes: classes that no device trains on. novel: how many devices are evaluated on them, with how many of
+    them (devices, classes_per_device, shots, queries). test_step: as in Fallah's table, the gradient step at test uses
+    the test samples, including their labels! also_test_step: evaluate this way in addition, under ``test_step``.
+    targets: accuracies whose cost is reported."""
 
     every: int = field(default=10, metadata={"min": 0, "max": 1_000_000})
     devices: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
@@ -104,8 +104,8 @@ class EvaluationSection:
 
 @dataclass(frozen=True)
 class MethodSection:
-    """name: of the method. label: in tables, by default the name and the grid's values. hyper: its hyper-parameters.
-    grid: lists of values; every combination is a run of its own."""
+    """name: of the method. label: for tables; by default the name and the grid's values. hyper: its hyper-parameters.
+    grid: lists of values; every combination is a separate run."""
 
     name: str = field(metadata={"choices": METHODS})
     label: str | None = field(default=None, metadata={"pattern": LABEL})
@@ -115,8 +115,8 @@ class MethodSection:
 
 @dataclass(frozen=True)
 class Budget:
-    """A run ends at the first of these that is reached; 0 for none. rounds must be given. payload_bytes: up and down,
-    over all devices. joules: as modelled for the board."""
+    """A run ends when the first of these limits is reached; 0 means no limit. rounds: required. payload_bytes: up and
+    down, over all devices. joules: as modelled for the board."""
 
     rounds: int = field(metadata={"min": 1, "max": 10_000_000})
     payload_bytes: float = field(default=0.0, metadata={"min": 0, "max": 1e300})
@@ -125,11 +125,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class Experiment:
-    """cohort: devices asked per round, 0 for all. averaged: how many of these the server averages, 0 for all; the
-    others train for themselves, as in pFedMe's paper, which a fleet does not do. codec_up, codec_down: ``none``
-    counts four bytes a value and loses nothing. board: a profile, or a file, whose constants give joules. precision:
-    with ``bfloat16`` the products of a model's body are taken so; weights, sums and all that a method does stay
-    float32. A fleet trains in float32."""
+    """cohort: devices per round, 0 for all. averaged: how many of these the server averages, 0 for all; the others
+    train only for themselves, as in pFedMe's paper, which a fleet does not do. codec_up, codec_down: ``none`` counts
+    four bytes per value and is lossless. board: a profile or its file, with constants for joules. precision:
+    ``bfloat16`` computes the products of a model's body in that type; weights, sums and everything else of a method
+    stay float32. A fleet trains in float32."""
 
     data: DataSection
     model: ModelSection
@@ -157,12 +157,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of its folder."""
         return f"{self.label}-s{self.seed}"
 
 
 def load(path: Path, settings: Sequence[str] = ()) -> Experiment:
-    """The experiment in a TOML file, with ``key=value`` settings over it. Raises ConfigError with every mistake."""
+    """The experiment in a TOML file; ``key=value`` settings override it. Raises ConfigError with all mistakes."""
     text = config.text_of(path)
     data = config.tables(text, str(path))
     for former, present in schema.renamed(Experiment, data):
@@ -176,7 +176,7 @@ def load(path: Path, settings: Sequence[str] = ()) -> Experiment:
 def read(
     data: Mapping[str, Any], text: str = "", where: str = "experiment", settings: Sequence[str] = ()
 ) -> Experiment:
-    """An experiment from plain values; ``text``, ``where`` and ``settings`` tell where a mistake was made."""
+    """An experiment from plain values. text, where, settings: to locate mistakes in error messages."""
     found, problems = schema.read(Experiment, data)
     problems = [replace(one, hint="path") if one.key in FILE_KEYS else one for one in problems]
     if found is not None:
@@ -206,8 +206,8 @@ def runs(experiment: Experiment) -> tuple[Run, ...]:
 
 
 def settled(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run was asked (``run.json``), with the defaults of keys that it is too old to have; as it is where it
-    cannot be read."""
+    """The settings of a run (``run.json``), with defaults for keys that it is too old to have. Unreadable settings are
+    returned unchanged."""
     method = METHODS.get(str(asked.get("method")))
     experiment, hyper = asked.get("experiment"), asked.get("hyper")
     if method is None or not isinstance(experiment, Mapping):
@@ -232,22 +232,22 @@ def _short(value: Any) -> str:
     return "".join(c for c in json.dumps(value) if c.isalnum() or c in "._-+")
 
 
-# What the types cannot say --------------------------------------------------------------------------------------------
+# Checks beyond the types ----------------------------------------------------------------------------------------------
 
 
 def _checks(found: Experiment) -> Iterator[schema.Problem]:
     if (found.data.set is None) == (found.data.path is None):
-        yield schema.Problem("data.set", "give one of data.set and data.path")
+        yield schema.Problem("data.set", "give either data.set or data.path")
     elif found.data.set is not None and _is_file(found.data.set):
         yield schema.Problem("data.set", f"no data set is named '{found.data.set}' (did you mean data.path = "
                                          f"{json.dumps(found.data.set)}?)")
     if found.data.path is None and (found.data.window or found.data.stride):
-        yield schema.Problem("data.window", "is for a file of readings: give data.path")
+        yield schema.Problem("data.window", "is only for a file of readings: give data.path")
     _, problems = schema.read(PARTITIONS[found.partition.kind].options, found.partition.options)
     yield from _below("partition.options", problems)
     yield from _evaluation_checks(found.evaluation)
     if found.budget.joules and found.board is None:
-        yield schema.Problem("budget.joules", "are modelled for a board: name one with board")
+        yield schema.Problem("budget.joules", "are modelled for a board: name it with board")
     if found.averaged > (found.cohort or found.averaged):
         yield schema.Problem("averaged", f"are more than the cohort of {found.cohort}")
     if not found.seeds or len(set(found.seeds)) != len(found.seeds):
@@ -259,7 +259,7 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
 
 
 def _is_file(name: str) -> bool:
-    """Whether what should name a set names a file or a folder."""
+    """Whether this name of a data set is really a file or folder."""
     if name in (SYNTHETIC, *entries()):
         return False
     return Path(name).suffix.lower() in FILES or "/" in name or Path(name).exists()
@@ -267,34 +267,34 @@ def _is_file(name: str) -> bool:
 
 def _evaluation_checks(evaluation: EvaluationSection) -> Iterator[schema.Problem]:
     if evaluation.new_devices + evaluation.validation >= 1:
-        yield schema.Problem("evaluation.new_devices", "nobody is left to train")
+        yield schema.Problem("evaluation.new_devices", "leaves no device to train")
     for name in ("support", "novel_classes", "targets"):
         if len(set(getattr(evaluation, name))) != len(getattr(evaluation, name)):
-            yield schema.Problem(f"evaluation.{name}", "names one twice")
+            yield schema.Problem(f"evaluation.{name}", "has a duplicate value")
     known = {f.name for f in dataclasses.fields(Newcomers)}
     for name in evaluation.novel:
         if name not in known:
             yield schema.Problem(f"evaluation.novel.{name}", "unknown key", schema.suggest(name, known))
     if evaluation.within_training and evaluation.novel_classes:
-        yield schema.Problem("evaluation.within_training", "nothing of a novel class is in what devices train on")
+        yield schema.Problem("evaluation.within_training", "the training samples have no novel classes")
     if evaluation.novel and not evaluation.novel_classes:
-        yield schema.Problem("evaluation.novel", "no class is novel: name some with novel_classes")
+        yield schema.Problem("evaluation.novel", "no class is novel: name some in novel_classes")
 
 
 def _grid_checks(key: str, section: MethodSection) -> Iterator[schema.Problem]:
-    """Also of the number of combinations, before anything goes through them."""
+    """Also checks the number of combinations, before anything iterates over them."""
     for name, values in section.grid.items():
         if not isinstance(values, (list, tuple)) or not values:
             yield schema.Problem(f"{key}.grid.{name}", "expected a list of values")
             return
         if name in section.hyper:
-            yield schema.Problem(f"{key}.grid.{name}", "is in hyper too")
+            yield schema.Problem(f"{key}.grid.{name}", "is also in hyper")
     if math.prod(map(len, section.grid.values())) > MAX_RUNS:
         yield schema.Problem(f"{key}.grid", f"gives more than {MAX_RUNS} runs")
 
 
 def _run_checks(found: Experiment) -> Iterator[schema.Problem]:
-    """Of the hyper-parameters and the labels of all runs."""
+    """Checks the hyper-parameters and labels of all runs."""
     times = Counter[str]()
     for i, section in enumerate(found.method):
         wrong: dict[schema.Problem, None] = {}
@@ -304,7 +304,7 @@ def _run_checks(found: Experiment) -> Iterator[schema.Problem]:
             wrong |= dict.fromkeys(problems)
         if found.averaged and set(METHODS[section.name].client.keeps) - {"personal"}:
             kept = ", ".join(METHODS[section.name].client.keeps)
-            yield schema.Problem("averaged", f"{section.name} keeps a {kept} that moves only with what is averaged")
+            yield schema.Problem("averaged", f"{section.name} keeps a {kept}, which needs every update to be averaged")
         for problem in wrong:
             table = "grid" if problem.key in section.grid else "hyper"
             yield from _below(f"method[{i}].{table}", [problem])
@@ -322,7 +322,7 @@ def _below(key: str, problems: Iterable[schema.Problem]) -> Iterator[schema.Prob
 
 
 def _set(data: dict[str, Any], setting: str) -> None:
-    """``a.b.c=value`` in plain tables; the value as TOML would have it, else as text."""
+    """Sets ``a.b.c=value`` in plain tables. The value is parsed as TOML, or else used as text."""
     key, equals, text = setting.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {setting}", expected="--set key=value", hint="for example --set budget.rounds=10")

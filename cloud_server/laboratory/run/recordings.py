@@ -1,4 +1,4 @@
-"""A person's own recordings, as far as they can be evaluated, and the models that take them."""
+"""A user's recordings, checked for a comparison of methods, and the models that fit them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fleet_core.data.time_split import by_time
 
 MIN_CLIENTS, MIN_SAMPLES, MAX_CLIENTS = 4, 20, 50
 TRAIN_FRACTION = 0.6
-CONV4_PIXELS = 16  # on each side, of the least image that conv4 takes
+CONV4_PIXELS = 16  # the smallest side of an image that conv4 accepts
 
 
 @dataclass(frozen=True)
 class Model:
-    """label: in tables. options: of the named model."""
+    """label: for tables. name: a named model. options: its keyword arguments."""
 
     label: str
     name: str
@@ -35,7 +35,7 @@ class Model:
 
 @dataclass(frozen=True, eq=False)
 class Recordings:
-    """The data as they are compared on. section: ``data`` of an experiment. clients: that have samples enough."""
+    """section: the table ``data`` of an experiment. clients: how many have enough samples."""
 
     samples: Samples
     section: Mapping[str, Any]
@@ -45,19 +45,19 @@ class Recordings:
 
 
 def recordings(data: str, window: int | None = None, stride: int | None = None) -> Recordings:
-    """The named set, or the file, once it is known that it can be evaluated. window, stride: of a file of readings.
-    Raises DataError with the reason."""
+    """Loads a named set or a file. window, stride: to cut a file of readings. Raises DataError if methods cannot be
+    compared on it."""
     named = data in entries()
     if not named and not Path(data).exists():
         near = schema.suggest(data, entries())
         raise DataError("is neither a data set nor a file" + (f" (did you mean '{near}'?)" if near else ""),
                         where=data, expected=f"a path, or one of {', '.join(entries())}")
     if named and (window is not None or stride is not None):
-        raise DataError("is a named set, of which no windows are cut", where=data, hint=NO_WINDOW)
+        raise DataError("is a named set, which is not cut into windows", where=data, hint=NO_WINDOW)
     found = load_set(data) if named else None
     samples = load(Path(data), window=window, stride=stride) if found is None else pool(found.train, found.test)
     if samples.client is None:
-        raise DataError("names no client, so that nobody knows which samples are one device's", where=data,
+        raise DataError("names no client, so it is unknown which samples belong to one device", where=data,
                         hint="add an array or a column 'client'")
     names, index, counts = np.unique(samples.client, return_inverse=True, return_counts=True)
     enough = np.flatnonzero(counts >= MIN_SAMPLES)
@@ -70,8 +70,8 @@ def recordings(data: str, window: int | None = None, stride: int | None = None) 
     held = np.array([len(np.unique(samples.y[index == k])) for k in enough])
     if held.max() < 2:
         whole = "one class alone" if len(np.unique(samples.y)) < 2 else "clients of one class each"
-        raise DataError(f"holds {whole}: an answer that never changes would be right", where=data,
-                        expected="clients that have to tell classes apart")
+        raise DataError(f"holds {whole}: a constant answer would be right", where=data,
+                        expected="clients with samples of several classes")
     section: dict[str, Any] = {"set": data}
     remarks = _remarks(samples, len(names), held)
     if not named:
@@ -88,16 +88,16 @@ def _remarks(samples: Samples, names: int, held: np.ndarray[Any, Any]) -> list[s
     said = {
         f"{few} of {names} clients have fewer than {MIN_SAMPLES} samples and are left out": few > 0,
         f"{MAX_CLIENTS} of {len(held)} clients are used, drawn at random": len(held) > MAX_CLIENTS,
-        f"{one} of {len(held)} clients hold one class alone, which is easy for whatever adapts": one > 0,
-        "there are no times: the order of the rows is taken for it": samples.time is None,
+        f"{one} of {len(held)} clients hold one class alone, which makes adapting easy": one > 0,
+        "there are no times: the order of the rows is used instead": samples.time is None,
         "the classes have no names, which a fleet needs: add an array 'classes'": samples.classes is None,
     }
     return [text for text, applies in said.items() if applies]
 
 
 def models_for(samples: Samples, recommended: str = "") -> tuple[Model, ...]:
-    """Models for such samples that small devices can train, what is recommended first, then the default. ``advise``
-    runs the first two with every method, the others with the best alone; ``init`` tries them all."""
+    """Models for samples of this shape that small devices can train: the recommended one first, then the default.
+    ``advise`` runs the first two with every method, the others only with the best methods; ``init`` tries all."""
     shape = samples.x.shape[1:]
     names = model_input.models_for(shape, samples.x.dtype.name)
     models = [Model(name, name) for name in dict.fromkeys([recommended, *names] if recommended else names)]

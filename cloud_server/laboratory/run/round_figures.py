@@ -1,4 +1,4 @@
-"""The figures of a run's rounds: what was spent, and how the devices' models did.
+"""The figures of a run's rounds: costs, and scores of the devices' models.
 
 N: classes. M: answers. D: width of the representation.
 """
@@ -19,23 +19,23 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Costs:
-    """Joules of work on a named board, from its profile's constants; None for what it has no cited constant for.
-    source: what they are modelled from; empty without a board. Idle time is in none of them: a laboratory has no time
-    of a device's."""
+    """Joules per FLOP and per byte on a board, from the constants in its profile; None without a cited constant.
+    source: of the constants; empty without a board. Idle time is not included, because a simulation has no device
+    time."""
 
     j_per_flop: float | None = None
     j_per_byte: float | None = None
     source: str = ""
 
     def joules(self, flops: float | None, payload_bytes: float) -> float | None:
-        """Of computing and sending; None unless all that it takes is known."""
+        """Joules of computing and sending; None if a constant or the FLOPs are unknown."""
         if self.j_per_flop is None or self.j_per_byte is None or flops is None:
             return None
         return self.j_per_flop * flops + self.j_per_byte * payload_bytes
 
 
 class Spent:
-    """What a run has spent so far."""
+    """The bytes and joules that a run has spent so far."""
 
     def __init__(self) -> None:
         self.payload_bytes = 0.0
@@ -46,14 +46,14 @@ class Spent:
         self.joules += row.get("energy_j", {}).get("value", 0.0)
 
     def reaches(self, payload_bytes: float, joules: float) -> bool:
-        """0 is no bound."""
+        """Whether one of the limits is reached; 0 means no limit."""
         return bool(payload_bytes and self.payload_bytes >= payload_bytes) or bool(joules and self.joules >= joules)
 
 
 def of_round(
     number: int, method: Method, learned: Sequence[TrainedDevice], down_bytes: int, costs: Costs
 ) -> dict[str, Any]:
-    """A round's figures, before it is evaluated. A figure that was not taken is absent. down_bytes: to all devices."""
+    """A round's figures without its evaluation; missing ones are left out. down_bytes: to all devices."""
     counted = [one for one in learned if not one.error]
     sent = [one for one in counted if one.averaged]
     paper = method.paper_models or (method.models_down, method.models_up)
@@ -77,8 +77,8 @@ def of_round(
 
 
 def evaluated(evaluations: Iterable[DeviceEvaluation]) -> dict[str, Any]:
-    """Accuracy over devices and pooled, macro-F1, variance; with the step at test; new devices by support; novel
-    classes; nVAR."""
+    """A round's evaluation: accuracy over devices and pooled, macro-F1, variance, nVAR; the same with a gradient step
+    at test, for new devices by support share, and for novel classes."""
     of: dict[tuple[str, float], list[DeviceEvaluation]] = {}
     for evaluated in evaluations:
         of.setdefault((evaluated.kind, evaluated.support), []).append(evaluated)
@@ -119,7 +119,7 @@ def _summary(evaluations: Sequence[DeviceEvaluation]) -> dict[str, Any]:
 
 
 def macro_f1(confusion_NM: Array) -> float:
-    """Mean F1 over the classes that occur. M: N, or one more for answers that are no class."""
+    """Mean F1 over the classes that occur. M: N, or N + 1 with a column for answers that are no class."""
     right, asked, answered = np.diag(confusion_NM), confusion_NM.sum(1), confusion_NM.sum(0)[: len(confusion_NM)]
     f1 = 2 * right / np.maximum(asked + answered, 1)
     return float(f1[asked > 0].mean())

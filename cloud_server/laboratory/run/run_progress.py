@@ -1,4 +1,4 @@
-"""How far an experiment is, on stderr: a table that follows the runs on a terminal, plain lines elsewhere."""
+"""Progress of an experiment on stderr: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DRAW_EVERY_S = 0.25
 
 @dataclass(frozen=True)
 class _Last:
-    """A run's last round. evaluated: the last round that was, and its accuracy."""
+    """A run's last round. evaluated: (number, accuracy) of the last evaluated round."""
 
     round: int
     loss: float
@@ -39,19 +39,19 @@ class _Last:
 
 
 class Progress:
-    """Takes the rounds of several runs as they end. Use it as a context manager.
+    """Shows the rounds of several runs as they end. Use it as a context manager.
 
-    runs: those that are left to do. rounds: that each has at most. NO_COLOR asks for plain lines on a terminal too;
-    those come for rounds that were evaluated, and every ten seconds for a run.
+    runs: those not yet ended. rounds: the maximum of each run. Plain lines, also used on a terminal with NO_COLOR, show
+    every evaluated round, and other rounds of a run at most every ten seconds.
     """
 
     def __init__(self, runs: Sequence[str], rounds: int, stream: TextIO | None = None,
                  clock: Callable[[], float] = time.monotonic):
         self._left, self._rounds, self._clock = dict.fromkeys(runs, rounds), rounds, clock
         self._last: dict[str, _Last] = {}
-        self._lined: dict[str, float] = {}
+        self._line_at: dict[str, float] = {}
         self._first_s: float | None = None
-        self._told, self._drawn_s = 0, 0.0
+        self._rounds_timed, self._drawn_s = 0, 0.0
         self._stream = stream or sys.stderr
         self._live: Live | None = None
         if self._stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
@@ -71,19 +71,19 @@ class Progress:
             self._live.stop()
 
     def say(self, line: str) -> None:
-        """A line of text, above the table where there is one."""
+        """Prints a line of text, above the table if there is one."""
         if self._live:
             self._live.console.print(Text(plain_text(line)))
         else:
             print(plain_text(line), file=self._stream, flush=True)
 
-    def told(self, run: str, row: Mapping[str, Any]) -> None:
-        """A round of ``run`` has ended; ``row``: its figures."""
+    def round_ended(self, run: str, row: Mapping[str, Any]) -> None:
+        """Shows a round of ``run``. row: its figures."""
         now, number = self._clock(), int(row["round"])
         if self._first_s is None:
             self._first_s = now
         else:
-            self._told += 1
+            self._rounds_timed += 1
         evaluated = (number, share_text(row["accuracy"]["mean"])) if "accuracy" in row else None
         self._left[run] = self._rounds - number
         self._last[run] = _Last(
@@ -93,19 +93,19 @@ class Progress:
             if now - self._drawn_s >= DRAW_EVERY_S:
                 self._live.update(self.table(), refresh=True)
                 self._drawn_s = now
-        elif evaluated or now - self._lined.get(run, -LINE_EVERY_S) >= LINE_EVERY_S:
-            self._lined[run] = now
+        elif evaluated or now - self._line_at.get(run, -LINE_EVERY_S) >= LINE_EVERY_S:
+            self._line_at[run] = now
             self.say(self.line(run))
 
     def line(self, run: str) -> str:
-        """A run as it is now."""
+        """The state of a run in one line."""
         last = self._last[run]
         parts = [run, f"round {last.round:>{len(str(self._rounds))}}/{self._rounds}", f"loss {last.loss:.3f}"]
         accuracy = f"accuracy {last.accuracy}" if last.evaluated else ""
         return "  ".join([*parts, *filter(None, [accuracy, self.remaining()])])
 
     def table(self) -> Group:
-        """How many have ended, and the runs that are under way."""
+        """The number of ended runs, and a table of the running ones."""
         ended = sum(not left for left in self._left.values())
         head = "  ".join(filter(None, [f"{ended} of {len(self._left)} runs ended", self.remaining()]))
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
@@ -123,8 +123,8 @@ class Progress:
         return Group(Text(head, style="bold"), table)
 
     def remaining(self) -> str:
-        """By the pace so far of all runs together; a budget of bytes or joules may end them earlier."""
+        """The remaining time from the pace of all runs so far. A budget of bytes or joules may end them earlier."""
         left = sum(self._left.values())
-        if not self._told or self._first_s is None or not left:
+        if not self._rounds_timed or self._first_s is None or not left:
             return ""
-        return f"about {seconds_text(left * (self._clock() - self._first_s) / self._told)} left"
+        return f"about {seconds_text(left * (self._clock() - self._first_s) / self._rounds_timed)} left"

@@ -1,8 +1,7 @@
-"""All runs of an experiment, on as many cores as there are; each ends with a ``result.json``.
+"""Runs all runs of an experiment on all cores; each run writes a ``result.json``.
 
-Runs go side by side, one process each; where there are fewer runs than cores, the devices of a run are spread over
-processes too. The numbers do not depend on either.
-"""
+Runs are processes that work in parallel. With fewer runs than cores, the devices of a run are spread over processes
+too. The results do not depend on either. """
 
 from __future__ import annotations
 
@@ -34,16 +33,16 @@ from fleet_core.board import catalogue
 from fleet_core.model.layout import Layout
 
 ENGINES = ("local", "ray")
-LOOK_S = 0.2
+POLL_S = 0.2
 SIDE_BY_SIDE = 32
 BATCHED = ("mlp", "logistic", "cnn1d")
-"""Models whose clients are trained side by side on a processor: convolutions over images, and those of one channel,
-are slower so."""
+"""Models whose clients are trained as one batch on a CPU. For convolutions over images or a single channel that is
+slower."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """engine: local or ray. jobs: processes in all, 0 for one per core. device: cpu, cuda, or auto."""
+    """engine: local or ray. jobs: total number of processes, 0 for one per core. device: cpu, cuda or auto."""
 
     engine: str = "local"
     jobs: int = 0
@@ -51,8 +50,8 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Order:
-    """One run to make in ``folder``, with plain values: another process can have it. processes: for its devices."""
+class RunTask:
+    """One run to do in ``folder``; it can be sent to another process. processes: how many work on its devices."""
 
     experiment: Experiment
     run: Run
@@ -62,48 +61,48 @@ class Order:
     processes: int
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """What makes a run the same one."""
+    def settings(self) -> dict[str, Any]:
+        """The settings that identify a run, as plain JSON: an unfinished run continues only if they are equal."""
         plain = schema.plain(self.experiment)
         for key in SEVERAL:
             del plain[key]
         run = self.run
-        asked = {"experiment": plain, "method": run.method.name, "version": run.method.version, "label": run.label,
-                 "hyper": schema.plain(run.hyper), "seed": run.seed, "device": self.device}
-        return dict(json.loads(json.dumps(asked)))
+        settings = {"experiment": plain, "method": run.method.name, "version": run.method.version, "label": run.label,
+                    "hyper": schema.plain(run.hyper), "seed": run.seed, "device": self.device}
+        return dict(json.loads(json.dumps(settings)))
 
 
-Told = Callable[[str, Mapping[str, Any]], None]
+OnRound = Callable[[str, Mapping[str, Any]], None]
 
 
 def simulate(
-    experiment: Experiment, out: Path, options: Options, *, told: Told = lambda run, row: None,
+    experiment: Experiment, out: Path, options: Options, *, on_round: OnRound = lambda run, row: None,
     say: Callable[[str], None] = lambda line: None, stopped: Callable[[], bool] = lambda: False,
 ) -> list[Path]:
-    """Every run of the experiment that has not ended, in folders of its own below ``out``; the folders of all.
+    """Runs every run of the experiment that has not ended, each in a folder below ``out``; returns all folders.
 
-    told: takes (run, figures) of each round. Raises Stopped, ConfigError or DataError before anything is computed, and
-    RoundError with the runs that failed, after the others.
+    on_round: called with (run, figures) of each round. Raises ConfigError or DataError before anything is computed,
+    Stopped, and RoundError that names the failed runs after the others have ended.
     """
     runs = experiments.runs(experiment)
     device = device_of(options.device, gpu=options.engine != "ray")
     for warning in checked(experiment, runs):
         say(f"warning: {warning}")
-    orders = [Order(experiment, run, out / run.name, options.engine, device, 1) for run in runs]
-    _claim(experiment, orders, out)
-    todo = [order for order in orders if not Store(order.folder).done]
+    tasks = [RunTask(experiment, run, out / run.name, options.engine, device, 1) for run in runs]
+    _claim(experiment, tasks, out)
+    todo = [task for task in tasks if not Store(task.folder).done]
     if len(todo) < len(runs):
         say(f"{len(runs) - len(todo)} of {len(runs)} runs have ended before")
-    side, inside = _spread(options, len(todo))
-    todo = [replace(order, processes=inside) for order in todo]
-    failed = _several(todo, side, told, stopped) if side > 1 else _in_turn(todo, told, stopped)
+    parallel, inside = _processes(options, len(todo))
+    todo = [replace(task, processes=inside) for task in todo]
+    failed = _run_parallel(todo, parallel, on_round, stopped) if parallel > 1 else _run_in_turn(todo, on_round, stopped)
     if failed:
         raise RoundError("\n".join(f"{name}: {why}" for name, why in failed.items()), hint="the other runs have ended")
-    return [order.folder for order in orders]
+    return [task.folder for task in tasks]
 
 
 def checked(experiment: Experiment, runs: Sequence[Run]) -> list[str]:
-    """Warnings about an experiment that can be run. Raises FleetError for one that cannot."""
+    """Checks an experiment and returns warnings. Raises FleetError if it cannot be run."""
     workload = workloads.build(experiment)
     layout = workloads.layout_of(experiment, workload)
     costs = costs_of(experiment)
@@ -112,36 +111,36 @@ def checked(experiment: Experiment, runs: Sequence[Run]) -> list[str]:
     return workloads.check(experiment, runs, layout, workload)
 
 
-def one(order: Order, told: Callable[[Mapping[str, Any]], None], stopped: Callable[[], bool]) -> None:
-    """One run to its end. Raises Stopped and FleetError."""
+def run_one(task: RunTask, on_round: Callable[[Mapping[str, Any]], None], stopped: Callable[[], bool]) -> None:
+    """Does one run to its end. Raises Stopped and FleetError."""
     from fleet_core.learning import models
 
-    store, experiment, run = Store(order.folder), order.experiment, order.run
-    with store.begun(order.asked):
+    store, experiment, run = Store(task.folder), task.experiment, task.run
+    with store.begun(task.settings):
         if store.done:
             return
         workload = workloads.build(experiment)
         layout = workloads.layout_of(experiment, workload)
-        executor = _executor(order, workload)
+        executor = _executor(task, workload)
         try:
             lab = Laboratory(
                 experiment, workload, layout, models.initial(layout, run.seed), executor, costs_of(experiment), stopped,
-                told,
+                on_round,
             )
             Engine(lab, run, store).run()
         finally:
             executor.close()
         store.forget_clients()
-        store.end(result_of(order, store, workload))
+        store.end(result_of(task, store, workload))
 
 
-def result_of(order: Order, store: Store, workload: Workload) -> dict[str, Any]:
-    """``result.json`` of a run: its figures, its settings, and where it was computed."""
-    rounds, run = store.rounds(), order.run
+def result_of(task: RunTask, store: Store, workload: Workload) -> dict[str, Any]:
+    """The content of ``result.json``: the run's figures, settings and environment."""
+    rounds, run = store.rounds(), task.run
     last: dict[str, Any] = next((row for row in reversed(rounds) if "accuracy" in row), {})
     found: dict[str, Any] = {
         "format": results.FORMAT, "kind": "simulation", "label": run.label, "method": run.method.name,
-        "seed": run.seed, "config": order.asked, "environment": results.environment(),
+        "seed": run.seed, "config": task.settings, "environment": results.environment(),
         "devices": len(workload.train), "seconds": sum(row["seconds"] for row in rounds), "rounds": rounds,
     }
     if last:
@@ -157,7 +156,7 @@ def result_of(order: Order, store: Store, workload: Workload) -> dict[str, Any]:
 
 
 def costs_of(experiment: Experiment) -> Costs:
-    """Joules of the experiment's board. Raises ConfigError for a profile that is not there."""
+    """Energy constants of the experiment's board. Raises ConfigError if there is no such profile."""
     if experiment.board is None:
         return Costs()
     from fleet_core.power.energy_model import BoardModel
@@ -172,47 +171,47 @@ def _check_joules(experiment: Experiment, layout: Layout, costs: Costs) -> None:
     flops = models.flops_per_sample(models.build(layout), layout)
     if costs.joules(flops, 0) is None:
         missing = "constants" if flops is not None else "a count of the model's operations"
-        raise ConfigError(f"joules cannot be modelled for want of {missing}: {costs.source}", where="budget.joules",
-                          hint="give a profile of your own with board, or another budget")
+        raise ConfigError(f"joules cannot be modelled without {missing}: {costs.source}", where="budget.joules",
+                          hint="name your own profile with board, or use another budget")
 
 
-def _claim(experiment: Experiment, orders: Sequence[Order], out: Path) -> None:
-    """Raises ConfigError where another experiment lies, or another run, before anything is written."""
+def _claim(experiment: Experiment, tasks: Sequence[RunTask], out: Path) -> None:
+    """Writes the experiment to ``out``. Raises ConfigError before that if another experiment or run is there."""
     path, plain = out / "experiment.json", schema.plain(experiment)
     if path.exists():
         known, _ = schema.read(Experiment, read_table(path))
-        before = json.loads(json.dumps(schema.plain(known))) if known else read_table(path)
-        differ = [key for key, value in json.loads(json.dumps(plain)).items() if before.get(key) != value]
+        earlier = json.loads(json.dumps(schema.plain(known))) if known else read_table(path)
+        differ = [key for key, value in json.loads(json.dumps(plain)).items() if earlier.get(key) != value]
         if wrong := [key for key in differ if key not in SEVERAL]:
             raise ConfigError(f"holds another experiment: {', '.join(wrong)} differ", where=str(out),
                               hint="give another --out")
-    for order in orders:
-        Store(order.folder).check(order.asked)
+    for task in tasks:
+        Store(task.folder).check(task.settings)
     storage.write_json(path, plain)
 
 
-def _spread(options: Options, runs: int) -> tuple[int, int]:
-    """(runs side by side, processes for the devices of each; on Ray 0 for all CPUs of its cluster)."""
+def _processes(options: Options, runs: int) -> tuple[int, int]:
+    """(runs in parallel, processes for the devices of each; 0 on Ray means all CPUs of the cluster)."""
     if options.engine == "ray":
         return 1, options.jobs
     cores = options.jobs or cores_here()
-    side = max(1, min(cores, runs))
-    return side, max(1, cores // side)
+    parallel = max(1, min(cores, runs))
+    return parallel, max(1, cores // parallel)
 
 
 def cores_here() -> int:
-    """That this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _executor(order: Order, workload: Workload) -> Executor:
-    batched = order.device == "cuda" or order.experiment.model.name in BATCHED
-    setting = Setting(order.experiment, order.run, order.folder, SIDE_BY_SIDE if batched else 1, order.device)
-    if order.engine == "ray":
-        return RayExecutor(setting, order.processes)
-    training_tasks = -(-(order.experiment.cohort or len(workload.train)) // setting.side_by_side)
-    processes = min(order.processes, training_tasks)  # another one would have nothing to train
-    if processes == 1 or order.device == "cuda":
+def _executor(task: RunTask, workload: Workload) -> Executor:
+    batched = task.device == "cuda" or task.experiment.model.name in BATCHED
+    setting = Setting(task.experiment, task.run, task.folder, SIDE_BY_SIDE if batched else 1, task.device)
+    if task.engine == "ray":
+        return RayExecutor(setting, task.processes)
+    training_tasks = -(-(task.experiment.cohort or len(workload.train)) // setting.side_by_side)
+    processes = min(task.processes, training_tasks)  # more processes would be idle
+    if processes == 1 or task.device == "cuda":
         return Inline(setting, workload)
     return Processes(setting, processes)
 
@@ -220,37 +219,40 @@ def _executor(order: Order, workload: Workload) -> Executor:
 # Several runs ---------------------------------------------------------------------------------------------------------
 
 
-def _in_turn(orders: Sequence[Order], told: Told, stopped: Callable[[], bool]) -> dict[str, str]:
-    """Runs one after the other; run -> why it failed. Raises Stopped."""
+def _run_in_turn(tasks: Sequence[RunTask], on_round: OnRound, stopped: Callable[[], bool]) -> dict[str, str]:
+    """Does the runs one after the other; returns run -> reason of its failure. Raises Stopped."""
     failed = dict[str, str]()
-    for order in orders:
+    for task in tasks:
         try:
-            one(order, partial(told, order.run.name), stopped)
+            run_one(task, partial(on_round, task.run.name), stopped)
         except FleetError as error:
-            failed[order.run.name] = str(error)
+            failed[task.run.name] = str(error)
     return failed
 
 
-def _several(orders: Sequence[Order], side: int, told: Told, stopped: Callable[[], bool]) -> dict[str, str]:
-    """Runs in processes of their own, ``side`` at a time; run -> why it failed. Raises Stopped once all have ended."""
+def _run_parallel(
+    tasks: Sequence[RunTask], parallel: int, on_round: OnRound, stopped: Callable[[], bool]
+) -> dict[str, str]:
+    """Does the runs in child processes, ``parallel`` at a time; returns run -> reason of its failure. Raises Stopped
+    after all have ended."""
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
-    waiting, failed = deque(orders), dict[str, str]()
+    waiting, failed = deque(tasks), dict[str, str]()
     working: dict[Any, tuple[str, Any]] = {}
     try:
         while waiting or working:
-            while waiting and len(working) < side:
+            while waiting and len(working) < parallel:
                 ours, theirs = context.Pipe()
-                order = waiting.popleft()
-                child = context.Process(target=_child, args=(order, theirs, stop))
+                task = waiting.popleft()
+                child = context.Process(target=_child, args=(task, theirs, stop))
                 child.start()
                 theirs.close()
-                working[ours] = order.run.name, child
-            for pipe in multiprocessing.connection.wait(list(working), timeout=LOOK_S):
+                working[ours] = task.run.name, child
+            for pipe in multiprocessing.connection.wait(list(working), timeout=POLL_S):
                 name, child = working[pipe]
                 kind, value = _received(pipe, child)
                 if kind == "row":
-                    told(name, value)
+                    on_round(name, value)
                     continue
                 child.join()
                 del working[pipe]
@@ -271,22 +273,22 @@ def _several(orders: Sequence[Order], side: int, told: Told, stopped: Callable[[
 
 def _received(pipe: Any, child: Any) -> tuple[str, Any]:
     try:
-        kind, value = pipe.recv()  # from a process that this one has started
+        kind, value = pipe.recv()  # pickle is safe here: the sender is a child of this process
     except (EOFError, OSError):
         child.join()
         return "ended", f"its process ended with exit code {child.exitcode}; the same command goes on where it was"
     return kind, value
 
 
-def _child(order: Order, pipe: Any, stop: Any) -> None:
+def _child(task: RunTask, pipe: Any, stop: Any) -> None:
     end_with_parent()
 
     def tell(kind: str, value: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+        with contextlib.suppress(BrokenPipeError):  # the parent no longer reads
             pipe.send((kind, value))
 
     try:
-        one(order, lambda row: tell("row", dict(row)), stop.is_set)
+        run_one(task, lambda row: tell("row", dict(row)), stop.is_set)
         tell("ended", "")
     except Stopped:
         tell("ended", "")

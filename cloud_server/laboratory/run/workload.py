@@ -1,4 +1,4 @@
-"""What a run works on: the samples, the devices that they are divided over, and the model's layout."""
+"""The samples of a run, the devices that they are divided over, and the model's layout."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from fleet_core.data.sets.set_cache import load_set
 from fleet_core.model.layout import InputSpec, Layout
 
 TIME = "time"
-WITHIN = 0.75  # of what a device trains on, where the partition has no fraction of its own
+WITHIN = 0.75  # share of the training samples, if the partition has no fraction of its own
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Raw samples x [N, *shape] and labels y int64 [N], as the device numbers them."""
+    """Raw samples x [N, *shape] and labels y int64 [N] in the device's numbering."""
 
     x: Array
     y: Array
@@ -46,9 +46,9 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """train: the devices of the fleet. new: those that never train. novel: whose classes nobody trains on. samples: the
-    pool that shares index. spec: of the model's input. classes: of the model's head. support_split: how a new device's
-    samples are divided."""
+    """train: the devices that train. new: devices that never train. novel: devices with classes that no device trains
+    on. samples: the pool that the shares index. spec: of the model's input. classes: of the model's head.
+    support_split: how a new device's samples are divided."""
 
     samples: Samples
     train: tuple[Share, ...]
@@ -63,15 +63,15 @@ class Workload:
         return tuple(share.name for share in self.train)
 
     def own(self, share: Share) -> Part:
-        """What a device trains on."""
+        """A device's training samples."""
         return self.part(share, share.train)
 
     def later(self, share: Share) -> Part:
-        """What a device is evaluated on."""
+        """A device's test samples."""
         return self.part(share, share.test)
 
     def divided(self, share: Share, support: float, seed: int) -> tuple[Part, Part]:
-        """(support, query) of a new device that learns from a share of all its samples, or of its time."""
+        """(support, query) of a new device, which learns from a share of its samples, by class or by time."""
         if self.support_split == TIME:
             first, second = time_split(share, self.samples, support)
         else:
@@ -84,13 +84,13 @@ class Workload:
 
 
 def _slice_of(rows: Array) -> Array | slice:
-    """Rows that follow each other as a slice, of which nothing is copied."""
+    """Consecutive rows as a slice, which copies nothing."""
     first, number = int(rows[0]) if len(rows) else 0, len(rows)
     return slice(first, first + number) if np.array_equal(rows, np.arange(first, first + number)) else rows
 
 
 def build(experiment: Experiment) -> Workload:
-    """The same for equal experiments. Raises DataError and ConfigError with what cannot be."""
+    """The workload of an experiment; equal experiments have equal workloads. Raises DataError and ConfigError."""
     train, test, spec = _data(experiment)
     section, evaluation = experiment.partition, experiment.evaluation
     options, _ = schema.read(PARTITIONS[section.kind].options, section.options)
@@ -111,7 +111,7 @@ def build(experiment: Experiment) -> Workload:
 
 
 def _held_out(shares: tuple[Share, ...], experiment: Experiment) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
-    """(devices that train, new devices); those for validation are on neither side."""
+    """(devices that train, new devices), without the devices that are reserved for validation."""
     evaluation = experiment.evaluation
     if not evaluation.new_devices and not evaluation.validation:
         return shares, ()
@@ -121,7 +121,7 @@ def _held_out(shares: tuple[Share, ...], experiment: Experiment) -> tuple[tuple[
 
 
 def layout_of(experiment: Experiment, workload: Workload) -> Layout:
-    """The model's layout. Raises ConfigError for a model that does not take this input. Needs torch."""
+    """The model's layout. Raises ConfigError if the model does not accept this input. Needs torch."""
     from fleet_core.learning import models
 
     model = experiment.model
@@ -129,7 +129,8 @@ def layout_of(experiment: Experiment, workload: Workload) -> Layout:
 
 
 def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload: Workload) -> list[str]:
-    """Warnings. Raises ConfigError or DataError for what cannot work with this model and these devices. Needs torch."""
+    """Checks that the methods, the model and the devices fit together, and returns warnings. Raises ConfigError or
+    DataError. Needs torch."""
     from fleet_core.learning import models
 
     methods = list({run.method.name: run.method for run in runs}.values())
@@ -149,11 +150,11 @@ def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload:
 
 
 def _check_devices(workload: Workload, episodic: Sequence[str], supports: Sequence[float]) -> None:
-    """Every device has what it trains on, and a new one a support set in which no class is missing."""
+    """Raises DataError if a device has too few training samples, or the support set of a new one lacks a class."""
     y, bad = workload.samples.y, list[str]()
     if episodic:
         poor = [share.name for share in workload.train if np.bincount(y[share.train]).max() < 2]
-        bad += [f"{name}: no class has two samples to train on, which {episodic[0]} takes" for name in poor]
+        bad += [f"{name}: no class has two training samples, which {episodic[0]} needs" for name in poor]
     for share in workload.new:
         try:
             for support in supports:
@@ -161,7 +162,7 @@ def _check_devices(workload: Workload, episodic: Sequence[str], supports: Sequen
         except DataError as error:
             bad.append(f"{share.name}, a new device: {error.what}")
     if bad:
-        hint = "leave such devices out: min_samples of the partition, or another partition"
+        hint = "leave such devices out with the partition's min_samples, or use another partition"
         raise DataError("\n".join(shortened(bad)), hint=hint)
 
 
@@ -205,7 +206,7 @@ def _data(experiment: Experiment) -> tuple[Samples, Samples | None, InputSpec]:
 
 
 def standardized(train: Samples, test: Samples | None) -> tuple[Samples, Samples | None, InputSpec]:
-    """Every feature as (x − mean) / (deviation + 0.001) over all samples, float32: so does the program of Dinh et al.
+    """Every feature as (x − mean) / (deviation + 0.001) over all samples, float32, as in the code of Dinh et al.
     (pFedMe)."""
     parts = [train] if test is None else [train, test]
     whole = np.concatenate([part.x for part in parts]).astype(np.float32)
@@ -222,7 +223,7 @@ def _synthetic(options: Mapping[str, Any], seed: int) -> Samples:
 
 
 def _classes(samples: Samples, shares: tuple[Share, ...]) -> tuple[str, ...]:
-    """The names of the labels that devices use: the fleet's, or numbers where every device has its own."""
+    """Class names of the model's head: those of the data, or numbers if every device numbers its classes itself."""
     own = [share.labels for share in shares if share.labels is not None]
     if own:
         return tuple(str(k) for k in range(max(map(len, own))))

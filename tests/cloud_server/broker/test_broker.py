@@ -245,7 +245,7 @@ def test_without_mosquitto_a_broker_with_certificates_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker_module, "find_mosquitto", lambda: None)
-    with pytest.raises(LinkError, match=r"only mosquitto takes certificates(.|\n)*hint: .*mosquitto"):
+    with pytest.raises(LinkError, match=r"certificates need mosquitto(.|\n)*hint: .*mosquitto"):
         start_secured(tmp_path / "mosquitto.conf", BrokerSetup(("h",)))
 
 

@@ -64,7 +64,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     for name in ("METAFLEET_BROKER", "METAFLEET_HOME", "METAFLEET_WITH_PARENT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(processes, "become", become_child)
-    monkeypatch.setattr(lab, "tried", lambda *arguments: None)  # tests.cloud_server.laboratory.test_tryout tries
+    monkeypatch.setattr(lab, "choose_model", lambda *arguments: None)  # tested in test_model_trial
 
     def run(program: str, *arguments: object) -> Ran:
         main = {"metafleet": operator_cli.main, "edge-agent": device_cli.main}[program]
@@ -331,14 +331,14 @@ def test_a_demo_in_which_nothing_is_left_to_evaluate_is_refused_before_it_begins
     run: Run, data: Path, tmp_path: Path
 ) -> None:
     few = ("demo", "--data", data, "--devices", 3, "--new-devices", 1, "--out", tmp_path / "out")
-    refused(run("metafleet", *few, "--support-seconds", 471), 2, "all 48 samples of d3 are to learn from",
+    refused(run("metafleet", *few, "--support-seconds", 471), 2, "all 48 samples of d3 are used for learning",
             "hint: lower --support-seconds, or leave it out")
     timeless = load(data)
     save(data, replace(timeless, time=None))
     refused(run("metafleet", *few, "--support-seconds", 60), 2, "of d3, the first 60 s cannot be told")
     short = timeless.take(np.r_[0, 48 : len(timeless)])
     save(data, short)
-    refused(run("metafleet", *few), 2, "all 1 samples of d0 are to learn from")
+    refused(run("metafleet", *few), 2, "all 1 samples of d0 are used for learning")
     assert list(tmp_path.iterdir()) == [data]
 
 

@@ -195,7 +195,7 @@ class Terminal(io.StringIO):
 
 def told(progress: Progress, run: str, number: int, accuracy: float | None = None) -> None:
     evaluated = {} if accuracy is None else {"accuracy": {"mean": accuracy}}
-    progress.told(run, {"round": number, "loss": 0.5, **evaluated})
+    progress.round_ended(run, {"round": number, "loss": 0.5, **evaluated})
 
 
 def test_plain_lines_come_for_evaluated_rounds_and_every_ten_seconds() -> None:

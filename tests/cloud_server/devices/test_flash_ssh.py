@@ -124,9 +124,9 @@ def test_a_broken_update_is_taken_back_and_the_command_fails(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"device": None, "to": "ssh://pi@host"}, "which device"),
-        ({"device": Path("a.toml")}, "where is it"),
-        ({"device": Path("a.toml"), "inventory": Path("all.toml")}, "has its devices"),
+        ({"device": None, "to": "ssh://pi@host"}, "no device is named"),
+        ({"device": Path("a.toml")}, "--to is missing"),
+        ({"device": Path("a.toml"), "inventory": Path("all.toml")}, "already names the devices"),
         ({"device": Path("a.toml"), "to": "ssh://pi:secret@host"}, "a password in an address"),
     ],
 )

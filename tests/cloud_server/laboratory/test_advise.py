@@ -14,9 +14,9 @@ import pytest
 from cloud_server.laboratory.compare import advise as advising
 from cloud_server.laboratory.compare import finished_runs
 from cloud_server.laboratory.compare.advice import Candidate, candidates, decide, federated, sentences, table, to_json
-from cloud_server.laboratory.compare.advise import Options, Outcome, planned
+from cloud_server.laboratory.compare.advise import Options, Outcome, fitting_plan
 from cloud_server.laboratory.compare.comparison import stat
-from cloud_server.laboratory.compare.plain_yardsticks import Yardsticks
+from cloud_server.laboratory.compare.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import simulate
 from cloud_server.laboratory.run.experiment import Experiment
@@ -80,7 +80,7 @@ def test_what_is_left_out_or_assumed_is_said(tmp_path: Path) -> None:
     assert said.clients == 5
     assert said.remarks == (
         "1 of 6 clients have fewer than 20 samples and are left out",
-        "there are no times: the order of the rows is taken for it",
+        "there are no times: the order of the rows is used instead",
         "the classes have no names, which a fleet needs: add an array 'classes'",
     )
 
@@ -115,12 +115,12 @@ def test_the_input_is_standardized_by_channel_of_what_comes_first_in_time(tmp_pa
 def test_the_budget_gives_the_rounds_of_all_models_or_else_of_the_quickest() -> None:
     both = 2 * 6 + advising.LATER_RUNS
     left_s = both * (2.0 + 10 * 1.0) / 0.85 / 2
-    assert planned({"cnn1d": 1.0, "mlp": 1.0}, 2.0, left_s + 1, 2) == (10, ("cnn1d", "mlp"), 2)
-    assert planned({"cnn1d": 1.0, "mlp": 1.0}, 2.0, 100 * left_s, 2) == (advising.MAX_ROUNDS, ("cnn1d", "mlp"), 2)
-    rounds, models, whole = planned({"cnn1d": 100.0, "mlp": 1.0}, 2.0, left_s, 2)
+    assert fitting_plan({"cnn1d": 1.0, "mlp": 1.0}, 2.0, left_s + 1, 2) == (10, ("cnn1d", "mlp"), 2)
+    assert fitting_plan({"cnn1d": 1.0, "mlp": 1.0}, 2.0, 100 * left_s, 2) == (advising.MAX_ROUNDS, ("cnn1d", "mlp"), 2)
+    rounds, models, whole = fitting_plan({"cnn1d": 100.0, "mlp": 1.0}, 2.0, left_s, 2)
     assert (models, whole, rounds > 10) == (("mlp",), 1, True)
     with pytest.raises(ConfigError, match=r"5 rounds with mlp alone take about 1 minute more"):
-        planned({"cnn1d": 100.0, "mlp": 1.0}, 2.0, 10.0, 2)
+        fitting_plan({"cnn1d": 100.0, "mlp": 1.0}, 2.0, 10.0, 2)
 
 
 def test_a_short_budget_drops_further_models_first_and_then_compares_two_with_the_best_methods_alone() -> None:
@@ -129,9 +129,9 @@ def test_a_short_budget_drops_further_models_first_and_then_compares_two_with_th
     def left_s(quick: int, slow: int) -> float:
         return 5.01 * (quick * 1.0 + (slow + later) * 4.0) / 0.85
 
-    assert planned(paces, 0.0, left_s(8, 6), 1) == (5, ("cnn1d", "mlp", "logistic"), 2)
-    assert planned(paces, 0.0, left_s(6, 6), 1) == (5, ("cnn1d", "mlp"), 2)
-    assert planned(paces, 0.0, left_s(6, 2), 1) == (5, ("mlp", "cnn1d"), 1)
+    assert fitting_plan(paces, 0.0, left_s(8, 6), 1) == (5, ("cnn1d", "mlp", "logistic"), 2)
+    assert fitting_plan(paces, 0.0, left_s(6, 6), 1) == (5, ("cnn1d", "mlp"), 2)
+    assert fitting_plan(paces, 0.0, left_s(6, 2), 1) == (5, ("mlp", "cnn1d"), 1)
 
 
 # The decision ---------------------------------------------------------------------------------------------------------
@@ -260,10 +260,10 @@ def test_the_table_has_every_candidate_and_the_json_no_empty_figure() -> None:
 def test_what_simple_answers_come_to_is_told_and_who_memorised() -> None:
     low, fair = Score(accuracy=0.395, macro_f1=0.39), Score(accuracy=0.71, macro_f1=0.70)
     plain = Score(accuracy=0.93, macro_f1=0.93, method="nearest mean on spectrum and statistics")
-    beside = Yardsticks(Score(accuracy=0.36, macro_f1=0.33), plain, np.array([900, 900, 900]))
+    beside = SimpleBaselines(Score(accuracy=0.36, macro_f1=0.33), plain, np.array([900, 900, 900]))
     found = decide([one("fedavg", [0.71], pooled=fair, loss=0.2), one("fedrep", [0.39], pooled=low, loss=0.004)],
                    rounds=19)
-    facts = advising._beside(found, beside)
+    facts = advising._baseline_facts(found, beside)
     text = sentences(found, {**FACTS, **facts})
     assert ("Beside it: a plain baseline, nearest mean on spectrum and statistics, that learned from all devices "
             "together has 93.0 %; each device's most frequent class has 36.0 %.") in text
@@ -275,7 +275,7 @@ def test_what_simple_answers_come_to_is_told_and_who_memorised() -> None:
     assert [row.split("  ")[0] for row in table(found, facts).splitlines()[3:5]] == ["plain baseline",
                                                                                     "most frequent class"]
     fine = decide([one("fedavg", [0.93], pooled=plain, loss=0.004)])
-    assert advising._beside(fine, beside)["warnings"] == []
+    assert advising._baseline_facts(fine, beside)["warnings"] == []
     json.dumps({**to_json(found), "facts": facts})
 
 
@@ -340,7 +340,7 @@ def test_methods_run_with_one_seed_the_best_with_three_and_the_chosen_one_with_i
     runs = {place: asked for place, asked in bench.asked}
     assert list(runs) == ["pace-mlp", "pace-mlp-64-64", "pace-logistic", "first-mlp", "first-mlp-64-64",
                           "first-logistic", "seeds-mlp", "int8-mlp"]  # fmt: skip
-    assert [m.name for m in runs["first-mlp"].method] == list(advising.TRIED)
+    assert [m.name for m in runs["first-mlp"].method] == list(advising.METHODS_TRIED)
     assert [m.name for m in runs["first-logistic"].method] == ["knn-per", "fedavg-meta"]
     assert [m.name for m in runs["seeds-mlp"].method] == ["pfldyn-proto", "knn-per", "p-avg-proto", "local"]
     assert (runs["seeds-mlp"].seeds, runs["int8-mlp"].seeds) == ((1, 2), (0, 1, 2))
@@ -395,7 +395,7 @@ def test_an_advice_of_other_options_and_a_strangers_folder_are_refused(tmp_path:
 
 
 def test_what_the_budget_left_no_time_for_is_said_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advising, "planned", lambda *_: (5, ("mlp",), 1))
+    monkeypatch.setattr(advising, "fitting_plan", lambda *_: (5, ("mlp",), 1))
     bench = Bench(run_s=11.0)
     found = bench.advise(written(tmp_path / "mine.npz"), tmp_path / "out", minutes=1)
     assert [place for place, _ in bench.asked] == ["pace-mlp", "pace-mlp-64-64", "pace-logistic", "first-mlp"]
@@ -408,7 +408,8 @@ def test_what_the_budget_left_no_time_for_is_said_and_not_run(tmp_path: Path, mo
 
 
 def test_a_real_advice_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fewer = {"TRIED": ("local", "fedavg"), "PACED": ("local",), "FINALISTS": 1, "MAX_ROUNDS": 5, "MORE_SEEDS": (1,)}
+    fewer = {"METHODS_TRIED": ("local", "fedavg"), "TIMED": ("local",), "FINALISTS": 1, "MAX_ROUNDS": 5,
+             "MORE_SEEDS": (1,)}
     for name, value in fewer.items():
         monkeypatch.setattr(advising, name, value)
     monkeypatch.setattr("cloud_server.laboratory.run.recordings.models_for", lambda *_: (Model("mlp", "mlp"),))

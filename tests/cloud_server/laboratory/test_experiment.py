@@ -140,7 +140,7 @@ MANY = list(range(1, 600))
     [
         ("rounds = 2", "rounds = 0", "8: budget.rounds: 0 is below the least allowed, 1"),
         ("rounds = 2", "rounds = 2\njoules = -1", "9: budget.joules: -1 is below the least allowed, 0"),
-        ("rounds = 2", "rounds = 2\njoules = 5", "9: budget.joules: are modelled for a board: name one with board"),
+        ("rounds = 2", "rounds = 2\njoules = 5", "9: budget.joules: are modelled for a board: name it with board"),
         ("cohort = 3", "seeds = [1, 2, 1]", "1: seeds: expected one or more, all different"),
         ("cohort = 3", "seeds = []", "1: seeds: expected one or more, all different"),
         ("cohort = 3", "seeds = [-1]", "1: seeds[0]: -1 is below the least allowed, 0"),
@@ -164,35 +164,35 @@ MANY = list(range(1, 600))
             '[partition]\nkind = "acdi"\n[model]',
             f"6: partition.kind: unknown value 'acdi', expected one of {PARTITIONS} (did you mean 'acid'?)",
         ),
-        ("[data]", '[data]\npath = "x.npz"', "4: data.set: give one of data.set and data.path"),
-        ('set = "synthetic"\n', "", "2: data.set: give one of data.set and data.path"),
+        ("[data]", '[data]\npath = "x.npz"', "4: data.set: give either data.set or data.path"),
+        ('set = "synthetic"\n', "", "2: data.set: give either data.set or data.path"),
         (
             'set = "synthetic"',
             'set = "all.npz"',
             "3: data.set: no data set is named 'all.npz' (did you mean data.path = \"all.npz\"?)",
         ),
         ("[data]", '[data]\nfile = "all.npz"', "3: data.file: unknown key (did you mean 'path'?)"),
-        ("[data]", "[data]\nwindow = 64", "3: data.window: is for a file of readings: give data.path"),
+        ("[data]", "[data]\nwindow = 64", "3: data.window: is only for a file of readings: give data.path"),
         (
             "[model]",
             "[evaluation]\nsupport = [0.2, 1.0]\n[model]",
             "6: evaluation.support[1]: 1.0 is over the limit of 0.99",
         ),
-        ("[model]", "[evaluation]\nsupport = [0.2, 0.2]\n[model]", "6: evaluation.support: names one twice"),
+        ("[model]", "[evaluation]\nsupport = [0.2, 0.2]\n[model]", "6: evaluation.support: has a duplicate value"),
         (
             "[model]",
             "[evaluation]\nnew_devices = 0.6\nvalidation = 0.4\n[model]",
-            "6: evaluation.new_devices: nobody is left to train",
+            "6: evaluation.new_devices: leaves no device to train",
         ),
         (
             "[model]",
             "[evaluation]\nnovel = {devices = 2}\n[model]",
-            "6: evaluation.novel: no class is novel: name some with novel_classes",
+            "6: evaluation.novel: no class is novel: name some in novel_classes",
         ),
         (
             "[model]",
             "[evaluation]\nnovel_classes = [1]\nwithin_training = true\n[model]",
-            "7: evaluation.within_training: nothing of a novel class is in what devices train on",
+            "7: evaluation.within_training: the training samples have no novel classes",
         ),
         (
             "[model]",
@@ -207,7 +207,7 @@ MANY = list(range(1, 600))
         ),
         (METHOD, "grid.client_lr = 0.1", "11: method[0].grid.client_lr: expected a list of values"),
         (METHOD, "grid.client_lr = []", "11: method[0].grid.client_lr: expected a list of values"),
-        (METHOD, "hyper.batch = 5\ngrid.batch = [5]", "12: method[0].grid.batch: is in hyper too"),
+        (METHOD, "hyper.batch = 5\ngrid.batch = [5]", "12: method[0].grid.batch: is also in hyper"),
         (
             METHOD,
             f"grid = {{batch = {MANY}, local_steps = {MANY}, warm = {MANY}}}",
@@ -305,7 +305,7 @@ ACID = {"devices": 3, "classes_per_device": 2, "train_per_device": 20, "test_per
         ({"board": "raspberry-pi-4"}, "unknown board 'raspberry-pi-4' (did you mean 'raspberry-pi-4b'?)"),
         ({"board": "nowhere.toml"}, "nowhere.toml: cannot be read"),
         ({"board": "raspberry-pi-4b", "budget": {"rounds": 2, "joules": 1}},
-         "budget.joules: joules cannot be modelled for want of constants: model of raspberry-pi-4b"),
+         "budget.joules: joules cannot be modelled without constants: model of raspberry-pi-4b"),
         ({"evaluation": {"new_devices": 0.5, "validation": 0.4}, "partition": cut({**ACID, "devices": 2})},
          "2 devices for 3 parts"),
         ({"evaluation": {"novel_classes": [7]}}, "holds no class 7 to keep out"),
@@ -355,9 +355,9 @@ def test_devices_that_can_draw_no_episode_are_refused_by_name(tmp_path: Path) ->
     data = sparse(tmp_path / "few.npz", {"rich": [0, 0, 1, 1, 0, 1], "poor": [0, 1, 1, 1], "poorer": [1, 0]})
     said = refused(tmp_path, lab.settings(data, cohort=0))
     assert said.splitlines() == [
-        "poor: no class has two samples to train on, which pfldyn-proto takes",
-        "poorer: no class has two samples to train on, which pfldyn-proto takes",
-        "hint: leave such devices out: min_samples of the partition, or another partition",
+        "poor: no class has two training samples, which pfldyn-proto needs",
+        "poorer: no class has two training samples, which pfldyn-proto needs",
+        "hint: leave such devices out with the partition's min_samples, or use another partition",
     ]
     lab.go(lab.experiment(data, "fedavg", {"local_steps": 1, "finetune_steps": 1}), tmp_path / "run")
 

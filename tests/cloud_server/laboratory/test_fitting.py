@@ -167,9 +167,9 @@ def test_init_demo_and_advise_cut_readings(tmp_path: Path) -> None:
     assert "480 readings give" in advised.remarks[0]
     asked_of = experiments.read(lab.settings(path, data={"path": str(path), "window": 4, "stride": 2}))
     assert workload.build(asked_of).samples.x.shape == (232, 2, 4)
-    with pytest.raises(DataError, match="is a named set, of which no windows are cut"):
+    with pytest.raises(DataError, match="is a named set, which is not cut into windows"):
         load_data("heartbeat", window=4)
-    with pytest.raises(DataError, match="is a named set, of which no windows are cut"):
+    with pytest.raises(DataError, match="is a named set, which is not cut into windows"):
         recordings("heartbeat", 4)
 
 

@@ -178,7 +178,7 @@ def test_runs_in_processes_of_their_own_give_what_one_after_the_other_gives(tmp_
     asked = grid(data)
     one = simulate(asked, tmp_path / "one", Options(jobs=1))
     told: list[tuple[str, int]] = []
-    two = simulate(asked, tmp_path / "two", Options(jobs=2), told=lambda run, row: told.append((run, row["round"])))
+    two = simulate(asked, tmp_path / "two", Options(jobs=2), on_round=lambda run, row: told.append((run, row["round"])))
     assert [path.name for path in one] == [path.name for path in two] == ["fedavg-s0", "pfldyn-proto-s0"]
     assert ended(tmp_path / "one") == ended(tmp_path / "two")
     assert sorted(told) == [(run, number) for run in ("fedavg-s0", "pfldyn-proto-s0") for number in (1, 2, 3, 4)]
@@ -196,7 +196,7 @@ def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path, data: Path) ->
 def test_what_has_ended_is_not_done_again_and_a_method_can_be_added(tmp_path: Path, data: Path) -> None:
     said, told = list[str](), list[str]()
     simulate(grid(data, method=[FEDAVG]), tmp_path, Options(jobs=1))
-    simulate(grid(data), tmp_path, Options(jobs=1), say=said.append, told=lambda run, row: told.append(run))
+    simulate(grid(data), tmp_path, Options(jobs=1), say=said.append, on_round=lambda run, row: told.append(run))
     assert said == ["1 of 2 runs have ended before"]
     assert set(told) == {"pfldyn-proto-s0"}
     assert not list(tmp_path.glob("*/clients"))
@@ -220,7 +220,7 @@ def test_a_stopped_experiment_goes_on_to_the_same_result(tmp_path: Path, data: P
     asked, rows = grid(data), list[str]()
     simulate(asked, tmp_path / "whole", Options(jobs=1))
     with pytest.raises(Stopped):
-        simulate(asked, tmp_path / "stopped", Options(jobs=1), told=lambda run, row: rows.append(run),
+        simulate(asked, tmp_path / "stopped", Options(jobs=1), on_round=lambda run, row: rows.append(run),
                  stopped=lambda: len(rows) == 6)
     assert rows == ["fedavg-s0"] * 4 + ["pfldyn-proto-s0"] * 2
     simulate(asked, tmp_path / "stopped", Options(jobs=1))
@@ -253,7 +253,7 @@ from cloud_server.laboratory.run import simulate
 if __name__ == "__main__":
     asked = experiment.load(Path(sys.argv[1]), [sys.argv[4]])
     simulate.simulate(asked, Path(sys.argv[2]), simulate.Options(jobs=int(sys.argv[3])),
-                      told=lambda run, row: print(run, row["round"], flush=True))
+                      on_round=lambda run, row: print(run, row["round"], flush=True))
 """
 
 

@@ -51,7 +51,7 @@ def test_who_is_not_averaged_receives_a_model_and_sends_none(data: Path) -> None
 
 @pytest.mark.parametrize("method", ["pfldyn-proto", "scaffold"])
 def test_a_state_that_moves_with_what_is_averaged_is_kept_by_nobody_else(data: Path, method: str) -> None:
-    with pytest.raises(ConfigError, match=r"averaged: .* that moves only with what is averaged"):
+    with pytest.raises(ConfigError, match=r"averaged: .* which needs every update to be averaged"):
         lab.experiment(data, method, {}, cohort=0, averaged=2)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cloud_server.records.disk_errors import is_disk_error
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Bytes
 from cloud_server.records.ledger_tables import (

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from cloud_server.commands import cli, lab
-from cloud_server.laboratory.compare import model_trial, plain_yardsticks
-from cloud_server.laboratory.compare.model_trial import HEADS, FewLabels, Outcome, Tried, why_not
-from cloud_server.laboratory.compare.plain_yardsticks import Yardsticks
+from cloud_server.laboratory.compare import model_trial, simple_baselines
+from cloud_server.laboratory.compare.model_trial import COLUMNS, FewLabels, Outcome, TriedModel, reason_to_skip
+from cloud_server.laboratory.compare.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.run.recordings import Model
 from cloud_server.records.fleet_folder import FleetConfig
 from cloud_server.reports.scores import Score
@@ -46,16 +46,17 @@ def samples(tmp_path: Path) -> Samples:
 
 def tried(samples: Samples, **more: Any) -> Outcome:
     options: dict[str, Any] = {"seconds": 60.0, "models": SMALL[:1], **more}
-    return model_trial.tryout(samples, model_input.standardized(samples), options.pop("method", "fedavg"), **options)
+    spec = model_input.standardized(samples)
+    return model_trial.try_models(samples, spec, options.pop("method", "fedavg"), **options)
 
 
-def one(label: str, accuracy: float = 0.9, **changes: Any) -> Tried:
+def one(label: str, accuracy: float = 0.9, **changes: Any) -> TriedModel:
     evaluated = Score(accuracy=accuracy, macro_f1=accuracy)
-    return replace(Tried(Model(label, label), 12, 0.5, accuracy, evaluated, 1000, 500.0), **changes)
+    return replace(TriedModel(Model(label, label), 12, 0.5, accuracy, evaluated, 1000, 500.0), **changes)
 
 
-def outcome(chosen: Tried, plain: Score | None = GOOD) -> Outcome:
-    return Outcome("2 clients", (chosen,), chosen, Yardsticks(CHANCE, plain, TRUTH), ())
+def outcome(chosen: TriedModel, plain: Score | None = GOOD) -> Outcome:
+    return Outcome("2 clients", (chosen,), chosen, SimpleBaselines(CHANCE, plain, TRUTH), ())
 
 
 # What is tried on what ------------------------------------------------------------------------------------------------
@@ -71,10 +72,10 @@ def test_devices_that_do_not_train_evaluate_and_the_others_choose(samples: Sampl
     (mlp,) = found.tried
     assert (found.chosen, mlp.rounds, mlp.parameters) == (mlp, 3, 64 * 8 + 8 + 8 * 3 + 3)
     assert 0 < mlp.payload < 8 * mlp.parameters
-    assert found.beside.truth.sum() == 38
-    assert found.beside.plain is not None
-    assert found.beside.plain.accuracy > 0.9 > found.beside.frequent.accuracy
-    assert all(len(row) == len(HEADS) for row in found.rows())
+    assert found.baselines.truth.sum() == 38
+    assert found.baselines.plain is not None
+    assert found.baselines.plain.accuracy > 0.9 > found.baselines.frequent.accuracy
+    assert all(len(row) == len(COLUMNS) for row in found.rows())
 
 
 def test_with_few_clients_or_one_later_samples_evaluate(samples: Samples, monkeypatch: Any) -> None:
@@ -94,18 +95,18 @@ def test_too_few_samples_of_one_client_are_not_tried_and_why(
     samples: Samples, rows: int, client: bool, why: str
 ) -> None:
     part = samples.take(range(rows))
-    assert why_not(part if client else replace(part, client=None)) == why
-    assert why_not(replace(part, y=np.zeros_like(part.y), client=None)) != ""
+    assert reason_to_skip(part if client else replace(part, client=None)) == why
+    assert reason_to_skip(replace(part, y=np.zeros_like(part.y), client=None)) != ""
 
 
 def test_large_data_are_cut_to_a_few_clients_and_samples(samples: Samples, monkeypatch: Any) -> None:
     monkeypatch.setattr(model_trial, "MAX_DEVICES", 3)
     monkeypatch.setattr(model_trial, "MAX_OF_A_DEVICE", 10)
-    part = model_trial._part(samples, seed=0)
+    part = model_trial._subset(samples, seed=0)
     assert (len(part.clients), len(part)) == (3, 30)
     assert part.time is not None
     assert part.time.max() > 0.8 * samples.time.max()  # type: ignore[union-attr]
-    assert np.array_equal(part.x, model_trial._part(samples, seed=0).x)
+    assert np.array_equal(part.x, model_trial._subset(samples, seed=0).x)
 
 
 def test_a_model_that_the_method_or_the_samples_do_not_take_is_told_and_the_others_are_tried(
@@ -131,7 +132,7 @@ def test_a_large_model_has_fewer_devices_a_round_and_one_that_takes_too_long_is_
     asked = list[int]()
     figures = model_trial._figures
 
-    def noted(model: Model, trial: Any, experiment: Any, work: Any) -> Tried:
+    def noted(model: Model, trial: Any, experiment: Any, work: Any) -> TriedModel:
         asked.append(experiment.cohort)
         return figures(model, trial, experiment, work)
 
@@ -156,9 +157,9 @@ def test_the_same_samples_and_seed_give_the_same_figures(samples: Samples, monke
 
 def test_the_best_by_validation_is_taken_and_of_equals_the_first() -> None:
     first, second = one("cnn1d", validation=0.9), one("mlp", validation=0.903)
-    assert model_trial._chosen([first, second]) is first
-    assert model_trial._chosen([first, replace(second, validation=0.95)]).model.label == "mlp"  # type: ignore[union-attr]
-    assert model_trial._chosen([]) is None
+    assert model_trial._best([first, second]) is first
+    assert model_trial._best([first, replace(second, validation=0.95)]).model.label == "mlp"  # type: ignore[union-attr]
+    assert model_trial._best([]) is None
 
 
 def test_a_model_that_memorises_is_said_to_and_a_better_baseline_is_named() -> None:
@@ -174,12 +175,12 @@ def test_a_model_that_memorises_is_said_to_and_a_better_baseline_is_named() -> N
 
 
 def test_labels_are_suspected_where_a_baseline_is_below_the_mark_by_less_than_the_noise() -> None:
-    few = Yardsticks(CHANCE, Score(accuracy=0.42, macro_f1=0.41), TRUTH // 20)
+    few = SimpleBaselines(CHANCE, Score(accuracy=0.42, macro_f1=0.41), TRUTH // 20)
     assert "labels are mixed up" in few.warnings("cnn1d", Score(accuracy=0.36, macro_f1=0.36), 1e-6, 12)[-1]
 
 
 def test_a_model_that_does_not_carry_over_to_a_device_with_few_labels_is_warned_of() -> None:
-    few = FewLabels(15, Yardsticks(CHANCE, GOOD, TRUTH))
+    few = FewLabels(15, SimpleBaselines(CHANCE, GOOD, TRUTH))
     poor, good = (one("ds-cnn", 0.95, few=Score(accuracy=share, macro_f1=share)) for share in (0.7, 0.93))
     (said,) = replace(outcome(poor), few=few).warnings
     assert said.startswith("a device that joins with 15 labelled samples: ds-cnn reaches 0.700 there, a plain baseline")
@@ -196,7 +197,7 @@ def test_devices_that_do_not_train_are_evaluated_with_few_labels_too(
     assert found.few is not None
     assert found.few.number == 5 * len(waves.CLASSES)
     assert found.tried[0].few is not None
-    assert found.few.beside.truth.sum() > found.beside.truth.sum(), "fewer labels leave more to evaluate"
+    assert found.few.baselines.truth.sum() > found.baselines.truth.sum(), "fewer labels leave more to evaluate"
 
 
 def test_a_model_that_only_memorises_real_samples_is_warned_of_and_a_good_one_is_not(
@@ -213,7 +214,7 @@ def test_a_model_that_only_memorises_real_samples_is_warned_of_and_a_good_one_is
 def test_tokens_have_no_plain_baseline(monkeypatch: Any) -> None:
     part = SimpleNamespace(x=np.zeros((4, 3), np.int64), y=np.arange(4) % 2)
     work: Any = SimpleNamespace(train=["a"], own=lambda share: part, later=lambda share: part, classes=("p", "q"))
-    found = plain_yardsticks.of_later(work)
+    found = simple_baselines.on_test_samples(work)
     assert (found.plain, found.frequent.accuracy) == (None, 0.5)
 
 
@@ -234,19 +235,19 @@ def test_init_writes_the_chosen_model_shows_the_table_and_keeps_the_fleet_the_se
     assert "--no-trial" in told.err
     made = config.load(FleetConfig, fleet / "fleet.toml").model
     assert (made.name, dict(made.options)) == ("mlp", {"hidden": [8]})
-    monkeypatch.setattr(lab, "tried", lambda *arguments: pytest.fail("a fleet that is there keeps its model"))
+    monkeypatch.setattr(lab, "choose_model", lambda *arguments: pytest.fail("a fleet that is there keeps its model"))
     cli.init(fleet, data)
 
 
 def test_nothing_is_tried_for_a_named_model_or_set_or_without_trial_unless_it_is_asked_for() -> None:
-    assert cli._to_try("mine.npz", None, None)
-    assert not cli._to_try("mine.npz", "mlp", None)
-    assert not cli._to_try("mine.npz", None, False)
-    assert not cli._to_try("heartbeat", None, None)
-    assert cli._to_try("heartbeat", None, True)
+    assert cli._wants_trial("mine.npz", None, None)
+    assert not cli._wants_trial("mine.npz", "mlp", None)
+    assert not cli._wants_trial("mine.npz", None, False)
+    assert not cli._wants_trial("heartbeat", None, None)
+    assert cli._wants_trial("heartbeat", None, True)
 
 
 def test_that_nothing_was_tried_is_said_with_the_reason(samples: Samples, capsys: pytest.CaptureFixture[str]) -> None:
     few = replace(samples.take(range(6)), client=None)
-    assert lab.tried(few, model_input.plain(few), "fedavg", 0) is None
+    assert lab.choose_model(few, model_input.plain(few), "fedavg", 0) is None
     assert "no model was tried: 6 samples of one client are too few" in capsys.readouterr().err

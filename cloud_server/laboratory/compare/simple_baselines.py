@@ -1,5 +1,6 @@
-"""What is known without any model about the samples that devices are evaluated on: how far chance and a plain baseline
-get, so that a model's figures can be told from both.
+"""What is reached on the evaluated samples without a fleet: the most frequent class, and a plain baseline.
+
+A model's figures are compared with both.
 
 Shapes: N classes, M devices.
 """
@@ -23,55 +24,55 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Yardsticks:
-    """frequent: each device's most frequent class, as it answers everything (by macro-F1 the better of it and of
-    guessing). plain: a plain baseline that learned from all training devices together, its method in words; None for
-    tokens. truth: int64 [N], the evaluated samples of each class."""
+class SimpleBaselines:
+    """frequent: score if each device always answers its most frequent class (for macro-F1, or guesses, if that is
+    better). plain: score of a plain baseline fitted to all training devices together, with its method in words; None
+    for tokens. truth: int64 [N], the evaluated samples of each class."""
 
     frequent: Score
     plain: Score | None
     truth: Array
 
     def warnings(self, name: str, found: Score, loss: float | None, rounds: int) -> list[str]:
-        """What is wrong with a model's figures on the same samples, and what to try; empty where nothing is. loss: of
-        its training."""
-        said = [*self.by_chance(name, found, loss, rounds)]
+        """Warnings about a model that is no better than a baseline on the same samples, and what to try; else empty.
+        loss: of its training."""
+        warnings = self.near_chance(name, found, loss, rounds)
         if self.plain is not None and worse(found, self.plain, self.truth):
-            said.append(f"{name}: a plain baseline ({self.plain.method}) reaches {share_text(self.plain.accuracy)}, "
-                        f"this model {share_text(found.accuracy)} after {rounds} rounds")
-        if not said:
+            plain = f"a plain baseline ({self.plain.method}) reaches {share_text(self.plain.accuracy)}"
+            warnings.append(f"{name}: {plain}, this model {share_text(found.accuracy)} after {rounds} rounds")
+        if not warnings:
             return []
         unlearnable = self.plain is not None and not learnable(self.plain, self.frequent)
-        return [*said, f"try {ANOTHER_MODEL}" + (f"; look {LABELS}" if unlearnable else "")]
+        return [*warnings, f"try {ANOTHER_MODEL}" + (f"; look {LABELS}" if unlearnable else "")]
 
-    def by_chance(self, name: str, found: Score, loss: float | None, rounds: int) -> list[str]:
-        """Whether the figures are near chance, in a sentence; empty where they are not."""
-        began = near_chance(found, self.frequent, self.truth, loss)
-        if not began:
+    def near_chance(self, name: str, found: Score, loss: float | None, rounds: int) -> list[str]:
+        """One warning if the figures are near chance, else empty."""
+        text = near_chance(found, self.frequent, self.truth, loss)
+        if not text:
             return []
-        return [f"{name}: {began}: {share_text(found.accuracy)} after {rounds} rounds, where the most frequent class "
+        return [f"{name}: {text}: {share_text(found.accuracy)} after {rounds} rounds, where the most frequent class "
                 f"has {share_text(self.frequent.accuracy)}"]
 
 
-def of_later(work: Workload) -> Yardsticks:
-    """On the later samples of the devices that train."""
+def on_test_samples(work: Workload) -> SimpleBaselines:
+    """On the test samples of the devices that train."""
     return _measured(work, [(work.own(share), work.later(share)) for share in work.train])
 
 
-def of_new(work: Workload, support: float, seed: int) -> Yardsticks:
-    """On what new devices are evaluated on, which learn from a share ``support`` of theirs."""
+def on_new_devices(work: Workload, support: float, seed: int) -> SimpleBaselines:
+    """On the query samples of new devices, which learn from a share ``support`` of their samples."""
     return _measured(work, [work.divided(share, support, seed) for share in work.new])
 
 
-def _measured(work: Workload, devices: Sequence[tuple[Part, Part]]) -> Yardsticks:
-    """devices: (what it learns from, what it is evaluated on) of each that is evaluated."""
+def _measured(work: Workload, devices: Sequence[tuple[Part, Part]]) -> SimpleBaselines:
+    """devices: (samples to learn from, samples to evaluate on) of each evaluated device."""
     n = len(work.classes)
     devices = [(own, asked) for own, asked in devices if len(asked.y)]
     truths_MN = np.array([np.bincount(asked.y, minlength=n) for _, asked in devices])
     frequent_NN = np.zeros((n, n))
     for (own, _), truth in zip(devices, truths_MN, strict=True):
         frequent_NN[:, int(np.bincount(own.y, minlength=n).argmax())] += truth
-    return Yardsticks(chance(frequent_NN, truths_MN), _plain(work, devices), truths_MN.sum(0))
+    return SimpleBaselines(chance(frequent_NN, truths_MN), _plain(work, devices), truths_MN.sum(0))
 
 
 def _plain(work: Workload, devices: Sequence[tuple[Part, Part]]) -> Score | None:

@@ -1,0 +1,59 @@
+"""``metafleet server status``: a fleet's state as plain values, and as lines for the terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cloud_server.commands import pause
+from cloud_server.identity import token_enrolment
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from cloud_server.reports import result
+from cloud_server.reports.terminal_view import snapshot
+from fleet_core.base.errors import shortened
+from fleet_core.base.processes import typed
+
+
+def facts(fleet: Fleet, ledger: Ledger) -> dict[str, Any]:
+    """The state of a fleet as plain JSON."""
+    totals, enrolled = ledger.totals(), {d.name: d for d in ledger.devices() if d.status == "enrolled"}
+    invited = token_enrolment.open_tokens(ledger).keys() - enrolled
+    programs = Counter(d.version for d in enrolled.values() if d.version)
+    stalled = ledger.facts().get("stalled")
+    return {
+        "fleet": fleet.config.fleet.name, "method": fleet.method.name, "running": fleet.running(),
+        "paused": pause.is_paused(ledger), "finished": pause.last_closed(ledger) >= fleet.config.fleet.rounds,
+        "rounds_closed": totals.rounds, "rounds": fleet.config.fleet.rounds, "open_round": snapshot(ledger).open_round,
+        "enrolled": len(enrolled), "on": [d.name for d in enrolled.values() if d.state == "on"],
+        "off": [d.name for d in enrolled.values() if d.state == "off" and d.took_part],
+        "not_on_yet": sorted([*invited, *(name for name, d in enrolled.items() if not d.capabilities)]),
+        "programs": dict(sorted(programs.items())), "totals": result.plain_sums(ledger),
+        **({"stalled": stalled} if stalled else {}),
+    }
+
+
+def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
+    """The same state in words. fleet: its folder, for the commands that are suggested."""
+    on = f"{len(facts['on'])} of {facts['enrolled']} enrolled devices on"
+    yield (f"fleet {facts['fleet']}, {facts['method']}: {facts['rounds_closed']} of {facts['rounds']} rounds closed, "
+           + (on if facts["running"] else "the aggregator is not running"))
+    if facts["finished"]:
+        yield pause.done(facts["rounds"])
+    elif facts["paused"]:
+        yield f"paused: no further round opens until 'metafleet server resume {typed(fleet)}'"
+    if facts["not_on_yet"]:
+        yield f"enrolled or invited, and not on yet: {', '.join(shortened(facts['not_on_yet']))}"
+    if "stalled" in facts:
+        yield f"stalled: {facts['stalled']}"
+    if facts["off"]:
+        yield (f"off since they took part: {', '.join(shortened(facts['off']))}; one that never comes back biases the "
+               f"model: metafleet devices revoke {typed(fleet)} NAME")
+    if facts["programs"]:
+        versions = (f"{version} on {count}" for version, count in facts["programs"].items())
+        yield f"agents, by what each device said last: {', '.join(versions)}"
+    payload = facts["totals"].get("payload_bytes")
+    if payload:
+        yield f"payload up {payload['up']} bytes, down {payload['down']} bytes"

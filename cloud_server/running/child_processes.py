@@ -1,0 +1,80 @@
+"""Child processes with log files, which are restarted and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fleet_core.base import processes
+
+STOP_S = 10.0
+MAX_EXITS = 3  # a process that has ended so often is not started again
+
+
+class ChildProcesses:
+    """The processes that were started here. All are ended on leaving the context.
+
+    logs: folder of their log files. url: the broker, given to them as METAFLEET_BROKER.
+    """
+
+    def __init__(self, logs: Path, url: str):
+        self._logs, self._url = logs, url
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._commands: dict[str, tuple[str, ...]] = {}
+        self._exits: dict[str, int] = {}
+
+    def __enter__(self) -> ChildProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the process that was started first, the aggregator, before the others, so that it does not close a round
+        without the devices that leave."""
+        running = list(self._running.values())
+        _end(running[:1])
+        _end(running[1:])
+
+    def start(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Starts ``python -m module …`` with its own log file; it ends with this process."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, processes.WITH_PARENT: str(os.getpid()), "METAFLEET_BROKER": self._url}
+        with open(self._logs / f"{name}.log", "ab") as log:
+            process = subprocess.Popen(
+                processes.command(module, *arguments), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=environment, start_new_session=True,
+            )
+        self._running[name], self._commands[name] = process, (module, *arguments)
+        return process
+
+    def restart(self, name: str) -> bool:
+        """Starts an ended process again; False once it has ended ``MAX_EXITS`` times."""
+        self._exits[name] = self._exits.get(name, 0) + 1
+        if self._exits[name] < MAX_EXITS:
+            module, *arguments = self._commands[name]
+            self.start(name, module, *arguments)
+        return self._exits[name] < MAX_EXITS
+
+    def ended(self) -> Iterator[tuple[str, int, str]]:
+        """(name, exit code, last lines of its log) of every process that ended by itself."""
+        for name, process in list(self._running.items()):
+            if process.poll() is not None:
+                lines = (self._logs / f"{name}.log").read_text(errors="replace").strip().splitlines()
+                yield name, process.returncode, "\n".join(lines[-5:])
+
+
+def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Terminates all, and kills those that have not ended after ``STOP_S``."""
+    for process in running:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    until = time.monotonic() + STOP_S
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.1, until - time.monotonic()))
+        if process.poll() is None:
+            process.kill()
+            process.wait()
