@@ -1,5 +1,5 @@
-"""``edge-agent``, the device's command line, and what its commands do.
+"""``edge-agent``, the device's command line, and its commands.
 
-``start`` is the program's entry point, ``cli`` declares the commands, and each command that is more than a few lines
-has a file. Nothing outside this room imports it.
+``start`` is the program's entry point, ``cli`` and ``board_commands`` declare the commands, the other files implement
+them. Nothing outside this room imports it.
 """

@@ -1,4 +1,4 @@
-"""``edge-agent energy`` and ``edge-agent doctor``: what the board draws, and whether it is what its profile says."""
+"""Declares ``edge-agent energy`` and ``edge-agent doctor``: what the board draws, and whether it fits its profile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def energy(
     seconds: Annotated[float, typer.Option(min=0.1, max=86400, help="How long to read.")] = 5.0,
     as_json: JSON = False,
 ) -> None:
-    """Watts now, by source: the board's sensor, RAPL, the model; and why a source says nothing."""
+    """Show watts now, by source (the board's sensor, RAPL, the model), and why a source has no reading."""
     if context.invoked_subcommand is not None:
         return
     from edge_agent.commands import energy as commands
@@ -43,7 +43,7 @@ def calibrate(
     ],
     home: HOME = HERE,
 ) -> None:
-    """Put your own meter's watts into device.toml, in place of the table's."""
+    """Write your own meter's watts to device.toml; they replace the profile's."""
     from edge_agent.commands import energy as commands
 
     commands.calibrate(home, *meter_watts)
@@ -55,7 +55,7 @@ def doctor(
     run: Annotated[bool, typer.Option("--run", help="Also run torch and onnxruntime once, each in a process.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """What the profile says, what the board has, what the agent will do, and what is wrong (exit code 1)."""
+    """Compare the board with its profile, show what the agent will do, and what is wrong (exit code 1)."""
     from edge_agent.commands import doctor as commands
 
     commands.doctor(home, profile, run, as_json)

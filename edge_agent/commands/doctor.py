@@ -1,4 +1,5 @@
-"""``edge-agent doctor``: the profile's side and the machine's, what the agent will do, and what is wrong."""
+"""``edge-agent doctor``: compares the board's profile with the machine, and says what the agent will do and what is
+wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ PROBE_S = 300
 
 @dataclass(frozen=True)
 class Examined:
-    """Both sides. sensor: what it says now, or why it says nothing; None where the board has none."""
+    """The profile, the machine and their differences. sensor: its reading, or why there is none; None if the board has
+    no sensor."""
 
     board: Profile | None
     machine: Machine
@@ -45,53 +47,54 @@ class Examined:
 
 
 def doctor(home: Path, profile: str | None, run: bool, as_json: bool) -> None:
-    """Prints it, and leaves with 1 when something is wrong. run: also try the libraries."""
-    seen = examine(home, profile)
+    """Prints the comparison; exits with 1 if something is wrong. run: also run the libraries once."""
+    examined = examine(home, profile)
     if run:
-        seen = replace(seen, complaints=(*seen.complaints, *tried(seen.machine.packages)))
+        examined = replace(examined, complaints=(*examined.complaints, *failing(examined.machine.packages)))
     if as_json:
-        terminal.show(plain(seen))
+        terminal.show(plain(examined))
     else:
-        terminal.table(rows(seen), ("what", "profile", "found"))
-        for note in seen.notes:
+        terminal.table(rows(examined), ("what", "profile", "found"))
+        for note in examined.notes:
             processes.say(f"note: {note}")
-        for complaint in seen.complaints:
+        for complaint in examined.complaints:
             print(f"wrong: {complaint.what}: {complaint.problem}\n  hint: {complaint.hint}")
-        if not seen.complaints:
+        if not examined.complaints:
             print("nothing is wrong")
-    if seen.complaints:
+    if examined.complaints:
         sys.exit(1)
 
 
 def examine(home: Path, profile: str | None, root: Path = Path("/")) -> Examined:
-    """profile: a board in place of device.toml's. Raises ConfigError for a device.toml or a profile that is wrong."""
+    """profile: replaces device.toml's. Raises ConfigError for a wrong device.toml or profile."""
     settings = settings_of(home) if (home / "device.toml").exists() else None
     board = _board(home, settings, profile)
     wish = Wish() if settings is None else boards.wish_of(settings)
     machine = probe.machine(root)
     power = None if settings is None else boards.sensor_of(settings)
-    said, complaint = _sensor(power or (board.power if board is not None else None), root)
+    reading, complaint = _sensor(power or (board.power if board is not None else None), root)
     notes = []
     if settings is None:
-        notes.append(f"there is no device.toml in {home}: what a device's own file says is not in this")
+        notes.append(f"there is no device.toml in {home}: settings of a device are not considered")
     if board is None:
         notes.append("no profile is named ([board] profile, or --profile): nothing to compare with; metafleet profiles")
-    wrong = (*fit.complaints(board, machine, wish), *complaint, *certificate_of(home, settings))
-    return Examined(board, machine, wish, fit.limits(board, machine, wish), said, wrong, tuple(notes))
+    complaints = (*fit.complaints(board, machine, wish), *complaint, *certificate_of(home, settings))
+    return Examined(board, machine, wish, fit.limits(board, machine, wish), reading, complaints, tuple(notes))
 
 
 def certificate_of(home: Path, settings: Settings | None, now: float | None = None) -> tuple[Complaint, ...]:
-    """What is wrong with the certificate that device.toml names. now: Unix seconds, for the clock's."""
+    """What is wrong with the certificate that device.toml names. now: Unix seconds, in place of the clock."""
     if settings is None or settings.tls.certificate is None:
         return ()
     from fleet_core.protocol import certificates
 
     token = "a token gives a new one: metafleet devices enroll FLEET NAME"
     try:
-        found = certificates.load_certificate(home / settings.tls.certificate)
+        certificate = certificates.load_certificate(home / settings.tls.certificate)
     except StateError as error:
         return (Complaint("certificate", error.what, token),)
-    now, begin, end = time.time() if now is None else now, found.not_valid_before_utc, found.not_valid_after_utc
+    now = time.time() if now is None else now
+    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > end.timestamp():
         return (Complaint("certificate", f"ended on {end:%Y-%m-%d}: the broker turns this device away", token),)
     if now < begin.timestamp():
@@ -100,21 +103,21 @@ def certificate_of(home: Path, settings: Settings | None, now: float | None = No
     return ()
 
 
-def tried(packages: Mapping[str, str], probes: Mapping[str, str] = PROBES) -> tuple[Complaint, ...]:
-    """Each of ``packages`` that there is a probe for, run once in a child process: a wheel that was built for another
-    processor dies there of a signal, and cannot be caught in this one."""
-    wrong = []
+def failing(packages: Mapping[str, str], probes: Mapping[str, str] = PROBES) -> tuple[Complaint, ...]:
+    """Complaints about the packages whose probe fails. Each probe runs in a child process: a wheel for another
+    processor dies of a signal, which this process could not catch."""
+    complaints = []
     for name, program in probes.items():
         if name in packages:
-            why = _died(program)
+            why = _failure(program)
             if why:
-                wrong.append(Complaint(name, f"{packages[name]} {why}",
-                                       "install the version that the profile pins: metafleet profiles show NAME"))
-    return tuple(wrong)
+                complaints.append(Complaint(name, f"{packages[name]} {why}",
+                                            "install the version that the profile pins: metafleet profiles show NAME"))
+    return tuple(complaints)
 
 
-def _died(program: str) -> str:
-    """Why it did not run to its end, or empty."""
+def _failure(program: str) -> str:
+    """Why the program fails; empty if it does not."""
     try:
         done = subprocess.run(processes.python("-c", program), stdin=subprocess.DEVNULL, capture_output=True, text=True,
                               timeout=PROBE_S, check=False)
@@ -123,13 +126,13 @@ def _died(program: str) -> str:
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         return f"dies of {name}" + (": this processor lacks instructions that it uses" if name == "SIGILL" else "")
-    said = done.stderr.strip().splitlines()
-    return f"does not run: {said[-1][:200] if said else done.returncode}" if done.returncode else ""
+    lines = done.stderr.strip().splitlines()
+    return f"does not run: {lines[-1][:200] if lines else done.returncode}" if done.returncode else ""
 
 
-def rows(seen: Examined) -> list[tuple[str, str, str]]:
-    """(what, the profile's side, the machine's)."""
-    board, machine, limits = seen.board, seen.machine, seen.limits
+def rows(examined: Examined) -> list[tuple[str, str, str]]:
+    """(what, the profile's value, the machine's)."""
+    board, machine, limits = examined.board, examined.machine, examined.limits
     pins = {} if board is None else board.wheels.pins
     return [
         ("board", _text(board and board.title), _text(machine.model)),
@@ -140,7 +143,7 @@ def rows(seen: Examined) -> list[tuple[str, str, str]]:
         ("Python", _text(board and board.wheels.python), machine.python),
         *((name, pins.get(name, ABSENT), machine.packages.get(name, "not installed"))
           for name in ("torch", "onnxruntime")),
-        ("sensor", board.power.sensor if board else ABSENT, _text(seen.sensor)),
+        ("sensor", board.power.sensor if board else ABSENT, _text(examined.sensor)),
         ("watts idle, busy", _watts(board), ABSENT),
         ("training", ("yes" if board.can.train else "no") if board else ABSENT,
          "on" if limits.train else f"off: {limits.why}"),
@@ -149,12 +152,12 @@ def rows(seen: Examined) -> list[tuple[str, str, str]]:
     ]
 
 
-def plain(seen: Examined) -> dict[str, Any]:
-    """As ``--json`` has it."""
+def plain(examined: Examined) -> dict[str, Any]:
+    """The output of ``--json``."""
     return {
-        "profile": schema.plain(seen.board), "found": schema.plain(seen.machine), "asked": schema.plain(seen.wish),
-        "training": schema.plain(seen.limits), "sensor": seen.sensor, "notes": list(seen.notes),
-        "wrong": [schema.plain(complaint) for complaint in seen.complaints],
+        "profile": schema.plain(examined.board), "found": schema.plain(examined.machine),
+        "asked": schema.plain(examined.wish), "training": schema.plain(examined.limits), "sensor": examined.sensor,
+        "notes": list(examined.notes), "wrong": [schema.plain(complaint) for complaint in examined.complaints],
     }
 
 
@@ -165,7 +168,7 @@ def _board(home: Path, settings: Settings | None, profile: str | None) -> Profil
 
 
 def _sensor(power: Power | None, root: Path) -> tuple[str | None, tuple[Complaint, ...]]:
-    """(what it says, what is wrong with it)."""
+    """(reading, complaints)."""
     if power is None or power.sensor == "none":
         return None, ()
     try:

@@ -1,4 +1,4 @@
-"""``edge-agent energy``: watts now by source, and a user's own figures in place of the table's."""
+"""``edge-agent energy``: reads watts by source, and writes a user's own figures to device.toml."""
 
 from __future__ import annotations
 
@@ -20,32 +20,30 @@ PERIOD_S = 1.0
 
 
 def show(home: Path, profile: str | None, seconds: float, as_json: bool) -> None:
-    """A line a second on stderr, and at the end a table, or JSON, on stdout. Raises PowerError when nothing tells
-    watts."""
-    found = watts_now.sources(*_chosen(home, profile))
-    tallies, absent = watched(found, seconds, log=lambda line: None if as_json else processes.say(line))
-    facts = {
-        "seconds": seconds, "sources": [_plain(tally) for tally in tallies], "absent": absent,
-        "meters": list(found.meters),
-    }
+    """Prints a line a second on stderr, and at the end a table or JSON on stdout. Raises PowerError if no source has a
+    reading."""
+    found = watts_now.sources(*_board_settings(home, profile))
+    tallies, absent = read_all(found, seconds, log=lambda line: None if as_json else processes.say(line))
     if as_json:
-        terminal.show(facts)
-    elif tallies:
+        return terminal.show({
+            "seconds": seconds, "sources": [_plain(tally) for tally in tallies], "absent": absent,
+            "meters": list(found.meters),
+        })
+    if tallies:
         terminal.table([_row(tally) for tally in tallies], ("source", "", "mean W", "least", "most", "not in it"))
-    for name, why in absent.items() if not as_json else ():
+    for name, why in absent.items():
         processes.say(f"{name}: {why}")
-    for line in found.meters if not as_json else ():
+    for line in found.meters:
         processes.say(f"a meter here: {line}")
-    if not tallies and not as_json:
-        raise PowerError("nothing here tells watts", hint="edge-agent energy calibrate --meter-watts IDLE BUSY")
+    if not tallies:
+        raise PowerError("nothing here measures watts", hint="edge-agent energy calibrate --meter-watts IDLE BUSY")
 
 
-def watched(
+def read_all(
     found: watts_now.Found, seconds: float, *, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[list[Tally], dict[str, str]]:
-    """(what each source said, {source: why it says nothing}), read every second for so many seconds, and five times at
-    the least."""
+    """({source's readings}, {source: why it has none}), read every second, at least five times."""
     tallies, absent = [Tally(source) for source in found.sources], dict(found.absent)
     end_s, readings = clock() + seconds, 0
     while readings < 2 or clock() < end_s:
@@ -60,31 +58,32 @@ def watched(
         readings += 1
         if readings > 1 and tallies:
             log("  ".join(f"{tally.source.name}: {tally.watts[-1]:.2f} W" for tally in tallies))
-    for tally in tallies:  # a counter's first reading is over no time
+    for tally in tallies:  # a counter's first reading covers no time
         del tally.at_s[0], tally.watts[0]
     return tallies, absent
 
 
 def calibrate(home: Path, idle_w: float, busy_w: float) -> None:
-    """The user's watts into device.toml, whose other lines stay as they are. Raises ConfigError."""
+    """Writes the user's watts to device.toml and leaves its other lines as they are. Raises ConfigError."""
     if not 0 <= idle_w <= busy_w < 100_000:
         raise ConfigError(f"{idle_w:g} {busy_w:g} are no watts", where="--meter-watts", expected="0 ≤ IDLE ≤ BUSY")
     settings_of(home)
     path = home / "device.toml"
     text = with_values(config.text_of(path), "power", {"idle_w": float(idle_w), "busy_w": float(busy_w)})
-    hint = f"write [power] idle_w = {idle_w:g} and busy_w = {busy_w:g} there by hand"
+    failed = ConfigError("cannot be edited automatically", where=str(path),
+                         hint=f"write [power] idle_w = {idle_w:g} and busy_w = {busy_w:g} there by hand")
     try:
         power = config.parse(Settings, text, str(path)).power
     except ConfigError as error:
-        raise ConfigError("is written in a way that cannot be completed here", where=str(path), hint=hint) from error
+        raise failed from error
     if (power.idle_w, power.busy_w) != (idle_w, busy_w):
-        raise ConfigError("is written in a way that cannot be completed here", where=str(path), hint=hint)
+        raise failed
     storage.write_atomic(path, text.encode(), mode=path.stat().st_mode & 0o777)
     print(f"{path}: {idle_w:g} W idle, {busy_w:g} W busy, from your meter, in place of the table's")
 
 
 def with_values(text: str, table: str, values: dict[str, float]) -> str:
-    """TOML ``text`` with ``values`` in ``[table]``; every other line as it was."""
+    """TOML ``text`` with ``values`` in ``[table]``; every other line is unchanged."""
     lines = text.splitlines()
     header = re.compile(rf"\s*\[\s*{table}\s*\]\s*(#.*)?")
     start = next((n for n, line in enumerate(lines) if header.fullmatch(line)), None)
@@ -97,9 +96,10 @@ def with_values(text: str, table: str, values: dict[str, float]) -> str:
     return "\n".join([*lines[: start + 1], *written, *kept, *lines[end:]]) + "\n"
 
 
-def _chosen(home: Path, profile: str | None) -> tuple[Profile | None, Power | None, tuple[float, float] | None]:
-    """(board, sensor, watts) of the device here, and of the board that is named; none of them where there is no
-    device."""
+def _board_settings(
+    home: Path, profile: str | None
+) -> tuple[Profile | None, Power | None, tuple[float, float] | None]:
+    """(profile, sensor, measured watts) of the device in ``home``; without a device only the named profile."""
     board = None if profile is None else boards.named(profile)
     if not (home / "device.toml").exists():
         return board, None, None

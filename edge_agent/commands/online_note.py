@@ -1,7 +1,7 @@
-"""A note in the device's home that its agent has reached its broker: by it a flash sees that the device is back.
+"""A note in the device's home that the agent has reached its broker; flashing reads it to see that the device is back.
 
-``{"boot": …, "version": …}``; ``boot`` is another one at each start, as in the presence. The note stays when the agent
-ends: whether it still runs is the system's to say.
+``{"boot": …, "version": …}``; ``boot`` is new at each start, as in the presence. The note stays when the agent ends:
+whether it runs is known to systemd.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fleet_core.base.errors import StateError
 NAME = "online.json"
 
 
-def tell(home: Path, boot: str, log: Callable[[str], None]) -> None:
-    """A disk that does not take it is said, and does not keep the agent from its work."""
+def write(home: Path, boot: str, log: Callable[[str], None]) -> None:
+    """An error of the disk is logged and does not stop the agent."""
     note = json.dumps({"boot": boot, "version": running()})
     try:
         storage.write_atomic(home / NAME, note.encode(), durable=False)

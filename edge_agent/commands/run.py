@@ -1,4 +1,4 @@
-"""Starts an agent as a process: settings, link, meter, trainer, then the loop until it is told to stop."""
+"""``edge-agent run``: builds the agent from its settings and runs it until a signal."""
 
 from __future__ import annotations
 
@@ -39,54 +39,62 @@ def run(
     home: Path, settings: Settings, *, stopped: Callable[[], bool], log: Callable[[str], None], connect_s: float,
     plain: bool = False,
 ) -> None:
-    """Runs until ``stopped``. Raises LinkError when no broker answered within ``connect_s`` seconds of the start."""
+    """Runs until ``stopped``. Raises LinkError if no broker answers within ``connect_s`` seconds of the start."""
     allocator.keep_freed()
-    place = DeviceState(home)
-    place.lock()
-    place.check_formats()
-    boot = secrets.token_hex(8)
-    topic, payload = will(settings, boot)
-    identity = settings.device
-    link = MqttLink(
-        identity.broker, client_id=f"{identity.fleet}-{identity.name}", will=Will(topic, payload),
-        **tls_files(home, settings, plain=plain),
-    )
-    service = service_of(home, settings)
+    state = DeviceState(home)
+    state.lock()
+    state.check_formats()
+    boot, device, service = secrets.token_hex(8), settings.device, service_of(home, settings)
+    link = _link(home, settings, boot, plain=plain)
     limits, accounts = limits_of(home, settings), AgentCosts(_meter(home, settings))
     for remark in remarks(home, settings):
         log(f"{remark} ('edge-agent doctor' says more)")
-    renewal = None
-    if settings.tls.renew_after is not None:
-        renewal = Renewal(home, settings, link, boot=boot, take_up=link.take_up, log=log)
     agent = Agent(
-        settings, place, link, service, accounts, _trainer(settings, limits, log), limits=limits, renewal=renewal,
-        boot=boot, log=log,
+        settings, state, link, service, accounts, _trainer(settings, limits, log), limits=limits,
+        renewal=_renewal(home, settings, link, boot, log), boot=boot, log=log,
     )
-    _answer_as_before(service, log)
-    with accounts.metering(), _over_http(settings, service, log):
+    _restore(service, log)
+    with accounts.metering(), _http_server(settings, service, log):
         link.open()
         try:
-            await_broker(link, lambda: agent.step(TICK_S), identity.broker, stopped, connect_s)
+            await_broker(link, lambda: agent.step(TICK_S), device.broker, stopped, connect_s)
             if link.connected:
-                online_note.tell(home, boot, log)
-            log(f"{identity.name} is on, fleet {identity.fleet} at {identity.broker}")
+                online_note.write(home, boot, log)
+            log(f"{device.name} is on, fleet {device.fleet} at {device.broker}")
             _loop(agent, stopped)
         finally:
             agent.close()
 
 
+def _link(home: Path, settings: Settings, boot: str, *, plain: bool) -> MqttLink:
+    topic, payload = will(settings, boot)
+    device = settings.device
+    return MqttLink(
+        device.broker, client_id=f"{device.fleet}-{device.name}", will=Will(topic, payload),
+        **tls_files(home, settings, plain=plain),
+    )
+
+
+def _renewal(
+    home: Path, settings: Settings, link: MqttLink, boot: str, log: Callable[[str], None]
+) -> Renewal | None:
+    if settings.tls.renew_after is None:
+        return None
+    return Renewal(home, settings, link, boot=boot, take_up=link.take_up, log=log)
+
+
 def _loop(agent: Agent, stopped: Callable[[], bool]) -> None:
-    worked = True
+    was_busy = True
     while not stopped():
-        happened = agent.step(TICK_S)
-        if worked and not happened:
+        busy = agent.step(TICK_S)
+        if was_busy and not busy:
             allocator.trim()
-        worked = happened
+        was_busy = busy
 
 
 @contextlib.contextmanager
-def _over_http(settings: Settings, service: Service, log: Callable[[str], None]) -> Iterator[None]:
-    """The agent's answers over HTTP as well, where ``[serve] port`` asks for it. Raises LinkError."""
+def _http_server(settings: Settings, service: Service, log: Callable[[str], None]) -> Iterator[None]:
+    """Serves over HTTP meanwhile if ``[serve] port`` is set. Raises LinkError."""
     if not settings.serve.port:
         yield
         return
@@ -99,8 +107,8 @@ def _over_http(settings: Settings, service: Service, log: Callable[[str], None])
         server.stop()
 
 
-def _answer_as_before(service: Service, log: Callable[[str], None]) -> None:
-    """From the disk, without waiting for the aggregator."""
+def _restore(service: Service, log: Callable[[str], None]) -> None:
+    """Answers with the stored model until the aggregator sends one."""
     if not service.slots.in_order():
         return
     try:
@@ -123,7 +131,7 @@ def _meter(home: Path, settings: Settings) -> Meter | None:
 
 
 def main(arguments: list[str]) -> None:
-    """``--home HOME CONNECT_S [--plain] [BROKER]``: the agent as ``edge-agent run`` leaves it."""
+    """arguments: ``--home HOME CONNECT_S [--plain] [BROKER]``, from ``edge-agent run``."""
     _, home, connect_s, *rest = arguments
     plain, broker = PLAIN in rest, [argument for argument in rest if argument != PLAIN]
     with processes.until_signal() as stopped:

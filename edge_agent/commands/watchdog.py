@@ -1,7 +1,7 @@
-"""Tells systemd that the agent is ready, and from time to time that it lives (``sd_notify(3)``).
+"""Notifies systemd that the agent is ready and, from time to time, that it is alive (``sd_notify(3)``).
 
-Where nothing asks for it nothing is sent: systemd names its socket in NOTIFY_SOCKET, and how long the agent may be
-silent in WATCHDOG_USEC. Both are taken out of the environment, so that the trainer does not speak for the agent.
+systemd names its socket in NOTIFY_SOCKET, and the time that the agent may be silent in WATCHDOG_USEC; without them
+nothing is sent. Both are removed from the environment, so that the trainer cannot notify in place of the agent.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from collections.abc import Callable, MutableMapping
 
 
 class Watchdog:
-    """``environ``: where systemd's two variables are looked for. ``clock``: in seconds."""
+    """environ: holds systemd's variables, which are removed. clock: in seconds."""
 
     def __init__(
         self, environ: MutableMapping[str, str] = os.environ, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._address = environ.pop("NOTIFY_SOCKET", "")
-        asked, of = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", str(os.getpid()))
-        self._every_s = int(asked) / 4e6 if asked.isdigit() and of == str(os.getpid()) else None
+        timeout_us, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", str(os.getpid()))
+        enabled = timeout_us.isdigit() and pid == str(os.getpid())
+        self._interval_s = int(timeout_us) / 4e6 if enabled else None  # a quarter of the timeout
         self._clock = clock
         self._last_s = -float("inf")
 
     def ready(self) -> None:
-        """The agent works."""
-        self._tell("READY=1")
+        self._notify("READY=1")
 
     def alive(self) -> None:
-        """To be called as often as the agent's loop turns; tells it four times as often as systemd asks for."""
+        """Called at every turn of the agent's loop; notifies four times per timeout."""
         now = self._clock()
-        if self._every_s is not None and now - self._last_s >= self._every_s:
+        if self._interval_s is not None and now - self._last_s >= self._interval_s:
             self._last_s = now
-            self._tell("WATCHDOG=1")
+            self._notify("WATCHDOG=1")
 
     def watching(self, stopped: Callable[[], bool]) -> Callable[[], bool]:
-        """``stopped``, which the agent's loops ask at every turn, and with it the sign of life."""
-        def asked() -> bool:
+        """``stopped``, which the agent's loops call at every turn, with ``alive``."""
+        def alive_and_stopped() -> bool:
             self.alive()
             return stopped()
 
-        return asked
+        return alive_and_stopped
 
-    def _tell(self, state: str) -> None:
+    def _notify(self, state: str) -> None:
         if not self._address:
             return
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
@@ -51,4 +51,4 @@ class Watchdog:
             try:
                 channel.sendto(state.encode(), address)
             except OSError:
-                return  # a supervisor that went away is no reason to stop
+                return  # the agent also works without its supervisor

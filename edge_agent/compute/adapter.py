@@ -1,10 +1,10 @@
-"""Gradient steps on a device without torch: a child process that runs the graph ``adapt`` and ends.
+"""Gradient steps on a device without torch: a child process runs the graph ``adapt`` once and ends.
 
-Its peak memory goes back to the system with it. It speaks as the trainer does (``worker``): a job on standard input,
-what came of it on standard output. Weights, graph and samples it reads from the device's folder; the device's own
-weights go back through the pipe.
+Its peak memory is freed when it ends. Like the trainer (``worker``) it reads a job on standard input and writes the
+result on standard output. It reads weights, graph and samples from the device's folder, and sends the adapted weights
+through the pipe.
 
-A pass takes at most ``MAX_SUPPORT`` samples: of more, about as many of each class, spread evenly over the recording.
+It uses at most ``MAX_SUPPORT`` samples: about as many of each class, spread evenly over the recording.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AdapterProcess(Child):
 
 
 class InlineAdapter:
-    """The adapter in the caller's own process: for a whole fleet in one process."""
+    """The adapter in the caller's process, for a whole fleet in one process."""
 
     def __init__(self) -> None:
         self._done: Done | None = None
@@ -69,15 +69,15 @@ class InlineAdapter:
 
 
 def job(graph: Path, weights: str, model: str, data: LocalData, steps: int, rate: float | None) -> Job:
-    """weights: a name of ``Home.weights``, which must be ``model``. rate None: learned rates."""
+    """weights: a name for ``DeviceState.weights``; they must be ``model``. rate None: learned rates."""
     return Job("adapt", {
         "home": str(graph.parent), "graph": graph.name, "weights": weights, "model": model, "samples": str(data.path),
         "split": data.split(), "steps": steps, "rate": rate,
     })
 
 
-def waited(order: Job, stopped: Callable[[], bool] = lambda: False) -> Done:
-    """What came of a job, in a child process that has ended. stopped: asked every half second."""
+def run(order: Job, stopped: Callable[[], bool] = lambda: False) -> Done:
+    """Runs a job in a child process and waits for its result. stopped: checked every half second."""
     adapter = AdapterProcess()
     try:
         adapter.submit(order)
@@ -91,7 +91,7 @@ def waited(order: Job, stopped: Callable[[], bool] = lambda: False) -> Done:
 
 
 def handle(order: Job) -> Done:
-    """The job's result; whatever goes wrong with it is in ``error``."""
+    """Runs a job in this process; an exception becomes ``Done.error``."""
     try:
         started_cpu = time.process_time()
         facts, arrays = _adapted(order.header)
@@ -103,7 +103,7 @@ def handle(order: Job) -> Done:
 
 
 def _adapted(header: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Array]]:
-    """(samples that were used and there are, the device's own weights as ``group/name``)."""
+    """(numbers of samples used and available, adapted weights as ``group/name``)."""
     home = DeviceState(Path(header["home"]))
     graph = graph_bundle.unpack(storage.read_bytes(home.folder / header["graph"], limit=graph_bundle.MAX_BYTES))
     weights = home.weights(header["weights"])
@@ -113,27 +113,28 @@ def _adapted(header: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Array
     data = LocalData.of(Path(header["samples"]), layout, header["split"])
     every = data.own()
     support = every.take(stratified(every.y, MAX_SUPPORT))
-    arrays = stepped(graph, weights, support, header["steps"], header["rate"])
+    arrays = after_steps(graph, weights, support, header["steps"], header["rate"])
     return {"samples": len(support), "of": len(every)}, arrays
 
 
-def stepped(graph: Graph, weights: Weights, support: Samples, steps: int, rate: float | None) -> dict[str, Array]:
-    """The model's arrays ``group/name`` after ``steps`` on the raw support samples. Raises BundleError, DataError, and
-    CodecError for weights of another layout."""
-    how = graph.info.adapt
-    if how is None:
-        raise BundleError("the bundle has no graph 'adapt'", hint="its model or method does not step on a device")
-    taken = graph.adapt_inputs(weights.params)
-    run = open_steps(graph.adapt, taken)
-    learned = {} if how.rates else {"lr": np.array(rate, np.float32)}
-    _check(graph, support)
-    moved = run({"support_x": support.x, "support_y": support.y, "steps": np.array(steps, np.int64), **learned})
-    if not all(np.isfinite(array).all() for array in moved.values()):
-        raise DataError(f"{steps} gradient steps ran away from these samples", hint="fewer steps, or a smaller rate")
-    return {**storage.flatten(trees.only(taken, MODEL_GROUPS)), **moved}
+def after_steps(graph: Graph, weights: Weights, support: Samples, steps: int, rate: float | None) -> dict[str, Array]:
+    """The model's arrays ``group/name`` after gradient steps on the raw support samples. rate None: learned rates.
+    Raises BundleError, DataError, and CodecError for weights of another layout."""
+    info = graph.info.adapt
+    if info is None:
+        raise BundleError("the bundle has no graph 'adapt'",
+                          hint="its model or method takes no gradient steps on a device")
+    params = graph.adapt_inputs(weights.params)
+    take_steps = open_steps(graph.adapt, params)
+    lr = {} if info.rates else {"lr": np.array(rate, np.float32)}
+    _check_samples(graph, support)
+    adapted = take_steps({"support_x": support.x, "support_y": support.y, "steps": np.array(steps, np.int64), **lr})
+    if not all(np.isfinite(array).all() for array in adapted.values()):
+        raise DataError(f"{steps} gradient steps diverged on these samples", hint="fewer steps, or a smaller rate")
+    return {**storage.flatten(trees.only(params, MODEL_GROUPS)), **adapted}
 
 
-def _check(graph: Graph, support: Samples) -> None:
+def _check_samples(graph: Graph, support: Samples) -> None:
     spec = graph.layout.input
     if support.x.shape[1:] != tuple(spec.shape) or str(support.x.dtype) != spec.dtype:
         raise DataError(f"the samples are {support.x.dtype} {list(support.x.shape[1:])}",
@@ -141,9 +142,9 @@ def _check(graph: Graph, support: Samples) -> None:
 
 
 def main() -> int:
-    """One job, then the end."""
+    """Runs one job."""
     source, sink, buffer = sys.stdin.buffer, os.fdopen(os.dup(1), "wb"), bytearray()
-    os.dup2(2, 1)  # whatever a library prints must not mix with the frames
+    os.dup2(2, 1)  # prints of a library must not mix with the frames
     while data := os.read(source.fileno(), 1 << 20):
         buffer += data
         frame = parse_frame(buffer)

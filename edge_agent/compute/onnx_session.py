@@ -1,9 +1,9 @@
-"""Graph + weights -> an ONNX Runtime session, in memory alone; torch is not needed.
+"""Opens an ONNX Runtime session from a graph and weights in memory, without torch.
 
 Every parameter of a graph is an external initializer that ``add_external_initializers`` fills, so nothing is read from
 disk (onnxruntime 1.23.2 and 1.31.1) and the runtime optimizes the graph with the weights in it. An OrtValue aliases the
-numpy array that it was made of: a session therefore keeps its weights as long as it lives, and copies those that anyone
-else could write to.
+numpy array that it was made from. A session therefore keeps its weights alive, and copies arrays that others could
+write to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fleet_core.model.layout import InputSpec
 Array = np.ndarray[Any, Any]
 
 BATCH = 64
-"""Samples per call, so that memory does not grow with the number of samples asked for."""
+"""Samples per call, which bounds the memory."""
 
 Steps = Callable[[dict[str, Array]], dict[str, Array]]
 
@@ -33,10 +33,9 @@ _DTYPES = {"tensor(float)": "float32", "tensor(uint8)": "uint8", "tensor(int64)"
 
 
 def runtime() -> Any:
-    """onnxruntime, imported at its first use: an agent that has nothing to answer does without its memory.
+    """onnxruntime, imported at its first use: an agent that only trains saves its memory.
 
-    From 1.29 on it reports its use to its makers unless it is told not to before it is imported; what runs on a device
-    is nobody else's business.
+    From 1.29 on onnxruntime sends telemetry, unless ORT_DISABLE_TELEMETRY is set before the import.
     """
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     import onnxruntime
@@ -49,9 +48,9 @@ class Session:
 
     def __init__(self, inner: Any, weights: dict[str, Array]) -> None:
         self._inner, self._weights = inner, weights
-        taken, given = inner.get_inputs()[0], inner.get_outputs()[0]
-        self._shape, self._dtype = tuple(taken.shape[1:]), np.dtype(_DTYPES.get(taken.type, "void"))
-        self._output = [given.name]
+        x, output = inner.get_inputs()[0], inner.get_outputs()[0]
+        self._shape, self._dtype = tuple(x.shape[1:]), np.dtype(_DTYPES.get(x.type, "void"))
+        self._outputs = [output.name]
 
     def run(self, x: Array) -> Array:
         """Raw samples [n, *shape] in the layout's dtype -> float32 [n, width]. Raises DataError for other input."""
@@ -63,63 +62,62 @@ class Session:
         if self._dtype.kind == "f" and not np.isfinite(x).all():
             raise DataError("the input holds a value that is not finite")
         if len(x) <= BATCH:
-            return self._of(x)
-        return np.concatenate([self._of(x[i : i + BATCH]) for i in range(0, len(x), BATCH)])
+            return self._run_batch(x)
+        return np.concatenate([self._run_batch(x[i : i + BATCH]) for i in range(0, len(x), BATCH)])
 
-    def _of(self, x: Array) -> Array:
+    def _run_batch(self, x: Array) -> Array:
         try:
-            found: Array = self._inner.run(self._output, {"x": np.ascontiguousarray(x)})[0]
-        except Exception as error:  # of many classes, none of them documented: a token that the model does not know
+            output: Array = self._inner.run(self._outputs, {"x": np.ascontiguousarray(x)})[0]
+        except Exception as error:  # of many undocumented classes, as for a token that the model does not know
             raise DataError(f"the model does not take these samples: {str(error)[-200:]}") from error
-        return found
+        return output
 
 
 def open_session(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Session:
-    """A session of a bundle's ONNX file under the numpy weights ``params``, exactly the groups that the graph takes.
+    """A session of an ONNX file with the numpy weights ``params``, exactly the groups that the graph takes.
 
-    Raises BundleError when the file is no graph that this onnxruntime runs, or takes other parameters.
+    Raises BundleError if this onnxruntime does not run the file, or if it takes other parameters.
     """
-    weights = {name: _kept(array) for name, array in storage.flatten(params).items()}
-    return Session(_opened(graph_bytes, weights, threads), weights)
+    weights = {name: _immutable(array) for name, array in storage.flatten(params).items()}
+    return Session(_inference_session(graph_bytes, weights, threads), weights)
 
 
-def _kept(array: Array) -> Array:
-    """float32 values that stay as they are: the array itself where it lies in a file that is mapped to be read."""
-    below: Any = array
-    while isinstance(below, np.ndarray):
-        below = None if below.flags.writeable else below.base
-    mapped = isinstance(below, memoryview) and isinstance(below.obj, mmap.mmap)
+def _immutable(array: Array) -> Array:
+    """float32, copied unless it is a read-only view of a memory-mapped file."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = None if base.flags.writeable else base.base
+    mapped = isinstance(base, memoryview) and isinstance(base.obj, mmap.mmap)
     if mapped and array.dtype == np.float32 and array.flags.c_contiguous and array.flags.aligned:
         return array
     return np.array(array, dtype=np.float32, order="C")
 
 
 def open_steps(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Steps:
-    """A bundle's graph ``adapt`` under ``params``: a function from its inputs to the arrays ``group/name`` that moved.
+    """A bundle's graph ``adapt`` with ``params``: a function from its inputs to the adapted arrays ``group/name``.
 
     Raises BundleError as ``open_session`` does.
     """
-    weights = {name: _kept(array) for name, array in storage.flatten(params).items()}
-    inner = _opened(graph_bytes, weights, threads, arena=True)
+    weights = {name: _immutable(array) for name, array in storage.flatten(params).items()}
+    inner = _inference_session(graph_bytes, weights, threads, arena=True)
     names = [output.name.removeprefix("adapted/") for output in inner.get_outputs()]
 
     def run(inputs: dict[str, Array]) -> dict[str, Array]:
-        assert weights, "which the session aliases"
+        assert weights  # the closure keeps them alive for the session
         return {name: np.array(array) for name, array in zip(names, inner.run(None, inputs), strict=True)}
 
     return run
 
 
-def _opened(graph_bytes: bytes, weights: dict[str, Array], threads: int, *, arena: bool = False) -> Any:
-    """The runtime's session, which aliases ``weights``: keep them as long as it lives. arena: what a call has freed
-    stays with the session: gradient steps take the same arrays again and again, and end with their process.
-    """
+def _inference_session(graph_bytes: bytes, weights: dict[str, Array], threads: int, *, arena: bool = False) -> Any:
+    """The runtime's session. It aliases ``weights``, which the caller must keep alive. arena: freed memory stays with
+    the session, for gradient steps, which need the same arrays again and again until their process ends."""
     onnxruntime = runtime()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 4
-    options.enable_cpu_mem_arena, options.enable_mem_pattern = arena, False  # without, a batch's memory goes back
-    if arena:  # pools alone would take blocked channels, and lose more to the reordering than they gain
+    options.enable_cpu_mem_arena, options.enable_mem_pattern = arena, False  # off: a batch's memory is freed
+    if arena:  # the full level would block channels for pools only, and reordering costs more than that gains
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
     options.add_external_initializers(list(weights), values)
@@ -133,17 +131,17 @@ def _opened(graph_bytes: bytes, weights: dict[str, Array], threads: int, *, aren
 
 
 def open_kind(graph: Graph, kind: str, params: Params, *, threads: int = 1) -> Session:
-    """The session of a bundle's graph ``kind``; ``params`` may hold more groups than it takes. Raises BundleError or,
-    for weights of another layout, CodecError."""
+    """The session of a bundle's graph ``kind``; ``params`` may hold more groups than it takes. Raises BundleError, and
+    CodecError for weights of another layout."""
     if kind not in graph.graphs:
         raise BundleError(f"the bundle has no graph '{kind}'", expected=", ".join(sorted(graph.graphs)))
-    taken = trees.only(params, GRAPH_GROUPS[kind])
-    graph.layout.check(taken, GRAPH_GROUPS[kind])
-    return open_session(graph.graphs[kind], taken, threads=threads)
+    needed = trees.only(params, GRAPH_GROUPS[kind])
+    graph.layout.check(needed, GRAPH_GROUPS[kind])
+    return open_session(graph.graphs[kind], needed, threads=threads)
 
 
 def check_golden(graph: Graph) -> None:
-    """Run every graph of a bundle on its golden input. Raises BundleError unless the outputs are the golden ones."""
+    """Runs every graph of a bundle on its golden input. Raises BundleError unless it gives the golden outputs."""
     onnxruntime = runtime()
     seeded = graph.layout.seeded(graph.info.seed)
     for kind in graph.graphs:
@@ -161,5 +159,4 @@ def check_golden(graph: Graph) -> None:
 
 
 def runtime_version() -> str:
-    """Of onnxruntime."""
     return str(runtime().__version__)

@@ -1,7 +1,7 @@
-"""Child processes as the agent sees them: jobs in, results out, over pipes. The trainer alone loads torch.
+"""Child processes of the agent: jobs go in and results come out over pipes. Only the trainer loads torch.
 
-A frame is 4 bytes length + JSON header, then 8 bytes length + safetensors. Nothing is pickled. A child is started at
-the first job, kept warm while a run goes on, and ended by ``stop``.
+A frame is 4 bytes of length, a JSON header, 8 bytes of length, and safetensors. Nothing is pickled. A child starts with
+the first job and runs until ``stop``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_ARRAYS_BYTES = 1 << 33
 
 @dataclass(frozen=True)
 class Job:
-    """kind: ``train`` or ``adapt``. header: plain values; arrays lie in the device's folder."""
+    """kind: ``train`` or ``adapt``. header: plain values; arrays are passed in the device's folder."""
 
     kind: str
     header: Mapping[str, Any]
@@ -32,7 +32,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """What came of a job. error: why nothing did, or empty."""
+    """The result of a job. error: why it failed, or empty."""
 
     kind: str
     header: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Done:
 
 
 class Trainer(Protocol):
-    """Where torch runs: a child process on a device, the same process in tests."""
+    """Takes one job at a time: in a child process on a device, in the same process in tests."""
 
     @property
     def busy(self) -> bool: ...
@@ -62,7 +62,8 @@ def write_frame(stream: BinaryIO, header: Mapping[str, Any], arrays: Mapping[str
 
 
 def parse_frame(buffer: bytearray) -> tuple[dict[str, Any], dict[str, Any], int] | None:
-    """(header, arrays, bytes used) of the frame at the buffer's start, or None while it is incomplete."""
+    """(header, arrays, bytes used) of the frame at the buffer's start, or None while it is incomplete. Raises
+    MessageError for a frame that is too large."""
     if len(buffer) < 4:
         return None
     (head_size,) = struct.unpack_from("<I", buffer)
@@ -82,8 +83,8 @@ def parse_frame(buffer: bytearray) -> tuple[dict[str, Any], dict[str, Any], int]
 
 
 class Child:
-    """``python -m`` with ``arguments`` as a child of the agent; ``name``: in what is said of it. It ends with the
-    agent, because its standard input closes."""
+    """A child process ``python -m`` with ``arguments``. name: in error messages. The child ends with the agent, because
+    its standard input closes."""
 
     def __init__(self, name: str, arguments: Sequence[str], environ: Mapping[str, str]):
         self._name, self._arguments, self._environ = name, list(arguments), dict(environ)
@@ -97,7 +98,8 @@ class Child:
         return self._job is not None
 
     def submit(self, job: Job) -> None:
-        """Raises RoundError when a job is still running. A child that cannot be started or fed ends the job."""
+        """Raises RoundError while a job is running. If the child does not start or take the job, ``poll`` gives the
+        error."""
         if self._job is not None:
             raise RoundError(f"the {self._name} is busy")
         self._job = job
@@ -108,12 +110,12 @@ class Child:
             self._failure = f"the {self._name} process does not take the job: {error.strerror or error}"
 
     def poll(self) -> Done | None:
-        """The finished job's result, or None. A child that died, or answers nonsense, gives a result with an error."""
+        """The finished job's result, or None. If the child died or its answer is malformed, a result with an error."""
         if self._job is None:
             return None
         if self._child is None:
             return self._done({}, error=self._failure)
-        open_still = self._drain(_stream(self._child.stdout).fileno())
+        still_open = self._drain(_stream(self._child.stdout).fileno())
         try:
             frame = parse_frame(self._buffer)
         except (FleetError, ValueError) as error:
@@ -123,7 +125,7 @@ class Child:
             header, arrays, used = frame
             del self._buffer[:used]
             return self._done(header, arrays, str(header.get("error", "")))
-        if open_still:
+        if still_open:
             return None
         code = self._end_child()
         return self._done({}, error=f"the {self._name} process ended with exit code {code}")
@@ -141,7 +143,7 @@ class Child:
         self._job = None
 
     def _end_child(self) -> int:
-        """Closes the child's input, which ends it, and waits two seconds before it is killed; its exit code."""
+        """Closes the child's input, which ends it; kills it after two seconds. Returns its exit code."""
         child, self._child = self._child, None
         self._buffer.clear()
         if child is None:
@@ -168,7 +170,7 @@ class Child:
         return self._child
 
     def _drain(self, descriptor: int) -> bool:
-        """Reads what is there; False at the end of the stream."""
+        """Reads what is available; False at the end of the stream."""
         while True:
             try:
                 data = os.read(descriptor, 1 << 20)
@@ -180,8 +182,6 @@ class Child:
 
 
 class TrainerProcess(Child):
-    """The trainer, with ``threads``."""
-
     def __init__(self, threads: int = 1):
         environ = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         super().__init__("trainer", ["edge_agent.compute.trainer", "--threads", str(threads)], environ)

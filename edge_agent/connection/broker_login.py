@@ -1,4 +1,4 @@
-"""How a device reaches its broker: over TLS with its own certificate, or plainly where that is allowed."""
+"""The files for a device's TLS connection to its broker, or none where plain MQTT is allowed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fleet_core.link.mqtt import check_plain, parse_url
 
 
 class TlsFiles(TypedDict, total=False):
-    """What a link over TLS is given."""
+    """Arguments of ``MqttLink``."""
 
     ca: Path
     cert: Path
@@ -18,8 +18,8 @@ class TlsFiles(TypedDict, total=False):
 
 
 def tls_files(home: Path, settings: Settings, *, plain: bool = False) -> TlsFiles:
-    """For a link to the device's broker; nothing for mqtt://. Raises ConfigError for plain MQTT that leaves this
-    machine where neither ``plain`` nor device.toml asks for it."""
+    """Of the link to the device's broker; none for mqtt://. Raises ConfigError if plain MQTT would leave this machine
+    and neither ``plain`` nor device.toml allows it."""
     check_plain(settings.device.broker, plain or settings.device.plain)
     files: TlsFiles = {}
     if not parse_url(settings.device.broker).tls:

@@ -1,7 +1,7 @@
-"""A device with a token becomes a device of a fleet: it makes its own key and is given a certificate for it.
+"""Enrols a device with a token: the device makes a key, and the aggregator gives it a certificate.
 
-Nothing here is lost by a power cut: the key lies on the disk before it is used, the same key gets the same certificate
-again, ``device.toml`` names the certificate once it is there, and the token is erased last.
+Safe against power cuts: the key is on the disk before it is used, the same key gets the same certificate again,
+``device.toml`` names the certificate once it is stored, and the token is erased last.
 """
 
 from __future__ import annotations
@@ -24,115 +24,117 @@ from fleet_core.protocol.device_messages import EnrolAnswer, EnrolRequest
 from fleet_core.protocol.enrolment_token import Token
 from fleet_core.protocol.topics import enrolment_answer, enrolment_request
 
-AGAIN_S = 3.0
+RESEND_S = 3.0
 POLL_S = 0.5
 SYSTEM = "system"
-LEFT = ".enrol-"
+TEMPORARY = ".enrol-"
 MAX_ANSWER_BYTES = 16_384
 ANOTHER = "ask for another one: metafleet devices enroll FLEET NAME"
 
 
 def token_in(home: Path, named: Path | None = None) -> Path | None:
-    """The token that waits: the one that is ``named``, where there is one, or that in the home."""
+    """The unused token: the file ``named`` if it exists, else the one in the home, else None."""
     return next((path for path in (named, home / enrolment_token.FILE) if path is not None and path.is_file()), None)
 
 
 def enroll(
     home: Path, path: Path, *, limit_s: float, log: Callable[[str], None], stopped: Callable[[], bool] = lambda: False
 ) -> str:
-    """Turns the token at ``path`` into ``device.toml``, a key and a certificate in ``home``; returns the device's name.
+    """Stores ``device.toml``, a key and a certificate in ``home`` by the token at ``path``; returns the device's name.
 
-    Raises ConfigError for a token that is none or is of another device, LinkError when broker or aggregator did not
-    answer within ``limit_s`` seconds, MessageError when the aggregator refuses the token. The token stays then.
+    Raises ConfigError for a damaged token or one of another device, LinkError if broker or aggregator did not answer
+    within ``limit_s`` seconds, MessageError if the aggregator refuses the token. The token is then kept.
     """
-    found = _token(path)
-    name = f"identity-{found.id[:8]}"
-    wanted = _tables(home, found, name)
+    token = _load_token(path)
+    name = f"identity-{token.id[:8]}"
+    tables = _device_toml(home, token, name)
     if not (home / f"{name}.pem").exists():
-        key = _own_key(home / f"{name}.key")
-        answer = _ask(found, key, home, limit_s, stopped)
-        authority = certificates.certificate_in(found.authority, str(path))
-        own = certificates.check_own(answer, key.public_key(), found.device, authority)
-        storage.write_atomic(home / f"{name}.pem", certificates.certificate_pem(own))
-    if found.broker_authority != SYSTEM:
-        text = found.broker_authority or found.authority
+        key = _key_at(home / f"{name}.key")
+        answer = _request_certificate(token, key, home, limit_s, stopped)
+        authority = certificates.certificate_in(token.authority, str(path))
+        certificate = certificates.check_own(answer, key.public_key(), token.device, authority)
+        storage.write_atomic(home / f"{name}.pem", certificates.certificate_pem(certificate))
+    if token.broker_authority != SYSTEM:
+        text = token.broker_authority or token.authority
         storage.write_atomic(home / "ca.pem", certificates.pem("CERTIFICATE", text))
-    wanted["tls"]["renew_after"] = certificates.renew_after(certificates.load_certificate(home / f"{name}.pem"))
-    storage.write_atomic(home / "device.toml", config.toml(wanted).encode())  # with it the folder is a device's
-    _forget(home, name, path, log)
-    log(f"enrolled as {found.device} of fleet {found.fleet}")
-    return found.device
+    tables["tls"]["renew_after"] = certificates.renew_after(certificates.load_certificate(home / f"{name}.pem"))
+    storage.write_atomic(home / "device.toml", config.toml(tables).encode())  # completes the enrolment
+    _erase_token(home, name, path, log)
+    log(f"enrolled as {token.device} of fleet {token.fleet}")
+    return token.device
 
 
-def _token(path: Path) -> Token:
-    """The token at ``path``; a damaged one would be spent and give no device. Raises ConfigError."""
-    found = enrolment_token.load(path)
-    trusted = () if found.broker_authority in ("", SYSTEM) else (found.broker_authority,)
+def _load_token(path: Path) -> Token:
+    """Checks the whole token before it is spent. Raises ConfigError."""
+    token = enrolment_token.load(path)
+    trusted = () if token.broker_authority in ("", SYSTEM) else (token.broker_authority,)
     try:
-        for text in (found.authority, found.certificate, *trusted):
+        for text in (token.authority, token.certificate, *trusted):
             certificates.certificate_in(text, str(path))
-        certificates.private_of(found.private_key, str(path))
+        certificates.private_of(token.private_key, str(path))
     except (StateError, MessageError) as error:
         raise ConfigError(f"the token is damaged: {error.what}", where=str(path), hint=ANOTHER) from error
-    for url in (found.broker, found.enrolment):
+    for url in (token.broker, token.enrolment):
         if not parse_url(url).tls:
             raise ConfigError(f"the token names {url}", where=str(path), expected="mqtts://host[:port]", hint=ANOTHER)
-    return found
+    return token
 
 
-def _tables(home: Path, found: Token, name: str) -> dict[str, Any]:
-    """device.toml as the token makes it, with all that a person wrote beside. Raises ConfigError for another device's.
-    """
+def _device_toml(home: Path, token: Token, name: str) -> dict[str, Any]:
+    """The tables of device.toml: identity and TLS files of the token, other tables as they are. Raises ConfigError if
+    it is another device's."""
     path = home / "device.toml"
-    known = config.tables(config.text_of(path), str(path)) if path.exists() else {}
-    before = known.get("device", {})
-    identity = {"name": found.device, "fleet": found.fleet, "key": found.fleet_key}
+    tables = config.tables(config.text_of(path), str(path)) if path.exists() else {}
+    before = tables.get("device", {})
+    identity = {"name": token.device, "fleet": token.fleet, "key": token.fleet_key}
     for key, value in identity.items():
         if before.get(key, value) != value:
             raise ConfigError(f"is another device's home: its {key} is '{str(before[key])[:80]}'", where=str(path),
                               expected=f"'{value}'", hint="give the token an empty --home")
     files = {"certificate": f"{name}.pem", "key": f"{name}.key"}
-    if found.broker_authority != SYSTEM:
+    if token.broker_authority != SYSTEM:
         files["ca"] = "ca.pem"
-    return {**known, "device": {**identity, "broker": found.broker}, "tls": files}
+    return {**tables, "device": {**identity, "broker": token.broker}, "tls": files}
 
 
-def _own_key(path: Path) -> PrivateKey:
-    """The key that this device made for this token; made now where there is none."""
+def _key_at(path: Path) -> PrivateKey:
+    """The device's key for this token, made at the first call."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         certificates.save_key(path, certificates.new_key())
     return certificates.load_key(path)
 
 
-def _ask(found: Token, key: PrivateKey, home: Path, limit_s: float, stopped: Callable[[], bool]) -> str:
-    """The certificate that the aggregator gives for the token."""
-    csr = certificates.request(key, found.device)
-    bearer = certificates.private_of(found.private_key, "the token")
-    signature = certificates.sign(bearer, enrolment_token.to_sign(found.fleet, found.id, csr))
+def _request_certificate(
+    token: Token, key: PrivateKey, home: Path, limit_s: float, stopped: Callable[[], bool]
+) -> str:
+    """The certificate that the aggregator gives for the token. Raises LinkError, MessageError."""
+    csr = certificates.request(key, token.device)
+    bearer = certificates.private_of(token.private_key, "the token")
+    signature = certificates.sign(bearer, enrolment_token.to_sign(token.fleet, token.id, csr))
     request = messages.encode(EnrolRequest(certificates.encoded(csr), signature))
-    asked, until, said = -AGAIN_S, time.monotonic() + limit_s, "no broker answered"
-    link = _link(found, home)
-    link.subscribe(enrolment_answer(found.fleet, found.id))
+    sent_at, until, problem = -RESEND_S, time.monotonic() + limit_s, "no broker answered"
+    link = _link(token, home)
+    link.subscribe(enrolment_answer(token.fleet, token.id))
     link.open()
     try:
         while time.monotonic() < until and not stopped():
-            if link.connected and time.monotonic() - asked >= AGAIN_S:
-                asked = time.monotonic()
-                link.publish(enrolment_request(found.fleet, found.id), request)
+            if link.connected and time.monotonic() - sent_at >= RESEND_S:
+                sent_at = time.monotonic()
+                link.publish(enrolment_request(token.fleet, token.id), request)
             for event in link.poll(POLL_S):
                 if isinstance(event, Message):
-                    return _answer(event.payload)
+                    return _certificate_in(event.payload)
                 if isinstance(event, Connected):
-                    asked = -AGAIN_S
-                said = _said(event)
+                    sent_at = -RESEND_S
+                problem = _problem(event)
     finally:
         link.close()
-    raise LinkError(f"not enrolled within {limit_s:g} s: {said}", where=found.enrolment,
+    raise LinkError(f"not enrolled within {limit_s:g} s: {problem}", where=token.enrolment,
                     hint="is the aggregator running? the token stays good until its date")
 
 
-def _said(event: Event) -> str:
+def _problem(event: Event) -> str:
     match event:
         case Disconnected(reason):
             return f"no broker answered ({reason})"
@@ -141,31 +143,30 @@ def _said(event: Event) -> str:
     return "the aggregator did not answer"
 
 
-def _answer(payload: bytes) -> str:
+def _certificate_in(payload: bytes) -> str:
     answer = messages.decode(EnrolAnswer, payload, limit=MAX_ANSWER_BYTES)
     if answer.refused:
-        raise MessageError(f"the aggregator refuses the token: {answer.refused}",
-                           hint=ANOTHER)
+        raise MessageError(f"the aggregator refuses the token: {answer.refused}", hint=ANOTHER)
     return answer.certificate
 
 
-def _link(found: Token, home: Path) -> MqttLink:
-    """As the token's bearer. OpenSSL reads files: they live as long as that takes."""
-    with tempfile.TemporaryDirectory(prefix=LEFT, dir=home) as folder:
+def _link(token: Token, home: Path) -> MqttLink:
+    """A link that logs in with the token's certificate. OpenSSL loads it from files, which are removed at once."""
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=home) as folder:
         ca, cert, key = (Path(folder) / name for name in ("ca.pem", "token.pem", "token.key"))
-        trusted = found.broker_authority or found.authority
+        trusted = token.broker_authority or token.authority
         if trusted != SYSTEM:
             storage.write_atomic(ca, certificates.pem("CERTIFICATE", trusted))
-        storage.write_atomic(cert, certificates.pem("CERTIFICATE", found.certificate))
-        storage.write_atomic(key, certificates.pem("PRIVATE KEY", found.private_key), mode=0o600)
+        storage.write_atomic(cert, certificates.pem("CERTIFICATE", token.certificate))
+        storage.write_atomic(key, certificates.pem("PRIVATE KEY", token.private_key), mode=0o600)
         return MqttLink(
-            found.enrolment, client_id=found.id, ca=None if trusted == SYSTEM else ca, cert=cert, key=key,
+            token.enrolment, client_id=token.id, ca=None if trusted == SYSTEM else ca, cert=cert, key=key,
         )
 
 
-def _forget(home: Path, name: str, path: Path, log: Callable[[str], None]) -> None:
-    """The token is spent: it is overwritten and erased, and so is what an earlier one gave."""
-    for left in home.glob(f"{LEFT}*"):  # of a process that was killed
+def _erase_token(home: Path, name: str, path: Path, log: Callable[[str], None]) -> None:
+    """Overwrites and removes the spent token, and removes earlier identities."""
+    for left in home.glob(f"{TEMPORARY}*"):  # of a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     for old in (*home.glob("identity-*.pem"), *home.glob("identity-*.key")):
         if old.stem != name:

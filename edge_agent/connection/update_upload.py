@@ -1,4 +1,4 @@
-"""Offers one pending update and sends the chunks that the aggregator grants, until it says done or reject."""
+"""Offers one pending update and sends the chunks that the aggregator grants, until ``done`` or ``reject``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.round_messages import UploadManifest
 
 SILENCE_S, MOST_SILENCE_S = 2.0, 60.0
-QUEUED_S = 60.0  # after "not yet" the aggregator speaks first
-UNANSWERED = 3  # offers after which it is said
+QUEUED_S = 60.0  # after "not yet", the time in which the aggregator should grant chunks
+UNANSWERED = 3  # offers without an answer before ``unanswered`` is called
 
 
 class Offer(Protocol):
-    """An update as it is offered; its bytes are read when they are asked for."""
+    """An update to offer; ``chunk`` reads its bytes when they are sent."""
 
     @property
     def round(self) -> int: ...
@@ -30,11 +30,11 @@ class Offer(Protocol):
 
 
 class Uploader:
-    """The upload under way, if any. Every offer is answered at once; one that is not is repeated after two seconds,
-    four, and so on.
+    """The current upload, if any. The aggregator answers every offer at once; without an answer the offer is repeated
+    after 2 s, 4 s, and so on.
 
-    ``book(bytes)`` is told of every chunk that was sent; ``unanswered(round)`` that three offers got no answer. What a
-    link that fails does not take is granted again.
+    ``book(bytes)`` is called for the bytes sent, ``unanswered(round)`` after three offers without an answer. The
+    aggregator grants again what a failing link has lost.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Uploader:
     def offer(self, pending: Offer) -> None:
         self._pending, self._queued_at = pending, None
         self._backoff.reset()
-        self._announce()
+        self._send_offer()
 
     def stop(self) -> None:
         self._pending = None
 
     def on_need(self, down: Down) -> None:
-        """Sends the chunks that were granted. Raises MessageError for chunks that the update does not have, LinkError
-        when the link ends meanwhile."""
+        """Sends the granted chunks. Raises MessageError for chunks that the update does not have, LinkError if the link
+        ends meanwhile."""
         pending = self._pending
         if pending is None or (down.r, down.id) != (pending.round, pending.upload.id):
             return
@@ -78,22 +78,22 @@ class Uploader:
                 self._book(sent_bytes)
 
     def tick(self) -> None:
-        if self._pending is not None and self._is_time():
+        if self._pending is not None and self._is_offer_due():
             self._backoff.repeat()
             if self._backoff.repeats == UNANSWERED:
                 self._unanswered(self._pending.round)
-            self._announce()
+            self._send_offer()
 
-    def _is_time(self) -> bool:
+    def _is_offer_due(self) -> bool:
         if self._queued_at is not None and self._clock() - self._queued_at < QUEUED_S:
             return False
         return self._backoff.expired
 
-    def _announce(self) -> None:
+    def _send_offer(self) -> None:
         if self._pending is None or not self._link.connected:
             return
         topic = topics.upload(self._fleet, self._device, self._pending.round, "m")
         try:
             self._link.publish(topic, messages.encode(self._pending.upload))
         except LinkError:
-            return  # full: offered again after the silence
+            return  # the link is full: offered again later

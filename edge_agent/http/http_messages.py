@@ -1,6 +1,6 @@
-"""Requests and responses of HTTP/1.1 (RFC 9110, RFC 9112) as bytes and as values; no sockets here.
+"""Parses requests and writes responses of HTTP/1.1 (RFC 9110, RFC 9112); no sockets here.
 
-Deviations: a body needs its Content-Length, chunked ones are refused; lines end in CRLF alone.
+Deviations: a body needs a Content-Length, chunked bodies are refused; lines must end in CRLF.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ONCE = ("host", "content-length", "transfer-encoding", "content-encoding", "inf
 
 
 class Refused(Exception):
-    """A request that is answered by an HTTP error: its status, and why."""
+    """A request that is answered with an HTTP error: its status, and why."""
 
     def __init__(self, status: int, why: str, headers: Mapping[str, str] | None = None):
         super().__init__(why)
@@ -35,7 +35,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Head:
-    """The request line and the headers, by lower-case names. path: without the query."""
+    """The request line and the headers. headers: by lower-case name. path: without the query."""
 
     method: str
     path: str
@@ -45,22 +45,20 @@ class Head:
 
 @dataclass(frozen=True)
 class Request:
-    """A whole request."""
-
     head: Head
     body: bytes | bytearray = b""
 
 
 @dataclass(frozen=True)
 class Response:
-    """headers: besides those that every response has."""
+    """headers: in addition to those that every response has."""
 
     status: int
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self, *, close: bool, without_body: bool = False) -> bytes:
-        """The bytes to send. without_body: to a HEAD."""
+        """The bytes to send. without_body: for a HEAD request."""
         lines = [
             f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}",
             time.strftime("Date: %a, %d %b %Y %H:%M:%S GMT", time.gmtime()),
@@ -72,7 +70,6 @@ class Response:
 
 
 def as_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response with ``value`` as its body."""
     body = json.dumps(value, allow_nan=False).encode()
     return Response(status, body, {"Content-Type": "application/json", **(headers or {})})
 
@@ -83,14 +80,14 @@ def as_error(refused: Refused) -> Response:
 
 
 def parse_head(data: bytes) -> Head:
-    """``data``: what comes before the empty line. Raises Refused."""
+    """data: everything before the empty line. Raises Refused."""
     first, *lines = data.decode("latin-1").split("\r\n")
     match = _REQUEST_LINE.fullmatch(first)
     if match is None:
         raise Refused(400, "the request line is malformed")
     method, target, major, minor = match.groups()
     if major != "1":
-        raise Refused(505, f"HTTP/{major}.{minor} is not spoken here, expected HTTP/1.1")
+        raise Refused(505, f"HTTP/{major}.{minor} is not supported, expected HTTP/1.1")
     headers = _headers(lines)
     if minor != "0" and "host" not in headers:
         raise Refused(400, "the header 'Host' is missing")
@@ -115,15 +112,15 @@ def _headers(lines: list[str]) -> dict[str, str]:
 
 
 def body_length(head: Head, limit: int) -> int:
-    """The bytes of a request's body. Raises Refused for a body that is not read here, before it is."""
+    """The length of a request's body in bytes. Raises Refused for a body that will not be read."""
     headers = head.headers
     if "transfer-encoding" in headers:
         both = "content-length" in headers
-        raise Refused(400 if both else 411, "a body comes with its Content-Length, and without Transfer-Encoding")
+        raise Refused(400 if both else 411, "a body needs a Content-Length, and no Transfer-Encoding")
     if headers.get("content-encoding", "identity").lower() != "identity":
-        raise Refused(415, "compressed bodies are not read here", {"Accept-Encoding": "identity"})
+        raise Refused(415, "compressed bodies are not supported", {"Accept-Encoding": "identity"})
     if headers.get("expect", "100-continue").lower() != "100-continue":
-        raise Refused(417, f"there is nothing to expect but 100-continue, not {headers['expect'][:80]}")
+        raise Refused(417, f"the expectation {headers['expect'][:80]} is not supported, only 100-continue")
     if "content-length" not in headers:
         if head.method in ("POST", "PUT", "PATCH"):
             raise Refused(411, "the header 'Content-Length' is missing")

@@ -1,9 +1,10 @@
-"""An HTTP/1.1 server for one device: a thread per connection, and a bound on everything that a client can take.
+"""An HTTP/1.1 server for one device: a thread per connection, and a limit on everything that a client can use.
 
-Bounded are connections, heads, bodies and all bodies together, the time that each may take to come, the time without a
-request, and the time to take an answer. Plain HTTP and no accounts: for loopback, or a network that is trusted.
+There are limits on the connections, on the size of heads, bodies and all bodies together, on the time that each may
+take to arrive, on the time without a request, and on the time to receive a response. Plain HTTP without accounts: for
+loopback or a trusted network.
 
-``stop`` lets requests that are under way come to their answer; connections without one end at once.
+``stop`` finishes the requests in progress and closes idle connections at once.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ LINGER_S, LINGER_BYTES = 1.0, 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """connections: at a time. body_bytes, bodies_bytes: of one request, and of all that are under way. head_s, body_s,
-    send_s: for the whole of each. idle_s: without a request. stop_s: for requests under way, when the server stops."""
+    """connections: at the same time. body_bytes: of one request. bodies_bytes: of all requests in progress. head_s,
+    body_s, send_s: for the whole head, body and response. idle_s: between requests. stop_s: for the requests in
+    progress when the server stops."""
 
     connections: int = 64
     body_bytes: int = 16 << 20
@@ -50,14 +52,13 @@ class Limits:
 
 
 class Ended(Exception):
-    """The connection is over: closed by the client, silent for too long, or the server stops."""
+    """The connection has ended: the client closed it or was silent for too long, or the server stops."""
 
 
 class HttpServer:
-    """``answer`` turns requests into responses, in several threads at a time; what it raises is a 500 and ``log``ged.
-
-    host, port: where to listen; 0 for any free port, which ``port`` says. Raises LinkError when that cannot be had.
-    """
+    """answer: turns requests into responses, in several threads at the same time; an exception gives a 500 and a line
+    in ``log``. host, port: where to listen; 0 for any free port, which ``port`` then holds. Raises LinkError if it
+    cannot listen there."""
 
     def __init__(
         self, answer: Callable[[Request], Response], host: str = "127.0.0.1", port: int = 0, *,
@@ -83,7 +84,7 @@ class HttpServer:
         return self
 
     def stop(self) -> None:
-        """Takes no more requests, and waits for the answers to those that are under way, up to ``stop_s``."""
+        """Accepts no more requests, and waits up to ``stop_s`` for those in progress."""
         with self._changed:
             self._stopping.set()
             for connection in self._connections:
@@ -107,7 +108,7 @@ class HttpServer:
             except OSError as error:
                 if self._stopping.is_set():
                     return
-                self._log(f"http: {error.strerror or error}")  # too many open files: some of them end
+                self._log(f"http: {error.strerror or error}")  # as too many open files, which passes
                 time.sleep(0.1)
                 continue
             self._take(peer)
@@ -147,16 +148,16 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 class Budget:
-    """Bytes that are shared: the bodies of all connections together."""
+    """The bytes that the bodies of all connections may have together."""
 
     def __init__(self, size: int):
         self._left, self._lock = size, threading.Lock()
 
     def take(self, size: int) -> None:
-        """Raises Refused when so many are not left."""
+        """Raises Refused if fewer are left."""
         with self._lock:
             if size > self._left:
-                raise Refused(503, "too much is being received at a time", {"Retry-After": "1"})
+                raise Refused(503, "too many bytes are being received at the moment", {"Retry-After": "1"})
             self._left -= size
 
     def give(self, size: int) -> None:
@@ -178,31 +179,30 @@ class Connection:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def serve(self) -> None:
-        """Until either side wants no more."""
+        """Answers requests until either side closes the connection."""
         with contextlib.suppress(Ended, OSError):
             more = True
             while more:
                 self._await_request()
                 with self._busy:
-                    more = self._one()
+                    more = self._answer_one()
 
     def turn_away(self) -> None:
-        """A 503 that does not wait, and the end."""
+        """Sends a 503 without waiting, and closes."""
         with contextlib.suppress(OSError):
             self._peer.settimeout(0)
             self._peer.send(as_error(Refused(503, "too many connections", {"Retry-After": "1"})).encode(close=True))
         self.close()
 
     def end_if_idle(self) -> None:
-        """Called from another thread: a connection that waits for its next request waits no longer. One that has come
-        is still read."""
+        """Called from another thread: ends the wait for the next request. A request that has begun is still read."""
         if self._busy.acquire(blocking=False):
             with contextlib.suppress(OSError):
                 self._peer.shutdown(socket.SHUT_RD)
             self._busy.release()
 
     def end(self) -> None:
-        """Called from another thread: whatever the connection waits for comes to an end."""
+        """Called from another thread: ends the connection, whatever it waits for."""
         with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
 
@@ -212,7 +212,7 @@ class Connection:
     # One request ------------------------------------------------------------------------------------------------------
 
     def _await_request(self) -> None:
-        """Until its first byte is here; empty lines before it do not count (RFC 9112, 2.2)."""
+        """Waits for the first byte; empty lines before a request are skipped (RFC 9112, 2.2)."""
         until = time.monotonic() + self._limits.idle_s
         while True:
             while self._buffer.startswith((b"\r", b"\n")):
@@ -221,16 +221,16 @@ class Connection:
                 return
             self._receive(until)
 
-    def _one(self) -> bool:
-        """A request and its answer; False when it is the last."""
+    def _answer_one(self) -> bool:
+        """Reads a request and sends the response; False if the connection then ends."""
         try:
-            head = self._head()
+            head = self._read_head()
             length = body_length(head, self._limits.body_bytes)
             self._bodies.take(length)
         except Refused as refused:
             return self._refuse(refused)
         try:
-            response = self._answered(Request(head, self._body(head, length)))
+            response = self._response(Request(head, self._read_body(head, length)))
         except Refused as refused:
             return self._refuse(refused)
         finally:
@@ -239,8 +239,8 @@ class Connection:
         self._send(response.encode(close=close, without_body=head.method == "HEAD"))
         return not close
 
-    def _head(self) -> Head:
-        """Raises Refused, and Ended for a connection that ends within it."""
+    def _read_head(self) -> Head:
+        """Raises Refused, and Ended if the connection ends."""
         until, searched = time.monotonic() + self._limits.head_s, 0
         while (end := self._buffer.find(b"\r\n\r\n", max(0, searched - 3))) < 0:
             searched = len(self._buffer)
@@ -253,8 +253,8 @@ class Connection:
         del self._buffer[: end + 4]
         return parse_head(data)
 
-    def _body(self, head: Head, length: int) -> bytearray:
-        """Raises Refused, and Ended for a connection that ends within it."""
+    def _read_body(self, head: Head, length: int) -> bytearray:
+        """Raises Refused, and Ended if the connection ends."""
         until = time.monotonic() + self._limits.body_s
         if "expect" in head.headers and len(self._buffer) < length:
             self._send(CONTINUE)
@@ -265,7 +265,8 @@ class Connection:
         return body
 
     def _receive(self, until: float, what: str = "") -> None:
-        """More bytes, before the time ``until``. Raises Ended; Refused where ``what`` has begun to come."""
+        """Appends more bytes to the buffer before the time ``until``. Raises Ended; after the time Refused if ``what``
+        is being received."""
         left = until - time.monotonic()
         try:
             self._peer.settimeout(max(left, 0.001))
@@ -275,20 +276,20 @@ class Connection:
         if data:
             self._buffer += data
         elif data is None and what:
-            raise Refused(408, f"{what} did not come in time")
+            raise Refused(408, f"{what} did not arrive in time")
         else:
             raise Ended
 
-    def _answered(self, request: Request) -> Response:
+    def _response(self, request: Request) -> Response:
         try:
             return self._answer(request)
-        except Exception as error:  # whatever it is, the others are served
+        except Exception as error:  # an error in one request must not end the server
             self._log(f"http: {request.head.method} {request.head.path[:200]}: {type(error).__name__}: {error}")
-            return as_error(Refused(500, "something is wrong here"))
+            return as_error(Refused(500, "internal error; the log of the device has more"))
 
     def _refuse(self, refused: Refused) -> bool:
-        """The error, and the end: what follows on the connection is not known. A client that is still sending would
-        lose the error with a connection that is closed at once."""
+        """Sends the error and ends the connection, whose further bytes have no known meaning. Reads on for a while:
+        closing at once would discard the error for a client that is still sending."""
         self._send(as_error(refused).encode(close=True))
         self._peer.shutdown(socket.SHUT_WR)
         until, left = time.monotonic() + LINGER_S, LINGER_BYTES

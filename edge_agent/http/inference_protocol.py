@@ -1,14 +1,14 @@
-"""The Open Inference Protocol v2 over HTTP/REST with its binary tensor data extension: requests into answers.
+"""The Open Inference Protocol v2 over HTTP/REST with the binary tensor data extension: turns requests into responses.
 
 KServe, "Predict Protocol, Version 2" and "Open Inference Protocol", REST; Triton, "Binary Tensor Data Extension". There
-are no sockets here: ``InferenceProtocol.answer`` gives a request its response.
+are no sockets here.
 
-One model, named as the fleet; its version is the round of the meta-model. One input ``x``, raw samples. The outputs:
-``probabilities`` FP32 [n, N], ``label`` BYTES [n], and ``unknown`` BOOL [n] where the device tells which samples are
-far from all that it knows. An answer's parameters say from which round, model and personalization it came.
+One model, named as the fleet; its version is the round of the served model. One input ``x``, raw samples. Outputs:
+``probabilities`` FP32 [n, N], ``label`` BYTES [n], and ``unknown`` BOOL [n] if the device detects samples of unknown
+classes. An answer's parameters name its round, model and personalization.
 
-Beside the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, inputs ``x`` and ``label``, which
-personalize at once. A label that is no class is refused, unless the request's parameter ``new_classes`` is true.
+Not in the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, inputs ``x`` and ``label``, and
+personalizes at once. A label that is no class is refused, unless the request's parameter ``new_classes`` is true.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Array = np.ndarray[Any, Any]
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 MAX_JSON_BYTES = 4 << 20
-"""Numbers take up to ten times the memory of their JSON, and lists more; larger batches come as binary data."""
+"""Parsed numbers take up to ten times the memory of their JSON, and lists more; larger batches need binary data."""
 EXTENSIONS = ("binary_tensor_data", "labelled_samples")
 NOT_READY = "no model has been served to this device yet"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What answers now. shape, dtype: of one raw sample. unknown: whether that is told. graph: that answers, as in
-    ``messages.Answer``. ready: False while the device waits for its first labelled samples to answer from."""
+    """The model that answers now. shape, dtype: of one raw sample. unknown: whether unknown classes are detected.
+    graph: as in ``messages.Answer``. ready: False while the device needs its first labelled samples."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -55,25 +55,25 @@ class Facts:
 
 
 class Model(typing.Protocol):
-    """What stands behind the protocol; called by several threads."""
+    """The model behind the protocol; several threads call it."""
 
     @property
     def name(self) -> str: ...
 
     def facts(self) -> Facts | None:
-        """None while there is nothing to answer with."""
+        """None if no model was served."""
 
     def answer(self, x: Array) -> Answer:
         """Raises FleetError."""
 
     def learn(self, x: Array, labels: Sequence[str], *, new: bool) -> Mapping[str, Any]:
-        """new: labels that are no classes yet may become some, of this device alone. Raises FleetError."""
+        """new: labels may name new classes of this device. Raises FleetError."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a request says, without its JSON. outputs: name -> whether as binary data; empty for all, as ``binary``
-    says. labels: of labelled samples; new_classes: whether they may name classes that there are not yet."""
+class InferenceRequest:
+    """A parsed request. outputs: {name: whether as binary data}; empty for all outputs, as ``binary`` says. labels: of
+    labelled samples; new_classes: whether they may name new classes."""
 
     id: str | None
     x: Array
@@ -88,22 +88,22 @@ class InferenceProtocol:
 
     def __init__(self, model: Model):
         self._model = model
-        self._reading = threading.Lock()  # one request's JSON is in memory at a time
+        self._reading = threading.Lock()  # only one request's JSON is in memory at a time
         of_model = r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?"
         self._routes: list[tuple[str, re.Pattern[str], Callable[[Request, str | None], Response]]] = [
             ("GET", re.compile("/v2/health/live"), self._live),
             ("GET", re.compile("/v2/health/ready"), self._ready),
-            ("GET", re.compile("/v2/?"), self._of_server),
-            ("GET", re.compile(of_model), self._of_model),
+            ("GET", re.compile("/v2/?"), self._server_metadata),
+            ("GET", re.compile(of_model), self._model_metadata),
             ("GET", re.compile(f"{of_model}/ready"), self._model_ready),
             ("POST", re.compile(f"{of_model}/infer"), self._infer),
             ("POST", re.compile(f"{of_model}/samples"), self._samples),
         ]
 
     def answer(self, request: Request) -> Response:
-        """The response to a request, whatever is wrong with it."""
+        """The response to a request; an error response if it is refused."""
         try:
-            return self._routed(request)
+            return self._route(request)
         except Refused as refused:
             return as_error(refused)
         except (MessageError, DataError, ConfigError) as error:
@@ -111,7 +111,7 @@ class InferenceProtocol:
         except FleetError as error:
             return as_error(Refused(503 if isinstance(error, StateError) else 500, str(error)))
 
-    def _routed(self, request: Request) -> Response:
+    def _route(self, request: Request) -> Response:
         head = request.head
         for verb, pattern, action in self._routes:
             match = pattern.fullmatch(head.path)
@@ -121,20 +121,19 @@ class InferenceProtocol:
                 raise Refused(405, f"{head.method[:20]} is not for {head.path[:200]}, expected {verb}",
                               {"Allow": "GET, HEAD" if verb == "GET" else verb})
             if verb == "POST" and "origin" in head.headers:
-                raise Refused(403, "requests of web pages are refused: nothing here knows who may ask")
+                raise Refused(403, "requests of web pages are refused: this server has no accounts")
             named = match.groupdict()
             if named.get("name", self._model.name) != self._model.name:
                 raise Refused(404, f"there is no model '{named['name'][:100]}', expected '{self._model.name}'")
             return action(request, named.get("version"))
         raise Refused(404, f"there is nothing at {head.path[:200]}")
 
-    # What it is -------------------------------------------------------------------------------------------------------
+    # Health and metadata ----------------------------------------------------------------------------------------------
 
     def _live(self, request: Request, version: str | None) -> Response:
         return as_json({"live": True})
 
     def _ready(self, request: Request, version: str | None) -> Response:
-        """A 4xx status means no."""
         facts = self._model.facts()
         ready = facts is not None and facts.ready
         return as_json({"live": True, "ready": ready}, 200 if ready else 400)
@@ -144,10 +143,10 @@ class InferenceProtocol:
         ready = facts is not None and facts.ready and version in (None, str(facts.round))
         return as_json({"name": self._model.name, "ready": ready}, 200 if ready else 400)
 
-    def _of_server(self, request: Request, version: str | None) -> Response:
+    def _server_metadata(self, request: Request, version: str | None) -> Response:
         return as_json({"name": "edge-agent", "version": __version__, "extensions": EXTENSIONS})
 
-    def _of_model(self, request: Request, version: str | None) -> Response:
+    def _model_metadata(self, request: Request, version: str | None) -> Response:
         facts = self._facts()
         self._check_version(version, facts.round)
         outputs = [
@@ -176,20 +175,20 @@ class InferenceProtocol:
     def _infer(self, request: Request, version: str | None) -> Response:
         facts = self._facts()
         self._check_version(version, facts.round)
-        asked = self._read(request, {"x": _form(facts)})
-        answer = self._model.answer(asked.x)
+        parsed = self._parse(request, {"x": _form(facts)})
+        answer = self._model.answer(parsed.x)
         self._check_version(version, answer.round)
-        return _answered(asked, answer, self._model.name)
+        return _response(parsed, answer, self._model.name)
 
     def _samples(self, request: Request, version: str | None) -> Response:
         facts = self._facts()
         self._check_version(version, facts.round)
-        asked = self._read(request, {"x": _form(facts), "label": Form("BYTES")})
-        return as_json(self._model.learn(asked.x, asked.labels, new=asked.new_classes))
+        parsed = self._parse(request, {"x": _form(facts), "label": Form("BYTES")})
+        return as_json(self._model.learn(parsed.x, parsed.labels, new=parsed.new_classes))
 
-    def _read(self, request: Request, forms: Mapping[str, Form]) -> Asked:
+    def _parse(self, request: Request, forms: Mapping[str, Form]) -> InferenceRequest:
         with self._reading:
-            return read_request(request, forms)
+            return parse_request(request, forms)
 
 
 def _form(facts: Facts) -> Form:
@@ -199,24 +198,23 @@ def _form(facts: Facts) -> Form:
 # Requests -------------------------------------------------------------------------------------------------------------
 
 
-def read_request(request: Request, forms: Mapping[str, Form]) -> Asked:
-    """An inference request object and its binary data; the inputs are of these ``forms``. Raises MessageError, and
-    Refused for one that is too large."""
-    said, binary = _split(request)
-    found = tensors.read(said.get("inputs"), forms, binary)
-    request_id = said.get("id")
+def parse_request(request: Request, forms: Mapping[str, Form]) -> InferenceRequest:
+    """forms: of the inputs. Raises MessageError, and Refused if the request is too large."""
+    body, binary = _split(request)
+    inputs = tensors.read(body.get("inputs"), forms, binary)
+    request_id = body.get("id")
     if request_id is not None and not isinstance(request_id, str):
         raise MessageError(f"'id' is {tensors.shown(request_id)}", expected="text")
     where = "the request's parameters"
-    parameters = tensors.parameters_of(said, where)
+    parameters = tensors.parameters_of(body, where)
     as_binary = tensors.flag(parameters, "binary_data_output", False, where)
-    outputs = dict(_outputs(said.get("outputs") or [], as_binary))
+    outputs = dict(_outputs(body.get("outputs") or [], as_binary))
     new_classes = tensors.flag(parameters, "new_classes", False, where)
-    return Asked(request_id, found["x"], found.get("label", ()), outputs, as_binary, new_classes)
+    return InferenceRequest(request_id, inputs["x"], inputs.get("label", ()), outputs, as_binary, new_classes)
 
 
 def _split(request: Request) -> tuple[dict[str, Any], memoryview]:
-    """(the JSON, the binary data behind it)."""
+    """(JSON, binary data after it)."""
     length, text = len(request.body), request.head.headers.get(HEADER_LENGTH.lower())
     if text is not None:
         if not re.fullmatch("[0-9]{1,18}", text) or int(text) > length:
@@ -226,20 +224,20 @@ def _split(request: Request) -> tuple[dict[str, Any], memoryview]:
         raise Refused(413, f"{length} bytes of JSON are over the limit of {MAX_JSON_BYTES}: send the tensors as binary "
                            "data")
     try:
-        said = json.loads(bytes(request.body[:length]), parse_constant=_no_number)
+        parsed = json.loads(bytes(request.body[:length]), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"the request is no JSON: {str(error)[:200]}") from error
-    if not isinstance(said, dict):
+    if not isinstance(parsed, dict):
         raise MessageError("the request is no JSON object")
-    return said, memoryview(request.body)[length:]
+    return parsed, memoryview(request.body)[length:]
 
 
-def _no_number(constant: str) -> typing.NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
+def _refuse_constant(constant: str) -> typing.NoReturn:
+    raise ValueError(f"JSON has no number {constant}")
 
 
 def _outputs(outputs: Any, as_binary: bool) -> Iterator[tuple[str, bool]]:
-    """(name, whether as binary data) of each output that is asked for."""
+    """(name, whether as binary data) of each requested output."""
     if not isinstance(outputs, list):
         raise MessageError(f"'outputs' is {tensors.shown(outputs)}", expected="a list")
     seen: set[str] = set()
@@ -257,28 +255,27 @@ def _outputs(outputs: Any, as_binary: bool) -> Iterator[tuple[str, bool]]:
 # Responses ------------------------------------------------------------------------------------------------------------
 
 
-def _answered(asked: Asked, answer: Answer, name: str) -> Response:
+def _response(request: InferenceRequest, answer: Answer, name: str) -> Response:
     n = len(answer.labels)
-    known: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = {
+    available: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = {
         "probabilities": ("FP32", (n, len(answer.probabilities[0])), list(chain.from_iterable(answer.probabilities))),
         "label": ("BYTES", (n,), answer.labels),
         **({"unknown": ("BOOL", (n,), answer.unknown)} if answer.unknown else {}),
     }
     outputs, tails = [], []
-    for output, binary in (asked.outputs or dict.fromkeys(known, asked.binary)).items():
-        if output not in known:
-            raise MessageError(f"there is no output '{output[:80]}'", expected=f"one of {', '.join(known)}")
-        written, tail = tensors.write(output, *known[output], binary)
+    for output, binary in (request.outputs or dict.fromkeys(available, request.binary)).items():
+        if output not in available:
+            raise MessageError(f"there is no output '{output[:80]}'", expected=f"one of {', '.join(available)}")
+        written, tail = tensors.write(output, *available[output], binary)
         outputs.append(written)
         tails.append(tail)
-    said = {
+    response = as_json({
         "model_name": name, "model_version": str(answer.round),
-        **({} if asked.id is None else {"id": asked.id}),
+        **({} if request.id is None else {"id": request.id}),
         "parameters": {"round": answer.round, "model": answer.model, "personalization": answer.personalization,
                        "graph": answer.graph},
         "outputs": outputs,
-    }
-    response = as_json(said)
+    })
     if not any("parameters" in output for output in outputs):
         return response
     headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(response.body))}

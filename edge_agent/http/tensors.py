@@ -1,9 +1,8 @@
-"""The tensors of the Open Inference Protocol v2: as JSON, and as its binary tensor data extension has them.
+"""Tensors of the Open Inference Protocol v2, as JSON and as the binary tensor data extension.
 
 KServe, "Predict Protocol, Version 2": data row by row, nested or flat. Triton, "Binary Tensor Data Extension":
-little-endian without padding, a BOOL as one byte, and before the bytes of each BYTES element their number as uint32.
-Deviations: numbers are not coerced from text or truth values, and a UINT8 or INT64 not from a number with a fraction;
-BYTES are text in UTF-8.
+little-endian without padding, a BOOL as one byte, each BYTES element after its length as uint32. Deviations: text and
+booleans are not converted to numbers, nor fractions to UINT8 or INT64; BYTES are UTF-8 text.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ ABSENT = {
     "sequence_id": "sequence",
     "shared_memory_region": "shared memory",
 }
-"""Parameters of extensions that are not here and that would change what an answer means, were they not refused."""
+"""Parameters of unsupported extensions. Ignoring them would change the meaning of an answer, so they are refused."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a tensor must be. shape: of one sample; a tensor holds one or more."""
+    """The expected datatype and shape of one sample; a tensor holds one or more samples."""
 
     datatype: str
     shape: tuple[int, ...] = ()
@@ -51,20 +50,20 @@ def parameters_of(holder: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         raise MessageError("'parameters' is no object", where=where)
     for name, extension in ABSENT.items():
         if name in parameters:
-            raise MessageError(f"'{name}' is of the {extension} extension, which is not here", where=where)
+            raise MessageError(f"'{name}' is of the {extension} extension, which is not supported", where=where)
     return parameters
 
 
-def flag(parameters: Mapping[str, Any], name: str, otherwise: bool, where: str) -> bool:
-    """A parameter that is true or false. Raises MessageError."""
-    value = parameters.get(name, otherwise)
+def flag(parameters: Mapping[str, Any], name: str, default: bool, where: str) -> bool:
+    """A boolean parameter. Raises MessageError."""
+    value = parameters.get(name, default)
     if not isinstance(value, bool):
         raise MessageError(f"'{name}' is {shown(value)}", where=where, expected="true or false")
     return value
 
 
 def shown(value: Any) -> str:
-    """What a request says where something else was expected, briefly."""
+    """A wrong value of a request, shortened for an error message."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     return "missing" if value is None else f"'{str(value)[:80]}'"
@@ -74,27 +73,28 @@ def shown(value: Any) -> str:
 
 
 def read(inputs: Any, forms: Mapping[str, Form], binary: memoryview) -> dict[str, Any]:
-    """{name: values} of a request's ``inputs``: one tensor of every form, as many samples in each.
+    """{name: values} of a request's ``inputs``: one tensor of each form, all with the same number of samples n.
 
-    values: array [n, *shape], or for BYTES the n texts. binary: the bytes behind the JSON. Raises MessageError.
+    values: array [n, *shape], or for BYTES n texts. binary: the bytes after the JSON. Raises MessageError.
     """
     if not isinstance(inputs, list):
         raise MessageError(f"'inputs' is {shown(inputs)}", expected=f"a list with {_listed(forms)}")
-    found: dict[str, Any] = {}
+    read: dict[str, Any] = {}
     for tensor in inputs:
         name = tensor.get("name") if isinstance(tensor, dict) else None
         if not isinstance(name, str) or name not in forms:
             raise MessageError(f"an input is named {shown(name)}", expected=_listed(forms))
-        if name in found:
+        if name in read:
             raise MessageError(f"the input '{name}' comes twice")
-        found[name], binary = _values(tensor, forms[name], binary, f"input '{name}'")
-    if found.keys() != forms.keys():
-        raise MessageError(f"the input {_listed(forms.keys() - found)} is missing")
+        read[name], binary = _values(tensor, forms[name], binary, f"input '{name}'")
+    if read.keys() != forms.keys():
+        raise MessageError(f"the input {_listed(forms.keys() - read)} is missing")
     if len(binary):
         raise MessageError(f"{len(binary)} bytes follow the last input")
-    if len({len(values) for values in found.values()}) > 1:
-        raise MessageError(f"{' and '.join(f'{len(v)} of {name}' for name, v in found.items())}")
-    return found
+    if len({len(values) for values in read.values()}) > 1:
+        raise MessageError("the inputs have different numbers of samples: "
+                           + ' and '.join(f'{len(v)} of {name}' for name, v in read.items()))
+    return read
 
 
 def _listed(names: Any) -> str:
@@ -102,7 +102,7 @@ def _listed(names: Any) -> str:
 
 
 def _values(tensor: Mapping[str, Any], form: Form, binary: memoryview, where: str) -> tuple[Any, memoryview]:
-    """(a tensor's values, the bytes behind it)."""
+    """(a tensor's values, the binary data after it)."""
     if tensor.get("datatype") != form.datatype:
         hint = model_input.BYTES if (tensor.get("datatype"), form.datatype) == ("UINT8", "FP32") else None
         raise MessageError(f"its datatype is {shown(tensor.get('datatype'))}", where=where, expected=form.datatype,
@@ -113,17 +113,17 @@ def _values(tensor: Mapping[str, Any], form: Form, binary: memoryview, where: st
     if "data" in tensor or type(size) is not int or not 0 <= size <= len(binary):
         raise MessageError(
             f"'binary_data_size' is {shown(size)}", where=where,
-            expected=f"at most {len(binary)}, the bytes that there are behind the JSON, and no 'data' beside it",
+            expected=f"at most {len(binary)}, the number of bytes after the JSON, and no 'data' besides",
         )
     return _from_binary(binary[:size], shape, form.datatype, where), binary[size:]
 
 
 def _shape(shape: Any, form: Form, where: str) -> tuple[int, ...]:
-    whole = isinstance(shape, list) and len(shape) <= 8 and all(type(n) is int for n in shape)
-    if not whole or tuple(shape[1:]) != form.shape or not shape or not 0 < shape[0] <= MAX_SAMPLES:
+    valid = isinstance(shape, list) and len(shape) <= 8 and all(type(n) is int for n in shape)
+    if not valid or tuple(shape[1:]) != form.shape or not shape or not 0 < shape[0] <= MAX_SAMPLES:
         expected = ", ".join([f"1 to {MAX_SAMPLES}", *map(str, form.shape)])
-        raise MessageError(f"its shape is {shape if whole else 'no short list of whole numbers'}", where=where,
-                           expected=f"[{expected}]", hint=model_input.conversion(shape, form.shape) if whole else None)
+        raise MessageError(f"its shape is {shape if valid else 'no list of at most 8 integers'}", where=where,
+                           expected=f"[{expected}]", hint=model_input.conversion(shape, form.shape) if valid else None)
     return tuple(shape)
 
 
@@ -131,7 +131,7 @@ def _from_json(data: Any, shape: tuple[int, ...], datatype: str, where: str) -> 
     values = _flat(data, shape, where)
     accepted: dict[str, set[type]] = {"BYTES": {str}, "FP32": {int, float}}
     if not set(map(type, values)) <= accepted.get(datatype, {int}):
-        raise MessageError(f"its 'data' holds what is no {datatype}", where=where)
+        raise MessageError(f"its 'data' holds a value that is no {datatype}", where=where)
     if datatype == "BYTES":
         return values
     dtype = np.dtype(NUMPY[datatype])
@@ -147,7 +147,7 @@ def _from_json(data: Any, shape: tuple[int, ...], datatype: str, where: str) -> 
 
 
 def _flat(data: Any, shape: tuple[int, ...], where: str) -> list[Any]:
-    """Row by row, whether nested or flat."""
+    """The values row by row, from nested or flat ``data``."""
     if not isinstance(data, list):
         raise MessageError(f"its 'data' is {shown(data)}", where=where, expected="a list")
     rows: list[Any] = data
@@ -155,7 +155,7 @@ def _flat(data: Any, shape: tuple[int, ...], where: str) -> list[Any]:
         rows = [data]
         for length in shape:
             if not all(isinstance(row, list) and len(row) == length for row in rows):
-                raise MessageError("its 'data' is nested otherwise than its shape says", where=where)
+                raise MessageError("the nesting of its 'data' differs from its shape", where=where)
             rows = list(chain.from_iterable(rows))
     if len(rows) != math.prod(shape):
         raise MessageError(f"{len(rows)} values in its 'data'", where=where, expected=str(math.prod(shape)))
@@ -180,7 +180,7 @@ def _texts(data: memoryview, count: int, where: str) -> list[str]:
             end = start + struct.unpack_from("<I", data, end)[0]
             texts.append(str(data[start:end], "utf-8"))
     except (struct.error, UnicodeDecodeError) as error:
-        raise MessageError("its binary data is no texts in UTF-8, each after its length", where=where) from error
+        raise MessageError("its binary data is not UTF-8 texts, each after its length", where=where) from error
     if end != len(data):
         raise MessageError(f"{len(data)} bytes of binary data", where=where, expected=f"{end} for {count} texts")
     return texts
@@ -196,12 +196,12 @@ def _finite(values: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
 
 
 def write(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any], binary: bool) -> tuple[Any, bytes]:
-    """(a response's output as JSON, the bytes that follow the JSON); ``values`` row by row."""
-    said: dict[str, Any] = {"name": name, "datatype": datatype, "shape": list(shape)}
+    """(a response's output as JSON, the bytes that follow the JSON). values: row by row."""
+    output: dict[str, Any] = {"name": name, "datatype": datatype, "shape": list(shape)}
     if not binary:
-        return {**said, "data": list(values)}, b""
+        return {**output, "data": list(values)}, b""
     data = _as_binary(datatype, values)
-    return {**said, "parameters": {"binary_data_size": len(data)}}, data
+    return {**output, "parameters": {"binary_data_size": len(data)}}, data
 
 
 def _as_binary(datatype: str, values: Sequence[Any]) -> bytes:

@@ -84,7 +84,7 @@ def _personalized(stored: StoredModels, served: Served, plan: Plan) -> tuple[Per
         personal = stored.personalize_from_samples(plan, served, stored.personalization(served.slot))
         return personal, Personalized(plan.how, len(every), len(every), 0, _per_class(every))
     graph, name = stored.home.graph_path(served.graph_id), f"slots/{served.slot}/serve"
-    done = adapter.waited(adapter.job(graph, name, served.weights.model, data, plan.steps, plan.rate))
+    done = adapter.run(adapter.job(graph, name, served.weights.model, data, plan.steps, plan.rate))
     if done.error:
         raise RoundError(f"the gradient steps failed: {done.error}")
     used, of = int(done.header["samples"]), int(done.header["of"])

@@ -23,15 +23,15 @@ from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference import personalization
 from edge_agent.inference.model_check import Evaluator, WorseModel, gives_probabilities
 from edge_agent.inference.personalization import Personalization
-from edge_agent.inference.personalizers import EMBEDS, Plan, answers_unpersonalized
+from edge_agent.inference.personalizers import EMBEDS, Plan
 from edge_agent.inference.predictor import Predictor
-from edge_agent.inference.stored_models import Answering, Served, StoredModels
+from edge_agent.inference.stored_models import Answering, Served, StoredModels, unpersonalized_predictor
 from fleet_core.algorithms.interface import Method
-from fleet_core.base import schema, trees
+from fleet_core.base import schema
 from fleet_core.base.errors import BundleError, CodecError, FleetError, MessageError, StateError
 from fleet_core.board.device_settings import Personalize, Serve, Settings
 from fleet_core.model.graph_bundle import Graph
-from fleet_core.model.layout import MODEL_GROUPS, Layout
+from fleet_core.model.layout import Layout
 from fleet_core.protocol.device_messages import Alone, Answer, Evaluation, Question
 from fleet_core.protocol.round_messages import ModelRef
 
@@ -129,7 +129,7 @@ class Service:
         with self._changing:
             parameters = hyper_of(method, hyper)
             plan = self.plan(method, parameters, trainer=trainer)
-            unpersonalized = self._unpersonalized_predictor(method, weights)
+            unpersonalized = unpersonalized_predictor(self.checked_graph(), method, weights)
             served = self._staged(method, hyper, parameters, weights)
             personal = self._from_samples(plan, served) if plan.kind in EMBEDS else None
             self.method, self.model, self.round = method, weights.model, weights.round
@@ -170,12 +170,6 @@ class Service:
             served = Served(self.slots.other(), method, parameters, with_facts, graph_id, graph)
             self.slots.stage(served.slot, with_facts)
         return served
-
-    def _unpersonalized_predictor(self, method: Method, weights: Weights) -> Predictor | None:
-        graph = self.checked_graph()
-        if not answers_unpersonalized(method, graph):
-            return None
-        return Predictor.head(graph, trees.only(weights.params, MODEL_GROUPS))
 
     def _from_samples(self, plan: Plan, served: Served) -> Personalization:
         cached = None if self.answering is None else self.stored.personalization(self.answering.slot)

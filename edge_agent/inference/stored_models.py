@@ -236,6 +236,13 @@ class StoredModels:
         return StateError(what, where=str(self.home.folder), hint=hint)
 
 
+def unpersonalized_predictor(graph: Graph, method: Method, weights: Weights) -> Predictor | None:
+    """None if the weights are no complete model. Raises BundleError, CodecError."""
+    if not answers_unpersonalized(method, graph):
+        return None
+    return Predictor.head(graph, trees.only(weights.params, MODEL_GROUPS))
+
+
 def _method_of(weights: Weights, where: str) -> tuple[Method, Any]:
     """The method of stored weights and its hyper-parameters. Raises StateError, ConfigError."""
     name = weights.facts.get("method", "")

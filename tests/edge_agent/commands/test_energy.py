@@ -108,7 +108,7 @@ def test_watts_of_every_source_are_averaged_by_time_and_one_that_breaks_says_why
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    (tally,), absent = energy.watched(found, 3.0, log=lines.append, clock=lambda: now[0], sleep=sleep)
+    (tally,), absent = energy.read_all(found, 3.0, log=lines.append, clock=lambda: now[0], sleep=sleep)
     assert tally.watts == [2.0, 4.0, 4.0, 4.0], "the first reading is left out"
     assert tally.mean_w == pytest.approx((0.75 * 3 + 1.5 * 4) / 2.25)
     assert absent == {"b": "broke", "c": "is not there"}
@@ -192,12 +192,12 @@ def test_what_is_wrong_is_printed_with_hints_and_exit_code_1(tmp_path: Path) -> 
 ])
 def test_a_library_that_dies_on_this_processor_is_found_in_a_child(program: str, expected: str | None) -> None:
     probes = {"torch": program, "onnxruntime": "raise SystemExit(1)"}
-    told = doctor.tried({"torch": "2.10.0"}, probes)
+    told = doctor.failing({"torch": "2.10.0"}, probes)
     assert [complaint.problem for complaint in told] == ([] if expected is None else [expected])
 
 
 def test_the_libraries_that_are_here_run() -> None:
-    assert doctor.tried({"onnxruntime": "this one"}) == ()
+    assert doctor.failing({"onnxruntime": "this one"}) == ()
 
 
 @pytest.mark.usefixtures("on_orin")

@@ -47,5 +47,5 @@ def test_an_agent_without_a_broker_leaves_none(tmp_path: Path, monkeypatch: pyte
 def test_a_note_that_cannot_be_written_is_said_and_no_more(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("no folder")
     said: list[str] = []
-    online_note.tell(tmp_path / "home", "boot", said.append)
+    online_note.write(tmp_path / "home", "boot", said.append)
     assert "will not see" in said[0]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_agent.commands.start import Personalize, Predict, plain
+from edge_agent.commands.start import Personalize, Predict, parse
 from tests.support import homes
 from tests.support.desk import called, clean_environ, edge_agent
 from tests.support.inprocess import toy
@@ -53,9 +53,9 @@ def test_only_a_plain_question_is_answered_without_the_command_line(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], asked: Predict | Personalize | None
 ) -> None:
     monkeypatch.setenv("METAFLEET_HOME", "at")
-    assert plain(arguments) == asked
+    assert parse(arguments) == asked
     monkeypatch.delenv("METAFLEET_HOME")
-    assert plain(["predict", "x.npy"]) == Predict(Path("x.npy"), Path("."), False)
+    assert parse(["predict", "x.npy"]) == Predict(Path("x.npy"), Path("."), False)
 
 
 @pytest.mark.slow

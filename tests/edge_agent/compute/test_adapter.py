@@ -98,7 +98,7 @@ def test_a_child_takes_the_steps_without_torch_and_is_gone_after(
         return child
 
     monkeypatch.setattr(AdapterProcess, "_start", noted)
-    done = adapter.waited(job)
+    done = adapter.run(job)
     assert done.error == ""
     assert json.loads(bare.stdout) == ["", sorted(done.arrays)], bare.stderr
     inline = adapter.handle(job)
@@ -125,7 +125,7 @@ def test_a_child_that_is_killed_ends_the_job_with_a_word(tmp_path: Path, monkeyp
 
 def test_many_samples_are_a_stratified_few_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "MAX_SUPPORT", 12)
-    monkeypatch.setattr(adapter, "waited", adapter.handle)
+    monkeypatch.setattr(adapter, "run", adapter.handle)
     service = device(tmp_path, "fedavg-meta")
     said = relearn.personalize(service)
     assert (said.how, said.samples, said.of) == ("sgd", 12, len(service.local().own()))
@@ -145,7 +145,7 @@ def test_a_stratified_few_has_every_class_alike(most: int) -> None:
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"rate": 1e30}, "ran away"),
+    ({"rate": 1e30}, "diverged"),
     ({"model": "0" * 32}, "are not here"),
     ({"graph": "graph-none.safetensors"}, "cannot be read"),
     ({"samples": "/nowhere/samples.npz"}, "no samples yet"),
@@ -160,7 +160,7 @@ def test_samples_of_another_form_are_refused(tmp_path: Path) -> None:
     graph, weights = homes.stepping(), homes.weights_of(homes.evaluated("fedavg-meta"))
     wrong = Samples(np.zeros((3, 7), np.float32), np.arange(3))
     with pytest.raises(DataError, match="the samples are float32"):
-        adapter.stepped(graph, weights, wrong, 1, 0.1)
+        adapter.after_steps(graph, weights, wrong, 1, 0.1)
 
 
 # In the agent ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from cloud_server.rounds.coordinator import Coordinator
 from edge_agent.commands import doctor
 from edge_agent.commands.run import service_of
 from edge_agent.connection.broker_login import tls_files
-from edge_agent.connection.certificate_renewal import LOOK_S, NEXT_KEY, REFUSED_S, Renewal
+from edge_agent.connection.certificate_renewal import NEXT_KEY, RETRY_AFTER_REFUSAL_S, RETRY_S, Renewal
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent
 from edge_agent.rounds.costs import AgentCosts
@@ -224,7 +224,7 @@ def test_a_device_asks_in_the_middle_of_its_certificates_life_and_takes_the_next
         renewal.tick(now)
         renewal.tick(now)
         assert len(line.sent) == times, "once an hour"
-        clock.now += LOOK_S
+        clock.now += RETRY_S
     renewal.on_answer(answer(fleet, ledger, line.sent[-1]))
     renewal.on_answer(answer(fleet, ledger, line.sent[-1]))
     settings = settings_of(home)
@@ -236,7 +236,7 @@ def test_a_device_asks_in_the_middle_of_its_certificates_life_and_takes_the_next
     assert not (home / NEXT_KEY).exists()
     assert (home / (settings.tls.key or "")).stat().st_mode & 0o077 == 0
     assert holder.serial not in said[-1]
-    clock.now += LOOK_S
+    clock.now += RETRY_S
     renewal.tick(certificates.renew_after(new) - 1)
     assert len(line.sent) == 2
 
@@ -250,10 +250,10 @@ def test_a_device_that_is_refused_asks_again_the_next_day_and_offline_not_at_all
     renewal.tick(1e11)
     renewal.on_answer(Down("renewed", 0, ok=False, device="d0", reason="it does not hold"))
     assert "it does not hold" in said[0]
-    clock.now += 2 * LOOK_S
+    clock.now += 2 * RETRY_S
     renewal.tick(1e11)
     assert len(line.sent) == 1
-    clock.now += REFUSED_S
+    clock.now += RETRY_AFTER_REFUSAL_S
     line.connected = False
     renewal.tick(1e11)
     line.connected = True

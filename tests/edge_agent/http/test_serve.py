@@ -259,7 +259,7 @@ def test_samples_that_are_far_from_all_that_is_known_are_told(home: Path, lines:
 def test_a_device_that_nothing_was_served_to_is_alive_and_not_ready(home: Path, lines: list[str]) -> None:
     shutil.rmtree(home / "slots")
     service = service_of(home, settings_of(home))
-    serve.Follower(service, lines.append).look()
+    serve.Follower(service, lines.append).check()
     running = serve.start(settings_of(home), service, lines.append)
     try:
         assert said(running, "GET", "/v2/health/live") == (200, {"live": True})
@@ -425,7 +425,7 @@ def test_every_answer_is_of_one_model_while_another_process_brings_new_ones(
     with Clients(server) as clients:
         for weights in rounds_of(home, 5):
             agents.load(METHODS["pfldyn-proto"], {}, weights)
-            follower.look()
+            follower.check()
             assert service.answers(X[:5]) == agents.answers(X[:5])
             wanted.add(key_of(service.answers(X[:5])))
     assert clients.wrong == []
@@ -447,7 +447,7 @@ def test_what_another_process_leaves_broken_is_said_once_and_the_old_model_answe
     )
     slots.point(slots.pointer())
     for _ in range(2):
-        follower.look()
+        follower.check()
     assert ["of tomorrow" in line for line in lines] == [True]
     assert service.answers(X) == before
 

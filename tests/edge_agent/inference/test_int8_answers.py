@@ -35,7 +35,7 @@ WAYS = ("proto", "head", "knn")
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "waited", adapter.handle)
+    monkeypatch.setattr(adapter, "run", adapter.handle)
 
 
 def made(method: str = "pfldyn-proto") -> Bundle:

@@ -61,7 +61,7 @@ def mine() -> Iterator[None]:
     module.__dict__["build"] = lambda shape, classes, width: Mine(classes, width)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "bring_mine", module)
-        patch.setattr(adapter, "waited", adapter.handle)
+        patch.setattr(adapter, "run", adapter.handle)
         yield
 
 

@@ -80,11 +80,11 @@ def test_weights_in_a_mapped_file_are_not_copied_and_those_in_memory_are(weights
     storage.write_arrays(tmp_path / "w", storage.flatten(weights))
     mapped, _ = storage.map_file(tmp_path / "w", limit=1 << 20)
     for name, array in storage.flatten(weights).items():
-        assert sessions._kept(mapped[name]) is mapped[name]
+        assert sessions._immutable(mapped[name]) is mapped[name]
         frozen = array.view()
         frozen.flags.writeable = False  # its owner still writes
         wide = array.astype(np.float64)
-        assert not any(np.shares_memory(sessions._kept(a), a) for a in (array, frozen, wide))
+        assert not any(np.shares_memory(sessions._immutable(a), a) for a in (array, frozen, wide))
 
 
 def test_an_output_outlives_the_session(graph: graph_bundle.Graph, weights: Any) -> None:

@@ -42,7 +42,7 @@ EMBED = ("proto", "head", "knn")
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The child process is ``test_adapter``'s."""
-    monkeypatch.setattr(adapter, "waited", adapter.handle)
+    monkeypatch.setattr(adapter, "run", adapter.handle)
 
 
 def device(folder: Path, method: str = HEADED, samples: Samples | None = None, toml: str = "") -> Service:

@@ -37,7 +37,7 @@ OF_A = toy(1).x[toy(1).y == 0]
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "waited", adapter.handle)
+    monkeypatch.setattr(adapter, "run", adapter.handle)
 
 
 def device(folder: Path, method: str = "pfldyn-proto", toml: str = "") -> Service:
