@@ -138,14 +138,43 @@ def test_the_model_of_ones_own_that_is_shown_becomes_a_fleet_with_steps_without_
               method=method, hyper=method.hyper())
 
 
+READ = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("**/*.md")])
+PLACES = "fleet_core|edge_agent|cloud_server|export|firmware_profiles|tests|scripts|docs|benchmarks|requirements"
+
+
 @pytest.mark.parametrize("path", sorted({
-    found for page in (ROOT / "docs").glob("*.md")
-    for found in re.findall(r"`((?:fleet_core|edge_agent|cloud_server|tests|docs|benchmarks)/[\w./-]+)`",
-                            page.read_text(encoding="utf-8"))
+    found for page in READ
+    for found in re.findall(rf"`((?:{PLACES})/[\w./-]+)`", page.read_text(encoding="utf-8"))
     if not found.endswith("ditto.py")
 }))
 def test_a_file_that_the_documentation_names_is_there(path: str) -> None:
     assert (ROOT / path).exists()
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"),
+                                             flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not link.startswith("http") and (
+            not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target))
+        ):
+            wrong.append(link)
+    assert wrong == []
+
+
+def test_the_index_has_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages <= set(re.findall(r"\]\(([^)\s]+)\)", index))
 
 
 # The method of seam.md ------------------------------------------------------------------------------------------------

@@ -282,7 +282,7 @@ def tools() -> ModuleType:
 def test_every_program_that_a_test_needs_can_be_installed() -> None:
     calls = (
         node
-        for path in sorted((ROOT / "tests").glob("*.py"))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "needs"
     )
