@@ -9,7 +9,6 @@ It uses at most ``MAX_SUPPORT`` samples: about as many of each class, spread eve
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from edge_agent.compute.onnx_session import open_steps
-from edge_agent.compute.worker import Child, Done, Job, parse_frame, write_frame
+from edge_agent.compute.worker import Child, Done, Job, parse_frame, write_result
 from edge_agent.device.local_samples import LocalData
 from edge_agent.device.state import DeviceState, Weights
 from fleet_core.base import storage, trees
@@ -149,9 +148,7 @@ def main() -> int:
         buffer += data
         frame = parse_frame(buffer)
         if frame is not None:
-            done = handle(Job(frame[0]["kind"], frame[0]))
-            with contextlib.suppress(BrokenPipeError):
-                write_frame(sink, {**done.header, "error": done.error}, done.arrays)
+            write_result(sink, handle(Job(frame[0]["kind"], frame[0])))
             return 0
     return 0
 

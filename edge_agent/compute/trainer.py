@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import sys
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from edge_agent.compute import update
-from edge_agent.compute.worker import Done, Job, parse_frame, write_frame
+from edge_agent.compute.worker import Done, Job, parse_frame, write_result
 from edge_agent.device.local_samples import LocalData
 from edge_agent.device.manifest_method import capped, cut, hyper_of, method_of, wire
 from edge_agent.device.slots import Slots
@@ -203,9 +202,7 @@ def main(arguments: list[str]) -> int:
         while (frame := parse_frame(buffer)) is not None:
             header, _, used = frame
             del buffer[:used]
-            done = workshop.handle(Job(header["kind"], header))
-            with contextlib.suppress(BrokenPipeError):
-                write_frame(sink, {**done.header, "error": done.error}, done.arrays)
+            write_result(sink, workshop.handle(Job(header["kind"], header)))
     return 0
 
 

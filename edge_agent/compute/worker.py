@@ -61,6 +61,15 @@ def write_frame(stream: BinaryIO, header: Mapping[str, Any], arrays: Mapping[str
     stream.flush()
 
 
+def write_result(stream: BinaryIO, done: Done) -> None:
+    """A result for the agent, which may be gone. Python flushes ``stream`` again at its end, so it then leads to the
+    null device: since Python 3.13 that flush would report the broken pipe."""
+    try:
+        write_frame(stream, {**done.header, "error": done.error}, done.arrays)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def parse_frame(buffer: bytearray) -> tuple[dict[str, Any], dict[str, Any], int] | None:
     """(header, arrays, bytes used) of the frame at the buffer's start, or None while it is incomplete. Raises
     MessageError for a frame that is too large."""
