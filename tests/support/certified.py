@@ -1,7 +1,9 @@
-"""A fleet's certificates for tests: devices' own, tokens, and a mosquitto that asks for them."""
+"""A fleet's certificates for tests: devices' own, tokens, and a mosquitto that asks for them; and a user's own."""
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.broker.private_broker import Broker, start_secured
@@ -168,3 +175,46 @@ def bearer(made: Token, fleet: Fleet, folder: Path) -> Papers:
     (folder / "token.pem").write_bytes(certificates.pem("CERTIFICATE", made.certificate))
     (folder / "token.key").write_bytes(certificates.pem("PRIVATE KEY", made.private_key))
     return Papers(fleet.folder / "ca.pem", folder / "token.pem", folder / "token.key")
+
+
+@dataclass(frozen=True)
+class OwnAuthority:
+    """PEM files. server, device: (certificate, key)."""
+
+    ca: Path
+    server: tuple[Path, Path]
+    device: tuple[Path, Path]
+
+
+def own_authority(folder: Path, addresses: list[str]) -> OwnAuthority:
+    """Of a user with a broker of their own, for ``addresses``: without the key identifiers that RFC 5280 asks for, as
+    the commands of mosquitto-tls(7) make them."""
+    now = datetime.datetime.now(datetime.UTC)
+    authority = ec.generate_private_key(ec.SECP256R1())
+
+    def issue(name: str, key: ec.EllipticCurvePrivateKey, *extensions: x509.ExtensionType) -> Path:
+        def called(text: str) -> x509.Name:
+            return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+        builder = (
+            x509.CertificateBuilder().subject_name(called(name)).issuer_name(called("authority"))
+            .public_key(key.public_key()).serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=1))
+        )
+        for extension in extensions:
+            builder = builder.add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
+        path = folder / f"{name}.pem"
+        path.write_bytes(builder.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+        return path
+
+    def pair(name: str, *extensions: x509.ExtensionType) -> tuple[Path, Path]:
+        key = ec.generate_private_key(ec.SECP256R1())
+        path = folder / f"{name}.key"
+        path.write_bytes(key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ))
+        return issue(name, key, *extensions), path
+
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address)) for address in addresses])
+    ca = issue("authority", authority, x509.BasicConstraints(ca=True, path_length=None))
+    return OwnAuthority(ca, pair("broker", names), pair("device"))

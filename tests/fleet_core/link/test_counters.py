@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from cloud_server.broker.private_broker import find_mosquitto
 from cloud_server.identity.create_fleet import create_fleet
@@ -29,6 +22,7 @@ from fleet_core.link import Traffic
 from fleet_core.link.mqtt import MqttLink
 from tests.support import netns, waiting
 from tests.support.brokers import NEEDS_MOSQUITTO, Watched, until
+from tests.support.certified import OwnAuthority, own_authority
 from tests.support.desk import Desk, edge_agent, metafleet
 from tests.support.netns import Passed, Star, Wire
 
@@ -51,54 +45,12 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     made.stop()
 
 
-@dataclass(frozen=True)
-class Files:
-    """PEM files of one throw-away authority."""
-
-    ca: Path
-    server: tuple[Path, Path]
-    device: tuple[Path, Path]
-
-
-def certificates(folder: Path, addresses: list[str]) -> Files:
-    """An authority, a broker's certificate for ``addresses`` and a device's, each (certificate, key)."""
-    now = datetime.datetime.now(datetime.UTC)
-    authority = ec.generate_private_key(ec.SECP256R1())
-
-    def issue(name: str, key: ec.EllipticCurvePrivateKey, *extensions: x509.ExtensionType) -> Path:
-        def called(text: str) -> x509.Name:
-            return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
-        builder = (
-            x509.CertificateBuilder().subject_name(called(name)).issuer_name(called("authority"))
-            .public_key(key.public_key()).serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=1))
-        )
-        for extension in extensions:
-            builder = builder.add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
-        path = folder / f"{name}.pem"
-        path.write_bytes(builder.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-        return path
-
-    def pair(name: str, *extensions: x509.ExtensionType) -> tuple[Path, Path]:
-        key = ec.generate_private_key(ec.SECP256R1())
-        path = folder / f"{name}.key"
-        path.write_bytes(key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        ))
-        return issue(name, key, *extensions), path
-
-    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address)) for address in addresses])
-    ca = issue("authority", authority, x509.BasicConstraints(ca=True, path_length=None))
-    return Files(ca, pair("broker", names), pair("device"))
-
-
 @contextmanager
-def star_with_broker(desk: Desk, devices: int) -> Iterator[tuple[Star, Files]]:
+def star_with_broker(desk: Desk, devices: int) -> Iterator[tuple[Star, OwnAuthority]]:
     """Wires to a hub with a mosquitto: plain at 1883, with mutual TLS at 8883."""
     netns.need_namespaces()
     with netns.star(devices) as star:
-        files = certificates(desk.folder, [wire.hub for wire in star.wires])
+        files = own_authority(desk.folder, [wire.hub for wire in star.wires])
         config = desk.folder / "broker.conf"
         config.write_text(
             "allow_anonymous true\nmax_queued_messages 4000\nset_tcp_nodelay true\nuser root\n"
@@ -114,7 +66,7 @@ def star_with_broker(desk: Desk, devices: int) -> Iterator[tuple[Star, Files]]:
             desk.stop()  # before its namespaces go
 
 
-def link_over(wire: Wire, files: Files, *, tls: bool) -> MqttLink:
+def link_over(wire: Wire, files: OwnAuthority, *, tls: bool) -> MqttLink:
     if not tls:
         return MqttLink(f"mqtt://{wire.hub}:1883", client_id="d0")
     certificate, key = files.device
@@ -220,7 +172,7 @@ local_steps = 1
 """
 
 
-def two_devices(folder: Path, star: Star, files: Files) -> Fleet:
+def two_devices(folder: Path, star: Star, files: OwnAuthority) -> Fleet:
     """A fleet of about 260,000 parameters and the homes ``d0`` and ``d1``, each with its own end of the hub; d1 speaks
     TLS."""
     tls = {"ca": str(files.ca), "certificate": str(files.device[0]), "key": str(files.device[1])}

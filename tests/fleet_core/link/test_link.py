@@ -48,6 +48,7 @@ from tests.support.brokers import (
     publish_packet,
     until,
 )
+from tests.support.certified import own_authority
 from tests.support.faults import mosquitto
 from tests.support.waiting import PATIENCE_S
 
@@ -812,6 +813,27 @@ def test_a_broker_whose_certificate_is_not_trusted_is_left(tmp_path: Path) -> No
     assert len(events) == 1
     assert isinstance(events[0], Disconnected)
     assert "certificate is not trusted" in events[0].reason
+    server.join(PATIENCE_S)
+
+
+def test_a_broker_of_ones_own_needs_no_certificates_that_are_strict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = ssl.create_default_context
+
+    def as_python_3_13_does(**options: Any) -> ssl.SSLContext:
+        context = create(**options)
+        context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_STRICT
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", as_python_3_13_does)
+    files = own_authority(tmp_path, ["127.0.0.1"])
+    server = TlsServer(*files.server)
+    server.start()
+    link = MqttLink(server.url, client_id="a", ca=files.ca)
+    link.open()
+    assert isinstance(link.poll(PATIENCE_S)[0], Connected)
+    link.close()
     server.join(PATIENCE_S)
 
 
