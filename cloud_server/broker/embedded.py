@@ -13,9 +13,11 @@ from typing import Any
 
 from amqtt.broker import Broker
 from amqtt.mqtt.connect import ConnectPacket, ConnectPayload
+from amqtt.mqtt.protocol.broker_handler import BrokerProtocolHandler
 
 HEADER_BYTES = 10  # of a CONNECT packet before its payload
 MQTT_3_1_1 = 4
+FORWARDED_CHECK_S = 0.01
 
 
 class TolerantPayload:
@@ -32,8 +34,25 @@ class TolerantPayload:
         return ConnectPayload(client_id="refused", will_topic="refused", will_message=b"")
 
 
+_wait_disconnect = BrokerProtocolHandler.wait_disconnect
+
+
+async def wait_disconnect(handler: Any) -> Any:
+    """amqtt 0.12.1 acknowledges a publish before it forwards it, and drops what it has not forwarded when the publisher
+    disconnects. From Python 3.12 on that is most of a burst: ``asyncio.wait_for`` lets nothing else run in between.
+
+    Here a disconnect waits until everything that was acknowledged is forwarded.
+    """
+    acknowledged = handler.session.delivered_message_queue
+    packet = await _wait_disconnect(handler)
+    while not acknowledged.empty():
+        await asyncio.sleep(FORWARDED_CHECK_S)
+    return packet
+
+
 async def serve(host: str, port: int) -> None:
     ConnectPacket.PAYLOAD = TolerantPayload
+    BrokerProtocolHandler.wait_disconnect = wait_disconnect
     broker = Broker(
         {
             "listeners": {"default": {"type": "tcp", "bind": f"{host}:{port}"}},
