@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -24,7 +29,7 @@ from fleet_core.base import storage
 from fleet_core.base.trees import Params
 from fleet_core.data.samples import Samples, save
 from fleet_core.learning import models
-from tests.support.inprocess import toy
+from tests.support.inprocess import toy, without_fsync
 
 EPISODES = {"local_steps": 3, "support_batch": 12, "query_batch": 12}
 
@@ -74,6 +79,21 @@ def go(asked: Experiment, folder: Path, **more: Any) -> Store:
     with store.begun({"run": run.name}):
         Engine(laboratory(asked, run, folder, **more), run, store).run()
     return store
+
+
+def go_killed(write: int, asked: Experiment, folder: Path) -> None:
+    """``go``; kills this process before its ``write``-th change of a file or folder. For a process of its own."""
+    without_fsync(pytest.MonkeyPatch())
+    sys.dont_write_bytecode = True
+    left = itertools.count(write - 1, -1)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
+        if (changes or (event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR))) and not next(left):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    go(asked, folder, clock=ticking(0.5))
 
 
 def server(store: Store) -> dict[str, bytes]:
