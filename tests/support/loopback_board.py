@@ -221,7 +221,8 @@ def until(true: Callable[[], object], what: str) -> None:
 
 
 def _tellers() -> dict[str, str]:
-    return {name: TELLER.format(name=name, real=shutil.which(name)) for name in ("uname", "getconf", "python3")}
+    real = {"uname": shutil.which("uname"), "getconf": shutil.which("getconf"), "python3": sys.executable}
+    return {name: TELLER.format(name=name, real=program) for name, program in real.items()}
 
 
 def _key(path: Path) -> None:
