@@ -43,9 +43,9 @@ ROOMS: dict[str, Rows] = {
          ("data.sets", "named data sets")],
         [("algorithms.methods", "one page for each method"), ("data", "samples, episodes, time split"),
          ("power", "meters, joules by phase")],
-        [("algorithms", "client and server rules"), ("data.readers", "csv, npz, ndjson, images"),
+        [("model", "layout, graphs, codecs"), ("data.readers", "csv, npz, ndjson, images"),
          ("power.sensors", "PMIC, INA3221, hwmon"), ("board", "profiles and limits")],
-        [("model", "layout, graphs, codecs"), ("protocol", "messages, topics, signing"), ("link", "MQTT")],
+        [("algorithms", "client and server rules"), ("protocol", "messages, topics, signing"), ("link", "MQTT")],
         [("base", "errors, config, storage, processes, backoff")],
     ],
 }
