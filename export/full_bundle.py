@@ -18,7 +18,7 @@ from fleet_core.learning.models import build
 from fleet_core.model import codecs
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.personalization import device_bundle
-from fleet_core.personalization.device_bundle import Bundle, Manifest, ModelInfo
+from fleet_core.personalization.bundle_format import FORMAT, Bundle, Manifest, ModelInfo
 from fleet_core.personalization.gradient_steps import Steps, steps_of, trains
 from fleet_core.protocol.round_messages import MethodRef
 
@@ -56,7 +56,7 @@ def whole(served: Served, graph: Graph, *, stored: str, data: Samples | None, sa
     params = device_bundle.as_stored(served.params, stored)
     int8, info = (b"", None) if data is None else quantized(graph, trees.only(params, ("body",)), data, say)
     manifest = Manifest(
-        format=device_bundle.FORMAT, fleet=served.fleet, key=served.key,
+        format=FORMAT, fleet=served.fleet, key=served.key,
         method=MethodRef(method.name, method.version, schema.plain(served.hyper)),
         model=ModelInfo(codecs.identity(params), served.round, stored), adaptation=how, graph=graph.info, int8=info,
         layout=graph.layout, layout_hash=graph.layout.hash,

@@ -28,7 +28,7 @@ from fleet_core.base.errors import BundleError, DataError
 from fleet_core.base.trees import Params
 from fleet_core.data.samples import Samples
 from fleet_core.model.graph_bundle import Graph
-from fleet_core.personalization.device_bundle import Int8Info
+from fleet_core.personalization.bundle_format import Int8Info
 from fleet_core.personalization.nearest import Prototypes
 
 Array = np.ndarray[Any, Any]

@@ -19,7 +19,7 @@ from fleet_core.base.errors import BundleError, ConfigError
 from fleet_core.base.processes import typed
 
 if TYPE_CHECKING:
-    from fleet_core.personalization.device_bundle import Bundle
+    from fleet_core.personalization.bundle_format import Bundle
 
 bundle_app = typer.Typer(help="Bundles: a served model with everything a device needs.", no_args_is_help=True)
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -37,11 +37,11 @@ def export(
 ) -> None:
     """Write a served model as a bundle: a device installs it and answers with it, without torch or a broker."""
     from fleet_core.personalization import device_bundle
-    from fleet_core.personalization.device_bundle import STORED
+    from fleet_core.personalization.bundle_format import STORED
 
     if stored not in STORED:
         raise ConfigError(f"unknown --stored '{stored}'", expected=" or ".join(STORED))
-    device_bundle.refuse_what_is_there(to)
+    device_bundle.refuse_existing(to)
     started = time.monotonic()
     bundle = _export_bundle(source, stored, int8)
     checks: list[dict[str, Any]] = []

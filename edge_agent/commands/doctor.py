@@ -173,7 +173,7 @@ def _sensor(power: Power | None, root: Path) -> tuple[str | None, tuple[Complain
         return None, ()
     try:
         if power.sensor == "rapl":
-            return f"RAPL {', '.join(package.name for package in Packages.found(root).all)}", ()
+            return Packages.detect(root).source, ()
         sensor = sensor_of(power, root)
         return f"{sensor.source}: {sensor.read().watts:.2f} W", ()
     except PowerError as error:

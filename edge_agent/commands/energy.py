@@ -14,7 +14,7 @@ from fleet_core.base.errors import ConfigError, PowerError
 from fleet_core.board.device_settings import Settings, settings_of
 from fleet_core.board.profile import Power, Profile
 from fleet_core.power import watts_now
-from fleet_core.power.watts_now import Tally
+from fleet_core.power.watts_now import Readings
 
 PERIOD_S = 1.0
 
@@ -40,11 +40,11 @@ def show(home: Path, profile: str | None, seconds: float, as_json: bool) -> None
 
 
 def read_all(
-    found: watts_now.Found, seconds: float, *, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
+    found: watts_now.Available, seconds: float, *, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> tuple[list[Tally], dict[str, str]]:
+) -> tuple[list[Readings], dict[str, str]]:
     """({source's readings}, {source: why it has none}), read every second, at least five times."""
-    tallies, absent = [Tally(source) for source in found.sources], dict(found.absent)
+    tallies, absent = [Readings(source) for source in found.sources], dict(found.absent)
     end_s, readings = clock() + seconds, 0
     while readings < 2 or clock() < end_s:
         if readings:
@@ -107,7 +107,7 @@ def _board_settings(
     return board or boards.profile_of(home, settings), boards.sensor_of(settings), boards.watts_of(home, settings)
 
 
-def _plain(tally: Tally) -> dict[str, Any]:
+def _plain(tally: Readings) -> dict[str, Any]:
     source = tally.source
     return {
         "source": source.name, "measured": source.measured, "misses": source.misses or None,
@@ -116,7 +116,7 @@ def _plain(tally: Tally) -> dict[str, Any]:
     }
 
 
-def _row(tally: Tally) -> tuple[str, ...]:
+def _row(tally: Readings) -> tuple[str, ...]:
     source = tally.source
     watts = (tally.mean_w, min(tally.watts), max(tally.watts))
     return (source.name, "measured" if source.measured else "modelled", *(f"{value:.2f}" for value in watts),

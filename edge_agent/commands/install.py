@@ -28,7 +28,7 @@ from fleet_core.board.device_settings import NAME, Settings, settings_of
 from fleet_core.model import graph_bundle
 from fleet_core.model.codecs import identity
 from fleet_core.personalization import device_bundle
-from fleet_core.personalization.device_bundle import Bundle
+from fleet_core.personalization.bundle_format import Bundle
 from fleet_core.protocol.chunks import Blob
 
 CHUNK = 1 << 20

@@ -80,7 +80,7 @@ def _renewal(
 ) -> Renewal | None:
     if settings.tls.renew_after is None:
         return None
-    return Renewal(home, settings, link, boot=boot, take_up=link.take_up, log=log)
+    return Renewal(home, settings, link, boot=boot, take_up=link.use_certificate, log=log)
 
 
 def _loop(agent: Agent, stopped: Callable[[], bool]) -> None:

@@ -28,7 +28,7 @@ from fleet_core.base.trees import Params
 from fleet_core.model.graph_bundle import GOLDEN_STEPS, GRAPH_GROUPS, Graph
 from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.personalization import device_bundle
-from fleet_core.personalization.device_bundle import Bundle
+from fleet_core.personalization.bundle_format import Bundle
 
 Array = np.ndarray[Any, Any]
 

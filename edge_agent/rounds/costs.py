@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fleet_core.link import byte_counters
-from fleet_core.power.background_sampling import ticking
+from fleet_core.power.background_sampling import repeating
 from fleet_core.power.joules_by_phase import JoulesByPhase, Work
 from fleet_core.power.meter import Figure, Meter
 from fleet_core.protocol import device_messages
@@ -30,7 +30,7 @@ class AgentCosts:
     @contextmanager
     def metering(self) -> Iterator[None]:
         """Reads the meter every second while the context lasts."""
-        with ticking(self._book.settle) if self._book.metered else nullcontext():
+        with repeating(self._book.update) if self._book.metered else nullcontext():
             yield
 
     def payload(self, kind: str, count: int) -> None:
@@ -56,7 +56,7 @@ class AgentCosts:
             self._last[phase] = replace(figure, joules=figure.joules - self._before[phase])
 
     def energy(self) -> tuple[Energy, ...]:
-        self._book.settle()
+        self._book.update()
         return tuple(
             Energy(phase, figure.joules, figure.source[:200], figure.measured)
             for phase, figure in self._book.figures().items()

@@ -1,4 +1,4 @@
-"""The link to a broker: what the protocol asks of MQTT, over paho or inside one process."""
+"""The link to a broker: over MQTT with paho, or inside one process."""
 
 from __future__ import annotations
 

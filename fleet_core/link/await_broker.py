@@ -1,4 +1,4 @@
-"""Waiting for a broker to answer, in the loop of whoever uses the link."""
+"""Waiting until a broker answers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fleet_core.link.interface import Link
 def await_broker(
     link: Link, step: Callable[[], object], url: str, stopped: Callable[[], bool], limit_s: float
 ) -> None:
-    """Steps until ``link`` is connected, or until ``stopped``. step: waits a while in ``link.poll`` and handles what
-    came. Raises LinkError when no broker answered at ``url`` within ``limit_s`` seconds."""
+    """Calls ``step`` until ``link`` is connected or ``stopped()``. step: polls the link and handles its events. Raises
+    LinkError when no broker answered at ``url`` within ``limit_s`` seconds."""
     until = time.monotonic() + limit_s
     while not link.connected and not stopped():
         step()

@@ -1,7 +1,7 @@
-"""Bytes of a link, counted and never estimated: MQTT at the socket's mouth, and the wire as the kernel saw it.
+"""Counts the bytes of a link: MQTT bytes at the socket, and wire bytes from the kernel.
 
-The wire figures are Linux's ``TCP_INFO`` (kernel ≥ 4.19), which also holds under TLS: TCP payload, retransmissions
-included, plus one IP and TCP header per segment. Elsewhere they are None: *MQTT bytes only*.
+Wire bytes come from Linux's ``TCP_INFO`` (kernel ≥ 4.19), also under TLS: TCP payload including retransmissions, plus
+one IP and TCP header per segment. On other systems they are None.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SYN_OPTIONS_BYTES = 8  # what a SYN carries beyond the options of later segment
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes since the link was made. ``wire_*`` is None where the system does not count them."""
+    """Bytes since the link was created. wire_sent, wire_received: None when the system does not count them."""
 
     mqtt_sent: int
     mqtt_received: int
@@ -28,7 +28,7 @@ class Traffic:
     wire_received: int | None
 
     def __sub__(self, before: Traffic) -> Traffic:
-        """What passed since ``before``."""
+        """The bytes between ``before`` and this snapshot."""
         return Traffic(
             self.mqtt_sent - before.mqtt_sent,
             self.mqtt_received - before.mqtt_received,
@@ -38,7 +38,8 @@ class Traffic:
 
 
 class ByteCounters:
-    """Counts for one link over all its connections; whoever moves bytes adds to ``mqtt_sent`` and ``mqtt_received``."""
+    """Counts bytes of one link over all its connections. Whoever sends or receives adds to ``mqtt_sent`` and
+    ``mqtt_received``."""
 
     def __init__(self, *, wire: bool = True):
         self.mqtt_sent = 0
@@ -47,24 +48,24 @@ class ByteCounters:
         self._wire: tuple[int, int] | None = (0, 0) if wire and sys.platform == "linux" else None
 
     def opened(self, sock: socket.socket) -> None:
-        """A connection began on ``sock``."""
+        """Starts counting a connection on ``sock``."""
         self._socket = sock
 
     def closed(self, sock: socket.socket) -> None:
-        """``sock``, still open for a moment, ends the connection that ``opened`` began."""
+        """Ends counting the connection that ``opened`` began. Call it before ``sock`` is closed."""
         if self._socket is not None:
             self._wire = _sum(self._wire, wire_bytes(sock))
             self._socket = None
 
     def snapshot(self) -> Traffic:
-        """The counts now, the live connection included."""
+        """The current counts, including the open connection."""
         wire = self._wire if self._socket is None else _sum(self._wire, wire_bytes(self._socket))
         sent, received = wire or (None, None)
         return Traffic(self.mqtt_sent, self.mqtt_received, sent, received)
 
 
 def wire_bytes(sock: socket.socket) -> tuple[int, int] | None:
-    """(sent, received) bytes of a TCP connection with its IP headers, or None where the kernel does not say."""
+    """(sent, received) bytes of a TCP connection with IP and TCP headers, or None when the kernel does not tell."""
     if sys.platform != "linux":
         return None
     try:

@@ -1,8 +1,8 @@
-"""The link as its users see it: one object, no threads, no callbacks; everything that happened comes out of ``poll``.
+"""The interface of a link: one object without threads or callbacks; ``poll`` returns all events.
 
-A link promises less than MQTT seems to. A publish is acknowledged by the broker, not by its reader, and what was not
-acknowledged when a connection ends is forgotten: end-to-end acknowledgements of the protocol decide what is sent again.
-Subscriptions are remembered and renewed, so retained messages come again after every ``Connected``.
+The broker acknowledges a publish, not its reader, and publishes that are unacknowledged when a connection ends are
+dropped. The protocol's own end-to-end acknowledgements decide what is sent again. A link renews its subscriptions after
+every reconnect, so retained messages arrive again after every ``Connected``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_TOPIC_BYTES = 65_535
 
 @dataclass(frozen=True)
 class Message:
-    """What arrived on a subscription. ``retain`` is true when it was stored before the subscription was made."""
+    """A message on a subscription. retain: whether it was stored before the subscription was made."""
 
     topic: str
     payload: bytes
@@ -28,7 +28,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Connected:
-    """A session began. ``mqtt_version`` is 5, or 3 for 3.1.1; the limits are the broker's, None where it named none."""
+    """A session began. mqtt_version: 5, or 3 for 3.1.1. The limits are the broker's; None when it named none."""
 
     mqtt_version: int
     max_packet_bytes: int | None
@@ -37,14 +37,14 @@ class Connected:
 
 @dataclass(frozen=True)
 class Disconnected:
-    """A session ended, or an attempt to begin one failed. The link tries again by itself."""
+    """A session ended, or an attempt to connect failed. The link retries by itself."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Denied:
-    """The broker refused one subscription or publish. MQTT 3.1.1 cannot say so for a publish."""
+    """The broker refused a subscription or a publish. MQTT 3.1.1 cannot refuse a publish."""
 
     topic: str
     reason: str
@@ -55,7 +55,7 @@ Event = Message | Connected | Disconnected | Denied
 
 @dataclass(frozen=True)
 class Will:
-    """What the broker publishes, at QoS 1, when this link dies without closing."""
+    """The message that the broker publishes, at QoS 1, when this link ends without ``close``."""
 
     topic: str
     payload: bytes
@@ -68,60 +68,62 @@ class Link(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether a publish would be taken now."""
+        """Whether ``publish`` is possible now."""
 
     @property
     def unacknowledged(self) -> int:
-        """Publishes that were taken and not yet acknowledged by the broker."""
+        """Number of publishes that the broker has not acknowledged yet."""
 
     def open(self) -> None:
-        """Begin connecting. The outcome is an event, and so is every failed attempt."""
+        """Starts connecting. The outcome and every failed attempt are events."""
 
     def poll(self, timeout_s: float, also: Sequence[int] = ()) -> list[Event]:
-        """Do all work that is due and return what happened, at the latest after ``timeout_s`` seconds.
+        """Does all work that is due and returns the events, after ``timeout_s`` seconds at the latest.
 
         Returns early with the first events, or with none when one of the file descriptors ``also`` is readable.
-        A connection attempt may hold it up for a few seconds more.
+        A connection attempt may take a few seconds longer.
         """
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1) -> None:
-        """Hand a message to the link. Raises LinkError when it is offline, full, or the broker's limit is passed."""
+        """Sends a message. Raises LinkError when the link is offline or full, or the message is over a limit of the
+        broker."""
 
     def subscribe(self, *filters: str, qos: int = 1) -> None:
-        """Ask for messages at ``qos`` or less, now and after every reconnect; what is retained comes (again)."""
+        """Subscribes now and after every reconnect, at ``qos`` or less; retained messages arrive (again)."""
 
     def unsubscribe(self, *filters: str) -> None:
-        """Ask for them no more."""
+        """Ends subscriptions."""
 
     def close(self) -> None:
-        """Send what waits (within bounded time) and leave in order: no will is published."""
+        """Sends what is queued, within a bounded time, and disconnects; the broker does not publish the will."""
 
 
 def matches(pattern: str, topic: str) -> bool:
-    """Whether ``topic`` falls under the filter ``pattern`` (MQTT 5.0, section 4.7)."""
+    """Whether ``topic`` matches the filter ``pattern`` (MQTT 5.0, section 4.7)."""
     if topic.startswith("$") and pattern[:1] in ("+", "#"):
         return False
-    wanted, levels = pattern.split("/"), topic.split("/")
-    for position, level in enumerate(wanted):
+    filter_levels, levels = pattern.split("/"), topic.split("/")
+    for position, level in enumerate(filter_levels):
         if level == "#":
             return True
         if position >= len(levels) or level not in ("+", levels[position]):
             return False
-    return len(wanted) == len(levels)
+    return len(filter_levels) == len(levels)
 
 
 def check_topic(topic: str) -> None:
-    """Raises LinkError for a topic that no message can have."""
+    """Raises LinkError for an invalid topic."""
     if not _is_name(topic) or "+" in topic or "#" in topic:
-        raise LinkError("is no topic", where=repr(topic[:80]), expected="levels without '+', '#' and NUL")
+        raise LinkError("is not a topic", where=repr(topic[:80]), expected="levels without '+', '#' and NUL")
 
 
 def check_filter(pattern: str) -> None:
-    """Raises LinkError for a filter that no broker takes."""
+    """Raises LinkError for an invalid topic filter."""
     levels = pattern.split("/")
-    alone = all(level in ("+", "#") or not ("+" in level or "#" in level) for level in levels)
-    if not _is_name(pattern) or not alone or "#" in levels[:-1]:
-        raise LinkError("is no topic filter", where=repr(pattern[:80]), expected="'+' as a level or '#' as the last")
+    wildcards_alone = all(level in ("+", "#") or not ("+" in level or "#" in level) for level in levels)
+    if not _is_name(pattern) or not wildcards_alone or "#" in levels[:-1]:
+        raise LinkError("is not a topic filter", where=repr(pattern[:80]),
+                        expected="'+' as a whole level, or '#' as the last level")
 
 
 def _is_name(text: str) -> bool:

@@ -1,7 +1,7 @@
-"""A broker inside the process, so that a whole fleet runs and fails in one test, in one thread, in no time.
+"""A broker inside the process, so that a test can run a whole fleet, with failures, in one thread.
 
-It behaves as real brokers do where that matters: an acknowledged message can still be dropped when its reader's queue
-is full, a will is published on death and not on an orderly close, and retained messages come with a subscription.
+Like real brokers it drops acknowledged messages when a reader's queue is full, publishes wills when a client dies but
+not when it closes, and sends retained messages on subscription.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Faults = Callable[[str, Message], list[Message]]
 
 
 class LoopbackBroker:
-    """Routes between the links of one process.
+    """Routes messages between the links of one process.
 
     Args:
-        faults: (receiving client id, message) → what it receives instead; called for every delivery. A function that
-            keeps messages for later delays or reorders, one that returns two duplicates, one that returns none drops.
-        max_queued_messages: per client; what comes on top is dropped and counted, as brokers do.
+        faults: (receiving client id, message) → messages to deliver instead; called for every delivery. It can drop,
+            duplicate, delay or reorder messages.
+        max_queued_messages: per client; further messages are dropped.
 
-    ``retained`` is topic → payload, ``dropped`` the number of messages that found a full queue.
+    retained: topic → payload. dropped: number of messages dropped because of a full queue.
     """
 
     def __init__(self, *, faults: Faults | None = None, max_queued_messages: int = 1000):
@@ -45,7 +45,7 @@ class LoopbackBroker:
         self._links: dict[str, LoopbackLink] = {}
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
-        """Route a message, as if some client had sent it."""
+        """Routes a message, as if a client had sent it."""
         if retain and payload:
             self.retained[topic] = payload
         elif retain:
@@ -55,19 +55,19 @@ class LoopbackBroker:
                 self._deliver(link, Message(topic, payload, retain=False))
 
     def kill(self, client_id: str) -> None:
-        """The client's process dies: its will is published, and it comes back only when it is opened again."""
+        """Simulates the death of the client's process: its will is published; it reconnects only after ``open``."""
         self._links[client_id].opened = False
         self.drop(client_id)
 
     def drop(self, client_id: str, reason: str = "the connection was lost") -> None:
-        """The client's connection dies: its will is published, and its next poll but one connects again."""
+        """Simulates a lost connection: the client's will is published; its second poll reconnects."""
         link = self._links.pop(client_id)
         link.lost(reason)
         if link.will is not None:
             self.publish(link.will.topic, link.will.payload, retain=link.will.retain)
 
     def stop(self, *, forget_retained: bool = False) -> None:
-        """The broker dies: every link is disconnected, no will is published."""
+        """Simulates the death of the broker: every link is disconnected, and no will is published."""
         self.running = False
         for link in self._links.values():
             link.lost("the broker closed the connection")
@@ -76,22 +76,22 @@ class LoopbackBroker:
             self.retained.clear()
 
     def start(self) -> None:
-        """The broker comes back; links connect with their next poll."""
+        """Restarts the broker; links connect with their next poll."""
         self.running = True
 
     def join(self, link: LoopbackLink) -> None:
-        """A link connects; a session of the same client id is taken over, as MQTT demands."""
+        """Connects a link. A session of the same client id is taken over, as MQTT requires."""
         if link.client_id in self._links:
             self.drop(link.client_id, "Session taken over")
         self._links[link.client_id] = link
 
     def leave(self, link: LoopbackLink) -> None:
-        """A link disconnects in order: no will."""
+        """Disconnects a link without publishing its will."""
         if self._links.get(link.client_id) is link:
             del self._links[link.client_id]
 
     def replay(self, link: LoopbackLink, filters: Sequence[str]) -> None:
-        """Send what is retained under ``filters``."""
+        """Sends the retained messages that match ``filters``."""
         for topic, payload in list(self.retained.items()):
             if any(matches(pattern, topic) for pattern in filters):
                 self._deliver(link, Message(topic, payload, retain=True))
@@ -106,7 +106,7 @@ class LoopbackBroker:
 
 
 class LoopbackLink:
-    """A Link to a LoopbackBroker. ``poll`` never waits; its bytes are topic plus payload, and it has no wire."""
+    """A Link to a LoopbackBroker. ``poll`` never waits; MQTT bytes are topic plus payload; there are no wire bytes."""
 
     def __init__(self, broker: LoopbackBroker, client_id: str, will: Will | None = None, *, max_queued: int = 2000):
         self.client_id = client_id
@@ -138,7 +138,7 @@ class LoopbackLink:
         if not self.connected:
             raise LinkError("is not connected", where=self.client_id, hint="wait for Connected")
         if self.unacknowledged >= self._max_queued:
-            raise LinkError(f"{self._max_queued} publishes wait already", where=self.client_id, hint="poll first")
+            raise LinkError(f"{self._max_queued} publishes are unacknowledged", where=self.client_id, hint="poll first")
         self.unacknowledged += 1 if qos else 0
         self.counters.mqtt_sent += len(topic.encode()) + len(payload)
         self._broker.publish(topic, payload, retain=retain)
@@ -160,7 +160,7 @@ class LoopbackLink:
         self.inbox.clear()
 
     def lost(self, reason: str) -> None:
-        """The broker ends the session."""
+        """Called by the broker when it ends the session."""
         self.connected = False
         self.inbox.append(Disconnected(reason))
 

@@ -1,7 +1,7 @@
-"""A link to an MQTT broker: connects, reconnects with jitter, renews subscriptions, and does so only inside ``poll``.
+"""A link to an MQTT broker: connects, reconnects with jitter and renews subscriptions, all inside ``poll``.
 
-MQTT 5 is tried first; a broker that refuses it, hangs up on it or does not answer it is asked again at once in 3.1.1.
-An exception inside a session ends the connection with its text as the reason, and is logged with its traceback.
+MQTT 5 is tried first, then at once 3.1.1 when the broker refuses it, hangs up or does not answer. An exception inside a
+session ends the connection, with its text as the reason, and is logged with its traceback.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from urllib.parse import urlsplit
 from fleet_core.base.errors import ConfigError, LinkError
 from fleet_core.link.byte_counters import ByteCounters
 from fleet_core.link.interface import Disconnected, Event, Will, check_filter, check_topic
-from fleet_core.link.mqtt_connection import Address, Session, Settings, describe
+from fleet_core.link.mqtt_connection import Address, Session, Settings
+from fleet_core.link.paho_client import describe
 
 BACKOFF_FIRST_S = 0.2
 BACKOFF_LAST_S = 30.0
-STABLE_S = 10.0  # a connection that lived this long starts the back-off anew
-SOON = 3  # after one that was accepted and lived less, the wait is as after three failures at most: 1.6 s
-SUSPICIOUS = 2  # sessions in a row that a broker of MQTT 3.1.1 hung up on
-IDLE_S = 1.0  # the longest wait between two looks at the keepalive
+STABLE_S = 10.0  # a connection that lasted this long resets the backoff
+MAX_FAILURES_AFTER_ACCEPTED = 3  # after a shorter accepted connection the wait is at most 1.6 s
+SUSPICIOUS = 2  # successive sessions on which a broker of MQTT 3.1.1 hung up, before the cause is guessed
+IDLE_S = 1.0  # the longest wait between two checks of the keepalive
 MAX_INCOMING_BYTES = 8 << 20
 PACKET_OVERHEAD_BYTES = 16  # fixed header, lengths, identifier and empty properties of a PUBLISH, rounded up
 TOO_LARGE = (
-    "raise the broker's limit (mosquitto: max_packet_size); a chunk is made smaller by link.chunk_bytes, a manifest by "
-    "fewer devices in a round (fleet.cohort) and by larger chunks"
+    "raise the broker's limit (mosquitto: max_packet_size); or make chunks smaller (link.chunk_bytes), manifests by "
+    "fewer devices in a round (fleet.cohort) or larger chunks"
 )
 PORTS = {"mqtt": 1883, "mqtts": 8883}
 
@@ -45,15 +46,15 @@ class MqttLink:
 
     Args:
         url: ``mqtt://host[:port]`` or ``mqtts://host[:port]``.
-        will: published by the broker when this link dies without closing.
-        keepalive_s: silence after which the broker is asked whether it is there; poll at least that often.
-        protocol: 5, 3 (that is 3.1.1), or None: 5 where the broker takes it.
+        will: published by the broker when this link ends without ``close``.
+        keepalive_s: silence after which the broker is pinged; poll at least that often.
+        protocol: 5, 3 (which means 3.1.1), or None: 5 if the broker supports it.
         ca, cert, key: PEM files, for mqtts only; ``cert`` and ``key`` together.
-        max_queued: publishes that may wait for their acknowledgement.
-        max_incoming_bytes: of one packet; a broker that sends more is left.
-        connect_timeout_s: for the TCP connection, the TLS handshake and the broker's CONNACK, each.
+        max_queued: the most unacknowledged publishes.
+        max_incoming_bytes: the largest packet; a larger one ends the connection.
+        connect_timeout_s: for each of the TCP connection, the TLS handshake and the broker's CONNACK.
 
-    Raises ConfigError for a URL or TLS files that cannot be used; never for a network that fails.
+    Raises ConfigError for a URL or TLS files that cannot be used; network failures are events.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class MqttLink:
         self._events: deque[Event] = deque()
         self._filters: dict[str, int] = {}
         self._session: Session | None = None
-        self._renewed = False
+        self._subscribed = False
         self._opened = False
         self._attempt_at_s = 0.0
         self._failures = 0
-        self._unsaid = 0
+        self._unexplained = 0
         self._random = random.Random()
 
     @property
@@ -129,23 +130,23 @@ class MqttLink:
                 hint=TOO_LARGE,
             )
         if session.waiting >= self._max_queued:
-            raise LinkError(f"{self._max_queued} publishes wait already", where=self._url, hint="poll first")
+            raise LinkError(f"{self._max_queued} publishes are unacknowledged", where=self._url, hint="poll first")
         session.publish(topic, payload, retain, qos)
 
     def subscribe(self, *filters: str, qos: int = 1) -> None:
         for pattern in filters:
             check_filter(pattern)
         self._filters.update(dict.fromkeys(filters, qos))
-        if self._session is not None and self._renewed:
+        if self._session is not None and self._subscribed:
             self._session.subscribe(dict.fromkeys(filters, qos))
 
     def unsubscribe(self, *filters: str) -> None:
         known = [pattern for pattern in filters if self._filters.pop(pattern, None) is not None]
-        if known and self._session is not None and self._renewed:
+        if known and self._session is not None and self._subscribed:
             self._session.unsubscribe(known)
 
-    def take_up(self, cert: Path, key: Path) -> None:
-        """Shows another certificate from the next connection on. Raises ConfigError."""
+    def use_certificate(self, cert: Path, key: Path) -> None:
+        """Uses another certificate from the next connection on. Raises ConfigError."""
         if self._settings.tls is not None:
             _load(self._settings.tls, cert, key)
 
@@ -155,11 +156,11 @@ class MqttLink:
             self._wait(left_s, ())
             self._work()
         if self._session is not None and self.connected:
-            self._session.part()
+            self._session.disconnect()
         self.abort()
 
     def abort(self) -> None:
-        """Leave as a crash would: nothing is flushed, no DISCONNECT is sent, and the broker publishes the will."""
+        """Ends as a crash would: nothing is flushed, no DISCONNECT is sent, and the broker publishes the will."""
         if self._session is not None:
             self._session.drop()
         self._session, self._opened = None, False
@@ -172,9 +173,9 @@ class MqttLink:
                 self._connect()
             return
         try:
-            session.turn()
-            if self.connected and not self._renewed:
-                self._renewed = True
+            session.work()
+            if self.connected and not self._subscribed:
+                self._subscribed = True
                 session.subscribe(self._filters)
         except Exception as error:
             log.exception("the connection to %s ends because of an error in it", self._url)
@@ -185,7 +186,7 @@ class MqttLink:
                 self._lost(session, session.reason)
 
     def _wait(self, timeout_s: float, also: Sequence[int]) -> bool:
-        """Wait for the socket or for work that is due. True when one of ``also`` is readable."""
+        """Waits for the socket or for work that is due. True when one of ``also`` is readable."""
         sock = None if self._session is None else self._session.socket()
         with selectors.PollSelector() as selector:
             for descriptor in set(also):
@@ -197,7 +198,7 @@ class MqttLink:
         return any(key.fileobj in also for key, _ in ready)
 
     def _due_in_s(self) -> float:
-        """Seconds until there is something to do that no socket announces."""
+        """Seconds until there is work that no socket signals."""
         if self._session is None:
             return max(0.0, self._attempt_at_s - time.monotonic()) if self._opened else IDLE_S
         if self._session.ended or not self._session.drained:
@@ -207,7 +208,7 @@ class MqttLink:
         return IDLE_S
 
     def _connect(self) -> None:
-        self._renewed = False
+        self._subscribed = False
         try:
             self._session = Session(self._settings, self._version, self.counters, self._events)
         except (OSError, ValueError) as error:
@@ -218,15 +219,16 @@ class MqttLink:
         if self._protocol is None and self._version == 5 and session.version_refused:
             self._version, self._attempt_at_s = 3, 0.0
             return
-        self._unsaid = self._unsaid + 1 if session.unsaid else 0
-        if self._unsaid >= SUSPICIOUS:
-            reason += f"; MQTT 3.1.1 gives no reason: {session.unsaid}"
+        self._unexplained = self._unexplained + 1 if session.guessed_reason else 0
+        if self._unexplained >= SUSPICIOUS:
+            reason += f"; MQTT 3.1.1 gives no reason: {session.guessed_reason}"
         if session.accepted:
-            self._failures = 0 if session.age_s >= STABLE_S else min(self._failures, SOON)
+            stable = session.age_s >= STABLE_S
+            self._failures = 0 if stable else min(self._failures, MAX_FAILURES_AFTER_ACCEPTED)
         self._schedule(reason)
 
     def _schedule(self, reason: str) -> None:
-        """Say why, and try again after full-jitter exponential back-off, the preferred version first."""
+        """Reports the reason and schedules the next attempt: exponential backoff with full jitter, MQTT 5 first."""
         ceiling_s = min(BACKOFF_LAST_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 16))
         self._failures += 1
         self._version = self._protocol or 5
@@ -244,16 +246,16 @@ def parse_url(url: str) -> Address:
         scheme, host, port, plain = "", None, None, False
     if scheme not in PORTS or not host or port == 0 or not plain:
         raise ConfigError(
-            "is no address of a broker",
+            "is not the address of a broker",
             where=repr(url),
             expected="mqtt://host[:port] or mqtts://host[:port]",
-            hint="for example mqtt://127.0.0.1:1883; a user name and password are options of their own",
+            hint="for example mqtt://127.0.0.1:1883; user name and password are separate options",
         )
     return Address(host, port or PORTS[scheme], scheme == "mqtts")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine itself; of names only ``localhost`` is known to be."""
+    """Whether ``host`` is this machine: a loopback address or ``localhost``."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -261,13 +263,13 @@ def is_loopback(host: str) -> bool:
 
 
 def check_plain(url: str, allowed: bool) -> str:
-    """``url`` itself. Raises ConfigError for plain MQTT that leaves this machine, unless it is ``allowed`` by name."""
+    """``url`` itself. Raises ConfigError for plain MQTT that leaves this machine, unless it is ``allowed``."""
     address = parse_url(url)
     if not (address.tls or allowed or is_loopback(address.host)):
         raise ConfigError(
-            "is plain MQTT that leaves this machine: whoever is in between reads and writes it", where=url,
+            "is plain MQTT that leaves this machine: anyone on the network can read and change it", where=url,
             expected="mqtts://host[:port]",
-            hint="in a network that you trust ask for it by name: --plain, or plain = true beside the broker",
+            hint="in a network that you trust, allow it: --plain, or plain = true beside the broker",
         )
     return url
 
@@ -275,12 +277,12 @@ def check_plain(url: str, allowed: bool) -> str:
 def _tls_context(address: Address, ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
     if not address.tls:
         if ca or cert or key:
-            raise ConfigError("certificates are given for a plain connection", hint="use mqtts://")
+            raise ConfigError("certificates cannot be used with a plain connection", hint="use mqtts://")
         return None
     if (cert is None) != (key is None):
         raise ConfigError("a client certificate needs its key, and a key its certificate", where=str(cert or key))
     try:
-        context = ssl.create_default_context(cafile=ca)  # with a file, that one's authorities and no others
+        context = ssl.create_default_context(cafile=ca)  # with a file, only its authorities are trusted
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if ca is not None:
             # On by default since Python 3.13: it refuses certificates that lack extensions of RFC 5280, as those of a

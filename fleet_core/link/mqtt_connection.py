@@ -1,7 +1,7 @@
-"""One MQTT connection from CONNECT to its end: paho as a codec of packets, without its threads, queues, reconnecting.
+"""One MQTT connection from CONNECT to its end. paho only encodes and decodes packets: no threads, no reconnecting.
 
-paho's callbacks only append to ``events`` or note a fact; sockets are read and written in ``turn`` (and ``publish``
-writes at once what the socket takes). A session is never used twice, so nothing old can come back.
+paho's callbacks only append to ``events`` or set attributes. The socket is read and written in ``work``; ``publish``
+also writes at once as much as the socket takes. A session is used once, so no state survives a reconnect.
 """
 
 from __future__ import annotations
@@ -17,30 +17,22 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import paho.mqtt.client as paho
-from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
+from paho.mqtt.enums import MQTTErrorCode, MQTTProtocolVersion
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fleet_core.link.byte_counters import ByteCounters
 from fleet_core.link.interface import Connected, Denied, Event, Message, Will
+from fleet_core.link.paho_client import CountingClient
 
-WINDOW = 32  # publishes in flight, or fewer where the broker's receive maximum says so
-PACKETS_AT_ONCE = 64  # read before events are handed out
-READ_BYTES = 65_536  # asked of the socket at once, where paho asks for single bytes
-FILTERS_AT_ONCE = 8  # per SUBSCRIBE (AWS IoT Core)
-MAX_PACKET_BYTES = 268_435_455  # of MQTT itself
-UNSUPPORTED_VERSION, KEEPALIVE_TIMEOUT = 0x84, 0x8D  # reason codes of MQTT 5, which paho gives for 3.1.1 too
-SKIPPED_S = 10.0  # a publish that is this much older than one that was acknowledged is given up
-FAREWELL_S = 1.0  # for the broker to hang up after DISCONNECT
+WINDOW = 32  # publishes in flight; fewer if the broker's receive maximum is lower
+PACKETS_AT_ONCE = 64  # read before events are returned
+FILTERS_AT_ONCE = 8  # per SUBSCRIBE (limit of AWS IoT Core)
+MAX_PACKET_BYTES = 268_435_455  # limit of MQTT itself
+UNSUPPORTED_VERSION, KEEPALIVE_TIMEOUT = 0x84, 0x8D  # reason codes of MQTT 5; paho uses them for 3.1.1 too
+SKIPPED_S = 10.0  # a publish this much older than an acknowledged one is given up
+FAREWELL_S = 1.0  # for the broker to close the connection after DISCONNECT
 NO_RETAINED = "no retained messages"
-OF_THE_DATE = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
-ALERTS = {
-    "ALERT_CERTIFICATE_REVOKED": "it is revoked",
-    "ALERT_CERTIFICATE_EXPIRED": "it has expired",
-    "ALERT_UNKNOWN_CA": "another authority signed it",
-    "ALERT_CERTIFICATE_REQUIRED": "there is none",
-}
-"""What OpenSSL calls a broker's words, by their last ones: their first differ between versions."""
 
 
 class Address(NamedTuple):
@@ -53,7 +45,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What every connection of one link has in common."""
+    """The settings that all connections of one link share."""
 
     address: Address
     client_id: str
@@ -75,78 +67,9 @@ class _Outgoing:
     sent_at_s: float = 0.0
 
 
-class CountingClient(paho.Client):
-    """Counts bytes, knows when the socket is drained, bounds a packet before memory is taken, keeps the real error.
-
-    ``_sock_recv``, ``_sock_send`` and ``_sock_close`` are private hooks of paho-mqtt < 3; a test guards them.
-    """
-
-    def __init__(self, counters: ByteCounters, max_incoming_bytes: int, **options: Any):
-        super().__init__(CallbackAPIVersion.VERSION2, reconnect_on_failure=False, **options)
-        self.counters = counters
-        self.max_incoming_bytes = max_incoming_bytes
-        self.drained = False
-        self.hung_up = False
-        self.failure: str | None = None
-        self._ahead = memoryview(b"")
-
-    def _sock_recv(self, bufsize: int) -> bytes:
-        if bufsize > self.max_incoming_bytes:
-            self.failure = f"a packet of {bufsize} bytes is over the limit of {self.max_incoming_bytes}"
-            raise ConnectionError(self.failure)
-        self.drained = False
-        if not self._ahead:
-            self._ahead = memoryview(self._received())
-        data, self._ahead = bytes(self._ahead[:bufsize]), self._ahead[bufsize:]
-        return data
-
-    def _received(self) -> bytes:
-        try:
-            data = super()._sock_recv(READ_BYTES)
-        except BlockingIOError:
-            self.drained = True
-            raise
-        except OSError as error:
-            self.failure, self.hung_up = describe(error), isinstance(error, ConnectionResetError)
-            raise
-        if not data:
-            self.failure, self.hung_up = "the broker closed the connection", True
-        self.counters.mqtt_received += len(data)
-        return data
-
-    def _sock_send(self, buf: bytes | bytearray) -> int:
-        try:
-            sent = super()._sock_send(buf)
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            self.hung_up = isinstance(error, (BrokenPipeError, ConnectionResetError))
-            self.failure = describe(self._parting_word() or error)
-            raise
-        self.counters.mqtt_sent += sent
-        return sent
-
-    def _parting_word(self) -> OSError | None:
-        """A broker that refuses a certificate says so and hangs up: where a write finds that it is gone, its word may
-        still wait to be read."""
-        try:
-            super()._sock_recv(1)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            return error if isinstance(error, ssl.SSLError) and _alert(error) else None
-        return None
-
-    def drop(self) -> None:
-        """Close the socket as a crash would: without DISCONNECT."""
-        self._sock_close()
-
-
 class Session:
-    """One connection. Raises OSError or ValueError when the broker cannot be reached; afterwards ``ended`` says it all.
-
-    ``accepted`` is true from CONNACK on; ``events`` is the link's own queue.
-    """
+    """One connection. Creating it raises OSError or ValueError when the broker cannot be reached; later failures set
+    ``ended``. accepted: true from CONNACK on. events: the link's queue."""
 
     def __init__(self, settings: Settings, version: int, counters: ByteCounters, events: deque[Event]):
         self.accepted = False
@@ -175,7 +98,7 @@ class Session:
 
     @property
     def drained(self) -> bool:
-        """Whether the last turn read all that had come."""
+        """Whether the last ``work`` read everything that had arrived."""
         return self._client.drained
 
     @property
@@ -184,7 +107,7 @@ class Session:
 
     @property
     def version_refused(self) -> bool:
-        """Whether the broker may be one that does not speak this version: it said so, hung up, or did not answer."""
+        """Whether the broker may not support this version: it said so, hung up, or did not answer."""
         if self._refusal is not None:
             return bool(self._refusal.value == UNSUPPORTED_VERSION)
         return not self.accepted and (self._client.hung_up or self._unanswered)
@@ -197,8 +120,8 @@ class Session:
         return self._reason or self._client.failure or "the connection was lost"
 
     @property
-    def unsaid(self) -> str:
-        """What a broker of MQTT 3.1.1, which gives no reasons, may have hung up on; empty where nothing hints at it."""
+    def guessed_reason(self) -> str:
+        """Why a broker of MQTT 3.1.1, which gives no reasons, may have hung up; empty without a guess."""
         if self._version == 5 or not self._client.hung_up or self._took_retained:
             return ""
         if not self.accepted:
@@ -220,23 +143,22 @@ class Session:
         found = self._client.socket()
         return found if isinstance(found, socket.socket) else None
 
-    def turn(self) -> None:
-        """Write, read and keep alive, without waiting."""
+    def work(self) -> None:
+        """Writes, reads and keeps alive, without waiting."""
         if self.wants_write:
             self._client.loop_write()
         for _ in range(PACKETS_AT_ONCE):
             if self.ended:
                 return
-            self._note(self._client.loop_read())
+            self._record_error(self._client.loop_read())
             if self._client.drained:
                 break
         if self.ended:
             return
-        self._client.loop_misc()  # what it returns does not tell all ends: the disconnect does
-        self._go_on()
+        self._client.loop_misc()  # its return value does not report every end of a connection; ``ended`` does
+        self._send_or_time_out()
 
-    def _go_on(self) -> None:
-        """Sends what waits, or gives up a broker that never answered."""
+    def _send_or_time_out(self) -> None:
         if self.ended:
             return
         if self.accepted:
@@ -251,23 +173,24 @@ class Session:
         self._send_queued()
 
     def subscribe(self, filters: Mapping[str, int]) -> None:
-        """Filter -> QoS."""
-        wanted = list(filters.items())
-        for start in range(0, len(wanted), FILTERS_AT_ONCE):
-            some = wanted[start : start + FILTERS_AT_ONCE]
-            _, identifier = self._client.subscribe(some)
+        """``filters``: filter -> QoS."""
+        items = list(filters.items())
+        for start in range(0, len(items), FILTERS_AT_ONCE):
+            batch = items[start : start + FILTERS_AT_ONCE]
+            _, identifier = self._client.subscribe(batch)
             if identifier is not None:
-                self._subscribing[identifier] = [pattern for pattern, _ in some]
+                self._subscribing[identifier] = [pattern for pattern, _ in batch]
 
     def unsubscribe(self, filters: list[str]) -> None:
         self._client.unsubscribe(filters)
 
     def drop(self) -> None:
-        """End without DISCONNECT, so that the broker publishes the will."""
+        """Ends without DISCONNECT, so that the broker publishes the will."""
         self._client.drop()
 
-    def part(self) -> None:
-        """DISCONNECT, then read to the end: bytes left unread would reset the connection and raise the will."""
+    def disconnect(self) -> None:
+        """Sends DISCONNECT and reads to the end. Unread bytes would reset the connection, so that the broker might
+        publish the will."""
         sock = self.socket()
         if sock is None:
             return
@@ -289,7 +212,7 @@ class Session:
             self._counters, settings.max_incoming_bytes, client_id=settings.client_id, protocol=version
         )
         client.connect_timeout = settings.connect_timeout_s
-        client.max_inflight_messages = 0  # the window is ours
+        client.max_inflight_messages = 0  # no limit: this class limits the window
         if settings.tls is not None:
             client.tls_set_context(settings.tls)
         if settings.username is not None:
@@ -306,7 +229,7 @@ class Session:
         return client
 
     def _connect(self) -> None:
-        """TCP, TLS and the CONNECT packet: clean start always, and no properties, for amqtt hangs on them."""
+        """TCP, TLS and the CONNECT packet, always with clean start, and without properties, on which amqtt hangs."""
         options: dict[str, Any] = {"clean_start": True} if self._version == 5 else {}
         address = self._settings.address
         try:
@@ -316,30 +239,30 @@ class Session:
             raise
         self.began_s = time.monotonic()
 
-    def _note(self, rc: MQTTErrorCode) -> None:
+    def _record_error(self, rc: MQTTErrorCode) -> None:
         if rc != MQTTErrorCode.MQTT_ERR_SUCCESS and self._reason is None and self._client.failure is None:
             self._reason = paho.error_string(rc)
             if rc == MQTTErrorCode.MQTT_ERR_PROTOCOL and self._in_flight:
-                self._reason += self._suspicion()
+                self._reason += self._largest_in_flight()
 
-    def _suspicion(self) -> str:
-        """mosquitto refuses a publish over its ``message_size_limit`` with a reason that MQTT does not allow there, and
-        paho ends the connection: the largest publish under way is named."""
+    def _largest_in_flight(self) -> str:
+        """mosquitto refuses a publish over its ``message_size_limit`` with a reason code that MQTT does not allow
+        there, on which paho ends the connection. The largest publish in flight is the likely cause."""
         largest = _largest(self._in_flight.values())
-        return f" {largest.topic} with {len(largest.payload)} bytes was under way: perhaps over the broker's limit"
+        return f" {largest.topic} with {len(largest.payload)} bytes was in flight: perhaps over the broker's limit"
 
     def _send_queued(self) -> None:
-        """Publish while the window is open and the socket takes it: at most one packet is copied into paho."""
+        """Publishes while the window is open and the socket accepts data, so that paho buffers at most one packet."""
         while self._queue and not self.ended and len(self._in_flight) < self._window and not self.wants_write:
             item = self._queue[0]
             info = self._client.publish(item.topic, item.payload, item.qos, item.retain)
-            if info.rc == MQTTErrorCode.MQTT_ERR_QUEUE_SIZE:  # an identifier still in use: the next turn takes the next
+            if info.rc == MQTTErrorCode.MQTT_ERR_QUEUE_SIZE:  # the packet identifier is still in use
                 return
             self._queue.popleft()
             if item.qos:
                 self._in_flight[info.mid] = replace(item, sent_at_s=time.monotonic())
 
-    # What paho calls: these append and note, nothing else.
+    # paho's callbacks
 
     def _on_connect(
         self, _client: paho.Client, _data: Any, _flags: Any, reason: ReasonCode, limits: Properties | None
@@ -377,8 +300,8 @@ class Session:
         self._give_up_before(item.sent_at_s - SKIPPED_S)
 
     def _give_up_before(self, sent_at_s: float) -> None:
-        """Acknowledgements come in order (MQTT 5.0, 4.6), so what was passed over never gets one: mosquitto 2.0.11 does
-        so to some of thousands, and they would close the window for good."""
+        """Acknowledgements arrive in order (MQTT 5.0, 4.6), so a publish that was skipped will never get one. mosquitto
+        2.0.11 skips a few of thousands; without giving up they would fill the window."""
         for identifier, item in list(self._in_flight.items()):
             if item.sent_at_s >= sent_at_s:
                 return
@@ -404,26 +327,8 @@ def _largest(items: Iterable[_Outgoing]) -> _Outgoing:
     return max(items, key=lambda item: len(item.payload))
 
 
-def describe(error: BaseException) -> str:
-    """The shortest true text of a network error."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        dated = error.verify_code in OF_THE_DATE
-        clock = time.strftime("; the clock here says %Y-%m-%d", time.gmtime()) if dated else ""
-        return f"the broker's certificate is not trusted: {error.verify_message}{clock}"
-    alert = _alert(error) if isinstance(error, ssl.SSLError) else ""
-    if alert:
-        return f"the broker does not take this certificate: {alert}"
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-def _alert(error: ssl.SSLError) -> str:
-    """What a broker says of the certificate; empty for anything else."""
-    reason = error.reason or ""
-    return next((text for word, text in ALERTS.items() if reason.endswith(word)), "")
-
-
 def _read_to_end(sock: socket.socket, until_s: float) -> None:
-    """Discard what comes until the peer hangs up, at most until ``until_s``."""
+    """Discards received bytes until the peer closes the connection, at most until ``until_s``."""
     try:
         sock.shutdown(socket.SHUT_WR)
         while (left_s := until_s - time.monotonic()) > 0:

@@ -1,7 +1,7 @@
-"""How a device answers by its own samples, without torch.
+"""Personalizers: how a device answers from its own samples. Numpy only.
 
-``nearest`` has class means and neighbours, ``gaussian_process`` and ``linear_head`` the other ways,
-``gradient_steps`` what the graph ``adapt`` is asked. ``unknown_class`` tells a sample that is of no known class.
-``plain_baseline`` is what a device could do without the fleet. ``device_bundle`` is all of it as a folder or one
-file. Numpy only.
+``nearest``: class means and nearest neighbours. ``linear_head``, ``gaussian_process``: classifiers that are fitted to
+embedded samples. ``gradient_steps``: which steps the graph ``adapt`` takes. ``unknown_class``: detects samples of no
+known class. ``plain_baseline``: a classifier without the fleet. ``bundle_format``, ``device_bundle``: everything that a
+device needs, as a folder or one file.
 """

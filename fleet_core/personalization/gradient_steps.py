@@ -1,4 +1,4 @@
-"""The gradient steps by which a device makes a served model its own, read off the method's row and hyper-parameters."""
+"""The gradient steps with which a device personalizes a served model, as the method and its hyper-parameters say."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MODEL = ("body", "head")
 
 @dataclass(frozen=True)
 class Steps:
-    """groups: of the model that move. rates: whether each value has a learned rate, in place of ``lr`` for all.
-    number: of the full-batch steps."""
+    """groups: the groups of the model that change. rates: whether each value has a learned learning rate instead of
+    ``lr``. number: of full-batch steps."""
 
     groups: tuple[str, ...] = field(metadata={"choices": MODEL})
     rates: bool
@@ -22,8 +22,7 @@ class Steps:
 
 
 def steps_of(method: Method, hyper: Any) -> Steps | None:
-    """The steps of a device that took no part in training; None where the method makes none, or steps in rounds of its
-    own (``trains``)."""
+    """The steps of a device that took no part in training; None when the method takes none, or trains (``trains``)."""
     if method.personalizer == "meta-sgd":
         return Steps(_of_model(method.shared), True, 0.0, 1)
     lr, number = own_steps(method, hyper)
@@ -33,7 +32,7 @@ def steps_of(method: Method, hyper: Any) -> Steps | None:
 
 
 def trains(method: Method) -> bool:
-    """Whether a device's own model comes of the method's rounds, with its own losses and draws, and of nothing less."""
+    """Whether only the method's own training, with its losses and draws of samples, makes a device's model."""
     return method.personalizer in ("moreau", "fleet-proto")
 
 

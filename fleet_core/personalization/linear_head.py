@@ -1,10 +1,10 @@
-"""A linear head over embedded samples, fitted on the device's own: softmax regression, without torch.
+"""A linear head fitted to the device's own embedded samples: softmax regression in numpy.
 
-Minimises the mean cross-entropy plus ``DECAY``/2 · |W|² over embeddings that are centred and brought to a mean square
+Minimises the mean cross-entropy plus ``DECAY``/2 · |W|² over embeddings that are centred and scaled to a mean square
 of 1, by Nesterov's accelerated gradient with the step 1/L ("A method of solving a convex programming problem with
 convergence rate O(1/k²)", 1983; L bounds the curvature: Böhning, "Multinomial logistic regression algorithm", 1992).
-The body stays as it is, as in Raghu et al., "Rapid Learning or Feature Reuse?", ICLR 2020, whose head begins with the
-meta-learned one; here it begins with zeros, so that a body without a head has one too.
+The body is not changed, as in Raghu et al., "Rapid Learning or Feature Reuse?", ICLR 2020. Their head starts from the
+meta-learned one; this one starts from zeros, so that it also fits a body without a head.
 
 Shapes: S stored samples, n samples, D embedding width, N classes.
 """
@@ -23,21 +23,20 @@ Array = np.ndarray[Any, Any]
 
 STEPS = 50
 DECAY = 1e-3
-"""Keeps the weights of classes that can be told apart without error from growing for ever."""
+"""Weight decay: without it the weights of separable classes grow without limit."""
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """weight: float32 [N, D]. bias: float32 [N], −inf for a class without samples, which is never answered."""
+    """weight: float32 [N, D]. bias: float32 [N], −inf for a class without samples, which is never predicted."""
 
     weight: Array
     bias: Array
 
     @classmethod
     def fit(cls, z_SD: Array, y_S: Array, n_classes: int, *, steps: int = STEPS) -> Head:
-        """The head after ``steps`` on samples embedded as z_SD with labels y_S int64. The same for the same samples in
-        the same order. Raises StateError without a sample, DataError for a label ≥ N or embeddings that are not finite.
-        """
+        """Fits a head to embedded samples z_SD with labels y_S int64. Deterministic. Raises StateError without a
+        sample, DataError for a label outside 0…N − 1 or embeddings that are not finite."""
         if not len(y_S):
             raise StateError("there is no labelled sample to personalize with", hint="add some: edge-agent samples add")
         if len(z_SD) != len(y_S) or not 0 <= y_S.min() <= y_S.max() < n_classes:
@@ -46,12 +45,12 @@ class Head:
             raise DataError("an embedding holds a value that is not finite")
         mean_D = z_SD.mean(0, dtype=np.float64)
         centred_SD = z_SD - mean_D
-        size = float(np.sqrt(np.square(centred_SD).mean())) or 1.0
+        scale = float(np.sqrt(np.square(centred_SD).mean())) or 1.0
         known_K, y_K = np.unique(y_S, return_inverse=True)
-        weight_KE = _descended(np.c_[centred_SD / size, np.ones(len(y_S))], y_K, len(known_K), steps)
+        weight_KE = _nesterov(np.c_[centred_SD / scale, np.ones(len(y_S))], y_K, len(known_K), steps)
         weight, bias = np.zeros((n_classes, z_SD.shape[1]), np.float32), np.full(n_classes, -np.inf, np.float32)
-        weight[known_K] = weight_KE[:, :-1] / size
-        bias[known_K] = weight_KE[:, -1] - weight_KE[:, :-1] @ mean_D / size
+        weight[known_K] = weight_KE[:, :-1] / scale
+        bias[known_K] = weight_KE[:, -1] - weight_KE[:, :-1] @ mean_D / scale
         return cls(weight, bias)
 
     def probabilities(self, z_nD: Array) -> Array:
@@ -59,21 +58,21 @@ class Head:
         return softmax(z_nD @ self.weight.T + self.bias)
 
 
-def _descended(x_SE: Array, y_S: Array, n_classes: int, steps: int) -> Array:
+def _nesterov(x_SE: Array, y_S: Array, n_classes: int, steps: int) -> Array:
     """float64 [N, E], E = D + 1: weights and, in the last column, biases, which do not decay."""
-    wanted_SN = np.eye(n_classes)[y_S]
+    target_SN = np.eye(n_classes)[y_S]
     decay_E = np.full(x_SE.shape[1], DECAY)
     decay_E[-1] = 0.0
     rate = 1 / (_curvature(x_SE) + DECAY)
     weight_NE = ahead_NE = np.zeros((n_classes, x_SE.shape[1]))
     for k in range(steps):
-        error_SN = softmax(x_SE @ ahead_NE.T) - wanted_SN
+        error_SN = softmax(x_SE @ ahead_NE.T) - target_SN
         before_NE, weight_NE = weight_NE, ahead_NE - rate * (error_SN.T @ x_SE / len(x_SE) + decay_E * ahead_NE)
         ahead_NE = weight_NE + k / (k + 3) * (weight_NE - before_NE)
     return weight_NE
 
 
 def _curvature(x_SE: Array) -> float:
-    """½ · the largest eigenvalue of XᵀX / S: no second derivative of the mean cross-entropy is larger."""
+    """½ · the largest eigenvalue of XᵀX / S, an upper bound of the curvature of the mean cross-entropy."""
     gram = x_SE @ x_SE.T if len(x_SE) < x_SE.shape[1] else x_SE.T @ x_SE
     return float(np.linalg.eigvalsh(gram)[-1]) / (2 * len(x_SE))

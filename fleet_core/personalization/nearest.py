@@ -1,9 +1,9 @@
-"""Answers from a device's own samples, without torch: class means, or the nearest samples beside a head.
+"""Answers from a device's own samples, in numpy: by class means, or by nearest neighbours combined with a head.
 
 Prototypes: Snell, Swersky, Zemel, "Prototypical Networks for Few-shot Learning", NeurIPS 2017, eq. 1-2, with the
-squared Euclidean distance (Acar et al., ICML 2021, §2). A new sample moves its class's mean: no gradient is needed.
+squared Euclidean distance (Acar et al., ICML 2021, §2). A new sample updates its class's mean, without a gradient.
 Neighbours: Marfoq, Neglia, Kameni, Vidal, "Personalized Federated Learning through Local Memorization", ICML 2022, eq.
-5-7 (kNN-Per); the authors' program weighs by exp(−distance² / D) in place of exp(−distance).
+5-7 (kNN-Per); the authors' program weights by exp(−distance² / D) instead of exp(−distance).
 
 Shapes: n samples, D embedding width, N classes, S stored samples.
 """
@@ -27,20 +27,20 @@ Array = np.ndarray[Any, Any]
 BATCH = 256
 MAX_BYTES = 64 << 20
 MAX_DIFFERENCES = 1 << 22
-"""Numbers at once in the differences between samples and stored ones (32 MiB), unless a single sample takes more."""
+"""The most values (32 MiB) in one array of differences to stored samples; one sample may exceed it."""
 FARTHEST = np.finfo(np.float32).max
-"""The distance of a class that has samples is finite, however far; that of one without is not."""
+"""Distances are clipped to it, so that only classes without samples have an infinite distance."""
 SHARES = tuple(k / 10 for k in range(11))
-"""Shares of the neighbours that are tried, as in the paper."""
+"""The values of λ that are tried, as in the paper."""
 
 
 @dataclass(frozen=True)
 class Prototypes:
-    """Class means and the number of samples behind each.
+    """Class means.
 
-    prototypes: float32 [N, D], 0 where there is no sample. counts: int64 [N].
-    weights: what names the encoder's weights they were made with (they mean nothing under others).
-    distance: ``squared``, or ``norm`` for the distance itself (Lim et al. 2024); the nearest class is the same.
+    prototypes: float32 [N, D], 0 for a class without samples. counts: int64 [N], samples per class. weights: id of the
+    encoder's weights; the means are valid only with these. distance: ``squared``, or ``norm`` for the distance itself
+    (Lim et al. 2024), which changes the probabilities but not the nearest class.
     """
 
     prototypes: Array
@@ -57,7 +57,7 @@ class Prototypes:
         cls, embed_fn: Callable[[Array], Array], x: Array, y: Array, n_classes: int, weights: str = "",
         distance: str = "squared",
     ) -> Prototypes:
-        """Class means of ``embed_fn`` over raw samples x [n, *shape] with labels y [n]. Raises DataError."""
+        """Class means of ``embed_fn(x)`` for raw samples x [n, *shape] with labels y [n]. Raises DataError."""
         z_nD = embed_fn(x)
         return cls.empty(n_classes, z_nD.shape[1], weights, distance).add(z_nD, y)
 
@@ -69,7 +69,7 @@ class Prototypes:
         return cls(means, np.ceil(count).astype(np.int64), weights)
 
     def add(self, z_nD: Array, y_n: Array) -> Prototypes:
-        """These prototypes with more samples: mu + (z − mu)/n, class by class. Raises DataError for a label ≥ N."""
+        """These prototypes updated with more samples: mu + (z − mu)/n per class. Raises DataError for a label ≥ N."""
         if len(z_nD) != len(y_n):
             raise DataError(f"{len(z_nD)} samples and {len(y_n)} labels")
         if len(y_n) and not 0 <= y_n.min() <= y_n.max() < len(self.counts):
@@ -82,15 +82,15 @@ class Prototypes:
         return Prototypes(mean.astype(np.float32), counts, self.weights, self.distance)
 
     def probabilities(self, z_nD: Array) -> Array:
-        """softmax(−distance) float32 [n, N]; 0 for a class without samples. Raises StateError when all lack them."""
-        if not self._some:
+        """softmax(−distance) float32 [n, N]; 0 for a class without samples. Raises StateError when no class has any."""
+        if not self._any:
             raise StateError("there is no labelled sample to personalize with", hint="add some: edge-agent samples add")
         if len(z_nD) <= BATCH:
             return softmax(self._scores(z_nD))
         return np.concatenate([softmax(self._scores(z_nD[i : i + BATCH])) for i in range(0, len(z_nD), BATCH)])
 
     @cached_property
-    def _some(self) -> bool:
+    def _any(self) -> bool:
         return bool(self.counts.any())
 
     @cached_property
@@ -99,22 +99,22 @@ class Prototypes:
 
     def _scores(self, z_nD: Array) -> Array:
         with np.errstate(over="ignore"):
-            apart_nND = z_nD[:, None] - self.prototypes
-            distance_nN = np.add.reduce(np.multiply(apart_nND, apart_nND, out=apart_nND), axis=2)
+            difference_nND = z_nD[:, None] - self.prototypes
+            distance_nN = np.add.reduce(np.multiply(difference_nND, difference_nND, out=difference_nND), axis=2)
         if self.distance == "norm":
             distance_nN = np.sqrt(distance_nN)
         scores_nN = np.negative(np.minimum(distance_nN, FARTHEST))
         return scores_nN if self._complete else np.where(self.counts > 0, scores_nN, np.float32(-np.inf))
 
     def save(self, path: Path) -> None:
-        """Written whole, readable by the owner only: prototypes tell about the device's data. Raises StateError."""
+        """Writes a file with mode 0600, because prototypes reveal the device's data. Raises StateError."""
         arrays = {"prototypes": self.prototypes, "counts": self.counts}
-        facts = {"weights": self.weights, "distance": self.distance}
-        storage.write_atomic(path, storage.pack(arrays, facts), mode=0o600)
+        metadata = {"weights": self.weights, "distance": self.distance}
+        storage.write_atomic(path, storage.pack(arrays, metadata), mode=0o600)
 
     @classmethod
     def load(cls, path: Path) -> Prototypes:
-        """Raises StateError when the file is absent or holds no prototypes."""
+        """Raises StateError when the file cannot be read or holds no prototypes."""
         arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_BYTES), where=str(path))
         return cls.checked(arrays, metadata.get("weights", ""), metadata.get("distance", "squared"), where=str(path))
 
@@ -122,20 +122,20 @@ class Prototypes:
     def checked(
         cls, arrays: Mapping[str, Array], weights: str = "", distance: str = "squared", *, where: str | None = None
     ) -> Prototypes:
-        """Those in ``arrays`` from a file. Raises StateError when they are none."""
+        """Prototypes from the arrays of a file. Raises StateError when they are not valid prototypes."""
         prototypes, counts = (arrays.get(name, np.empty(0)) for name in ("prototypes", "counts"))
         found = cls(prototypes, counts, weights, distance)
-        if not found._sound():
+        if not found._valid():
             raise StateError("holds no prototypes", where=where, hint="personalize again")
         return found
 
     def widened(self, n_classes: int) -> Prototypes:
-        """With more classes, which have no samples yet."""
+        """These prototypes with ``n_classes`` classes; the added ones have no samples."""
         more = n_classes - len(self.counts)
         means, counts = np.pad(self.prototypes, ((0, more), (0, 0))), np.pad(self.counts, (0, more))
         return Prototypes(means, counts, self.weights, self.distance)
 
-    def _sound(self) -> bool:
+    def _valid(self) -> bool:
         return (
             self.prototypes.ndim == 2
             and self.prototypes.dtype == np.float32
@@ -148,10 +148,8 @@ class Prototypes:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The device's own samples as they are embedded.
-
-    z: float32 [S, D]. y: int64 [S]. classes: N. count: k of the vote. share: λ of the neighbours in the answer.
-    """
+    """The device's own embedded samples. z: float32 [S, D]. y: int64 [S]. classes: N. count: k, the number of
+    neighbours that vote. share: λ, the weight of the neighbours in the answer."""
 
     z: Array
     y: Array
@@ -161,21 +159,21 @@ class Neighbours:
 
     @classmethod
     def of(cls, z_SD: Array, y_S: Array, head_SN: Array, count: int, share: float | None) -> Neighbours:
-        """``head_SN``: the head's probabilities of these samples. share None: the one of ``SHARES`` that answers them
-        best, each without itself; of equal ones the smallest. Raises StateError without a sample."""
+        """head_SN: the head's probabilities for these samples. share: None chooses from ``SHARES`` the smallest with
+        the best leave-one-out accuracy on them. Raises StateError without a sample."""
         if not len(y_S):
             raise StateError("there is no labelled sample to personalize with", hint="add some: edge-agent samples add")
         found = cls(z_SD, y_S, head_SN.shape[1], count, 0.0 if share is None else share)
         if share is None and len(y_S) > 1:
             own_SN = found.votes(z_SD, without_self=True)
-            right = [float((_mixed(own_SN, head_SN, s).argmax(1) == y_S).mean()) for s in SHARES]
-            found = cls(z_SD, y_S, found.classes, count, SHARES[int(np.argmax(right))])
+            accuracy = [float((_mixed(own_SN, head_SN, s).argmax(1) == y_S).mean()) for s in SHARES]
+            found = cls(z_SD, y_S, found.classes, count, SHARES[int(np.argmax(accuracy))])
         return found
 
     def votes(self, z_nD: Array, *, without_self: bool = False) -> Array:
-        """[n, N]: the k nearest samples' votes, weighted by exp(−distance), summing to 1.
+        """[n, N]: the votes of the k nearest samples, weighted by exp(−distance) and normalized to sum to 1.
 
-        without_self: z_nD are the stored samples, and none votes for itself.
+        without_self: z_nD are the stored samples, and no sample votes for itself.
         """
         rows = max(1, MAX_DIFFERENCES // max(1, self.z.size))
         parts = [self._votes(z_nD[i : i + rows], i if without_self else None) for i in range(0, len(z_nD), rows)]
@@ -187,14 +185,14 @@ class Neighbours:
         if start is not None:
             distance_nS[rows, start + rows] = np.inf
         near = np.argsort(distance_nS, axis=1, kind="stable")[:, : min(self.count, len(self.y) - (start is not None))]
-        far_nk = np.take_along_axis(distance_nS, near, 1)
-        weight_nk = np.exp(far_nk.min(1, keepdims=True) - far_nk)
+        distance_nk = np.take_along_axis(distance_nS, near, 1)
+        weight_nk = np.exp(distance_nk.min(1, keepdims=True) - distance_nk)
         votes = np.zeros((len(z_nD), self.classes))
         np.add.at(votes, (rows[:, None], self.y[near]), weight_nk)
         return np.asarray(votes / votes.sum(1, keepdims=True), dtype=np.float32)
 
     def probabilities(self, z_nD: Array, head_nN: Array) -> Array:
-        """λ · votes + (1 − λ) · the head's probabilities, float32 [n, N]."""
+        """λ · votes + (1 − λ) · head_nN (the head's probabilities), float32 [n, N]."""
         return _mixed(self.votes(z_nD), head_nN, self.share)
 
 
@@ -203,6 +201,6 @@ def _mixed(votes_nN: Array, head_nN: Array, share: float) -> Array:
 
 
 def softmax(scores_nN: Array) -> Array:
-    """Rows of positive numbers that sum to 1; −inf gives 0. Stable for scores of any size."""
+    """Softmax of each row; −inf gives 0. Stable for scores of any size."""
     powers = np.exp(scores_nN - np.maximum.reduce(scores_nN, axis=1, keepdims=True))
     return np.asarray(powers / np.add.reduce(powers, axis=1, keepdims=True))

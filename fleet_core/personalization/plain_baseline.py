@@ -1,4 +1,4 @@
-"""A plain baseline: simple features and a simple classifier, numpy only, to compare a trained model with.
+"""A plain baseline: simple features and a simple classifier in numpy, with which a trained model is compared.
 
 Features of one sample:
 
@@ -7,9 +7,9 @@ Features of one sample:
 - an image [C, H, W]: its pixels, averaged over squares;
 - a row [F]: the row itself.
 
-They are standardized on the samples that the baseline learns from. The classifier is the nearest class mean or softmax
-regression, whichever has the better macro-F1 on every fourth of these samples, after learning from the others. Tokens
-(int64) have no such features. The same samples in the same order give the same baseline.
+The features are standardized on the training samples. The classifier is the nearest class mean or softmax regression,
+whichever has the better macro-F1 on every fourth training sample of each class after training on the others. Tokens
+(int64) have no such features. Deterministic.
 
 Shapes: S samples, F features, N classes, C channels, T time steps.
 """
@@ -32,19 +32,19 @@ Array = np.ndarray[Any, Any]
 
 NEAREST, LOGISTIC = "nearest mean", "logistic regression"
 MAX_SAMPLES = 2000
-"""Samples that the baseline learns from: of more, about as many of each class."""
+"""The most training samples used; of more, about as many of each class are taken."""
 MAX_FEATURES = 256
 MAX_LOGISTIC_CLASSES = 64
-"""More classes take softmax regression too long on a small board; the nearest mean is alone then."""
-STATISTICS = 5  # of a channel of a series
+"""With more classes softmax regression takes too long on a small board, and only the nearest mean is used."""
+STATISTICS = 5  # per channel of a series
 MAX_FREQUENCIES, MAX_SIDE = 128, 16
 BATCH = 64
-EVERY = 4  # of the samples of a class, which one chooses between the two classifiers
+EVERY = 4  # every fourth sample of a class is held out to choose between the two classifiers
 
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """mean, deviation: float64 [F]. classifier: takes standardized features."""
+    """mean, deviation: float64 [F], for standardization. classifier: takes standardized features."""
 
     mean: Array
     deviation: Array
@@ -52,9 +52,9 @@ class Baseline:
 
     @classmethod
     def fit(cls, x: Array, y: Array, n_classes: int, name: str | None = None) -> Baseline:
-        """From raw samples x [S, *shape] with labels y int64 [S]; at most ``MAX_SAMPLES`` are used. name: ``NEAREST``
-        or ``LOGISTIC``, by default the better one. Raises StateError without a sample, DataError for tokens, a label ≥
-        N or values that are not finite."""
+        """Fits to raw samples x [S, *shape] with labels y int64 [S]. name: ``NEAREST`` or ``LOGISTIC``, by default the
+        better one. Raises StateError without a sample, DataError for tokens, a label ≥ N or values that are not finite.
+        """
         if not len(y):
             raise StateError("there is no labelled sample to fit a baseline to")
         rows = stratified(y, MAX_SAMPLES)
@@ -65,7 +65,7 @@ class Baseline:
         constant = deviation_F <= 1e-9 * np.maximum(1.0, np.abs(mean_F))
         deviation_F = np.where(constant, 1.0, deviation_F)
         z_SF = (features_SF - mean_F) / deviation_F
-        fit = _chosen(z_SF, y, n_classes) if name is None else FITS[name]
+        fit = _better_fit(z_SF, y, n_classes) if name is None else FITS[name]
         return cls(mean_F, deviation_F, fit(z_SF, y, n_classes))
 
     @property
@@ -74,18 +74,18 @@ class Baseline:
         return NEAREST if isinstance(self.classifier, Prototypes) else LOGISTIC
 
     def labels(self, x: Array) -> Array:
-        """The answers int64 [S] to raw samples x [S, *shape]."""
+        """The predicted labels int64 [S] of raw samples x [S, *shape]."""
         parts = [features(x[k : k + BATCH]) for k in range(0, len(x), BATCH)] or [np.zeros((0, len(self.mean)))]
         return np.concatenate([_answers(self.classifier, (part - self.mean) / self.deviation) for part in parts])
 
 
 def applies_to(x: Array) -> bool:
-    """Whether raw samples x have features here: tokens have none."""
+    """Whether the baseline has features for raw samples x; it has none for tokens."""
     return bool(x.dtype != np.int64)
 
 
 def described(name: str, shape: tuple[int, ...]) -> str:
-    """The baseline in words, for samples of this shape: ``nearest mean on spectrum and statistics``."""
+    """The baseline in words, for samples of this shape, such as ``nearest mean on spectrum and statistics``."""
     return f"{name} on {({2: 'spectrum and statistics', 3: 'pixels'}).get(len(shape), 'the values')}"
 
 
@@ -119,7 +119,7 @@ def _of_rows(x: Array) -> Array:
 
 
 def _averaged(x: Array, axis: int, bins: int) -> Array:
-    """``bins`` means of neighbours along an axis; x itself where there are no more than that."""
+    """Averages neighbours along an axis to ``bins`` values; x itself when the axis is no longer than that."""
     length = x.shape[axis]
     if length <= bins:
         return x
@@ -129,8 +129,8 @@ def _averaged(x: Array, axis: int, bins: int) -> Array:
     return np.asarray(np.add.reduceat(x, starts[:-1], axis=axis) / np.diff(starts).reshape(shape))
 
 
-def _chosen(z_SF: Array, y: Array, n_classes: int) -> Fit:
-    """The better of the two on every fourth sample of a class."""
+def _better_fit(z_SF: Array, y: Array, n_classes: int) -> Fit:
+    """The classifier with the better macro-F1 on every fourth sample of each class."""
     held = np.zeros(len(y), bool)
     for label in np.unique(y):
         held[np.flatnonzero(y == label)[EVERY - 1 :: EVERY]] = True

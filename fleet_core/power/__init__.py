@@ -1,1 +1,1 @@
-"""Where the joules go: meters, the energy model of a board, and the book of joules per phase. No torch."""
+"""Energy: sensors and meters, a board's energy model, and joules per phase of work. No torch."""

@@ -1,6 +1,6 @@
-"""A thread that settles a book of joules every second, so that a sensor's trapezoid has no gaps while others work.
+"""A thread that reads a power sensor every second, so that the trapezoid has no gaps during other work.
 
-It slows down where settling costs more than its share of a core, and never beyond half of the longest gap.
+The interval becomes longer when reading costs more than its budget, up to half of GAP_S.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ PERIOD_S = 1.0
 
 
 @contextlib.contextmanager
-def ticking(settle: Callable[[], None], period_s: float = PERIOD_S) -> Iterator[None]:
-    """Calls ``settle`` again and again, from a thread of its own, until the block ends."""
-    over = threading.Event()
+def repeating(action: Callable[[], None], period_s: float = PERIOD_S) -> Iterator[None]:
+    """Calls ``action`` repeatedly from another thread until the block ends."""
+    ended = threading.Event()
 
     def loop() -> None:
         wait_s = period_s
-        while not over.wait(wait_s):
+        while not ended.wait(wait_s):
             before_s = cpu_s()
-            settle()
+            action()
             wait_s = pause_s(cpu_s() - before_s, period_s)
 
     thread = threading.Thread(target=loop, name="power", daemon=True)
@@ -31,10 +31,10 @@ def ticking(settle: Callable[[], None], period_s: float = PERIOD_S) -> Iterator[
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         thread.join()
 
 
 def pause_s(cost_s: float, period_s: float = PERIOD_S) -> float:
-    """Seconds until the next reading, after one that cost so many CPU seconds."""
+    """Seconds until the next reading, after one that cost ``cost_s`` CPU seconds."""
     return min(max(period_s, cost_s / BUDGET), GAP_S / 2)

@@ -1,4 +1,4 @@
-"""Which meter a process gets: a sensor where one can be read, else a model, else none, which means *not measured*."""
+"""Chooses the meter of a process: a sensor if one can be read, else a model, else none: energy is *not measured*."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def choose_meter(
     root: Path = Path("/"),
     power: Power | None = None,
 ) -> Meter | None:
-    """The sensor if it can be read; else the model of the user's watts or of the board; else None, *not measured*.
+    """The sensor if it can be read; else the model of the user's watts or of the board; else None.
 
-    board: its sensor is the one; a board that has none is modelled wherever it runs, as the joules of another machine's
-        sensor are not the board's. Without a board it is RAPL.
-    meter_watts: (idle, busy) of this machine, from the user; idle also tells a sensor's idle draw from its work.
+    board: decides the sensor. A board without one is modelled on any machine, because the joules of another machine's
+        sensor are not the board's. Without a board the sensor is RAPL.
+    meter_watts: (idle, busy) of this machine, from the user; idle also separates a sensor's idle draw from its work.
     root: of the file system.
-    power: the user's own choice of a sensor, in place of the board's.
+    power: the user's choice of a sensor instead of the board's.
 
-    Raises ConfigError for watts that are wrong. A sensor that refuses is logged with what would help.
+    Raises ConfigError for wrong watts. A sensor that cannot be read is logged with a hint.
     """
     _check(meter_watts)
-    wanted = power or (Power("rapl") if board is None else board.power)
-    idle_w = meter_watts[0] if meter_watts else wanted.idle_w if wanted.source else None
-    if wanted.sensor != "none":
-        meter = _metered(wanted, idle_w, root, asked=board is not None or power is not None)
+    choice = power or (Power("rapl") if board is None else board.power)
+    idle_w = meter_watts[0] if meter_watts else choice.idle_w if choice.source else None
+    if choice.sensor != "none":
+        meter = _sensor_meter(choice, idle_w, root, explicit=board is not None or power is not None)
         if meter is not None:
             return meter
     if meter_watts is not None:
@@ -47,11 +47,11 @@ def choose_meter(
 
 
 def sensor_of(power: Power, root: Path = Path("/")) -> Sensor:
-    """The sensor of watts that ``power`` names, read once. Raises PowerError, and for ``none`` and ``rapl``, which are
-    none."""
-    found = _sensor_of(power, root)
-    found.read()
-    return found
+    """The sensor that ``power`` names. Raises PowerError when it cannot be read, and for ``none`` and ``rapl``, which
+    are not sensors of watts."""
+    sensor = _sensor_of(power, root)
+    sensor.read()
+    return sensor
 
 
 def _sensor_of(power: Power, root: Path) -> Sensor:
@@ -60,13 +60,13 @@ def _sensor_of(power: Power, root: Path) -> Sensor:
     if power.sensor == "ina3221":
         return ina3221.sensor(power.rails, root, power.misses or "")
     if power.sensor == "hwmon" and power.chip:
-        return hwmon.meter(power.chip, power.rails, root, power.misses or "")
-    raise PowerError(f"'{power.sensor}' is no sensor of watts", expected="pmic, ina3221, or hwmon with a chip")
+        return hwmon.find_meter(power.chip, power.rails, root, power.misses or "")
+    raise PowerError(f"'{power.sensor}' is not a sensor of watts", expected="pmic, ina3221, or hwmon with a chip")
 
 
-def _metered(power: Power, idle_w: float | None, root: Path, *, asked: bool) -> Meter | None:
-    """None when the sensor does not read; said in the log, unless nobody ``asked`` for it and it is not there."""
-    if power.sensor == "rapl" and not (root / ZONES).is_dir() and not asked:
+def _sensor_meter(power: Power, idle_w: float | None, root: Path, *, explicit: bool) -> Meter | None:
+    """None when the sensor cannot be read, which is logged; except for RAPL that is absent and not ``explicit``."""
+    if power.sensor == "rapl" and not (root / ZONES).is_dir() and not explicit:
         return None
     try:
         if power.sensor == "rapl":
@@ -88,4 +88,4 @@ def _check(meter_watts: tuple[float, float] | None) -> None:
         return
     idle_w, busy_w = meter_watts
     if not (math.isfinite(busy_w) and 0 <= idle_w <= busy_w):
-        raise ConfigError(f"{idle_w:g} {busy_w:g} are no watts", where="--meter-watts", expected="0 ≤ IDLE ≤ BUSY")
+        raise ConfigError(f"{idle_w:g} {busy_w:g}", where="--meter-watts", expected="watts, 0 ≤ IDLE ≤ BUSY")

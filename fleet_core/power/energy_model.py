@@ -1,8 +1,8 @@
-"""Energy where there is no sensor: from a board's cited constants, or from watts that the user gives.
+"""Models of energy for machines without a sensor: from a board's cited constants, or from the user's watts.
 
-joules = FLOPs ÷ effective FLOP/s × (busy − idle) W + idle W × time + bytes × J/byte. A board's seconds are never
-another machine's: only work (FLOPs, bytes) and the wall clock are taken from the machine at hand. A constant without a
-cited source makes its term absent, and named as absent.
+joules = FLOPs ÷ effective FLOP/s × (busy − idle) W + idle W × time + bytes × J/byte. Computing time on another machine
+says nothing about the board, so only work (FLOPs, bytes) and the wall clock of the running machine are used. A constant
+without a cited source makes its term absent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fleet_core.power.shared_counter import Share
 
 
 class BoardModel:
-    """Meter of a named board, from its profile. Its time is the wall clock of the process that stands for it."""
+    """Meter of a board by its profile. Time is the wall clock of this process."""
 
     measured = False
 
@@ -61,10 +61,10 @@ class BoardModel:
 
 
 class WattsModel:
-    """Meter from the watts of this machine, idle and with all its processors busy, that the user gives (--meter-watts).
+    """Meter from the watts of this machine, idle and with all processors busy, given by the user (--meter-watts).
 
-    joules above idle = CPU seconds of this process and its children ÷ processors × (busy − idle) W; the processes of
-    one machine share its idle draw (where it has no /proc, each books all of it).
+    joules above idle = CPU seconds of this process and its children ÷ processors × (busy − idle) W. The processes of
+    a machine share its idle draw; without /proc each counts all of it.
     """
 
     measured = False
@@ -95,15 +95,15 @@ class WattsModel:
         return Interval(self._last[0] - before[0], self._last[1] - before[1])
 
     def compute_j(self, flops: float) -> None:
-        """None: the CPU seconds hold it."""
+        """None: the CPU seconds include it."""
 
     def radio_j(self, payload_bytes: int) -> None:
-        """None: no one knows."""
+        """None: unknown."""
 
 
 @dataclass(frozen=True)
 class Watts:
-    """A machine's joules as if a counter had counted them: idle watts over the clock, and joules a busy CPU second."""
+    """A counter of modelled joules: idle watts times the clock, plus joules per busy CPU second."""
 
     idle_w: float
     j_per_cpu_s: float
@@ -120,7 +120,7 @@ class Watts:
         return 0.0
 
     def alone(self) -> tuple[float, float]:
-        """(joules above idle, idle joules) of this process alone, since some fixed moment."""
+        """(joules above idle, idle joules) of this process only, since a fixed moment."""
         return self.j_per_cpu_s * own_cpu_s(), self.idle_w * self.clock()
 
 

@@ -1,7 +1,7 @@
-"""The book of joules per phase: what each kind of work of one process has cost, and by which meter.
+"""Joules per phase: what each kind of work of one process costs, and by which meter.
 
-Joules above idle go to the phase that is open when they are spent, in equal parts where several are, and to "other"
-where none is. Idle draw is the device's, in a column of its own. What no meter tells is absent, never 0.
+Joules above idle are counted in the phase that is open when they are spent: in equal parts when several are open, in
+"other" when none is. Idle draw is counted separately, for the device. What no meter measures is absent, not 0.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from fleet_core.power.meter import PHASES, WORKING, Figure, Meter
 
 log = logging.getLogger(__name__)
 
-TERM_OF = {"idle": "idle", "radio": "radio"}  # every other phase is computing
+TERM_OF = {"idle": "idle", "radio": "radio"}  # all other phases: compute
 
 
 @dataclass
 class Work:
-    """What a phase does, for models that count work: add to it while the phase is open."""
+    """The work of a phase, for meters that model it. Add to it while the phase is open."""
 
     flops: float = 0.0
     payload_bytes: int = 0
 
 
 class JoulesByPhase:
-    """Joules of one process. Any thread may open phases. With no meter every figure is absent.
+    """Joules of one process. Any thread may open phases. Without a meter every figure is absent.
 
-    A meter that stops reading stops no work: it is logged, what was booked stays, and every figure then says so.
+    When the meter fails, this is logged, the joules counted so far stay, and every later figure mentions it.
     """
 
     def __init__(self, meter: Meter | None):
@@ -41,46 +41,46 @@ class JoulesByPhase:
         self._unknown_s: dict[str, float] = {}
         self._open: list[str] = []
         self._lock = threading.Lock()
-        self._stopped: str | None = None
+        self._failure: str | None = None
 
     @property
     def metered(self) -> bool:
-        """Whether there is a meter at all."""
+        """Whether there is a meter."""
         return self._meter is not None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Work]:
-        """Books what is spent inside to ``name``, one of WORKING."""
+        """Counts what is spent inside for ``name``, one of WORKING."""
         if name not in WORKING:
             raise PowerError(f"there is no phase '{name}'", expected=", ".join(WORKING))
         work = Work()
-        self.settle()
+        self.update()
         with self._lock:
             self._open.append(name)
         try:
             yield work
         finally:
-            self.settle()
+            self.update()
             with self._lock:
                 self._open.remove(name)
-                self._count(name, work)
+                self._add_work(name, work)
 
     def sent(self, payload_bytes: int) -> None:
-        """So many bytes went over the radio, up or down. Costs no reading: it may be called for every chunk."""
+        """Counts bytes sent or received by radio. It reads no sensor, so it may be called for every chunk."""
         with self._lock:
-            self._count("radio", Work(payload_bytes=payload_bytes))
+            self._add_work("radio", Work(payload_bytes=payload_bytes))
 
-    def settle(self) -> None:
-        """Books the joules up to now. Call it at least every half hour, as a counter that wraps twice misleads; every
-        second where the meter is a sensor of watts (``ticking``)."""
+    def update(self) -> None:
+        """Counts the joules since the last call. Call it at least every half hour, before a counter can wrap twice; for
+        a sensor of watts every second (``repeating``)."""
         with self._lock:
-            if self._meter is None or self._stopped:
+            if self._meter is None or self._failure:
                 return
             try:
                 spent = self._meter.interval()
             except PowerError as error:
-                self._stopped = str(error)
-                log.warning("energy is measured no longer: %s", error)
+                self._failure = str(error)
+                log.warning("energy is no longer measured: %s", error)
                 return
             self._add("idle", spent.idle_j)
             phases = self._open or ["other"]
@@ -92,21 +92,21 @@ class JoulesByPhase:
                     self._unknown_s[name] = self._unknown_s.get(name, 0.0) + spent.unknown_s
 
     def figures(self) -> dict[str, Figure]:
-        """{phase: Figure} of the phases that have one."""
+        """{phase: Figure} of the phases that have joules."""
         with self._lock:
             return {name: self._figure(name) for name in PHASES if name in self._joules}
 
     def total(self) -> Figure | None:
-        """The sum over the phases, idle among them, with every absent term named; None when there is nothing to sum."""
+        """The sum over all phases including idle, with every absent term; None when there is nothing to sum."""
         with self._lock:
             if self._meter is None or not self._joules:
                 return None
-            absent = (*self._absent(), *self._gap("idle"))  # idle time is all time
+            absent = (*self._absent(), *self._gap("idle"))  # every gap is also counted for idle
             return Figure(sum(self._joules.values()), self._meter.source, self._meter.measured, absent)
 
     def take(self) -> dict[str, Figure]:
-        """The figures since the last ``take``, for a report that is sent once; settles first."""
-        self.settle()
+        """The figures since the last ``take``, up to now."""
+        self.update()
         with self._lock:
             taken = {name: self._figure(name) for name in PHASES if name in self._joules}
             self._joules.clear()
@@ -114,7 +114,7 @@ class JoulesByPhase:
             return taken
 
     def plain(self) -> dict[str, Any]:
-        """{phase: {"value", "source", "measured", "absent_terms"}}, as result files have it."""
+        """{phase: {"value", "source", "measured", "absent_terms"}}, as in result files."""
         return {name: figure.plain() for name, figure in self.figures().items()}
 
     def _figure(self, name: str) -> Figure:
@@ -124,15 +124,15 @@ class JoulesByPhase:
 
     def _gap(self, name: str) -> tuple[str, ...]:
         unknown_s = self._unknown_s.get(name)
-        return () if unknown_s is None else (f"gap: {unknown_s:.1f} s without readings are not in it",)
+        return () if unknown_s is None else (f"gap: {unknown_s:.1f} s without readings are not included",)
 
     def _absent(self, only: str | None = None) -> tuple[str, ...]:
-        """Reasons of the absent terms, or of one term alone; and of a meter that stopped."""
+        """The reasons for absent terms, or for the term ``only``; and why the meter failed."""
         terms = self._meter.absent_terms if self._meter is not None else {}
         reasons = [f"{term}: {reason}" for term, reason in terms.items() if only in (None, term) or term == "board"]
-        return (*reasons, f"meter: {self._stopped}") if self._stopped else tuple(reasons)
+        return (*reasons, f"meter: {self._failure}") if self._failure else tuple(reasons)
 
-    def _count(self, name: str, work: Work) -> None:
+    def _add_work(self, name: str, work: Work) -> None:
         if self._meter is not None:
             self._add(name, self._meter.compute_j(work.flops) if work.flops else None)
             self._add("radio", self._meter.radio_j(work.payload_bytes) if work.payload_bytes else None)

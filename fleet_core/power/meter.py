@@ -1,4 +1,4 @@
-"""What a meter is, and what it says: joules with their source, measured or modelled, and the terms that are missing."""
+"""The interface of energy meters: joules with their source, whether they are measured, and which terms are absent."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TERMS = ("compute", "idle", "radio")
 
 @dataclass(frozen=True)
 class Interval:
-    """Joules since the meter's last interval; None where it cannot tell.
+    """Joules since the meter's last interval; None when the meter does not know.
 
-    active_j: above idle, of this process and its children. idle_j: of the device. unknown_s: seconds of which the meter
-    has no readings: their joules are in neither.
+    active_j: above idle, of this process and its children. idle_j: of the device. unknown_s: seconds without readings,
+    whose joules are in neither.
     """
 
     active_j: float | None
@@ -27,12 +27,12 @@ class Interval:
 class Meter(Protocol):
     """Joules of one process on one device.
 
-    A term (compute, idle, radio) that has neither a sensor nor a cited constant is in ``absent_terms`` with its reason.
+    absent_terms: {term: reason} of the terms (compute, idle, radio) that have neither a sensor nor a cited constant.
     """
 
     @property
     def source(self) -> str:
-        """The sensor, or the model and where its constants are from."""
+        """The sensor, or the model and the sources of its constants."""
 
     @property
     def measured(self) -> bool: ...
@@ -41,18 +41,18 @@ class Meter(Protocol):
     def absent_terms(self) -> Mapping[str, str]: ...
 
     def interval(self) -> Interval:
-        """Joules that the passing of time tells of. Raises PowerError."""
+        """Joules since the last call. Raises PowerError."""
 
     def compute_j(self, flops: float) -> float | None:
-        """Joules above idle of so many operations; None where ``interval`` holds them or no one knows."""
+        """Joules above idle of ``flops`` operations; None when ``interval`` includes them or they are unknown."""
 
     def radio_j(self, payload_bytes: int) -> float | None:
-        """Joules of so many bytes sent or received; None where no one knows."""
+        """Joules of ``payload_bytes`` bytes sent or received; None when ``interval`` includes them or unknown."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """joules ≥ 0 with their source; absent_terms: "term: reason" of what they leave out. An unknown figure is None."""
+    """joules: ≥ 0. absent_terms: "term: reason" for each term that the joules do not include."""
 
     joules: float
     source: str
@@ -60,7 +60,7 @@ class Figure:
     absent_terms: tuple[str, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        """As result files have it."""
+        """As in result files."""
         return {
             "value": self.joules,
             "source": self.source,

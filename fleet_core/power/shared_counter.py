@@ -1,10 +1,9 @@
-"""One counter of joules, shared among the processes that ask, so that their sum never exceeds what it counted.
+"""One joule counter divided among processes, so that their sum never exceeds what the counter counted.
 
-What a counter shows above idle is split by the processes' share of CPU time, what is idle evenly among them. Each
-process reads at moments of its own, so shares taken from each one's own two readings could add up to more than the
-counter counted. Therefore all settle through one small file under a lock: each advance of the counter is shared out
-once, whoever saw it. A process that starts other metered processes needs no meter of its own: their CPU time would
-count twice.
+Joules above idle are divided by CPU time, idle joules equally. The processes read at different times, so shares
+computed from each process's own readings could add up to more than the counter counted. Therefore all processes use one
+small file under a lock: whoever reads the counter divides its advance once, for all. A process whose children have
+meters must not have one itself, or their CPU time would count twice.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ MAX_ACCOUNT_BYTES = 1 << 20
 
 
 class Counter(Protocol):
-    """Joules of the whole machine, as readings in µJ that only a counter itself can compare."""
+    """Joules of the whole machine. Only the counter itself can compare its readings."""
 
     def read_uj(self) -> dict[str, int]: ...
 
     def advance_j(self, before_uj: Mapping[str, int], now_uj: Mapping[str, int]) -> float: ...
 
     def unknown_s(self, before_uj: Mapping[str, int], now_uj: Mapping[str, int]) -> float:
-        """Seconds from one reading to the next that ``advance_j`` leaves out."""
+        """Seconds between the readings that ``advance_j`` does not include."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A process that shares the counter: its CPU seconds when last settled; joules, and seconds of which the counter
-    knows nothing, not yet handed to it."""
+    """A process that shares the counter. cpu_s: its CPU seconds at the last update. The others: joules, and seconds
+    without readings, that it has not fetched yet."""
 
     cpu_s: float = field(metadata={"min": 0})
     active_j: float = field(default=0.0, metadata={"min": 0})
@@ -52,7 +51,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Account:
-    """The shared file: the counter, the machine's busy CPU seconds and the clock when last settled; the members."""
+    """The shared file: the counter, the machine's busy CPU seconds and the clock at the last update; the members."""
 
     energy_uj: Mapping[str, int]
     machine_cpu_s: float
@@ -61,12 +60,12 @@ class Account:
 
 
 class Share:
-    """One process's part of a counter.
+    """One process's share of a counter.
 
     Args:
-        name: of the counter; all who share it give the same.
-        idle_w: watts of the idle machine, or None: all joules then go by CPU time.
-        root: of the file system. pid: the process, this one if None; its children count as its own.
+        name: of the counter; the same in all processes.
+        idle_w: watts of the idle machine. None: all joules are divided by CPU time.
+        root: of the file system. pid: the process, by default this one; its children are included.
         clock: seconds, the same for all processes of the machine.
 
     Raises PowerError.
@@ -87,23 +86,31 @@ class Share:
         self._path = _account_folder(root) / f"{name}.json"
         self.interval()
 
+    def source_of(self, sensor: str) -> str:
+        """A meter's ``source``: the sensor, and a note when idle draw is not separated."""
+        return sensor if self._idle_w is not None else f"{sensor} (idle draw included)"
+
+    @property
+    def absent_terms(self) -> dict[str, str]:
+        return {} if self._idle_w is not None else {"idle": "idle watts are unknown; the other phases include it"}
+
     def interval(self) -> Interval:
-        """Joules handed to this process since its last interval. Raises PowerError."""
+        """Joules of this process since its last interval. Raises PowerError."""
         with _locked(self._path) as file:
-            account = self._settled(_account(file.read()))
+            account = self._updated(_account(file.read()))
             key, cpu_s = process_key(self._root, self._pid), process_cpu_s(self._root, self._pid)
             if key is None or cpu_s is None:
-                raise PowerError(f"process {self._pid} is not there", where=str(self._root / "proc"))
-            mine = account.members.get(key, Member(cpu_s))
-            members = {**account.members, key: Member(mine.cpu_s)}
+                raise PowerError(f"process {self._pid} does not exist", where=str(self._root / "proc"))
+            own = account.members.get(key, Member(cpu_s))
+            members = {**account.members, key: Member(own.cpu_s)}
             after = Account(account.energy_uj, account.machine_cpu_s, account.at_s, members)
             file.write(json.dumps(schema.plain(after)))
-        return Interval(mine.active_j, None if self._idle_w is None else mine.idle_j, mine.unknown_s)
+        return Interval(own.active_j, None if self._idle_w is None else own.idle_j, own.unknown_s)
 
-    def _settled(self, before: Account | None) -> Account:
-        """The account brought up to now: the joules since ``before`` shared out among its members that still run."""
+    def _updated(self, before: Account | None) -> Account:
+        """The account at this moment: the joules since ``before`` are divided among its members that still run."""
         now = Account(self._counter.read_uj(), machine_cpu_s(self._root), self._clock(), {})
-        if before is None or before.at_s > now.at_s:  # the first to ask, or a machine that has started again
+        if before is None or before.at_s > now.at_s:  # the first call, or the machine was rebooted
             return now
         running = {key: _cpu_of(self._root, key) for key in before.members}
         spent_s = {k: max(0.0, cpu_s - before.members[k].cpu_s) for k, cpu_s in running.items() if cpu_s is not None}
@@ -124,7 +131,7 @@ class Share:
 
 
 def _cpu_of(root: Path, key: str) -> float | None:
-    """CPU seconds of a member; None when its process is gone, even if a new one has its number."""
+    """CPU seconds of a member; None when its process has ended, even if another has its pid now."""
     pid = key.partition(":")[0]
     if not pid.isdecimal() or process_key(root, int(pid)) != key:
         return None
@@ -135,25 +142,25 @@ def _account(text: str) -> Account | None:
     try:
         data: Any = json.loads(text)
     except (ValueError, RecursionError):
-        return None  # new, or a writer was killed while it wrote: what was not handed out is lost, never doubled
+        return None  # new, or its writer was killed: joules not fetched yet are lost, never counted twice
     return schema.read(Account, data)[0]
 
 
 def _account_folder(root: Path) -> Path:
-    """A folder of this user's own, the same for all its processes."""
+    """A folder for all processes of this user."""
     folder = root / "tmp" / f"metafleet-power-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise PowerError(f"cannot be made: {error.strerror}", where=str(folder)) from error
+        raise PowerError(f"cannot be created: {error.strerror}", where=str(folder)) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise PowerError("belongs to another user", where=str(folder), hint="remove it")
     return folder
 
 
 class _Locked:
-    """An open, locked file of text that is read and written whole."""
+    """An open and locked text file."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor

@@ -1,4 +1,4 @@
-"""Watts now, by source: what can be read or modelled on this machine, and why the rest cannot."""
+"""The present watts of this machine from each available source, and why the other sources are not available."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Source:
-    """Something that tells watts. misses: what is not in them. read: the watts since it was last asked, or now."""
+    """misses: consumers that it does not measure. read: the average watts since the last call, or the present watts."""
 
     name: str
     measured: bool
@@ -31,8 +31,8 @@ class Source:
 
 
 @dataclass
-class Tally:
-    """What a source said, and when."""
+class Readings:
+    """The readings of one source."""
 
     source: Source
     at_s: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Tally:
 
     @property
     def mean_w(self) -> float:
-        """By trapezoid."""
+        """The average watts over time, by trapezoids."""
         pairs = zip(self.at_s, self.at_s[1:], self.watts, self.watts[1:], strict=False)
         joules = sum((after_s - before_s) * (a + b) / 2 for before_s, after_s, a, b in pairs)
         seconds = self.at_s[-1] - self.at_s[0]
@@ -56,8 +56,8 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Found:
-    """absent: {source: why it tells nothing}. meters: hwmon meters that are here, chosen or not."""
+class Available:
+    """absent: {source: why it is not available}. meters: all hwmon meters of the machine."""
 
     sources: tuple[Source, ...]
     absent: Mapping[str, str]
@@ -67,21 +67,21 @@ class Found:
 def sources(
     board: Profile | None, power: Power | None, meter_watts: tuple[float, float] | None, root: Path = Path("/"),
     clock: Clock = time.monotonic,
-) -> Found:
-    """The sensor of the profile, or that which device.toml has in its place; RAPL; and the model."""
-    found: list[Source] = []
+) -> Available:
+    """The sensor of device.toml (``power``) or else of the board's profile; RAPL; and the model."""
+    available: list[Source] = []
     absent: dict[str, str] = {}
-    wanted = power or (None if board is None else board.power)
-    ways: list[tuple[str, Callable[[], Source]]] = []
-    if wanted is not None and wanted.sensor not in ("none", "rapl"):
-        ways.append((wanted.sensor, lambda: _sensor(wanted, root)))
-    ways += [("rapl", lambda: _rapl(root, clock)), ("model", lambda: _model(board, meter_watts, root, clock))]
-    for name, way in ways:
+    choice = power or (None if board is None else board.power)
+    candidates: list[tuple[str, Callable[[], Source]]] = []
+    if choice is not None and choice.sensor not in ("none", "rapl"):
+        candidates.append((choice.sensor, lambda: _sensor(choice, root)))
+    candidates += [("rapl", lambda: _rapl(root, clock)), ("model", lambda: _model(board, meter_watts, root, clock))]
+    for name, open_source in candidates:
         try:
-            found.append(way())
+            available.append(open_source())
         except PowerError as error:
             absent[name] = str(error)
-    return Found(tuple(found), absent, tuple(hwmon.seen(root)))
+    return Available(tuple(available), absent, tuple(hwmon.list_meters(root)))
 
 
 def _sensor(power: Power, root: Path) -> Source:
@@ -91,7 +91,7 @@ def _sensor(power: Power, root: Path) -> Source:
 
 
 def _rapl(root: Path, clock: Clock) -> Source:
-    packages = Packages.found(root)
+    packages = Packages.detect(root)
     last = [(clock(), packages.read_uj())]
 
     def read() -> Reading:
@@ -100,18 +100,17 @@ def _rapl(root: Path, clock: Clock) -> Source:
         seconds = now[0] - before_s
         return Reading(packages.advance_j(before_uj, now[1]) / seconds if seconds > 0 else 0.0)
 
-    names = ", ".join(package.name for package in packages.all)
-    return Source(f"RAPL {names}", True, "all but the processor package", read)
+    return Source(packages.source, True, "all but the processor package", read)
 
 
 def _model(
     board: Profile | None, meter_watts: tuple[float, float] | None, root: Path, clock: Clock
 ) -> Source:
-    """The user's watts by how busy the processors are; else the idle draw that the board's table has."""
+    """The user's watts scaled by CPU load; else the board's cited idle draw."""
     if meter_watts is not None:
         return _busy(*meter_watts, root, clock)
     if board is None:
-        raise PowerError("there is neither a profile nor watts from a meter",
+        raise PowerError("there is neither a profile nor measured watts",
                          hint="edge-agent energy calibrate --meter-watts IDLE BUSY")
     model = BoardModel(board)
     idle_w = board.power.idle_w

@@ -26,7 +26,7 @@ from fleet_core.learning import models
 from fleet_core.model import graph_bundle
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import InputSpec, Layout
-from fleet_core.personalization.device_bundle import Bundle
+from fleet_core.personalization.bundle_format import Bundle
 from fleet_core.personalization.gradient_steps import steps_of
 
 CLASSES = ("a", "b", "c")

@@ -1,4 +1,4 @@
-"""Sensors that tell volts, amperes or watts, and CPU time: one file a kind of chip.
+"""Sensors of volts, amperes or watts, one file per kind of chip, and CPU time.
 
-``interface`` says what a sensor is. A new sensor is a file here and a line in ``fleet_core.power.choose_meter``.
+``interface`` defines a sensor. A new sensor is a file here and a line in ``fleet_core.power.choose_meter``.
 """

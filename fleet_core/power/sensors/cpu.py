@@ -1,4 +1,4 @@
-"""CPU seconds of processes and of the whole machine, from Linux's /proc (proc(5)), and of this process anywhere."""
+"""CPU seconds of processes and of the whole machine, from Linux's /proc (proc(5))."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 from fleet_core.base.errors import PowerError
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; user holds guest already
-UTIME, STARTTIME = 11, 19  # positions after the command's name; utime, stime, cutime, cstime stand side by side
+BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; user includes guest
+UTIME, STARTTIME = 11, 19  # positions after the command's name; utime is followed by stime, cutime, cstime
 
 
 def machine_cpu_s(root: Path) -> float:
-    """CPU seconds that all processors together were busy since boot. Raises PowerError."""
+    """Busy CPU seconds of all processors since boot. Raises PowerError."""
     path = root / "proc/stat"
     try:
         fields = path.read_text(encoding="ascii").split("\n", 1)[0].split()
         return sum(int(fields[1 + i]) for i in BUSY_FIELDS) / TICKS_PER_S
     except (OSError, ValueError, IndexError) as error:
-        raise PowerError(f"does not read: {error}", where=str(path), expected="the CPU times of proc(5)") from error
+        raise PowerError(f"cannot be read: {error}", where=str(path), expected="the CPU times of proc(5)") from error
 
 
 def process_cpu_s(root: Path, pid: int) -> float | None:
-    """CPU seconds of a process, its children that ended and its descendants that run; None when it is gone."""
+    """CPU seconds of a process, its ended children and its running descendants; None when it has ended."""
     own = _stat(root, pid)
     if own is None:
         return None
@@ -32,19 +32,19 @@ def process_cpu_s(root: Path, pid: int) -> float | None:
 
 
 def process_key(root: Path, pid: int) -> str | None:
-    """The process's number and start time, which no later process shares; None when it is gone."""
+    """The process's pid and start time, which no later process shares; None when it has ended."""
     own = _stat(root, pid)
     return None if own is None else f"{pid}:{own[STARTTIME]}"
 
 
 def own_cpu_s() -> float:
-    """CPU seconds of this process and of its children that have ended, on any system."""
+    """CPU seconds of this process and its ended children, on any system."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def _stat(root: Path, pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat after the command's name, which may itself hold spaces and brackets."""
+    """The fields of /proc/PID/stat after the command's name, which may itself contain spaces and brackets."""
     try:
         text = (root / "proc" / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -59,5 +59,5 @@ def _children(root: Path, pid: int) -> list[int]:
         try:
             found += [int(number) for number in file.read_text(encoding="ascii").split()]
         except (OSError, ValueError):
-            continue  # the thread ended while we looked
+            continue  # the thread has ended
     return found

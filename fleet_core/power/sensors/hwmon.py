@@ -1,8 +1,8 @@
-"""Power meters of Linux's hwmon: INA219, INA226 and any other that tells watts, or volts and amperes.
+"""Power meters of Linux's hwmon: INA219, INA226 and any other that reports watts, or volts and amperes.
 
 ``/sys/class/hwmon/hwmon*/``: ``power*_input`` in µW, ``in*_input`` in mV, ``curr*_input`` in mA (the kernel's
-Documentation/hwmon/sysfs-interface). The numbers of hwmon devices and channels change from start to start: meters are
-found by ``name`` and label, and a channel that is labelled NC (not connected) or shut off is left out.
+Documentation/hwmon/sysfs-interface). The numbers of hwmon devices and channels change from boot to boot, so meters are
+found by ``name`` and label. Channels that are labelled NC (not connected) or disabled are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOT_CONNECTED = "NC"
 
 @dataclass(frozen=True)
 class Channel:
-    """One rail. inputs: a file of µW, or one of mV and one of mA, or one of mW."""
+    """One rail. inputs: a file in µW or mW, or two in mV and mA."""
 
     label: str
     inputs: tuple[Path, ...]
@@ -38,7 +38,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class Rails:
-    """Sensor: the sum of some channels of one chip; the others are read for show."""
+    """A Sensor: the sum of some channels of one chip. others: read by ``read_all`` only."""
 
     chip: str
     counted: tuple[Channel, ...]
@@ -54,20 +54,20 @@ class Rails:
         return f"{self.chip} {' + '.join(c.label for c in self.counted if c.label != self.chip)}".rstrip()
 
     def read(self) -> Reading:
-        """The others' rails are left out: reading them costs as much again."""
+        """Reads the counted rails only: each further rail costs as much."""
         rails = {channel.label: channel.watts() for channel in self.counted}
         return Reading(sum(rails.values()), rails)
 
     def read_all(self) -> Reading:
-        """The same with the rails that are not counted."""
+        """Also reads the rails that are not counted."""
         reading = self.read()
         return Reading(reading.watts, {**reading.rails, **{c.label: c.watts() for c in self.others}})
 
 
-def meter(chip: str, rails: Sequence[str], root: Path, misses: str = "") -> Rails:
-    """The meter whose ``name`` is ``chip``. rails: labels to sum; none where it has one channel only.
+def find_meter(chip: str, rails: Sequence[str], root: Path, misses: str = "") -> Rails:
+    """The meter whose ``name`` is ``chip``. rails: labels to sum; may be empty when it has one channel.
 
-    Raises PowerError that lists what there is, when that is not there or when it could be one of several.
+    Raises PowerError that lists the candidates when there is no such meter or rail, or more than one.
     """
     folders = [folder for folder in _folders(root) if optional_text(folder / "name") == chip]
     if not folders:
@@ -76,15 +76,17 @@ def meter(chip: str, rails: Sequence[str], root: Path, misses: str = "") -> Rail
         raise PowerError(f"no meter is called '{chip[:64]}'" + (f" (did you mean '{near}'?)" if near else ""),
                          where=str(root / FOLDER), expected=f"one of {', '.join(names) or 'none: there is no meter'}")
     channels = [channel for folder in folders for channel in channels_of(folder)]
-    return chosen(chip, channels, rails, str(root / FOLDER), misses)
+    return select_channels(chip, channels, rails, str(root / FOLDER), misses)
 
 
-def chosen(chip: str, channels: Sequence[Channel], rails: Sequence[str], where: str, misses: str = "") -> Rails:
-    """The channels that carry the labels ``rails``, or the only one. Raises PowerError."""
+def select_channels(
+    chip: str, channels: Sequence[Channel], rails: Sequence[str], where: str, misses: str = ""
+) -> Rails:
+    """The channels with the labels ``rails``, or the only channel when there are none. Raises PowerError."""
     labels = [channel.label for channel in channels]
     if not rails:
         if len(channels) != 1:
-            raise PowerError(f"{chip} has {len(channels)} channels: {', '.join(labels) or 'none that tells watts'}",
+            raise PowerError(f"{chip} has {len(channels)} channels: {', '.join(labels) or 'none that reports watts'}",
                              where=where, expected="one", hint='name those to sum: rails = ["…"]')
         return Rails(chip, tuple(channels), misses=misses)
     for rail in rails:
@@ -100,14 +102,14 @@ def chosen(chip: str, channels: Sequence[Channel], rails: Sequence[str], where: 
 
 
 def channels_of(folder: Path, numbers: str = r"\d+") -> Iterator[Channel]:
-    """Those of one hwmon device that tell watts; numbers: which ones, as a pattern. Raises PowerError."""
-    of_device = optional_text(folder / "label")
+    """The channels of a hwmon device that report watts. numbers: a pattern of channel numbers. Raises PowerError."""
+    device_label = optional_text(folder / "label")
     found = {match[1] for path in folder.glob("*_input") if (match := re.fullmatch(rf"(?:power|in)({numbers})_input",
                                                                                    path.name))}
     for number in sorted(found, key=int):
         power, volts, amperes = (folder / f"{kind}{number}_input" for kind in ("power", "in", "curr"))
         labels = (optional_text(folder / f"{kind}{number}_label") for kind in ("power", "in", "curr"))
-        label = next((text for text in labels if text), of_device or optional_text(folder / "name") or folder.name)
+        label = next((text for text in labels if text), device_label or optional_text(folder / "name") or folder.name)
         if label == NOT_CONNECTED or optional_text(folder / f"in{number}_enable") == "0":
             continue
         if power.exists():
@@ -116,8 +118,8 @@ def channels_of(folder: Path, numbers: str = r"\d+") -> Iterator[Channel]:
             yield Channel(label, (volts, amperes), 1e-6)
 
 
-def seen(root: Path) -> list[str]:
-    """``name: labels`` of every meter here that tells watts, for a person who writes a profile."""
+def list_meters(root: Path) -> list[str]:
+    """``name: labels`` of every meter that reports watts, for people who write a profile."""
     lines = []
     for folder in _folders(root):
         try:

@@ -1,4 +1,4 @@
-"""What a power sensor is: watts now, in all and by rail. And the small text files in which Linux tells of them."""
+"""The interface of power sensors, and the small text files under /sys that Linux provides for them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ MAX_BYTES = 128
 
 @dataclass(frozen=True)
 class Reading:
-    """watts: at the input of what the sensor measures. rails: {label: watts} of what it reads, whether in the sum or
-    not."""
+    """watts: the sum. rails: {label: watts} of the rails that were read, including those that are not in the sum."""
 
     watts: float
     rails: Mapping[str, float] = field(default_factory=dict)
 
 
 class Sensor(Protocol):
-    """Watts at this moment."""
+    """Tells the watts at this moment."""
 
     @property
     def name(self) -> str:
-        """Short, alike in all processes of a machine."""
+        """Short, and the same in all processes of a machine."""
 
     @property
     def source(self) -> str:
-        """The chip, its rails, and what is done with them."""
+        """The chip, its rails, and how they are combined."""
 
     @property
     def misses(self) -> str:
-        """What it does not see, or empty."""
+        """The consumers that it does not measure, or empty."""
 
     def read(self) -> Reading:
         """Raises PowerError."""
@@ -50,9 +49,10 @@ def text_of(path: Path) -> str:
         finally:
             os.close(descriptor)
     except PermissionError as error:
-        raise PowerError("may not be read by this user", where=str(path), hint=f"as root: chmod a+r {path}") from error
+        hint = f"as root: chmod a+r {path} (until the next boot), or give --meter-watts IDLE BUSY"
+        raise PowerError("may not be read by this user", where=str(path), hint=hint) from error
     except OSError as error:
-        raise PowerError(f"does not read: {error.strerror}", where=str(path)) from error
+        raise PowerError(f"cannot be read: {error.strerror}", where=str(path)) from error
 
 
 def number_of(path: Path) -> int:
@@ -67,5 +67,5 @@ def number_of(path: Path) -> int:
 
 
 def optional_text(path: Path) -> str | None:
-    """The same as ``text_of``; None where the file is not there."""
+    """Like ``text_of``; None when the file does not exist."""
     return text_of(path) if path.exists() else None

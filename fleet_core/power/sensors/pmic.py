@@ -1,9 +1,9 @@
 """The power chip (PMIC) of the Raspberry Pi 5: ``vcgencmd pmic_read_adc``, volts and amperes of each rail.
 
-A line of it reads ``3V3_SYS_A current(1)=0.04488498A`` or ``3V3_SYS_V volt(9)=3.30858100V``. Rails with both are
-multiplied and summed; ``EXT5V_V`` and ``BATT_V`` have volts alone. The sum is less than what the board draws at its
-input: a profile's ``scale`` and ``offset_w`` correct it (pitop documentation: 1.1451 and 0.5879 W), which is a fit over
-boards and loads, not a measurement of this one.
+Its lines are like ``3V3_SYS_A current(1)=0.04488498A`` or ``3V3_SYS_V volt(9)=3.30858100V``. Volts times amperes are
+summed over the rails that have both; ``EXT5V_V`` and ``BATT_V`` have only volts. The sum is less than what the board
+draws at its input. A profile's ``scale`` and ``offset_w`` correct it (pitop documentation: 1.1451 and 0.5879 W); this
+correction is a fit over boards and loads, not a measurement of this board.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VIDEO = "the user must be in the group video: sudo usermod -aG video USER, then 
 
 @dataclass(frozen=True)
 class Pmic:
-    """Sensor: watts = scale · ΣVA + offset_w."""
+    """A Sensor: watts = scale · ΣVA + offset_w."""
 
     program: Path
     scale: float = 1.0
@@ -45,23 +45,23 @@ class Pmic:
 
 
 def sensor(scale: float, offset_w: float, root: Path, misses: str = "") -> Pmic:
-    """Raises PowerError where the program is not there or does not answer."""
-    found = shutil.which("vcgencmd") if root == Path("/") else None
-    made = Pmic(Path(found) if found else root / PROGRAM, scale, offset_w, misses)
-    made.read()
-    return made
+    """Raises PowerError when the program does not exist or fails."""
+    program = shutil.which("vcgencmd") if root == Path("/") else None
+    pmic = Pmic(Path(program) if program else root / PROGRAM, scale, offset_w, misses)
+    pmic.read()
+    return pmic
 
 
 def rails_of(text: str) -> dict[str, float]:
-    """{rail: watts} of the rails of which ``text`` has both volts and amperes. Raises PowerError when there is none."""
-    found: dict[str, dict[str, float]] = {"A": {}, "V": {}}
+    """{rail: watts} of the rails with both volts and amperes. Raises PowerError when there is none."""
+    values: dict[str, dict[str, float]] = {"A": {}, "V": {}}
     for line in text[:MAX_TEXT].splitlines():
         match = LINE.fullmatch(line)
         if match:
-            found[match[2]][match[1]] = float(match[3])
-    rails = {name: amperes * found["V"][name] for name, amperes in found["A"].items() if name in found["V"]}
+            values[match[2]][match[1]] = float(match[3])
+    rails = {name: amperes * values["V"][name] for name, amperes in values["A"].items() if name in values["V"]}
     if not rails:
-        raise PowerError(f"says '{text.strip()[:80]}'", where="vcgencmd pmic_read_adc",
+        raise PowerError(f"prints '{text.strip()[:80]}'", where="vcgencmd pmic_read_adc",
                          expected="volts and amperes of rails", hint="only the Raspberry Pi 5 has them")
     return rails
 
@@ -71,10 +71,10 @@ def _output(program: Path) -> str:
         done = subprocess.run([program, "pmic_read_adc"], stdin=subprocess.DEVNULL, capture_output=True,
                               timeout=TIMEOUT_S, check=False)
     except FileNotFoundError as error:
-        raise PowerError("is not there", where=str(program), hint="Raspberry Pi OS brings it") from error
+        raise PowerError("does not exist", where=str(program), hint="it is part of Raspberry Pi OS") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise PowerError(f"does not run: {error}", where=str(program), hint=VIDEO) from error
+        raise PowerError(f"cannot be run: {error}", where=str(program), hint=VIDEO) from error
     if done.returncode:
-        said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()[:200]
-        raise PowerError(f"ends with {done.returncode}: {said}", where=f"{program} pmic_read_adc", hint=VIDEO)
+        output = (done.stderr or done.stdout).decode("utf-8", "replace").strip()[:200]
+        raise PowerError(f"exits with {done.returncode}: {output}", where=f"{program} pmic_read_adc", hint=VIDEO)
     return done.stdout.decode("utf-8", "replace")

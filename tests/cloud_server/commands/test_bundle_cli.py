@@ -28,6 +28,7 @@ from fleet_core.model import codecs, graph_bundle
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import Layout
 from fleet_core.personalization import device_bundle
+from fleet_core.personalization.bundle_format import Bundle
 from fleet_core.personalization.gradient_steps import steps_of
 from tests.support.bundles import bundle_of, graph_of, plain, samples, served_fleet, served_params
 
@@ -145,7 +146,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(fleet: Path, run:
     untrained.mkdir()
     (untrained / "fleet.toml").write_bytes((fleet / "fleet.toml").read_bytes())
     cases = {
-        ("export", fleet, "--to", tmp_path / "there"): "is there already",
+        ("export", fleet, "--to", tmp_path / "there"): "exists already",
         ("export", fleet, "--to", tmp_path / "b", "--stored", "fp8"): "unknown --stored 'fp8'; expected fp32 or fp16",
         ("export", tmp_path, "--to", tmp_path / "b"): "there is no fleet here",
         ("export", tmp_path / "elsewhere", "--to", tmp_path / "b"): "neither a fleet's folder nor a checkpoint",
@@ -201,7 +202,7 @@ def test_a_method_that_has_no_answers_without_training_is_not_exported() -> None
         making.whole(served, made.graph, stored="fp32", data=None, say=lambda line: None)
 
 
-def whole_of(graph: Graph, name: str, **hyper: Any) -> device_bundle.Bundle:
+def whole_of(graph: Graph, name: str, **hyper: Any) -> Bundle:
     method, layout = METHODS[name], graph.layout
     initial = models.initial(layout, 1)
     params = served_params(method, layout)

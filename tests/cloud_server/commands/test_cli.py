@@ -400,7 +400,7 @@ def test_what_is_no_address_of_a_broker_is_refused(run: Run, place: Path, data: 
         ("metafleet", "devices", "enroll", fleet, "d9", "--to", place / "d9"),
         ("metafleet", "demo", "--out", place / "out", *few), ("edge-agent", "run", "--home", home),
     ):
-        refused(run(*command, "--broker", url), 2, f"'{url}': is no address of a broker")
+        refused(run(*command, "--broker", url), 2, f"'{url}': is not the address of a broker")
     assert contents(place) == before
 
 

@@ -343,7 +343,7 @@ DAMAGED = {
        for name in ("authority", "certificate", "private_key", "broker_authority")
        for kind, text in (("is no base64", "%%%"), ("is cut off", "MIIBYjCB"), ("is not ASCII", "\u00e9"))},
     **{f"{name} without TLS": (name, "mqtt://h:1", "the token names mqtt://h:1") for name in ("broker", "enrolment")},
-    "no broker": ("broker", "mqtts://", "is no address of a broker"),
+    "no broker": ("broker", "mqtts://", "is not the address of a broker"),
 }
 
 

@@ -102,7 +102,7 @@ def test_watts_of_every_source_are_averaged_by_time_and_one_that_breaks_says_why
             raise PowerError("broke")
         return Reading(1.0)
 
-    found = watts_now.Found((watts_now.Source("a", True, "", lambda: Reading(said.pop(0), {"r": 1.0})),
+    found = watts_now.Available((watts_now.Source("a", True, "", lambda: Reading(said.pop(0), {"r": 1.0})),
                         watts_now.Source("b", True, "", breaks)), {"c": "is not there"}, ())
 
     def sleep(seconds: float) -> None:
@@ -116,7 +116,7 @@ def test_watts_of_every_source_are_averaged_by_time_and_one_that_breaks_says_why
 
 
 def test_energy_without_a_source_of_watts_says_what_would_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watts_now, "sources", lambda *_: watts_now.Found((), {"model": "no watts"}, ()))
+    monkeypatch.setattr(watts_now, "sources", lambda *_: watts_now.Available((), {"model": "no watts"}, ()))
     _, _, error = edge_agent("energy", "--seconds", "0.1", "--home", str(tmp_path))
     assert isinstance(error, PowerError)
     assert "calibrate" in str(error)
@@ -165,7 +165,7 @@ def test_a_sensor_that_does_not_read_is_wrong_and_the_hint_is_kept(tmp_path: Pat
     home = home_with(tmp_path, '[board]\nprofile = "jetson-orin-nano"\n')
     (complaint,) = doctor.examine(home, None, tmp_path).complaints
     assert complaint.what == "sensor"
-    assert complaint.hint == "is this a Jetson, with NVIDIA's kernel?"
+    assert complaint.hint == "is this a Jetson with NVIDIA's kernel?"
 
 
 @pytest.mark.usefixtures("on_orin")

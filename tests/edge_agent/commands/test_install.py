@@ -19,7 +19,7 @@ from fleet_core.board.device_settings import settings_of
 from fleet_core.data.samples import Samples, save
 from fleet_core.model import codecs
 from fleet_core.personalization import device_bundle
-from fleet_core.personalization.device_bundle import Bundle
+from fleet_core.personalization.bundle_format import Bundle
 from tests.support.bundles import CLASSES, KEY, bundle_of, samples
 
 Run = Callable[..., tuple[int, str, str]]

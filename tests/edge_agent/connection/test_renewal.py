@@ -388,7 +388,7 @@ def test_an_agent_renews_over_mosquitto_comes_back_with_the_new_one_and_a_revoke
 def an_agent(home: Path, said: list[str], later: float) -> Agent:
     settings = settings_of(home)
     link = MqttLink(settings.device.broker, client_id=settings.device.name, **tls_files(home, settings))
-    renewal = Renewal(home, settings, link, boot="b", take_up=link.take_up, log=said.append)
+    renewal = Renewal(home, settings, link, boot="b", take_up=link.use_certificate, log=said.append)
     agent = Agent(settings, DeviceState(home), link, service_of(home, settings), AgentCosts(), None, renewal=renewal,
                   now_ms=lambda: int((time.time() + later) * 1000), log=said.append)
     link.open()

@@ -329,4 +329,4 @@ def test_a_device_whose_clock_is_wrong_is_told_what_it_says(yard: Yard, monkeypa
     reload(yard.broker, yard.fleet)
     own = papers(yard.fleet, "good", yard.folder / "good")
     today = time.strftime("%Y-%m-%d", time.gmtime())
-    yard.turned_away(own.link(yard.broker.url, "g"), f"not yet valid; the clock here says {today}")
+    yard.turned_away(own.link(yard.broker.url, "g"), f"not yet valid; this machine's clock says {today}")

@@ -18,7 +18,7 @@ from edge_agent.inference import bundle_check
 from fleet_core.base import trees
 from fleet_core.base.errors import BundleError
 from fleet_core.personalization import device_bundle
-from fleet_core.personalization.device_bundle import Bundle
+from fleet_core.personalization.bundle_format import Bundle
 from tests.support.bundles import bundle_of
 from tests.support.waiting import PATIENCE_S
 

@@ -21,7 +21,7 @@ from fleet_core.base.errors import ConfigError
 from fleet_core.board.device_settings import Personalize
 from fleet_core.data.samples import save
 from fleet_core.personalization import device_bundle
-from fleet_core.personalization.device_bundle import Bundle
+from fleet_core.personalization.bundle_format import Bundle
 from fleet_core.personalization.linear_head import Head
 from fleet_core.personalization.nearest import Neighbours, Prototypes
 from fleet_core.protocol import messages

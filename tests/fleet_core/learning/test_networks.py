@@ -279,7 +279,7 @@ def test_a_broker_that_refuses_a_chunk_for_its_size_is_named(tmp_path: Path) -> 
     folder = found_tiny(tmp_path / "run", rounds=1, devices=1, hidden=8000, chunk_bytes=61440, codec="fp32")
     with mosquitto(tmp_path / "broker", "message_size_limit 50000\n") as broker, crew(folder, broker.url) as running:
         running.start()
-        said = re.compile(r"broker: .* fl1/t/b/\S+ with 61440 bytes was under way: perhaps over the broker's limit")
+        said = re.compile(r"broker: .* fl1/t/b/\S+ with 61440 bytes was in flight: perhaps over the broker's limit")
         running.until(lambda: any(map(said.search, running.lines)), "which message, and why")
 
 

@@ -26,8 +26,8 @@ from fleet_core.base import storage
 from fleet_core.base.errors import BundleError, ConfigError
 from fleet_core.learning import models
 from fleet_core.model import golden
-from fleet_core.personalization import device_bundle
-from fleet_core.personalization.device_bundle import Bundle
+from fleet_core.personalization import bundle_format, device_bundle
+from fleet_core.personalization.bundle_format import Bundle
 from fleet_core.personalization.gradient_steps import steps_of
 from tests.support.bundles import CLASSES, KEY, LAYOUT, bundle_of, graph_of, served_params
 
@@ -151,7 +151,7 @@ def test_what_half_precision_does_not_hold_is_refused() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_is_replaced(tmp_path: Path, form: str) -> None:
     device_bundle.write(tmp_path / form, made("fedper"))
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         device_bundle.write(tmp_path / form, made("metasgd"))
     assert device_bundle.read(tmp_path / form).manifest.method.name == "fedper"
 
@@ -312,7 +312,7 @@ def wrong(files: Files) -> dict[str, tuple[Files, str]]:
         "an unknown key": (told(files, "extra", value=1), "extra: unknown key"),
         "another layout's hash": (told(files, "layout_hash", value="0" * 16), "its layout has the hash"),
         "an unknown method": (told(files, "method", "name", value="fedmeta-metasdg"), "did you mean 'fedmeta-metasgd'"),
-        "a version of .npy": (told(files, "method", "version", value=99), "version 99"),
+        "another version": (told(files, "method", "version", value=99), "version 99"),
         "no hyper-parameters": (told(files, "method", "hyper", value={"local_steps": -1}), "hyper-parameters are mal"),
         "a path for a file": (told(files, "files", value={"../x": {"size": 1, "sha256": "0" * 64}}), "is missing"),
         "other steps": (told(files, "adaptation", "groups", value=["head"]), "is not that of adapt.onnx"),
@@ -366,7 +366,7 @@ def test_a_bundle_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_file_over_its_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for form in FORMS:
         device_bundle.write(tmp_path / form, made("fedper"))
-        monkeypatch.setattr(device_bundle, "LIMITS", {**device_bundle.LIMITS, "golden.npz": 10})
+        monkeypatch.setattr(device_bundle, "LIMITS", {**bundle_format.LIMITS, "golden.npz": 10})
         with pytest.raises(BundleError, match=r"golden\.npz"):
             device_bundle.read(tmp_path / form)
         monkeypatch.undo()

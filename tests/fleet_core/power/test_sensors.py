@@ -18,12 +18,12 @@ from edge_agent.rounds.costs import AgentCosts
 from fleet_core.base.errors import PowerError
 from fleet_core.board import catalogue
 from fleet_core.board.profile import Power, Profile, Radio
-from fleet_core.power.background_sampling import pause_s, ticking
+from fleet_core.power.background_sampling import pause_s, repeating
 from fleet_core.power.choose_meter import choose_meter, sensor_of
 from fleet_core.power.energy_model import BoardModel, WattsModel
 from fleet_core.power.joules_by_phase import JoulesByPhase
 from fleet_core.power.rapl import Rapl
-from fleet_core.power.sampled_meter import GAP_S, LONGEST_HOLD_S, Sampled, Samples
+from fleet_core.power.sampled_meter import GAP_S, LONGEST_REUSE_S, Sampled, SampledCounter
 from fleet_core.power.sensors import hwmon, ina3221, pmic
 from fleet_core.power.sensors.interface import Reading
 from fleet_core.power.watts_now import sources
@@ -68,7 +68,7 @@ def test_no_text_makes_the_pmics_reader_fail_in_another_way(text: str) -> None:
 
 
 def test_a_pmic_that_may_not_be_asked_says_which_group_helps(tmp_path: Path) -> None:
-    with pytest.raises(PowerError, match="is not there"):
+    with pytest.raises(PowerError, match="does not exist"):
         pmic.sensor(1, 0, tmp_path)
     boards.vcgencmd(tmp_path, "VCHI initialization failed", code=255)
     with pytest.raises(PowerError, match=r"VCHI initialization failed\nhint: .*group video"):
@@ -141,39 +141,39 @@ def test_an_ina219_is_found_by_name_whatever_its_number_and_reads_microwatts(tmp
     sensor = sensor_of(Power("hwmon", "ina219"), tmp_path)
     assert sensor.read().watts == pytest.approx(3.25)
     assert sensor.source == "ina219"
-    assert hwmon.seen(tmp_path) == ["ina219: ina219"]
+    assert hwmon.list_meters(tmp_path) == ["ina219: ina219"]
 
 
 def test_a_meter_without_a_power_file_is_volts_times_amperes(tmp_path: Path) -> None:
     boards.hwmon(tmp_path, 1, "ina226", in1_input=12_000, curr1_input=250)
-    assert hwmon.meter("ina226", (), tmp_path).read().watts == pytest.approx(3.0)
+    assert hwmon.find_meter("ina226", (), tmp_path).read().watts == pytest.approx(3.0)
 
 
 def test_two_meters_of_one_name_are_told_apart_by_label_and_never_by_number(tmp_path: Path) -> None:
     boards.ina219(tmp_path, 2, 1_000_000, label="board")
     boards.ina219(tmp_path, 3, 7_000_000, label="fan")
     with pytest.raises(PowerError, match=r"ina219 has 2 channels: board, fan; expected one\nhint: .*rails"):
-        hwmon.meter("ina219", (), tmp_path)
-    assert hwmon.meter("ina219", ("board",), tmp_path).read().watts == pytest.approx(1.0)
-    assert hwmon.meter("ina219", ("fan", "board"), tmp_path).read().watts == pytest.approx(8.0)
+        hwmon.find_meter("ina219", (), tmp_path)
+    assert hwmon.find_meter("ina219", ("board",), tmp_path).read().watts == pytest.approx(1.0)
+    assert hwmon.find_meter("ina219", ("fan", "board"), tmp_path).read().watts == pytest.approx(8.0)
 
 
 def test_two_rails_with_one_label_are_not_guessed_between(tmp_path: Path) -> None:
     boards.ina219(tmp_path, 2, 1_000_000, label="board")
     boards.ina219(tmp_path, 3, 7_000_000, label="board")
     with pytest.raises(PowerError, match="2 rails of ina219 are labelled 'board'"):
-        hwmon.meter("ina219", ("board",), tmp_path)
+        hwmon.find_meter("ina219", ("board",), tmp_path)
 
 
 def test_a_channel_that_is_not_connected_is_no_rail(tmp_path: Path) -> None:
     boards.hwmon(tmp_path, 1, "pac1934", power1_input=5, power1_label="NC", power2_input=2_000_000, power2_label="5V")
-    assert hwmon.meter("pac1934", (), tmp_path).read().rails == {"5V": 2.0}
+    assert hwmon.find_meter("pac1934", (), tmp_path).read().rails == {"5V": 2.0}
 
 
 def test_a_meter_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
     boards.ina219(tmp_path, 2, 1_000_000)
     with pytest.raises(PowerError, match=r"did you mean 'ina219'\?.*expected one of ina219"):
-        hwmon.meter("ina29", (), tmp_path)
+        hwmon.find_meter("ina29", (), tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "watts", "1.5", "9" * 30, "\x00\xff"])
@@ -186,7 +186,7 @@ def test_a_file_that_holds_no_number_is_refused(tmp_path: Path, text: str) -> No
 
 def test_a_current_that_flows_back_is_no_negative_power(tmp_path: Path) -> None:
     boards.hwmon(tmp_path, 1, "ina226", in1_input=12_000, curr1_input=-250)
-    assert hwmon.meter("ina226", (), tmp_path).read().watts == 0
+    assert hwmon.find_meter("ina226", (), tmp_path).read().watts == 0
 
 
 # Joules from watts ----------------------------------------------------------------------------------------------------
@@ -260,11 +260,11 @@ def test_a_gap_is_named_in_the_figures_of_the_phases_in_which_it_fell_and_in_the
         machine.run(2, 0, {A: 1})
     with book.phase("train"):
         machine.run(2, 0, {A: 1})
-        book.settle()
+        book.update()
         machine.run(60, 0, {A: 1})
     figures = book.figures()
     assert figures["train"].joules == pytest.approx(8)
-    gap = "gap: 60.0 s without readings are not in it"
+    gap = "gap: 60.0 s without readings are not included"
     assert gap in figures["train"].absent_terms
     assert gap in figures["idle"].absent_terms
     assert gap not in figures["serve"].absent_terms
@@ -274,7 +274,7 @@ def test_a_gap_is_named_in_the_figures_of_the_phases_in_which_it_fell_and_in_the
     assert gap in total.absent_terms
     book.take()
     machine.run(1, 0, {A: 1})
-    book.settle()
+    book.update()
     assert gap not in book.figures()["idle"].absent_terms
 
 
@@ -306,7 +306,7 @@ def test_two_processes_on_one_sensor_share_what_it_measured(machine: Machine) ->
 
 @given(st.lists(st.tuples(st.floats(0, 8), st.floats(0, 50), st.sampled_from("AB")), min_size=1, max_size=10))
 def test_the_parts_of_a_sensor_never_exceed_it(steps: list[tuple[float, float, str]]) -> None:
-    samples = Samples(Dial(), lambda: 0.0, lambda: 0.0)
+    samples = SampledCounter(Dial(), lambda: 0.0, lambda: 0.0)
     at_s, before, total, most = 0.0, {"at_us": 0, "uw": 0}, 0.0, 0.0
     for seconds, watts, _ in steps:
         at_s += seconds
@@ -326,7 +326,7 @@ def test_a_reading_that_costs_much_holds_so_long_that_it_stays_within_its_share_
             cpu[0] += 0.004
             return dial.read()
 
-    samples = Samples(Costly(), lambda: now[0], lambda: cpu[0])
+    samples = SampledCounter(Costly(), lambda: now[0], lambda: cpu[0])
     for tick in range(1000):
         now[0] = tick / 100
         assert samples.read_uj() == {"at_us": round(now[0] * 1e6), "uw": 3_000_000}
@@ -343,9 +343,9 @@ def test_a_reading_never_holds_longer_than_it_may() -> None:
             return super().read()
 
     slow = Slow()
-    samples = Samples(slow, lambda: now[0], lambda: cpu[0])
+    samples = SampledCounter(slow, lambda: now[0], lambda: cpu[0])
     samples.read_uj()
-    now[0] = LONGEST_HOLD_S
+    now[0] = LONGEST_REUSE_S
     samples.read_uj()
     assert slow.reads == 2
 
@@ -354,7 +354,7 @@ def test_a_sensor_that_breaks_stops_no_work(machine: Machine) -> None:
     dial = Dial(3.0)
     book = JoulesByPhase(meter(machine, dial))
     machine.run(1, 0, {A: 1})
-    book.settle()
+    book.update()
     dial.broken = True
     with book.phase("train"):
         machine.run(1, 0, {A: 1})
@@ -369,7 +369,7 @@ def test_settling_goes_on_in_a_thread_until_the_block_ends() -> None:
         if len(calls) == 2:
             twice.set()
 
-    with ticking(settle, period_s=0.001):
+    with repeating(settle, period_s=0.001):
         assert twice.wait(PATIENCE_S)
     assert set(calls) == {"power"}
     assert "power" not in {thread.name for thread in threading.enumerate()}
@@ -393,7 +393,7 @@ def test_the_profiles_sensor_is_chosen_where_it_reads(this_machine: Machine) -> 
     boards.orin(this_machine.root, {"1-0040": ORIN})
     meter = choose_meter(catalogue.load("jetson-orin-nano"), None, this_machine.root)
     assert isinstance(meter, Sampled)
-    assert meter.source == "INA3221 VDD_IN (idle draw not told apart)"
+    assert meter.source == "INA3221 VDD_IN (idle draw included)"
     assert set(meter.absent_terms) == {"idle", "radio"}
     with_idle = choose_meter(catalogue.load("jetson-orin-nano"), (2.0, 9.0), this_machine.root)
     assert isinstance(with_idle, Sampled)
@@ -417,7 +417,7 @@ def test_a_sensor_that_does_not_read_is_said_and_the_model_is_taken(
         assert isinstance(choose_meter(board, (2.5, 8.0), this_machine.root), WattsModel)
         assert choose_meter(board, None, this_machine.root) is None, "its table has no watts"
     assert "energy is not measured by PMIC: " in caplog.text
-    assert "hint: Raspberry Pi OS brings it" in caplog.text
+    assert "hint: it is part of Raspberry Pi OS" in caplog.text
 
 
 def test_idle_watts_of_a_profile_without_a_source_tell_nothing_apart(this_machine: Machine) -> None:
