@@ -41,7 +41,8 @@ from fleet_core.base import storage, trees
 from fleet_core.base.errors import BundleError
 from fleet_core.base.trees import Params
 from fleet_core.learning import losses
-from fleet_core.learning.gradient_estimators import entropy, leaves, value_and_gradient
+from fleet_core.learning.gradient_estimators import entropy
+from fleet_core.learning.gradients import leaves, value_and_gradient
 from fleet_core.learning.local_training import CHUNK
 from fleet_core.learning.models import Network, build, outputs, to_torch
 from fleet_core.model.graph_bundle import GOLDEN_STEPS, AdaptInfo, Graph

@@ -38,7 +38,8 @@ from fleet_core.base import storage, trees
 from fleet_core.base.storage import write_json
 from fleet_core.base.trees import Params
 from fleet_core.learning import models, personal_model
-from fleet_core.learning.gradient_estimators import entropy, leaves, value_and_gradient
+from fleet_core.learning.gradient_estimators import entropy
+from fleet_core.learning.gradients import leaves, value_and_gradient
 from fleet_core.learning.models import Network, outputs, to_torch
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import Layout

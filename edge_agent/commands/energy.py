@@ -40,7 +40,8 @@ def show(home: Path, profile: str | None, seconds: float, as_json: bool) -> None
 
 
 def read_all(
-    found: watts_now.Available, seconds: float, *, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
+    found: watts_now.Available, seconds: float, *, log: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[list[Readings], dict[str, str]]:
     """({source's readings}, {source: why it has none}), read every second, at least five times."""

@@ -33,16 +33,30 @@ from fleet_core.algorithms.interface import GradFn
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.learning import gaussian_loss, losses
+from fleet_core.learning.gradients import (
+    Gradient,
+    Loss,
+    central_difference,
+    direct,
+    flat,
+    hessian_product,
+    leaves,
+    maml_exact,
+    maml_first_order,
+    maml_with_hessian,
+    meta_sgd,
+    value_and_gradient,
+)
 from fleet_core.learning.models import outputs
 
 PADDED = (
     "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "fedproto"
 )  # fmt: skip
 """Adaptations whose losses leave out samples that have no class, so that batches can be filled up with such."""
+EPISODIC = ("proto", "metavers", "gp")
+"""Adaptations for which a label is only a number within the episode. They count the classes of the device, not those of
+the fleet, which may have a thousand where a device has two."""
 NO_CLASS = -1
-
-Loss = Callable[[Params], Tensor]
-Gradient = Callable[[Params], tuple[Tensor, Params]]
 
 
 @dataclass(frozen=True)
@@ -73,110 +87,6 @@ def _padded(batches: Sequence[Tensor], name: str) -> Tensor:
         torch.cat([batch, batch.new_full((most - len(batch), *batch.shape[1:]), value)]) if len(batch) < most else batch
         for batch in batches
     ])
-
-
-def leaves(at: Params) -> Params:
-    """The same values, cut from any graph, ready to be differentiated by."""
-    return trees.apply(lambda a: a.detach().requires_grad_(), at)
-
-
-def value_and_gradient(loss: Loss, at: Params, *, create_graph: bool = False) -> tuple[Tensor, Params]:
-    """``loss`` and its gradient at ``at``, whose tensors require gradients; zeros for tensors that it does not use.
-
-    Clients side by side have losses of their own, and no gradient in each other's arrays: their sum gives all.
-    """
-    flat = [array for named in at.values() for array in named.values()]
-    value = loss(at)
-    grads = iter(
-        torch.autograd.grad(value.sum(), flat, create_graph=create_graph, allow_unused=True, materialize_grads=True)
-    )
-    return value, trees.apply(lambda _: next(grads), at)
-
-
-def sgd(loss: Loss, at: Params, lr: float, steps: int, *, differentiable: bool) -> Params:
-    """``steps`` SGD steps from ``at``; with ``differentiable`` the result keeps its graph back to ``at``."""
-    for _ in range(steps):
-        _, gradient = value_and_gradient(loss, at, create_graph=differentiable)
-        at = trees.axpy(-lr, gradient, at)
-        at = at if differentiable else leaves(at)
-    return at
-
-
-def path(loss: Loss, at: Params, lr: float, steps: int) -> list[Params]:
-    """Where ``steps`` SGD steps from ``at`` lead: steps + 1 points, ``at`` the first."""
-    points = [leaves(at)]
-    for _ in range(steps):
-        points.append(sgd(loss, points[-1], lr, 1, differentiable=False))
-    return points
-
-
-def direct(loss: Loss) -> Gradient:
-    """The gradient of ``loss`` itself."""
-    return lambda at: value_and_gradient(loss, leaves(at))
-
-
-def maml_exact(support: Loss, query: Loss, lr: float, steps: int) -> Gradient:
-    """∇_w query(T(w)), T = ``steps`` SGD steps on ``support`` at rate ``lr``."""
-    return direct(lambda w: query(sgd(support, w, lr, steps, differentiable=True)))
-
-
-def maml_first_order(support: Loss, query: Loss, lr: float, steps: int) -> Gradient:
-    """∇query at T(w)."""
-    return lambda at: value_and_gradient(query, sgd(support, leaves(at), lr, steps, differentiable=False))
-
-
-def maml_with_hessian(
-    support: Loss, query: Loss, lr: float, steps: int, product: Callable[[Params, Params], Params]
-) -> Gradient:
-    """(I − lr H(w)) … (I − lr H(w_{s−1})) ∇query at T(w) = w_s; ``product(w, v)`` gives H(w) v."""
-
-    def gradient(at: Params) -> tuple[Tensor, Params]:
-        points = path(support, at, lr, steps)
-        value, v = value_and_gradient(query, points[-1])
-        for w in reversed(points[:-1]):
-            v = trees.axpy(-lr, product(w, v), v)
-        return value, v
-
-    return gradient
-
-
-def hessian_product(loss: Loss) -> Callable[[Params, Params], Params]:
-    """H(w) v by differentiating ⟨∇loss(w), v⟩."""
-
-    def product(w: Params, v: Params) -> Params:
-        at = leaves(w)
-        _, slope = value_and_gradient(loss, at, create_graph=True)
-        along = torch.stack([(g * d).sum() for g, d in zip(_flat(slope), _flat(v), strict=True)]).sum()
-        grads = iter(torch.autograd.grad(along, _flat(at), allow_unused=True, materialize_grads=True))
-        return trees.apply(lambda _: next(grads), at)
-
-    return product
-
-
-def central_difference(loss: Loss, difference: float) -> Callable[[Params, Params], Params]:
-    """H(w) v ≈ (∇loss(w + δv) − ∇loss(w − δv)) / 2δ with δ = ``difference`` ‖w‖/‖v‖."""
-
-    def product(w: Params, v: Params) -> Params:
-        w = trees.apply(lambda a: a.detach(), w)
-        lengths = [length + (length == 0) for length in (trees.norm(w), trees.norm(v))]
-        delta = difference * lengths[0] / lengths[1]
-        there = trees.scale(v, delta)
-        _, ahead = value_and_gradient(loss, leaves(trees.add(w, there)))
-        _, behind = value_and_gradient(loss, leaves(trees.subtract(w, there)))
-        return trees.scale(trees.subtract(ahead, behind), 0.5 / delta)
-
-    return product
-
-
-def meta_sgd(support: Loss, query: Loss) -> Gradient:
-    """∇_(w,a) query(w − a∘∇support(w)) for a tree that holds w and, in the group ``rates``, a."""
-
-    def adapted(at: Params) -> Params:
-        w, rates = trees.parted(at, "rates")
-        _, slope = value_and_gradient(support, w, create_graph=True)
-        return trees.apply(lambda w, a, g: w - a * g, w, rates, slope)
-
-    return direct(lambda at: query(adapted(at)))
 
 
 class Estimators:
@@ -292,7 +202,7 @@ class Estimators:
 
         def gradient(at: Params) -> tuple[Tensor, Params]:
             w = {g: named for g, named in at.items() if g != "margin"}
-            given, each = at["margin"], _flat(w)[0].new_ones(e.support_y.shape[:-1])
+            given, each = at["margin"], flat(w)[0].new_ones(e.support_y.shape[:-1])
             margin, share = each * float(given["value"]), each * float(given["loss_share"])
             measured: list[Tensor] = []
             whole = self._lifted(losses_and_margin)
@@ -356,5 +266,3 @@ def recorded(gradient: Gradient, values: list[Tensor]) -> GradFn:
     return step
 
 
-def _flat(tree: Params) -> list[Tensor]:
-    return [array for named in tree.values() for array in named.values()]

@@ -6,10 +6,9 @@ The caller sets torch's number of threads; arrays are computed with where the mo
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,26 +20,20 @@ from fleet_core.base import trees
 from fleet_core.base.errors import DataError, RoundError
 from fleet_core.base.trees import Params
 from fleet_core.data import model_input
-from fleet_core.data.episodes import Draw, draws
+from fleet_core.data.episodes import Draw
 from fleet_core.learning import models
 from fleet_core.learning.architectures import TOKENS
 from fleet_core.learning.augment import augmented
-from fleet_core.learning.gradient_estimators import PADDED, Episode, Estimators, recorded
-from fleet_core.learning.models import NumpyParams, flops_per_sample, outputs, to_numpy, to_torch
+from fleet_core.learning.flops import flops_of, flops_per_sample
+from fleet_core.learning.gradient_estimators import EPISODIC, PADDED, Episode, Estimators, recorded
+from fleet_core.learning.models import NumpyParams, outputs, to_numpy, to_torch
+from fleet_core.learning.round_plans import Participant, Plan, Samples, of_equal_size, of_similar_size, plan_of
 from fleet_core.model.layout import Layout
 
-Samples = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]
 
 CHUNK = 256
 """Samples per pass where a whole data set is gone through, so that memory does not grow with it."""
-
-WASTE = 2
-"""Clients whose batches are filled up to stand side by side differ by no more than this factor in what they draw."""
-
-EPISODIC = ("proto", "metavers", "gp")
-"""Gradients that know which samples are of one class and nothing more of a label: its number in the fleet costs them
-nothing, which may have a thousand classes where a device has two."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +53,6 @@ class TrainResult:
     left_out: Mapping[int, int]
     flops: int | None
     seconds: float
-
-
-@dataclass(frozen=True, eq=False)
-class Participant:
-    """One client of a round: its state (empty for one that never took part), raw samples x [N, *shape] with labels
-    y int64 [N], and the only source of its randomness. given: groups that it alone received beside the broadcast."""
-
-    state: ClientState
-    x: Samples
-    y: Samples
-    rng: np.random.Generator
-    per_device: Params = field(default_factory=dict)
 
 
 def train_round(
@@ -94,7 +75,7 @@ def train_round(
     Raises DataError for samples that do not fit the layout, RoundError when the loss is no longer finite.
     """
     one = Participant(state, x, y, rng)
-    return _Round(method, model, layout, broadcast, hyper).train([one], [_plan(method, one, hyper)], progress)[0]
+    return _Round(method, model, layout, broadcast, hyper).train([one], [plan_of(method, one, hyper)], progress)[0]
 
 
 def train_side_by_side(
@@ -114,59 +95,12 @@ def train_side_by_side(
     what fills them, so that clients stand together whose samples of a round differ by a factor of two at most.
     """
     this = _Round(method, model, layout, broadcast, hyper)
-    plans = [_plan(method, one, hyper) for one in participants]
+    plans = [plan_of(method, one, hyper) for one in participants]
     results: dict[int, TrainResult] = {}
-    for numbers in _similar(plans) if padded and method.adaptation in PADDED else _alike(plans):
+    for numbers in of_similar_size(plans) if padded and method.adaptation in PADDED else of_equal_size(plans):
         found = this.train([participants[i] for i in numbers], [plans[i] for i in numbers])
         results |= dict(zip(numbers, found, strict=True))
     return [results[i] for i in range(len(participants))]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What one client draws in a round. seed: of the model's random layers."""
-
-    seed: int
-    draws: tuple[Draw, ...]
-    left_out: Mapping[int, int]
-    samples: int
-
-    @property
-    def sizes(self) -> tuple[Any, ...]:
-        return self.samples, tuple(tuple(map(len, draw)) for draw in self.draws)
-
-    @property
-    def drawn(self) -> int:
-        return sum(len(part) for draw in self.draws for part in draw)
-
-
-def _alike(plans: Sequence[_Plan]) -> list[list[int]]:
-    """The numbers of those whose draws have equal sizes."""
-    alike: dict[Any, list[int]] = {}
-    for number, plan in enumerate(plans):
-        alike.setdefault(plan.sizes, []).append(number)
-    return list(alike.values())
-
-
-def _similar(plans: Sequence[_Plan]) -> list[list[int]]:
-    """The numbers of those that draw as much up to ``WASTE``."""
-    similar: list[list[int]] = []
-    for number in sorted(range(len(plans)), key=lambda i: (plans[i].samples, plans[i].drawn)):
-        least = plans[similar[-1][0]] if similar else None
-        if least is None or plans[number].samples != least.samples or plans[number].drawn > WASTE * least.drawn:
-            similar.append([])
-        similar[-1].append(number)
-    return similar
-
-
-def _plan(method: Method, one: Participant, hyper: Any) -> _Plan:
-    if not len(one.y):
-        raise DataError("there are no samples to train on")
-    seed = int(one.rng.integers(2**31))
-    drawn, left_out = draws(one.y, hyper, one.rng)
-    taken = tuple(itertools.islice(drawn, hyper.local_steps))
-    whole = len(one.y) if method.adaptation == "fedproto" else 0
-    return _Plan(seed, taken, left_out(), whole)
 
 
 class _Round:
@@ -180,7 +114,7 @@ class _Round:
         self._personal: Params | None = None
 
     def train(
-        self, clients: Sequence[Participant], plans: Sequence[_Plan], progress: Progress | None = None
+        self, clients: Sequence[Participant], plans: Sequence[Plan], progress: Progress | None = None
     ) -> list[TrainResult]:
         """The clients' results; more than one are stacked."""
         started = time.perf_counter()
@@ -216,7 +150,7 @@ class _Round:
         return self._method.client.init(received, self._personal, self._hyper)
 
     def _steps(
-        self, clients: Sequence[Participant], plans: Sequence[_Plan], classes: int, values: list[Tensor],
+        self, clients: Sequence[Participant], plans: Sequence[Plan], classes: int, values: list[Tensor],
         progress: Progress | None,
     ) -> Iterator[GradFn]:
         labels = [one.y.astype(np.int64) for one in clients]
@@ -251,7 +185,7 @@ class _Round:
         return trees.apply(lambda *arrays: torch.stack(arrays), *several)
 
     def _result(
-        self, one: Participant, plan: _Plan, update: Payload, pending: ClientState, loss: float, seconds: float
+        self, one: Participant, plan: Plan, update: Payload, pending: ClientState, loss: float, seconds: float
     ) -> TrainResult:
         return TrainResult(
             update=update,
@@ -264,7 +198,7 @@ class _Round:
             seconds=seconds,
         )
 
-    def _flops(self, plan: _Plan) -> int | None:
+    def _flops(self, plan: Plan) -> int | None:
         """Of a round's gradients, and of the pass over all samples that ends a FedProto round."""
         forward = flops_per_sample(self._model, self._layout)
         if forward is None:
@@ -310,25 +244,6 @@ def predict_logits(model: nn.Module, params: Params, x: Samples) -> Samples:
 def embed(model: nn.Module, params: Params, x: Samples) -> Samples:
     """z float32 [N, D] of raw samples under the numpy weights ``params``."""
     return _forward(model, params, x, "embed")
-
-
-def flops_of(
-    adaptation: str, forward: int, support: int, query: int, inner_steps: int = 0, third: int = 0
-) -> int:
-    """Floating-point operations of a gradient, a backward pass counted as twice its forward pass.
-
-    forward: of one sample. third: samples of a batch of its own for the Hessian. A sample of the support counts three
-    forward passes per inner step, and six more where the step is differentiated or its Hessian's product taken by two
-    gradients; on a third batch the exact product counts nine, with the pass that it differentiates.
-    """
-    if adaptation in EPISODIC:
-        return 3 * forward * (support + query)
-    second = 6 * support
-    if adaptation == "maml-first-order":
-        second = 0
-    elif third:
-        second = (6 if adaptation == "maml-hessian-free" else 9) * third
-    return forward * (inner_steps * (3 * support + second) + 3 * query)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -36,9 +35,6 @@ TorchParams = dict[str, dict[str, Tensor]]
 
 
 NO_PACKAGES = {*sys.stdlib_module_names, "test", "__main__"}
-COUNTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
-FREE = (nn.GroupNorm, nn.LayerNorm, nn.Embedding)
-"""Layers whose operations are counted, and layers whose few operations are not worth counting."""
 IMAGES = 4
 """Axes of a batch of images."""
 
@@ -150,42 +146,6 @@ def to_numpy(params: Params) -> NumpyParams:
     return {g: {n: a.detach().to(torch.float32).cpu().numpy() for n, a in named.items()} for g, named in params.items()}
 
 
-def flops_per_sample(network: nn.Module, layout: Layout) -> int | None:
-    """Floating-point operations of one sample's forward pass: two per multiply-add of convolutions, linear and
-    recurrent layers (an LSTM of width H on inputs I wide: 2·4·H·(I + H) per step and layer).
-
-    None when a layer with weights is of another kind, for which nothing is counted. Counted once for a network.
-    """
-    if network not in _FLOPS:
-        _FLOPS[network] = _count_flops(network, layout)
-    return _FLOPS[network]
-
-
-_FLOPS: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
-
-
-def _count_flops(network: nn.Module, layout: Layout) -> int | None:
-    counts: list[int] = []
-
-    def count(layer: nn.Module, _: Any, out: Any) -> None:
-        if isinstance(layer, nn.RNNBase):
-            steps = out[0].data.shape[:-1].numel()  # .data: packed sequences have no shape of their own
-            counts.append(2 * steps * sum(p.numel() for p in layer.parameters() if p.ndim == 2))
-        else:
-            counts.append(2 * cast(Tensor, layer.weight)[0].numel() * out.numel())
-
-    hooks = [m.register_forward_hook(count) for m in network.modules() if isinstance(m, COUNTED)]
-    try:
-        with torch.no_grad():
-            x = _blank(layout.input, 1).to(next(network.parameters()).device)
-            network(x, "predict" if layout.parameters(("head",)) else "embed")
-    finally:
-        for hook in hooks:
-            hook.remove()
-    weighted = (m for m in network.modules() if any(True for _ in m.parameters(recurse=False)))
-    return sum(counts) if all(isinstance(m, (*COUNTED, *FREE)) for m in weighted) else None
-
-
 def _network(layout: Layout) -> Network:
     _check_input(layout.input)
     builder = _builder(layout.model)
@@ -261,7 +221,7 @@ def _spec(name: str, parameter: nn.Parameter, model: str) -> TensorSpec:
     return TensorSpec(name, "head" if name.startswith("head.") else "body", tuple(parameter.shape))
 
 
-def _blank(spec: InputSpec, number: int) -> Tensor:
+def blank(spec: InputSpec, number: int) -> Tensor:
     return torch.zeros((number, *spec.shape), dtype=getattr(torch, spec.dtype))
 
 
@@ -288,7 +248,7 @@ def _dry_run(network: Network, layout: Layout) -> int:
 def _try(network: Network, layout: Layout, output: str) -> Tensor:
     try:
         with torch.no_grad():
-            return cast(Tensor, network(_blank(layout.input, 2), output))
+            return cast(Tensor, network(blank(layout.input, 2), output))
     except Exception as error:  # the module may be anyone's code
         raise ConfigError(
             f"the model '{layout.model}' does not take samples of shape {list(layout.input.shape)}: {error}"

@@ -19,9 +19,11 @@ from torch import nn
 from fleet_core.algorithms.interface import ClientState, Method, Payload, own_steps
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
-from fleet_core.learning.gradient_estimators import entropy, leaves, value_and_gradient
-from fleet_core.learning.local_training import CHUNK, Samples, check, first_personal, flushed, train_round
+from fleet_core.learning.gradient_estimators import entropy
+from fleet_core.learning.gradients import leaves, value_and_gradient
+from fleet_core.learning.local_training import CHUNK, check, first_personal, flushed, train_round
 from fleet_core.learning.models import NumpyParams, to_numpy, to_torch
+from fleet_core.learning.round_plans import Samples
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 
 

@@ -274,9 +274,10 @@ def _try_model(
 def _cohort(experiment: Experiment, run: Run, work: Workload) -> int:
     """Devices per round, so that a round takes some seconds. Raises DataError if a single device takes too long."""
     from fleet_core.learning import models
+    from fleet_core.learning.flops import flops_per_sample
 
     layout = workloads.layout_of(experiment, work)
-    forward = models.flops_per_sample(models.build(layout), layout)
+    forward = flops_per_sample(models.build(layout), layout)
     if forward is None:
         return experiment.cohort
     batch = sum(getattr(run.hyper, name, 0) for name in ("batch", "support_batch", "query_batch"))

@@ -28,6 +28,7 @@ from fleet_core.board import allocator
 from fleet_core.data.partitions import Share
 from fleet_core.learning import local_training, models, personal_model
 from fleet_core.learning.architectures import MODELS
+from fleet_core.learning.round_plans import Participant
 from fleet_core.model.encoded_update import encode_update, method_state
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
@@ -175,10 +176,10 @@ class Worker:
             )
         return None
 
-    def _participant(self, task: TrainingTask, client: str, state: ClientState) -> local_training.Participant:
+    def _participant(self, task: TrainingTask, client: str, state: ClientState) -> Participant:
         own = self.workload.own(self._shares["train", client])
         rng = np.random.default_rng((self._run.seed, task.round, zlib.crc32(client.encode())))
-        return local_training.Participant(method_state(state), own.x, own.y, rng, task.per_device.get(client, {}))
+        return Participant(method_state(state), own.x, own.y, rng, task.per_device.get(client, {}))
 
     def _sent(
         self, task: TrainingTask, client: str, result: local_training.TrainResult | FleetError, before: ClientState

@@ -167,8 +167,9 @@ def costs_of(experiment: Experiment) -> Costs:
 
 def _check_joules(experiment: Experiment, layout: Layout, costs: Costs) -> None:
     from fleet_core.learning import models
+    from fleet_core.learning.flops import flops_per_sample
 
-    flops = models.flops_per_sample(models.build(layout), layout)
+    flops = flops_per_sample(models.build(layout), layout)
     if costs.joules(flops, 0) is None:
         missing = "constants" if flops is not None else "a count of the model's operations"
         raise ConfigError(f"joules cannot be modelled without {missing}: {costs.source}", where="budget.joules",

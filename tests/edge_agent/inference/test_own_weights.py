@@ -13,7 +13,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.base.errors import DataError
 from fleet_core.base.trees import Params
-from fleet_core.learning import gradient_estimators, local_training, models
+from fleet_core.learning import gradient_estimators, gradients, local_training, models
 from tests.support.playing import SEED, Fleet, flat, gap, hyper_of, same, toy_layout, toy_samples
 
 SMALL: dict[str, Any] = {
@@ -40,7 +40,7 @@ def stepped(fleet: Fleet, start: Params, lr: float, steps: int, moving: tuple[st
     w = models.to_torch(start)
     loss = gradient_estimators.entropy(fleet.model, torch.tensor(MINE[0]), torch.tensor(MINE[1]))
     for _ in range(steps):
-        _, slope = gradient_estimators.value_and_gradient(loss, gradient_estimators.leaves(w))
+        _, slope = gradients.value_and_gradient(loss, gradients.leaves(w))
         w = {g: {n: a - lr * slope[g][n] * (g in moving) for n, a in named.items()} for g, named in w.items()}
     return models.to_numpy(w)
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
-from fleet_core.learning import gradient_estimators, losses, models
-from fleet_core.learning.gradient_estimators import PADDED, Episode, Estimators, Gradient
+from fleet_core.learning import gradients, losses, models
+from fleet_core.learning.gradient_estimators import PADDED, Episode, Estimators
+from fleet_core.learning.gradients import Gradient
 from fleet_core.model.layout import InputSpec
 from tests.support.quadratics import DEVICES, SIZE, Cohort, Quadratic, average, dyn, scaf, tree, vector
 
@@ -257,7 +258,7 @@ SUPPORT, QUERY, THIRD = (DEVICES[f"device-{i}"] for i in range(3))
 HERE = models.to_torch(tree(np.ones(SIZE)))
 
 
-def bowl(loss: Quadratic) -> gradient_estimators.Loss:
+def bowl(loss: Quadratic) -> gradients.Loss:
     hessian, minimum = torch.tensor(loss.hessian), torch.tensor(loss.minimum)
     return lambda w: 0.5 * (flat(w) - minimum) @ hessian @ (flat(w) - minimum)
 
@@ -272,8 +273,8 @@ def closed(lr: float, steps: int, hessian: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_maml_gradients_on_quadratics_are_those_of_the_closed_form(steps: int) -> None:
     first_order, exact = closed(0.05, steps, SUPPORT.hessian)
-    _, found = gradient_estimators.maml_exact(bowl(SUPPORT), bowl(QUERY), 0.05, steps)(HERE)
-    _, first = gradient_estimators.maml_first_order(bowl(SUPPORT), bowl(QUERY), 0.05, steps)(HERE)
+    _, found = gradients.maml_exact(bowl(SUPPORT), bowl(QUERY), 0.05, steps)(HERE)
+    _, first = gradients.maml_first_order(bowl(SUPPORT), bowl(QUERY), 0.05, steps)(HERE)
     np.testing.assert_allclose(vector(models_of(found)), exact, rtol=1e-12)
     np.testing.assert_allclose(vector(models_of(first)), first_order, rtol=1e-12)
     assert np.linalg.norm(exact - first_order) > 0.03 * np.linalg.norm(exact)
@@ -287,8 +288,8 @@ def models_of(params: Params) -> Params:
 @pytest.mark.parametrize("length", [1e-3, 1e-2, 0.1, 1.0])
 def test_hessian_free_is_exact_on_quadratics_for_any_sensible_difference(steps: int, length: float) -> None:
     """``length`` is δ‖v‖."""
-    product = gradient_estimators.central_difference(bowl(SUPPORT), length / float(trees.norm(HERE)))
-    _, found = gradient_estimators.maml_with_hessian(bowl(SUPPORT), bowl(QUERY), 0.05, steps, product)(HERE)
+    product = gradients.central_difference(bowl(SUPPORT), length / float(trees.norm(HERE)))
+    _, found = gradients.maml_with_hessian(bowl(SUPPORT), bowl(QUERY), 0.05, steps, product)(HERE)
     np.testing.assert_allclose(vector(models_of(found)), closed(0.05, steps, SUPPORT.hessian)[1], rtol=1e-10)
 
 
@@ -296,10 +297,10 @@ def test_hessian_free_is_exact_on_quadratics_for_any_sensible_difference(steps: 
 def test_a_third_batch_gives_its_own_hessian(steps: int) -> None:
     wanted = closed(0.05, steps, THIRD.hessian)[1]
     for product in (
-        gradient_estimators.hessian_product(bowl(THIRD)),
-        gradient_estimators.central_difference(bowl(THIRD), 1e-2),
+        gradients.hessian_product(bowl(THIRD)),
+        gradients.central_difference(bowl(THIRD), 1e-2),
     ):
-        _, found = gradient_estimators.maml_with_hessian(bowl(SUPPORT), bowl(QUERY), 0.05, steps, product)(HERE)
+        _, found = gradients.maml_with_hessian(bowl(SUPPORT), bowl(QUERY), 0.05, steps, product)(HERE)
         np.testing.assert_allclose(vector(models_of(found)), wanted, rtol=1e-10)
 
 
@@ -310,7 +311,7 @@ def test_the_difference_is_relative_and_a_direction_of_zero_has_a_product_of_zer
         seen.append(float(torch.linalg.vector_norm(flat(w).detach() - 1)))
         return bowl(SUPPORT)(w)
 
-    product = gradient_estimators.central_difference(loss, 0.01)
+    product = gradients.central_difference(loss, 0.01)
     for scale in (1e-6, 1.0, 1e6):
         product(HERE, trees.scale(HERE, scale))
     assert seen == pytest.approx([0.01 * np.sqrt(SIZE)] * 6, rel=1e-6)
@@ -321,7 +322,7 @@ def test_the_difference_is_relative_and_a_direction_of_zero_has_a_product_of_zer
 def test_meta_sgd_on_quadratics_has_the_closed_form_in_weights_and_rates() -> None:
     rates = np.linspace(0.01, 0.06, SIZE)
     both = trees.mirrored(HERE, models.to_torch(tree(rates)), "rates")
-    _, found = gradient_estimators.meta_sgd(bowl(SUPPORT), bowl(QUERY))(both)
+    _, found = gradients.meta_sgd(bowl(SUPPORT), bowl(QUERY))(both)
     slope = SUPPORT.slope(np.ones(SIZE))
     after = QUERY.slope(np.ones(SIZE) - rates * slope)
     of_w, of_rates = trees.parted(models_of(found), "rates")
@@ -336,35 +337,35 @@ class Adapted(Quadratic):
 
     own: Quadratic
     lr: float
-    estimate: Callable[[gradient_estimators.Loss, float], Gradient]
+    estimate: Callable[[gradients.Loss, float], Gradient]
 
     def gradient(self, at: Params) -> Params:
         _, slope = self.estimate(bowl(self.own), self.lr)(models.to_torch(at))
         return models_of(slope)
 
 
-def adapted(own: Quadratic, lr: float, estimate: Callable[[gradient_estimators.Loss, float], Gradient]) -> Adapted:
+def adapted(own: Quadratic, lr: float, estimate: Callable[[gradients.Loss, float], Gradient]) -> Adapted:
     shrink = np.eye(SIZE) - lr * own.hessian
     return Adapted(shrink @ own.hessian @ shrink, own.minimum, own, lr, estimate)
 
 
-def hessian_free(loss: gradient_estimators.Loss, lr: float) -> Gradient:
-    return gradient_estimators.maml_with_hessian(loss, loss, lr, 1, gradient_estimators.central_difference(loss, 1e-2))
+def hessian_free(loss: gradients.Loss, lr: float) -> Gradient:
+    return gradients.maml_with_hessian(loss, loss, lr, 1, gradients.central_difference(loss, 1e-2))
 
 
 @pytest.mark.parametrize(
     ("build", "estimate", "found"),
     [
-        (dyn, lambda loss, lr: gradient_estimators.maml_exact(loss, loss, lr, 1), True),
-        (scaf, lambda loss, lr: gradient_estimators.maml_exact(loss, loss, lr, 1), True),
+        (dyn, lambda loss, lr: gradients.maml_exact(loss, loss, lr, 1), True),
+        (scaf, lambda loss, lr: gradients.maml_exact(loss, loss, lr, 1), True),
         (dyn, hessian_free, True),
-        (dyn, lambda loss, lr: gradient_estimators.maml_first_order(loss, loss, lr, 1), False),
-        (average, lambda loss, lr: gradient_estimators.maml_exact(loss, loss, lr, 1), False),
+        (dyn, lambda loss, lr: gradients.maml_first_order(loss, loss, lr, 1), False),
+        (average, lambda loss, lr: gradients.maml_exact(loss, loss, lr, 1), False),
     ],
     ids=["pfldyn", "pflscaf", "pfldyn, hessian-free", "pfldyn, first-order", "per-fedavg"],
 )
 def test_with_maml_the_minimiser_of_the_mean_loss_after_adaptation_is_found(
-    build: Callable[..., Cohort], estimate: Callable[[gradient_estimators.Loss, float], Gradient], found: bool
+    build: Callable[..., Cohort], estimate: Callable[[gradients.Loss, float], Gradient], found: bool
 ) -> None:
     """Acar's objective (OPT), in closed form; first-order and averaging stop elsewhere."""
     losses = {name: adapted(DEVICES[name], 0.05, estimate) for name in list(DEVICES)[:3]}
@@ -378,8 +379,8 @@ def test_with_maml_the_minimiser_of_the_mean_loss_after_adaptation_is_found(
 def test_first_order_is_exact_where_there_is_no_curvature_or_no_step() -> None:
     slope = torch.arange(SIZE, dtype=torch.float64)
     for support, lr in ((lambda w: flat(w) @ slope, 0.1), (bowl(SUPPORT), 0.0)):
-        _, exact = gradient_estimators.maml_exact(support, bowl(QUERY), lr, 3)(HERE)
-        _, first = gradient_estimators.maml_first_order(support, bowl(QUERY), lr, 3)(HERE)
+        _, exact = gradients.maml_exact(support, bowl(QUERY), lr, 3)(HERE)
+        _, first = gradients.maml_first_order(support, bowl(QUERY), lr, 3)(HERE)
         assert torch.equal(flat(exact), flat(first))
 
 

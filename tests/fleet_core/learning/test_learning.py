@@ -21,7 +21,8 @@ from fleet_core.algorithms.interface import Payload
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import ConfigError, DataError, RoundError
-from fleet_core.learning import local_training, models, personal_model
+from fleet_core.learning import local_training, models, personal_model, round_plans
+from fleet_core.learning.flops import flops_per_sample
 from fleet_core.learning.local_training import TrainResult
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
 from tests.support.playing import SEED, TOY, Fleet, flat, gap, hyper_of, same, toy_layout, toy_samples
@@ -300,8 +301,8 @@ def test_padded_clients_of_similar_sizes_are_one_stack(padded: bool, stacks: lis
     """And those who draw more than twice as much are another."""
     data = [toy_samples(n, seed=i) for i, n in enumerate((80, 80, 9, 85, 12))]
     fleet = Fleet("fedavg", hyper_of("fedavg", local_steps=2, batch=30), data, toy_layout())
-    plans = [local_training._plan(fleet.method, one, fleet.hyper) for one in fleet.participants()]
-    assert (local_training._similar(plans) if padded else local_training._alike(plans)) == stacks
+    plans = [round_plans.plan_of(fleet.method, one, fleet.hyper) for one in fleet.participants()]
+    assert (round_plans.of_similar_size(plans) if padded else round_plans.of_equal_size(plans)) == stacks
 
 
 def biggest(tree: trees.Params) -> float:
@@ -494,7 +495,7 @@ def test_counted_operations_are_those_of_torchs_counter(form: str) -> None:
     """Within a fifth: gradients in the samples themselves are not taken, and losses are not counted."""
     name, layout = form.partition(",")[0], models.describe("mlp", TOY, ("a", "b", "c"), {"hidden": [32, 32, 32]})
     played = Fleet(name, hyper_of(name, **{**SMALL, **FORMS[form]}), [toy_samples()], layout)
-    forward = models.flops_per_sample(played.model, layout)
+    forward = flops_per_sample(played.model, layout)
     assert forward == 2 * (6 * 32 + 2 * 32 * 32 + 32 * 3)
     with FlopCounterMode(display=False) as counter:
         result = played.trained()[0]
@@ -504,7 +505,7 @@ def test_counted_operations_are_those_of_torchs_counter(form: str) -> None:
 def test_layers_of_unknown_cost_are_not_guessed(package: types.ModuleType) -> None:
     package.__dict__["build"] = lambda shape, classes: PersonalFiles(shape, classes, nn.PReLU())
     layout = models.describe("bring_own:build", TOY, ("a", "b", "c"), {})
-    assert models.flops_per_sample(models.build(layout), layout) is None
+    assert flops_per_sample(models.build(layout), layout) is None
     assert Fleet("fedavg", hyper_of("fedavg", **SMALL), [toy_samples()], layout).trained()[0].flops is None
 
 

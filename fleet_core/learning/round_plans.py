@@ -1,0 +1,79 @@
+"""What each client of a round draws, and which clients can be stacked because they draw as much."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fleet_core.algorithms.interface import ClientState, Method
+from fleet_core.base.errors import DataError
+from fleet_core.base.trees import Params
+from fleet_core.data.episodes import Draw, draws
+
+Samples = np.ndarray[Any, Any]
+
+MAX_PADDING = 2
+"""The batches of padded clients differ in size by at most this factor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Participant:
+    """One client of a round: its state (empty for one that never took part), raw samples x [N, *shape] with labels
+    y int64 [N], and the only source of its randomness. given: groups that it alone received beside the broadcast."""
+
+    state: ClientState
+    x: Samples
+    y: Samples
+    rng: np.random.Generator
+    per_device: Params = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one client draws in a round. seed: of the model's random layers."""
+
+    seed: int
+    draws: tuple[Draw, ...]
+    left_out: Mapping[int, int]
+    samples: int
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        return self.samples, tuple(tuple(map(len, draw)) for draw in self.draws)
+
+    @property
+    def drawn(self) -> int:
+        return sum(len(part) for draw in self.draws for part in draw)
+
+
+def plan_of(method: Method, one: Participant, hyper: Any) -> Plan:
+    if not len(one.y):
+        raise DataError("there are no samples to train on")
+    seed = int(one.rng.integers(2**31))
+    drawn, left_out = draws(one.y, hyper, one.rng)
+    taken = tuple(itertools.islice(drawn, hyper.local_steps))
+    whole = len(one.y) if method.adaptation == "fedproto" else 0
+    return Plan(seed, taken, left_out(), whole)
+
+
+def of_equal_size(plans: Sequence[Plan]) -> list[list[int]]:
+    """The numbers of those whose draws have equal sizes."""
+    alike: dict[Any, list[int]] = {}
+    for number, plan in enumerate(plans):
+        alike.setdefault(plan.sizes, []).append(number)
+    return list(alike.values())
+
+
+def of_similar_size(plans: Sequence[Plan]) -> list[list[int]]:
+    """The numbers of those that draw as much up to ``MAX_PADDING``."""
+    similar: list[list[int]] = []
+    for number in sorted(range(len(plans)), key=lambda i: (plans[i].samples, plans[i].drawn)):
+        least = plans[similar[-1][0]] if similar else None
+        if least is None or plans[number].samples != least.samples or plans[number].drawn > MAX_PADDING * least.drawn:
+            similar.append([])
+        similar[-1].append(number)
+    return similar
