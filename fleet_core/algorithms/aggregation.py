@@ -1,8 +1,7 @@
-"""Sums over updates that have the same bits for any arrival order and any number of workers.
+"""Sums over updates with the same bits for any order of arrival and any number of workers.
 
-Float addition is not associative, so the order is fixed: devices by name within 64 hash buckets, bucket sums merged in
-bucket order. A worker may own any set of buckets; merging their partial sums in bucket order gives what one worker
-gives.
+Float addition is not associative, so the order is fixed: devices are in 64 buckets by hash, sorted by name within a
+bucket, and bucket sums are merged in bucket order. Workers may each sum some of the buckets.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ BUCKETS = 64
 
 def bucket(device: str) -> int:
     """The bucket of a device: the first byte of its name's sha256, modulo 64."""
-    import hashlib  # loads OpenSSL: 4 MB that a device which answers does without
+    import hashlib  # loads OpenSSL, 4 MB that a process which only answers does not need
 
     return hashlib.sha256(device.encode()).digest()[0] % BUCKETS
 
@@ -30,14 +29,14 @@ def order(devices: Iterable[str]) -> list[str]:
 
 
 def bucket_sums(updates: Iterable[Update], value: Callable[[Update], Params]) -> Iterator[tuple[int, Params, int]]:
-    """(bucket, sum, count) for updates in closing order, one entry per bucket that has any; holds one sum at a time."""
+    """(bucket, sum, count) of each non-empty bucket, for updates in closing order. Holds one sum at a time."""
     for here, group in itertools.groupby(updates, key=lambda update: bucket(update.device)):
         partial, count = _sum(value(update) for update in group)
         yield here, partial, count
 
 
 def merge(sums: Iterable[tuple[int, Params, int]]) -> tuple[Params, int]:
-    """Bucket sums, in bucket order, merged in float64: (total, count). Raises ValueError when there are none."""
+    """(total, count) of bucket sums in bucket order, merged in float64. Raises ValueError when there are none."""
     ordered = iter(sums)
     try:
         _, first, count = next(ordered)
@@ -51,7 +50,7 @@ def merge(sums: Iterable[tuple[int, Params, int]]) -> tuple[Params, int]:
 
 
 def _sum(parts: Iterator[Params]) -> tuple[Params, int]:
-    """(sum in float64 from left to right, number of parts); of a single part the part itself."""
+    """(sum in float64 from left to right, number of parts); a single part is returned as it is."""
     first, second = next(parts), next(parts, None)
     if second is None:
         return first, 1
@@ -63,5 +62,5 @@ def _sum(parts: Iterator[Params]) -> tuple[Params, int]:
 
 
 def total(updates: Iterable[Update], value: Callable[[Update], Params]) -> tuple[Params, int]:
-    """Sum of ``value(update)`` in closing order, and the number of updates. Raises ValueError when there are none."""
+    """(sum of ``value(update)``, number of updates), for updates in closing order. Raises ValueError without any."""
     return merge(bucket_sums(updates, value))

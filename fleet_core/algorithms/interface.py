@@ -1,8 +1,8 @@
-"""The seam every method fits: gradient estimator × correction × server rule × personalizer × what is shared.
+"""The interface of a method: gradient estimator × correction × server rule × personalizer × what is shared.
 
-A client half turns a broadcast and a stream of gradients into an update; a server half turns updates into the next
-model. Both are pure: state in, state out. The seam is the gradient, not the loss, because first-order, hessian-free
-and Moreau directions are no one's derivative.
+A client rule turns a broadcast and a stream of gradients into an update; a server rule turns updates into the next
+model. Both are pure: state in, state out. The interface is the gradient, not the loss, because first-order,
+hessian-free and Moreau directions are not derivatives of any loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GradFn = Callable[[Params], Params]
 """Gradient of one step's loss at the given parameters, on that step's own samples; same groups and names back."""
 
 ClientState = Mapping[str, Params]
-"""What a device remembers between rounds, by role (``dual``, ``control``, ``personal``); empty where nothing is."""
+"""What a device remembers between rounds, by role (``dual``, ``control``, ``personal``); may be empty."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Payload:
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def beside(self, per_device: Params) -> Payload:
-        """This with groups that one device alone received."""
+        """This payload plus groups that one device alone received."""
         return Payload({**self.groups, **per_device}, self.scalars) if per_device else self
 
 
 @dataclass(frozen=True)
 class Update:
     """One device's verified contribution to a round. ``payload.groups`` holds float32 numpy arrays on the
-    server; ``closing.total`` sums in float64."""
+    server; ``aggregation.total`` sums in float64."""
 
     device: str
     payload: Payload
@@ -58,10 +58,10 @@ class ServerState:
     """The aggregator's memory between rounds.
 
     model: what devices train on (the anchor of the next round).
-    evaluated: what is served and evaluated.
+    served: the model that devices personalize and answer with.
     memory: what the server rule remembers, by role (``dual`` for PFLDyn). scalars: numbers that it remembers.
-    dual_epoch: rises when the devices' own state must start again from zero.
-    round: the one that ``apply`` closes; whoever calls it sets it.
+    dual_epoch: increases when the devices' own state must start again from zero.
+    round: the round that ``apply`` closes; its caller sets it.
     """
 
     model: Params
@@ -83,7 +83,7 @@ def positive(default: float, most: float = LARGEST) -> Any:
 
 
 def weight(default: float | None, most: float = LARGEST) -> Any:
-    """A hyper-parameter of at least 0: 0 leaves out what it weighs."""
+    """A hyper-parameter of at least 0; at 0 the weighted term is left out."""
     return field(default=default, metadata={"min": 0, "max": most})
 
 
@@ -98,7 +98,7 @@ class LocalSgd:
 
     local_steps: K (Fallah: τ), steps per device and round.
     client_lr: β, the device's learning rate (Acar: 0.1). lr_decay: its factor per round (Acar's runs: 0.997).
-    local_optimizer: how a direction becomes a step: SGD, or Adam with moments that start anew in every round.
+    local_optimizer: SGD, or Adam with moments that are reset in every round.
     weight_decay: added to the direction after clipping. clip_norm: limit on the corrected direction's norm, 0 for none
     (both in the order of the program of Acar et al.; their paper has neither).
     augment: of training images: ``crop-flip`` is a random crop with padding 4 and a horizontal flip (Acar's runs).
@@ -119,8 +119,8 @@ class ClientRule:
     keeps: tuple[str, ...] = ()
 
     def init(self, model: Params, personal: Params, hyper: Any) -> ClientState:
-        """State of a device that never took part. model: what it received. personal: the first values, alike on every
-        device, of the groups that stay on it."""
+        """State of a device that never took part. model: what it received. personal: the initial values, the same on
+        every device, of the groups that stay on it."""
         return {}
 
     def run(
@@ -138,7 +138,7 @@ class ServerRule:
     """The aggregator half. Subclasses override what they need."""
 
     def init(self, first: Params, hyper: Any) -> ServerState:
-        """first: the first values of every group that goes down; groups that are not the model's own are zero."""
+        """first: initial values of every group that goes down; groups that are not the model's own are zero."""
         return ServerState(model=first, served=first)
 
     def broadcast(self, state: ServerState) -> Payload:
@@ -146,11 +146,11 @@ class ServerRule:
         return Payload(state.model)
 
     def per_device(self, state: ServerState, device: str) -> Params:
-        """What ``device`` alone receives beside the broadcast: the groups that the row calls ``per_device``."""
+        """What only ``device`` receives beside the broadcast: the groups in the method's ``per_device``."""
         return {}
 
     def as_received(self, state: ServerState, groups: Params) -> ServerState:
-        """``state`` with what devices decoded of its broadcast in the place of what was meant."""
+        """``state`` with the broadcast as devices decoded it (``groups``) instead of the exact one."""
         return replace(state, model=groups)
 
     def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: Any) -> ServerState:
@@ -175,12 +175,12 @@ class Method:
     gradient steps; ``meta-sgd``, steps with learned rates; ``own``, its own groups, trained; ``moreau``, its own
     envelope's minimiser; ``knn``, its samples' neighbours beside the head; ``gp``, Gaussian processes of its samples;
     ``fleet-proto``, its own encoder and the fleet's class means.
-    shared: groups that go down, come up and are evaluated. besides: groups that only go down, in training. given:
-    groups among the shared ones of which every device receives its own in training, made for it. personal: groups of
-    the model that stay on the device. Groups in neither are not used. down_scalars, up_scalars: numbers that cross the
-    wire beside the round and the seed. models_down, models_up: models transmitted per device and round. paper_models:
-    as the paper counts, if it differs. cumulative: what goes up is a change that the server sums over rounds, so that a
-    codec may keep what it lost. """
+    shared: groups that go down, come up and are evaluated. besides: groups that only go down, in training. per_device:
+    shared groups of which the server makes one for each device in training. personal: groups of the model that stay on
+    the device. Groups in none of these are not used. down_scalars, up_scalars: numbers that cross the wire beside the
+    round and the seed. models_down, models_up: models transmitted per device and round. paper_models: as the paper
+    counts, if it differs. cumulative: what goes up is a change that the server sums over rounds, so that error feedback
+    is possible."""
 
     name: str
     title: str
@@ -204,22 +204,22 @@ class Method:
 
     @property
     def down(self) -> tuple[str, ...]:
-        """The groups that all devices receive alike to train on."""
+        """The groups for training that are the same for all devices."""
         return tuple(group for group in self.received if group not in self.per_device)
 
     @property
     def received(self) -> tuple[str, ...]:
-        """The groups that a device receives to train on."""
+        """The groups that a device receives for training."""
         return self.shared + self.besides
 
     @property
     def moving(self) -> tuple[str, ...]:
-        """The groups that a device's own gradient steps move when the served model is made its own."""
+        """The groups that a device's gradient steps change when it personalizes the served model."""
         return self.personal or self.per_device if self.personalizer == "own" else (*self.shared, *self.personal)
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether a device answers with weights that its own rounds leave on it."""
+        """Whether a device answers with weights that its own rounds have left on it."""
         return bool(self.personal or self.per_device or self.personalizer == "own")
 
     @property
@@ -235,9 +235,9 @@ class Method:
 
 
 def own_steps(method: Method, hyper: Any, *, trained: bool = False) -> tuple[float, int]:
-    """(learning rate, number) of the gradient steps that make the served model a device's own.
+    """(learning rate, number) of the gradient steps that personalize the served model.
 
-    trained: the device's groups took part in rounds and are trained already.
+    trained: the device took part in rounds, so its own groups are trained already.
     """
     if method.personalizer == "sgd" and hasattr(hyper, "inner_steps"):
         return hyper.inner_lr, hyper.inner_steps

@@ -1,8 +1,8 @@
-"""Adam and Yogi on trees: what a direction becomes, and the moments that they keep.
+"""Adam and Yogi on trees.
 
 Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015, Algorithm 1; Reddi et al., "Adaptive Federated
 Optimization", ICLR 2021, Algorithm 2 (FedAdam, FedYogi). Reddi's server starts the second moment at τ² and does not
-correct the start; ``corrected=False`` with ``start`` is that form, Kingma's is the default.
+correct the bias of the start: ``corrected=False`` with ``start``. The default is Kingma's form.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def adam(
     direction: Params, before: ClassMoments | None, *, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
     corrected: bool = True, start: float = 0.0, yogi: bool = False,
 ) -> tuple[dict[str, dict[str, Any]], ClassMoments]:
-    """(the step to take per unit of learning rate, the moments after it).
+    """(step per unit of learning rate, new moments).
 
-    before: None at the first direction. epsilon: τ of Reddi et al. start: of the second moment. yogi: its rule for the
-    second moment, v ← v − (1 − β₂) Δ² sign(v − Δ²).
+    before: the moments so far, None at the first direction. epsilon: τ of Reddi et al. start: initial second moment.
+    yogi: use Yogi's rule for the second moment, v ← v − (1 − β₂) Δ² sign(v − Δ²).
     """
     if before is None:
         zero = trees.zeros_like(direction)

@@ -1,10 +1,10 @@
-"""Methods that other installed packages bring: entry points of the group ``metafleet.methods``.
+"""Methods of other installed packages: entry points of the group ``metafleet.methods``.
 
     [project.entry-points."metafleet.methods"]
     ditto = "my_lab.ditto:DITTO"
 
-They are looked for when a name is asked for that is none of the product's, or when all are listed; a process that does
-neither imports nothing of them. What is no method is left out and told on stderr, and the others are there.
+They are imported when a name is looked up that is not one of the product's, or when all methods are listed. An entry
+point that is not a valid method is left out with a line on stderr.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 GROUP = "metafleet.methods"
 OR_INSTALL = ", or install the package that brings it"
-"""What else may help where a method is not known here."""
+"""The end of a hint about an unknown method."""
 NAME = r"[a-z0-9][a-z0-9.-]{0,63}"
+RENAMED: tuple[tuple[type[Any], str, str], ...] = (
+    (ClientRule, "settle", "after_loss"), (ServerRule, "given", "per_device"), (ServerRule, "heard", "as_received"),
+)
+"""(interface, former name, present name) of functions that a method written for an older version may define."""
 
 
 def packages() -> list[str]:
@@ -32,7 +36,7 @@ def packages() -> list[str]:
 
 
 def _points() -> list[EntryPoint]:
-    import importlib.metadata  # 2 MB, which a device that answers does without
+    import importlib.metadata  # 2 MB that a process which only answers does not need
 
     return sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name)
 
@@ -42,8 +46,8 @@ def _package(point: EntryPoint) -> str:
 
 
 class Methods(Mapping[str, Method]):
-    """name -> row: the product's first, then those of installed packages. say: for a line about each that is left out.
-    """
+    """name -> method: the product's first, then those of installed packages. say: prints a line about each entry point
+    that is left out."""
 
     def __init__(self, product: Mapping[str, Method], say: Callable[[str], None] = say) -> None:
         self._product, self._say = product, say
@@ -59,7 +63,7 @@ class Methods(Mapping[str, Method]):
         return len(self._product) + len(self._installed())
 
     def _installed(self) -> dict[str, Method]:
-        with self._lock:  # another thread waits; a package that asks while it is imported finds none yet
+        with self._lock:  # reentrant: a package that looks up methods while it is imported finds none yet
             if not self._looked:
                 self._looked = True
                 self._found = self._look()
@@ -70,25 +74,27 @@ class Methods(Mapping[str, Method]):
         for point in _points():
             try:
                 row = point.load()
-            except (Exception, SystemExit) as error:  # importing runs anyone's code
-                row, wrong = None, f"cannot be imported: {type(error).__name__}: {error}"
+            except (Exception, SystemExit) as error:  # importing runs the package's code
+                row, problem = None, f"cannot be imported: {type(error).__name__}: {error}"
             else:
-                wrong = self._wrong(point.name, row) or ("is brought by two packages" if point.name in found else "")
-            if wrong:
+                problem = self._problem(point.name, row)
+                if not problem and point.name in found:
+                    problem = "has the name of another package's method"
+            if problem:
                 self._say(f"the method '{point.name}' of the installed package {_package(point)} is left out: "
-                          f"{point.value} {wrong}")
+                          f"{point.value} {problem}")
             else:
                 found[point.name] = row
         return found
 
-    def _wrong(self, name: str, row: Any) -> str:
-        """Why ``row`` cannot be the method ``name``; empty where it can."""
+    def _problem(self, name: str, row: Any) -> str:
+        """Why ``row`` cannot be the method ``name``; empty when it can."""
         if not isinstance(row, Method):
-            return f"is no Method but {type(row).__name__}"
+            return f"is of type {type(row).__name__}, expected Method"
         if row.name != name:
             return f"is named '{row.name}': give the entry point that name"
         if name in self._product:
-            return "has the name of one of the product's: take another"
+            return "has the name of one of the product's methods: use another"
         if not re.fullmatch(NAME, name):
             return "has a name that is not lower case letters, digits, '.' and '-', at most 64"
         version: Any = row.version
@@ -97,13 +103,29 @@ class Methods(Mapping[str, Method]):
         client: Any = row.client
         server: Any = row.server
         if not isinstance(client, ClientRule) or not isinstance(server, ServerRule):
-            return "has no ClientRule and ServerRule as its client and server"
+            return "needs a ClientRule as client and a ServerRule as server"
+        former = _former_names(client, server)
+        if former:
+            return former
         for what, value, known in (("adaptation", row.adaptation, ADAPTATIONS),
                                    ("personalizer", row.personalizer, PERSONALIZERS)):
             if value not in known:
                 return f"has the {what} '{value}', expected one of {', '.join(known)}"
         try:
             own_steps(row, row.hyper())
-        except Exception as error:  # its hyper-parameters are anyone's code
-            return f"has hyper-parameters that do not do: {type(error).__name__}: {error}"
+        except Exception as error:  # hyper-parameters are the package's code
+            return f"has unsuitable hyper-parameters: {type(error).__name__}: {error}"
         return ""
+
+
+def _former_names(*rules: ClientRule | ServerRule) -> str:
+    """Which functions of ``rules`` have a former name, under which nothing calls them; empty when none has.
+
+    A rule that defines both names works with both versions and is accepted.
+    """
+    return "; ".join(
+        f"defines {base.__name__}.{former}, which is now called {present}: rename it"
+        for rule in rules for base, former, present in RENAMED
+        if isinstance(rule, base) and hasattr(rule, former)
+        and getattr(type(rule), present) is getattr(base, present)
+    )

@@ -1,7 +1,7 @@
-"""Losses that depend on something that is no parameter, and what a step measures beside its gradient.
+"""Passes constants to a step's loss, and returns what the step measures beside its gradient.
 
-The seam has room for both: a constant goes into the gradient function as one more group, and since nobody needs a
-derivative in a constant, its place in the answer carries what the step has measured.
+A constant is one more group among the parameters. Its derivative is not needed, so in the gradient the same group holds
+what the step has measured.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from fleet_core.base import trees
 from fleet_core.base.trees import Params
 
 
-def watched(steps: Iterable[GradFn], given: Params, seen: list[Params]) -> Iterator[GradFn]:
-    """Gradients that find ``given`` beside the parameters; what comes back in its place is appended to ``seen``."""
+def with_constants(steps: Iterable[GradFn], constants: Params, measured: list[Params]) -> Iterator[GradFn]:
+    """``steps`` that get ``constants`` beside the parameters; what they return in these groups is appended to
+    ``measured``."""
 
     def wrap(gradient: GradFn) -> GradFn:
         def step(at: Params) -> Params:
-            back = gradient({**at, **given})
-            seen.append(trees.only(back, given))
-            return trees.only(back, at)
+            result = gradient({**at, **constants})
+            measured.append(trees.only(result, constants))
+            return trees.only(result, at)
 
         return step
 

@@ -1,5 +1,5 @@
-"""Models, losses, gradient estimators and the one client loop: the home of torch.
+"""Training with torch: models, losses, gradients, gradient estimators, and the loop of local training.
 
-Only ``torch.autograd.grad`` and ``torch.func.functional_call`` are used: a ``torch.optim`` object or a ``torch.func``
-transform each cost a device more memory than the models trained here.
+On devices only ``torch.autograd.grad`` and ``torch.func.functional_call`` are used: a ``torch.optim`` object or a
+``torch.func`` transform costs more memory than the models trained here.
 """

@@ -12,7 +12,7 @@
 | ds-cnn | a convolution, three depthwise-separable ones, pooled over all positions | after Zhang et al. 2017 |
 | char-lstm | characters 8 wide, two LSTM layers of 256, the last state | Chen et al. 2018, A.1; LEAF |
 
-``head`` is always there; a method that shares the body alone, as Proto methods do, neither trains nor sends it.
+Every model has a ``head``; methods that share only the body, as Proto methods do, neither train nor send it.
 
 Shapes: N samples, C channels, T time steps, D embedding width, K classes, V characters.
 """
@@ -52,7 +52,7 @@ class Mlp(nn.Module):
 
 
 class Logistic(nn.Module):
-    """Multinomial logistic regression: all of it is head. Embedding: the flattened sample."""
+    """Multinomial logistic regression, which is only a head. Embedding: the flattened sample."""
 
     def __init__(self, shape: tuple[int, ...], classes: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Logistic(nn.Module):
 class Cnn1d(nn.Module):
     """Strided convolutions with GroupNorm on [C, T] series, flattened; the embedding is one hidden layer of ``width``.
 
-    Flattening keeps where in the series something happens, which a mean over time would lose.
+    Flattening preserves positions in the series, which a mean over time would lose.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class Cnn1d(nn.Module):
 
 class DsCnn(nn.Module):
     """Depthwise-separable convolutions on series [C, T] or images [C, H, W] of any size. Embedding: the mean and the
-    maximum over all positions of the last two layers, so that it does not count where in a window something happens.
+    maximum over all positions of the last two layers, so that positions in a window do not matter.
 
     Zhang, Suda, Lai, Chandra, "Hello Edge: Keyword Spotting on Microcontrollers", 2017: a convolution, then blocks of a
-    depthwise and a pointwise one, then the mean over all positions of the last. Here GroupNorm in place of BatchNorm
-    and one activation a block; what is pooled was chosen by ``benchmarks/own_data``.
+    depthwise and a pointwise one, then the mean over all positions of the last. Here: GroupNorm instead of BatchNorm
+    and one activation per block; the pooled layers were chosen by ``benchmarks/own_data``.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 32, 32, 32)) -> None:
@@ -116,11 +116,11 @@ class DsCnn(nn.Module):
         self.head = nn.Linear(2 * sum(channels[-2:]), classes)
 
     def layers(self, x: Tensor) -> list[Tensor]:
-        """What each layer puts out, [N, its channels, positions]."""
-        found = [torch.relu(self.norms[0](self.stem(x)))]
+        """The output of each layer, [N, its channels, positions]."""
+        outputs = [torch.relu(self.norms[0](self.stem(x)))]
         for depthwise, pointwise, norm in zip(self.depthwise, self.pointwise, self.norms[1:], strict=True):
-            found.append(torch.relu(norm(pointwise(depthwise(found[-1])))))
-        return [z.flatten(2) for z in found]
+            outputs.append(torch.relu(norm(pointwise(depthwise(outputs[-1])))))
+        return [z.flatten(2) for z in outputs]
 
     def embed(self, x: Tensor) -> Tensor:
         return torch.cat([pooled for z in self.layers(x)[-2:] for pooled in (z.mean(2), z.amax(2))], 1)
@@ -129,9 +129,9 @@ class DsCnn(nn.Module):
 class TwoConvolutions(nn.Module):
     """LeNet's form on images [C, H, W]: twice conv, ReLU, maxpool2; then one or two hidden layers with ReLU.
 
-    padded: a convolution of an odd kernel keeps the image's size. The ReLU comes after the pool, where there are a
-    quarter as many values: what is positive has the same maximum, so that numbers and gradients are the same bits.
-    Embedding: the last hidden layer, after its ReLU where ``rectified``.
+    padded: convolutions with an odd kernel keep the image's size. ReLU is computed after the pool, on a quarter of the
+    values; outputs and gradients are the same bits, because ReLU and max commute. Embedding: the
+    last hidden layer, after its ReLU if ``rectified``.
     """
 
     def __init__(
@@ -203,10 +203,10 @@ class LeafCnn(TwoConvolutions):
 
 
 class Conv4(nn.Module):
-    """The few-shot network of Vinyals et al. and Snell et al. on images [C, H, W], with GroupNorm for their BatchNorm.
+    """The few-shot network of Vinyals et al. and Snell et al. on images [C, H, W], with GroupNorm instead of BatchNorm.
 
-    ``groups``: of GroupNorm; one of all channels unless more are asked for. Convolutions are padded by 1, pools drop
-    what is left over. Embedding: the last block flattened, ``channels`` wide at 28×28 and four times that at 32×32.
+    groups: of GroupNorm, by default one of all channels. Convolutions are padded by 1; pools ignore incomplete windows.
+    Embedding: the last block flattened, ``channels`` wide at 28×28 and four times that at 32×32.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, channels: int = 64, groups: int = 1) -> None:
@@ -227,10 +227,10 @@ class Conv4(nn.Module):
 
 
 class CharLstm(nn.Module):
-    """Next character of a text: tokens int64 [T], each below ``vocabulary`` (as many as the classes, where not given).
+    """Predicts the next character of a text: tokens int64 [T], each below ``vocabulary`` (default: the classes).
 
-    Embedding: the upper layer's state after the last character. forget_bias: what the forget gates' first biases have
-    added, 1 in LEAF's program, 0 in torch's LSTM. Deviation from LEAF's: two bias vectors per layer, as torch has it.
+    Embedding: the upper layer's state after the last character. forget_bias: added to the initial biases of the forget
+    gates; 1 in LEAF's program, 0 in torch's LSTM. Deviation from LEAF: two bias vectors per layer, as in torch.
     """
 
     def __init__(
@@ -276,15 +276,14 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 TOKENS = frozenset({"char-lstm"})
-"""Models of int64 tokens; the others take numbers."""
+"""Models that take int64 tokens; the others take numbers."""
 
 BATCHABLE = frozenset(MODELS) - {"char-lstm"}
-"""Models that ``torch.func.vmap`` runs for several clients at once, each with weights of its own: torch has no such
-rule for its LSTM."""
+"""Models that ``torch.func.vmap`` can run for stacked clients; torch has no vmap rule for its LSTM."""
 
 
 def _refuse(*problems: str) -> None:
-    """Raises ValueError with all that is not empty."""
+    """Raises ValueError with all non-empty ``problems``."""
     if any(problems):
         raise ValueError("; ".join(filter(None, problems)))
 
@@ -309,7 +308,7 @@ def _number(name: str, value: Any) -> str:
 
 
 def _sizes(name: str, values: Any, least: int = 0, most: int = 100) -> str:
-    """``least``, ``most``: how many values there may be."""
+    """``least``, ``most``: the number of values."""
     if isinstance(values, (list, tuple)) and least <= len(values) <= most and not any(_size(name, v) for v in values):
         return ""
     number = f"{least}" if least == most else f"{least} to {most}"

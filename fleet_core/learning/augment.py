@@ -1,7 +1,7 @@
-"""Random changes of training images.
+"""Augmentation of training images.
 
-``crop-flip``: a crop of the image's own size out of the image with 4 black pixels around it, and a horizontal flip in
-half of the cases (the runs of Acar et al., ICML 2021, on CIFAR).
+``crop-flip``: a random crop of the original size after padding with 4 black pixels, and a horizontal flip with
+probability 1/2 (the runs of Acar et al., ICML 2021, on CIFAR).
 
 Shapes: N samples, C channels, H height, W width.
 """
@@ -18,8 +18,8 @@ PADDING = 4
 
 
 def augmented(kind: str, x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Raw samples [N, *shape], changed as ``kind`` says; ``none`` leaves them. Raises ConfigError for samples that are
-    no images."""
+    """Augments raw samples [N, *shape] by ``kind``; ``none`` returns them as they are. Raises ConfigError for samples
+    that are not images."""
     if kind == "none" or not len(x):
         return x
     if x.ndim != 4:

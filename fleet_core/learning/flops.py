@@ -21,9 +21,9 @@ _FLOPS: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
 
 def flops_per_sample(network: nn.Module, layout: Layout) -> int | None:
     """Floating-point operations of one sample's forward pass: two per multiply-add of convolutions, linear and
-    recurrent layers (an LSTM of width H on inputs I wide: 2·4·H·(I + H) per step and layer).
+    recurrent layers (an LSTM of width H with I inputs: 2·4·H·(I + H) per step and layer).
 
-    None when a layer with weights is of another kind, for which nothing is counted. Counted once for a network.
+    None when a layer with weights is of another kind. The result is cached per network.
     """
     if network not in _FLOPS:
         _FLOPS[network] = _count_flops(network, layout)
@@ -33,11 +33,12 @@ def flops_per_sample(network: nn.Module, layout: Layout) -> int | None:
 def flops_of(
     adaptation: str, forward: int, support: int, query: int, inner_steps: int = 0, third: int = 0
 ) -> int:
-    """Floating-point operations of a gradient, a backward pass counted as twice its forward pass.
+    """Floating-point operations of a gradient. A backward pass counts as two forward passes.
 
-    forward: of one sample. third: samples of a batch of its own for the Hessian. A sample of the support counts three
-    forward passes per inner step, and six more where the step is differentiated or its Hessian's product taken by two
-    gradients; on a third batch the exact product counts nine, with the pass that it differentiates.
+    forward: operations of one sample's forward pass. third: samples of a separate batch for the Hessian. A support
+    sample counts three forward passes per inner step, and six more when the step is differentiated or its
+    Hessian-vector product is computed from two gradients. On a third batch the exact product counts nine, including the
+    pass that it differentiates.
     """
     if adaptation in EPISODIC:
         return 3 * forward * (support + query)

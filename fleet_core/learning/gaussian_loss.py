@@ -1,7 +1,7 @@
 """The loss that trains a representation for Gaussian processes: −log p(query | support) on embedded samples.
 
-The processes are those of ``fleet_core.personalization.gaussian_process``, where the tree and the augmentation's
-variables are made; here both are held, as in Achituve et al. 2021, and the rest is differentiated.
+The processes are those of ``fleet_core.personalization.gaussian_process``. Their trees and augmentation variables are
+constants for the gradient, as in Achituve et al. 2021.
 
 Shapes: S support samples, n query samples, D embedding width.
 """
@@ -19,7 +19,7 @@ from fleet_core.personalization import gaussian_process
 
 
 def loss(z_SD: Tensor, y_S: Tensor, z_nD: Tensor, y_n: Tensor, how: Gaussian) -> Tensor:
-    """Mean over the query samples whose class the support has; 0 where it has a single class."""
+    """The mean over query samples whose class is in the support; 0 when the support has a single class."""
     y, asked = y_S.cpu().numpy(), y_n.cpu().numpy()
     held = z_SD.detach().double().cpu().numpy()
     total = z_nD.sum() * 0
@@ -39,7 +39,7 @@ def loss(z_SD: Tensor, y_S: Tensor, z_nD: Tensor, y_n: Tensor, how: Gaussian) ->
 def posterior(
     z_SD: Tensor, side_S: Tensor, z_nD: Tensor, omega_S: Tensor, how: Gaussian
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance [n] of f at the query samples, given ω."""
+    """Mean [n] and variance [n] of f at the query samples, given ω."""
     root = omega_S.sqrt()
     k_SS, k_nS = kernel(z_SD, z_SD, how), kernel(z_nD, z_SD, how)
     b_SS = torch.eye(len(root), dtype=root.dtype, device=root.device) + root[:, None] * k_SS * root
@@ -58,7 +58,7 @@ def log_likelihood(mean_n: Tensor, variance_n: Tensor, side_n: Tensor) -> Tensor
 
 
 def kernel(a_nD: Tensor, b_mD: Tensor, how: Gaussian) -> Tensor:
-    """[n, m]."""
+    """The kernel matrix [n, m]."""
     if how.kernel == "linear":
         return a_nD @ b_mD.T * (how.output_scale / how.length_scale**2)
     squared = (a_nD[:, None] - b_mD).square().sum(2)

@@ -1,4 +1,4 @@
-"""Gradient estimators: what a device's step takes as the gradient of its loss after adaptation.
+"""Gradient estimators: what a local step uses as the gradient of its loss after adaptation.
 
 - ``none``: cross-entropy on one batch.
 - ``proto``: cross-entropy to the class means of the support (Acar et al., ICML 2021, §2; Snell et al. 2017).
@@ -9,14 +9,13 @@
   the 2 and with the vectors exchanged; this one is around w, divided by 2δ, δ relative to ‖w‖/‖v‖.
 - ``meta-sgd``: the gradient in the weights and in the learned rates of one inner step (Chen et al., eq. 3).
 - ``metavers``: proto with a triplet term and its margin (Lim et al. 2024, eq. 1-5).
-- ``gp``: the predictive likelihood of Gaussian processes (Achituve et al. 2021), see ``learning.gaussian``.
+- ``gp``: the predictive likelihood of Gaussian processes (Achituve et al. 2021), see ``gaussian_loss``.
 - ``fedproto``: cross-entropy and the distance of the batch's class means to the fleet's (Tan et al. 2022, eq. 7-8).
 
-A gradient here is a function of named tensors (float32 or float64) that returns the loss and its gradient, alike in
-groups and names. A group that is no parameter (``margin``, ``prototypes``) holds constants; its place in the answer
-carries what the step has measured.
+An estimator turns an episode into a ``Gradient`` (see ``gradients``). A group that is not a parameter (``margin``,
+``prototypes``) holds constants; in the result, the same group holds what the step has measured.
 
-For clients side by side every array has one more axis in front, and a loss is [clients].
+For stacked clients every array has one more axis in front, and a loss is [clients].
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from fleet_core.learning.models import outputs
 PADDED = (
     "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "fedproto"
 )  # fmt: skip
-"""Adaptations whose losses leave out samples that have no class, so that batches can be filled up with such."""
+"""Adaptations whose losses ignore samples of class ``NO_CLASS``, so that batches can be padded with these."""
 EPISODIC = ("proto", "metavers", "gp")
 """Adaptations for which a label is only a number within the episode. They count the classes of the device, not those of
 the fleet, which may have a thousand where a device has two."""
@@ -61,10 +60,8 @@ NO_CLASS = -1
 
 @dataclass(frozen=True)
 class Episode:
-    """The samples of one step: support (D) and query (D') [N, *shape] with labels int64 [N]; "none" uses the query.
-
-    hessian_x, hessian_y: a third batch D'', where the method wants one.
-    """
+    """The samples of one step: support (D) and query (D') [N, *shape] with labels int64 [N]. ``none`` uses only the
+    query. hessian_x, hessian_y: a third batch D'', for methods that use one."""
 
     support_x: Tensor
     support_y: Tensor
@@ -75,7 +72,7 @@ class Episode:
 
     @staticmethod
     def stacked(several: Sequence[Episode]) -> Episode:
-        """The axis of clients in front; a batch that is smaller than another is filled up with samples of no class."""
+        """Stacks clients along a new first axis; smaller batches are padded with samples of ``NO_CLASS``."""
         names = [name for name, part in vars(several[0]).items() if part is not None]
         return Episode(**{name: _padded([getattr(one, name) for one in several], name) for name in names})
 
@@ -90,14 +87,14 @@ def _padded(batches: Sequence[Tensor], name: str) -> Tensor:
 
 
 class Estimators:
-    """Gradients of episodes for one network. classes: that labels may name. hyper: the method's. clients: whether
-    episodes and parameters have an axis of clients in front."""
+    """Gradients of episodes for one network. classes: number of classes. hyper: the method's hyper-parameters.
+    clients: whether episodes and parameters have a first axis of clients."""
 
     def __init__(self, network: nn.Module, classes: int, hyper: Any, *, clients: bool = False):
         self._network, self._classes, self._hyper, self._clients = network, classes, hyper, clients
 
     def of(self, adaptation: str) -> Callable[[Episode], Gradient]:
-        """The gradient that ``adaptation`` makes of an episode."""
+        """The estimator of ``adaptation``: episode -> gradient."""
         return {
             "none": lambda e: direct(self._entropy(e.query_x, e.query_y)),
             "proto": lambda e: direct(self._proto(e)),
@@ -111,7 +108,7 @@ class Estimators:
         }[adaptation]
 
     def measure(self, x: Tensor, y: Tensor) -> Gradient:
-        """Totals and counts by class over all of x, y in the place of ``prototypes``; no gradient."""
+        """Returns totals and counts per class over all of x, y in the group ``prototypes``, and no gradient."""
 
         def gradient(at: Params) -> tuple[Tensor, Params]:
             model = {g: named for g, named in at.items() if g != "prototypes"}
@@ -122,10 +119,10 @@ class Estimators:
         return gradient
 
     def _lifted(self, of_batch: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of one client's parameters and batch, for clients side by side where there are any."""
+        """Vectorizes a function of one client's parameters and batch over stacked clients, if there are any."""
         if not self._clients:
             return of_batch
-        from torch.func import vmap  # costs a device memory, and only laboratories put clients side by side
+        from torch.func import vmap  # takes memory, and only laboratories stack clients
 
         return vmap(of_batch, randomness="different")
 
@@ -170,7 +167,7 @@ class Estimators:
         return self._loss(loss, e.support_x, e.support_y, e.query_x, e.query_y)
 
     def _gp(self, e: Episode) -> Loss:
-        """Clients side by side one after the other: each has a tree of its own."""
+        """Stacked clients are computed one after another, because each has a tree of its own."""
 
         def loss(w: Params, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor) -> Tensor:
             support, query = self._embedded(w, sx, qx)
@@ -251,12 +248,12 @@ def entropy(network: nn.Module, x: Tensor, y: Tensor) -> Loss:
 
 
 def estimator(adaptation: str, network: nn.Module, classes: int, hyper: Any) -> Callable[[Episode], Gradient]:
-    """The gradient that ``adaptation`` makes of an episode; ``hyper`` has inner_lr and inner_steps for MAML."""
+    """The estimator of ``adaptation`` for one client. hyper: for MAML it has inner_lr and inner_steps."""
     return Estimators(network, classes, hyper).of(adaptation)
 
 
 def recorded(gradient: Gradient, values: list[Tensor]) -> GradFn:
-    """``gradient`` as the seam wants it, the loss appended to ``values``."""
+    """``gradient`` as a ``GradFn`` that appends the loss to ``values``."""
 
     def step(at: Params) -> Params:
         value, direction = gradient(at)

@@ -19,14 +19,15 @@ Gradient = Callable[[Params], tuple[Tensor, Params]]
 
 
 def leaves(at: Params) -> Params:
-    """The same values, cut from any graph, ready to be differentiated by."""
+    """The same values as leaf tensors that require gradients."""
     return trees.apply(lambda a: a.detach().requires_grad_(), at)
 
 
 def value_and_gradient(loss: Loss, at: Params, *, create_graph: bool = False) -> tuple[Tensor, Params]:
     """``loss`` and its gradient at ``at``, whose tensors require gradients; zeros for tensors that it does not use.
 
-    Clients side by side have losses of their own, and no gradient in each other's arrays: their sum gives all.
+    Stacked clients have one loss each. A client's loss does not depend on the others' arrays, so the gradient of the
+    sum contains the gradients of all.
     """
     value = loss(at)
     grads = iter(
@@ -36,7 +37,7 @@ def value_and_gradient(loss: Loss, at: Params, *, create_graph: bool = False) ->
 
 
 def sgd(loss: Loss, at: Params, lr: float, steps: int, *, differentiable: bool) -> Params:
-    """``steps`` SGD steps from ``at``; with ``differentiable`` the result keeps its graph back to ``at``."""
+    """The result of ``steps`` SGD steps from ``at``; with ``differentiable`` it keeps its graph back to ``at``."""
     for _ in range(steps):
         _, gradient = value_and_gradient(loss, at, create_graph=differentiable)
         at = trees.axpy(-lr, gradient, at)
@@ -45,7 +46,7 @@ def sgd(loss: Loss, at: Params, lr: float, steps: int, *, differentiable: bool) 
 
 
 def path(loss: Loss, at: Params, lr: float, steps: int) -> list[Params]:
-    """Where ``steps`` SGD steps from ``at`` lead: steps + 1 points, ``at`` the first."""
+    """The steps + 1 points of ``steps`` SGD steps from ``at``, starting with ``at``."""
     points = [leaves(at)]
     for _ in range(steps):
         points.append(sgd(loss, points[-1], lr, 1, differentiable=False))
@@ -63,14 +64,14 @@ def maml_exact(support: Loss, query: Loss, lr: float, steps: int) -> Gradient:
 
 
 def maml_first_order(support: Loss, query: Loss, lr: float, steps: int) -> Gradient:
-    """∇query at T(w)."""
+    """∇query at T(w), T as in ``maml_exact``."""
     return lambda at: value_and_gradient(query, sgd(support, leaves(at), lr, steps, differentiable=False))
 
 
 def maml_with_hessian(
     support: Loss, query: Loss, lr: float, steps: int, product: Callable[[Params, Params], Params]
 ) -> Gradient:
-    """(I − lr H(w)) … (I − lr H(w_{s−1})) ∇query at T(w) = w_s; ``product(w, v)`` gives H(w) v."""
+    """(I − lr H(w)) … (I − lr H(w_{s−1})) ∇query at T(w) = w_s; ``product(w, v)`` returns H(w) v."""
 
     def gradient(at: Params) -> tuple[Tensor, Params]:
         points = path(support, at, lr, steps)
@@ -83,7 +84,7 @@ def maml_with_hessian(
 
 
 def hessian_product(loss: Loss) -> Callable[[Params, Params], Params]:
-    """H(w) v by differentiating ⟨∇loss(w), v⟩."""
+    """The function (w, v) ↦ H(w) v, by differentiating ⟨∇loss(w), v⟩."""
 
     def product(w: Params, v: Params) -> Params:
         at = leaves(w)
@@ -96,7 +97,7 @@ def hessian_product(loss: Loss) -> Callable[[Params, Params], Params]:
 
 
 def central_difference(loss: Loss, difference: float) -> Callable[[Params, Params], Params]:
-    """H(w) v ≈ (∇loss(w + δv) − ∇loss(w − δv)) / 2δ with δ = ``difference`` ‖w‖/‖v‖."""
+    """The function (w, v) ↦ H(w) v ≈ (∇loss(w + δv) − ∇loss(w − δv)) / 2δ with δ = ``difference`` ‖w‖/‖v‖."""
 
     def product(w: Params, v: Params) -> Params:
         w = trees.apply(lambda a: a.detach(), w)
@@ -111,7 +112,7 @@ def central_difference(loss: Loss, difference: float) -> Callable[[Params, Param
 
 
 def meta_sgd(support: Loss, query: Loss) -> Gradient:
-    """∇_(w,a) query(w − a∘∇support(w)) for a tree that holds w and, in the group ``rates``, a."""
+    """∇_(w,a) query(w − a∘∇support(w)) for a tree with w and, in the group ``rates``, a."""
 
     def adapted(at: Params) -> Params:
         w, rates = trees.parted(at, "rates")

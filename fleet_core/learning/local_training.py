@@ -1,6 +1,6 @@
-"""The clients' round: the loop that agent and simulation both call, for one client or for several side by side.
+"""Local training in a round, for one client or several stacked clients; agents and simulations both use it.
 
-The caller sets torch's number of threads; arrays are computed with where the model is.
+The caller sets torch's number of threads. Arrays are moved to the model's torch device.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from fleet_core.model.layout import Layout
 Progress = Callable[[int, int], None]
 
 CHUNK = 256
-"""Samples per pass where a whole data set is gone through, so that memory does not grow with it."""
+"""Samples per forward pass over a whole data set, so that memory does not grow with its size."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a device's round produced.
+    """The result of local training.
 
-    update: the method's payload, float32. pending: the state that becomes the device's once the update is counted.
-    loss: mean over the steps. samples: the device's training samples. left_out: class -> samples that no episode could
-    use. flops: floating-point operations, from the shapes, or None where the model has layers that are not counted.
+    update: the method's payload, float32. pending: the device's state after the update is counted. loss: mean over the
+    steps. samples: number of training samples. left_out: class -> number of samples that no episode could use. flops:
+    floating-point operations, computed from shapes; None when the model has layers that are not counted.
     """
 
     update: Payload
@@ -67,12 +67,12 @@ def train_round(
     rng: np.random.Generator,
     progress: Progress | None = None,
 ) -> TrainResult:
-    """``hyper.local_steps`` local steps on the raw samples x [N, *shape], y int64 [N]; the same bits for equal ``rng``.
+    """Takes ``hyper.local_steps`` local steps on raw samples x [N, *shape], y int64 [N]. Deterministic given ``rng``.
 
-    broadcast: numpy arrays of the groups that go down, and its scalars with ``round`` and, where the method keeps
-    groups on the device, ``seed``. state: the device's, empty for one that never took part. progress: called with
-    (steps done, steps) after each.
-    Raises DataError for samples that do not fit the layout, RoundError when the loss is no longer finite.
+    broadcast: numpy arrays of the groups that go down; its scalars include ``round`` and, when the method keeps groups
+    on the device, ``seed``. state: the device's, empty for one that never took part. progress: called with
+    (steps done, steps) after each step.
+    Raises DataError for samples that do not fit the layout, RoundError when the loss is not finite.
     """
     one = Participant(state, x, y, rng)
     return _Round(method, model, layout, broadcast, hyper).train([one], [plan_of(method, one, hyper)], progress)[0]
@@ -87,12 +87,12 @@ def train_side_by_side(
     hyper: Any,
     padded: bool = False,
 ) -> list[TrainResult]:
-    """``train_round`` for many clients at once: those whose batches have equal sizes are stacked, one more axis in
-    front of every array. Results in the order of ``participants``; equal to those of ``train_round`` up to rounding,
-    and, for models with random layers of their own, up to what these draw. The same errors, without the client's name.
+    """``train_round`` for many clients at once: clients with equal batch sizes are stacked along a new first axis of
+    every array. Returns results in the order of ``participants``. They equal those of ``train_round`` up to rounding
+    and to the draws of random layers. Raises the same errors, without the client's name.
 
-    padded: for a model that takes every sample by itself: smaller batches are filled up, where the loss can leave out
-    what fills them, so that clients stand together whose samples of a round differ by a factor of two at most.
+    padded: also stack clients whose numbers of drawn samples differ by at most a factor of two, by padding their
+    batches with samples that the loss ignores. Requires a model that treats every sample independently.
     """
     this = _Round(method, model, layout, broadcast, hyper)
     plans = [plan_of(method, one, hyper) for one in participants]
@@ -104,7 +104,7 @@ def train_side_by_side(
 
 
 class _Round:
-    """What the clients of a round have in common."""
+    """A round's method, model and broadcast, which its clients share."""
 
     def __init__(self, method: Method, model: nn.Module, layout: Layout, broadcast: Payload, hyper: Any):
         self._method, self._model, self._layout, self._hyper = method, model, layout, hyper
@@ -116,7 +116,7 @@ class _Round:
     def train(
         self, clients: Sequence[Participant], plans: Sequence[Plan], progress: Progress | None = None
     ) -> list[TrainResult]:
-        """The clients' results; more than one are stacked."""
+        """Trains the clients, stacked when there are several."""
         started = time.perf_counter()
         classes = max(check(self._method, self._layout, one.x, one.y) for one in clients)
         several = len(clients) > 1
@@ -199,7 +199,7 @@ class _Round:
         )
 
     def _flops(self, plan: Plan) -> int | None:
-        """Of a round's gradients, and of the pass over all samples that ends a FedProto round."""
+        """Of all gradients of the round, and of FedProto's final pass over all samples."""
         forward = flops_per_sample(self._model, self._layout)
         if forward is None:
             return None
@@ -210,15 +210,15 @@ class _Round:
 
 
 def first_personal(method: Method, layout: Layout, scalars: Mapping[str, float]) -> Params:
-    """The first values of the groups that ``method`` keeps on a device: alike on all devices of a fleet, whose seed
-    they come from."""
+    """Initial values of the groups that ``method`` keeps on a device. They follow from the fleet's seed, so all devices
+    have the same."""
     if not method.personal:
         return {}
     return trees.only(models.initial(layout, int(scalars.get("seed", 0))), method.personal)
 
 
 def _check_finite(losses_CK: Samples, steps: int) -> None:
-    """losses_CK: of every client and gradient, of which a step may take several."""
+    """losses_CK: of each client and gradient; a step may compute several gradients."""
     bad = np.argwhere(~np.isfinite(losses_CK))
     if len(bad):
         client, number = bad[bad[:, 1].argmin()]
@@ -248,8 +248,8 @@ def embed(model: nn.Module, params: Params, x: Samples) -> Samples:
 
 @contextlib.contextmanager
 def flushed() -> Iterator[None]:
-    """Subnormal numbers (below 1.2e-38) count as zero meanwhile, in this thread, where the processor can do so: on x86
-    they slow down gradients that vanish along a sequence (``benchmarks/simulation/subnormals.py``)."""
+    """Within it this thread treats subnormal numbers (below 1.2e-38) as zero, if the processor supports it. On x86 they
+    slow down gradients that vanish along a sequence (``benchmarks/simulation/subnormals.py``)."""
     before = float(torch.tensor(1e-40) * 1.0) == 0
     torch.set_flush_denormal(True)
     try:
@@ -260,9 +260,9 @@ def flushed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _training(model: nn.Module, seed: int) -> Iterator[None]:
-    """Training mode with the randomness of the model's own layers (dropout) from ``seed``; evaluation mode after."""
+    """Training mode, with the model's random layers (dropout) seeded by ``seed``; evaluation mode afterwards."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats the stack for a GPU that is not in use
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would format the stack even without a GPU
         if next(model.parameters()).is_cuda:
             torch.cuda.manual_seed(seed)
         model.train()
@@ -273,7 +273,7 @@ def _training(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 def check(method: Method, layout: Layout, x: Samples, y: Samples) -> int:
-    """The number of classes to train for on the raw samples x, y. Raises DataError."""
+    """The number of classes to train on raw samples x, y. Raises DataError when they do not fit layout and method."""
     if x.shape[1:] != layout.input.shape or str(x.dtype) != layout.input.dtype:
         raise DataError(
             f"samples are {x.dtype} {list(x.shape[1:])}", expected=f"{layout.input.dtype} {list(layout.input.shape)}",
@@ -289,8 +289,8 @@ def check(method: Method, layout: Layout, x: Samples, y: Samples) -> int:
         raise DataError(f"the label {y.min()} is negative")
     if y.max() >= len(layout.classes) and method.personalizer not in ("proto", "gp"):
         raise DataError(
-            f"the label {y.max()} is no class of the fleet, which has {len(layout.classes)}",
-            hint="a method whose class means stay on the device takes labels of one's own",
+            f"the label {y.max()} is not a class of the fleet, which has {len(layout.classes)}",
+            hint="for classes of the device's own use a method whose class means stay on the device",
         )
     return max(len(layout.classes), int(y.max()) + 1)
 

@@ -1,4 +1,4 @@
-"""Losses, written without ``F.cross_entropy``, whose traced gradient an exported graph multiplies by the batch size.
+"""Losses. ``F.cross_entropy`` is not used, because an exported graph multiplies its traced gradient by the batch size.
 
 Prototypes: Snell, Swersky, Zemel, "Prototypical Networks for Few-shot Learning", NeurIPS 2017, eq. 1-2, with the
 squared Euclidean distance of Acar et al., ICML 2021, §2.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 TINY = 1e-12
 FAR = -1e9
-"""Logit of a class that the support lacks: its probability is 0 and no gradient passes."""
+"""Logit of a class without support samples: its probability and gradient are 0."""
 
 
 def one_hot(y_N: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
@@ -28,8 +28,8 @@ def cross_entropy(logits_NK: Tensor, y_N: Tensor) -> Tensor:
 
 
 def known_cross_entropy(logits_NK: Tensor, y_N: Tensor) -> Tensor:
-    """``cross_entropy`` over the samples whose label is one of the classes; 0 when none is. An exported graph, whose
-    labels are checked, is spared the count."""
+    """``cross_entropy`` over the samples whose label is one of the classes; 0 when none is. Exported graphs use
+    ``cross_entropy``, which needs no count because their labels are checked."""
     return _over_chosen(torch.log_softmax(logits_NK, 1), one_hot(y_N, logits_NK.shape[1], logits_NK.dtype))
 
 
@@ -38,7 +38,7 @@ def _over_chosen(log_NK: Tensor, chosen_NK: Tensor) -> Tensor:
 
 
 def prototypes(z_SD: Tensor, y_S: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Class means [K, D] and the number of samples [K] behind each; the mean of a class without samples is 0."""
+    """Class means [K, D] and samples per class [K]; the mean of a class without samples is 0."""
     member_SK = one_hot(y_S, classes, z_SD.dtype)
     count_K = member_SK.sum(0)
     return member_SK.T @ z_SD / count_K.clamp(min=1)[:, None], count_K
@@ -58,7 +58,7 @@ def proto_logits(z_ND: Tensor, proto_KD: Tensor, count_K: Tensor, kind: str = "s
 def proto_loss(
     z_SD: Tensor, y_S: Tensor, z_ND: Tensor, y_N: Tensor, classes: int, kind: str = "squared"
 ) -> Tensor:
-    """Cross-entropy of softmax(−d(z, c_k)) over the query samples whose class the support has; 0 when none is left."""
+    """Cross-entropy of softmax(−d(z, c_k)) over the query samples whose class is in the support; 0 without any."""
     proto_KD, count_K = prototypes(z_SD, y_S, classes)
     log_NK = torch.log_softmax(proto_logits(z_ND, proto_KD, count_K, kind), 1)
     return _over_chosen(log_NK, one_hot(y_N, classes, z_ND.dtype) * (count_K > 0))
@@ -67,7 +67,7 @@ def proto_loss(
 def spread(z_ND: Tensor, y_N: Tensor, classes: int, kind: str, printed: bool) -> Tensor:
     """Mean distance between the centroids of different classes (Lim, eq. 3); 0 for a single class.
 
-    printed: divided by (N − 1)² for N classes, as the paper has it; otherwise by the N(N − 1) ordered pairs.
+    printed: divides by (N − 1)² for N classes, as the paper prints it; otherwise by the N(N − 1) ordered pairs.
     """
     centroid_KD, count_K = prototypes(z_ND, y_N, classes)
     here_K = (count_K > 0).to(z_ND.dtype)
@@ -82,8 +82,8 @@ def centroid_triplets(
 ) -> Tensor:
     """max(d(a_k, x_p) − d(x_p, x_n) + margin, 0) over all x_p of class k and x_n of other classes (Lim, eq. 4).
 
-    total: their sum, as printed; otherwise the mean. to_centroid: d(a_k, x_n) in place of d(x_p, x_n), as in the
-    authors' program.
+    total: returns the sum, as printed; otherwise the mean. to_centroid: uses d(a_k, x_n) instead of d(x_p, x_n), as the
+    authors' program does.
     """
     centroid_KD, _ = prototypes(z_ND, y_N, classes)
     member_NK = one_hot(y_N, classes, z_ND.dtype)
@@ -103,5 +103,5 @@ def pull(z_ND: Tensor, y_N: Tensor, mean_KD: Tensor, count_K: Tensor) -> Tensor:
 
 
 def _root(squared: Tensor) -> Tensor:
-    """The square root, with gradient 0 at 0 in place of infinity."""
+    """The square root, with gradient 0 instead of infinity at 0."""
     return squared.clamp(min=TINY).sqrt()

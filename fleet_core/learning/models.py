@@ -1,9 +1,9 @@
-"""Models: an encoder ``embed(x) -> z`` and, where it has one, a linear ``head``, behind the layout's preprocessing.
+"""Models: an encoder ``embed(x) -> z`` and usually a linear ``head``, behind the layout's preprocessing.
 
-The named ones are those of ``architectures``; no model holds running statistics (BatchNorm's), because those of
-different devices do not average well.
+Named models are in ``architectures``. No model may have running statistics (BatchNorm), because those of different
+devices do not average well.
 
-A model of one's own is ``package.module:build`` of an installed package, a function
+A user's own model is ``package.module:build`` of an installed package, a function
 ``build(shape: tuple[int, ...], classes: int, **options) -> nn.Module`` whose module has ``embed`` and maybe ``head``.
 
 Shapes: N samples, D embedding width, K classes.
@@ -36,15 +36,15 @@ TorchParams = dict[str, dict[str, Tensor]]
 
 NO_PACKAGES = {*sys.stdlib_module_names, "test", "__main__"}
 IMAGES = 4
-"""Axes of a batch of images."""
+"""Number of axes of a batch of images."""
 
 
 class Network(nn.Module):
-    """A model behind its preprocessing: raw samples, (x · scale − mean) / std per channel, then the core.
+    """A model with its preprocessing: raw samples, (x · scale − mean) / std per channel, then the core.
 
-    int64 samples (tokens) reach the core as they are. For laboratories, whose processors are faster so: with
-    ``channels_last`` images lie in memory pixel after pixel, which changes roundings alone; with ``reduced`` the
-    products of the embedding and of its derivatives are taken in bfloat16, all else as it is.
+    int64 samples (tokens) reach the core unchanged. For faster laboratories: ``channels_last`` stores images with
+    channels last, which changes only roundings; ``reduced`` computes the products of the embedding and of its
+    derivatives in bfloat16.
     """
 
     channels_last = reduced = False
@@ -85,13 +85,14 @@ class Network(nn.Module):
 
 
 def outputs(network: nn.Module, params: Params, x: Tensor, output: str) -> Tensor:
-    """``network`` on ``x`` with the torch tensors ``params`` in place of its own; what they lack stays its own."""
+    """``network(x, output)`` with the torch tensors ``params`` instead of its own; arrays not in ``params`` are
+    kept."""
     named = {f"core.{name}": array for group in params.values() for name, array in group.items()}
     return cast(Tensor, functional_call(network, named, (x, output)))
 
 
 def describe(model: str, input: InputSpec, classes: Sequence[str], options: Mapping[str, Any]) -> Layout:
-    """The layout of a model: it is built once and run on two samples. Raises ConfigError."""
+    """The layout of a model, found by building it and running it on two samples. Raises ConfigError."""
     draft = Layout(model, input, tuple(classes), 1, (), schema.plain(options))
     network = _network(draft)
     tensors = tuple(_spec(name, p, model) for name, p in network.core.named_parameters())
@@ -99,7 +100,7 @@ def describe(model: str, input: InputSpec, classes: Sequence[str], options: Mapp
 
 
 def build(layout: Layout, *, channels_last: bool = False, reduced: bool = False) -> Network:
-    """The layout's model with weights of no meaning. Raises ConfigError where this installation's model is another."""
+    """The layout's model with arbitrary weights. Raises ConfigError when the installed model has other arrays."""
     network = _network(layout)
     network.channels_last, network.reduced = channels_last, reduced
     found = {(t.name, t.shape) for t in (_spec(n, p, layout.model) for n, p in network.core.named_parameters())}
@@ -112,8 +113,8 @@ def build(layout: Layout, *, channels_last: bool = False, reduced: bool = False)
 
 
 def check_groups(method: Method, layout: Layout) -> None:
-    """Raises ConfigError where the model lacks the group that the method trains. A model without a body has what trains
-    it whole: only methods that are about the body need one."""
+    """Raises ConfigError when the model lacks a group that the method trains. A model without a body fits every method
+    that trains the whole model."""
     groups = {tensor.group for tensor in layout.tensors}
     parts = [set(part) & set(MODEL_GROUPS) for part in (method.shared, method.personal)]
     needed = {"body"} if method.graphs == ("embed",) or {"body"} in parts else set[str]()
@@ -122,12 +123,12 @@ def check_groups(method: Method, layout: Layout) -> None:
     if lacking is not None:
         raise ConfigError(
             f"{method.name} trains the {lacking} of a model, and '{layout.model}' has none",
-            hint="take another model, or a method that needs none: metafleet methods",
+            hint="use another model, or a method that does not need it: metafleet methods",
         )
 
 
 def initial(layout: Layout, seed: int) -> NumpyParams:
-    """First weights, float32, by the module's own initialisation from ``seed``."""
+    """Initial weights, float32, by the module's own initialisation from ``seed``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         named = dict(build(layout).core.named_parameters())
@@ -137,7 +138,7 @@ def initial(layout: Layout, seed: int) -> NumpyParams:
 
 
 def to_torch(params: Params, device: torch.device | None = None) -> TorchParams:
-    """numpy -> torch, copied, of the same dtype."""
+    """numpy -> torch, copied, with the same dtype."""
     return {g: {n: torch.tensor(a, device=device) for n, a in named.items()} for g, named in params.items()}
 
 
@@ -153,7 +154,7 @@ def _network(layout: Layout) -> Network:
     _check_options(layout, builder)
     try:
         core = builder(tuple(layout.input.shape), len(layout.classes), **layout.options)
-    except Exception as error:  # the builder may be anyone's code
+    except Exception as error:  # the builder is the user's code
         raise ConfigError(f"the model '{layout.model}' cannot be built: {error}") from error
     if not isinstance(core, nn.Module) or not callable(getattr(core, "embed", None)):
         raise ConfigError(f"the model '{layout.model}' has no embed(x)", expected="an nn.Module with embed, maybe head")
@@ -171,11 +172,11 @@ def _builder(model: str) -> Callable[..., nn.Module]:
             expected=f"{', '.join(MODELS)} or package.module:build",
             hint=f"did you mean '{near}'?" if near else None,
         )
-    if package.partition(".")[0] in NO_PACKAGES:  # a layout comes from outside
-        raise ConfigError(f"the model '{model}' is of Python's own library", expected="package.module:build of yours")
+    if package.partition(".")[0] in NO_PACKAGES:  # layouts are untrusted input
+        raise ConfigError(f"the model '{model}' is in Python's own library", expected="package.module:build of yours")
     try:
         return cast(Callable[..., nn.Module], getattr(importlib.import_module(package), name))
-    except (Exception, SystemExit) as error:  # importing runs anyone's code
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ConfigError(
             f"the model '{model}' cannot be imported: {error}", hint=f"install the package of '{package}' here"
         ) from error
@@ -226,7 +227,7 @@ def blank(spec: InputSpec, number: int) -> Tensor:
 
 
 def _dry_run(network: Network, layout: Layout) -> int:
-    """The embedding's width. Raises ConfigError where it does not take its input or keeps running statistics."""
+    """The embedding's width. Raises ConfigError when the model does not accept its input or has running statistics."""
     before = {name: buffer.clone() for name, buffer in network.core.named_buffers()}
     z_ND = _try(network, layout, "embed")
     if z_ND.ndim != 2 or len(z_ND) != 2:
@@ -240,7 +241,7 @@ def _dry_run(network: Network, layout: Layout) -> int:
     if any(not torch.equal(before[name], buffer) for name, buffer in network.core.named_buffers()):
         raise ConfigError(
             f"the model '{layout.model}' keeps running statistics, which devices do not share",
-            hint="use GroupNorm in place of BatchNorm, or track_running_stats=False",
+            hint="use GroupNorm instead of BatchNorm, or track_running_stats=False",
         )
     return int(z_ND.shape[1])
 
@@ -249,7 +250,7 @@ def _try(network: Network, layout: Layout, output: str) -> Tensor:
     try:
         with torch.no_grad():
             return cast(Tensor, network(blank(layout.input, 2), output))
-    except Exception as error:  # the module may be anyone's code
+    except Exception as error:  # the module is the user's code
         raise ConfigError(
             f"the model '{layout.model}' does not take samples of shape {list(layout.input.shape)}: {error}"
         ) from error

@@ -1,9 +1,9 @@
-"""A device's own model: what its personalizer makes of the served model and its own samples, where that takes torch.
+"""A device's own model: the personalizers that need torch.
 
-Full-batch gradient steps: MAML's inner steps (Fallah et al. 2020), fine-tuning, Meta-SGD's step with learned rates
-(Chen et al. 2018, eq. 3); the minimiser of a Moreau envelope (Dinh et al. 2020); groups that never left the device. A
-device that took no part has yet to train those: by fine-tuning, or towards the fleet's class means as Tan et al. 2022
-("Model Inference") have a new client do.
+They take full-batch gradient steps: MAML's inner steps (Fallah et al. 2020), fine-tuning, or Meta-SGD's step with
+learned rates (Chen et al. 2018, eq. 3); or find the minimiser of a Moreau envelope (Dinh et al. 2020); or use groups
+that stay on the device. A new device first trains those groups: by fine-tuning, or towards the fleet's class means, as
+a new client of Tan et al. 2022 ("Model Inference") does.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def adapt(
     method: Method, model: nn.Module, layout: Layout, served: Params, x: Samples, y: Samples, hyper: Any,
     state: ClientState | None = None, scalars: Mapping[str, float] | None = None,
 ) -> NumpyParams:
-    """The device's own weights: those of ``body`` and ``head`` that the method has.
+    """The device's own weights of ``body`` and ``head``, as far as the method has them.
 
     served: the served model's groups. x, y: raw samples to personalize on. state: the device's, with its personal
-    groups where it took part. scalars: ``seed`` and ``round``, for the groups' first values and the draws.
-    Deterministic. Raises DataError.
+    groups if it took part. scalars: ``seed`` and ``round``, for initial values and draws. Deterministic. Raises
+    DataError.
     """
     known = dict(scalars or {})
     mine = (state or {}).get("personal")
@@ -63,7 +63,7 @@ def by_training(
     method: Method, model: nn.Module, layout: Layout, served: Params, x: Samples, y: Samples, hyper: Any,
     scalars: Mapping[str, float],
 ) -> NumpyParams:
-    """The personal groups that a round of the device's own from the served model would end with: pFedMe's θ_i."""
+    """The personal groups after a round of local training from the served model: pFedMe's θ_i."""
     broadcast = Payload(served, {"round": 1.0, **scalars})
     rng = np.random.default_rng([int(broadcast.scalars.get("seed", 0)), int(broadcast.scalars["round"])])
     result = train_round(method, model, layout, broadcast, {}, x, y, hyper, rng)
@@ -71,7 +71,7 @@ def by_training(
 
 
 def _stepped(model: nn.Module, params: Params, rates: Params, steps: int, x: Samples, y: Samples) -> NumpyParams:
-    """w ← w − a∘∇f(w) over all samples, ``steps`` times; a group with rate 0 stays."""
+    """w ← w − a∘∇f(w) over all samples, ``steps`` times; a group with rate 0 does not change."""
     w: Params = to_torch(params, _device(model))
     rates = trees.apply(lambda a: a if isinstance(a, float) else torch.tensor(a, device=_device(model)), rates)
     model.eval()

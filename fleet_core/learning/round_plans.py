@@ -22,8 +22,8 @@ MAX_PADDING = 2
 
 @dataclass(frozen=True, eq=False)
 class Participant:
-    """One client of a round: its state (empty for one that never took part), raw samples x [N, *shape] with labels
-    y int64 [N], and the only source of its randomness. given: groups that it alone received beside the broadcast."""
+    """One client of a round. state: empty for one that never took part. x, y: raw samples [N, *shape] with labels
+    int64 [N]. rng: its only source of randomness. per_device: groups that it alone received beside the broadcast."""
 
     state: ClientState
     x: Samples
@@ -34,7 +34,8 @@ class Participant:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one client draws in a round. seed: of the model's random layers."""
+    """What a client draws in a round. seed: of the model's random layers. samples: of the pass over all samples that
+    ends FedProto's round, else 0."""
 
     seed: int
     draws: tuple[Draw, ...]
@@ -61,7 +62,7 @@ def plan_of(method: Method, one: Participant, hyper: Any) -> Plan:
 
 
 def of_equal_size(plans: Sequence[Plan]) -> list[list[int]]:
-    """The numbers of those whose draws have equal sizes."""
+    """Indices of the plans, grouped by equal sizes of all draws."""
     alike: dict[Any, list[int]] = {}
     for number, plan in enumerate(plans):
         alike.setdefault(plan.sizes, []).append(number)
@@ -69,7 +70,7 @@ def of_equal_size(plans: Sequence[Plan]) -> list[list[int]]:
 
 
 def of_similar_size(plans: Sequence[Plan]) -> list[list[int]]:
-    """The numbers of those that draw as much up to ``MAX_PADDING``."""
+    """Indices of the plans, grouped so that numbers of drawn samples differ by at most the factor ``MAX_PADDING``."""
     similar: list[list[int]] = []
     for number in sorted(range(len(plans)), key=lambda i: (plans[i].samples, plans[i].drawn)):
         least = plans[similar[-1][0]] if similar else None

@@ -1,15 +1,15 @@
-"""FedProto: only class means travel.
+"""FedProto: only class means are sent.
 
 Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI
 2022, Algorithm 1, eq. 3-8: the loss is cross-entropy plus λ times the distance of the device's class means to the
 fleet's, and the server averages class means weighted by their counts. The whole model is personal. Deviations: eq. 6 as
 printed divides the weighted mean by the number of devices once more, which would draw the means towards zero; in eq. 8
-a device's class means are those of the batch. The authors' program takes the mean square between each sample and the
-fleet's mean of its class, and means without weights.
+a device's class means are those of the batch. The authors' program uses the mean square between each sample and the
+fleet's mean of its class, and averages means without weights.
 
-A mean with its count is a total and a count, and these just add up: ``prototypes/total`` [classes, width] and
-``prototypes/count`` [classes]. Counts tell the server which classes a device has; where label numbers have no common
-meaning, the method makes no sense.
+Means are sent as totals and counts, which can be summed: ``prototypes/total`` [classes, width] and
+``prototypes/count`` [classes]. Counts tell the server which classes a device has. The method requires that a label
+means the same class on all devices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fleet_core.algorithms.interface import (
     weight,
 )
 from fleet_core.algorithms.methods.partial_sharing import KeepingClient
-from fleet_core.algorithms.step_measures import watched
+from fleet_core.algorithms.step_measures import with_constants
 from fleet_core.base.trees import Params
 
 
@@ -45,24 +45,24 @@ class Pull(LocalSgd):
 
 
 class PrototypeClient(KeepingClient):
-    """K steps on a model of its own near the fleet's class means; sends its totals and counts by class.
+    """K steps on the device's own model, pulled towards the fleet's class means; sends totals and counts per class.
 
-    The last of ``steps`` measures: totals and counts over all of the device's samples, under the trained model.
+    The last of ``steps`` measures totals and counts over all of the device's samples with the trained model.
     """
 
     def run(
         self, broadcast: Payload, state: ClientState, steps: Iterable[GradFn], hyper: LocalSgd
     ) -> tuple[Payload, ClientState]:
-        seen: list[Params] = []
-        coming = watched(steps, broadcast.groups, seen)
+        measured: list[Params] = []
+        gradients = with_constants(steps, broadcast.groups, measured)
         lr = rate(hyper, broadcast.scalars["round"])
-        own = descend(state["personal"], itertools.islice(coming, hyper.local_steps), hyper, lr)
-        next(coming)(own)
-        return Payload(seen[-1]), {"personal": own}
+        own = descend(state["personal"], itertools.islice(gradients, hyper.local_steps), hyper, lr)
+        next(gradients)(own)
+        return Payload(measured[-1]), {"personal": own}
 
 
 class PrototypeServer(ServerRule):
-    """Totals and counts of the round; a class that nobody had keeps what it had (eq. 6)."""
+    """Totals and counts of the round; a class that no device had keeps its former ones (eq. 6)."""
 
     def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: LocalSgd) -> ServerState:
         groups, _ = aggregation.total(updates, lambda update: update.payload.groups)

@@ -1,13 +1,12 @@
 """FedMeta: devices send meta-gradients, the server steps.
 
 Chen, Luo, Dong, Li, He, "Federated Meta-Learning with Fast Convergence and Efficient Communication", 2018, Algorithm 1;
-MAML, first-order MAML and Meta-SGD (eq. 3) differ in the gradient estimator alone. Meta-SGD's learned rates a are one
-more group, ``rates``, of the model: it travels and is stepped with w.
+MAML, first-order MAML and Meta-SGD (eq. 3) differ only in the gradient estimator. Meta-SGD's learned rates a are one
+more group of the model, ``rates``; it is sent and stepped like w.
 
-The paper's appendix says that Adam is the *local* optimizer and that models are averaged, weighted by samples; its
-Algorithm 1 has the server step on the uniform mean of gradients. ``form`` chooses; Algorithm 1 with a server Adam is
-the default, Adam being what the paper used.
-"""
+The paper's appendix says that Adam is the *local* optimizer and that models are averaged, weighted by samples; in its
+Algorithm 1 the server steps along the uniform mean of gradients. ``form`` chooses. The default is Algorithm 1 with
+Adam, the paper's optimizer, on the server. """
 
 from __future__ import annotations
 
@@ -50,12 +49,13 @@ class FedMeta(Averaging):
     server_epsilon: float = positive(1e-8)
 
     def averaging(self) -> FedMeta:
-        """These for the appendix's form, whose devices step with Adam and whose server averages."""
+        """The settings of the appendix's form: devices step with Adam, the server averages."""
         return replace(self, local_optimizer="adam", weighted=True, server_optimizer="sgd", server_lr=1.0)
 
 
 class GradientClient(ClientRule):
-    """Sends the mean of its meta-gradients at the broadcast; in the appendix's form, its change after local steps."""
+    """Sends the mean of its meta-gradients at the broadcast model; in the appendix's form, w_i − w after local
+    steps."""
 
     def run(
         self, broadcast: Payload, state: ClientState, steps: Iterable[GradFn], hyper: FedMeta
@@ -80,13 +80,13 @@ class GradientServer(ServerRule):
 
 @dataclass(frozen=True, kw_only=True)
 class RatesStart(LocalSgd):
-    """first_rate: what every learned rate starts from (Chen: α)."""
+    """first_rate: initial value of every learned rate (Chen: α)."""
 
     first_rate: float = positive(0.01)
 
 
 class RatesServer(GradientServer):
-    """The same with the rates beside the model."""
+    """GradientServer with learned rates beside the model."""
 
     def init(self, first: trees.Params, hyper: RatesStart) -> ServerState:
         rates = {n: a * 0 + hyper.first_rate for n, a in first["rates"].items()}

@@ -4,9 +4,9 @@ Lim, Kim, Seo, Moon, "MetaVers: Meta-Learned Versatile Representations for Perso
 eq. 1-7. Proto training with a centroid triplet term; its margin is max(m_glob, m_i), where m_i, the mean distance of
 the device's class centroids, goes up and m_glob comes down.
 
-Without ``window_mean`` eq. 7 sums W − 1 values of m_glob and the mean of the reported m_i and divides by W. Its sum as
-printed ends before the value in use; here that is the last of the W − 1. While fewer exist it divides by as many as
-there are, the 0 of the first round not among them. With it the last W reported means are averaged, as in the authors'
+Without ``window_mean`` eq. 7 sums W − 1 values of m_glob and the mean of the reported m_i and divides by W. The printed
+sum ends before the value in use; here that is the last of the W − 1. While fewer exist, it divides by their number,
+without the 0 of the first round. With ``window_mean`` the last W reported means are averaged, as in the authors'
 program, which also begins with rounds of the cross-entropy alone (``warm_up``) and differs in the loss (``MetaVers``).
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from fleet_core.algorithms.interface import ClientState, GradFn, Payload, ServerState, Update, count, weight
 from fleet_core.algorithms.methods.average import AverageClient, AverageServer, Averaging
-from fleet_core.algorithms.step_measures import watched
+from fleet_core.algorithms.step_measures import with_constants
 from fleet_core.base.trees import Params
 
 MARGIN = "margin"
@@ -26,8 +26,9 @@ MARGIN = "margin"
 
 @dataclass(frozen=True, kw_only=True)
 class Margins(Averaging):
-    """window: W, the values that the margin is averaged over. window_mean: of the reported means, not of m_glob.
-    loss_share: γ, of the cross-entropy against the triplets. warm_up: rounds of the cross-entropy alone before."""
+    """window: W, the number of values that are averaged. window_mean: average the reported means instead of m_glob.
+    loss_share: γ, weight of the cross-entropy; 1 − γ is that of the triplets. warm_up: number of first rounds with the
+    cross-entropy alone."""
 
     window: int = count(50, most=1000)
     window_mean: bool = True
@@ -36,16 +37,16 @@ class Margins(Averaging):
 
 
 class VersClient(AverageClient):
-    """FedAvg's steps with the fleet's margin; the mean of the device's own margins goes up as a scalar."""
+    """FedAvg's steps with the fleet's margin; sends the mean of the device's own margins as a scalar."""
 
     def run(
         self, broadcast: Payload, state: ClientState, steps: Iterable[GradFn], hyper: Any
     ) -> tuple[Payload, ClientState]:
-        seen: list[Params] = []
+        measured: list[Params] = []
         share = hyper.loss_share if broadcast.scalars["round"] > hyper.warm_up else 1.0
-        given = {MARGIN: {"value": broadcast.scalars[MARGIN], "loss_share": share}}
-        update, state = super().run(broadcast, state, watched(steps, given, seen), hyper)
-        own = sum(measured[MARGIN]["value"] for measured in seen) / len(seen)
+        constants = {MARGIN: {"value": broadcast.scalars[MARGIN], "loss_share": share}}
+        update, state = super().run(broadcast, state, with_constants(steps, constants, measured), hyper)
+        own = sum(step[MARGIN]["value"] for step in measured) / len(measured)
         return replace(update, scalars={MARGIN: own}), state
 
 
@@ -73,5 +74,5 @@ class VersServer(AverageServer):
 
 
 def history(state: ServerState) -> list[float]:
-    """The values that the next margin is averaged with, the oldest first."""
+    """The values with which the next margin is averaged, oldest first."""
     return [state.scalars[key] for key in sorted(state.scalars) if key.startswith("past.")]

@@ -1,13 +1,13 @@
-"""pFedMe: every device keeps a personal model tied to the shared one by a Moreau envelope.
+"""pFedMe: every device keeps a personal model, tied to the shared one by a Moreau envelope.
 
 Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Algorithm 1, eq. 2-8: θ_i(w)
 minimises f_i(θ) + λ/2 ‖θ − w‖², found by a few SGD steps on one fresh minibatch; then the device's own w moves by
 ηλ(w − θ). The server mixes, w ← (1 − β) w + β mean(w_i), which is its SGD at rate β (``server_lr``).
 
-Left open by the paper: where the search for θ starts. ``warm_start`` is the authors' program, which goes on from the
-last θ of the round; without it, from w. Deviation: in the paper every device trains in every round and only some are
-averaged; here a cohort both trains and is averaged (``averaged`` of a laboratory's experiment is the paper's form), and
-a device finds its θ from the evaluated w when it is evaluated, unless ``answer`` says otherwise.
+The paper does not say where the search for θ starts: with ``warm_start``, as in the authors' program, from the last θ
+of the round; without it, from w. Deviation: in the paper every device trains in every round and only some are averaged;
+here the cohort trains and all of it is averaged (``averaged`` in a laboratory's experiment is the paper's form). For an
+evaluation a device finds its θ from the served w, unless ``answer`` says otherwise.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ANSWERS = ("new", "last")
 @dataclass(frozen=True, kw_only=True)
 class Moreau(Averaging):
     """envelope: λ. personal_lr, personal_steps: of the search for θ (the paper's K). client_lr: η. local_steps: R.
-    answer: with ``new``, a θ that the device finds from the served model; with ``last``, as the paper evaluates, that
-    of the last round that it took part in, where there is one."""
+    answer: ``new`` answers with a θ found from the served model; ``last``, as the paper evaluates, with the θ of the
+    device's last round, if there is one."""
 
     envelope: float = positive(15.0)
     personal_lr: float = positive(0.1)

@@ -1,15 +1,15 @@
-"""pFedGP: the fleet trains a representation, and a device classifies on it by Gaussian processes of its own samples.
+"""pFedGP: the fleet trains a representation; each device classifies on it by Gaussian processes of its own samples.
 
 Achituve, Shamsian, Navon, Chechik, Fetaya, "Personalized Federated Learning with Gaussian Processes", NeurIPS 2021,
 Section 4: a kernel on the representation is shared and averaged as in FedAvg; a device's classes are the leaves of a
 binary tree, with a Gaussian process and a Pólya-Gamma augmentation (Polson, Scott, Windle 2013) in every node. A step's
-loss is the predictive likelihood of the query given the support, with the augmentation's variables held.
+loss is the predictive likelihood of the query given the support, with fixed augmentation variables.
 
-Deviations: those variables are not sampled (the paper: Gibbs) but are their means under the best factorised posterior,
-found by a fixed number of its closed-form updates (Wenzel et al., "Efficient Gaussian Process Classification Using
-Pólya-Gamma Data Augmentation", AAAI 2019, without inducing points), so that answers are the same every time and take no
-random numbers. The tree divides the class means where their first principal direction changes its sign (Boley 1998);
-the paper clusters them by k-means. The kernel's parameters are hyper-parameters. Inducing points are not built.
+Deviations: those variables are not sampled (the paper: Gibbs) but set to their means under the best factorised
+posterior, by a fixed number of its closed-form updates (Wenzel et al., "Efficient Gaussian Process Classification Using
+Pólya-Gamma Data Augmentation", AAAI 2019, without inducing points), so that answers are deterministic. The tree divides
+the class means by the sign of their projection on their first principal direction (Boley 1998); the paper clusters them
+by k-means. The kernel's parameters are hyper-parameters. Inducing points are not implemented.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ class Gaussian:
 
 
 def gaussian_of(hyper: Gaussian) -> Gaussian:
-    """These of a method's hyper-parameters alone."""
+    """The ``Gaussian`` part of a method's hyper-parameters."""
     return Gaussian(**{field.name: getattr(hyper, field.name) for field in fields(Gaussian)})

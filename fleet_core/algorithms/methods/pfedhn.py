@@ -4,12 +4,12 @@ Shamsian, Navon, Fetaya, Chechik, "Personalized Federated Learning using Hyperne
 i receives θ_i = h(v_i; φ), makes K local steps from it and sends Δθ_i; the server moves φ and v_i by the
 vector-Jacobian products of h with Δθ_i. Neither h nor the embeddings leave the server, and θ_i goes to one device.
 
-Deviations: the paper has one device in a round; here φ moves by the mean over the cohort, all taken at the same φ, and
-each v_i by its own. A device answers with the weights that its last counted round ended with; in the paper the server
-makes them anew from the latest φ, which would be a model down to every device after every evaluated round. A device's
-embedding is drawn when it first takes part, and trained from then on; one that never takes part receives the model of
-the mean embedding and tunes it (the paper searches for a new device's embedding over further rounds, which a device
-that takes part does here too). A device that left keeps its embedding. ``hypernetwork`` has the network.
+Deviations: the paper has one device per round; here φ moves by the mean of the cohort's products, all computed at the
+same φ, and each v_i by its own. A device answers with the weights at the end of its last counted round; in the paper
+the server makes them from the latest φ, which would send a model to every device after every evaluated round. A
+device's embedding is drawn when it first takes part, and trained from then on. A device that never takes part receives
+the model of the mean embedding and fine-tunes it (the paper searches for a new device's embedding over further rounds,
+as a device that takes part does here). A device that left keeps its embedding. ``model.hypernetwork`` is the network.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ NETWORK, EMBEDDINGS, FINGERPRINT = "hypernetwork", "embeddings", "fingerprint"
 
 @dataclass(frozen=True, kw_only=True)
 class Hyper(Averaging):
-    """embedding: width of v. hyper_width, hyper_layers: of h's hidden layers; h has ``hyper_width`` times as many
-    values as the model, all of them in every checkpoint. embedding_lr: rate of v. server_lr: of φ."""
+    """embedding: width of v. hyper_width, hyper_layers: of h's hidden layers. h has ``hyper_width`` times as many
+    values as the model, and every checkpoint stores them all. embedding_lr: learning rate of v. server_lr: that of
+    φ."""
 
     embedding: int = count(16, most=1000)
     hyper_width: int = count(32, most=1000)
@@ -53,7 +54,7 @@ class Hyper(Averaging):
 
 
 class HyperClient(ClientRule):
-    """K steps of SGD from the weights made for this device; sends their change and keeps what they end with."""
+    """K steps of SGD from the weights made for this device; sends their change and keeps the final weights."""
 
     keeps = ("personal",)
 
@@ -69,7 +70,7 @@ class HyperClient(ClientRule):
 
 
 class HyperServer(ServerRule):
-    """h and the embeddings; ``evaluated`` is the model of the mean embedding."""
+    """Keeps h and the embeddings; serves the model of the mean embedding."""
 
     def init(self, first: Params, hyper: Hyper) -> ServerState:
         from fleet_core.model import hypernetwork
@@ -116,12 +117,12 @@ class HyperServer(ServerRule):
 
 
 def embeddings(state: ServerState) -> Mapping[str, Any]:
-    """Those of the devices that have taken part."""
+    """The embeddings of the devices that have taken part."""
     return state.memory.get(EMBEDDINGS, {}).get(EMBEDDINGS, {})
 
 
 def embedding_of(state: ServerState, device: str) -> Any:
-    """v of a device [E]; its first one, of its name and the fleet's first weights, where it never took part."""
+    """v [E] of a device; if it never took part, its initial one, drawn from its name and the fleet's first weights."""
     from fleet_core.model import hypernetwork
 
     known = embeddings(state).get(device)

@@ -1,4 +1,4 @@
-"""The named methods, each one row of choices; installed packages may bring more."""
+"""The named methods, each one row of choices. Installed packages may add more."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ DISTANCES = ("squared", "norm")
 
 @dataclass(frozen=True, kw_only=True)
 class Episodic(LocalSgd):
-    """support_batch: |D|, samples that adapt. query_batch: |D'|, disjoint samples that give the meta-gradient. draws:
-    both at ``random`` in every step, or as batches of a shuffled ``pass``, as the program of Acar et al. has it."""
+    """support_batch: |D|, samples for adaptation. query_batch: |D'|, disjoint samples for the meta-gradient. draws:
+    both at ``random`` in every step, or as batches of a shuffled ``pass``, as in the program of Acar et al."""
 
     support_batch: int = count(50)
     query_batch: int = count(50)
@@ -40,15 +40,15 @@ class Episodic(LocalSgd):
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(LocalSgd):
-    """batch: samples per gradient, without a split in support and query."""
+    """batch: samples per gradient, without a split into support and query."""
 
     batch: int = count(100)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FineTune(Plain):
-    """finetune_lr, finetune_steps: SGD on all of the device's own samples when the model is evaluated, never
-    differentiated (the best of ``benchmarks/heartbeat/choose.py`` on its validation split)."""
+    """finetune_lr, finetune_steps: SGD on all of the device's own samples after training (defaults: the best of
+    ``benchmarks/heartbeat/choose.py`` on its validation split)."""
 
     finetune_lr: float = positive(0.05)
     finetune_steps: int = count(50, least=0)
@@ -56,7 +56,7 @@ class FineTune(Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class Proto(Episodic):
-    """distance: between representations, its square (Acar, Snell) or itself (Lim)."""
+    """distance: between representations; ``squared`` (Acar, Snell) or ``norm`` (Lim)."""
 
     distance: str = one_of("squared", DISTANCES)
 
@@ -71,7 +71,7 @@ class Maml(Episodic):
 
 @dataclass(frozen=True, kw_only=True)
 class OneForAll(FineTune):
-    """The shared model answers as it is, unless finetune_steps are given."""
+    """The shared model answers without fine-tuning, unless finetune_steps is set."""
 
     finetune_steps: int = count(0, least=0)
 
@@ -83,7 +83,7 @@ class FedAvg(Averaging, OneForAll):
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvgMeta(Averaging, FineTune):
-    """FedAvg(Meta), fine-tuned when it is evaluated."""
+    """FedAvg(Meta): FedAvg, fine-tuned on each device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class PFLScafMaml(Scaf, Maml):
 
 @dataclass(frozen=True, kw_only=True)
 class PerFedAvg(Averaging, Maml):
-    """independent_hessian_batch: the Hessian on a third batch D'' (Fallah, eq. 8) in place of D."""
+    """independent_hessian_batch: computes the Hessian on a third batch D'' (Fallah, eq. 8) instead of D."""
 
     clip_norm: float = weight(0.0)
     independent_hessian_batch: bool = False
@@ -141,8 +141,8 @@ class PerFedAvg(Averaging, Maml):
 
 @dataclass(frozen=True, kw_only=True)
 class HessianFree(PerFedAvg):
-    """difference: δ of the central difference, relative to ‖w‖/‖v‖. What it crosses a ReLU's kink by enters divided by
-    it, and so does float32's rounding: hence not smaller."""
+    """difference: δ of the central difference, relative to ‖w‖/‖v‖. A smaller δ would amplify float32's rounding and
+    the effect of a ReLU's kink, which are divided by it."""
 
     difference: float = positive(1e-2, most=1)
 
@@ -166,15 +166,15 @@ class PFedMe(Moreau, Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class MetaVers(Margins, Proto):
-    """shots, query_shots: samples of each class in an episode, 0 for support_batch and query_batch at random.
+    """The defaults are those of the authors' program. The paper prints another ``distance`` and ``negative``, and a
+    ``triplet_sum`` and ``margin_divisor`` with which the loss grows without limit (``benchmarks/papers/lim``).
 
-    The defaults are what the authors' program computes; its print has ``distance`` and ``negative`` otherwise, and
-    ``triplet_sum`` and ``margin_divisor``, with which the loss grows without end (``benchmarks/papers/lim``).
-    distance: everywhere but in the margin; ``norm`` as printed. margin_distance: between centroids. triplet_sum: L_T as
-    a sum over all triplets; otherwise their mean. margin_divisor: of eq. 3, ``printed`` (N − 1)² or ``pairs`` N(N − 1).
-    negative: eq. 4 compares with d(x_p, x_n), ``positive``; the program with d(a, x_n), ``centroid``. With loss_share 1
-    the cross-entropy is alone. The paper leaves optimizer and rates to its supplement; the program has the server step
-    with Adam at 1e-3 on the sum of one gradient of each device, which is the default."""
+    shots, query_shots: samples of each class in an episode; 0: support_batch and query_batch at random. distance:
+    everywhere but in the margin; ``norm`` as printed. margin_distance: between centroids. triplet_sum: L_T is the sum
+    over all triplets instead of their mean. margin_divisor: of eq. 3; ``printed`` is (N − 1)², ``pairs`` is N(N − 1).
+    negative: what eq. 4 compares with; ``positive`` is d(x_p, x_n) as printed, ``centroid`` is d(a, x_n) as in the
+    program. loss_share: 1 is the cross-entropy alone. Optimizer and rates are in the paper's supplement; in the program
+    the server steps with Adam at 1e-3 along the sum of one gradient of each device, which is the default."""
 
     distance: str = one_of("squared", DISTANCES)
     margin_distance: str = one_of("norm", DISTANCES)
@@ -199,7 +199,7 @@ class FedRep(HeadFirst, Averaging, FineTune):
 
 @dataclass(frozen=True, kw_only=True)
 class FedBabu(Averaging, FineTune):
-    """FedBABU; Lim et al. fine-tune ten steps when it is evaluated."""
+    """FedBABU; Lim et al. fine-tune it by ten steps for evaluation."""
 
     finetune_steps: int = count(10, least=0)
 
@@ -221,8 +221,8 @@ class PFedGP(Averaging, Gaussian, Episodic):
 
 @dataclass(frozen=True, kw_only=True)
 class KnnPer(Averaging, Plain):
-    """neighbours: k. mixture: λ, the neighbours' share of the answer; None for the share that answers the device's own
-    samples best, each without itself."""
+    """neighbours: k. mixture: λ, the neighbours' weight in the answer; None chooses the one with the best leave-one-out
+    accuracy on the device's own samples."""
 
     neighbours: int = count(10)
     mixture: float | None = weight(None, most=1)
@@ -316,4 +316,4 @@ PRODUCT: dict[str, Method] = {
 }
 
 METHODS = Methods(PRODUCT)
-"""By name: the product's, and those of installed packages."""
+"""All methods by name: the product's, then those of installed packages."""

@@ -1,12 +1,12 @@
 """PFLScaf: control variates on the personalized objective; without adaptation this is SCAFFOLD.
 
 Acar et al., ICML 2021, Algorithm 2, Update₂; Karimireddy et al., "SCAFFOLD", ICML 2020, Algorithm 1 with option II.
-Both papers send two vectors up. The change of a device's control, −g − (w_i − w^t)/(Kβ), is made of what the server
-has: g, as devices decoded it, and w_i − w^t, which it receives. So one vector goes up here.
+In both papers a device sends two vectors. Here it sends one: the change of its control, −g − (w_i − w^t)/(Kβ), can be
+computed by the server from g, as devices decoded it, and w_i − w^t, which it receives.
 
-Deviations: the rate that divides is the one that stepped (``control_rate``); the program of Acar et al. divides by the
-first rate while it steps with the decayed one. A codec without error feedback moves the device's control to what the
-server has decoded, as for PFLDyn.
+Deviations: the change is divided by the rate of the steps (``control_rate``); the program of Acar et al. divides by the
+initial rate while it steps with the decayed one. With a codec without error feedback the device's control follows the
+decoded update, as for PFLDyn.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from fleet_core.base.trees import Params
 
 @dataclass(frozen=True, kw_only=True)
 class Scaf(LocalSgd):
-    """control_rate: the rate in the control's divisor Kβ: the one that ``stepped`` or, as in the program of Acar et
-    al., the ``initial`` one."""
+    """control_rate: the rate in the control's divisor Kβ: that of the steps (``stepped``), or the ``initial`` one as in
+    the program of Acar et al."""
 
     control_rate: str = one_of("stepped", ("stepped", "initial"))
 
 
 def distance(hyper: Scaf, round_number: float) -> float:
-    """Kβ, what a device's control divides its change by."""
+    """Kβ, the divisor in the change of a device's control."""
     lr = rate(hyper, round_number) if hyper.control_rate == "stepped" else hyper.client_lr
     return hyper.local_steps * lr
 
@@ -82,22 +82,22 @@ class ScafServer(ServerRule):
         return Payload(trees.mirrored(state.model, state.memory["control"], "control"))
 
     def as_received(self, state: ServerState, groups: Params) -> ServerState:
-        """The control itself stays the mean of all g_i, whatever a lossy codec made of it on the way down."""
+        """The decoded control is kept beside the exact one, which stays the mean of all g_i."""
         model, control = trees.parted(groups, "control")
         return replace(state, model=model, memory={**state.memory, "heard": control})
 
     def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: Scaf) -> ServerState:
         delta_sum, count = aggregation.total(updates, lambda update: update.payload.groups)
         mean = trees.axpy(1 / count, delta_sum, state.model)
-        as_received = state.memory.get("heard", state.memory["control"])
-        moved = change(trees.scale(as_received, count), delta_sum, distance(hyper, state.round))
+        decoded = state.memory.get("heard", state.memory["control"])
+        moved = change(trees.scale(decoded, count), delta_sum, distance(hyper, state.round))
         control = trees.axpy(1 / members, moved, state.memory["control"])
         share = min(1.0, count / members)
         served = trees.apply(lambda old, new: old + (new - old) * share, state.served, mean)
         return replace(state, model=mean, served=served, memory={"control": control})
 
     def joined(self, state: ServerState, members: int) -> ServerState:
-        """The mean of all g_i with one more that is zero."""
+        """The mean of all g_i including the new one, which is zero."""
         control = trees.scale(state.memory["control"], (members - 1) / members)
         return replace(state, memory={"control": control})
 

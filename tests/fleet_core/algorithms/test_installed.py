@@ -140,18 +140,67 @@ def test_a_name_of_the_products_is_never_looked_for_elsewhere(monkeypatch: pytes
         methods.get("ditto")
 
 
+class OldClient(interface.ClientRule):
+    """Written for the version before, whose ``after_loss`` was ``settle``."""
+
+    def settle(self, pending: Any, error: Any, hyper: Any, round_number: float) -> Any:
+        return pending
+
+
+class OldServer(interface.ServerRule):
+    """Written for the version before, whose ``per_device`` was ``given`` and ``as_received`` was ``heard``."""
+
+    def given(self, state: Any, device: str) -> Any:
+        return {}
+
+    def heard(self, state: Any, groups: Any) -> Any:
+        return state
+
+
+class BothServer(OldServer):
+    """Works with both versions."""
+
+    def per_device(self, state: Any, device: str) -> Any:
+        return self.given(state, device)
+
+    def as_received(self, state: Any, groups: Any) -> Any:
+        return self.heard(state, groups)
+
+
+@pytest.mark.parametrize(
+    ("rules", "renamed"),
+    [
+        ({"client": OldClient()}, ["ClientRule.settle, which is now called after_loss: rename it"]),
+        ({"server": OldServer()}, ["ServerRule.given, which is now called per_device: rename it",
+                                   "ServerRule.heard, which is now called as_received: rename it"]),
+    ],
+)
+def test_a_method_with_a_former_name_is_left_out_and_told_the_present_one(
+    monkeypatch: pytest.MonkeyPatch, rules: dict[str, Any], renamed: list[str]
+) -> None:
+    rows, said = found(monkeypatch, mine=replace(ROW, **rules))
+    assert rows == {}
+    assert said == ["the method 'mine' of the installed package rows is left out: rows:row0 "
+                    + "; ".join(f"defines {text}" for text in renamed)]
+
+
+def test_a_method_that_defines_former_and_present_names_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = replace(ROW, server=BothServer())
+    assert found(monkeypatch, mine=row) == ({"mine": row}, [])
+
+
 @pytest.mark.parametrize(
     ("name", "row", "why"),
     [
-        ("mine", 7, "is no Method but int"),
+        ("mine", 7, "is of type int, expected Method"),
         ("yours", ROW, "is named 'mine': give the entry point that name"),
-        ("fedper", PRODUCT["fedper"], "has the name of one of the product's: take another"),
+        ("fedper", PRODUCT["fedper"], "has the name of one of the product's methods: use another"),
         ("Mine", replace(ROW, name="Mine"), "lower case"),
         ("a/b", replace(ROW, name="a/b"), "lower case"),
         ("mine", replace(ROW, adaptation="reptile"), "has the adaptation 'reptile', expected one of none, proto,"),
         ("mine", replace(ROW, version="2"), "has the version '2', expected a whole number from 1"),
-        ("mine", replace(ROW, server=ROW.client), "has no ClientRule and ServerRule"),
-        ("mine", replace(ROW, hyper=LocalSgd), "has hyper-parameters that do not do: AttributeError"),
+        ("mine", replace(ROW, server=ROW.client), "needs a ClientRule as client and a ServerRule as server"),
+        ("mine", replace(ROW, hyper=LocalSgd), "has unsuitable hyper-parameters: AttributeError"),
         ("mine", replace(ROW, personalizer="lora"), "has the personalizer 'lora', expected one of none, proto, sgd,"),
     ],
 )
@@ -194,7 +243,7 @@ def test_the_second_of_two_packages_with_one_name_is_left_out(monkeypatch: pytes
     rows, said = found(monkeypatch, mine=ROW, mine_=replace(ROW, title="another"))
     assert rows == {"mine": ROW}
     assert len(said) == 1
-    assert "rows:row1 is brought by two packages" in said[0]
+    assert "rows:row1 has the name of another package's method" in said[0]
 
 
 def test_what_a_row_may_name_is_what_there_is() -> None:
