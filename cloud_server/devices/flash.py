@@ -26,7 +26,7 @@ from fleet_core.base.processes import typed
 if TYPE_CHECKING:
     from cloud_server.devices.prepare_flash import Prepared
     from firmware_profiles.image.block_device import Card
-    from firmware_profiles.image.card_image import Plan
+    from firmware_profiles.image.image_plan import Plan
     from firmware_profiles.package.device_package import File, Package
 
 IMAGE, SSH = "image:", "ssh://"
@@ -108,14 +108,14 @@ class ImageJob:
 def _prepared_job(device: Path, to: str, source: Path | None, rehearse: bool) -> ImageJob:
     """Raises FleetError for anything that would fail while writing."""
     from cloud_server.devices.prepare_flash import package_of, prepare
-    from firmware_profiles.image import card_image
+    from firmware_profiles.image import image_plan
     from firmware_profiles.package import program
 
     made = prepare(device)
     image = _system_image(made, device, source)
     card = None if to.startswith(IMAGE) else _card(to, rehearse)
     package = package_of(made, program.make(made.machine, made.wheels, say=processes.say), secret=None)
-    return ImageJob(made, image, to, card, package, card_image.planned(image, package, made.device.masked()))
+    return ImageJob(made, image, to, card, package, image_plan.planned(image, package, made.device.masked()))
 
 
 def _system_image(made: Prepared, device_file: Path, source: Path | None) -> Path:
@@ -270,7 +270,7 @@ def _file_facts(file: File) -> dict[str, Any]:
 
 
 def _print_plan(facts: dict[str, Any], package: Package) -> None:
-    from firmware_profiles.image import card_image
+    from firmware_profiles.image import partition_files
     from firmware_profiles.package import program
 
     built = package.program
@@ -279,7 +279,7 @@ def _print_plan(facts: dict[str, Any], package: Package) -> None:
     terminal.table(program.listing(built), ("package", "version", "licence", "MiB"))
     print(f"{len(built.parts)} packages, {built.installed_bytes / 2**20:.0f} MiB installed, "
           f"{built.size_bytes / 2**20:.0f} MiB packed\n")
-    partition = "the first partition" if facts["program_at"] == card_image.ON_FAT else "the root file system"
+    partition = "the first partition" if facts["program_at"] == partition_files.ON_FAT else "the root file system"
     rows = [(file["path"], str(file["size_bytes"]), "masked here" if file["secret"] else "") for file in facts["files"]]
     rows.append((facts["program_at"].lstrip("/"), str(built.size_bytes), f"in {partition}"))
     terminal.table(rows, ("on the first partition", "bytes", ""))

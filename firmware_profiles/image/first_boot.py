@@ -1,11 +1,11 @@
-"""The files by which a fresh system makes the device of itself at its first start, without a screen.
+"""The files on the first partition that set up a fresh system at its first start, without a screen.
 
-``cloud-init`` (Raspberry Pi OS from Trixie on, Ubuntu): user-data, network-config and meta-data on the first partition,
-NoCloud. ``firstrun`` (Raspberry Pi OS Bookworm): firstrun.sh, named in cmdline.txt. Both set the host's name, the user
-that may log in and the Wi-Fi, and leave a service that installs the package from the first partition, at every start
-until it has; it erases the token and the Wi-Fi key there.
+``cloud-init`` (Raspberry Pi OS from Trixie on, Ubuntu): user-data, network-config and meta-data, NoCloud. ``firstrun``
+(Raspberry Pi OS Bookworm): firstrun.sh, named in cmdline.txt. Both set the host name, the user who may log in and the
+Wi-Fi, and install a service. At every start until it succeeds, the service installs the package from the first
+partition; then it erases the token and the Wi-Fi key there.
 
-For WPA2 the Wi-Fi password itself is never written, only the key that is derived from it; WPA3 needs the password.
+For WPA2 only the key that is derived from the Wi-Fi password is written; WPA3 needs the password itself.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from firmware_profiles.image import yaml
 from firmware_profiles.package.board_needs import Machine
 from firmware_profiles.package.device_file import DeviceFile, Wifi
 from firmware_profiles.package.device_package import File
-from fleet_core.base.errors import FlashError
+from fleet_core.base.errors import ConfigError, FlashError
 
 JOB = "/usr/local/sbin/metafleet-first-boot"
 SERVICE = "metafleet-first-boot.service"
@@ -26,7 +25,7 @@ HERE = Path(__file__).parent
 MAX_CMDLINE_BYTES = 4096
 GROUPS = ("adm", "dialout", "audio", "video", "plugdev", "netdev", "gpio", "i2c", "spi", "sudo")
 MEMORY_CGROUP = "cgroup_enable=memory"
-"""Raspberry Pi kernels leave the memory controller off, and a unit's MemoryMax then limits nothing."""
+"""Raspberry Pi kernels have the memory controller off, and a unit's MemoryMax then has no effect."""
 OURS = ("systemd.run", "systemd.unit=kernel-command-line.target", "cfg80211.ieee80211_regdom=")
 FIRSTRUN = "systemd.run=/boot/firmware/firstrun.sh systemd.run_success_action=reboot " \
            "systemd.unit=kernel-command-line.target"
@@ -47,24 +46,24 @@ WantedBy=multi-user.target
 
 
 def files(machine: Machine, device: DeviceFile, *, serial: str, instance: str, cmdline: str | None) -> tuple[File, ...]:
-    """What goes onto the first partition, beside the package.
+    """The files besides the package.
 
-    serial: of the partition's file system. instance: another one makes cloud-init begin anew. cmdline: what is in
-    cmdline.txt now, or None. Raises FlashError for a system without a first boot, and for a cmdline.txt that is none.
+    serial: of the partition's file system. instance: cloud-init runs again if it changes. cmdline: the present content
+    of cmdline.txt, or None. Raises FlashError for a system without a first boot, and for a malformed cmdline.txt.
     """
-    made = [File("cmdline.txt", _cmdline(machine, device, cmdline).encode())] if cmdline is not None else []
+    kernel = [File("cmdline.txt", _cmdline(machine, device, cmdline).encode())] if cmdline is not None else []
     if machine.first_boot == "cloud-init":
-        return (*_cloud_init(device, serial, instance), *made)
+        return (*_cloud_init(device, serial, instance), *kernel)
     if machine.first_boot == "firstrun":
         if cmdline is None:
-            raise FlashError("there is no cmdline.txt on the first partition, which names firstrun.sh",
+            raise FlashError("there is no cmdline.txt on the first partition to name firstrun.sh",
                              expected=machine.os or "Raspberry Pi OS")
-        return (File("firstrun.sh", _firstrun(device, serial).encode(), 0o755, device.wifi is not None), *made)
+        return (File("firstrun.sh", _firstrun(device, serial).encode(), 0o755, device.wifi is not None), *kernel)
     raise FlashError(f"{machine.os or machine.board} takes no first boot from a card", hint="--to ssh://USER@HOST")
 
 
 def _cmdline(machine: Machine, device: DeviceFile, before: str) -> str:
-    """The kernel's line with what is missing in it; the same when it was done before."""
+    """The kernel's command line with the missing words; unchanged if it has them all."""
     line = before.strip()
     if not line or "\n" in line or len(before) > MAX_CMDLINE_BYTES:
         raise FlashError("cmdline.txt is not one line", hint="fetch the image again")
@@ -74,7 +73,7 @@ def _cmdline(machine: Machine, device: DeviceFile, before: str) -> str:
     if device.wifi is not None:
         words.append(f"cfg80211.ieee80211_regdom={device.wifi.country}")
     if machine.first_boot == "firstrun":
-        words += FIRSTRUN.split(" ")  # at the end: firstrun.sh cuts the line here
+        words += FIRSTRUN.split(" ")  # must come last: firstrun.sh cuts the line here
     return " ".join(words) + "\n"
 
 
@@ -88,46 +87,69 @@ def _job(serial: str) -> str:
 
 
 def _cloud_init(device: DeviceFile, serial: str, instance: str) -> list[File]:
-    user_data = "#cloud-config\n" + yaml.text(_user_data(device, serial))
-    meta_data = yaml.text({"instance-id": instance, "local-hostname": device.host, "dsmode": "local"})
-    made = [File("user-data", user_data.encode()), File("meta-data", meta_data.encode())]
+    user_data = "#cloud-config\n" + yaml_text(_user_data(device, serial))
+    meta_data = yaml_text({"instance-id": instance, "local-hostname": device.host, "dsmode": "local"})
+    files = [File("user-data", user_data.encode()), File("meta-data", meta_data.encode())]
     if device.wifi is not None:
-        made.append(File("network-config", yaml.text(_network(device.wifi)).encode(), secret=True))
-    return made
+        files.append(File("network-config", yaml_text(_network(device.wifi)).encode(), secret=True))
+    return files
+
+
+def yaml_text(value: Any) -> str:
+    """Block YAML of plain values. Values that are texts are double-quoted, so that none is read as another type, or
+    literal blocks if they have several lines. Raises ConfigError if PyYAML is not installed."""
+    try:
+        import yaml  # in the extra ``flash``; a device does not have it
+    except ModuleNotFoundError as error:
+        raise ConfigError("PyYAML is not installed, which writes cloud-init's files",
+                          hint='pip install "metafleet[flash]"') from error
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc, unused-ignore]
+        def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> Any:
+            node = super().represent_mapping(tag, mapping, flow_style)
+            for key, _ in node.value:
+                key.style = None  # quoted only where that is needed
+            return node
+
+    def quoted(dumper: Any, text: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else '"')
+
+    Dumper.add_representer(str, quoted)
+    return str(yaml.dump(value, Dumper=Dumper, sort_keys=False, width=float("inf")))
 
 
 def _user_data(device: DeviceFile, serial: str) -> dict[str, Any]:
     """https://docs.cloud-init.io, modules set_hostname, users_groups, write_files, runcmd."""
-    made: dict[str, Any] = {"hostname": device.host, "manage_etc_hosts": True, "ssh_pwauth": False}
+    data: dict[str, Any] = {"hostname": device.host, "manage_etc_hosts": True, "ssh_pwauth": False}
     commands = ["systemctl daemon-reload", f"systemctl enable {SERVICE}", f"systemctl start --no-block {SERVICE}"]
     if device.ssh is not None:
-        made["users"] = [{
+        data["users"] = [{
             "name": device.ssh.user, "shell": "/bin/bash", "lock_passwd": True, "groups": ", ".join(GROUPS),
             "sudo": "ALL=(ALL) NOPASSWD:ALL", "ssh_authorized_keys": list(device.ssh.authorized_keys),
         }]
         commands.append("systemctl enable --now ssh || true")
     if device.wifi is not None:
         commands.insert(0, "rfkill unblock wifi || true")
-    made["write_files"] = [
+    data["write_files"] = [
         {"path": JOB, "permissions": "0755", "content": _job(serial)},
         {"path": f"/etc/systemd/system/{SERVICE}", "permissions": "0644", "content": UNIT},
     ]
-    made["runcmd"] = [["sh", "-c", command] for command in commands]
-    return made
+    data["runcmd"] = [["sh", "-c", command] for command in commands]
+    return data
 
 
 def _network(wifi: Wifi) -> dict[str, Any]:
-    """https://docs.cloud-init.io, network configuration version 2; the cable works as well."""
-    point: dict[str, Any] = {"password": wifi.key}
+    """Wi-Fi, and Ethernet by DHCP. https://docs.cloud-init.io, network configuration version 2."""
+    access_point: dict[str, Any] = {"password": wifi.key}
     if wifi.security == "wpa3":
-        point = {"auth": {"key-management": "sae", "password": wifi.key}}
+        access_point = {"auth": {"key-management": "sae", "password": wifi.key}}
     if wifi.hidden:
-        point["hidden"] = True
+        access_point["hidden"] = True
     return {
         "version": 2,
         "ethernets": {"eth0": {"dhcp4": True, "dhcp6": True, "optional": True}},
         "wifis": {"wlan0": {"dhcp4": True, "dhcp6": True, "optional": True, "regulatory-domain": wifi.country,
-                            "access-points": {wifi.ssid: point}}},
+                            "access-points": {wifi.ssid: access_point}}},
     }
 
 
@@ -172,7 +194,7 @@ def _user(name: str, keys: tuple[str, ...]) -> list[str]:
 
 
 def _connection(wifi: Wifi) -> str:
-    """nm-settings-keyfile(5); the network's name as numbers, which need no escapes."""
+    """nm-settings-keyfile(5); the SSID as numbers, which need no escapes."""
     ssid = "".join(f"{byte};" for byte in wifi.ssid.encode())
     kind = "sae" if wifi.security == "wpa3" else "wpa-psk"
     key = wifi.key.replace("\\", "\\\\").replace(" ", "\\s")

@@ -1,4 +1,4 @@
-"""The bytes of an image as .img, .img.xz or .img.zst, told apart by their content, block by block and bounded."""
+"""Reads an image (.img, .img.xz or .img.zst, recognized by its content) block by block, with limits."""
 
 from __future__ import annotations
 
@@ -18,48 +18,55 @@ else:
 BLOCK_BYTES = 4 << 20
 MAX_IMAGE_BYTES = 64 << 30
 MAX_LZMA_BYTES = 256 << 20
-"""Of memory that an .xz may ask for; ``xz -9`` takes 65 MiB."""
+"""Memory that unpacking an .xz may take; ``xz -9`` takes 65 MiB."""
 XZ, ZST = b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"
 
-Told = Callable[[int, int], None]
+Progress = Callable[[int, int], None]
 """Called with the bytes of the file that were read, and its size."""
 
 
-def blocks(path: Path, told: Told = lambda done, total: None) -> Iterator[bytes]:
-    """The image in blocks of BLOCK_BYTES, the last one shorter. Raises ConfigError for a file that cannot be read,
-    FlashError for one that is damaged, cut short or larger than MAX_IMAGE_BYTES."""
-    held, total = bytearray(), 0
-    for part in _parts(path, told):
+def is_packed(path: Path) -> bool:
+    """Whether the file is an .img.xz or .img.zst, by its content."""
+    with path.open("rb") as file:
+        start = file.read(6)
+    return start == XZ or start[:4] == ZST
+
+
+def blocks(path: Path, progress: Progress = lambda done, total: None) -> Iterator[bytes]:
+    """The image in blocks of BLOCK_BYTES, the last one shorter. Raises ConfigError if the file cannot be read,
+    FlashError if it is damaged, cut short or larger than MAX_IMAGE_BYTES."""
+    buffer, total = bytearray(), 0
+    for part in _parts(path, progress):
         total += len(part)
         if total > MAX_IMAGE_BYTES:
             raise FlashError(f"unpacks to more than {MAX_IMAGE_BYTES >> 30} GiB", where=str(path))
-        held += part
-        while len(held) >= BLOCK_BYTES:
-            yield bytes(held[:BLOCK_BYTES])
-            del held[:BLOCK_BYTES]
-    if held:
-        yield bytes(held)
+        buffer += part
+        while len(buffer) >= BLOCK_BYTES:
+            yield bytes(buffer[:BLOCK_BYTES])
+            del buffer[:BLOCK_BYTES]
+    if buffer:
+        yield bytes(buffer)
 
 
-def _parts(path: Path, told: Told) -> Iterator[bytes]:
+def _parts(path: Path, progress: Progress) -> Iterator[bytes]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(6)
             file.seek(0)
-            fresh = _decompressor(start)
-            raw = _read(file, size, told)
-            yield from raw if fresh is None else _unpacked(raw, fresh, path)
+            decompressor = _decompressor(start)
+            raw = _read(file, size, progress)
+            yield from raw if decompressor is None else _unpacked(raw, decompressor, path)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror or error}", where=str(path),
                           expected="an image, .img, .img.xz or .img.zst") from error
 
 
-def _read(file: Any, size: int, told: Told) -> Iterator[bytes]:
+def _read(file: Any, size: int, progress: Progress) -> Iterator[bytes]:
     done = 0
     while block := file.read(1 << 20):
         done += len(block)
-        told(done, size)
+        progress(done, size)
         yield block
 
 
@@ -73,22 +80,22 @@ def _decompressor(start: bytes) -> Callable[[], Any] | None:
     return None
 
 
-def _unpacked(raw: Iterator[bytes], fresh: Callable[[], Any], path: Path) -> Iterator[bytes]:
-    """One stream after the other, as ``xz`` and ``zstd`` take them."""
-    stream, held = fresh(), b""
+def _unpacked(raw: Iterator[bytes], decompressor: Callable[[], Any], path: Path) -> Iterator[bytes]:
+    """Concatenated streams one after the other, as ``xz`` and ``zstd`` read them."""
+    stream, data = decompressor(), b""
     try:
         while True:
             if stream.eof:
-                held = stream.unused_data.lstrip(b"\0") or next(raw, b"").lstrip(b"\0")
-                if not held:
+                data = stream.unused_data.lstrip(b"\0") or next(raw, b"").lstrip(b"\0")
+                if not data:
                     return
-                stream = fresh()
+                stream = decompressor()
             elif stream.needs_input:
-                held = next(raw, b"")
-                if not held:
+                data = next(raw, b"")
+                if not data:
                     raise FlashError("is cut short", where=str(path), hint="fetch the image again")
             else:
-                held = b""
-            yield stream.decompress(held, BLOCK_BYTES)
+                data = b""
+            yield stream.decompress(data, BLOCK_BYTES)
     except (lzma.LZMAError, zstd.ZstdError, EOFError) as error:
         raise FlashError(f"is damaged: {error}", where=str(path), hint="fetch the image again") from error

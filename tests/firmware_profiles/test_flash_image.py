@@ -17,8 +17,8 @@ from backports import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firmware_profiles.image import card_image, first_boot, stream
-from firmware_profiles.image import yaml as firmware_yaml
+from firmware_profiles.image import card_image, first_boot, image_plan, partition_files, stream
+from firmware_profiles.image.partition_files import IN_ROOT, ON_FAT
 from firmware_profiles.package import device_package
 from firmware_profiles.package.board_needs import Machine
 from firmware_profiles.package.device_file import MASK, DeviceFile, Ssh, Wifi
@@ -86,7 +86,7 @@ VALUES = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(WORDS, VALUES, min_size=1, max_size=4))
 def test_what_is_written_as_yaml_is_read_as_it_was(value):
-    assert yaml.safe_load(firmware_yaml.text(value)) == value
+    assert yaml.safe_load(first_boot.yaml_text(value)) == value
 
 
 def test_a_network_of_wpa3_alone_gets_the_password_itself():
@@ -256,7 +256,7 @@ def test_the_package_is_on_the_first_partition_the_systems_are_sound_and_the_ori
     out = tmp_path / "out.img"
     plan = card_image.write(card, out, made, DEVICE)
     assert card.read_bytes() == before
-    assert plan.program_at == card_image.ON_FAT
+    assert plan.program_at == ON_FAT
     assert disks.names_on_fat(out) == {
         "config.txt", "cmdline.txt", "user-data", "meta-data", "network-config", "metafleet", "metafleet/etc",
         "metafleet/home", "metafleet/install.sh", "metafleet/package.env", "metafleet/metafleet.service",
@@ -297,7 +297,7 @@ def test_a_flashed_image_can_be_flashed_again_from_a_packed_one(tmp_path, card):
     card_image.write(source, first, packed(tmp_path), DEVICE)
     again = card_image.write(first, tmp_path / "second.img", packed(tmp_path, machine=BOOKWORM), DEVICE)
     assert "firstrun.sh" in disks.names_on_fat(tmp_path / "second.img")
-    assert again.program_at == card_image.ON_FAT
+    assert again.program_at == ON_FAT
     disks.check(tmp_path / "second.img")
 
 
@@ -308,10 +308,10 @@ def test_a_program_too_large_for_the_first_partition_goes_into_the_root(tmp_path
     made = packed(tmp_path, 6 * MIB)
     for out in (tmp_path / "out.img", tmp_path / "again.img"):
         plan = card_image.write(card, out, made, DEVICE)
-        assert plan.program_at == card_image.IN_ROOT
+        assert plan.program_at == IN_ROOT
         assert "metafleet/program.tar.gz" not in disks.names_on_fat(out)
         root = f"{out}?offset={5 * MIB}"
-        told = disks.call("debugfs", "-R", f"stat {card_image.IN_ROOT}", root)
+        told = disks.call("debugfs", "-R", f"stat {IN_ROOT}", root)
         assert "Mode:  0600" in told
         assert f"Size: {6 * MIB}" in told
         disks.check(out, 4, 64)
@@ -329,7 +329,7 @@ def test_a_program_that_fits_nowhere_is_refused_before_it_is_written(tmp_path, c
 def test_a_run_that_is_cut_off_leaves_nothing_that_looks_finished_and_the_next_finishes(tmp_path, card, monkeypatch):
     out, made = tmp_path / "out.img", packed(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(card_image, "_program_on_fat", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(partition_files, "put_program_on_fat", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             card_image.write(card, out, made, DEVICE)
     assert {path.name for path in tmp_path.iterdir()} == {"program.tar.gz"}
@@ -347,7 +347,7 @@ def test_a_run_that_is_cut_off_leaves_nothing_that_looks_finished_and_the_next_f
 
 @NEEDS
 def test_two_runs_do_not_make_the_same_image_at_once(tmp_path, card):
-    with card_image._held(tmp_path / ".out.img.unfinished"), pytest.raises(FlashError, match="another run"):
+    with card_image._locked_file(tmp_path / ".out.img.unfinished"), pytest.raises(FlashError, match="another run"):
         card_image.write(card, tmp_path / "out.img", packed(tmp_path), DEVICE)
 
 
@@ -369,7 +369,7 @@ def test_the_original_is_never_written_to_and_a_device_is_no_image(tmp_path, car
         with pytest.raises(ConfigError, match=said):
             card_image.write(card, to, packed(tmp_path), DEVICE)
     (tmp_path / "other.img").write_bytes(card.read_bytes())
-    with pytest.raises(ConfigError, match="no image that flash made"):
+    with pytest.raises(ConfigError, match="was not made by flash"):
         card_image.write(card, tmp_path / "other.img", packed(tmp_path), DEVICE)
     assert (tmp_path / "other.img").read_bytes() == card.read_bytes()
     with pytest.raises(ConfigError, match="no image here"):
@@ -382,7 +382,7 @@ def test_a_plan_is_what_is_written_and_shows_no_secret(tmp_path, card, packing):
     source = tmp_path / f"card.{packing}"
     source.write_bytes(card.read_bytes() if packing == "img" else lzma.compress(card.read_bytes(), preset=0))
     made = packed(tmp_path)
-    plan = card_image.planned(source, made, DEVICE.masked())
+    plan = image_plan.planned(source, made, DEVICE.masked())
     done = card_image.write(source, tmp_path / "out.img", made, DEVICE)
     assert [file.path for file in plan.files] == [file.path for file in done.files]
     assert (plan.program_at, plan.boot, plan.free_bytes) == (done.program_at, done.boot, done.free_bytes)

@@ -35,6 +35,7 @@ HOMES = {
     "paho": ("fleet_core/link/",),
     "matplotlib": ("cloud_server/laboratory/compare/plots.py",),
     "ray": ("cloud_server/laboratory/run/executors.py",),
+    "yaml": ("firmware_profiles/image/first_boot.py",),
 }
 
 # What a folder may import beside the standard library and fleet_core: at the top of a file, and inside a function.
@@ -45,7 +46,7 @@ BOUNDS = {
 
 # What starts, with all that lies below it, without these modules. Inside functions only COMPOSERS and the homes of
 # torch may reach torch.
-OPERATOR = {"torch", "onnx", "onnxscript", "matplotlib", "ray"}
+OPERATOR = {"torch", "onnx", "onnxscript", "matplotlib", "ray", "yaml"}
 LIGHT = {
     "cloud_server.commands.cli": OPERATOR | {"numpy", "cryptography", "paho"},
     **dict.fromkeys(

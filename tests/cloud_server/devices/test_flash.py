@@ -16,7 +16,7 @@ from cloud_server.devices import flash as flash_cli
 from cloud_server.devices import prepare_flash
 from cloud_server.identity import token_enrolment
 from cloud_server.records.ledger import Ledger
-from firmware_profiles.image import block_device, card_image
+from firmware_profiles.image import block_device, partition_files
 from firmware_profiles.package import board_needs, program
 from firmware_profiles.package.program import Program, sha256_of
 from firmware_profiles.package.progress_line import Progress, span
@@ -345,4 +345,4 @@ def test_what_a_plan_does_not_hold_cannot_be_shown(desk):
     secret = next(file for file in packed.files if file.path == "home/enrol.token")
     assert set(secret.data) == {ord("*")}
     assert dataclasses.replace(secret).secret
-    assert card_image.ON_FAT == "metafleet/program.tar.gz"
+    assert partition_files.ON_FAT == "metafleet/program.tar.gz"

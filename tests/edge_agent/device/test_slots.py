@@ -231,7 +231,7 @@ def test_what_is_no_probability_never_answers(tmp_path: Path, monkeypatch: pytes
     place = served(tmp_path)
     device = homes.restored(place)
     before = device.answers(X)
-    monkeypatch.setattr(service, "finite", lambda *_: False)
+    monkeypatch.setattr(service, "gives_probabilities", lambda *_: False)
     device.load(PROTO, {}, round_of(2))
     assert device.rolled_back is not None
     assert "no probabilities" in device.rolled_back.why
@@ -240,7 +240,7 @@ def test_what_is_no_probability_never_answers(tmp_path: Path, monkeypatch: pytes
     assert device.answers(X) == homes.restored(place).answers(X) == before
 
 
-def test_own_weights_that_ran_away_are_rolled_back(tmp_path: Path) -> None:
+def test_personal_weights_that_diverged_are_rolled_back(tmp_path: Path) -> None:
     place = homes.home(tmp_path / "d0", toy(1))
     device = homes.furnished(place, "fedavg-meta")
     before = device.answers(X)
@@ -260,7 +260,7 @@ def test_a_roll_back_is_logged_and_told_to_the_aggregator_and_in_the_status(
     agent = w.start_agent("d0", toy(0))
     assert w.pump(lambda: agent.service.round == 1)
     worse = "accuracy 0.100 on 36 held-back samples, 0.900 before"
-    monkeypatch.setattr(agent.service._evaluator, "worse", lambda *_: worse)
+    monkeypatch.setattr(agent.service._evaluator, "why_worse", lambda *_: worse)
     assert w.pump(lambda: finished(w) and w.told("d0: the weights of round 2 were rolled back: accuracy 0.100"))
     assert w.told("those of round 1 answer")
     assert w.told("round 2: d0: the weights of round 2 were rolled back"), "the aggregator heard of it"
