@@ -1,5 +1,6 @@
-"""What people see of a fleet: result.json, report.html, charts, tables on the terminal, warnings.
+"""What users see of a fleet: result.json, report.html, charts, tables on the terminal, warnings.
 
-``result`` builds result.json from the ledger, ``html_report`` draws it, ``terminal_view`` follows a running fleet,
-``verdict`` warns when answers are worth nothing, ``formatting`` writes figures with units, ``scores`` has macro-F1.
+``result`` builds result.json from the ledger, ``outcome`` reads it, ``html_report`` renders it, ``terminal_view``
+follows a running fleet, ``verdict`` warns about useless answers, ``formatting`` writes figures with units, ``scores``
+computes accuracy and macro-F1. ``charts``, ``html_elements`` and ``html_style`` are for pages.
 """

@@ -1,4 +1,4 @@
-"""How figures are written for people, on the terminal and in the report: one home for units and for what is absent."""
+"""Figures as text, for the terminal and the pages: units, digits, and what stands for a missing figure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def flops_text(count: float) -> str:
 
 
 def joules_text(joules: Joules | None) -> str:
-    """42.0 J, or *not measured*."""
+    """For example 42.0 J, or *not measured*."""
     return NOT_MEASURED if joules is None else _scaled(joules.value, ("J", "kJ", "MJ"))
 
 
@@ -35,24 +35,24 @@ def phase_text(joules: float) -> str:
 
 
 def share_text(share: float | None) -> str:
-    """An accuracy or an F1 in three decimals, a dash where it is absent."""
+    """An accuracy or an F1 with three decimals; a dash for None."""
     return ABSENT if share is None else f"{share:.3f}"
 
 
 def traffic_text(moved: Bytes | None) -> str:
-    """up 4.20 MB  down 4.30 MB, with what it lacks, or *not counted*."""
+    """For example ``up 4.20 MB  down 4.30 MB``, with the number of missing reports; or *not counted*."""
     if moved is None:
         return NOT_COUNTED
     return f"up {bytes_text(moved.up)}  down {bytes_text(moved.down)}{missing_text(moved.missing)}"
 
 
 def missing_text(missing: int | None) -> str:
-    """What a sum lacks, in brackets, or nothing."""
+    """How many reports a sum lacks, in brackets; empty if none."""
     return f"  ({missing} report{'s' * (missing > 1)} missing)" if missing else ""
 
 
 def seconds_text(seconds: float) -> str:
-    """2.1 s, 1 min 05 s, 2 h 03 min."""
+    """For example 2.1 s, 1 min 05 s or 2 h 03 min."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -60,7 +60,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def method_text(name: str) -> str:
-    """pfldyn-proto → PFLDyn-Proto; a name that is not one of ours stays as it is."""
+    """pfldyn-proto → PFLDyn-Proto; names with unknown parts stay as they are."""
     words = name.split("-")
     return "-".join(SPELLED[w] for w in words) if all(w in SPELLED for w in words) else name
 
@@ -73,7 +73,7 @@ def stage_text(stage: str, method: str | None) -> str:
 
 
 def plain_text(text: str) -> str:
-    """``text`` from outside on one line, without what a terminal would obey."""
+    """Foreign ``text`` on one line, without control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() else "?" for c in text.replace("\n", "; "))
 
 

@@ -1,4 +1,4 @@
-"""``report.html``: a result.json as one page that needs nothing else: figures, devices, curves, bytes, joules."""
+"""``report.html``: a result.json as one self-contained page: figures, devices, curves, bytes, joules."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from cloud_server.reports.formatting import (
     share_text,
     stage_text,
 )
+from cloud_server.reports.html_elements import card, cards, count_text, heading, page, row, text_table
 from cloud_server.reports.html_style import STYLE
 from cloud_server.reports.result import Personalization, Pooled, Result, RoundFigures
 from cloud_server.reports.scores import Score
@@ -37,64 +38,49 @@ BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def render(result: Mapping[str, Any], *, title: str) -> str:
-    """The page of a result.json, finished or interrupted. Raises DataError for anything else."""
+    """The page of a finished or interrupted run. Raises DataError if ``result`` is no result.json."""
     run = results.parse(result)
-    sections = [section(run) for section in (_cards, _verdict, _devices, _curves, _traffic, _energy, _asked)]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
-        + "\n".join([_heading(run, title), *filter(None, sections)]) + "\n</main></body></html>\n"
-    )  # fmt: skip
+    sections = [section(run) for section in (_cards, _verdict, _devices, _curves, _traffic, _energy, _settings)]
+    return page(title, STYLE, "\n".join([_heading(run, title), *filter(None, sections)]))
 
 
 def _heading(run: Result, title: str) -> str:
     new = sum(p.new for p in run.personalization)
-    facts = [method_text(run.method), _count(run.devices, "device") + (f" and {new} new" if new else ""),
-             _count(len(run.rounds), "round"), f"seed {run.seed}"]  # fmt: skip
-    return f'<header><h1>{escape(title)}</h1><p class="soft">{escape(" · ".join(facts))}</p></header>'
+    facts = [method_text(run.method), count_text(run.devices, "device") + (f" and {new} new" if new else ""),
+             count_text(len(run.rounds), "round"), f"seed {run.seed}"]  # fmt: skip
+    return heading(title, " · ".join(facts))
 
 
 def _cards(run: Result) -> str:
     energy = run.totals.energy_j if run.totals else None
-    cards = [
+    return cards([
         _evaluated_card("Macro-F1, all evaluated devices", run.evaluated),
         _evaluated_card("Macro-F1, new devices", run.new_devices) if run.new_devices else "",
         _byte_card(run),
-        _card("Energy, all devices", _figure(joules_text(energy)), f"{energy.source}{missing_text(energy.missing)}")
+        card("Energy, all devices", _figure(joules_text(energy)), f"{energy.source}{missing_text(energy.missing)}")
         if energy
-        else _card("Energy, all devices", joules_text(None), "no meter and no model with a source"),
-    ]
-    return f'<section class="cards" aria-label="Headline figures">{"".join(cards)}</section>'
+        else card("Energy, all devices", joules_text(None), "no meter and no model with a source"),
+    ])
 
 
 def _byte_card(run: Result) -> str:
     fleet = run.devices + sum(p.new for p in run.personalization)
     if run.totals is None or run.totals.payload_bytes is None or not fleet:
-        return _card("Bytes per device", NOT_COUNTED, "")
+        return card("Bytes per device", NOT_COUNTED, "")
     moved, wire = run.totals.payload_bytes, run.totals.wire_bytes
     under = "payload, up and down" + (f"; on the wire {bytes_text((wire.up + wire.down) / fleet)}" if wire else "")
-    return _card("Bytes per device", _figure(bytes_text((moved.up + moved.down) / fleet)), under)
+    return card("Bytes per device", _figure(bytes_text((moved.up + moved.down) / fleet)), under)
 
 
-def _evaluated_card(heading: str, evaluated: Pooled | None) -> str:
+def _evaluated_card(title: str, evaluated: Pooled | None) -> str:
     if evaluated is None:
-        return _card(heading, "not evaluated yet", "")
+        return card(title, "not evaluated yet", "")
     after = share_text(evaluated.macro_f1)
     if evaluated.before is None:
-        return _card(heading, after, stage_text("after", evaluated.method))
+        return card(title, after, stage_text("after", evaluated.method))
     figure = f'<span class="from">{share_text(evaluated.before.macro_f1)} →</span> {after}'
     labels = [stage_text("before", evaluated.before.method), stage_text("after", evaluated.method)]
-    return _card(heading, figure, " → ".join(labels))
-
-
-def _card(heading: str, figure: str, under: str) -> str:
-    """``figure`` is HTML, the other two are text."""
-    return (
-        f'<div class="card"><h3>{escape(heading)}</h3><div class="figure">{figure}</div>'
-        f'<p class="under">{escape(under)}</p></div>'
-    )
+    return card(title, figure, " → ".join(labels))
 
 
 def _figure(text: str) -> str:
@@ -103,16 +89,15 @@ def _figure(text: str) -> str:
 
 
 def _verdict(run: Result) -> str:
-    """The warnings, and the figures of those that were compared."""
+    """The warnings, and a table of the compared scores."""
     if run.verdict is None:
         return ""
     found = run.verdict
     warnings = "".join(f'<p class="warning" role="alert">Warning: {escape(text)}</p>' for text in found.warnings)
     rows = [(text, share_text(score.accuracy), share_text(score.macro_f1)) for text, score in compared(found)]
-    on = f"{_count(found.samples, 'held-back sample')} of {_count(found.devices, 'device')}"
+    on = f"{count_text(found.samples, 'held-back sample')} of {count_text(found.devices, 'device')}"
     note = f'<p class="note">After round {found.round}, on {on}, over the classes that occur.</p>'
-    table = _table(("", "accuracy", "macro-F1"), rows)
-    return f"<h2>Is the fleet any good?</h2>{warnings}{note}{table}"
+    return f"<h2>Is the fleet any good?</h2>{warnings}{note}{text_table(('', 'accuracy', 'macro-F1'), rows)}"
 
 
 def _devices(run: Result) -> str:
@@ -145,13 +130,12 @@ def _device_name(device: Personalization) -> str:
 
 
 def _device_row(name: str, scores: Iterable[tuple[str, Score | None]]) -> str:
-    """``name`` is HTML."""
-    cells = "".join(
+    """name: HTML."""
+    return row(name, (
         f'<td class="first {stage}">{share_text(score.accuracy if score else None)}</td>'
         f'<td class="{stage}">{share_text(score.macro_f1 if score else None)}</td>'
         for stage, score in scores
-    )
-    return f'<tr><th scope="row">{name}</th>{cells}</tr>'
+    ))
 
 
 def _curves(run: Result) -> str:
@@ -182,7 +166,7 @@ def _accuracy_chart(rounds: Sequence[RoundFigures]) -> str:
         y_ticks=ticks(max(0.0, min(s.worst for _, s in evaluated) - 0.02), 1.0), y_text="{:.2f}".format,
         x_label="round",
     )  # fmt: skip
-    table = _table(("round", "mean", "worst", "best"), rows)
+    table = text_table(("round", "mean", "worst", "best"), rows)
     return _chart("Accuracy of the devices", [mean, best, worst], chart, table)
 
 
@@ -198,7 +182,8 @@ def _loss_chart(rounds: Sequence[RoundFigures]) -> str:
         "loss", "Training loss over the rounds", text, [line],
         y_ticks=ticks(low, high if high > low else low + 1), y_text="{:.3g}".format, x_label="round",
     )  # fmt: skip
-    return _chart("Training loss", [line], chart, _table(("round", "loss"), [(str(n), f"{v:.4g}") for n, v in losses]))
+    table = text_table(("round", "loss"), [(str(n), f"{v:.4g}") for n, v in losses])
+    return _chart("Training loss", [line], chart, table)
 
 
 def _traffic(run: Result) -> str:
@@ -211,12 +196,12 @@ def _traffic(run: Result) -> str:
     rows = [_byte_row(name, getattr(sums, key)) for name, key in COUNTERS]
     rows[1:1] = [_byte_row(f"of which {kind}", moved) for kind, moved in sorted((sums.kinds or {}).items())]
     lacks = any(row[3] for row in rows)
-    table = _table(("whole run, all devices", "up", "down", *([""] * lacks)), [row[: 3 + lacks] for row in rows])
+    table = text_table(("whole run, all devices", "up", "down", *([""] * lacks)), [row[: 3 + lacks] for row in rows])
     return f'<h2>Bytes</h2><div class="charts">{charts}</div>{COUNTERS_NOTE}{table}'
 
 
 def _cumulative(rounds: Sequence[RoundFigures], way: str) -> list[Line]:
-    """Running sums, only of counters that every round has, so that no line falls short unseen."""
+    """Running sums of the counters that every round has: with missing rounds a line would be too low."""
     lines = []
     for (name, key), style in zip(COUNTERS, ("one", "two", "three"), strict=True):
         counts = [getattr(moved, way) for r in rounds if (moved := getattr(r, key))]
@@ -236,7 +221,7 @@ def _byte_chart(way: str, lines: Sequence[Line], top: float) -> str:
     )  # fmt: skip
     rows = [(f"{at[0][0]:.0f}", *(bytes_text(count) for _, count in at)) for at in points]
     caption = "Up, from the devices" if way == "up" else "Down, to the devices"
-    return _chart(caption, lines, chart, _table(("round", *(line.name for line in lines)), rows))
+    return _chart(caption, lines, chart, text_table(("round", *(line.name for line in lines)), rows))
 
 
 def _byte_row(name: str, moved: Bytes | None) -> tuple[str, str, str, str]:
@@ -256,12 +241,12 @@ def _energy(run: Result) -> str:
     if "idle" in energy.phases:
         rows.append(("idle, not in the sum", phase_text(energy.phases["idle"])))
     source = f'<p class="note">{escape(energy.source)}{escape(missing_text(energy.missing))}</p>'
-    return f"<h2>Energy</h2>{_table(('phase', 'joules, all devices'), rows)}{source}{work}"
+    return f"<h2>Energy</h2>{text_table(('phase', 'joules, all devices'), rows)}{source}{work}"
 
 
-def _asked(run: Result) -> str:
+def _settings(run: Result) -> str:
     rows = [*_flat(run.config), *_flat(run.environment)]
-    table = _table(("what was asked for, and where it ran", ""), rows, "left")
+    table = text_table(("setting", "value"), rows, "left")
     return f"<h2>Reproduce</h2><details><summary>Configuration and environment</summary>{table}</details>"
 
 
@@ -278,18 +263,3 @@ def _chart(caption: str, lines: Sequence[Line], chart: str, table: str) -> str:
         f"<figure><figcaption>{escape(caption)}</figcaption>{legend(lines)}{chart}"
         f"<details><summary>The figures as a table</summary>{table}</details></figure>"
     )
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> str:
-    """Text cells; the first of each row is its heading."""
-    head = "".join(f'<th scope="col">{escape(h)}</th>' for h in heads)
-    body = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
-        for row in rows
-    )
-    table = f'<table class="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="table">{table}</div>'
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""What a folder's run came to: the ``result.json`` of an ended run, or that of a fleet's ledger as it is now."""
+"""Reads the result of a run: the ``result.json`` of a finished run, or the current state of a fleet's ledger."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_RESULT_BYTES = 1 << 28
 
 
 def of_run(folder: Path) -> dict[str, Any]:
-    """The result of a demo or a fleet, as ``result.to_json`` writes it. Raises StateError and ConfigError."""
+    """The result of a demo or a fleet, in the form of ``result.to_json``. Raises StateError and ConfigError."""
     if not (folder / "result.json").exists():
         return of_fleet(folder)
     outcome = read(folder / "result.json")
@@ -41,7 +41,7 @@ def of_fleet(folder: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result.json of any kind, not yet checked. Raises StateError."""
+    """A result.json of any kind, without checking its keys. Raises StateError."""
     try:
         outcome = json.loads(storage.read_bytes(path, limit=MAX_RESULT_BYTES))
     except (ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""``result.json``: what a run says about itself, and the two figures that evaluate it.
+"""``result.json``: a run's settings, environment, rounds, scores and costs.
 
-The dataclasses are the schema; ``build`` fills them from the ledger, ``to_json`` writes them with the keys of figures
-that were not taken left out, ``parse`` and ``validate`` read them back.
+The dataclasses are the schema. ``build`` fills them from the ledger, ``to_json`` writes them without missing figures,
+``parse`` and ``validate`` read them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ PACKAGES = (
     "metafleet", "numpy", "torch", "onnx", "onnxruntime", "paho-mqtt", "amqtt", "safetensors", "cryptography",
     "backports.zstd", "typer",
 )  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Accuracy over devices, each device counting once."""
+    """Accuracy over devices, each with the same weight."""
 
     mean: float = field(metadata=SHARE)
     worst: float = field(metadata=SHARE)
@@ -42,7 +44,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Pooled(Score):
-    """After personalization; before and fine_tuned only where they were taken on the very same devices."""
+    """The score after personalization; before and fine_tuned only if they are of exactly the same devices."""
 
     before: Score | None = None
     fine_tuned: Score | None = None
@@ -53,11 +55,11 @@ class Pooled(Score):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFigures:
-    """A closed round. accuracy and macro_f1 (pooled) are of the devices that train, in rounds that were evaluated.
+    """A closed round. accuracy, macro_f1 (pooled): of the devices that train, in evaluated rounds.
 
-    asked: devices of the cohort. participants: whose update was counted. refused: updates.
-    payload_bytes, mqtt_bytes, wire_bytes: all kinds of traffic of the round. models_transmitted: whole models, up and
-    down, without those that were served. flops: over all devices.
+    asked: devices of the cohort. participants: devices whose update was counted. refused: updates. payload_bytes,
+    mqtt_bytes, wire_bytes: all traffic of the round. models_transmitted: whole models up and down, without served ones.
+    flops: over all devices.
     """
 
     round: int = field(metadata={"min": 0})
@@ -78,7 +80,7 @@ class RoundFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Personalization:
-    """One evaluated device. new: it took no part in the training."""
+    """One evaluated device. new: it did not train."""
 
     device: str
     new: bool
@@ -92,7 +94,7 @@ class Personalization:
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Everything on the books, joins and answers after the last round included. kinds: payload by kind of traffic."""
+    """Sums over the whole ledger, including what happened after the last round. kinds: payload by kind of traffic."""
 
     payload_bytes: Bytes | None = None
     mqtt_bytes: Bytes | None = None
@@ -104,7 +106,7 @@ class Sums:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """devices: how many train, those that only joined to be evaluated not counted."""
+    """devices: how many train, without those that only joined to be evaluated."""
 
     format: int = field(metadata={"min": FORMAT, "max": FORMAT})
     method: str
@@ -120,7 +122,7 @@ class Result:
     verdict: Verdict | None = None
 
     def stages(self) -> dict[str, str | None]:
-        """The stages that were evaluated, in order, with their method (None where devices differ)."""
+        """The evaluated stages, in order, with their method (None if devices differ)."""
         scores = {stage: [s for p in self.personalization if (s := p.at(stage))] for stage in STAGES}
         methods = {stage: {s.method for s in found} for stage, found in scores.items() if found}
         return {stage: next(iter(names)) if len(names) == 1 else None for stage, names in methods.items()}
@@ -133,7 +135,7 @@ Baseline = Mapping[str, Mapping[str, Sequence[Sequence[int]]]]
 def evaluation(
     round: int, device: str, stage: str, method: str, confusion: Sequence[Sequence[int]], *, new: bool = False
 ) -> Evaluation | None:
-    """A row for the ledger from the counts [N, N] of one device; None where there was nothing to evaluate."""
+    """A ledger row from one device's counts [N, N]; None without samples."""
     accuracy, f1 = confusion_accuracy(confusion), macro_f1(confusion, classes_present_only=True)
     if accuracy is None or f1 is None:
         return None
@@ -144,7 +146,7 @@ def evaluation(
 
 
 def pooled(evaluations: Iterable[Evaluation]) -> Score | None:
-    """The sum of the evaluated devices' counts, evaluated over all classes; None without evaluations."""
+    """The score of the summed counts over all classes; None without evaluations."""
     rows = list(evaluations)
     if not rows:
         return None
@@ -155,7 +157,7 @@ def pooled(evaluations: Iterable[Evaluation]) -> Score | None:
 
 
 def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFigures, ...]:
-    """The closed rounds of a ledger, or those of them that are ``within``."""
+    """The closed rounds of a ledger, optionally only those ``within`` a range."""
     volume, joules, flops = ledger.volume("round", within), ledger.joules("round", within), ledger.flops(within)
     statuses: dict[int, list[str]] = {}
     for update in ledger.each(tables.Update, within):
@@ -181,11 +183,10 @@ def build(
     ledger: Ledger, *, method: str, seed: int, config: Mapping[str, Any], baseline: Baseline | None = None,
     baseline_method: str = "fedavg",
 ) -> Result:  # fmt: skip
-    """The result of a run, finished or interrupted.
+    """The result of a finished or interrupted run.
 
-    config: what the run was asked for, in plain JSON, without paths or names of machines. baseline: the counts of
-    ``baseline_method`` on the same test samples, before and after fine-tuning; it takes the place of what the ledger
-    holds of those stages.
+    config: the run's settings as plain JSON, without paths or machine names. baseline: counts of ``baseline_method`` on
+    the same test samples, before and after fine-tuning; they replace the ledger's rows of these stages.
     """
     latest = _latest(ledger, baseline, baseline_method)
     devices = ledger.devices()
@@ -203,8 +204,8 @@ def build(
 
 
 def environment() -> dict[str, Any]:
-    """Python, platform, versions of the packages that are installed, those that bring methods too, and the number of
-    cores: nothing that names a machine or its user."""
+    """Python, platform, number of cores, and versions of the installed packages, including those that add methods.
+    Nothing identifies a machine or its user."""
     packages = {}
     for name in (*PACKAGES, *plugins.packages()):
         try:
@@ -225,19 +226,19 @@ def plain_sums(ledger: Ledger) -> dict[str, Any]:
 
 
 def plain(figures: Any) -> dict[str, Any]:
-    """A dataclass of figures ready for ``json.dumps``; those that were not taken are left out."""
-    found: dict[str, Any] = _without_nothing(schema.plain(figures))
+    """A dataclass of figures ready for ``json.dumps``; missing figures are left out."""
+    found: dict[str, Any] = _without_nulls(schema.plain(figures))
     return found
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    """Ready for ``json.dumps``: absent figures are absent keys."""
-    data = _without_nothing(schema.plain(result))
+    """Ready for ``json.dumps``; missing figures are left out."""
+    data = _without_nulls(schema.plain(result))
     return {**data, "config": schema.plain(result.config), "environment": schema.plain(result.environment)}
 
 
 def parse(data: Any) -> Result:
-    """A result.json that was read from a file; keys of a newer program are ignored. Raises DataError."""
+    """The content of a result.json; keys of newer versions are ignored. Raises DataError."""
     result, problems = schema.read(Result, data, unknown="ignore")
     if result is None:
         raise DataError("is no result.json: " + "; ".join(map(str, problems[:5])), where="result.json",
@@ -246,15 +247,15 @@ def parse(data: Any) -> Result:
 
 
 def validate(data: Any) -> list[str]:
-    """What is wrong with a result.json: unknown or missing keys, wrong types and ranges, figures that are null."""
+    """The problems of a result.json: unknown or missing keys, wrong types and ranges, null figures."""
     _, problems = schema.read(Result, data, unknown="error")
     figures = {k: v for k, v in data.items() if k not in ("config", "environment")} if isinstance(data, Mapping) else {}
-    nulls = [f"{key}: an absent figure is an absent key, not null" for key in _nulls(figures, "")]
+    nulls = [f"{key}: leave out the key of a missing figure instead of null" for key in _nulls(figures, "")]
     return [*map(str, problems), *nulls]
 
 
 def _latest(ledger: Ledger, baseline: Baseline | None, method: str) -> dict[str, dict[str, Evaluation]]:
-    """Device → stage → its last evaluation, the baseline's in place of the ledger's."""
+    """Device → stage → its last evaluation; the baseline replaces the ledger's earlier stages."""
     latest: dict[str, dict[str, Evaluation]] = {}
     for row in ledger.rows(Evaluation):
         if baseline is None or row.stage == "after":
@@ -269,7 +270,8 @@ def _latest(ledger: Ledger, baseline: Baseline | None, method: str) -> dict[str,
 
 
 def _pooled(latest: Mapping[str, Mapping[str, Evaluation]]) -> Pooled | None:
-    """Over the devices evaluated after personalization; an earlier stage only if all of them have it."""
+    """Pooled over the devices that were evaluated after personalization; an earlier stage only if all of them have
+    it."""
     evaluated = [stages for stages in latest.values() if "after" in stages]
     after = pooled(stages["after"] for stages in evaluated)
     if after is None:
@@ -304,10 +306,10 @@ def sums(ledger: Ledger) -> Sums:
     )  # fmt: skip
 
 
-def _without_nothing(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _without_nothing(v) for k, v in value.items() if v is not None}
-    return [_without_nothing(v) for v in value] if isinstance(value, list) else value
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _nulls(value: Any, at: str) -> list[str]:

@@ -16,7 +16,8 @@ AMOUNT: dict[str, Any] = {"min": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Of a device, over the classes that it holds; or pooled over devices, over all classes. method: of the answers."""
+    """A device's score over the classes that it has, or a pooled score over all classes. method: that gave the answers.
+    """
 
     accuracy: float = field(metadata=SHARE)
     macro_f1: float = field(metadata=SHARE)
@@ -24,24 +25,32 @@ class Score:
 
 
 def confusion_accuracy(confusion: Sequence[Sequence[int]]) -> float | None:
-    """Share of right answers of an [N, N] count (row = true class), None where there were no samples."""
+    """Share of right answers, from counts [N, N] (row = true class); None without samples."""
     counts_NN = counts(confusion)
     total = int(counts_NN.sum())
     return float(np.trace(counts_NN)) / total if total else None
 
 
 def macro_f1(confusion: Sequence[Sequence[int]], classes_present_only: bool) -> float | None:
-    """Mean F1 = 2·TP / (2·TP + FP + FN) of an [N, N] count (row = true class), None where there were no samples.
+    """Mean F1 from counts [N, N] (row = true class); None without samples.
 
-    classes_present_only: over the classes of the truth (a device's figure); else over all N, where a class that was
-    missed, or that nobody holds, counts 0 (the pooled figure).
-    """
+    classes_present_only: over the true classes that occur (a device's figure); else over all N classes, and a class
+    that does not occur or is never found counts 0 (the pooled figure). """
     counts_NN = counts(confusion)
-    truth_N, answers_N = counts_NN.sum(axis=1), counts_NN.sum(axis=0)
-    if not truth_N.sum():
+    if not counts_NN.sum():
         return None
-    f1_N = 2 * np.diagonal(counts_NN) / np.maximum(truth_N + answers_N, 1)
-    return float((f1_N[truth_N > 0] if classes_present_only else f1_N).mean())
+    f1_N = f1_by_class(counts_NN)
+    return float((f1_N[counts_NN.sum(axis=1) > 0] if classes_present_only else f1_N).mean())
+
+
+def f1_by_class(counts_NM: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """F1 = 2·TP / (2·TP + FP + FN) of each class, float64 [N]; 0 for a class that does not occur.
+
+    counts_NM: row = true class, column = answer. M: N, or N + 1 with a column for answers that are no class.
+    """
+    truth_N, answers_N = counts_NM.sum(axis=1), counts_NM.sum(axis=0)[: len(counts_NM)]
+    right_N = np.diagonal(counts_NM)
+    return np.asarray(2 * right_N / np.maximum(truth_N + answers_N, 1e-12))
 
 
 def counts(confusion: Any) -> np.ndarray[Any, np.dtype[np.int64]]:

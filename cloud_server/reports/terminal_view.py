@@ -1,5 +1,4 @@
-"""What a running fleet shows: a table that follows the rounds on a terminal, one plain line per round elsewhere, and
-the closing table."""
+"""The live view of a running fleet (a table on a terminal, else one plain line per round), and the closing table."""
 
 from __future__ import annotations
 
@@ -38,13 +37,13 @@ from cloud_server.reports.scores import Score
 from fleet_core.power.meter import WORKING
 
 SHOWN_DEVICES = 20
-RECENT_ROUNDS = 5  # the remaining time is told from the pace of these
+RECENT_ROUNDS = 5  # the remaining time is estimated from these
 TOTAL_ROWS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wire_bytes"))
 
 
 @dataclass(frozen=True)
 class DeviceLine:
-    """A device as it is now. accuracy: its last evaluation. payload: over its life."""
+    """The state of a device. accuracy: its last evaluation. payload: over its whole life."""
 
     name: str
     phase: str
@@ -56,7 +55,7 @@ class DeviceLine:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A fleet at one moment. open_round: the one in flight with ``received`` of ``cohort`` updates, or None."""
+    """The state of a fleet. open_round: its open round with ``received`` of ``cohort`` updates, or None."""
 
     rounds: tuple[RoundFigures, ...] = ()
     devices: tuple[DeviceLine, ...] = ()
@@ -66,8 +65,7 @@ class Snapshot:
 
 
 def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
-    """Reads all devices and the rounds that ``_rounds`` names: take one when something happened or every second, not
-    more often."""
+    """Reads all devices and the rounds of ``_rounds``. This is slow: at most once a second."""
     volume, joules = ledger.volume("device"), ledger.joules("device")
     accuracy = {row.device: row.accuracy for row in ledger.each(Evaluation, stage="after")}
     devices = tuple(
@@ -87,7 +85,7 @@ def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
 
 
 def _rounds(ledger: Ledger, after: int) -> tuple[RoundFigures, ...]:
-    """The closed rounds after ``after``, those that tell the pace, and the last one that was evaluated."""
+    """The closed rounds after ``after``, the recent ones for the pace, and the last evaluated one."""
     last, evaluated = ledger.newest(tables.Round, status="closed"), ledger.newest(Evaluation, stage="after", new=False)
     if last is None:
         return ()
@@ -99,11 +97,10 @@ def _rounds(ledger: Ledger, after: int) -> tuple[RoundFigures, ...]:
 class LiveView:
     """Shows snapshots on ``stream`` (stderr): a table on a terminal, else one plain line per closed round.
 
-    NO_COLOR asks for plain lines too. Use it as a context manager; ``say`` puts a line of text above the table.
+    NO_COLOR also gives plain lines. Use it as a context manager; ``say`` prints a line of text above the table.
 
-    after_round: rounds up to it are history that a resumed run does not tell again.
-    settle_s: a plain line waits so long, or for the next round, so that it holds what devices report after the close.
-    """
+    after_round: rounds up to this one are not shown again. settle_s: delay of a plain line, unless the next round
+    closes earlier, so that it includes what devices report after the close. """
 
     def __init__(
         self, total_rounds: int, stream: TextIO | None = None, *, after_round: int = -1, settle_s: float = 2.0
@@ -135,11 +132,11 @@ class LiveView:
 
     @property
     def told(self) -> int:
-        """The round up to which none need be shown again."""
+        """The last round that was shown."""
         return self._told
 
     def update(self, now: Snapshot) -> None:
-        """Shows ``now``; as plain lines only the rounds that closed since the last one."""
+        """Shows ``now``; as plain lines only the newly closed rounds."""
         if self._live:
             self._live.update(self.table(now), refresh=True)
             self._told = max([closed.round for closed in now.rounds], default=self._told)
@@ -204,7 +201,7 @@ def round_line(closed: RoundFigures, total_rounds: int) -> str:
 
 
 def closing_table(result: Result, *, report: str | None = None, result_file: str | None = None) -> str:
-    """What a run achieved and cost, as plain text: devices before and after, bytes, joules, where the files lie."""
+    """A run's scores and costs as plain text: devices before and after, bytes, joules, and the paths of the files."""
     warnings = () if result.verdict is None else result.verdict.warnings
     blocks = [_devices_block(result), "\n".join(f"warning: {text}" for text in warnings), _cost_block(result)]
     files = [(name, path) for name, path in (("report", report), ("result", result_file)) if path]

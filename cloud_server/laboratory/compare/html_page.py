@@ -1,4 +1,4 @@
-"""``compare.html``: a comparison as one page that needs nothing else: curves, tables, costs of an accuracy."""
+"""``compare.html``: a comparison as one self-contained page: curves, tables, cost to reach an accuracy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from cloud_server.laboratory.compare.tables import (
     stat_text,
     target_head,
 )
+from cloud_server.reports.charts import swatch
 from cloud_server.reports.formatting import ABSENT, bytes_text, flops_text, phase_text
+from cloud_server.reports.html_elements import card, cards, count_text, heading, page, row, table
 from cloud_server.reports.html_style import STYLE
 
 SCORES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -59,47 +61,42 @@ dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
 .table td{white-space:nowrap}tbody th{white-space:normal;min-width:17ch}
 """
 NOTES = (
-    ("±", "The sample standard deviation over seeds; none with one seed. Bands in the curves are the same."),
-    ("accuracy", "Each device's own model on its own test samples, each device counting once."),
-    ("variance", "Of the accuracy over the devices: 0 where all fare alike."),
+    ("±", "Sample standard deviation over seeds; none with one seed. The bands of the curves show the same."),
+    ("accuracy", "Each device's own model on its own test samples; all devices have the same weight."),
+    ("variance", "Of the accuracy over the devices; 0 if all devices are equal."),
     ("nVAR", "Normalized variance of the representation (Lim et al. 2024, Table 4); less is better."),
-    ("models transmitted", "Whole models, down and up, over all devices, as this product sends them."),
-    ("rounds of Per-FedAvg", "The same as the papers count it (Acar et al. 2021): per device, in units of one round of "
-     "Per-FedAvg, which sends one model down and one up."),
-    ("payload", "Bytes of encoded models and updates; without a codec, four bytes a value."),
+    ("models transmitted", "Whole models, down and up, over all devices, as Metafleet sends them."),
+    ("rounds of Per-FedAvg", "Models transmitted as the papers count them (Acar et al. 2021): per device, in units of "
+     "one round of Per-FedAvg, which sends one model down and one up."),
+    ("payload", "Bytes of encoded models and updates; without a codec, four bytes per value."),
     ("arithmetic", "Floating-point operations of the training, counted from the shapes of the layers."),
-    ("energy", "Joules of computing and sending as modelled for the board; idle time is in none of them."),
-    ("cost of an accuracy", "Up to the first evaluated round in which the devices' mean reaches it; not interpolated. "
-     ">N: not reached when N was spent (where some seeds reach it, the mean of what all had spent by then)."),
-    ("gain", "What the baseline spent divided by what this label spent, as in the tables of Acar et al."),
+    ("energy", "Joules of computing and sending, modelled for the board, without idle time."),
+    ("cost of an accuracy", "What was spent up to the first evaluated round in which the devices' mean reaches it; not "
+     "interpolated. >N: not reached after N was spent (if some seeds reach it, the mean of what all had spent)."),
+    ("gain", "The baseline's cost divided by this label's cost, as in the tables of Acar et al."),
 )  # fmt: skip
 
 
 def render(comparison: Comparison, *, title: str) -> str:
-    """The page."""
-    sections = (_warnings, _cards, _curves, _scores, _others, _costs, _targets, _notes, _asked)
-    body = "\n".join([_heading(comparison, title), *filter(None, (section(comparison) for section in sections))])
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(title)}</title><style>{STYLE}{LOOK}{plots.css(len(comparison.entries))}</style></head>\n"
-        f"<body><main>\n{body}\n</main></body></html>\n"
-    )
+    """The page's HTML."""
+    sections = (_warnings, _cards, _curves, _scores, _others, _costs, _targets, _notes, _settings)
+    body = [heading(title, brief(comparison)), *filter(None, (section(comparison) for section in sections))]
+    return page(title, f"{STYLE}{LOOK}{plots.css(len(comparison.entries))}", "\n".join(body))
 
 
 def brief(comparison: Comparison) -> str:
-    """What was compared, in a line."""
+    """One line that says what is compared."""
     first = comparison.entries[0]
     setting = comparison.settings[first.setting]
     seeds = max(len(entry.seeds) for entry in comparison.entries)
-    parts = [_brief(setting[part]) for part in ("data", "partition", "model")] + [_count(first.devices, "device")]
+    parts = [_short_name(setting[part]) for part in ("data", "partition", "model")]
+    parts.append(count_text(first.devices, "device"))
     return " · ".join([*(["different settings"] if comparison.mixed else parts),
-                       _count(len(comparison.entries), "label"), _count(seeds, "seed")])
+                       count_text(len(comparison.entries), "label"), count_text(seeds, "seed")])
 
 
-def _brief(text: str) -> str:
-    """A part of a setting by its name alone."""
+def _short_name(text: str) -> str:
+    """The name in a part of a setting."""
     found = _table_of(text)
     path = found.get("path")
     names = (found.get("set"), PurePath(path).name if isinstance(path, str) else None, found.get("kind"),
@@ -108,7 +105,7 @@ def _brief(text: str) -> str:
 
 
 def _table_of(text: str) -> dict[str, Any]:
-    """The part of a setting that is a table; empty for one that is a sentence."""
+    """A part of a setting as a table; empty if it is plain text."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -116,25 +113,18 @@ def _table_of(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _told(text: str) -> str:
-    """A part of a setting, without what was not asked for."""
+def _setting_text(text: str) -> str:
+    """A part of a setting as text, without empty values."""
     pairs = [(key, value) for key, value in flat(_table_of(text)).items() if value not in ("null", "[]", "0", "0.0")]
     return ", ".join(f"{key} = {value}" for key, value in pairs) or (ABSENT if _table_of(text) else text)
 
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _heading(comparison: Comparison, title: str) -> str:
-    return f'<header><h1>{escape(title)}</h1><p class="soft">{escape(brief(comparison))}</p></header>'
 
 
 def _warnings(comparison: Comparison) -> str:
     texts = list(comparison.remarks)
     if comparison.mixed:
         texts.insert(0, f"These runs have different {', '.join(comparison.mixed)}: their figures stand side by side "
-                        "and do not compare methods. The letter behind a label names its setting, see the end.")
+                        "and do not compare methods. The letter after a label names its setting; see the end.")
     return "".join(f'<p class="warning">{escape(text)}</p>' for text in texts)
 
 
@@ -144,24 +134,24 @@ def _warnings(comparison: Comparison) -> str:
 def _cards(comparison: Comparison) -> str:
     if comparison.mixed:
         return ""
-    cards = [_best_card("Highest accuracy, mean over devices", comparison, DEVICES, "mean"),
-             _best_card("Highest accuracy of the worst device", comparison, DEVICES, "worst"),
-             *(_best_card(f"Highest on {kind_text(kind)}", comparison, kind, "mean")
-               for kind in kinds(comparison)[:1]),
-             _cheapest_card(comparison)]
-    return f'<section class="cards" aria-label="Headline figures">{"".join(cards)}</section>'
+    return cards([
+        _best_card("Highest accuracy, mean over devices", comparison, DEVICES, "mean"),
+        _best_card("Highest accuracy of the worst device", comparison, DEVICES, "worst"),
+        *(_best_card(f"Highest on {kind_text(kind)}", comparison, kind, "mean") for kind in kinds(comparison)[:1]),
+        _cheapest_card(comparison),
+    ])
 
 
-def _best_card(heading: str, comparison: Comparison, kind: str, name: str) -> str:
+def _best_card(title: str, comparison: Comparison, kind: str, name: str) -> str:
     found = [(scores[name], e.label) for e in comparison.entries if name in (scores := e.final.get(kind, {}))]
     if not found:
         return ""
     best, label = max(found, key=lambda one: one[0].mean)
-    return _card(heading, _stat(best, share), label)
+    return card(title, _stat(best, share), label)
 
 
 def _cheapest_card(comparison: Comparison) -> str:
-    """The label that reaches the highest target for the least payload."""
+    """The label that reaches the highest reached target with the least payload."""
     for place in reversed(range(len(comparison.targets))):
         reached = [(entry.reached[place], entry.label) for entry in comparison.entries]
         costs = [(cost, one, label) for one, label in reached
@@ -170,14 +160,9 @@ def _cheapest_card(comparison: Comparison) -> str:
             least, one, label = min(costs, key=lambda found: found[0].value)
             gain = gain_text(one.gain.get("payload_bytes"))
             under = f"{label}; {comparison.baseline} takes {gain}" if gain else label
-            return _card(f"Least payload {target_head(comparison, one.target)}", escape(bytes_text(least.value)), under)
+            return card(f"Least payload {target_head(comparison, one.target)}", escape(bytes_text(least.value)), under)
     return ""
 
-
-def _card(heading: str, figure: str, under: str) -> str:
-    """``figure`` is HTML, the other two are text."""
-    return (f'<div class="card"><h3>{escape(heading)}</h3><div class="figure">{figure}</div>'
-            f'<p class="under">{escape(under)}</p></div>')
 
 
 # Curves and tables ----------------------------------------------------------------------------------------------------
@@ -214,8 +199,8 @@ def _others(comparison: Comparison) -> str:
             (place, [entry.final[kind].get(name) for name, _, _ in OTHERS])
             for place, entry in enumerate(comparison.entries) if kind in entry.final
         ]
-        heading = kind_text(kind)
-        parts.append(f"<h2>{escape(heading[0].upper() + heading[1:])}, at the end</h2>"
+        title = kind_text(kind)
+        parts.append(f"<h2>{escape(title[0].upper() + title[1:])}, at the end</h2>"
                      + _stats(comparison, OTHERS, rows))
     return "".join(parts)
 
@@ -232,7 +217,7 @@ def _stats(
     comparison: Comparison, columns: Sequence[tuple[str, str, Callable[[float], str]]],
     rows: Sequence[tuple[int, Sequence[Stat | None]]], *, lower: Sequence[str] = (), mark: bool = True,
 ) -> str:
-    """A table of figures, the best of each column marked; ``lower``: columns where less is better."""
+    """A table of figures with the best of each column marked. lower: columns where less is better."""
     best: list[float | None] = []
     for k, (name, _, _) in enumerate(columns):
         values = [stat.mean for _, stats in rows if (stat := stats[k])]
@@ -245,26 +230,26 @@ def _stats(
         ])
         for place, stats in rows
     ]
-    return _table([title for _, title, _ in columns], body)
+    return table(["label", *(title for _, title, _ in columns)], body)
 
 
 def _targets(comparison: Comparison) -> str:
     over = f"; below, the gain over {comparison.baseline}" if comparison.baseline else ""
     what, parts = "an accuracy" if comparison.target_of == ACCURACY else f"a {comparison.target_of}", []
     for k, target in enumerate(comparison.targets):
-        taken = [m for m in MEASURES if any(m.key in entry.reached[k].at for entry in comparison.entries)]
+        measured = [m for m in MEASURES if any(m.key in entry.reached[k].at for entry in comparison.entries)]
         rows = [
-            _row(comparison, place, _target_cells(entry, entry.reached[k], taken))
+            _row(comparison, place, _target_cells(entry, entry.reached[k], measured))
             for place, entry in enumerate(comparison.entries)
         ]
         parts.append(f"<h2>What {what} of {target:g} costs{escape(over)}</h2>"
-                     + _table(["seeds", *(m.title for m in taken)], rows))
+                     + table(["label", "seeds", *(m.title for m in measured)], rows))
     return "".join(parts)
 
 
-def _target_cells(entry: Entry, reached: Reached, taken: Sequence[Measure]) -> list[str]:
+def _target_cells(entry: Entry, reached: Reached, measured: Sequence[Measure]) -> list[str]:
     cells = [f"<td>{reached.seeds} of {len(entry.seeds)}</td>"]
-    for measure in taken:
+    for measure in measured:
         gain = gain_text(reached.gain.get(measure.key))
         under = f'<span class="gain">{escape(gain)}</span>' if gain else ""
         cells.append(f"<td>{escape(bound_text(reached.at.get(measure.key), measure.text))}{under}</td>")
@@ -272,12 +257,10 @@ def _target_cells(entry: Entry, reached: Reached, taken: Sequence[Measure]) -> l
 
 
 def _row(comparison: Comparison, place: int, cells: Iterable[str]) -> str:
-    """``cells`` are HTML."""
+    """cells: HTML."""
     entry = comparison.entries[place]
-    swatch = (f'<svg class="swatch" viewBox="0 0 36 10" aria-hidden="true"><line class="c{place}" x1="1" x2="35" '
-              'y1="5" y2="5"/></svg>')
     letter = f' <span class="pm">{entry.setting}</span>' if comparison.mixed else ""
-    return f'<tr><th scope="row">{swatch}{escape(entry.label)}{letter}</th>{"".join(cells)}</tr>'
+    return row(f"{swatch(f'c{place}', plots.SWATCH_WIDTH)}{escape(entry.label)}{letter}", cells)
 
 
 def _stat(stat: Stat | None, text: Callable[[float], str]) -> str:
@@ -287,10 +270,6 @@ def _stat(stat: Stat | None, text: Callable[[float], str]) -> str:
     return escape(figure) + (f' <span class="pm">± {escape(spread)}</span>' if spread else "")
 
 
-def _table(heads: Sequence[str], rows: Sequence[str]) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in ("label", *heads))
-    return (f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>')
-
 
 # Notes and settings ---------------------------------------------------------------------------------------------------
 
@@ -299,13 +278,14 @@ def _notes(comparison: Comparison) -> str:
     return f"<h2>How to read this</h2>{_pairs(NOTES)}"
 
 
-def _asked(comparison: Comparison) -> str:
+def _settings(comparison: Comparison) -> str:
     several = len(comparison.settings) > 1
     parts = [
-        (f"<h3>{letter}</h3>" if several else "") + _pairs((part, _told(text)) for part, text in setting.items())
+        (f"<h3>{letter}</h3>" if several else "")
+        + _pairs((part, _setting_text(text)) for part, text in setting.items())
         for letter, setting in comparison.settings.items()
     ]
-    return f"<h2>What was asked for</h2>{''.join(parts)}"
+    return f"<h2>Settings</h2>{''.join(parts)}"
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> str:

@@ -9,11 +9,11 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from cloud_server.laboratory.compare.comparison import AXES, Comparison, Entry, Measure, Step
-from cloud_server.reports.charts import Line, line_chart, ticks
+from cloud_server.reports import charts as svg_charts
+from cloud_server.reports.charts import MARKED_POINTS, Line, line_chart, ticks
 from fleet_core.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ DASHES: tuple[tuple[float, ...], ...] = ((), (7, 3), (2, 2), (9, 2, 2, 2))
 UNITS = {"payload_bytes": "B", "flops": "FLOP", "joules": "J"}
 PREFIXES = ("", "k", "M", "G", "T", "P")
 DPI, PANEL_INCHES, COLUMNS = 150, (4.6, 3.5), 2
-MARKED_POINTS = 12
+SWATCH_WIDTH = 36
 MAX_LABELS_IN_PANEL = 14
 
 
@@ -115,10 +115,7 @@ def svg(chart: Chart) -> str:
 
 
 def legend(curves: Sequence[Curve]) -> str:
-    swatch = ('<svg class="swatch" viewBox="0 0 36 10" aria-hidden="true"><line class="c{}" x1="1" x2="35" y1="5" '
-              'y2="5"/></svg>')
-    items = "".join(f"<li>{swatch.format(curve.number)}{escape(curve.label)}</li>" for curve in curves)
-    return f'<ul class="legend">{items}</ul>'
+    return svg_charts.legend([Line(curve.label, f"c{curve.number}", ()) for curve in curves], SWATCH_WIDTH)
 
 
 def css(count: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cloud_server.laboratory.run.device_work import TEST_STEP, DeviceEvaluation, TrainedDevice
+from cloud_server.reports.scores import f1_by_class
 from fleet_core.algorithms.interface import Method
 
 Array = np.ndarray[Any, Any]
@@ -120,9 +121,7 @@ def _summary(evaluations: Sequence[DeviceEvaluation]) -> dict[str, Any]:
 
 def macro_f1(confusion_NM: Array) -> float:
     """Mean F1 over the classes that occur. M: N, or N + 1 with a column for answers that are no class."""
-    right, asked, answered = np.diag(confusion_NM), confusion_NM.sum(1), confusion_NM.sum(0)[: len(confusion_NM)]
-    f1 = 2 * right / np.maximum(asked + answered, 1)
-    return float(f1[asked > 0].mean())
+    return float(f1_by_class(confusion_NM)[confusion_NM.sum(1) > 0].mean())
 
 
 def nvar(evaluations: Sequence[DeviceEvaluation]) -> float | None:

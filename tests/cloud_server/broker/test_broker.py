@@ -45,7 +45,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-PROGRAM = {"mosquitto": "mosquitto -c", "amqtt": "amqtt_main"}
+PROGRAM = {"mosquitto": "mosquitto -c", "amqtt": "broker.embedded"}
 """What is in the command of each broker's process."""
 
 

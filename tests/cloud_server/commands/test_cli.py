@@ -568,12 +568,12 @@ def test_a_folder_of_another_fleet_is_refused(run: Run, data: Path, place: Path)
 def test_rounds_without_their_fleet_toml_are_not_given_to_another_fleet(run: Run, data: Path, place: Path) -> None:
     (place / "fleet" / "fleet.toml").unlink()
     before = contents(place)
-    refused(run("metafleet", "init", place / "fleet", "--data", data), 2, "fleet.toml: is absent", "put it back")
+    refused(run("metafleet", "init", place / "fleet", "--data", data), 2, "fleet.toml: is missing", "put it back")
     assert contents(place) == before
 
 
 def test_an_empty_folder_needs_data_to_become_a_fleet(run: Run, tmp_path: Path) -> None:
-    refused(run("metafleet", "init", tmp_path / "fleet"), 2, "fleet.toml: is absent", "hint: give --data")
+    refused(run("metafleet", "init", tmp_path / "fleet"), 2, "fleet.toml: is missing", "hint: give --data")
     assert list(tmp_path.iterdir()) == []
 
 

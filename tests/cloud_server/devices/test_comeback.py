@@ -39,7 +39,7 @@ class Asked:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("REACH_S", "RETAINED_S", "LOOK_S"):
+    for name in ("CONNECT_S", "RETAINED_S", "POLL_S"):
         monkeypatch.setattr(back_online, name, 0.05)
 
 
@@ -110,7 +110,7 @@ def test_a_broker_that_goes_away_while_waiting_is_said() -> None:
 def test_the_operators_certificate_sees_a_device_come_back_over_tls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(back_online, "REACH_S", 30.0)
+    monkeypatch.setattr(back_online, "CONNECT_S", 30.0)
     fleet, other = bare_fleet(tmp_path / "fleet"), Asked()
     name = fleet.config.fleet.name
     with secured_broker(fleet) as (broker, _), fleet_certificates.as_operator(fleet, broker.url) as tls:

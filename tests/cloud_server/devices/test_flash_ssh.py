@@ -37,8 +37,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lab(tmp_path)
     (tmp_path / "kitchen.toml").write_text(DEVICE)
     monkeypatch.setattr(remote_install, "POLL_S", 0.05)
-    monkeypatch.setattr(back_online, "REACH_S", 0.1)
-    monkeypatch.setattr(back_online, "LOOK_S", 0.05)
+    monkeypatch.setattr(back_online, "CONNECT_S", 0.1)
+    monkeypatch.setattr(back_online, "POLL_S", 0.05)
     made(monkeypatch, tmp_path, "aaa")
     return tmp_path
 

@@ -248,19 +248,18 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
     assert digest(ledger.path) == before
 
 
-OLD_NAMES = (
-    "ALTER TABLE evaluations RENAME TO judgements", "ALTER TABLE rounds RENAME COLUMN served_id TO judged_id",
-)
-"""What version 5 renamed."""
+def with_former_names(ledger: Ledger) -> None:
+    """Undoes what version 5 renamed."""
+    ledger._db.execute("ALTER TABLE evaluations RENAME TO judgements")
+    ledger._db.execute("ALTER TABLE rounds RENAME COLUMN served_id TO judged_id")
 
 
 def test_a_ledger_of_the_first_version_is_completed_and_keeps_its_rows(ledger: Ledger) -> None:
     before = ledger.rows(Round)
-    for statement in OLD_NAMES:
-        ledger._db.execute(statement)
     for table in ("invitations", "certificates", "alone"):
         ledger._db.execute(f"DROP TABLE {table}")
     ledger._db.execute("ALTER TABLE devices DROP COLUMN revoked_at")
+    with_former_names(ledger)
     ledger._db.execute("PRAGMA user_version = 1")
     ledger.close()
     with Ledger(ledger.path) as again:
@@ -272,8 +271,8 @@ def test_a_ledger_of_the_first_version_is_completed_and_keeps_its_rows(ledger: L
 
 def test_a_ledger_of_the_third_version_takes_what_devices_do_alone(ledger: Ledger) -> None:
     before = ledger.rows(Evaluation)
-    for statement in (*OLD_NAMES, "DROP TABLE alone"):
-        ledger._db.execute(statement)
+    ledger._db.execute("DROP TABLE alone")
+    with_former_names(ledger)
     ledger._db.execute("PRAGMA user_version = 3")
     ledger.close()
     with Ledger(ledger.path) as again:

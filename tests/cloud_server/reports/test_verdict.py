@@ -17,7 +17,7 @@ from cloud_server.records.ledger_tables import Alone, Device, Evaluation, Round
 from cloud_server.reports import result
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table
-from cloud_server.reports.verdict import Answers, Verdict, Watch, lines, of_ledger, verdict
+from cloud_server.reports.verdict import DeviceAnswers, Verdict, WarningLog, lines, of_ledger, verdict
 from edge_agent.inference import model_check
 from fleet_core.base.errors import MessageError
 from fleet_core.data.samples import Samples
@@ -38,7 +38,7 @@ def counts(shares: list[float], right: float, samples: int = SAMPLES) -> np.ndar
 
 
 def evaluated(fleet: Any, alone: Any = None, frequent: int = 0, devices: int = 1, **more: Any) -> Verdict:
-    found = verdict([Answers(fleet, frequent, alone)] * devices, **more)
+    found = verdict([DeviceAnswers(fleet, frequent, alone)] * devices, **more)
     assert found is not None
     return found
 
@@ -91,7 +91,7 @@ def test_a_training_loss_near_zero_takes_half_the_margin() -> None:
 
 
 def test_counts_are_pooled_so_that_tiny_devices_weigh_little() -> None:
-    good, tiny = Answers(counts(EVEN, 0.9, 600), 0), Answers(counts(EVEN, 0.0, 6), 0)
+    good, tiny = DeviceAnswers(counts(EVEN, 0.9, 600), 0), DeviceAnswers(counts(EVEN, 0.0, 6), 0)
     found = verdict([good, *[tiny] * 10])
     assert found is not None
     assert (found.devices, found.samples, found.warnings) == (11, 660, ())
@@ -108,7 +108,7 @@ def test_one_class_that_is_nearly_all_of_the_samples_is_evaluated_by_macro_f1_to
 
 
 def test_devices_of_one_class_each_leave_nothing_to_gain_and_are_not_warned_of() -> None:
-    alone = [Answers(np.diag([200.0 * (k == j) for j in range(3)]), k) for k in range(3)]
+    alone = [DeviceAnswers(np.diag([200.0 * (k == j) for j in range(3)]), k) for k in range(3)]
     found = verdict(alone)
     assert found is not None
     assert (found.frequent.accuracy, found.warnings) == (1.0, ())
@@ -125,7 +125,7 @@ def test_random_answers_of_any_number_of_devices_never_look_good_when_there_are_
 
 def test_nothing_evaluated_is_no_verdict() -> None:
     assert verdict([]) is None
-    assert verdict([Answers(np.zeros((2, 2)), 0)]) is None
+    assert verdict([DeviceAnswers(np.zeros((2, 2)), 0)]) is None
     assert lines(None) == []
 
 
@@ -169,7 +169,7 @@ def test_the_log_has_each_warning_once_when_the_devices_have_reported_and_half_o
     ledger: Ledger,
 ) -> None:
     said: list[str] = []
-    watch = Watch(ledger, 4, said.append)
+    watch = WarningLog(ledger, 4, said.append)
     book(ledger, "a", 0.3, number=1)
     watch.reported("a", 1, {"a"})
     assert said == []
