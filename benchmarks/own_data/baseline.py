@@ -1,4 +1,7 @@
-"""What needs no fleet: the nearest class mean on a window's spectrum and statistics, of every device by itself."""
+"""A baseline without a fleet: on every device alone, the nearest class mean on a window's spectrum and statistics.
+
+Its features are finer than those of ``fleet_core.personalization.plain_baseline``, which are limited for small boards.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloud_server.laboratory.run.workload import Part, Workload
-from cloud_server.reports.result import macro_f1
+from cloud_server.reports.scores import macro_f1
+from fleet_core.personalization.plain_baseline import counted
 
 Array = NDArray[Any]
 
 
 def statistics(x: Array) -> Array:
-    """float32 [N, 4·C]: mean, deviation, least and largest value of each channel of windows x [N, C, ...]."""
+    """float32 [N, 4·C]: mean, deviation, minimum and maximum of each channel of windows x [N, C, ...]."""
     flat = x.reshape(*x.shape[:2], -1).astype(np.float32)
     return np.concatenate([flat.mean(2), flat.std(2), flat.min(2), flat.max(2)], 1)
 
 
 def features(x: Array) -> Array:
-    """Spectrum and statistics of windows x [N, C, ...]; rows x [N, F] as they are."""
+    """Spectrum and statistics of windows x [N, C, ...]; rows x [N, F] unchanged."""
     if x.ndim == 2:
         return x.astype(np.float64)
     flat = x.reshape(*x.shape[:2], -1).astype(np.float64)
@@ -29,7 +33,7 @@ def features(x: Array) -> Array:
 
 
 def nearest_mean(workload: Workload, support: float) -> float:
-    """Macro-F1 of the devices that train and of the new ones, each device counting the same."""
+    """Macro-F1 over the devices that train and the new ones; all devices have the same weight."""
     groups = [[(workload.own(share), workload.later(share)) for share in workload.train],
               [workload.divided(share, support, 0) for share in workload.new]]
     scored = [(_macro_f1(group, len(workload.classes)), len(group)) for group in groups if group]
@@ -37,10 +41,8 @@ def nearest_mean(workload: Workload, support: float) -> float:
 
 
 def _macro_f1(devices: list[tuple[Part, Part]], classes: int) -> float:
-    confusion = np.zeros((classes, classes), np.int64)
-    for own, later in devices:
-        np.add.at(confusion, (later.y, _answers(own, later)), 1)
-    return macro_f1(confusion.tolist(), classes_present_only=False) or 0.0
+    counts = sum(counted(later.y, _answers(own, later), classes) for own, later in devices)
+    return macro_f1(np.asarray(counts).tolist(), classes_present_only=False) or 0.0
 
 
 def _answers(own: Part, later: Part) -> Array:

@@ -55,11 +55,11 @@ def simulate(
 
     _check_choice("--engine", engine, ENGINES)
     _check_choice("--device", device, DEVICES)
-    asked = experiments.load(experiment, settings or ())
-    runs = experiments.runs(asked)
+    loaded = experiments.load(experiment, settings or ())
+    runs = experiments.runs(loaded)
     if dry_run:
-        return _plan(asked, runs, out, (engine, jobs, device), as_json)
-    folders, failed = _simulate(asked, runs, out, (engine, jobs, device))
+        return _plan(loaded, runs, out, (engine, jobs, device), as_json)
+    folders, failed = _simulate(loaded, runs, out, (engine, jobs, device))
     ended = [folder for folder in folders if Store(folder).done]
     if ended:
         found, _ = finished_runs.gather(ended)
@@ -74,22 +74,22 @@ def simulate(
 
 
 def _simulate(
-    asked: Experiment, runs: Sequence[Run], out: Path, choices: tuple[str, int, str]
+    experiment: Experiment, runs: Sequence[Run], out: Path, choices: tuple[str, int, str]
 ) -> tuple[list[Path], RoundError | None]:
     """(the folders of all runs, the error that names the failed ones)."""
     from cloud_server.laboratory.run.run_folder import Store
 
     folders = [out / run.name for run in runs]
     left = [run.name for run in runs if not Store(out / run.name).done]
-    if not left and _is_same_experiment(asked, runs, out, choices[2]):
+    if not left and _is_same_experiment(experiment, runs, out, choices[2]):
         return folders, None
     from cloud_server.laboratory.run import simulate as simulation
     from cloud_server.laboratory.run.engine import Stopped
     from cloud_server.laboratory.run.run_progress import Progress
 
-    with processes.until_signal() as stopped, Progress(left, asked.budget.rounds) as progress:
+    with processes.until_signal() as stopped, Progress(left, experiment.budget.rounds) as progress:
         try:
-            simulation.simulate(asked, out, simulation.Options(*choices), on_round=progress.round_ended,
+            simulation.simulate(experiment, out, simulation.Options(*choices), on_round=progress.round_ended,
                                 say=progress.say, stopped=stopped)
         except Stopped:
             progress.say(GOES_ON)
@@ -99,12 +99,12 @@ def _simulate(
     return folders, None
 
 
-def _is_same_experiment(asked: Experiment, runs: Sequence[Run], out: Path, device: str) -> bool:
+def _is_same_experiment(experiment: Experiment, runs: Sequence[Run], out: Path, device: str) -> bool:
     """Whether the ended runs in ``out`` are of this experiment; then neither the data nor torch need be loaded."""
     from cloud_server.laboratory.run.run_folder import Store, read_table
 
     path = out / "experiment.json"
-    same = path.exists() and read_table(path) == json.loads(json.dumps(schema.plain(asked)))
+    same = path.exists() and read_table(path) == json.loads(json.dumps(schema.plain(experiment)))
     for run in runs:
         earlier = Store(out / run.name).asked()
         same = same and (earlier.get("version"), earlier.get("hyper")) == (run.method.version, schema.plain(run.hyper))
@@ -112,30 +112,14 @@ def _is_same_experiment(asked: Experiment, runs: Sequence[Run], out: Path, devic
     return same
 
 
-def _plan(asked: Experiment, runs: Sequence[Run], out: Path, choices: tuple[str, int, str], as_json: bool) -> None:
-    """Runs all checks and lists the runs."""
-    from cloud_server.laboratory.run import simulate as simulation
-    from cloud_server.laboratory.run import workload as workloads
-    from cloud_server.laboratory.run.device_work import device_of
-    from cloud_server.laboratory.run.run_folder import Store
-
-    engine, _, device = choices
-    where = device_of(device, gpu=engine != "ray")
-    warnings = simulation.checked(asked, runs)
-    for run in runs:
-        Store(out / run.name).check(simulation.RunTask(asked, run, out / run.name, engine, where, 1).settings)
-    workload = workloads.build(asked)
-    layout = workloads.layout_of(asked, workload)
-    facts: dict[str, Any] = {
-        "devices": len(workload.train), "new_devices": len(workload.new), "novel_devices": len(workload.novel),
-        "samples": len(workload.samples), "classes": len(workload.classes), "cohort": asked.cohort or
-        len(workload.train), "rounds": asked.budget.rounds, "model": asked.model.name,
-        "parameters": sum(tensor.size for tensor in layout.tensors), "warnings": warnings,
-        "runs": [_planned(run, Store(out / run.name), layout) for run in runs],
-    }
+def _plan(
+    experiment: Experiment, runs: Sequence[Run], out: Path, choices: tuple[str, int, str], as_json: bool
+) -> None:
+    """Shows what ``simulate`` would do, after all its checks."""
+    facts = _checked_plan(experiment, runs, out, choices)
     if as_json:
         return terminal.show(facts)
-    for warning in warnings:
+    for warning in facts["warnings"]:
         processes.say(f"warning: {warning}")
     print(f"{facts['devices']} devices that train, {facts['cohort']} asked a round; {facts['new_devices']} new ones, "
           f"{facts['novel_devices']} with novel classes; {facts['samples']} samples of {facts['classes']} classes; "
@@ -144,7 +128,32 @@ def _plan(asked: Experiment, runs: Sequence[Run], out: Path, choices: tuple[str,
                    ("run", "method", "other than by default", "seed", "state"))
 
 
-def _planned(run: Run, store: Store, layout: Any) -> dict[str, Any]:
+def _checked_plan(
+    experiment: Experiment, runs: Sequence[Run], out: Path, choices: tuple[str, int, str]
+) -> dict[str, Any]:
+    """The experiment and the state of its runs as plain JSON. Raises FleetError if it cannot be run."""
+    from cloud_server.laboratory.run import simulate as simulation
+    from cloud_server.laboratory.run import workload as workloads
+    from cloud_server.laboratory.run.device_work import device_of
+    from cloud_server.laboratory.run.run_folder import Store
+
+    engine, _, device = choices
+    where = device_of(device, gpu=engine != "ray")
+    warnings = simulation.checked(experiment, runs)
+    for run in runs:
+        Store(out / run.name).check(simulation.RunTask(experiment, run, out / run.name, engine, where, 1).settings)
+    workload = workloads.build(experiment)
+    layout = workloads.layout_of(experiment, workload)
+    return {
+        "devices": len(workload.train), "new_devices": len(workload.new), "novel_devices": len(workload.novel),
+        "samples": len(workload.samples), "classes": len(workload.classes),
+        "cohort": experiment.cohort or len(workload.train), "rounds": experiment.budget.rounds,
+        "model": experiment.model.name, "parameters": sum(tensor.size for tensor in layout.tensors),
+        "warnings": warnings, "runs": [_planned_run(run, Store(out / run.name)) for run in runs],
+    }
+
+
+def _planned_run(run: Run, store: Store) -> dict[str, Any]:
     default = schema.plain(run.method.hyper())
     changed = {key: value for key, value in schema.plain(run.hyper).items() if value != default[key]}
     rounds = len(store.rounds())
@@ -254,12 +263,12 @@ def _simulator(stopped: Callable[[], bool]) -> Simulate:
             processes.say(line)
         warned.add(line)
 
-    def simulate(asked: Experiment, out: Path, title: str) -> tuple[list[Path], list[str]]:
-        runs, failed = experiments.runs(asked), list[str]()
+    def simulate(experiment: Experiment, out: Path, title: str) -> tuple[list[Path], list[str]]:
+        runs, failed = experiments.runs(experiment), list[str]()
         processes.say(title)
-        with Progress([run.name for run in runs], asked.budget.rounds) as progress:
+        with Progress([run.name for run in runs], experiment.budget.rounds) as progress:
             try:
-                simulation.simulate(asked, out, simulation.Options(), on_round=progress.round_ended, say=warn,
+                simulation.simulate(experiment, out, simulation.Options(), on_round=progress.round_ended, say=warn,
                                     stopped=stopped)
             except RoundError as error:
                 failed = error.what.splitlines()

@@ -97,7 +97,7 @@ class ImageJob:
     """One device to be written to an image or a card. image: of the operating system. card: None for an image file.
     package: with a placeholder of the same length in place of the token."""
 
-    device: Prepared
+    prepared: Prepared
     image: Path
     to: str
     card: Card | None
@@ -163,7 +163,7 @@ def _write(job: ImageJob, rehearse: bool) -> dict[str, Any]:
     """Writes the image or the card, and returns what ``--json`` adds to the job's facts."""
     from cloud_server.devices.prepare_flash import VALID_S
 
-    expires = {} if job.device.plain else {"token_expires": int(time.time() + VALID_S)}
+    expires = {} if job.prepared.plain else {"token_expires": int(time.time() + VALID_S)}
     if job.card is None:
         _write_image(job, Path(job.to.removeprefix(IMAGE)))
         return dict(expires)
@@ -176,9 +176,9 @@ def _write_image(job: ImageJob, path: Path) -> None:
     from firmware_profiles.package.progress_line import Progress
 
     def with_token() -> Package:
-        return package_of(job.device, job.package.program, invited(job.device))
+        return package_of(job.prepared, job.package.program, invited(job.prepared))
 
-    card_image.write(job.image, path, job.package, job.device.device, Progress(), last=with_token)
+    card_image.write(job.image, path, job.package, job.prepared.device, Progress(), last=with_token)
 
 
 def _write_card(job: ImageJob, card: Card, rehearse: bool) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _remove_abandoned(cache: Path) -> None:
 
 
 def _print_done(job: ImageJob) -> None:
-    made, version = job.device, job.package.program.version
+    made, version = job.prepared, job.package.program.version
     print(f"{made.device.name} is on {job.to.removeprefix(IMAGE)}: {made.machine.os or made.machine.board}, agent "
           f"{version}")
     processes.say(
@@ -232,7 +232,7 @@ def _dry_run(job: ImageJob, as_json: bool) -> None:
     from firmware_profiles.package.progress_line import Progress
 
     with _scratch_folder() as folder:
-        card_image.examine(job.image, job.package, job.device.device.masked(), folder, Progress())
+        card_image.examine(job.image, job.package, job.prepared.device.masked(), folder, Progress())
     facts = _job_facts(job, written=False)
     if as_json:
         return terminal.show(facts)

@@ -1,8 +1,8 @@
-"""The aggregator's state after each closed round, whole or absent: one safetensors file per round.
+"""The aggregator's state after each closed round: one safetensors file per round, written atomically.
 
-A checkpoint is on the disk before the ledger says that its round is closed, so no crash can leave a closed round
-without it. A damaged one is refused and not replaced by the one before: the devices have committed the duals of every
-round that the ledger calls closed, and an older state would count their updates twice.
+A checkpoint is on the disk before the ledger marks its round as closed, so no crash leaves a closed round without one.
+A damaged checkpoint is refused and not replaced by the one before: the devices have committed the duals of every closed
+round, and with an older state their updates would count twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fleet_core.base.trees import Params
 KEPT = 3
 MAX_BYTES = 1 << 34
 FORMAT = 1
-OWN = ("format", "sha256", "round", "dual_epoch", "scalars")  # metadata that are no facts
+METADATA = ("format", "sha256", "round", "dual_epoch", "scalars")  # metadata that are not facts
 RESTORE = "put the whole fleet folder back from a backup: ledger and state belong together"
 
 
@@ -34,7 +34,7 @@ class Checkpoint:
     """What the next round starts from.
 
     round: the last closed round, 0 before the first. state: arrays float64. published: the decoded float32 weights that
-    devices hold, or None before the first round. lost: what the lossy model of that round left out, or None.
+    devices have, or None before the first round. lost: what the lossy codec left out of that round's model, or None.
     """
 
     round: int
@@ -47,15 +47,15 @@ class Checkpoint:
 class Checkpoints:
     """``{folder}/round-{n}.safetensors``, the last three; ``{folder}/served.safetensors``, the last served model.
 
-    Only the aggregator that holds the fleet's lock makes one: it clears writes that a power cut ended.
+    Only for the aggregator that holds the fleet's lock: temporary files of interrupted writes are deleted.
     """
 
     def __init__(self, folder: Path, log: Callable[[str], None] = lambda line: None):
         self._folder, self._log = folder, log
         self._served = folder / "served.safetensors"
-        for torn in folder.glob(".*"):
+        for temporary in folder.glob(".*"):
             with contextlib.suppress(OSError):
-                torn.unlink()
+                temporary.unlink()
 
     def path(self, round_number: int) -> Path:
         return self._folder / file_name(round_number)
@@ -82,12 +82,12 @@ class Checkpoints:
         return self.path(round_number).exists()
 
     def save_served(self, round_number: int, params: Params) -> None:
-        """The served model that was published after ``round_number``."""
+        """Stores the served model that is published after ``round_number``."""
         _write(self._served, storage.flatten(params), {"round": str(round_number)})
 
     def served(self) -> tuple[int, Params] | None:
-        """(round, float32 params) of the last served model, or None. A damaged one is set aside: devices keep theirs,
-        and the next one follows. Raises StateError when it is of a newer metafleet."""
+        """(round, float32 params) of the last served model, or None. A damaged one is renamed: devices keep theirs
+        until the next one. Raises StateError if it is of a newer version."""
         if not self._served.exists():
             return None
         found = _read(self._served)
@@ -100,8 +100,8 @@ class Checkpoints:
         return int(metadata["round"]), storage.unflatten(arrays)
 
     def load(self, round_number: int, order: Params) -> Checkpoint:
-        """The checkpoint after ``round_number``, arrays in the order of ``order``; groups that it lacks, which a server
-        rule has for itself, by their names. Raises StateError."""
+        """The checkpoint after ``round_number``, with arrays in the order of ``order``. Groups that ``order`` lacks,
+        which only the server rule uses, are sorted by name. Raises StateError."""
         path = self.path(round_number)
         if not path.exists():
             raise StateError(f"is missing, and round {round_number} is closed", where=str(path), hint=RESTORE)
@@ -118,7 +118,7 @@ class Checkpoints:
         state = ServerState(
             model, _served(roles), memory, int(metadata["dual_epoch"]), scalars, round_number
         )
-        facts = {key: value for key, value in metadata.items() if key not in OWN}
+        facts = {key: value for key, value in metadata.items() if key not in METADATA}
         return Checkpoint(round_number, state, roles.get("published"), roles.get("lost"), facts)
 
 
@@ -127,7 +127,7 @@ def file_name(round_number: int) -> str:
 
 
 def facts(path: Path) -> dict[str, str]:
-    """What a checkpoint says beside its arrays. Raises StateError where it is damaged."""
+    """A checkpoint's metadata. Raises StateError if it is damaged."""
     found = _read(path)
     if found is None:
         raise StateError("is damaged", where=str(path), hint=RESTORE)
@@ -135,8 +135,8 @@ def facts(path: Path) -> dict[str, str]:
 
 
 def served(path: Path) -> tuple[int, Params]:
-    """(round, served model) of a checkpoint, float64, or of a served model, float32. Only reads, so that an aggregator
-    may be at work. Raises StateError."""
+    """(round, served model) of a checkpoint, float64, or of a served model's file, float32. Safe while an aggregator
+    runs. Raises StateError."""
     found = _read(path)
     if found is None:
         raise StateError("is damaged, or no checkpoint", where=str(path))
@@ -158,8 +158,8 @@ def _write(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """(arrays, metadata) as they were written; None for a damaged file. Raises StateError when it cannot be read now,
-    or is of a newer version."""
+    """(arrays, metadata) as written; None for a damaged file. Raises StateError if it cannot be read now or is of a
+    newer version."""
     data = storage.read_bytes(path, limit=MAX_BYTES)
     try:
         arrays, metadata = storage.unpack(data, where=str(path))
@@ -175,7 +175,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
 
 
 def _digest(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
-    """sha256 over names, types, values and metadata: safetensors has no checksum of its own."""
+    """sha256 over names, types, values and metadata, because safetensors has no checksum."""
     digest = hashlib.sha256(repr(sorted(metadata.items())).encode())
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
@@ -185,5 +185,5 @@ def _digest(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
 
 
 def _served(roles: Mapping[str, Params]) -> Params:
-    """Version 0.1 called the role ``judged``; where the trained model is served there is none of its own."""
+    """The served model; the trained one if there is no separate one. Version 0.1 called the role ``judged``."""
     return roles.get("served", roles.get("judged", roles.get("model", {})))

@@ -1,4 +1,4 @@
-"""A disk that cannot be used now, told apart from a file that is damaged: the first passes, the second does not."""
+"""Distinguishes a disk that cannot be used now, which may pass, from a damaged file, which does not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_disk_error(error: BaseException) -> bool:
 
 
 def undisturbed(log: Callable[[str], None]) -> Callable[[str], None]:
-    """``log`` for those who must go on when it fails: it may well be a file on the disk that is full."""
+    """``log`` that ignores OSError, because it may be a file on the full disk."""
 
     def say(line: str) -> None:
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
 """The fleet's folder on the operator's machine, and its file ``fleet.toml``.
 
-    fleet.toml            what a person decides: method, rounds, model, link
-    fleet.key, fleet.pub  the signing key (mode 0600) and the public key that agents are given
-    ca.key, ca.pem, …     certificates, and all that a broker needs in mosquitto/ (see ``identity``)
+    fleet.toml            the settings: method, rounds, model, link
+    fleet.key, fleet.pub  the signing key (mode 0600) and the public key for agents
+    ca.key, ca.pem, …     certificates, and the broker's files in mosquitto/ (see ``identity.fleet_certificates``)
     graph.safetensors     graphs, layout and golden outputs, made once by ``metafleet init``
     weights.safetensors   the first weights
     ledger.sqlite         rounds, devices, updates, bytes, joules, accuracy
@@ -34,7 +34,7 @@ NAME = r"[A-Za-z0-9_-]{1,64}"
 
 @dataclass(frozen=True)
 class FleetSection:
-    """``about`` is the comment that a made fleet.toml has above a key."""
+    """The table ``fleet``. ``about`` is the comment above the key in a new fleet.toml."""
 
     name: str = field(metadata={"pattern": NAME, "words": "1 to 64 letters, digits, '-' or '_'",
                                 "about": "The fleet's name in every topic; devices know it, so it stays."})
@@ -63,7 +63,7 @@ class FleetSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """name: a named model or ``package.module:build``. classes: names in the order of the labels, fixed for good."""
+    """name: a named model or ``package.module:build``. classes: names in the order of the labels; they never change."""
 
     name: str = field(metadata={"max_length": 200})
     input: InputSpec
@@ -73,10 +73,10 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class LinkSection:
-    """broker: mqtt(s)://host:port, or none for a private one. enrolment: mqtts://host:port where tokens are taken, or
-    none for the port after the broker's. ca: PEM file of who vouches for the broker, beside fleet.toml; none for the
-    fleet's own authority, ``system`` for those that the system trusts. plain: mqtt:// may leave this machine.
-    chunk_bytes: of one publish."""
+    """broker: mqtt(s)://host:port; None for a private broker. enrolment: mqtts://host:port of the enrolment port; None
+    for the port after the broker's. ca: PEM file, beside fleet.toml, of the authority that signs the broker's
+    certificate; None for the fleet's own, ``system`` for those that the system trusts. plain: allow mqtt:// beyond this
+    machine. chunk_bytes: maximum payload of one publish."""
 
     broker: str | None = None
     enrolment: str | None = None
@@ -93,7 +93,7 @@ class LinkSection:
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """fleet.toml. hyper: the method's hyper-parameters by the names of its page; others are refused."""
+    """fleet.toml. hyper: the method's hyper-parameters; unknown names are refused."""
 
     fleet: FleetSection
     model: ModelSection
@@ -107,7 +107,7 @@ NOTES = {
     for key in fields(kind)
     if "about" in key.metadata
 }
-"""A comment for each key of fleet.toml that a person may want to change."""
+"""Comments for the keys of fleet.toml that users may want to change."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Fleet:
 
     @staticmethod
     def load(folder: Path) -> Fleet:
-        """Raises ConfigError with every mistake in fleet.toml."""
+        """Reads fleet.toml. Raises ConfigError with all mistakes."""
         path = folder / "fleet.toml"
         if not path.exists():
             check_folder(folder)
@@ -135,24 +135,25 @@ class Fleet:
 
     @property
     def codec_up(self) -> str:
-        """The codec of updates: nothing lossy for what the server does not sum over rounds."""
+        """The codec of updates: lossless if the server does not sum them over rounds."""
         return self.config.link.up if self.method.cumulative else "fp32"
 
     @property
     def codec_down(self) -> str:
-        """The codec of models. Sums over samples have no common scale: a rare class would drown in a common one's."""
+        """The codec of models: lossless for sums over samples, because they have no common scale and a rare class would
+        be lost in the quantization of a frequent one."""
         return self.config.link.down if self.method.cumulative else "fp32"
 
     def remarks(self) -> list[str]:
-        """What the method sends, and makes of the settings, where a person may expect something else."""
+        """What users may not expect of the method: what it sends, and which settings it overrides."""
         if not self.method.received:
             nothing = len(codecs.encode("fp32", {}))
             text = f"a device fetches a model of {nothing} bytes once, and sends as many a round"
             return [f"{self.method.name} shares nothing: {text}"]
-        return [*self._telling(), *self._unlike_the_settings()]
+        return [*self._privacy_remarks(), *self._overridden_settings()]
 
-    def _telling(self) -> list[str]:
-        """What of a device's samples its updates tell, other methods' do not."""
+    def _privacy_remarks(self) -> list[str]:
+        """What this method's messages reveal about a device's samples, beyond other methods'."""
         if self.method.per_device:
             return [f"{self.method.name} makes a model for each device, which every device of the fleet may read at "
                     "the broker during the round; it goes whole and as fp32, whatever codec the link has for models"]
@@ -161,7 +162,7 @@ class Fleet:
         return [f"{self.method.name} sends every device's class means and their counts: they leave it by this method's "
                 "design, and tell about its samples"]
 
-    def _unlike_the_settings(self) -> list[str]:
+    def _overridden_settings(self) -> list[str]:
         name, link, steps = self.method.name, self.config.link, self.hyper.local_steps
         if getattr(self.hyper, "head_steps", 0) >= steps:
             text = f"head_steps = {self.hyper.head_steps} of local_steps = {steps} move the head alone"
@@ -172,16 +173,16 @@ class Fleet:
         return []
 
     def signer(self) -> Signer:
-        """Raises StateError when there is no key."""
+        """The fleet's signing key. Raises StateError if it is missing."""
         return Signer.load(self.folder / "fleet.key")
 
     def public_key(self) -> str:
-        """64 hex digits. Raises StateError when there is none."""
+        """64 hex digits. Raises StateError if it is missing."""
         return load_public(self.folder / "fleet.pub")
 
     def graph_bytes(self) -> bytes:
-        """The published graph bundle as it lies on disk. Raises StateError with what to run when it is missing, or
-        when it is of another model than fleet.toml describes."""
+        """The graph bundle that is published. Raises StateError if it is missing or of another model than in
+        fleet.toml. """
         path = self.folder / "graph.safetensors"
         if not path.exists():
             raise StateError("the graph is missing", where=str(path), hint=f"metafleet init {typed(self.folder)}")
@@ -205,7 +206,7 @@ class Fleet:
             )
 
     def first(self, layout: Layout) -> Params:
-        """The first values, float32, of every group: the model's, and zeros in those that the method has besides."""
+        """The first values of every group, float32: the model's weights, and zeros for the method's other groups."""
         wire = layout.extended(self.method.down, self.method.shared)
         besides = tuple(group for group in self.method.down if group not in MODEL_GROUPS)
         return wire.ordered({**self.weights(layout), **wire.zeros(besides)})
@@ -227,7 +228,7 @@ class Fleet:
             ) from error
 
     def running(self) -> bool:
-        """Whether an aggregator works on this folder now."""
+        """Whether an aggregator runs on this folder."""
         import fcntl
 
         path = self.folder / ".lock"
@@ -241,13 +242,13 @@ class Fleet:
         return False
 
     def check_idle(self) -> None:
-        """Raises StateError when an aggregator works on this folder now."""
+        """Raises StateError if an aggregator runs on this folder."""
         if self.running():
             raise self._busy()
 
     @contextlib.contextmanager
     def lock(self) -> Any:
-        """One aggregator per folder. Raises StateError when another one runs."""
+        """Ensures one aggregator per folder. Raises StateError if another one runs."""
         import fcntl
 
         handle = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -265,7 +266,7 @@ class Fleet:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ConfigError for a file and for a device's folder, which cannot be a fleet's."""
+    """Raises ConfigError if the path is a file or a device's folder."""
     if folder.is_file():
         raise ConfigError("is a file", where=str(folder), expected="the folder of a fleet")
     if (folder / "device.toml").exists():
@@ -273,7 +274,7 @@ def check_folder(folder: Path) -> None:
 
 
 def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:
-    """The method and its hyper-parameters. Raises ConfigError that names the keys at fault."""
+    """(method, hyper-parameters). Raises ConfigError that names the wrong keys."""
     method = METHODS[settings.fleet.method]
     hyper, problems = schema.read(method.hyper, settings.hyper)
     if hyper is None:

@@ -1,7 +1,6 @@
-"""The ledger's tables: what SQLite is told, the frozen dataclass of each, and how a row goes in and comes back.
+"""The ledger's tables: the SQLite schema, a frozen dataclass for each table, and the conversion of rows.
 
-Every table is a dataclass below and every row is one object of it. Times are Unix seconds. A figure that was not taken
-is None, never 0.
+Times are Unix seconds. A figure that was not measured is None, never 0.
 """
 
 from __future__ import annotations
@@ -73,15 +72,15 @@ CREATE TABLE alone (
 """,
     5: "ALTER TABLE judgements RENAME TO evaluations; ALTER TABLE rounds RENAME COLUMN judged_id TO served_id;",
 }
-"""What each version added to those before it."""
+"""Version -> the statements that upgrade a ledger from the version before."""
 
 Confusion = tuple[tuple[int, ...], ...]
-"""[N, N] counts: row = true class, column = answered class."""
+"""Counts [N, N]: row = true class, column = answered class."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row of the table ``table``; ``key`` names the columns that make it the same row."""
+    """A row of the table ``table``. key: the columns of the primary key."""
 
     table: ClassVar[str]
     key: ClassVar[tuple[str, ...]]
@@ -89,9 +88,9 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Round(Row):
-    """members: enrolled devices when it opened. models_transmitted: models up and down, in whole models.
+    """members: number of enrolled devices when it opened. models_transmitted: up and down, in whole models.
 
-    status: open | closed | abandoned. model_id, served_id: blobs that were published to train on and to evaluate.
+    status: open | closed | abandoned. model_id, served_id: the published blobs to train on and to evaluate.
     """
 
     table = "rounds"
@@ -112,8 +111,8 @@ class Round(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Device(Row):
-    """cannot: why it cannot take part, or None. took_part: an update of it was counted. new: joined to be evaluated.
-    revoked_at: None also for one that was revoked before ledgers kept it."""
+    """cannot: why it cannot take part, or None. took_part: whether an update of it was counted. new: it joined only to
+    be evaluated. revoked_at: None also for a device that was revoked before ledgers stored the time."""
 
     table = "devices"
     key = ("name",)
@@ -134,8 +133,7 @@ class Device(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Invitation(Row):
-    """A token as the aggregator knows it: no secret. public: its key's public half. spent_at: it was used, or its
-    device was revoked."""
+    """A token, without its secret. public: its public key. spent_at: when it was used or its device was revoked."""
 
     table = "invitations"
     key = ("id",)
@@ -149,8 +147,8 @@ class Invitation(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate(Row):
-    """A certificate that was issued. serial: in hex. token: the id of the one that it was given for. public: the
-    device's public key."""
+    """An issued certificate. serial: in hex. token: id of the token that it was issued for. public: the device's public
+    key."""
 
     table = "certificates"
     key = ("serial",)
@@ -166,7 +164,7 @@ class Certificate(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Update(Row):
-    """An upload that was received whole. status: counted | refused | late, with the reason of the last two."""
+    """A completely received update. status: counted | refused | late. reason: of the last two."""
 
     table = "updates"
     key = ("round", "device", "update_id")
@@ -184,8 +182,8 @@ class Update(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic(Row):
-    """Bytes of a device in a round. direction: up | down, seen from the device. kind: model | update | serve | graph,
-    or link: what a connection's counters say that belongs to no single payload (``payload_bytes`` 0)."""
+    """Bytes of a device in a round. direction: up | down, as seen from the device. kind: model | update | serve |
+    graph, or link for bytes of a connection that belong to no payload (``payload_bytes`` 0)."""
 
     table = "traffic"
     key = ("round", "device", "direction", "kind")
@@ -200,7 +198,7 @@ class Traffic(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Energy(Row):
-    """phase: train | adapt | serve | radio | other | idle. source: the meter, or where a model's constants are from."""
+    """phase: train | adapt | serve | radio | other | idle. source: the meter, or the source of a model's constants."""
 
     table = "energy"
     key = ("round", "device", "phase")
@@ -225,7 +223,7 @@ class Flops(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Row):
-    """How a device's answers fared on its own test samples. stage: before | fine_tuned | after personalization."""
+    """Scores of a device's answers on its own test samples. stage: before | fine_tuned | after personalization."""
 
     table = "evaluations"
     key = ("round", "device", "stage")
@@ -241,9 +239,8 @@ class Evaluation(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Alone(Row):
-    """What a device could answer without the fleet, on the test samples of that round's evaluations. frequent: the
-    class that most of its own labelled samples have. method, confusion: of a plain baseline, empty where there is
-    none."""
+    """What a device reaches without the fleet, on the test samples of that round's evaluations. frequent: the most
+    frequent class of its own labelled samples. method, confusion: of a plain baseline, empty if there is none."""
 
     table = "alone"
     key = ("round", "device")
@@ -254,13 +251,13 @@ class Alone(Row):
     confusion: Confusion = ()
 
 
-# In and out -----------------------------------------------------------------------------------------------------------
+# Conversion of rows ---------------------------------------------------------------------------------------------------
 
 R = TypeVar("R", bound=Row)
 
 
 def upsert(kind: type[Row]) -> str:
-    """The statement that ``stored`` belongs to: a row goes in place of the one with the same key."""
+    """The statement that inserts the values of ``stored``, or replaces the row with the same key."""
     names = columns(kind)
     changes = ", ".join(f"{c} = excluded.{c}" for c in names if c not in kind.key)
     return (
@@ -270,7 +267,7 @@ def upsert(kind: type[Row]) -> str:
 
 
 def equal_to(kind: type[Row], equal: Mapping[str, Any]) -> str:
-    """The condition that these columns have the values that are bound to it."""
+    """The condition that these columns equal the bound values. Raises TypeError for an unknown column."""
     unknown = equal.keys() - set(columns(kind))
     if unknown:
         raise TypeError(f"{kind.__name__} has no column {', '.join(sorted(unknown))}")
@@ -283,7 +280,7 @@ def in_rounds(within: range | None) -> str:
 
 
 def stored(row: Row) -> list[Any]:
-    """The values of its columns."""
+    """The row's values as SQLite stores them, in the order of ``columns``."""
     return [_stored(getattr(row, name)) for name in columns(type(row))]
 
 
@@ -292,14 +289,14 @@ def columns(kind: type[Row]) -> list[str]:
 
 
 def made(kind: type[R], values: Sequence[Any]) -> R:
-    """The row of these columns, as they come back."""
+    """The row from SQLite's values, in the order of ``columns``."""
     readers = _readers(typing.cast("Hashable", kind))
     return kind(**{name: read(value) for (name, read), value in zip(readers.items(), values, strict=True)})
 
 
 @functools.cache
 def _readers(kind: Any) -> dict[str, Any]:
-    """How each column comes back: JSON as tuples and mappings, 0/1 as bool, all else as it is."""
+    """Column -> conversion from SQLite: JSON to tuples and mappings, 0/1 to bool, everything else unchanged."""
     hints = typing.get_type_hints(kind)
     return {f.name: _reader(hints[f.name]) for f in dataclasses.fields(kind)}
 
@@ -309,7 +306,8 @@ def _reader(kind: Any) -> Any:
 
 
 def _stored(value: Any) -> Any:
-    """``value`` as SQLite keeps it: numbers of numpy's as Python's (SQLite would take their bytes), trees as JSON."""
+    """``value`` as SQLite stores it: numpy numbers as Python numbers (SQLite would store their bytes), trees as
+    JSON."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, numbers.Real):

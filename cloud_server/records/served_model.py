@@ -1,4 +1,4 @@
-"""The served model of a fleet, by its folder or one of its checkpoints, while an aggregator may be at work there."""
+"""Reads the served model of a fleet from its folder or a checkpoint, also while an aggregator runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STATE, SERVED = "state", "served.safetensors"
 
 
 def place_of(source: Path) -> tuple[Fleet, Path]:
-    """(the fleet, the file of its served model) that ``source`` names: a fleet's folder, for the model that was served
-    last, or a file of its folder ``state``. Raises ConfigError."""
+    """(fleet, file of a served model). source: a fleet's folder, for the last served model, or a file in its folder
+    ``state``. Raises ConfigError."""
     if source.is_dir():
         fleet, served = Fleet.load(source), source / STATE / SERVED
         if not served.exists():
@@ -33,8 +33,8 @@ def place_of(source: Path) -> tuple[Fleet, Path]:
 
 
 def served_model(fleet: Fleet, file: Path, layout: Layout) -> tuple[int, Params]:
-    """(round, the groups that the fleet shares, float32) of the served model in ``file``. Raises StateError for one
-    that is damaged or of another model."""
+    """(round, shared groups as float32) of the served model in ``file``. Raises StateError if it is damaged or of
+    another model."""
     number, arrays = checkpoint.served(file)
     shared = fleet.method.shared
     wire = layout.extended(fleet.method.down, shared)

@@ -1,4 +1,4 @@
-"""Verified updates of the open round on disk, read back in closing order; a killed aggregator loses none of them."""
+"""Verified updates of the open round on disk, so that a killed aggregator loses none."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ MAX_MANIFEST_BYTES = 1 << 26
 
 
 class Spool:
-    """``{folder}/{round}/{device}.update`` (the payload as it came) beside ``{device}.json`` (its manifest)."""
+    """``{folder}/{round}/{device}.update`` has the received payload, ``{device}.json`` its manifest."""
 
     def __init__(self, folder: Path, layout: Layout, groups: tuple[str, ...]):
         self._folder, self._layout, self._groups = folder, layout, groups
 
     def put(self, round_number: int, device: str, manifest: UploadManifest, data: bytes) -> None:
-        """The manifest is written last: with it the update is there, without it it is not. A power cut may undo it:
-        the device keeps its update until a signed record says that it was counted, and offers it again."""
+        """Stores an update. The manifest is written last: without it the update does not count as stored. A power cut
+        may undo it; the device keeps its update until a signed record says that it was counted, and offers it again."""
         self.drop(round_number, device)
         folder = self._folder / str(round_number)
         storage.write_atomic(folder / f"{device}.update", data, durable=False)
         storage.write_atomic(folder / f"{device}.json", messages.encode(manifest), durable=False)
 
     def drop(self, round_number: int, device: str) -> None:
-        """Forgets a device's update."""
+        """Deletes a device's update."""
         (self._folder / str(round_number) / f"{device}.json").unlink(missing_ok=True)
 
     def manifests(self, round_number: int) -> dict[str, UploadManifest]:
-        """Device -> manifest, in closing order; one that a power cut tore is left out. Raises StateError when the disk
-        does not give them."""
+        """Device -> manifest, in the order of aggregation, without manifests damaged by a power cut. Raises StateError
+        if the disk cannot be read."""
         paths = {path.stem: path for path in (self._folder / str(round_number)).glob("*.json")}
         found: dict[str, UploadManifest] = {}
         for name in aggregation.order(paths):
@@ -52,16 +52,16 @@ class Spool:
         return found
 
     def updates(self, round_number: int, counted: Mapping[str, UploadManifest]) -> Updates:
-        """The ``counted`` ones (device -> manifest); can be iterated any number of times, one in memory at a time."""
+        """The ``counted`` updates (device -> manifest), iterable any number of times, one in memory at a time."""
         return Updates(self, round_number, counted)
 
     def check(self, round_number: int, device: str, manifest: UploadManifest) -> None:
-        """Raises StateError when a file that an earlier life has left is not what its manifest says."""
+        """Raises StateError if the stored update does not match its manifest."""
         if Blob.of(self._data(round_number, device, manifest), manifest.blob.chunk) != manifest.blob:
             raise StateError("the update on the disk is not the one that its manifest names", where=device)
 
     def read(self, round_number: int, device: str, manifest: UploadManifest) -> Update:
-        """The update with float32 arrays. Raises StateError or CodecError when the file does not hold it."""
+        """The update with float32 arrays. Raises StateError or CodecError if it cannot be read."""
         params = codecs.decode(manifest.codec, self._data(round_number, device, manifest), self._layout, self._groups)
         return Update(device, Payload(params, manifest.scalars), manifest.samples)
 
@@ -70,14 +70,14 @@ class Spool:
         return storage.read_bytes(path, limit=manifest.blob.size)
 
     def clear(self, keep: int) -> None:
-        """Forgets every round but ``keep``."""
+        """Deletes every round except ``keep``."""
         for folder in self._folder.glob("*"):
             if folder.name != str(keep):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 class Updates:
-    """Updates of one round in closing order, read anew at every iteration."""
+    """Updates of one round in the order of aggregation, read from disk at every iteration."""
 
     def __init__(self, spool: Spool, round_number: int, counted: Mapping[str, UploadManifest]):
         self._spool, self._round, self._counted = spool, round_number, counted
