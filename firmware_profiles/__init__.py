@@ -1,4 +1,7 @@
-"""Boards as data files: one TOML file a board, read by ``fleet_core.board.profile``; constants cite their source."""
+"""Board profiles as data (one TOML file per board, read by ``fleet_core.board.profile``), and flashing.
+
+Constants in a profile cite their source.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What Linux knows of a block device, and whether it may be overwritten: a card that nothing uses, or nothing at all.
+"""Decides whether a block device may be overwritten: only a removable card that nothing uses.
 
-Read from sysfs and procfs (Documentation/ABI/stable/sysfs-block, proc(5)); both can be folders made for a test.
+Reads sysfs and procfs (Documentation/ABI/stable/sysfs-block, proc(5)); tests give folders in their place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SYS, PROC = Path("/sys"), Path("/proc")
 
 @dataclass(frozen=True)
 class Card:
-    """A whole device, or a plain file in place of one. model: for people."""
+    """A whole device, or a plain file in place of one."""
 
     path: Path
     model: str
@@ -30,64 +30,62 @@ class Card:
 
 
 def inspect(path: Path, *, rehearse: bool = False, sys: Path = SYS, proc: Path = PROC) -> Card:
-    """The card at ``path``. Raises ConfigError that says everything that speaks against overwriting it.
+    """The card at ``path``. Raises ConfigError with all reasons not to overwrite it.
 
-    rehearse: a loop device or a plain file may stand for a card.
+    rehearse: accept a loop device or a plain file in place of a card.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise ConfigError(f"cannot be found: {error.strerror}", where=str(path), hint=_hint(sys)) from error
-    if rehearse and stat.S_ISREG(found.st_mode):
-        return Card(path, "a plain file in place of a card", found.st_size, is_file=True)
-    if not stat.S_ISBLK(found.st_mode):
+    if rehearse and stat.S_ISREG(status.st_mode):
+        return Card(path, "a plain file in place of a card", status.st_size, is_file=True)
+    if not stat.S_ISBLK(status.st_mode):
         raise ConfigError("is no block device", where=str(path), hint=_hint(sys))
-    number = f"{os.major(found.st_rdev)}:{os.minor(found.st_rdev)}"
+    number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
     return of_number(path, number, rehearse=rehearse, sys=sys, proc=proc)
 
 
 def of_number(path: Path, number: str, *, rehearse: bool = False, sys: Path = SYS, proc: Path = PROC) -> Card:
-    """As ``inspect``, of the device with the number ``MAJOR:MINOR``."""
+    """As ``inspect``, for the device with the number ``MAJOR:MINOR``."""
     device = (sys / "dev/block" / number).resolve()
     if not device.is_dir():
         raise ConfigError(f"the system does not know block device {number}", where=str(path), expected="Linux")
-    wrong = list(_against(device, rehearse, proc))
-    if wrong:
-        raise ConfigError("; ".join(wrong), where=str(path), hint=_hint(sys))
+    reasons = _reasons_against(device, rehearse, proc)
+    if reasons:
+        raise ConfigError("; ".join(reasons), where=str(path), hint=_hint(sys))
     return Card(path, model(device), size_bytes(device))
 
 
-def _against(device: Path, rehearse: bool, proc: Path) -> list[str]:
-    """What speaks against overwriting a device, most telling first."""
+def _reasons_against(device: Path, rehearse: bool, proc: Path) -> list[str]:
+    """Reasons not to overwrite a device, the most informative first."""
     if (device / "partition").exists():
         return [f"is partition {_text(device / 'partition')} of {device.parent.name}, expected the whole device"]
     parts = [device, *(entry.parent for entry in sorted(device.glob("*/partition")))]
     numbers = {_text(part / "dev"): part.name for part in parts}
-    wrong = []
-    mounted = [f"{numbers[number]} is mounted at {place}" for number, place in _mounts(proc) if number in numbers]
-    wrong += mounted
+    reasons = [f"{numbers[number]} is mounted at {place}" for number, place in _mounts(proc) if number in numbers]
     swaps = _swaps(proc)
-    wrong += [f"{part.name} is swap" for part in parts if part.name in swaps]
+    reasons += [f"{part.name} is swap" for part in parts if part.name in swaps]
     for part in parts:
         holders = sorted(entry.name for entry in (part / "holders").glob("*"))
         if holders:
-            wrong.append(f"{part.name} is held by {', '.join(holders)}")
+            reasons.append(f"{part.name} is held by {', '.join(holders)}")
     if _text(device / "ro") == "1":
-        wrong.append("is read-only (is the card's slider at lock?)")
+        reasons.append("is read-only (is the card's slider at lock?)")
     if size_bytes(device) == 0:
-        wrong.append("has no medium in it")
+        reasons.append("has no medium in it")
     if not (is_removable(device) or (rehearse and device.name.startswith("loop"))):
-        wrong.append("is not removable: a disk of this computer, or one that says it is")
-    return wrong
+        reasons.append("is not removable: a disk of this computer, or one that reports to be one")
+    return reasons
 
 
 def is_removable(device: Path) -> bool:
-    """A medium that comes out, or an SD card: slots say that the card itself is not removable from the card."""
+    """A removable medium or an SD card: card slots report the card as not removable."""
     return _text(device / "removable") == "1" or _text(device / "device/type") == "SD"
 
 
 def model(device: Path) -> str:
-    """What the device calls itself."""
+    """The device's name, for people."""
     words = [_text(device / "device" / name) for name in ("vendor", "model", "name")]
     if device.name.startswith("loop"):
         words = ["a loop device of", _text(device / "loop/backing_file")]
@@ -95,29 +93,29 @@ def model(device: Path) -> str:
 
 
 def size_bytes(device: Path) -> int:
-    """sysfs counts 512 bytes each, whatever the device's sectors are."""
+    """sysfs counts units of 512 bytes, whatever the device's sector size is."""
     text = _text(device / "size")
     return int(text) * 512 if text.isdigit() else 0
 
 
 def removable(sys: Path = SYS) -> list[Path]:
-    """The devices that might be cards."""
+    """The devices in sysfs that may be cards."""
     return [path for path in sorted((sys / "block").glob("*")) if is_removable(path) and size_bytes(path)]
 
 
 def _hint(sys: Path) -> str:
-    found = [f"/dev/{path.name} ({model(path)}, {size_bytes(path) / 1e9:.1f} GB)" for path in removable(sys)]
-    return f"removable here: {', '.join(found)}" if found else "nothing removable is in this computer now"
+    cards = [f"/dev/{path.name} ({model(path)}, {size_bytes(path) / 1e9:.1f} GB)" for path in removable(sys)]
+    return f"removable here: {', '.join(cards)}" if cards else "nothing removable is in this computer now"
 
 
 def _mounts(proc: Path) -> list[tuple[str, str]]:
-    """(device number, place) of all that is mounted (proc_pid_mountinfo(5))."""
+    """(device number, mount point) of all mounts (proc_pid_mountinfo(5))."""
     fields = [line.split() for line in _text(proc / "self/mountinfo").splitlines()]
     return [(parts[2], parts[4]) for parts in fields if len(parts) > 4]
 
 
 def _swaps(proc: Path) -> set[str]:
-    """Names below /dev of what is swapped to."""
+    """Names below /dev of the swap devices."""
     lines = _text(proc / "swaps").splitlines()[1:]
     return {Path(os.path.realpath(line.split()[0])).name for line in lines if line.split()}
 
@@ -127,4 +125,3 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
-

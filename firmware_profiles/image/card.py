@@ -1,8 +1,8 @@
-"""Writes an image onto a card so that what is on it is known: every block, then read back past every cache.
+"""Writes an image to a card, every block of it, and reads it back without caches.
 
-The first MiB goes on last: a card whose writing was cut off has no partition table and starts nothing. Holes of the
-image are written too, since a used card holds something there. A device is opened for this program alone (O_EXCL), and
-read with O_DIRECT, so that the card answers and not the memory.
+The first MiB is written last: a card whose writing was cut off has no partition table and starts nothing. Holes of the
+image are written too, because a used card has old data there. The device is opened exclusively (O_EXCL), and read with
+O_DIRECT, so that the data comes from the card and not from memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Written:
-    """What was done. compared_by: how it was read back. ejected: the card may be taken out at once."""
+    """compared_by: how the card was read back. ejected: the card may be taken out at once."""
 
     bytes: int
     write_s: float
@@ -44,9 +44,9 @@ def write(
     image: Path, card: Card, progress: Progress = lambda what, done, total: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Written:
-    """The image, on the card from its first byte on, compared block by block.
+    """Writes the image from the card's first byte on, and compares it block by block.
 
-    Raises ConfigError for a card that is too small or in use, FlashError where it does not hold what was written.
+    Raises ConfigError if the card is too small or in use, FlashError if it does not hold what was written.
     """
     size = image.stat().st_size
     if size > card.size_bytes:
@@ -56,7 +56,7 @@ def write(
         _write(source.fileno(), device, size, progress)
         between = clock()
         compared_by = _verify(source.fileno(), card, device, HEAD_BYTES, size, progress)
-        _range(source.fileno(), device, 0, min(HEAD_BYTES, size), lambda done: None)
+        _copy_range(source.fileno(), device, 0, min(HEAD_BYTES, size), lambda done: None)
         os.fsync(device)
         _verify(source.fileno(), card, device, 0, min(HEAD_BYTES, size), lambda what, done, total: None)
         ended = clock()
@@ -66,11 +66,12 @@ def write(
 
 @contextlib.contextmanager
 def _opened(card: Card) -> Iterator[int]:
-    alone = 0 if card.is_file else os.O_EXCL
+    exclusive = 0 if card.is_file else os.O_EXCL
     try:
-        device = os.open(card.path, os.O_RDWR | os.O_CLOEXEC | alone)
+        device = os.open(card.path, os.O_RDWR | os.O_CLOEXEC | exclusive)
     except OSError as error:
-        hints = {errno.EBUSY: "something uses it: unmount it", errno.EACCES: "run as root, or as one of group 'disk'"}
+        hints = {errno.EBUSY: "something uses it: unmount it",
+                 errno.EACCES: "run as root, or as a user in the group 'disk'"}
         raise ConfigError(f"cannot be opened: {error.strerror}", where=str(card.path),
                           hint=hints.get(error.errno or 0)) from error
     try:
@@ -86,14 +87,14 @@ def _write(source: int, device: int, size: int, progress: Progress) -> None:
     head = min(HEAD_BYTES, size)
     os.pwrite(device, bytes(head), 0)
     os.fsync(device)
-    _range(source, device, head, size, lambda done: progress("writing", done, size))
+    _copy_range(source, device, head, size, lambda done: progress("writing", done, size))
     os.fsync(device)
     progress("writing", size, size)
 
 
-def _range(source: int, device: int, start: int, end: int, told: Callable[[int], None]) -> None:
-    """Copies from ``start`` to ``end``; synchronised now and then, so that the progress is the card's."""
-    at, since = start, 0
+def _copy_range(source: int, device: int, start: int, end: int, progress: Callable[[int], None]) -> None:
+    """Copies from ``start`` to ``end``, and syncs regularly, so that the progress is that of the card."""
+    at, unsynced = start, 0
     while at < end:
         block = os.pread(source, min(BLOCK_BYTES, end - at), at)
         if not block:
@@ -102,30 +103,30 @@ def _range(source: int, device: int, start: int, end: int, told: Callable[[int],
         while view:
             count = os.pwrite(device, view, place)
             view, place = view[count:], place + count
-        at, since = at + len(block), since + len(block)
-        if since >= SYNC_BYTES:
+        at, unsynced = at + len(block), unsynced + len(block)
+        if unsynced >= SYNC_BYTES:
             os.fdatasync(device)
-            since = 0
-        told(at)
+            unsynced = 0
+        progress(at)
 
 
 # Reading back ---------------------------------------------------------------------------------------------------------
 
 
 def _verify(source: int, card: Card, device: int, start: int, end: int, progress: Progress) -> str:
-    """Compares bytes ``start`` to ``end``. Raises FlashError at the first that differs. Returns how it was read."""
+    """Compares bytes ``start`` to ``end``; returns how they were read. Raises FlashError at the first difference."""
     if not card.is_file:
         fcntl.ioctl(device, BLKFLSBUF, 0)
     os.posix_fadvise(device, 0, 0, os.POSIX_FADV_DONTNEED)
     reader, how = _uncached(card.path)
     at = start - start % ALIGNED_BYTES
     try:
-        with mmap.mmap(-1, BLOCK_BYTES) as buffer:  # begins at a page, as O_DIRECT asks
+        with mmap.mmap(-1, BLOCK_BYTES) as buffer:  # page-aligned, as O_DIRECT needs
             while at < end:
                 wanted = os.pread(source, min(BLOCK_BYTES, end - at), at)
-                found = _filled(reader, buffer, -(-len(wanted) // ALIGNED_BYTES) * ALIGNED_BYTES, at)
-                if found < len(wanted) or buffer[: len(wanted)] != wanted:
-                    _differs(wanted, buffer[:found], at)
+                count = _read_into(reader, buffer, -(-len(wanted) // ALIGNED_BYTES) * ALIGNED_BYTES, at)
+                if count < len(wanted) or buffer[: len(wanted)] != wanted:
+                    raise _difference(wanted, buffer[:count], at)
                 at += len(wanted)
                 progress("verifying", min(at, end), end)
     finally:
@@ -134,7 +135,7 @@ def _verify(source: int, card: Card, device: int, start: int, end: int, progress
 
 
 def _uncached(path: Path) -> tuple[int, str]:
-    """A descriptor that reads past the memory, where the file system can."""
+    """(descriptor that reads without the page cache if possible, how it reads)."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     direct = getattr(os, "O_DIRECT", 0)
     if direct:
@@ -143,20 +144,21 @@ def _uncached(path: Path) -> tuple[int, str]:
     return os.open(path, flags), "reading with the cache dropped"
 
 
-def _filled(reader: int, buffer: mmap.mmap, count: int, at: int) -> int:
-    """Reads up to ``count`` bytes from ``at`` on; fewer at the end of a file that stands for a card."""
+def _read_into(reader: int, buffer: mmap.mmap, count: int, at: int) -> int:
+    """Reads up to ``count`` bytes from ``at`` on; fewer at the end of a file in place of a card."""
     with memoryview(buffer) as view:
         return os.preadv(reader, [view[:count]], at)
 
 
-def _differs(wanted: bytes, found: bytes, at: int) -> None:
-    first = next((n for n, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), len(found))
-    raise FlashError(f"the card does not hold what was written, first at byte {at + first}",
-                     hint="try again; a card that does so twice is worn out, or smaller than it says")
+def _difference(wanted: bytes, read: bytes, at: int) -> FlashError:
+    first = next((n for n, (a, b) in enumerate(zip(wanted, read, strict=False)) if a != b), len(read))
+    return FlashError(f"the card does not hold what was written, first at byte {at + first}",
+                      hint="try again; a card that fails twice is worn out, or smaller than it reports")
 
 
 def _eject(device: int) -> bool:
-    """Has the kernel read the new table, and the reader let go of the card; neither is needed for the data."""
+    """Makes the kernel read the new table and the reader eject the card; the data does not depend on it. Returns
+    whether the card was ejected."""
     for request in (BLKRRPART, CDROMEJECT):
         try:
             fcntl.ioctl(device, request, 0)

@@ -1,5 +1,7 @@
-"""What a FAT file system says of itself: its kind, its serial number, and the room that is left (Microsoft's FAT
-specification of 2005, ECMA-107). Read only; mtools writes."""
+"""Reads a FAT file system's kind, serial number and free space (Microsoft's FAT specification of 2005, ECMA-107).
+
+``partition_files`` writes to it by mtools.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Fat:
-    """bits: 12, 16 or 32. serial: as in /dev/disk/by-uuid. cluster_bytes: what a file takes is a multiple of it."""
+    """bits: 12, 16 or 32. serial: as in /dev/disk/by-uuid. cluster_bytes: the unit in which files take space."""
 
     bits: int
     serial: str
@@ -24,16 +26,16 @@ class Fat:
 
 
 def is_fat(sector: bytes) -> bool:
-    """Whether a first sector, of 512 bytes, is one of FAT 12, 16 or 32."""
+    """Whether the first 512 bytes of a partition are those of FAT 12, 16 or 32."""
     if len(sector) < 512 or sector[510:512] != b"\x55\xaa" or sector[0] not in (0xEB, 0xE9):
         return False
     size, cluster, reserved, tables = struct.unpack_from("<HBHB", sector, 11)
-    power = size in (512, 1024, 2048, 4096) and cluster and cluster & (cluster - 1) == 0
-    return bool(power and reserved and tables in (1, 2) and (sector[21] >= 0xF0))
+    powers_of_2 = size in (512, 1024, 2048, 4096) and cluster and cluster & (cluster - 1) == 0
+    return bool(powers_of_2 and reserved and tables in (1, 2) and (sector[21] >= 0xF0))
 
 
 def read(file: BinaryIO, start: int, size: int) -> Fat:
-    """The file system in the ``size`` bytes from the byte ``start`` on. Raises FlashError for a damaged one."""
+    """The file system in ``size`` bytes from the byte ``start`` on. Raises FlashError if it is damaged."""
     file.seek(start)
     sector = file.read(512)
     if not is_fat(sector):
@@ -48,13 +50,13 @@ def read(file: BinaryIO, start: int, size: int) -> Fat:
     if clusters < 1 or total * bytes_each > size or not fits:
         raise FlashError("the FAT file system of the first partition is damaged", hint="fetch the image again")
     serial = struct.unpack_from("<I", sector, 67 if bits == 32 else 39)[0]
-    free = _free(file, start + reserved * bytes_each, clusters, bits)
-    named = f"{serial >> 16:04X}-{serial & 0xFFFF:04X}"
-    return Fat(bits, named, bytes_each * per_cluster, clusters, free * bytes_each * per_cluster)
+    free = _free_clusters(file, start + reserved * bytes_each, clusters, bits)
+    serial_text = f"{serial >> 16:04X}-{serial & 0xFFFF:04X}"
+    return Fat(bits, serial_text, bytes_each * per_cluster, clusters, free * bytes_each * per_cluster)
 
 
-def _free(file: BinaryIO, at: int, clusters: int, bits: int) -> int:
-    """How many entries of the table are zero; the first two belong to no cluster."""
+def _free_clusters(file: BinaryIO, at: int, clusters: int, bits: int) -> int:
+    """The number of zero entries in the table at ``at``; the first two entries belong to no cluster."""
     file.seek(at)
     if bits == 12:
         table = file.read((clusters + 2) * 3 // 2 + 2)
@@ -76,6 +78,6 @@ def _entry12(table: bytes, number: int) -> int:
 
 
 def needed(fat: Fat, sizes: list[int], folders: int) -> int:
-    """Bytes that files of ``sizes`` and ``folders`` take: whole clusters, and some for the names."""
+    """Bytes that files of these sizes and this number of folders take: whole clusters, and some for the names."""
     names = folders + 1 + len(sizes) * 256 // fat.cluster_bytes
     return (sum(-(-size // fat.cluster_bytes) for size in sizes) + names + 8) * fat.cluster_bytes

@@ -1,7 +1,7 @@
-"""The agent as a wheel, packed from the very modules that run here (PEP 427, core metadata 2.1).
+"""Packs the agent as a wheel from the modules that run here, of a checkout or an installation.
 
-That is a checkout where Metafleet runs from one, and what pip installed elsewhere; nothing is built or fetched for it.
-Only what a device runs goes in: ``fleet_core`` and ``edge_agent``.
+Nothing is built or fetched. The wheel (PEP 427, core metadata 2.1) has what a device runs: ``fleet_core`` and
+``edge_agent``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fleet_core import __version__
 from fleet_core.base.errors import FlashError
 
 PACKAGES = ("edge_agent", "fleet_core")
-KEPT = ("Requires-Python", "License-Expression", "Provides-Extra", "Requires-Dist")
+METADATA_FIELDS = ("Requires-Python", "License-Expression", "Provides-Extra", "Requires-Dist")
 EPOCH = (1980, 1, 1, 0, 0, 0)
-NOT_FOR_DEVICES = ("heartbeat.npz",)  # 3 MB for the demo; a device has samples of its own
+NOT_FOR_DEVICES = ("heartbeat.npz",)  # 3 MB of samples for the demo
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """path: of the file. digest: SHA-256 of what is in it, in hex. source: what it was packed from, for people."""
+    """digest: SHA-256 of the content, in hex. source: where the modules are from, for people."""
 
     path: Path
     digest: str
@@ -35,7 +35,7 @@ class Wheel:
 
 
 def make(folder: Path) -> Wheel:
-    """The wheel, in ``folder``; the same bytes for the same modules. Raises FlashError."""
+    """Writes the wheel to ``folder``; the same modules give the same bytes. Raises FlashError."""
     info = f"metafleet-{__version__}.dist-info"
     files = dict(_modules())
     files[f"{info}/METADATA"] = _metadata().encode()
@@ -71,27 +71,26 @@ def _modules() -> Iterator[tuple[str, bytes]]:
 
 
 def _folder(package: str) -> Path:
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        raise FlashError(f"the package {package} is not here as files", hint="install Metafleet anew")
-    return Path(next(iter(found.submodule_search_locations)))
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise FlashError(f"the package {package} is not installed as files", hint="install Metafleet again")
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def _metadata() -> str:
-    """What the installed distribution says of its dependencies; no other field is needed on a device."""
+    """The dependencies, from the installed distribution's metadata; a device needs no other field."""
     try:
-        told = importlib.metadata.metadata("metafleet")
+        installed = importlib.metadata.metadata("metafleet")
     except importlib.metadata.PackageNotFoundError as error:
         raise FlashError("Metafleet is not installed, only its modules are here", hint="pip install it") from error
     lines = ["Metadata-Version: 2.4", "Name: metafleet", f"Version: {__version__}"]
-    lines += [f"{key}: {value}" for key in KEPT for value in told.get_all(key, [])]
+    lines += [f"{key}: {value}" for key in METADATA_FIELDS for value in installed.get_all(key, [])]
     return "\n".join(lines) + "\n"
 
 
 def _source() -> str:
-    """A checkout's folder, or the installed distribution."""
-    told = importlib.metadata.distribution("metafleet").read_text("direct_url.json")
-    editable = bool(told) and json.loads(told or "{}").get("dir_info", {}).get("editable", False)
-    if editable:
+    """The checkout's folder, or the installed distribution."""
+    origin = json.loads(importlib.metadata.distribution("metafleet").read_text("direct_url.json") or "{}")
+    if origin.get("dir_info", {}).get("editable", False):
         return f"the source in {_folder('fleet_core').parent}"
     return f"the installed distribution metafleet {__version__}"

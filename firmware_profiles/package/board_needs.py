@@ -1,4 +1,4 @@
-"""What flashing asks of a board: plain values, which the command line takes out of the board's profile."""
+"""What flashing needs to know of a board, as plain values from the board's profile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError
 from fleet_core.board.profile import Image, Profile
 
-UV_KNOWS = (17, 28, *range(31, 41))
+UV_GLIBC_MINORS = (17, 28, *range(31, 41))
+"""The minor versions of glibc 2 that uv has a platform for."""
+
 FIRST_BOOT = ("cloud-init", "firstrun", "ssh")
 
 
@@ -20,16 +22,16 @@ class Machine:
 
     Args:
         board: the profile's name.
-        arch: as ``uname -m`` says: aarch64 or x86_64.
-        python: the system's Python, as ``3.13``; what the wheels are for.
-        glibc: the oldest that the wheels may need, as ``2.28``.
-        first_boot: how the system is told what to do: cloud-init, firstrun, or ssh for none on the card.
-        os: the system, for people.
+        arch: as ``uname -m`` prints it: aarch64 or x86_64.
+        python: the system's Python, as ``3.13``, for which wheels are picked.
+        glibc: the newest glibc that the wheels may need, as ``2.28``.
+        first_boot: what sets up the system at its first start: cloud-init, firstrun, or ssh for nothing on the card.
+        os: the system's name, for people.
         pins: exact versions by package.
-        train: whether torch comes along.
-        memory_max: of the agent's unit, as systemd spells it.
-        groups: that the agent needs for the board's power sensor, where they exist.
-        devices: that it needs under /dev.
+        train: whether torch is included.
+        memory_max: MemoryMax of the agent's unit.
+        groups: groups that the agent joins, if they exist, for the board's power sensor.
+        devices: device files that the agent needs.
     """
 
     board: str
@@ -46,23 +48,23 @@ class Machine:
 
     @property
     def platform(self) -> str:
-        """As uv names it: the tags of the wheels that this system takes; uv knows not every glibc."""
+        """uv's platform for this system, with the newest glibc that uv knows and the system has."""
         major, minor = (int(part) for part in self.glibc.split(".")[:2])
-        known = max((m for m in UV_KNOWS if (2, m) <= (major, minor)), default=17)
+        known = max((m for m in UV_GLIBC_MINORS if (2, m) <= (major, minor)), default=17)
         return f"{self.arch}-manylinux_2_{known}"
 
     @property
     def is_raspberry_pi(self) -> bool:
-        """Whether its kernel reads cmdline.txt from the first partition."""
+        """Whether the kernel reads cmdline.txt from the first partition."""
         return re.match(r"raspberry-pi", self.board) is not None
 
 
 def of(profile: Profile, os: str | None = None, *, train: bool = True, python: str | None = None) -> Machine:
     """The machine of a board's profile.
 
-    os: words of one of its systems' names, as ``bookworm``; None for the first. train: as the device file wishes; the
-    profile may say that the board cannot. python: that was found on the device, in place of the profile's. Raises
-    ConfigError for a system that the profile does not name.
+    os: words of the name of one of its systems, as ``bookworm``; None for the first. train: wanted by the device file;
+    ignored if the board cannot train. python: found on the device, replaces the profile's. Raises ConfigError for a
+    system that the profile does not name.
     """
     image = _image(profile, os)
     python = python or image.python or profile.wheels.python
@@ -73,13 +75,13 @@ def of(profile: Profile, os: str | None = None, *, train: bool = True, python: s
     return Machine(
         board=profile.name, arch=profile.arch, python=".".join(python.split(".")[:2]), glibc=profile.glibc or "2.28",
         first_boot=image.first_boot, os=image.name, pins=profile.wheels.pins, train=train and profile.can.train,
-        memory_max=profile.memory_max or _share(profile),
+        memory_max=profile.memory_max or _memory_share(profile),
         groups=("video",) if sensor == "pmic" else (), devices=("/dev/vcio",) if sensor == "pmic" else (),
     )
 
 
-def _share(profile: Profile) -> str:
-    """Of the memory, for the agent, where the profile does not say: a small board is for little else."""
+def _memory_share(profile: Profile) -> str:
+    """The agent's share of the memory by default; larger on a small board, which does little else."""
     return "90%" if max(profile.memory_mib, default=2048) <= 1024 else "80%"
 
 

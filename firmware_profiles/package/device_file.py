@@ -1,25 +1,25 @@
-"""DEVICE.toml: one device as a person writes it down, from which ``metafleet flash`` makes it.
+"""DEVICE.toml: the user's description of a device, which ``metafleet flash`` reads.
 
     name = "kitchen"
     fleet = "living-lab"                      # the fleet's folder, beside this file or absolute
     board = "raspberry-pi-4b"                 # metafleet profiles
-    image = "raspios-trixie-arm64-lite.img.xz"    # to begin from; not for ssh://
+    image = "raspios-trixie-arm64-lite.img.xz"    # the system's image; not for ssh://
     broker = "mqtts://192.168.1.10:8883"      # as the device reaches it; default: the fleet's
-    wheels = ["my_lab-1.0-py3-none-any.whl"]  # of your own, with a model or a method; they come along
+    wheels = ["my_lab-1.0-py3-none-any.whl"]  # your own, with a model or a method; they are installed too
 
     [wifi]
     ssid = "Home"
-    country = "DE"                            # the password: here, or in METAFLEET_WIFI_PASSWORD
+    country = "DE"                            # password: here, or in METAFLEET_WIFI_PASSWORD
 
     [ssh]
     user = "me"
     authorized_keys = ["~/.ssh/id_ed25519.pub"]
 
-    [data]                                    # these go into the device's own device.toml as they are
+    [data]                                    # copied to the device's device.toml
     samples = "/srv/samples.npz"
 
-All mistakes are reported at once. The Wi-Fi password is in no message, and in no object's text. METAFLEET_SSH_KEY may
-hold a key, or the file of one, in place of authorized_keys.
+All mistakes are reported at once. The Wi-Fi password is in no message and no repr. METAFLEET_SSH_KEY may hold a key, or
+the path of a key file, in place of authorized_keys.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from fleet_core.base.schema import Problem
 
 PASSWORD = "METAFLEET_WIFI_PASSWORD"
 SSH_KEY = "METAFLEET_SSH_KEY"
-"""A public key, or a file that holds some, in place of [ssh] authorized_keys."""
+"""Environment variable with a public key or a file of keys; replaces [ssh] authorized_keys."""
 MASK = "********"
-"""Stands wherever a password or a token would be shown."""
+"""Shown in place of a password or a token."""
 NAME = r"[A-Za-z0-9_-]{1,64}"
 HOSTNAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 RESERVED = ("root", "metafleet")
@@ -53,8 +53,8 @@ MAX_KEY_BYTES = 1 << 14
 
 @dataclass(frozen=True)
 class Wifi:
-    """A network that takes a password. security: ``wpa2`` for all that take WPA2, with WPA3 beside it or not; ``wpa3``
-    for one that takes WPA3 alone. password: 8 to 63 characters; for WPA2 also the 64 hex digits derived from it."""
+    """A network with a password. security: ``wpa2`` if the network accepts WPA2, ``wpa3`` if it accepts WPA3 only.
+    password: 8 to 63 characters; for WPA2 also the 64 hex digits derived from it."""
 
     ssid: str = field(metadata={"max_length": 32})
     country: str = field(metadata={"pattern": r"[A-Z]{2}", "words": "two capital letters, as DE"})
@@ -64,8 +64,8 @@ class Wifi:
 
     @property
     def key(self) -> str:
-        """What is written: for WPA2 64 hex digits in place of the password, PBKDF2 as in IEEE 802.11i, annex H.4; WPA3
-        (SAE) derives nothing beforehand and needs the password itself."""
+        """The key to write to the device: for WPA2 64 hex digits derived from the password by PBKDF2 (IEEE 802.11i,
+        annex H.4); for WPA3 (SAE) the password itself, from which nothing can be derived beforehand."""
         if self.security == "wpa3":
             return self.password or ""
         if self.password == MASK:
@@ -77,7 +77,7 @@ class Wifi:
 
 @dataclass(frozen=True)
 class Ssh:
-    """user: that may log in, by key only. authorized_keys: public keys, or files that hold them."""
+    """user: may log in, by key only. authorized_keys: public keys, or files of them."""
 
     user: str = field(metadata={
         "pattern": r"[a-z_][a-z0-9_-]{0,31}", "words": "1 to 32 small letters, digits, '-' or '_'",
@@ -87,8 +87,8 @@ class Ssh:
 
 @dataclass(frozen=True)
 class DeviceFile:
-    """The whole file. os: a release that the board's profile names. hostname: default, the name in lower case.
-    wheels: files of one's own."""
+    """The whole file. os: words of a system that the board's profile names. hostname: default, the name in lower case.
+    wheels: the user's wheel files."""
 
     name: str = field(metadata={"pattern": NAME, "words": "1 to 64 letters, digits, '-' or '_'"})
     fleet: str = field(metadata={"max_length": 4096})
@@ -110,64 +110,63 @@ class DeviceFile:
 
     @property
     def host(self) -> str:
-        """The name that the device has in its network."""
+        """The device's host name."""
         plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:63].rstrip("-")
         return self.hostname or plain or "metafleet"
 
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
-        """The tables that go into the device's own device.toml; those that are empty are left out."""
+        """The tables to copy to the device's device.toml, without empty ones."""
         named = ("data", "train", "personalize", "serve", "power")
         return {name: dict(getattr(self, name)) for name in named if getattr(self, name)}
 
     def masked(self) -> DeviceFile:
-        """The same with stars in place of the Wi-Fi password and the ssh keys: what may be shown."""
-        wifi = None if self.wifi is None else replace(self.wifi, password=_stars(self.wifi))
-        keys = () if self.ssh is None else tuple(map(_starred, self.ssh.authorized_keys))
+        """A copy to show, with stars in place of the Wi-Fi password and the ssh keys."""
+        wifi = None if self.wifi is None else replace(self.wifi, password=_masked_password(self.wifi))
+        keys = () if self.ssh is None else tuple(map(_masked_key, self.ssh.authorized_keys))
         ssh = None if self.ssh is None else replace(self.ssh, authorized_keys=keys)
         return replace(self, wifi=wifi, ssh=ssh)
-
-
-def _stars(wifi: Wifi) -> str:
-    """As long as the password is, where it is written as it is."""
-    return "*" * len(wifi.password or MASK) if wifi.security == "wpa3" else MASK
 
 
 Check = Callable[[Mapping[str, Any]], list[Problem]]
 
 
-def _starred(key: str) -> str:
-    """As long as it is, without the key itself."""
+def _masked_password(wifi: Wifi) -> str:
+    """Of the same length if the password itself is written, so that files keep their size."""
+    return "*" * len(wifi.password or MASK) if wifi.security == "wpa3" else MASK
+
+
+def _masked_key(key: str) -> str:
+    """Of the same length."""
     kind, _, rest = key.partition(" ")
     blob, space, comment = rest.partition(" ")
     return f"{kind} {'*' * len(blob)}{space}{comment}"
 
 
 def load(path: Path, environ: Mapping[str, str], check: Check | None = None) -> DeviceFile:
-    """The file, with keys read and wheels found where they lie; a password and a key in ``environ`` take the place of
-    the file's.
+    """Reads the file, its keys and the paths of its wheels; a password and a key in ``environ`` replace the file's.
 
-    check: finds what else is wrong with its tables. Raises ConfigError that lists every mistake, by line.
+    check: finds more problems in the tables. Raises ConfigError that lists every mistake, by line.
     """
     text = config.text_of(path)
     tables = config.tables(text, str(path))
     device, problems = schema.read(DeviceFile, tables)
-    wifi, wrong = _wifi(tables.get("wifi"), environ)
-    ssh, more = _ssh(tables.get("ssh"), environ, path.parent)
-    wheels, missing = _wheels(tables.get("wheels"), path.parent)
-    problems += [*wrong, *more, *missing, *(() if check is None else check(tables))]
+    wifi, wifi_problems = _wifi(tables.get("wifi"), environ)
+    ssh, ssh_problems = _ssh(tables.get("ssh"), environ, path.parent)
+    wheels, wheel_problems = _wheels(tables.get("wheels"), path.parent)
+    problems += [*wifi_problems, *ssh_problems, *wheel_problems, *(() if check is None else check(tables))]
     if device is None or problems:
-        raise _listed(problems, text, path)
+        raise _error_of(problems, text, path)
     return replace(device, wifi=wifi, ssh=ssh, wheels=wheels)
 
 
-def _listed(problems: list[Problem], text: str, path: Path) -> ConfigError:
+def _error_of(problems: list[Problem], text: str, path: Path) -> ConfigError:
     ordered = sorted(problems, key=lambda problem: config.line_of(text, problem.key))
     return ConfigError("\n".join(config.located(problem, text, str(path)) for problem in ordered))
 
 
 def _wifi(table: Any, environ: Mapping[str, str]) -> tuple[Wifi | None, list[Problem]]:
-    """The network with the environment's password, and what is wrong beside what its types say."""
+    """(network with the environment's password, problems that the schema does not find)."""
     wifi = None if table is None else schema.read(Wifi, table)[0]
     if wifi is None:
         return None, []
@@ -179,12 +178,12 @@ def _wifi(table: Any, environ: Mapping[str, str]) -> tuple[Wifi | None, list[Pro
     elif not re.fullmatch(r"[ -~]{8,63}|[0-9A-Fa-f]{64}", password):
         problems.append(Problem("wifi.password", "expected 8 to 63 characters of ASCII, or 64 hex digits"))
     elif wifi.security == "wpa3" and len(password) == 64:
-        problems.append(Problem("wifi.password", "is a key that was derived for WPA2; WPA3 needs the password"))
+        problems.append(Problem("wifi.password", "is a key derived for WPA2; WPA3 needs the password itself"))
     return replace(wifi, password=password), problems
 
 
 def _ssh(table: Any, environ: Mapping[str, str], folder: Path) -> tuple[Ssh | None, list[Problem]]:
-    """Who may log in, with the environment's key or the files' in place of the files, and what is wrong."""
+    """([ssh] with the keys read from the environment or the files, problems that the schema does not find)."""
     ssh = None if table is None else schema.read(Ssh, table)[0]
     if ssh is None:
         return None, []
@@ -192,41 +191,41 @@ def _ssh(table: Any, environ: Mapping[str, str], folder: Path) -> tuple[Ssh | No
     keys: list[str] = []
     problems: list[Problem] = []
     if ssh.user in RESERVED:
-        problems.append(Problem("ssh.user", f"'{ssh.user}' is the system's own, expected another name"))
+        problems.append(Problem("ssh.user", f"'{ssh.user}' is a system user, expected another name"))
     for number, entry in enumerate(entries):
-        found = [entry.strip()] if re.match(r"(ssh-|ecdsa-|sk-)", entry) else _keys_in(entry, folder)
-        if not found or not all(map(is_public_key, found)):
+        read = [entry.strip()] if re.match(r"(ssh-|ecdsa-|sk-)", entry) else _keys_in(entry, folder)
+        if not read or not all(map(is_public_key, read)):
             what = "is no public key, and no file of public keys (as in ~/.ssh/id_ed25519.pub)"
             problems.append(Problem(f"ssh.authorized_keys[{number}]", what))
         else:
-            keys += found
+            keys += read
     if not entries:
         problems.append(Problem("ssh.authorized_keys", f"is empty, and {SSH_KEY} is not set: nobody could log in"))
     return replace(ssh, authorized_keys=tuple(dict.fromkeys(keys))), problems
 
 
 def _wheels(entries: Any, folder: Path) -> tuple[tuple[str, ...], list[Problem]]:
-    """The paths of the wheels, and what is wrong with them beside what their type says."""
-    named_here = entries if isinstance(entries, list) and all(isinstance(e, str) for e in entries) else []
-    paths = [_beside(folder, entry) for entry in named_here]
+    """(paths of the wheels, problems that the schema does not find)."""
+    names = entries if isinstance(entries, list) and all(isinstance(e, str) for e in entries) else []
+    paths = [_path_of(folder, entry) for entry in names]
     problems, seen = [], dict[str, int]()
     for number, path in enumerate(paths):
         first = seen.setdefault(own_wheels.package(path), number)
-        what = own_wheels.wrong(path) or (f"is the package of wheels[{first}] once more" if first < number else "")
+        what = own_wheels.problem(path) or (f"is the same package as wheels[{first}]" if first < number else "")
         if what:
             problems.append(Problem(f"wheels[{number}]", what))
     return tuple(map(str, paths)), problems
 
 
-def _beside(folder: Path, entry: str) -> Path:
-    """What a file names: in its folder, or absolute; a home that there is not is taken as it is written."""
+def _path_of(folder: Path, entry: str) -> Path:
+    """Relative to ``folder``, or absolute; ``~`` is kept if there is no such home."""
     with contextlib.suppress(RuntimeError):
         return (folder / Path(entry).expanduser()).absolute()
     return (folder / entry).absolute()
 
 
 def _keys_in(entry: str, folder: Path) -> list[str]:
-    path = _beside(folder, entry)
+    path = _path_of(folder, entry)
     try:
         if path.stat().st_size > MAX_KEY_BYTES:
             return []
@@ -238,12 +237,12 @@ def _keys_in(entry: str, folder: Path) -> list[str]:
 
 def is_public_key(text: str) -> bool:
     """Whether ``text`` is one line of OpenSSH's authorized_keys, without options (RFC 4253, section 6.6)."""
-    found = re.fullmatch(rf"{KEY_TYPES} ([A-Za-z0-9+/]+={{0,2}})( [ -~]*)?", text)
-    if found is None:
+    match = re.fullmatch(rf"{KEY_TYPES} ([A-Za-z0-9+/]+={{0,2}})( [ -~]*)?", text)
+    if match is None:
         return False
     try:
-        blob = base64.b64decode(found[4], validate=True)
+        blob = base64.b64decode(match[4], validate=True)
     except binascii.Error:
         return False
-    name = found[1].encode()
+    name = match[1].encode()
     return blob[: 4 + len(name)] == len(name).to_bytes(4, "big") + name and len(blob) > 4 + len(name)

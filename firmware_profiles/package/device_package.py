@@ -1,13 +1,13 @@
-"""What one device gets: the program of its board, its settings, its one-time token, the unit and what installs them.
+"""The package of one device: its board's program, settings, one-time token, systemd unit and installer.
 
-A plain folder, ``metafleet/``, that lies on the card's first partition or is sent over SSH:
+A plain folder, ``metafleet/``, on the card's first partition or sent over SSH:
 
-    install.sh          puts everything in its place; POSIX shell, no network
-    package.env         which program this is, its SHA-256, and the system that it is for
+    install.sh          installs everything; POSIX shell, no network
+    package.env         the program's version and SHA-256, and the system that it is for
     program.tar.gz      the agent and its wheels (``firmware_profiles.package.program``)
     metafleet.service   the unit
     etc/                device.toml, the authority's certificate, the board's profile
-    home/               the one-time token; installed with mode 0600 and erased here
+    home/               the one-time token; installed with mode 0600 and then erased here
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class File:
-    """path: with ``/``, relative. secret: its bytes are shown nowhere."""
+    """path: relative, with ``/``. secret: the content is never shown."""
 
     path: str
     data: bytes = field(repr=False)
@@ -43,7 +43,7 @@ class File:
 
 @dataclass(frozen=True)
 class Package:
-    """files: all but the program, which is as large as hundreds of them; paths are relative to the package's folder."""
+    """files: all but the program's archive; paths are relative to the package's folder."""
 
     device: str
     machine: Machine
@@ -61,9 +61,10 @@ def make(
     """The package of ``device``.
 
     home: files of the agent's home by name. Settings and certificates (``.toml``, ``.pem``, ``.crt``) are installed in
-    /etc/metafleet with a link in the home, all others, and those in ``secret``, in the home itself. Raises ConfigError.
+    /etc/metafleet with a link in the home; other files, and those in ``secret``, in the home itself. Raises
+    ConfigError.
     """
-    hidden = set(secret)
+    secrets = set(secret)
     files = [
         File("install.sh", INSTALL.read_bytes(), 0o755),
         File("package.env", _environment(machine, program).encode()),
@@ -72,13 +73,13 @@ def make(
     for name, data in sorted(home.items()):
         if not PLAIN_NAME.fullmatch(name):
             raise ConfigError(f"'{name}' is no plain name of a file", where=device)
-        own = name in hidden or PurePosixPath(name).suffix not in IN_ETC
-        files.append(File(f"{'home' if own else 'etc'}/{name}", data, 0o600 if own else 0o644, secret=own))
+        in_home = name in secrets or PurePosixPath(name).suffix not in IN_ETC
+        files.append(File(f"{'home' if in_home else 'etc'}/{name}", data, 0o600 if in_home else 0o644, secret=in_home))
     return Package(device, machine, program, tuple(files))
 
 
 def _environment(machine: Machine, program: Program) -> str:
-    """What install.sh reads."""
+    """package.env, which install.sh reads."""
     values = {
         "VERSION": program.version, "PYTHON": machine.python, "ARCH": machine.arch, "SHA256": program.sha256,
         "GROUPS_WANTED": " ".join(machine.groups),
@@ -87,22 +88,20 @@ def _environment(machine: Machine, program: Program) -> str:
 
 
 def save(package: Package, folder: Path) -> Path:
-    """The package as plain files in ``folder``/metafleet; the program is linked where it can be, else copied.
-
-    Secrets are written with mode 0600. Returns the package's folder.
-    """
-    place = folder / FOLDER
+    """Writes the package to ``folder``/metafleet, secrets with mode 0600; the program is hard-linked if possible, else
+    copied. Returns the package's folder."""
+    package_folder = folder / FOLDER
     for file in package.files:
-        path = place / file.path
+        path = package_folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, file.mode)
         with os.fdopen(handle, "wb") as opened:
             os.fchmod(opened.fileno(), file.mode)
             opened.write(file.data)
-    program = place / "program.tar.gz"
+    program = package_folder / "program.tar.gz"
     program.unlink(missing_ok=True)
     try:
         os.link(package.program.path, program)
     except OSError:
         shutil.copyfile(package.program.path, program)
-    return place
+    return package_folder

@@ -1,4 +1,4 @@
-"""Wheels of the user's own, which come along to a board with a model or a method (PEP 427)."""
+"""The user's own wheels, with a model or a method, which are installed on a board too (PEP 427)."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import zipfile
 from pathlib import Path
 
 NAME = r"([A-Za-z0-9][\w.]*)-[\w.!+]+(-\d\w*)?-[\w.]+-[\w.]+-[\w.]+\.whl"
-"""Distribution, version, build, and the tags of Python, ABI and platform."""
+"""A wheel's file name: distribution, version, build, and the tags of Python, ABI and platform."""
 MAX_ENTRY_POINTS = 1 << 20
 
 
 def package(path: Path) -> str:
-    """The distribution that the file's name tells, as indexes spell it; empty where it is no wheel's name."""
-    named = re.fullmatch(NAME, path.name)
-    return re.sub(r"[-_.]+", "-", named[1]).lower() if named else ""
+    """The normalized name of the distribution, from the file's name; empty if that is no wheel's name."""
+    match = re.fullmatch(NAME, path.name)
+    return re.sub(r"[-_.]+", "-", match[1]).lower() if match else ""
 
 
-def wrong(path: Path) -> str:
-    """Why ``path`` cannot come along; empty where it can."""
+def problem(path: Path) -> str:
+    """Why ``path`` cannot be installed on a board; empty if it can."""
     if not package(path):
         return "is no wheel (python -m build makes one, as my_lab-1.0-py3-none-any.whl)"
     if not os.access(path, os.R_OK):
         return f"there is no file '{path}' that can be read"
     if package(path) == "metafleet":
-        return "is the agent, which comes along by itself"
+        return "is the agent, which is always installed"
     try:
         with zipfile.ZipFile(path) as archive:
-            whole = any(name.endswith(".dist-info/METADATA") for name in archive.namelist())
+            has_metadata = any(name.endswith(".dist-info/METADATA") for name in archive.namelist())
     except (zipfile.BadZipFile, OSError):
-        whole = False
-    return "" if whole else f"'{path}' is no file of a wheel"
+        has_metadata = False
+    return "" if has_metadata else f"'{path}' is no file of a wheel"
 
 
 def holds(path: Path, module: str) -> bool:
-    """Whether the wheel has the module, by its name with dots."""
+    """Whether the wheel has the module with this dotted name."""
     inside = module.replace(".", "/")
     with zipfile.ZipFile(path) as archive:
         return any(name.startswith((f"{inside}/", f"{inside}.")) for name in archive.namelist())

@@ -1,16 +1,15 @@
-"""The program that a board runs: the agent and all wheels that it needs, unpacked, as one .tar.gz.
+"""Makes the program that a board runs: the agent and all wheels that it needs, unpacked, as one .tar.gz.
 
-uv picks the wheels for the board's Python and architecture and unpacks them here, so that the board needs its own
-``python3`` and no network, no pip and no venv. The archive holds one folder, named by version and content:
+uv picks the wheels for the board's Python and architecture and unpacks them here: the board needs only its own
+``python3``, no network, pip or venv. The archive has one folder, named by version and content:
 
     0.1.0-3fa9c1d2e0/bin/edge-agent     starts the agent with lib/ on its path
-    0.1.0-3fa9c1d2e0/bin/pause          what the unit waits for between two starts
+    0.1.0-3fa9c1d2e0/bin/pause          makes the unit wait between two starts
     0.1.0-3fa9c1d2e0/lib/               modules and their *.dist-info
-    0.1.0-3fa9c1d2e0/manifest.json      what is in it, with licences and sizes
+    0.1.0-3fa9c1d2e0/manifest.json      its distributions, with licences and sizes
 
-Wheels of the user's own, which bring a model or a method, lie beside the others. It lies in the user's cache folder
-under a hash of what was asked for: the same agent, wheels, pins, Python and architecture are fetched once, and again
-only when it was cleared (``cache``).
+Wheels of the user, with a model or a method, are unpacked with the others. The archive is cached (``program_cache``)
+under a hash of the request: agent, wheels, pins, Python and architecture.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from fleet_core.base.errors import ConfigError, FlashError
 FORMAT = 1
 MANIFEST = "manifest.json"
 MTIME = 315532800  # 1 January 1980, for every file: the same program, the same bytes
-ORIGIN = ("direct_url.json", "uv_cache.json", "uv_build.json")
-NEEDLESS = ("bin", "share", "isympy.py", ".lock")
+ORIGIN_FILES = ("direct_url.json", "uv_cache.json", "uv_build.json")
+UNNEEDED = ("bin", "share", "isympy.py", ".lock")
 START = """#!/bin/sh
 # The agent of this folder, with the modules beside it and the system's Python.
 here=$(dirname "$(dirname "$(readlink -f "$0")")")
@@ -68,8 +67,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Program:
-    """version: of the agent and its content; the folder's name. path: of the .tar.gz, with its SHA-256 in hex.
-    built_from: where the agent's modules were taken."""
+    """version: of the agent and its content; the folder's name. path: of the .tar.gz. sha256: of the .tar.gz, in hex.
+    built_from: where the agent's modules are from."""
 
     version: str
     path: Path
@@ -83,7 +82,7 @@ class Program:
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """The user's, where programs are kept."""
+    """The user's folder for programs."""
     cache = environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "metafleet" / "programs"
 
@@ -92,24 +91,23 @@ def make(
     machine: Machine, wheels: Sequence[Path] = (), *, cache: Path | None = None, say: Callable[[str], None],
     index: Sequence[str] = (),
 ) -> Program:
-    """The program for ``machine``, out of the cache where it is there.
+    """The program for ``machine``, from the cache if possible.
 
-    wheels: of one's own, which come along with what they need. index: options for uv in place of its own configuration,
-    such as ``--no-index --find-links FOLDER``. Raises ConfigError where uv is not installed, FlashError for wheels that
-    are not to be had.
+    wheels: the user's own, which are added with their dependencies. index: options for uv that replace its own
+    configuration, such as ``--no-index --find-links FOLDER``. Raises ConfigError if uv is not installed, FlashError if
+    a wheel cannot be found.
     """
     check_python(machine)
-    cache = cache_folder() if cache is None else cache
+    folder = cache_folder() if cache is None else cache
     own = {path: _digest(path) for path in wheels}
     try:
-        kept = Cache(cache)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=MAKING) as name:
-            folder = Path(name)
-            wheel = agent_wheel.make(folder)
+        programs = Cache(folder)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=MAKING) as name:
+            wheel = agent_wheel.make(Path(name))
             key = _key(machine, wheel, own, index)
-            return _kept(kept, key) or _make(machine, wheel, own, folder, kept, key, index, say)
+            return _cached(programs, key) or _make(machine, wheel, own, Path(name), programs, key, index, say)
     except OSError as error:
-        raise FlashError(f"cannot be written: {error.strerror or error}", where=str(cache)) from error
+        raise FlashError(f"cannot be written: {error.strerror or error}", where=str(folder)) from error
 
 
 def _digest(path: Path) -> str:
@@ -121,7 +119,7 @@ def _digest(path: Path) -> str:
 
 
 def check_python(machine: Machine) -> None:
-    """Raises ConfigError for a system whose Python is too old for the agent."""
+    """Raises ConfigError if the system's Python is too old for the agent."""
     version = tuple(int(part) for part in machine.python.split("."))
     if version < (3, 10):
         raise ConfigError(f"{machine.os or 'its system'} has Python {machine.python}", where=machine.board,
@@ -129,21 +127,21 @@ def check_python(machine: Machine) -> None:
 
 
 def _key(machine: Machine, wheel: Wheel, own: Mapping[Path, str], index: Sequence[str]) -> str:
-    asked = [FORMAT, wheel.digest, sorted(own.values()), machine.platform, machine.python, sorted(machine.pins.items()),
-             machine.train, list(index), SCRIPTS]
-    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
+    request = [FORMAT, wheel.digest, sorted(own.values()), machine.platform, machine.python,
+               sorted(machine.pins.items()), machine.train, list(index), SCRIPTS]
+    return hashlib.sha256(json.dumps(request).encode()).hexdigest()[:32]
 
 
-def _kept(cache: Cache, key: str) -> Program | None:
-    """What was made before, or None when it is absent or not whole."""
-    found = cache.take(key)
-    if found is None:
+def _cached(cache: Cache, key: str) -> Program | None:
+    """None if the program is absent or damaged."""
+    entry = cache.take(key)
+    if entry is None:
         return None
-    told, path = found
+    facts, path = entry
     try:
-        del told["file"]
-        parts = tuple(Part(**part) for part in told.pop("parts"))
-        return Program(**{**told, "path": path, "parts": parts})
+        del facts["file"]
+        parts = tuple(Part(**part) for part in facts.pop("parts"))
+        return Program(**{**facts, "path": path, "parts": parts})
     except (KeyError, TypeError):
         return None
 
@@ -169,9 +167,9 @@ def _make(
     packed = folder / "program.tar.gz"
     installed = _pack(folder, version, packed)
     sha256, size = sha256_of(packed), packed.stat().st_size
-    told = {**about, "file": f"{version}-{machine.arch}-cp{machine.python.replace('.', '')}.tar.gz", "sha256": sha256,
-            "size_bytes": size, "installed_bytes": installed, "parts": schema.plain(parts)}
-    path = cache.add(key, packed, told)
+    facts = {**about, "file": f"{version}-{machine.arch}-cp{machine.python.replace('.', '')}.tar.gz", "sha256": sha256,
+             "size_bytes": size, "installed_bytes": installed, "parts": schema.plain(parts)}
+    path = cache.add(key, packed, facts)
     return Program(path=path, sha256=sha256, size_bytes=size, installed_bytes=installed, parts=parts, **about)
 
 
@@ -179,68 +177,68 @@ def _make(
 
 
 def _unpack(machine: Machine, wheel: Wheel, own: Sequence[Path], lib: Path, index: Sequence[str]) -> None:
-    """The agent's wheel, those of one's own and what they need, for the machine, in ``lib``. Raises ConfigError,
-    FlashError."""
+    """Unpacks the agent's wheel, the user's own and their dependencies into ``lib``. Raises ConfigError, FlashError."""
     pins = wheel.path.parent / "pins.txt"
     pins.write_text("".join(f"{name}=={version}\n" for name, version in sorted(machine.pins.items())))
-    wanted = [f"metafleet{'[train]' if machine.train else ''} @ {wheel.path.as_uri()}"]
-    for path in own:  # copied: uv takes a path with a '#' or a '$' for something else
-        wanted.append(str(shutil.copy(path, wheel.path.parent)))
+    requirements = [f"metafleet{'[train]' if machine.train else ''} @ {wheel.path.as_uri()}"]
+    for path in own:  # copied, because uv misreads a path with a '#' or a '$'
+        requirements.append(str(shutil.copy(path, wheel.path.parent)))
     command = [
         uv(), "pip", "install", "--quiet", "--target", str(lib), "--link-mode", "copy",
         "--python", sys.executable, "--python-platform", machine.platform, "--python-version", machine.python,
         "--only-binary", ":all:", "--constraints", str(pins), *(["--no-config"] if index else []), *index,
-        *wanted,
+        *requirements,
     ]
-    folder = wheel.path.parent  # not the caller's: uv reads the configuration of a project that it stands in
+    folder = wheel.path.parent  # uv reads the configuration of a project in its working directory
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=folder)
     if done.returncode != 0:
-        told = "\n".join(done.stderr.strip().splitlines()[-12:])
-        raise FlashError(f"uv found no set of wheels for Python {machine.python} on {machine.platform}:\n{told}",
+        errors = "\n".join(done.stderr.strip().splitlines()[-12:])
+        raise FlashError(f"uv found no set of wheels for Python {machine.python} on {machine.platform}:\n{errors}",
                          where=machine.board, hint="is there a network? UV_DEFAULT_INDEX names an index of your own")
-    for name in NEEDLESS:
+    for name in UNNEEDED:
         path = lib / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    for origin in list(lib.glob(f"*.dist-info/{ORIGIN[0]}")):
-        _forget_origin(origin.parent)
+    for origin in list(lib.glob(f"*.dist-info/{ORIGIN_FILES[0]}")):
+        _remove_origin(origin.parent)
 
 
-def _forget_origin(info: Path) -> None:
-    """Where a wheel lay when it was unpacked is nobody's business, and differs from time to time."""
-    for name in ORIGIN:
+def _remove_origin(info: Path) -> None:
+    """Removes the path that a wheel was unpacked from: it is private, and differs between runs."""
+    for name in ORIGIN_FILES:
         (info / name).unlink(missing_ok=True)
     record = info / "RECORD"
-    gone = (*(f"{info.name}/{name}," for name in ORIGIN), "../", "bin/")
-    lines = [line for line in record.read_text().splitlines() if not line.startswith(gone)]
+    removed = (*(f"{info.name}/{name}," for name in ORIGIN_FILES), "../", "bin/")
+    lines = [line for line in record.read_text().splitlines() if not line.startswith(removed)]
     record.write_text("\n".join(lines) + "\n")
 
 
 def uv() -> str:
-    """The program uv. Raises ConfigError when it is not installed."""
+    """The path of uv. Raises ConfigError if it is not installed."""
     if importlib.util.find_spec("uv") is not None:
         from uv import find_uv_bin
 
         with contextlib.suppress(FileNotFoundError):
             return str(find_uv_bin())
-    found = shutil.which("uv")
-    if found is None:
+    path = shutil.which("uv")
+    if path is None:
         raise ConfigError("uv is not installed, which picks a board's wheels", hint='pip install "metafleet[flash]"')
-    return found
+    return path
 
 
 def _parts(lib: Path) -> Iterator[Part]:
     for info in sorted(lib.glob("*.dist-info")):
-        told = email.message_from_string((info / "METADATA").read_text(encoding="utf-8", errors="replace"))
-        listed = (info / "RECORD").read_text(encoding="utf-8").splitlines()
-        files = [lib / line.rsplit(",", 2)[0].strip('"') for line in listed if line]
+        metadata = email.message_from_string((info / "METADATA").read_text(encoding="utf-8", errors="replace"))
+        record = (info / "RECORD").read_text(encoding="utf-8").splitlines()
+        files = [lib / line.rsplit(",", 2)[0].strip('"') for line in record if line]
         size = sum(path.stat().st_size for path in files if path.is_file())
-        yield Part(str(told["Name"]).lower(), str(told["Version"]), _licence(told), size)
+        yield Part(str(metadata["Name"]).lower(), str(metadata["Version"]), _licence(metadata), size)
 
 
-def _licence(told: Any) -> str:
-    """By the fields of the core metadata, newest first; long texts are cut to their first line."""
-    classified = [line.split(" :: ")[-1] for line in told.get_all("Classifier", []) if line.startswith("License ::")]
-    text = told["License-Expression"] or ", ".join(classified) or told["License"] or "not told"
+def _licence(metadata: Any) -> str:
+    """From the newest field of the core metadata that is present; long texts are cut to their first line."""
+    classifiers = metadata.get_all("Classifier", [])
+    classified = [line.split(" :: ")[-1] for line in classifiers if line.startswith("License ::")]
+    text = metadata["License-Expression"] or ", ".join(classified) or metadata["License"] or "not told"
     return str(text).strip().splitlines()[0][:60]
 
 
@@ -248,7 +246,8 @@ def _licence(told: Any) -> str:
 
 
 def _pack(folder: Path, version: str, path: Path) -> int:
-    """``bin``, ``lib`` and the manifest of ``folder`` under ``version``/; returns the bytes of the files in it."""
+    """Archives ``bin``, ``lib`` and the manifest of ``folder`` under ``version``/; returns the size of these files in
+    bytes."""
     names = (MANIFEST, *SCRIPTS)
     files = [folder / name for name in names] + sorted(p for p in (folder / "lib").rglob("*") if p.is_file())
     total = 0
@@ -270,6 +269,6 @@ def _pack(folder: Path, version: str, path: Path) -> int:
 
 
 def listing(program: Program) -> list[tuple[str, str, str, str]]:
-    """Rows of name, version, licence and MiB, largest first."""
+    """(name, version, licence, MiB) of each part, largest first."""
     parts = sorted(program.parts, key=lambda part: -part.size_bytes)
     return [(part.name, part.version, part.licence, f"{part.size_bytes / 2**20:.1f}") for part in parts]

@@ -1,11 +1,11 @@
-"""Where programs are kept between flashes: of each Python and architecture the newest few, and what is in use.
+"""Caches programs between flashes: the newest few of each Python and architecture, and those in use.
 
-    KEY.json                          what was asked for gave this; its time is that of its last use
+    KEY.json                          facts of the program for a request; its mtime is that of its last use
     VERSION-ARCH-cpPYTHON.tar.gz      the archive that it names
-    .lock                             held for a moment by whoever takes, adds or clears
+    .lock                             locked while an archive is taken, added or removed
 
-A process that was given an archive holds a shared lock on it until it ends; an archive that is held is not cleared.
-Unreadable notes, archives that nothing names and what killed runs left are cleared on the way.
+A process that was given an archive holds a shared lock on it until it ends, and a locked archive is not removed.
+Removing also removes unreadable facts, archives without facts and the folders of killed runs.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from fleet_core.base import storage
 from fleet_core.base.errors import StateError
 
 NEWEST = 4
-"""Kept of each Python and architecture: with torch and without it, now and before."""
-LEFT_S = 86400.0
+"""Programs per Python and architecture: with and without torch, of this version and the one before."""
+ABANDONED_S = 86400.0
 MAKING = ".making-"
-MAX_NOTE_BYTES = 1 << 20
-_HELD: list[int] = []
+MAX_FACTS_BYTES = 1 << 20
+_LOCKED: list[int] = []
+"""Descriptors of the archives that this process uses."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One program. used_at: Unix seconds. in_use: by a process that runs now."""
+    """A cached program. used_at: Unix seconds. in_use: by a running process."""
 
     version: str
     python: str
@@ -47,50 +48,50 @@ class Kept:
 
 
 class Cache:
-    """The programs in ``folder``, which is made where it is missing. Methods raise OSError and StateError."""
+    """The programs in ``folder``, which is created if needed. Methods raise OSError and StateError."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def take(self, key: str) -> tuple[dict[str, Any], Path] | None:
-        """What is noted under ``key``, and the archive, held from now on; None where it is absent or not whole."""
+        """(facts, archive) stored under ``key``, and locks the archive; None if it is absent or damaged."""
         with self._locked():
-            told = self._noted(self._note(key))
-            path = None if told is None else self.folder / str(told["file"])
+            facts = self._facts(self._facts_path(key))
+            path = None if facts is None else self.folder / str(facts["file"])
             handle = None if path is None else _opened(path)
-            if told is None or path is None or handle is None:
+            if facts is None or path is None or handle is None:
                 return None
             fcntl.flock(handle, fcntl.LOCK_SH)
-            os.utime(self._note(key))
-        if sha256_of(path) != told["sha256"]:
+            os.utime(self._facts_path(key))
+        if sha256_of(path) != facts["sha256"]:
             os.close(handle)
             return None
-        _HELD.append(handle)
-        return told, path
+        _LOCKED.append(handle)
+        return facts, path
 
-    def add(self, key: str, packed: Path, told: Mapping[str, Any]) -> Path:
-        """The archive ``packed`` gets the name told["file"], and is held; what is old goes."""
-        path = self.folder / str(told["file"])
+    def add(self, key: str, packed: Path, facts: Mapping[str, Any]) -> Path:
+        """Moves the archive ``packed`` to facts["file"], locks it, and removes old archives."""
+        path = self.folder / str(facts["file"])
         with self._locked():
             storage.move(packed, path)
-            storage.write_json(self._note(key), told)
+            storage.write_json(self._facts_path(key), facts)
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(handle, fcntl.LOCK_SH)
-            _HELD.append(handle)
-            self._clear(NEWEST)
+            _LOCKED.append(handle)
+            self._remove_old(NEWEST)
         return path
 
     def clear(self) -> list[Kept]:
-        """Everything that is not in use goes; returns what went."""
+        """Removes everything that is not in use, and returns it."""
         with self._locked():
             before = self._entries()
-            self._clear(0)
+            self._remove_old(0)
             left = {kept.version for kept in self._entries()}
         return [kept for kept in before if kept.version not in left]
 
     def entries(self) -> list[Kept]:
-        """What is here, last used first."""
+        """The cached programs, last used first."""
         with self._locked():
             return self._entries()
 
@@ -103,55 +104,56 @@ class Cache:
         finally:
             os.close(handle)
 
-    def _note(self, key: str) -> Path:
+    def _facts_path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
 
-    def _noted(self, path: Path) -> dict[str, Any] | None:
+    def _facts(self, path: Path) -> dict[str, Any] | None:
+        """None if they are damaged."""
         try:
-            told = json.loads(storage.read_bytes(path, limit=MAX_NOTE_BYTES))
-            named = Path(str(told["file"])).name == told["file"]
-            return dict(told) if named and {"version", "sha256", "arch", "python"} <= told.keys() else None
+            facts = json.loads(storage.read_bytes(path, limit=MAX_FACTS_BYTES))
+            in_folder = Path(str(facts["file"])).name == facts["file"]
+            return dict(facts) if in_folder and {"version", "sha256", "arch", "python"} <= facts.keys() else None
         except (StateError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
-    def _notes(self) -> list[tuple[Path, dict[str, Any] | None]]:
+    def _all_facts(self) -> list[tuple[Path, dict[str, Any] | None]]:
         """Last used first."""
         paths = sorted(self.folder.glob("*.json"), key=lambda path: (-path.stat().st_mtime_ns, path.name))
-        return [(path, self._noted(path)) for path in paths]
+        return [(path, self._facts(path)) for path in paths]
 
     def _entries(self) -> list[Kept]:
-        found = dict[str, Kept]()
-        for path, told in self._notes():
-            archive = None if told is None else self.folder / told["file"]
-            if told is not None and archive is not None and archive.is_file():
-                found.setdefault(archive.name, Kept(
-                    str(told["version"]), str(told["python"]), str(told["arch"]), archive.stat().st_size,
-                    int(told.get("installed_bytes", 0)), path.stat().st_mtime, not _free(archive),
+        entries = dict[str, Kept]()
+        for path, facts in self._all_facts():
+            archive = None if facts is None else self.folder / facts["file"]
+            if facts is not None and archive is not None and archive.is_file():
+                entries.setdefault(archive.name, Kept(
+                    str(facts["version"]), str(facts["python"]), str(facts["arch"]), archive.stat().st_size,
+                    int(facts.get("installed_bytes", 0)), path.stat().st_mtime, not _is_free(archive),
                 ))
-        return list(found.values())
+        return list(entries.values())
 
-    def _clear(self, newest: int) -> None:
-        """All but the ``newest`` of each kind, and but what is in use."""
+    def _remove_old(self, newest: int) -> None:
+        """Keeps the ``newest`` archives per Python and architecture, and those in use."""
         kept = dict[tuple[str, str], list[str]]()
-        for path, told in self._notes():
-            if told is None:
+        for path, facts in self._all_facts():
+            if facts is None:
                 path.unlink()
                 continue
-            of_kind = kept.setdefault((str(told["arch"]), str(told["python"])), [])
-            file = str(told["file"])
+            of_kind = kept.setdefault((str(facts["arch"]), str(facts["python"])), [])
+            file = str(facts["file"])
             if file in of_kind:
                 continue
-            if len(of_kind) < newest or not _free(self.folder / file):
+            if len(of_kind) < newest or not _is_free(self.folder / file):
                 of_kind.append(file)
             else:
                 path.unlink()
-        named = {file for files in kept.values() for file in files}
+        kept_files = {file for files in kept.values() for file in files}
         for archive in self.folder.glob("*.tar.gz"):
-            if archive.name not in named and _free(archive):
+            if archive.name not in kept_files and _is_free(archive):
                 archive.unlink()
-        for left in self.folder.glob(f"{MAKING}*"):
-            if left.stat().st_mtime < time.time() - LEFT_S:
-                shutil.rmtree(left, ignore_errors=True)
+        for folder in self.folder.glob(f"{MAKING}*"):
+            if folder.stat().st_mtime < time.time() - ABANDONED_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _opened(path: Path) -> int | None:
@@ -161,8 +163,8 @@ def _opened(path: Path) -> int | None:
         return None
 
 
-def _free(path: Path) -> bool:
-    """Whether no process holds it, this one included; an absent one is free."""
+def _is_free(path: Path) -> bool:
+    """Whether no process, this one included, holds a lock on it. True if it does not exist."""
     handle = _opened(path)
     if handle is None:
         return True
@@ -176,7 +178,7 @@ def _free(path: Path) -> bool:
 
 
 def sha256_of(path: Path) -> str:
-    """In hex, of a file of any size."""
+    """SHA-256 in hex of a file of any size."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -1,4 +1,7 @@
-"""How far a long piece of work is, on stderr: share, speed and time left; one line that moves, or a line each tenth."""
+"""Shows the progress of long work on stderr: share, speed and time left.
+
+On a terminal one line is rewritten; elsewhere a line is printed per tenth.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,24 @@ from typing import TextIO
 
 
 class Progress:
-    """Called with what is being done, how much of it, and how much it is in all, in bytes."""
+    """Called with the name of the work, its bytes done, and its bytes in all."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = sys.stderr if stream is None else stream, clock
-        self._moving = self._stream.isatty()
+        self._is_terminal = self._stream.isatty()
         self._what, self._began, self._shown, self._start = "", 0.0, -1, 0
 
     def __call__(self, what: str, done: int, total: int) -> None:
         now = self._clock()
         if what != self._what:
             self._what, self._began, self._shown, self._start = what, now, -1, done
-        finished, steps = done >= total, 500 if self._moving else 10
+        finished, steps = done >= total, 500 if self._is_terminal else 10
         step = steps if finished else steps * done // total
         if step <= self._shown:
             return
         self._shown = step
         line = self._line(what, done, total, now)
-        if self._moving:
+        if self._is_terminal:
             self._stream.write(f"\r\x1b[K{line}" + ("\n" if finished else ""))
         else:
             self._stream.write(line + "\n")
@@ -44,7 +47,7 @@ class Progress:
 
 
 def span(seconds: float) -> str:
-    """As people say it: 45 s, 3 min 20 s, 1 h 5 min."""
+    """As 45 s, 3 min 20 s, 1 h 5 min."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"

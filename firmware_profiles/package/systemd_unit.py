@@ -1,12 +1,12 @@
-"""The systemd unit of the agent: its own user, nothing to write but its state, restarted with growing pauses.
+"""The agent's systemd unit: a user of its own, write access to its state only, restarts after growing pauses.
 
-``systemd.exec(5)``, ``systemd.service(5)``. The agent tells systemd that it is ready and, until it hangs, that it lives
-(``sd_notify(3)``). It is written for systemd 237 (Ubuntu 18.04) and newer:
+``systemd.exec(5)``, ``systemd.service(5)``. The agent notifies systemd that it is ready and that it is alive
+(``sd_notify(3)``). The unit works with systemd 237 (Ubuntu 18.04) and newer:
 
-* pauses between starts grow by the program's own ``bin/pause``, for RestartSteps is of 254;
-* system calls are denied by group, never allowed by group: an older systemd leaves out a group that it does not know,
-  so that ``@system-service`` (239) alone would allow next to nothing there;
-* a key that an older one does not know is left out there with a word in the journal, and confines less: OOMPolicy and
+* the program's ``bin/pause`` makes the pauses between starts grow, because RestartSteps needs 254;
+* system calls are denied by group, never allowed by group: an older systemd ignores groups that it does not know, so
+  that ``@system-service`` (239) alone would allow next to nothing there;
+* an older systemd ignores keys that it does not know, with a line in the journal, and confines less: OOMPolicy and
   ProtectHostname, RestrictSUIDSGID (242, 243), ProtectKernelLogs (244), ProtectClock (245).
 """
 
@@ -24,7 +24,7 @@ PROGRAMS = "/opt/metafleet"
 STATE = "/var/lib/metafleet"
 CONFIG = "/etc/metafleet"
 WATCHDOG_S = 300
-"""A slow board personalizes for longer than most programs may hang."""
+"""Long, because a slow board may personalize for minutes."""
 
 TEXT = """[Unit]
 Description=Metafleet agent
@@ -91,7 +91,7 @@ WantedBy=multi-user.target
 
 
 def text(machine: Machine) -> str:
-    """The unit for ``machine``. Raises ConfigError for a memory limit or device that systemd would not read."""
+    """The unit for ``machine``. Raises ConfigError for a memory limit or device that systemd would not accept."""
     if not re.fullmatch(MEMORY_MAX, machine.memory_max):
         raise ConfigError(f"'{machine.memory_max}' is no memory limit", where=machine.board, expected="as 80% or 400M")
     for device in machine.devices:

@@ -1,5 +1,5 @@
-"""Installing and updating a running device over SSH, one or many side by side.
+"""Installs and updates running devices over SSH, one or several at the same time.
 
-``ssh_connection`` talks to OpenSSH, ``release`` sends what changed, ``remote`` runs ``device.sh`` on the device,
-``remote_install`` goes through the steps and rolls back, ``inventory`` names the devices.
+``ssh_connection`` runs OpenSSH, ``remote`` runs ``device.sh`` on the device, ``release`` is what is installed,
+``remote_install`` goes through the steps and rolls back, ``inventory`` lists devices, ``side_by_side`` does several.
 """

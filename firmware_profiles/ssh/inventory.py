@@ -1,9 +1,9 @@
-"""INVENTORY.toml: which devices ``metafleet flash --all`` makes, and where each of them is.
+"""INVENTORY.toml: the devices that ``metafleet flash --all`` installs, with their addresses.
 
     [[devices]]
     file = "kitchen.toml"                     # its DEVICE.toml, beside this file or absolute
     to = "ssh://pi@kitchen.local"
-    accept_host_key = "SHA256:..."            # where its key is not known here yet
+    accept_host_key = "SHA256:..."            # if its host key is not known here yet
 
     [[devices]]
     file = "cellar.toml"
@@ -27,7 +27,7 @@ MAX_DEVICES = 10_000
 
 @dataclass(frozen=True)
 class Entry:
-    """file: of the device, as a path that can be opened. to: ssh://user@host[:port]."""
+    """file: path of the device file. to: ssh://user@host[:port]."""
 
     file: str = field(metadata={"max_length": 4096})
     to: str = field(metadata={"max_length": 512})
@@ -35,19 +35,17 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """For people: the file's, without its ending."""
+        """The file's name without its suffix."""
         return Path(self.file).stem
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The whole file."""
-
     devices: tuple[Entry, ...] = field(metadata={"max_length": MAX_DEVICES})
 
 
 def load(path: Path) -> tuple[Entry, ...]:
-    """The devices, their files beside the inventory. Raises ConfigError that lists every mistake."""
+    """The devices; their file paths are relative to the inventory. Raises ConfigError that lists every mistake."""
     text = config.text_of(path)
     inventory, problems = schema.read(Inventory, config.tables(text, str(path)))
     entries = () if inventory is None else tuple(

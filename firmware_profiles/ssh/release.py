@@ -1,8 +1,8 @@
-"""A package as it is put on a running device: the program's files with their sums, settings by their place, and what
-the system needs for them.
+"""A package as it is installed on a running device: the program's files with their hashes, the settings by path, and a
+script that prepares the system.
 
-The program's folder becomes /opt/metafleet/VERSION; ``MANIFEST.sha256`` beside its files is what ``sha256sum -c``
-reads. Settings are small files anywhere, replaced one by one and put back when the device returns.
+The program's folder becomes /opt/metafleet/VERSION, with ``MANIFEST.sha256`` for ``sha256sum -c``. Settings are small
+files anywhere, which are replaced one by one and restored when the device rolls back.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fleet_core.base.errors import FlashError
 VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 GROUP = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 DEVICE_TOML = f"{systemd_unit.STATE}/device.toml"
-OF_THE_DEVICE = ("device", "tls")
-"""Tables of device.toml that enrolment made: the operator's file does not replace them."""
+ENROLMENT_TABLES = ("device", "tls")
+"""Tables of device.toml that enrolment writes; the operator's file does not replace them."""
 
 PREPARE = """id {user} >/dev/null 2>&1 || useradd --system --user-group --home-dir {state} --no-create-home \\
     --shell /usr/sbin/nologin {user}
@@ -48,7 +48,7 @@ done
 
 @dataclass(frozen=True)
 class Setting:
-    """One file below /. owner: user and group. secret: its content is shown nowhere."""
+    """One file. path: absolute. owner: user and group. secret: the content is never shown."""
 
     path: str
     data: bytes = field(repr=False)
@@ -58,17 +58,17 @@ class Setting:
 
     @property
     def shown(self) -> str:
-        """For people: stars in place of a secret."""
+        """The content, or stars in place of a secret."""
         return f"{MASK}\n" if self.secret else self.data.decode(errors="replace")
 
     @property
-    def sum(self) -> str:
+    def sha256(self) -> str:
         return hashlib.sha256(self.data).hexdigest()
 
 
 @dataclass(frozen=True)
 class Content:
-    """What is in a program's archive: {path in the version's folder: (SHA-256 in hex, bytes)}."""
+    """The content of a program's archive. files: {path in the version's folder: (SHA-256 in hex, bytes)}."""
 
     folder: str
     files: dict[str, tuple[str, int]]
@@ -80,7 +80,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Release:
-    """archive: a .tar.gz of one folder. prepare: a script for the device that may run again and again."""
+    """archive: a .tar.gz of one folder. prepare: an idempotent script for the device."""
 
     device: str
     machine: Machine
@@ -91,26 +91,26 @@ class Release:
 
     @property
     def content(self) -> Content:
-        """Raises FlashError for an archive that cannot be installed."""
+        """Raises FlashError if the archive cannot be installed."""
         status = self.archive.stat()
         return _content(self.archive, status.st_mtime_ns, status.st_size)
 
-    def for_device(self, own: str) -> Release:
-        """The same for a device with this device.toml of its own, or none (empty): what enrolment made stays its own.
-        """
-        if not own:
+    def for_device(self, device_toml: str) -> Release:
+        """The release for a device that has enrolled with this device.toml (empty if it has not): its enrolment tables
+        are kept, the others are the operator's."""
+        if not device_toml:
             return self
         new = next((setting for setting in self.settings if setting.path == f"{systemd_unit.CONFIG}/device.toml"), None)
         if new is None:
             return self
-        device, operators = config.tables(own, DEVICE_TOML), config.tables(new.data.decode(), new.path)
-        tables = {**operators, **{name: device[name] for name in OF_THE_DEVICE if name in device}}
-        data = own.encode() if tables == device else config.toml(tables).encode()
+        device, operators = config.tables(device_toml, DEVICE_TOML), config.tables(new.data.decode(), new.path)
+        tables = {**operators, **{name: device[name] for name in ENROLMENT_TABLES if name in device}}
+        data = device_toml.encode() if tables == device else config.toml(tables).encode()
         merged = Setting(DEVICE_TOML, data, 0o600, (systemd_unit.USER, systemd_unit.USER))
         return replace(self, settings=(*self.settings, merged))
 
     def send(self, names: Collection[str], sent: Callable[[int], None]) -> Callable[[IO[bytes]], None]:
-        """What writes those files of the program as a .tar.gz. sent: told the bytes of each file that went."""
+        """A function that writes these files of the program as a .tar.gz. sent: called with the bytes of each file."""
 
         def feed(stream: IO[bytes]) -> None:
             with gzip.GzipFile("", "wb", 1, stream) as packed, \
@@ -125,69 +125,56 @@ class Release:
 
 
 def of(package: Package) -> Release:
-    """Raises FlashError for a version that cannot name a folder."""
-    version, machine = package.program.version, package.machine
+    """The release of a package. Raises FlashError for a version or a group that is no safe name."""
+    version, machine, user = package.program.version, package.machine, systemd_unit.USER
     if not VERSION.fullmatch(version):
         raise FlashError(f"'{version[:80]}' cannot be a version", expected=VERSION.pattern)
     settings, links = [], []
     for file in package.files:
-        place, _, name = file.path.rpartition("/")
-        if place == "etc":
-            settings.append(Setting(f"{systemd_unit.CONFIG}/{name}", file.data, 0o640, ("root", systemd_unit.USER)))
+        folder, _, name = file.path.rpartition("/")
+        if folder == "etc":
+            settings.append(Setting(f"{systemd_unit.CONFIG}/{name}", file.data, 0o640, ("root", user)))
             links.append(name)
-        elif place == "home":
-            settings.append(
-                Setting(
-                    f"{systemd_unit.STATE}/{name}",
-                    file.data,
-                    0o600,
-                    (systemd_unit.USER, systemd_unit.USER),
-                    file.secret,
-                )
-            )
+        elif folder == "home":
+            settings.append(Setting(f"{systemd_unit.STATE}/{name}", file.data, 0o600, (user, user), file.secret))
         elif file.path == systemd_unit.NAME:
             settings.append(Setting(f"/etc/systemd/system/{systemd_unit.NAME}", file.data))
     wrong = [group for group in machine.groups if not GROUP.fullmatch(group)]
     if wrong:
         raise FlashError(f"'{wrong[0][:80]}' is no group", where=machine.board)
-    prepare = PREPARE.format(
-        user=systemd_unit.USER,
-        state=systemd_unit.STATE,
-        config=systemd_unit.CONFIG,
-        links=" ".join(links),
-        groups=" ".join(machine.groups),
-    )
+    prepare = PREPARE.format(user=user, state=systemd_unit.STATE, config=systemd_unit.CONFIG, links=" ".join(links),
+                             groups=" ".join(machine.groups))
     return Release(package.device, machine, version, package.program.path, tuple(settings), prepare)
 
 
 def packed(settings: Collection[Setting]) -> bytes:
-    """A tar of settings, by their paths from / on."""
-    made = BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as archive:
+    """A tar of the settings, with paths relative to /."""
+    buffer = BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
         for setting in settings:
             entry = _entry(setting.path.lstrip("/"), len(setting.data), setting.mode)
             entry.uname, entry.gname = setting.owner
             archive.addfile(entry, BytesIO(setting.data))
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 @lru_cache(maxsize=16)
 def _content(path: Path, mtime_ns: int, size: int) -> Content:
-    """Read once for all devices that get it; ``mtime_ns`` and ``size`` tell a file that was made anew."""
+    """Read once for all devices; ``mtime_ns`` and ``size`` distinguish a file that was replaced."""
     del mtime_ns, size
     files, folders = {}, set()
     with _opened(path) as archive:
         for entry, name in _files(archive, path):
             stream = archive.extractfile(entry)
             assert stream is not None
-            files[name] = (_sum(stream), entry.size)
+            files[name] = (_sha256(stream), entry.size)
             folders.add(entry.name.partition("/")[0])
     if len(folders) != 1:
         raise FlashError(f"holds {len(folders)} folders", where=str(path), expected="one, the version's")
     return Content(folders.pop(), files)
 
 
-def _sum(stream: IO[bytes]) -> str:
+def _sha256(stream: IO[bytes]) -> str:
     digest = hashlib.sha256()
     while block := stream.read(1 << 20):
         digest.update(block)
@@ -204,8 +191,8 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
 
 
 def _files(archive: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarInfo, str]]:
-    """Every file of the archive with its path in the version's folder. Raises FlashError for names that sha256sum or
-    a shell would misread, and for what is no plain file."""
+    """(file, path in the version's folder) of the archive. Raises FlashError for names that sha256sum or a shell would
+    misread, and for entries that are no plain files."""
     for entry in archive:
         if entry.isdir():
             continue

@@ -1,7 +1,6 @@
-"""Several devices at once: one line each, that follows on a terminal; a plain line for each step elsewhere.
+"""Flashes several devices at the same time, with a table of their progress on a terminal, or a line per step elsewhere.
 
-One that fails stops no other. Nothing is written down of what is done: each device says itself that it has the version,
-so that running it again skips what is done.
+A device that fails does not stop the others. No progress is stored: a second run sees on each device what is done.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MARKS = {"waiting": ("·", "dim"), "going": ("…", "cyan"), "done": ("✓", "gr
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one device: an outcome, or the error that ended it."""
+    """One device's outcome, or the error that ended its installation."""
 
     entry: Entry
     seconds: float
@@ -38,12 +37,12 @@ class Result:
 
     @property
     def plain(self) -> dict[str, object]:
-        """For --json."""
-        told: dict[str, object] = {"device": self.entry.name, "to": self.entry.to, "seconds": round(self.seconds, 1)}
+        """The output of --json."""
+        facts: dict[str, object] = {"device": self.entry.name, "to": self.entry.to, "seconds": round(self.seconds, 1)}
         if self.outcome is None:
-            return {**told, "ok": False, "error": str(self.error)}
+            return {**facts, "ok": False, "error": str(self.error)}
         done = self.outcome
-        return {**told, "ok": True, "version": done.version, "previous": done.previous, "changed": done.changed,
+        return {**facts, "ok": True, "version": done.version, "previous": done.previous, "changed": done.changed,
                 "sent_bytes": done.sent_bytes}
 
 
@@ -51,45 +50,41 @@ Work = Callable[[Entry, Tell], Outcome]
 
 
 def flash_all(entries: Sequence[Entry], work: Work, show: Show, jobs: int) -> list[Result]:
-    """``work`` for every entry, ``jobs`` at a time; results in the entries' order.
+    """``work`` for every entry, ``jobs`` at the same time; results in the order of the entries.
 
-    An error that is no FleetError, and an interrupt, end all: what has not begun does not begin, and the others end at
-    their next step. What is not confirmed by then returns by itself.
+    An interrupt, or an error that is no FleetError, ends all: entries that have not begun do not begin, the others end
+    at their next step. A device that is not confirmed by then rolls back by itself.
     """
     pool, stop = ThreadPoolExecutor(max(1, min(jobs, len(entries)))), threading.Event()
     try:
         with show:
-            begun = [pool.submit(_one, entry, work, show, stop) for entry in entries]
-            return [task.result() for task in begun]
+            tasks = [pool.submit(_flash, entry, work, show, stop) for entry in entries]
+            return [task.result() for task in tasks]
     finally:
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _one(entry: Entry, work: Work, show: Show, stop: threading.Event) -> Result:
+def _flash(entry: Entry, work: Work, show: Show, stop: threading.Event) -> Result:
     start = time.monotonic()
-    show.told(entry, "going", "connecting", "")
+    show.update(entry, "going", "connecting", "")
 
-    def tell(stage: str, far: str) -> None:
+    def tell(stage: str, progress: str) -> None:
         if stop.is_set():
             raise FlashError("interrupted", where=entry.to, hint="run the same command again")
-        show.told(entry, "going", stage, far)
+        show.update(entry, "going", stage, progress)
 
     try:
         outcome = work(entry, tell)
     except FleetError as error:
-        show.told(entry, "failed", _first(str(error)), "")
+        show.update(entry, "failed", str(error).splitlines()[0], "")
         return Result(entry, time.monotonic() - start, error=error)
-    show.told(entry, "done", str(outcome), "")
+    show.update(entry, "done", str(outcome), "")
     return Result(entry, time.monotonic() - start, outcome)
 
 
-def _first(text: str) -> str:
-    return text.splitlines()[0]
-
-
 class Show(Protocol):
-    """Where people see it."""
+    """Shows the progress of all devices."""
 
     def __enter__(self) -> object: ...
 
@@ -97,12 +92,12 @@ class Show(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def told(self, entry: Entry, state: str, stage: str, far: str) -> None:
-        """state: a key of MARKS. far: how far the stage is, or empty. Called by many threads."""
+    def update(self, entry: Entry, state: str, stage: str, progress: str) -> None:
+        """state: a key of MARKS. progress: of the stage, or empty. Several threads call it."""
 
 
 class Lines:
-    """A plain line whenever a device begins another stage."""
+    """Prints a line whenever a device begins another stage."""
 
     def __init__(self, entries: Sequence[Entry], out: TextIO | None = None):
         self._out, self._lock, self._last = out or sys.stderr, threading.Lock(), dict[Entry, str]()
@@ -115,7 +110,7 @@ class Lines:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def told(self, entry: Entry, state: str, stage: str, far: str) -> None:
+    def update(self, entry: Entry, state: str, stage: str, progress: str) -> None:
         with self._lock:
             if self._last.get(entry) != stage:
                 self._last[entry] = stage
@@ -123,15 +118,15 @@ class Lines:
                 print(f"{entry.name:{self._width}}  {failed}{stage}", file=self._out, flush=True)
 
 
-class Following:
-    """A table with a line for each device, on a terminal."""
+class LiveTable:
+    """A live table with a row for each device, on a terminal."""
 
     def __init__(self, entries: Sequence[Entry], console: Console | None = None):
         self._entries, self._lock = entries, threading.Lock()
-        self._told: dict[Entry, tuple[str, str, str]] = {}
+        self._rows: dict[Entry, tuple[str, str, str]] = {}
         self._live = Live(console=console or Console(stderr=True), refresh_per_second=4, get_renderable=self._table)
 
-    def __enter__(self) -> Following:
+    def __enter__(self) -> LiveTable:
         self._live.start()
         return self
 
@@ -140,21 +135,21 @@ class Following:
     ) -> None:
         self._live.stop()
 
-    def told(self, entry: Entry, state: str, stage: str, far: str) -> None:
+    def update(self, entry: Entry, state: str, stage: str, progress: str) -> None:
         with self._lock:
-            self._told[entry] = state, stage, far
+            self._rows[entry] = state, stage, progress
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         with self._lock:
             for entry in self._entries:
-                state, stage, far = self._told.get(entry, ("waiting", "", ""))
+                state, stage, progress = self._rows.get(entry, ("waiting", "", ""))
                 mark, style = MARKS[state]
-                said = Text(f"{stage}  {far}".strip(), no_wrap=True, overflow="ellipsis")
-                table.add_row(Text(mark, style), Text(entry.name), said)
+                text = Text(f"{stage}  {progress}".strip(), no_wrap=True, overflow="ellipsis")
+                table.add_row(Text(mark, style), Text(entry.name), text)
         return table
 
 
 def show_for(entries: Sequence[Entry]) -> Show:
     """A table on a terminal, lines elsewhere."""
-    return Following(entries) if sys.stderr.isatty() else Lines(entries)
+    return LiveTable(entries) if sys.stderr.isatty() else Lines(entries)

@@ -1,8 +1,8 @@
-"""One connection to a device over the system's OpenSSH client, shared by all steps (ControlMaster).
+"""One connection to a device by the system's OpenSSH client, shared by all steps (ControlMaster).
 
-The user's own ``~/.ssh/config`` holds (jump hosts, keys, aliases). Nothing is ever asked for: no password
-(BatchMode), and a host key that is not known is refused (StrictHostKeyChecking) with its fingerprint. A key is taken
-up only when the user names its fingerprint: it is fetched without logging in, compared, and then written down.
+The user's ``~/.ssh/config`` applies (jump hosts, keys, aliases). ssh never prompts for a password (BatchMode), and an
+unknown host key is refused with its fingerprint (StrictHostKeyChecking). A host key is accepted only if the user names
+its fingerprint: it is fetched without logging in, compared, and added to known_hosts.
 
 Options: ssh_config(5). Exit codes: ssh(1), 255 is ssh's own.
 """
@@ -31,7 +31,7 @@ MAX_OUTPUT_BYTES = 1 << 20
 SSH_FAILED = 255
 USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:%-]{0,253}[A-Za-z0-9])?")
-OWN_KEY = "ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub"
+SHOW_HOST_KEY = "ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub"
 CHANGED = "REMOTE HOST IDENTIFICATION HAS CHANGED"
 FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
@@ -39,12 +39,12 @@ Feed = Callable[[IO[bytes]], None]
 
 
 class ConnectionLost(FlashError):
-    """The device was reached, and then was not any more; or what it does has no end."""
+    """The connection was lost after it was made, or a step did not end in time."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """``ssh://[user@]host[:port]``; what is absent is ssh's own choice. config: used in place of the user's own."""
+    """``ssh://[user@]host[:port]``; ssh chooses what is absent. config: replaces the user's ssh configuration."""
 
     host: str
     user: str | None = None
@@ -57,7 +57,7 @@ class Target:
         return f"ssh://{self.user + '@' if self.user else ''}{host}{f':{self.port}' if self.port else ''}"
 
     def command(self, *options: str) -> list[str]:
-        """The ssh command line up to and with the host."""
+        """The ssh command line, up to the host."""
         config = ["-F", str(self.config)] if self.config else []
         user = ["-l", self.user] if self.user else []
         port = ["-p", str(self.port)] if self.port else []
@@ -73,7 +73,7 @@ def parse(url: str, config: Path | None = None) -> Target:
     except ValueError as error:
         raise ConfigError(f"'{url[:80]}' is no address: {error}", expected=expected) from error
     if parts.password is not None:
-        raise ConfigError("a password in an address would be read by others", expected=expected, hint="use an ssh key")
+        raise ConfigError("a password in an address is visible to others", expected=expected, hint="use an ssh key")
     user = parts.username
     bad_user = user is not None and not USER.fullmatch(user)
     if parts.scheme != "ssh" or bad_user or not HOST.fullmatch(host) or parts.path not in ("", "/"):
@@ -85,7 +85,7 @@ def parse(url: str, config: Path | None = None) -> Target:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command on the device left: exit code, output and errors, each at most a mebibyte."""
+    """A command's exit code, output and errors, each at most 1 MiB."""
 
     code: int
     out: str
@@ -94,7 +94,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class HostKey:
-    """A key that a host showed: its type, its fingerprint, its line for a known_hosts file."""
+    """A host's key. kind: its type. line: for a known_hosts file."""
 
     kind: str
     fingerprint: str
@@ -103,15 +103,15 @@ class HostKey:
 
 @dataclass
 class Connection:
-    """An open connection; a context manager. ``accept``: the fingerprint of a host key to take up where none is known;
-    one that has changed is refused all the same."""
+    """An open connection; a context manager. accept: fingerprint of the host key to accept if the host is unknown; a
+    key that has changed is refused all the same."""
 
     target: Target
     accept: str | None = None
     _folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False, repr=False)
 
     def __enter__(self) -> Connection:
-        """Raises FlashError with the reason when there is no connection."""
+        """Raises FlashError if there is no connection."""
         if shutil.which("ssh") is None:
             raise FlashError("there is no ssh on this machine", hint="install OpenSSH's client (openssh-client)")
         self._folder = tempfile.TemporaryDirectory(prefix="mf-ssh-")  # short: a socket's path has 104 characters
@@ -126,14 +126,14 @@ class Connection:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._folder is not None
-        self._end()
+        self._close()
         self._folder.cleanup()
 
     def run(self, command: str, *, what: str, feed: Feed | bytes = b"", timeout_s: float = STEP_S) -> Answer:
-        """Runs a shell command on the device; its exit code is the caller's to evaluate.
+        """Runs a shell command on the device; the caller checks its exit code.
 
-        what: the step, for messages. feed: bytes for its standard input, or what writes them.
-        Raises ConnectionLost when it is lost or ``timeout_s`` is over, and FlashError that ``feed`` raised.
+        what: the step, for messages. feed: bytes for the standard input, or a function that writes them.
+        Raises ConnectionLost, also after ``timeout_s``, and FlashErrors of ``feed``.
         """
         answer = _run([*self._command(), command], what, self.target.url, feed, timeout_s)
         if answer.code == SSH_FAILED:
@@ -142,21 +142,21 @@ class Connection:
         return answer
 
     def reopen(self) -> None:
-        """Connects anew where the connection was lost. Raises FlashError with the reason when there is none."""
-        self._end()
+        """Connects again after the connection was lost. Raises FlashError if there is none."""
+        self._close()
         self._open()
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             subprocess.run(self._command("-O", "exit"), capture_output=True, timeout=5, check=False)
 
     def _open(self) -> None:
         answer = self._connect()
         if self.accept is not None and answer.code != 0 and _unknown(answer.errors):
-            take_up(self.target, self.accept)
+            accept_host_key(self.target, self.accept)
             answer = self._connect()
         if answer.code != 0:
-            raise refused(self.target, answer.errors)
+            raise connect_error(self.target, answer.errors)
 
     def _connect(self) -> Answer:
         options = ("-M", "-N", "-f", "-o", "ControlPersist=60")
@@ -172,56 +172,49 @@ class Connection:
         )
 
 
-def shown_keys(target: Target) -> list[HostKey]:
-    """The key that the host shows, fetched without logging in; empty when it shows none."""
+def fetch_host_keys(target: Target) -> list[HostKey]:
+    """The keys that the host sends, fetched without logging in."""
     with tempfile.TemporaryDirectory(prefix="mf-ssh-") as folder:
         known = Path(folder, "known_hosts")
         options = _options(BatchMode="yes", StrictHostKeyChecking="accept-new", UserKnownHostsFile=str(known),
                            GlobalKnownHostsFile="/dev/null", PreferredAuthentications="none", ControlPath="none",
                            ConnectTimeout=str(CONNECT_S), UpdateHostKeys="no")
-        _run([*target.command(*options), "true"], "asking for the host key", target.url, b"", 2.0 * CONNECT_S)
+        _run([*target.command(*options), "true"], "fetching the host key", target.url, b"", 2.0 * CONNECT_S)
         lines = known.read_text().splitlines() if known.exists() else []
         return [HostKey(*_fingerprint(line), line) for line in lines if line and not line.startswith("#")]
 
 
-def take_up(target: Target, fingerprint: str) -> None:
-    """Writes the host's key into the user's known_hosts, when it is the one with ``fingerprint``. Raises FlashError."""
+def accept_host_key(target: Target, fingerprint: str) -> None:
+    """Adds the host's key with this fingerprint to the user's known_hosts. Raises ConfigError, FlashError."""
     if not FINGERPRINT.fullmatch(fingerprint):
         raise ConfigError(f"'{fingerprint[:80]}' is no fingerprint", expected="SHA256: and 43 characters")
-    keys = shown_keys(target)
+    keys = fetch_host_keys(target)
     if not keys:
         raise FlashError("the host shows no key", where=target.url, hint="is it on, and is its address right?")
     accepted = [key for key in keys if key.fingerprint == fingerprint]
     if not accepted:
         raise FlashError(f"the host shows another key: {keys[0].kind} {keys[0].fingerprint}", where=target.url,
-                         expected=fingerprint, hint=f"compare with the device's own: {OWN_KEY}")
-    known = _known_hosts(target)
-    have = known.read_text().splitlines() if known.exists() else []
-    wanted = [key.line for key in accepted if key.line not in have]
-    if wanted:
-        known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with known.open("a", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in wanted))
+                         expected=fingerprint, hint=f"compare with the device's own: {SHOW_HOST_KEY}")
+    known_hosts = _known_hosts(target)
+    present = known_hosts.read_text().splitlines() if known_hosts.exists() else []
+    new = [key.line for key in accepted if key.line not in present]
+    if new:
+        known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with known_hosts.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in new))
 
 
-def refused(target: Target, errors: str) -> FlashError:
-    """What ssh said at the start, as an error with what can be done."""
+def connect_error(target: Target, errors: str) -> FlashError:
+    """The error for ssh's messages at the start, with what the user can do."""
     where, last = target.url, last_line(errors)
     if CHANGED in errors:
-        known = re.search(r"Offending \S+ key in (\S+):\d+", errors)
-        file = known[1] if known else "~/.ssh/known_hosts"
-        new = re.search(FINGERPRINT, errors)
-        name = f"[{target.host}]:{target.port}" if target.port not in (None, 22) else target.host
-        return FlashError(
-            f"the host key has changed{f' to {new[0]}' if new else ''}: another machine, or a card written anew",
-            where=where, hint=f"if you know why: ssh-keygen -R '{name}' -f {file}, then run this again",
-        )
+        return _changed_key(target, errors)
     if _unknown(errors):
-        keys = shown_keys(target)
+        keys = fetch_host_keys(target)
         shown = f": {keys[0].kind} {keys[0].fingerprint}" if keys else ""
         accept = f"--accept-host-key {keys[0].fingerprint if keys else 'FINGERPRINT'}"
         return FlashError(f"the host key is not known here{shown}", where=where,
-                          hint=f"if it is the device's own ({OWN_KEY}): {accept}")
+                          hint=f"if it is the device's own ({SHOW_HOST_KEY}): {accept}")
     if "Permission denied" in errors or "Too many authentication failures" in errors:
         return FlashError(f"the device refused the login: {last}", where=where,
                           hint=f"put your key there: ssh-copy-id {where}; passwords are never asked for")
@@ -232,17 +225,28 @@ def refused(target: Target, errors: str) -> FlashError:
     return FlashError(f"no connection: {last}", where=where, hint=f"try: ssh {where} true")
 
 
+def _changed_key(target: Target, errors: str) -> FlashError:
+    known = re.search(r"Offending \S+ key in (\S+):\d+", errors)
+    file = known[1] if known else "~/.ssh/known_hosts"
+    new = re.search(FINGERPRINT, errors)
+    name = f"[{target.host}]:{target.port}" if target.port not in (None, 22) else target.host
+    return FlashError(
+        f"the host key has changed{f' to {new[0]}' if new else ''}: another machine, or a card written anew",
+        where=target.url, hint=f"if you know why: ssh-keygen -R '{name}' -f {file}, then run this again",
+    )
+
+
 def _unknown(errors: str) -> bool:
     return "Host key verification failed" in errors and CHANGED not in errors
 
 
 def last_line(text: str) -> str:
-    """The last line that says something, at most 300 characters, without control characters."""
+    """The last line that is not empty, at most 300 characters, without control characters."""
     return _line(text, -1)
 
 
 def first_line(text: str) -> str:
-    """As ``last_line``: what a program complains of first is what is wrong."""
+    """As ``last_line``; a program's first complaint is usually the cause."""
     return _line(text, 0)
 
 
@@ -257,31 +261,31 @@ def _options(**values: str) -> list[str]:
 
 def _fingerprint(line: str) -> tuple[str, str]:
     """(type, fingerprint) of a line of known_hosts."""
-    told = subprocess.run(["ssh-keygen", "-lf", "-"], input=line, capture_output=True, text=True, timeout=10,
-                          check=False).stdout
-    found = re.search(FINGERPRINT, told)
-    if found is None:
+    output = subprocess.run(["ssh-keygen", "-lf", "-"], input=line, capture_output=True, text=True, timeout=10,
+                            check=False).stdout
+    match = re.search(FINGERPRINT, output)
+    if match is None:
         raise FlashError("ssh-keygen does not read the host's key", where=line[:80])
-    return line.split()[1], found[0]
+    return line.split()[1], match[0]
 
 
 def _known_hosts(target: Target) -> Path:
     """The file that ssh itself would write to."""
-    told = subprocess.run([*target.command("-G")], capture_output=True, text=True, timeout=10, check=False).stdout
-    found = re.search(r"^userknownhostsfile (\S+)", told, re.MULTILINE)
-    return Path(found[1] if found else "~/.ssh/known_hosts").expanduser()
+    output = subprocess.run([*target.command("-G")], capture_output=True, text=True, timeout=10, check=False).stdout
+    match = re.search(r"^userknownhostsfile (\S+)", output, re.MULTILINE)
+    return Path(match[1] if match else "~/.ssh/known_hosts").expanduser()
 
 
 def _run(command: list[str], what: str, where: str, feed: Feed | bytes, timeout_s: float) -> Answer:
-    """Errors go to a file: an ssh that stays in the background would hold a pipe open."""
+    """stderr goes to a file, because an ssh in the background would keep a pipe open."""
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
         assert process.stdin is not None
         assert process.stdout is not None
-        kept: list[bytes] = []
-        wrong: list[FlashError] = []
-        threads = [threading.Thread(target=_read, args=(process.stdout, kept), daemon=True),
-                   threading.Thread(target=_write, args=(process.stdin, feed, wrong), daemon=True)]
+        output: list[bytes] = []
+        feed_errors: list[FlashError] = []
+        threads = [threading.Thread(target=_read, args=(process.stdout, output), daemon=True),
+                   threading.Thread(target=_write, args=(process.stdin, feed, feed_errors), daemon=True)]
         for thread in threads:
             thread.start()
         try:
@@ -290,34 +294,34 @@ def _run(command: list[str], what: str, where: str, feed: Feed | bytes, timeout_
             raise ConnectionLost(f"no end within {timeout_s:g} s: {what}", where=where,
                                  hint="run the same command again: it goes on from there") from None
         finally:
-            process.kill()  # nothing happens to one that has ended
+            process.kill()  # has no effect if it has ended
             process.wait()
             for thread in threads:
                 thread.join(5)
-        if wrong:
-            raise wrong[0]
+        if feed_errors:
+            raise feed_errors[0]
         errors.seek(0)
-        told = errors.read(MAX_OUTPUT_BYTES).decode(errors="replace")
-        return Answer(process.returncode, b"".join(kept).decode(errors="replace"), told)
+        stderr = errors.read(MAX_OUTPUT_BYTES).decode(errors="replace")
+        return Answer(process.returncode, b"".join(output).decode(errors="replace"), stderr)
 
 
-def _read(stream: IO[bytes], kept: list[bytes]) -> None:
-    """All of it, so that the other side can go on; the first mebibyte is kept."""
+def _read(stream: IO[bytes], output: list[bytes]) -> None:
+    """Reads everything, so that the process is not blocked, and keeps the first MiB."""
     size = 0
     with contextlib.suppress(OSError, ValueError), stream:
         while piece := os.read(stream.fileno(), 65536):
             if size < MAX_OUTPUT_BYTES:
-                kept.append(piece[: MAX_OUTPUT_BYTES - size])
+                output.append(piece[: MAX_OUTPUT_BYTES - size])
             size += len(piece)
 
 
-def _write(stream: IO[bytes], feed: Feed | bytes, wrong: list[FlashError]) -> None:
-    """What keeps ``feed`` from going on here goes into ``wrong``."""
-    with contextlib.suppress(OSError, ValueError), stream:  # the other side may have ended: its exit code says why
+def _write(stream: IO[bytes], feed: Feed | bytes, errors: list[FlashError]) -> None:
+    """Appends a FlashError of ``feed`` to ``errors``."""
+    with contextlib.suppress(OSError, ValueError), stream:  # the process may have ended: its exit code says why
         try:
             if isinstance(feed, bytes):
                 stream.write(feed)
             else:
                 feed(stream)
         except FlashError as error:
-            wrong.append(error)
+            errors.append(error)

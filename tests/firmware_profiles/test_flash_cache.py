@@ -26,8 +26,8 @@ def let_go() -> Iterator[None]:
 
 
 def _let_go() -> None:
-    while program_cache._HELD:
-        os.close(program_cache._HELD.pop())
+    while program_cache._LOCKED:
+        os.close(program_cache._LOCKED.pop())
 
 
 def add(kept: Cache, number: int, *, arch: str = "aarch64", python: str = "3.13", hold: bool = False) -> Path:

@@ -52,7 +52,7 @@ def read(folder: Path, text: str, environ: dict[str, str] | None = None) -> Devi
 
 def test_a_key_that_was_derived_for_wpa2_is_none_for_wpa3(tmp_path):
     text = WHOLE.replace(f'"{SECRET}"', f'"{"ab" * 32}"\nsecurity = "wpa3"')
-    with pytest.raises(ConfigError, match=r"kitchen\.toml:10: wifi\.password: is a key that was derived for WPA2"):
+    with pytest.raises(ConfigError, match=r"kitchen\.toml:10: wifi\.password: is a key derived for WPA2"):
         read(tmp_path, text)
 
 
@@ -78,7 +78,7 @@ def test_wheels_are_found_beside_the_file_and_all_that_is_wrong_with_them_is_tol
         read(tmp_path, wrong.replace('"DE"', '"Germany"'))
     lines = [line.partition("kitchen.toml:")[2] for line in str(told.value).splitlines()]
     for number, (line, what) in enumerate(zip(lines, (
-        "is the package of wheels[0] once more", "is the agent, which comes along by itself", "is no file of a wheel",
+        "is the same package as wheels[0]", "is the agent, which is always installed", "is no file of a wheel",
         "is no wheel (python -m build makes one", "there is no file '",
         "there is no file '", "there is no file '",
     ), strict=False), 1):

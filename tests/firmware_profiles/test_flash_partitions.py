@@ -109,8 +109,8 @@ def test_no_bytes_at_all_make_the_readers_fail_in_another_way(noise, signed):
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ([], "is empty"), ([(0x83, 1, 2**32 - 1)], "the image at"), ([(0x83, 0, 10)], "lies over"),
-        ([(0x83, 10, 10), (0x83, 19, 1)], "lies over"), ([(0xEE, 1, 100)], "its GPT is missing"),
+        ([], "is empty"), ([(0x83, 1, 2**32 - 1)], "the image at"), ([(0x83, 0, 10)], "overlaps"),
+        ([(0x83, 10, 10), (0x83, 19, 1)], "overlaps"), ([(0xEE, 1, 100)], "its GPT is missing"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused(entries, said):

@@ -12,7 +12,7 @@ from rich.console import Console
 from firmware_profiles.ssh import inventory
 from firmware_profiles.ssh.inventory import Entry
 from firmware_profiles.ssh.remote_install import Outcome, Tell
-from firmware_profiles.ssh.side_by_side import Following, Lines, flash_all
+from firmware_profiles.ssh.side_by_side import Lines, LiveTable, flash_all
 from fleet_core.base.errors import ConfigError, FlashError
 from tests.support.waiting import PATIENCE_S
 
@@ -106,7 +106,7 @@ def test_an_error_of_the_program_itself_ends_the_others_at_their_next_step() -> 
 
 def test_a_terminal_shows_one_line_for_each_device() -> None:
     out = io.StringIO()
-    show = Following(ENTRIES, Console(file=out, force_terminal=True, width=60, no_color=True))
+    show = LiveTable(ENTRIES, Console(file=out, force_terminal=True, width=60, no_color=True))
     flash_all(ENTRIES, work, show, jobs=1)
     last = out.getvalue()
     for part in ("attic", "1.1 runs, 1.0 before; 2.0 MB sent", "cellar", "no connection", "kitchen"):
