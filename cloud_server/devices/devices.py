@@ -237,7 +237,7 @@ def _seconds(text: str) -> float:
     found = re.fullmatch(r"(\d{1,6})([mhd])", text)
     seconds = 0.0 if found is None else int(found[1]) * UNITS_S[found[2]]
     if not 0 < seconds <= MAX_VALID_S:
-        raise ConfigError("is no duration", where=f"--valid {text[:20]}", expected="30m, 24h or 7d, a year at most")
+        raise ConfigError("is not a duration", where=f"--valid {text[:20]}", expected="30m, 24h or 7d, a year at most")
     return seconds
 
 

@@ -136,7 +136,7 @@ def _card(to: str, rehearse: bool) -> Card:
     from firmware_profiles.image import block_device
 
     if not to.startswith("/"):
-        raise ConfigError("is no target", where=f"--to {to}", expected="image:PATH, /dev/NAME or ssh://USER@HOST")
+        raise ConfigError("is not a target", where=f"--to {to}", expected="image:PATH, /dev/NAME or ssh://USER@HOST")
     if sys.platform != "linux":
         raise ConfigError("cards can only be written on Linux", where=f"--to {to}",
                           hint="use --to image:PATH and write that file with Raspberry Pi Imager")

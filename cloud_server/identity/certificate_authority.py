@@ -133,7 +133,7 @@ def _alternative_name(host: str) -> x509.GeneralName:
     try:
         return x509.DNSName(host)
     except ValueError as error:
-        raise ConfigError("is no name of a host", where=host, expected="ASCII letters, digits, '-' and '.'") from error
+        raise ConfigError("is not a host name", where=host, expected="ASCII letters, digits, '-' and '.'") from error
 
 
 def _now() -> datetime.datetime:

@@ -60,7 +60,7 @@ class Enrolments:
         csr = certificates.decoded(request.csr)
         token = next(iter(self._ledger.rows(Invitation, id=token_id)), None)
         if token is None:
-            raise MessageError("is no token of this fleet", where=token_id)
+            raise MessageError("is not a token of this fleet", where=token_id)
         body = enrolment_token.to_sign(self._name, token_id, csr)
         if not certificates.signed_by(token.public, request.signature, body):
             raise MessageError("is not signed with the token's key", where=token_id)

@@ -111,7 +111,7 @@ class Checkpoints:
         arrays, metadata = found
         roles = {role: _ordered(tree, order) for role, tree in storage.unflatten_roles(arrays).items()}
         if "dual_epoch" not in metadata or metadata["round"] != str(round_number):
-            raise StateError("is no checkpoint of this round", where=str(path), hint=RESTORE)
+            raise StateError("is not the checkpoint of this round", where=str(path), hint=RESTORE)
         memory = {role[len("memory."):]: tree for role, tree in roles.items() if role.startswith("memory.")}
         model = roles.get("model", {})  # a method that shares nothing has none
         scalars = json.loads(metadata.get("scalars", "{}"))
@@ -139,7 +139,7 @@ def served(path: Path) -> tuple[int, Params]:
     runs. Raises StateError."""
     found = _read(path)
     if found is None:
-        raise StateError("is damaged, or no checkpoint", where=str(path))
+        raise StateError("is damaged, or not a checkpoint", where=str(path))
     arrays, metadata = found
     if "dual_epoch" not in metadata:
         return int(metadata["round"]), storage.unflatten(arrays)

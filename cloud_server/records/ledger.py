@@ -236,7 +236,7 @@ class Ledger:
             raise StateError(f"cannot be used: {error}", where=str(self.path),
                              hint="check free space and permissions, and that no other process holds it") from error
         except sqlite3.DatabaseError as error:
-            raise StateError(f"is damaged or no ledger: {error}", where=str(self.path), hint=NEW_LEDGER) from error
+            raise StateError(f"is damaged or not a ledger: {error}", where=str(self.path), hint=NEW_LEDGER) from error
         except OSError as error:
             raise StateError(f"cannot be used: {error.strerror or error}", where=str(self.path)) from error
 

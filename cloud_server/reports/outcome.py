@@ -23,11 +23,11 @@ def of_run(folder: Path) -> dict[str, Any]:
         return of_fleet(folder)
     outcome = read(folder / "result.json")
     if outcome.get("kind") == SIMULATION:
-        raise StateError("is a simulation's", where=str(folder / "result.json"), expected="that of a fleet or a demo",
+        raise StateError("is of a simulation", where=str(folder / "result.json"), expected="that of a fleet or a demo",
                          hint=f"metafleet compare {typed(folder)} --out FOLDER")
     problems = result.validate(outcome)
     if problems:
-        raise StateError(f"is no result: {'; '.join(problems[:5])}", where=str(folder / "result.json"))
+        raise StateError(f"is not a result: {'; '.join(problems[:5])}", where=str(folder / "result.json"))
     return outcome
 
 
@@ -45,7 +45,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         outcome = json.loads(storage.read_bytes(path, limit=MAX_RESULT_BYTES))
     except (ValueError, RecursionError) as error:
-        raise StateError("is no JSON", where=str(path)) from error
+        raise StateError("is not JSON", where=str(path)) from error
     if not isinstance(outcome, dict):
         raise StateError("holds no table", where=str(path))
     return outcome

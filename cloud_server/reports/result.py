@@ -241,7 +241,7 @@ def parse(data: Any) -> Result:
     """The content of a result.json; keys of newer versions are ignored. Raises DataError."""
     result, problems = schema.read(Result, data, unknown="ignore")
     if result is None:
-        raise DataError("is no result.json: " + "; ".join(map(str, problems[:5])), where="result.json",
+        raise DataError("is not a valid result.json: " + "; ".join(map(str, problems[:5])), where="result.json",
                         hint="every run writes one; give that file or its folder")
     return result
 

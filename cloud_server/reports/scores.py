@@ -56,6 +56,6 @@ def f1_by_class(counts_NM: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def counts(confusion: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     counts_NN = np.asarray(confusion, dtype=np.int64)
     if counts_NN.ndim != 2 or counts_NN.shape[0] != counts_NN.shape[1] or (counts_NN < 0).any():
-        raise DataError(f"a confusion of shape {list(counts_NN.shape)} is no table of counts",
+        raise DataError(f"a confusion of shape {list(counts_NN.shape)} is not a table of counts",
                         expected="[N, N] counts of at least 0, row = true class")
     return counts_NN

@@ -63,7 +63,7 @@ def _options_of(note: Path) -> Options:
     try:
         known, problems = schema.read(Options, json.loads(storage.read_bytes(note, limit=1 << 16)))
     except ValueError as error:
-        raise ConfigError(f"is no JSON: {error}", where=str(note), hint="give another --out") from error
+        raise ConfigError(f"is not JSON: {error}", where=str(note), hint="give another --out") from error
     if known is None:
         raise ConfigError("; ".join(map(str, problems)), where=str(note), hint="give another --out")
     return known

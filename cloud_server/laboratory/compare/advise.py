@@ -328,7 +328,7 @@ def _stored(path: Path, cls: type[T]) -> T | None:
     try:
         found, problems = schema.read(cls, json.loads(storage.read_bytes(path, limit=1 << 20)))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"is no JSON: {error}", where=str(path), hint="give another --out") from error
+        raise ConfigError(f"is not JSON: {error}", where=str(path), hint="give another --out") from error
     if found is None:
         raise ConfigError("; ".join(map(str, problems)), where=str(path), hint="give another --out")
     return found

@@ -170,7 +170,7 @@ def of_simulation(data: Mapping[str, Any], path: Path) -> FinishedRun:
     """The run of a simulation's result, which may have fewer rounds than planned. Raises StateError."""
     run, problems = schema.read(Simulated, data, unknown="ignore")
     if run is None:
-        raise StateError(f"is no result of a simulation: {'; '.join(map(str, problems[:5]))}", where=str(path))
+        raise StateError(f"is not a simulation result: {'; '.join(map(str, problems[:5]))}", where=str(path))
     setting, choices, targets = _asked(run.config)
     points, spent = [], _Spending()
     for row in run.rounds:

@@ -187,7 +187,7 @@ def test_a_bundle_that_fails_the_gate_is_not_written(
         monkeypatch.setattr(torch_gate, "check", refuse)
     else:
         broken = replace(made, graph=replace(made.graph, golden=golden))
-        monkeypatch.setattr(bundle_cli, "_made", lambda *asked: broken)
+        monkeypatch.setattr(bundle_cli, "_export_bundle", lambda *asked: broken)
     code, out, err = run("export", fleet, "--to", tmp_path / "b")
     complaint = "differs from torch" if fails == "with torch" else "does not give its golden outputs"
     assert (code, out, complaint in err) == (1, "", True), err

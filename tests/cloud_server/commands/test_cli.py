@@ -351,7 +351,7 @@ def test_a_demo_takes_no_folder_that_holds_something_else(run: Run, data: Path, 
     (out / "demo.json").write_text(json.dumps({"devices": 3}))
     refused(run("metafleet", "demo", *few), 2, "holds a run with other options")
     (out / "demo.json").write_text("no json")
-    refused(run("metafleet", "demo", *few), 2, "demo.json: is no JSON")
+    refused(run("metafleet", "demo", *few), 2, "demo.json: is not JSON")
     assert sorted(contents(out)) == ["demo.json", "letter.txt"]
 
 
@@ -741,10 +741,10 @@ def test_a_damaged_ledger_is_named(run: Run, place: Path) -> None:
 
 def test_a_report_of_what_is_no_result_is_refused(run: Run, place: Path) -> None:
     (place / "result.json").write_text("{")
-    refused(run("metafleet", "report", place, "--out", place / "page.html"), 1, "result.json: is no JSON")
+    refused(run("metafleet", "report", place, "--out", place / "page.html"), 1, "result.json: is not JSON")
     (place / "result.json").write_text('{"format": 1}')
     ran = run("metafleet", "report", place, "--out", place / "page.html")
-    refused(ran, 1, "result.json: is no result: method: missing")
+    refused(ran, 1, "result.json: is not a result: method: missing")
     assert not (place / "page.html").exists()
 
 
@@ -821,5 +821,5 @@ def test_a_backup_is_a_fleet_with_its_keys_and_its_owners_alone(run, place, tmp_
     assert status[0] == status[1]
     before = contents(to)
     refused(run("metafleet", "server", "backup", fleet, "--to", to), 2, "monday: is there already")
-    refused(run("metafleet", "server", "backup", fleet, "--to", fleet / "copy"), 2, "within the fleet's own folder")
+    refused(run("metafleet", "server", "backup", fleet, "--to", fleet / "copy"), 2, "inside the fleet's own folder")
     assert contents(to) == before

@@ -292,7 +292,7 @@ def test_without_a_named_broker_the_device_is_given_the_fleets_own(desk):
 
 @pytest.mark.parametrize("to", ["sdb", "usb:/dev/sdb", ""])
 def test_a_target_that_is_none_is_refused(desk, to):
-    with pytest.raises(ConfigError, match="is no target"):
+    with pytest.raises(ConfigError, match="is not a target"):
         flash(desk, to)
 
 

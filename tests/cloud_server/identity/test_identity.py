@@ -113,7 +113,7 @@ def test_the_brokers_certificate_is_made_anew_for_other_hosts_only(office: Offic
     assert (folder / "server.pem").read_bytes() == first
     fleet_certificates.configure(office.fleet, office.ledger, BrokerSetup(("other",)))
     assert (folder / "server.pem").read_bytes() != first
-    with pytest.raises(ConfigError, match="is no name of a host"):
+    with pytest.raises(ConfigError, match="is not a host name"):
         fleet_certificates.configure(office.fleet, office.ledger, BrokerSetup(("höst",)))
 
 
@@ -201,7 +201,7 @@ def test_a_token_dies_at_its_date_whatever_the_broker_lets_through(office: Offic
 def test_a_token_of_another_fleet_is_unknown(office: Office, tmp_path: Path) -> None:
     other = bare_fleet(tmp_path / "other")
     stranger, _ = make_token(other, "d0", "mqtts://h:1", "mqtts://h:2", HOURS_S)
-    with pytest.raises(MessageError, match="is no token of this fleet"):
+    with pytest.raises(MessageError, match="is not a token of this fleet"):
         office.enrolments().certificate(stranger.id, asked_with(stranger, certificates.new_key()))
     made = office.token("d0")
     with pytest.raises(MessageError, match="not signed with the token's key"):

@@ -322,7 +322,7 @@ def test_a_result_that_cannot_be_right_is_refused(tmp_path: Path, change: dict[s
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000])
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "result.json").write_text(text)
-    with pytest.raises(StateError, match=r"result.json: (is no JSON|holds no table)"):
+    with pytest.raises(StateError, match=r"result.json: (is not JSON|holds no table)"):
         compared(tmp_path)
 
 

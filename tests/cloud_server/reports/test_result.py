@@ -111,7 +111,7 @@ def test_figures_are_shares_and_over_the_classes_present_never_lower(confusion: 
 
 @pytest.mark.parametrize("confusion", [[[1, 2]], [1, 2], [[-1]], []])
 def test_what_is_no_confusion_is_refused(confusion: Any) -> None:
-    with pytest.raises(DataError, match="no table of counts"):
+    with pytest.raises(DataError, match="not a table of counts"):
         scores.confusion_accuracy(confusion)
 
 
@@ -260,7 +260,7 @@ def test_the_environment_names_neither_the_machine_nor_its_user() -> None:
         ({"sead": 1}, "did you mean 'seed'"),
         ({"evaluated": {"accuracy": 1.5, "macro_f1": 0.5}}, "evaluated.accuracy: 1.5 is over"),
         ({"evaluated": {"accuracy": float("nan"), "macro_f1": 0.5}}, "evaluated.accuracy: expected a finite number"),
-        ({"totals": {"energy_j": None}}, "totals.energy_j: an absent figure is an absent key"),
+        ({"totals": {"energy_j": None}}, "totals.energy_j: leave out the key"),
         ({"rounds": [{"round": 1}]}, "rounds[0].participants: missing"),
         ({"rounds": "many"}, "rounds: expected a list"),
     ],
@@ -273,7 +273,7 @@ def test_what_is_wrong_with_a_result_is_named(ledger: Ledger, change: dict[str, 
 @pytest.mark.parametrize("data", [None, [], {}, "text", {"format": 1}])
 def test_what_is_no_result_is_refused(data: Any) -> None:
     assert result.validate(data)
-    with pytest.raises(DataError, match=r"no result\.json"):
+    with pytest.raises(DataError, match=r"not a valid result\.json"):
         result.parse(data)
 
 
