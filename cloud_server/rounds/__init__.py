@@ -1,6 +1,7 @@
-"""The round: select, publish, collect until the deadline, apply. ``coordinator`` is the loop.
+"""The round: select, publish, collect until the deadline, apply. ``coordinator`` is the loop, ``parts`` puts it together.
 
-``broadcast`` makes and signs the manifest, ``uploads`` grants chunks, ``update_receiver`` checks, accepts or refuses,
-``server_rule`` closes the round, ``round_costs`` turns reports into bytes and joules of a round, ``members`` knows
-who belongs and who is there, ``waiting`` decides how long to wait. ``aggregator`` retries when the disk is full.
+``manifest`` builds and signs the message that opens a round, ``models_down`` encodes the models. ``device_messages``
+takes what devices send to its part: ``uploads`` grants chunks, ``update_receiver`` checks, accepts or refuses,
+``round_costs`` adds up bytes and joules. ``server_rule`` closes the round. ``members`` knows who belongs and who is on,
+``waiting`` how long to wait. Imported by ``cloud_server.running``; the simulation takes ``models_down``.
 """
