@@ -1,15 +1,14 @@
-"""A model's gradient steps as an ONNX graph ``adapt``, so that a device personalizes without torch.
+"""Exports a model's gradient steps as an ONNX graph ``adapt``, so that a device can personalize without torch.
 
-w ← w − a∘∇f(w) over the whole support set, f the mean cross-entropy, as ``fleet_core.learning.personal_model`` steps:
-MAML's inner steps and fine-tuning with one rate for all (``lr``), Meta-SGD with a learned rate for every value
-(``rates``).
+w ← w − a∘∇f(w) over the whole support set, f the mean cross-entropy, as in ``fleet_core.learning.personal_model``:
+MAML's inner steps and fine-tuning with one rate (``lr``), Meta-SGD with a learned rate for every value (``rates``).
 
 Inputs: ``support_x`` raw samples [S, *shape], ``support_y`` int64 [S], ``steps`` int64, and ``lr`` float32 unless the
 rates are learned. Parameters are external initializers ``group/name``, rates ``rates/group.name``. Outputs:
-``adapted/group/name`` for every parameter of the groups that move.
+``adapted/group/name`` for every parameter of the adapted groups.
 
-One gradient is traced here, by ``make_fx`` over autograd with the number of samples symbolic and then by torch's
-exporter with what ``export.lowering`` adds to it; ``export.loops`` puts its loops around it.
+One gradient is traced here, by ``make_fx`` over autograd with a symbolic number of samples, and exported by torch's
+exporter with the additions of ``export.lowering``. ``export.loops`` builds the loops around it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from export import gate
-from export.graph import IR_VERSION, OPSET, TRACED_SAMPLES, _cause, _quiet, export_graph, samples
+from export.graph import IR_VERSION, OPSET, TRACED_SAMPLES, export_graph, quiet, root_cause, samples
 from export.loops import Loops
 from export.lowering import DECOMPOSED, TRANSLATED
 from fleet_core.base import storage, trees
@@ -49,58 +48,56 @@ from fleet_core.model.graph_bundle import GOLDEN_STEPS, AdaptInfo, Graph
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 
 PASS_BYTES = 12 << 20
-"""What one pass may compute at once, in bytes; it decides how many samples a pass takes."""
+"""Bytes that the operations of one pass may output; it determines the samples per pass."""
 
-EMBEDDED = 64
-"""Samples of a pass where the head alone moves, as many as a device embeds at once."""
+HEAD_PASS = 64
+"""Samples per pass if only the head is adapted: as many as a device embeds at once."""
 
-WHOLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Layers that mix the samples of a pass, which then takes as many as torch takes at once, ``CHUNK``."""
+MIXING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Layers that mix the samples of a pass. With them a pass takes ``CHUNK`` samples, as torch does."""
 
 HEAD = ("head",)
 
 GOLDEN_SHARE = 1e-3
-"""By how much the first golden step moves the weights, relative to their length."""
+"""How far the first golden step moves the weights, relative to their norm."""
 
-INSTEAD = "take a method of class means (proto), or one of which the head alone moves"
+INSTEAD = "take a method of class means (proto), or one that adapts only the head"
 
-_CLEANING = (
+_CLEANUP_PASSES = (
     common.IdentityEliminationPass, common.CommonSubexpressionEliminationPass, common.RemoveUnusedNodesPass,
     common.ClearMetadataAndDocStringPass,
 )  # fmt: skip
 
 
 def with_adapt(graph: Graph, *, rates: bool, groups: tuple[str, ...] = MODEL_GROUPS) -> Graph:
-    """The bundle ``graph``, which has ``predict``, with its graph ``adapt``, gated; arguments as of ``export_adapt``.
-
-    Raises BundleError.
-    """
+    """The bundle ``graph``, which must have ``predict``, with the checked graph ``adapt``. Arguments as in
+    ``export_adapt``. Raises BundleError."""
     layout, seed, x = graph.layout, graph.info.seed, graph.golden["x"]
     if "predict" not in graph.graphs:
         raise BundleError("the bundle has no graph 'predict' to answer with adapted weights")
     data = export_adapt(layout, rates=rates, groups=groups, seed=seed, embed=graph.graphs.get("embed", b""))
     network, y = build(layout).eval(), np.arange(len(x)) % len(layout.classes)
-    how = AdaptInfo(groups, rates, _golden_lr(network, trees.only(layout.seeded(seed), MODEL_GROUPS), groups, x, y))
-    adapted = replace(graph, adapt=data, info=replace(graph.info, adapt=how))
-    weights = adapted.adapt_weights(seed)
-    stepped = gate.steps_in_torch(adapted, network, weights, x, y)
-    golden = np.stack([_golden(network, weights, stepped[steps], x) for steps in GOLDEN_STEPS])
-    adapted = replace(adapted, golden={**graph.golden, "y": y, "adapt": golden})
-    gate.check_adapt(adapted, network)
-    return adapted
+    info = AdaptInfo(groups, rates, _golden_lr(network, trees.only(layout.seeded(seed), MODEL_GROUPS), groups, x, y))
+    extended = replace(graph, adapt=data, info=replace(graph.info, adapt=info))
+    weights = extended.adapt_weights(seed)
+    adapted = gate.steps_in_torch(extended, network, weights, x, y)
+    golden = np.stack([_golden(network, weights, adapted[steps], x) for steps in GOLDEN_STEPS])
+    extended = replace(extended, golden={**graph.golden, "y": y, "adapt": golden})
+    gate.check_adapt(extended, network)
+    return extended
 
 
 def _golden_lr(network: Network, weights: Params, groups: tuple[str, ...], x: Any, y: Any) -> float:
-    """The rate whose first step is ``GOLDEN_SHARE`` of the weights that move."""
+    """The rate whose first step is ``GOLDEN_SHARE`` of the norm of the adapted weights."""
     w = to_torch(weights)
     _, gradient = value_and_gradient(entropy(network, torch.tensor(x), torch.tensor(y)), leaves(w))
     length = trees.norm(trees.only(gradient, groups)) or 1.0
     return float(np.float32(GOLDEN_SHARE * trees.norm(trees.only(w, groups)) / length))
 
 
-def _golden(network: Network, weights: Params, moved: dict[str, Any], x: Any) -> Any:
-    """Logits of x under ``weights`` with the arrays ``moved`` in their place."""
-    w = storage.unflatten({**storage.flatten(trees.only(weights, MODEL_GROUPS)), **moved})
+def _golden(network: Network, weights: Params, adapted: dict[str, Any], x: Any) -> Any:
+    """Logits of x with ``weights``, of which ``adapted`` replaces some."""
+    w = storage.unflatten({**storage.flatten(trees.only(weights, MODEL_GROUPS)), **adapted})
     with torch.no_grad():
         return outputs(network, to_torch(w), torch.tensor(x), "predict").numpy()
 
@@ -108,25 +105,25 @@ def _golden(network: Network, weights: Params, moved: dict[str, Any], x: Any) ->
 def export_adapt(
     layout: Layout, *, rates: bool, groups: tuple[str, ...] = MODEL_GROUPS, seed: int = 0, embed: bytes = b""
 ) -> bytes:
-    """The ONNX file ``adapt`` for ``layout``'s model, not yet gated.
+    """The ONNX file ``adapt`` of ``layout``'s model, unchecked.
 
-    rates: learned rates in place of ``lr``. groups: those of ``body`` and ``head`` that move. seed: of the samples that
-    are traced. embed: the layout's graph of that kind, where it is at hand. Raises BundleError for a model whose steps
-    do not become a graph.
+    rates: learned rates in place of ``lr``. groups: the adapted ones of ``body`` and ``head``. seed: of the traced
+    samples. embed: the layout's graph ``embed``, if it exists already. Raises BundleError if the steps cannot be
+    exported.
     """
     network = build(layout).eval()
     _check_groups(network, layout, groups)
-    moving = _keys(layout, groups)
+    adapted = _keys(layout, groups)
     body = None
     if groups == HEAD:
         body = onnx.load_model_from_string(embed or export_graph(layout, seed=seed).graphs["embed"]).graph
         z = torch.randn((TRACED_SAMPLES, layout.embedding), generator=torch.Generator().manual_seed(seed))
-        gradient, bytes_each = _gradient(layout, _head_logits(network), moving, moving, z)
+        gradient, sample_bytes = _gradient(layout, _head_logits(network), adapted, adapted, z)
     else:
         x = torch.tensor(samples(layout.input, TRACED_SAMPLES, seed))
-        gradient, bytes_each = _gradient(layout, _logits(network), _keys(layout, MODEL_GROUPS), moving, x)
-    number = _samples_of_a_pass(network, groups, bytes_each)
-    graph = Loops(layout, moving, rates=rates, number=number).graph(gradient, body)
+        gradient, sample_bytes = _gradient(layout, _logits(network), _keys(layout, MODEL_GROUPS), adapted, x)
+    number = _samples_per_pass(network, groups, sample_bytes)
+    graph = Loops(layout, adapted, rates=rates, number=number).graph(gradient, body)
     model = helper.make_model(graph, ir_version=IR_VERSION, opset_imports=[helper.make_opsetid("", OPSET)])
     return bytes(model.SerializeToString(deterministic=True))
 
@@ -134,20 +131,20 @@ def export_adapt(
 def _check_groups(network: Network, layout: Layout, groups: tuple[str, ...]) -> None:
     if not layout.parameters(HEAD):
         raise BundleError(
-            f"the model '{layout.model}' has no head to step with", hint="take a method of class means (proto)"
+            f"the model '{layout.model}' has no head to adapt", hint="take a method of class means (proto)"
         )
     if not layout.parameters(groups):
-        raise BundleError(f"the model '{layout.model}' has nothing in {' and '.join(groups)} to step with")
+        raise BundleError(f"the model '{layout.model}' has no parameters in {' and '.join(groups)} to adapt")
     recurrent = next((m for m in network.modules() if isinstance(m, nn.RNNBase)), None)
     if "body" in groups and recurrent is not None:
         layers = f"recurrent layers ({type(recurrent).__name__})"
-        raise BundleError(f"the model '{layout.model}' has {layers}, whose steps do not become a graph", hint=INSTEAD)
+        raise BundleError(f"the model '{layout.model}' has {layers}, whose steps cannot be exported", hint=INSTEAD)
 
 
-def _samples_of_a_pass(network: Network, groups: tuple[str, ...], bytes_each: int) -> int:
-    if any(isinstance(module, WHOLE) for module in network.modules()):
+def _samples_per_pass(network: Network, groups: tuple[str, ...], sample_bytes: int) -> int:
+    if any(isinstance(module, MIXING) for module in network.modules()):
         return CHUNK
-    return EMBEDDED if groups == HEAD else max(1, min(CHUNK, PASS_BYTES // bytes_each))
+    return HEAD_PASS if groups == HEAD else max(1, min(CHUNK, PASS_BYTES // sample_bytes))
 
 
 def _keys(layout: Layout, groups: tuple[str, ...]) -> list[str]:
@@ -169,46 +166,46 @@ def _head_logits(network: Network) -> Logits:
 
 
 def _gradient(
-    layout: Layout, logits: Logits, taken: list[str], moving: list[str], x: Tensor
+    layout: Layout, logits: Logits, inputs: list[str], adapted: list[str], x: Tensor
 ) -> tuple[onnx.GraphProto, int]:
-    """(graph from the parameters ``taken``, samples and labels to the gradients of ``moving``, summed over samples; the
-    bytes that it computes for each sample)."""
+    """(graph from the parameters ``inputs``, samples and labels to the gradients of ``adapted``, summed over samples;
+    the bytes that its operations output per sample)."""
 
     def gradient(parameters: Sequence[Tensor], x: Tensor, y: Tensor) -> Sequence[Tensor]:
-        w = dict(zip(taken, parameters, strict=True))
-        likely = torch.log_softmax(logits(w, x), 1)
-        loss = -(likely * losses.one_hot(y, len(layout.classes), likely.dtype)).sum()
-        return torch.autograd.grad(loss, [w[key] for key in moving], allow_unused=True, materialize_grads=True)
+        w = dict(zip(inputs, parameters, strict=True))
+        log_probabilities = torch.log_softmax(logits(w, x), 1)
+        loss = -(log_probabilities * losses.one_hot(y, len(layout.classes), log_probabilities.dtype)).sum()
+        return torch.autograd.grad(loss, [w[key] for key in adapted], allow_unused=True, materialize_grads=True)
 
     shapes = {f"{t.group}/{t.name}": t.shape for t in layout.tensors}
-    parameters, y = [torch.ones(shapes[key]) for key in taken], torch.arange(len(x)) % len(layout.classes)
-    names = [f"now/{key}" if key in moving else key for key in taken]
+    parameters, y = [torch.ones(shapes[key]) for key in inputs], torch.arange(len(x)) % len(layout.classes)
+    names = [f"now/{key}" if key in adapted else key for key in inputs]
     try:
-        with _quiet(), sdpa_kernel(SDPBackend.MATH):
+        with quiet(), sdpa_kernel(SDPBackend.MATH):
             traced = _traced(gradient, parameters, x, y)
             batch = torch.export.Dim("batch", min=1)
             program = torch.export.export(
-                traced, (parameters, x, y), dynamic_shapes=([None] * len(taken), {0: batch}, {0: batch}), strict=False
+                traced, (parameters, x, y), dynamic_shapes=([None] * len(inputs), {0: batch}, {0: batch}), strict=False
             )
             exported = torch.onnx.export(
                 program, dynamo=True, opset_version=OPSET, optimize=False, verbose=False,
-                input_names=[*names, "pass/x", "pass/y"], output_names=[f"gradient/{key}" for key in moving],
+                input_names=[*names, "pass/x", "pass/y"], output_names=[f"gradient/{key}" for key in adapted],
                 custom_translation_table=TRANSLATED,
             )  # fmt: skip
     except Exception as error:  # torch raises whatever the model's code makes it raise
         raise BundleError(
-            f"the gradient steps of the model '{layout.model}' do not become a graph: {_cause(error)}", hint=INSTEAD
+            f"the gradient steps of the model '{layout.model}' cannot be exported: {root_cause(error)}", hint=INSTEAD
         ) from error
     if exported is None:
-        raise BundleError(f"the gradient steps of the model '{layout.model}' do not become a graph", hint=INSTEAD)
+        raise BundleError(f"the gradient steps of the model '{layout.model}' cannot be exported", hint=INSTEAD)
     fold_constants(exported.model)
-    for cleaning in _CLEANING:
-        cleaning()(exported.model)
+    for cleanup in _CLEANUP_PASSES:
+        cleanup()(exported.model)
     return to_proto(exported.model).graph, _bytes_per_sample(traced)
 
 
 def _traced(gradient: Callable[..., Any], parameters: list[Tensor], x: Tensor, y: Tensor) -> torch.fx.GraphModule:
-    """``gradient`` as one graph of torch operations, for any number of samples."""
+    """``gradient`` as a graph of torch operations, for any number of samples."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
     def fake(tensor: Tensor, first: DimDynamic) -> Tensor:
@@ -223,7 +220,7 @@ def _traced(gradient: Callable[..., Any], parameters: list[Tensor], x: Tensor, y
 
 
 def _bytes_per_sample(traced: torch.fx.GraphModule) -> int:
-    """What the operations of a trace put out, over the samples that it was traced with."""
-    made = (n.meta.get("val") for n in traced.graph.nodes if not getattr(n.target, "is_view", True))
-    of_samples = [v for v in made if isinstance(v, Tensor) and any(type(size) is not int for size in v.shape[:1])]
+    """Bytes that the operations of a trace output per sample, without views."""
+    outputs = (n.meta.get("val") for n in traced.graph.nodes if not getattr(n.target, "is_view", True))
+    of_samples = [v for v in outputs if isinstance(v, Tensor) and any(type(size) is not int for size in v.shape[:1])]
     return 1 + sum(int(v.numel()) * v.element_size() for v in of_samples) // TRACED_SAMPLES

@@ -1,4 +1,4 @@
-"""What a fleet starts from: the layout of its model, the gated graphs, and the first weights. Needs torch, once."""
+"""Makes what a fleet starts from: its model's layout, checked graphs and first weights. Needs torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def first(
     model: str, spec: InputSpec, classes: tuple[str, ...], options: Mapping[str, Any], *, head: bool, seed: int,
     method: Method | None = None, hyper: Any = None, say: Callable[[str], None] = lambda line: None,
 ) -> tuple[bytes, bytes]:  # fmt: skip
-    """(graph bundle, weights) as bytes. head: the method's answers come from the model's own head. method, hyper: whose
-    gradient steps devices without torch are to make, none without. say: what is under way, and what cannot be exported.
+    """(graph bundle, weights) as bytes. head: the method answers with the model's head. method, hyper: their gradient
+    steps are exported; None for none. say: called with the current step, and with what cannot be exported.
 
-    Raises ConfigError for a model that cannot be built or lacks what the method trains, BundleError for graphs that
-    fail their check.
+    Raises ConfigError if the model cannot be built or lacks groups that the method trains, BundleError if a graph fails
+    its check.
     """
     started = time.monotonic()
     layout = models.describe(model, spec, classes, options)

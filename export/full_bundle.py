@@ -1,4 +1,4 @@
-"""A bundle from a fleet's graph and served weights, compared with torch before it is written."""
+"""Makes a bundle from a fleet's graph and served weights, and compares its graphs with torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fleet_core.protocol.round_messages import MethodRef
 
 @dataclass(frozen=True)
 class Served:
-    """What a fleet has come to. fleet: its name. key: its public key, in hex. params: the served model, float32, after
-    ``round``. initial: the model's first weights."""
+    """A fleet's served model. fleet: the name. key: the fleet's public key, in hex. params: float32, after ``round``.
+    initial: the model's first weights."""
 
     fleet: str
     key: str
@@ -38,19 +38,19 @@ class Served:
 
 
 def whole(served: Served, graph: Graph, *, stored: str, data: Samples | None, say: Callable[[str], None]) -> Bundle:
-    """The bundle, gated. stored: of ``bundle_files.STORED``. data: to calibrate a quantized encoder with, None for
-    none.
+    """The checked bundle. stored: one of ``bundle_files.STORED``. data: samples to calibrate a quantized encoder, None
+    for a bundle without one.
 
-    Raises BundleError for a graph that fails its check, or where a device without torch would have no answers.
+    Raises BundleError if a graph fails its check, or if a device without torch could not answer.
     """
     method = served.method
     if not graph.adapt and not trains(method):
         graph = with_steps(graph, method, served.hyper, served.initial, say)
     if graph.first:
         graph = replace(graph, first=device_bundle.as_stored(graph.first, stored))
-    how = _adaptation(served, graph)
-    graph = graph if how else _without_steps(graph)
-    _check_answers(served, graph, how)
+    steps = _exported_steps(served, graph)
+    graph = graph if steps else _without_steps(graph)
+    _check_can_answer(served, graph, steps)
     say("comparing the graphs with torch …")
     gate.check(graph, build(graph.layout).eval())
     params = device_bundle.as_stored(served.params, stored)
@@ -58,32 +58,32 @@ def whole(served: Served, graph: Graph, *, stored: str, data: Samples | None, sa
     manifest = Manifest(
         format=FORMAT, fleet=served.fleet, key=served.key,
         method=MethodRef(method.name, method.version, schema.plain(served.hyper)),
-        model=ModelInfo(codecs.identity(params), served.round, stored), adaptation=how, graph=graph.info, int8=info,
+        model=ModelInfo(codecs.identity(params), served.round, stored), adaptation=steps, graph=graph.info, int8=info,
         layout=graph.layout, layout_hash=graph.layout.hash,
     )  # fmt: skip
     return Bundle(manifest, graph, params, int8)
 
 
-def _adaptation(served: Served, graph: Graph) -> Steps | None:
-    """The steps of the graph ``adapt``, which moves the head alone where the method's whole does not become a graph."""
-    how, traced = steps_of(served.method, served.hyper), graph.info.adapt
-    if traced is None or how is None:
+def _exported_steps(served: Served, graph: Graph) -> Steps | None:
+    """The steps of the graph ``adapt``, which may have fewer groups than the method."""
+    steps, traced = steps_of(served.method, served.hyper), graph.info.adapt
+    if traced is None or steps is None:
         return None
-    return replace(how, groups=traced.groups, rates=traced.rates)
+    return replace(steps, groups=traced.groups, rates=traced.rates)
 
 
 def _without_steps(graph: Graph) -> Graph:
-    """Without ``adapt``, for a method that was told not to step since the graph was made."""
+    """Without ``adapt``, for a method whose steps were set to 0 after the graph was made."""
     golden = {name: array for name, array in graph.golden.items() if name not in ("y", "adapt")}
     return replace(graph, adapt=b"", golden=golden, info=replace(graph.info, adapt=None))
 
 
-def _check_answers(served: Served, graph: Graph, how: Steps | None) -> None:
-    """Raises BundleError where nothing of it answers."""
+def _check_can_answer(served: Served, graph: Graph, steps: Steps | None) -> None:
+    """Raises BundleError if a device without torch could not answer."""
     method = served.method
-    as_it_is = {tensor.group for tensor in graph.layout.tensors} <= set(method.shared)
-    if not (as_it_is or how or method.personalizer in ("proto", "gp", "knn")):
+    complete_model = {tensor.group for tensor in graph.layout.tensors} <= set(method.shared)
+    if not (complete_model or steps or method.personalizer in ("proto", "gp", "knn")):
         raise BundleError(
-            f"a device without torch has no answers by {method.name}: its own model comes of training alone",
+            f"a device without torch cannot answer with {method.name}: only training makes its model",
             hint="take a method whose personalization becomes a graph: metafleet methods",
         )

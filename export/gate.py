@@ -1,4 +1,4 @@
-"""The gate: a graph is let out only when every parameter can be replaced and the numbers are torch's."""
+"""Checks an exported graph against torch: every parameter must be replaceable, and the outputs must be torch's."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ Array = np.ndarray[Any, Any]
 MAX_DIFFERENCE = 1e-5
 BATCHES = (1, 3, 8)
 MAX_RELATIVE = {0: 0.0, 1: 1e-6, 10: 1e-3}
-"""How far adapted weights may be off torch's, relative to each array's largest value, by the number of steps."""
+"""{steps: tolerated error of adapted weights against torch's, relative to each array's largest value}."""
 
 TINY = 1e-30
 SUPPORTS = (1, 3)
 
 
 def check(graph: Graph, network: Network) -> None:
-    """Raises BundleError unless every graph takes exactly its groups' parameters as external initializers, and gives
-    torch's outputs to 1e-5 under other weights than it was traced with, on batches of other sizes; and for ``adapt``
-    what ``check_adapt`` asks."""
+    """Raises BundleError unless every graph takes exactly its groups' parameters as external initializers and gives
+    torch's outputs to 1e-5, with other weights and batch sizes than it was traced with. Calls ``check_adapt`` too."""
     for kind, data in graph.graphs.items():
         _check_file(graph, kind, data, _weights(graph, kind, 0))
         for round_, batch in enumerate(BATCHES):
@@ -45,9 +44,9 @@ def check(graph: Graph, network: Network) -> None:
 
 
 def check_adapt(graph: Graph, network: Network) -> None:
-    """Raises BundleError unless ``adapt`` takes exactly its parameters as external initializers, and its weights after
-    no step, one and ten are torch's as ``MAX_RELATIVE`` says, under other weights and on supports of other sizes than
-    it was traced with, more than one of its passes takes among them; and unless it gives its golden logits."""
+    """Raises BundleError unless ``adapt`` takes exactly its parameters as external initializers, gives torch's weights
+    after 0, 1 and 10 steps within ``MAX_RELATIVE``, and gives its golden logits. Weights and support sizes differ from
+    those it was traced with; one support needs more than one pass."""
     model = _check_file(graph, "adapt", graph.adapt, graph.adapt_weights(0))
     in_a_pass = next(numpy_helper.to_array(t) for t in model.graph.initializer if t.name == PASS)
     for round_, size in enumerate((*SUPPORTS, int(in_a_pass) + 1)):
@@ -89,7 +88,7 @@ def _check_numbers(graph: Graph, kind: str, data: bytes, network: Network, *, se
 
 
 def _check_steps(graph: Graph, network: Network, *, seed: int, size: int) -> None:
-    """Adapted weights against torch's on a support of ``size`` samples."""
+    """Compares adapted weights with torch's on a support of ``size`` samples."""
     weights, x = graph.adapt_weights(seed), _golden_x(graph, size)
     y = np.arange(1, size + 1) % len(graph.layout.classes)
     wanted = steps_in_torch(graph, network, weights, x, y)
@@ -109,71 +108,71 @@ def _check_steps(graph: Graph, network: Network, *, seed: int, size: int) -> Non
 
 
 def _difference(got: Array | None, wanted: Array) -> float:
-    """The largest, relative to the largest value; infinite for an array that is not there or of another shape."""
+    """The largest error relative to the largest value; infinite if the array is missing or of another shape."""
     if got is None or got.shape != wanted.shape:
         return float("inf")
     return float(np.abs(got - wanted).max(initial=0)) / max(float(np.abs(wanted).max(initial=0)), TINY)
 
 
 def _check_golden_steps(graph: Graph) -> None:
-    """The golden logits by onnxruntime alone, as a device checks them."""
+    """Compares the golden logits by onnxruntime only, as a device does."""
     x, y, weights = graph.golden["x"], graph.golden["y"], graph.adapt_weights(graph.info.seed)
     adapted = run_adapt(graph, weights, x, y, GOLDEN_STEPS)
     for steps, wanted in zip(GOLDEN_STEPS, graph.golden["adapt"], strict=True):
-        now = storage.unflatten({**storage.flatten(weights), **adapted[steps]})
-        got = run(graph.graphs["predict"], trees.only(now, GRAPH_GROUPS["predict"]), x)
+        params = storage.unflatten({**storage.flatten(weights), **adapted[steps]})
+        got = run(graph.graphs["predict"], trees.only(params, GRAPH_GROUPS["predict"]), x)
         if not np.allclose(got, wanted, atol=graph.info.atol, rtol=graph.info.rtol):
             raise BundleError(f"the graph 'adapt' does not give its golden outputs after {steps} steps")
 
 
 def steps_in_torch(graph: Graph, network: Network, weights: Params, x: Array, y: Array) -> dict[int, dict[str, Array]]:
-    """The arrays that ``adapt`` moves, by torch, after each number of steps in ``MAX_RELATIVE``."""
-    how = graph.info.adapt
-    if how is None:
+    """{steps: the adapted arrays ``group/name`` by torch} for each number of steps in ``MAX_RELATIVE``."""
+    info = graph.info.adapt
+    if info is None:
         raise BundleError("the bundle has no graph 'adapt'")
     w = to_torch(trees.only(weights, MODEL_GROUPS))
-    rates = trees.apply(lambda _: how.lr, trees.only(w, how.groups))
-    if how.rates:
+    rates = trees.apply(lambda _: info.lr, trees.only(w, info.groups))
+    if info.rates:
         rates = {g: {n: torch.tensor(weights["rates"][f"{g}.{n}"]) for n in named} for g, named in rates.items()}
-    found = {}
+    adapted = {}
     for steps in range(max(MAX_RELATIVE) + 1):
         if steps:
             gradient = _gradient(network, leaves(w), torch.tensor(x), torch.tensor(y))
-            w |= trees.apply(lambda a, rate, g: a - rate * g, trees.only(w, how.groups), rates, gradient)
+            w |= trees.apply(lambda a, rate, g: a - rate * g, trees.only(w, info.groups), rates, gradient)
         if steps in MAX_RELATIVE:
-            found[steps] = {k: a.detach().numpy() for k, a in storage.flatten(trees.only(w, how.groups)).items()}
-    return found
+            adapted[steps] = {k: a.detach().numpy() for k, a in storage.flatten(trees.only(w, info.groups)).items()}
+    return adapted
 
 
 def _gradient(network: Network, w: Params, x: torch.Tensor, y: torch.Tensor) -> Params:
-    """Of the mean cross-entropy, a ``CHUNK`` of samples at a time as ``fleet_core.learning.personal_model`` takes
-    it."""
+    """Of the mean cross-entropy, summed over ``CHUNK`` samples at a time, as in
+    ``fleet_core.learning.personal_model``."""
     total = trees.zeros_like(w)
     for start in range(0, len(y), CHUNK):
-        some = slice(start, start + CHUNK)
-        _, gradient = value_and_gradient(entropy(network, x[some], y[some]), w)
-        total = trees.axpy(len(y[some]) / len(y), gradient, total)
+        chunk = slice(start, start + CHUNK)
+        _, gradient = value_and_gradient(entropy(network, x[chunk], y[chunk]), w)
+        total = trees.axpy(len(y[chunk]) / len(y), gradient, total)
     return total
 
 
 def run(data: bytes, weights: Params, x: Array) -> Array:
-    """One output of an ONNX file under ``weights``."""
+    """The output of an ONNX file with ``weights`` for samples x."""
     return np.array(_session(data, weights).run(None, {"x": x})[0])
 
 
 def run_adapt(
     graph: Graph, weights: Params, x: Array, y: Array, numbers: tuple[int, ...]
 ) -> dict[int, dict[str, Array]]:
-    """The arrays ``group/name`` that ``adapt`` moves, after each of ``numbers`` steps on the support x, y."""
-    how = graph.info.adapt
-    rate = {} if how is None or how.rates else {"lr": np.array(how.lr, np.float32)}
+    """{steps: the adapted arrays ``group/name``} for each of ``numbers`` of steps on the support x, y."""
+    info = graph.info.adapt
+    rate = {} if info is None or info.rates else {"lr": np.array(info.lr, np.float32)}
     session = _session(graph.adapt, weights)
     keys = [output.name.removeprefix("adapted/") for output in session.get_outputs()]
-    found = {}
+    adapted = {}
     for steps in numbers:
         arrays = session.run(None, {"support_x": x, "support_y": y, "steps": np.array(steps), **rate})
-        found[steps] = {key: np.array(array) for key, array in zip(keys, arrays, strict=True)}
-    return found
+        adapted[steps] = {key: np.array(array) for key, array in zip(keys, arrays, strict=True)}
+    return adapted
 
 
 def _session(data: bytes, weights: Params) -> Any:
@@ -186,7 +185,7 @@ def _session(data: bytes, weights: Params) -> Any:
 
 
 def _golden_x(graph: Graph, number: int) -> Array:
-    """``number`` samples, the golden ones over and over."""
+    """``number`` samples: the golden ones in reverse order, repeated."""
     return np.resize(graph.golden["x"][::-1], (number, *graph.golden["x"].shape[1:]))
 
 

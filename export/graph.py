@@ -1,8 +1,8 @@
-"""A layout's model as a graph bundle: ONNX files (opset 18, IR 10) whose parameters are all external initializers.
+"""Exports a layout's model as a graph bundle: ONNX files (opset 18, IR 10) whose parameters are external initializers.
 
-The parameter ``weight`` of group ``body`` is the initializer ``body/weight``, the key that weights have as safetensors.
-The stock exporter runs with its optimizer off and from weights that are all different: on, it folds parameters of equal
-values (GroupNorm's ones and zeros), and new weights would then reach only a part of the graph.
+The parameter ``weight`` of group ``body`` is the initializer ``body/weight``, the key that it has in safetensors.
+torch's exporter runs without its optimizer and on weights that all differ: it would merge parameters of equal values
+(GroupNorm's ones and zeros), and new weights would then reach only a part of the graph.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRACED_SAMPLES = 5
 
 
 class Output(nn.Module):
-    """One output of a network, as a module of its own."""
+    """One output of a network, as a module."""
 
     def __init__(self, network: Network, kind: str) -> None:
         super().__init__()
@@ -47,10 +47,10 @@ class Output(nn.Module):
 
 
 def export_graph(layout: Layout, *, kinds: tuple[str, ...] = ("embed",), seed: int = 0) -> Graph:
-    """The bundle of ``layout``'s model, gated. seed: of the golden weights and samples. Raises BundleError."""
+    """The checked bundle of ``layout``'s model. seed: of the golden weights and samples. Raises BundleError."""
     network = build(layout).eval()
     info = GraphInfo(FORMAT, seed, 1e-4, 1e-3, IR_VERSION, OPSET, MIN_ONNXRUNTIME)
-    graphs = {kind: _onnx(network, layout, kind, seed) for kind in kinds}
+    graphs = {kind: _onnx_file(network, layout, kind, seed) for kind in kinds}
     graph = Graph(layout, graphs, _golden(network, layout, kinds, seed), info)
     gate.check(graph, network)
     return graph
@@ -75,20 +75,20 @@ def _golden(network: Network, layout: Layout, kinds: tuple[str, ...], seed: int)
         return {"x": x, **{kind: outputs(network, weights, torch.tensor(x), kind).numpy() for kind in kinds}}
 
 
-def _onnx(network: Network, layout: Layout, kind: str, seed: int) -> bytes:
-    _jitter(network, layout, seed + 1)
+def _onnx_file(network: Network, layout: Layout, kind: str, seed: int) -> bytes:
+    _set_weights(network, layout, seed + 1)
     x = torch.tensor(samples(layout.input, TRACED_SAMPLES, seed + 1))
     dynamic = ({0: torch.export.Dim("batch", min=1)},)
     try:
-        with _quiet():
+        with quiet():
             program = torch.onnx.export(
                 Output(network, kind).eval(), (x,), dynamo=True, opset_version=OPSET, optimize=False, verbose=False,
                 input_names=["x"], output_names=[kind], dynamic_shapes=dynamic,
             )  # fmt: skip
     except Exception as error:  # torch.export raises whatever the model's code makes it raise
         raise BundleError(
-            f"the model '{layout.model}' cannot be exported ({kind}): {_cause(error)}",
-            hint="embed(x) must be free of branches on the values of x",
+            f"the model '{layout.model}' cannot be exported ({kind}): {root_cause(error)}",
+            hint="embed(x) must not branch on the values of x",
         ) from error
     if program is None:
         raise BundleError(f"the model '{layout.model}' cannot be exported ({kind})")
@@ -96,16 +96,17 @@ def _onnx(network: Network, layout: Layout, kind: str, seed: int) -> bytes:
     return bytes(ir.to_proto(program.model).SerializeToString(deterministic=True))
 
 
-def _jitter(network: Network, layout: Layout, seed: int) -> None:
-    own = dict(network.core.named_parameters())
+def _set_weights(network: Network, layout: Layout, seed: int) -> None:
+    """Random weights that all differ."""
+    parameters = dict(network.core.named_parameters())
     with torch.no_grad():
         for named in to_torch(layout.seeded(seed)).values():
             for name, array in named.items():
-                own[name].copy_(array)
+                parameters[name].copy_(array)
 
 
 def _make_external(model: ir.Model, layout: Layout, kind: str) -> None:
-    """Parameters become external initializers ``group/name``; what else the file holds becomes ``constant/name``."""
+    """Makes parameters external initializers ``group/name``, and names other initializers ``constant/name``."""
     ClearMetadataAndDocStringPass()(model)
     model.ir_version = min(model.ir_version, IR_VERSION)
     wanted = {f"network.core.{t.name}": f"{t.group}/{t.name}" for t in layout.tensors if t.group in GRAPH_GROUPS[kind]}
@@ -119,8 +120,8 @@ def _make_external(model: ir.Model, layout: Layout, kind: str) -> None:
             )
 
 
-def _cause(error: BaseException) -> str:
-    """The first line of what lies at the bottom of an exporter's error."""
+def root_cause(error: BaseException) -> str:
+    """The first line of the exception at the end of the chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()]
@@ -128,8 +129,8 @@ def _cause(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter's notes and dumps are not for the operator."""
+def quiet() -> Iterator[None]:
+    """Suppresses the exporter's log lines, warnings and prints."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,10 +1,10 @@
-"""The encoder quantized to int8 on data that the operator names, and what that costs.
+"""Quantizes the encoder to int8, calibrated on samples of the operator, and measures the loss of accuracy.
 
-Static quantization of onnxruntime: QDQ, signed weights with a scale for each channel, activations calibrated by their
-least and largest values. The weights are inside of the file, which is of one served model alone.
+onnxruntime's static quantization: QDQ, signed weights with a scale per channel, activations calibrated by their minimum
+and maximum. The file contains the weights, so it belongs to one served model.
 
-The cost is taken on few-shot tasks of samples that were not calibrated with: class means of a few samples of every
-class (Snell et al. 2017), by the encoder as it is and by the quantized one.
+The loss is measured on few-shot tasks with samples that were not used for calibration: class means of a few samples per
+class (Snell et al. 2017), embedded by either encoder.
 
 Shapes: n samples, D embedding width.
 """
@@ -22,7 +22,7 @@ from onnx import TensorProto, numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
 from export import gate
-from export.graph import IR_VERSION, OPSET, _quiet
+from export.graph import IR_VERSION, OPSET, quiet
 from fleet_core.base import storage
 from fleet_core.base.errors import BundleError, DataError
 from fleet_core.base.trees import Params
@@ -33,30 +33,31 @@ from fleet_core.personalization.nearest import Prototypes
 
 Array = np.ndarray[Any, Any]
 
-CALIBRATED, SHOTS, TASKS, BATCH = 128, 5, 20, 32
-"""Samples to calibrate with at most; samples of every class in a task at most; tasks; samples embedded at once."""
+MAX_CALIBRATION, MAX_SHOTS, TASKS, BATCH = 128, 5, 20, 32
+"""Calibration samples at most; support samples per class of a task at most; tasks; samples per calibration batch."""
 
 MAX_QUERIES = 1024
-"""Samples that a task asks for at most."""
+"""Query samples of a task at most."""
 
 
 def quantized(graph: Graph, params: Params, data: Samples, say: Callable[[str], None]) -> tuple[bytes, Int8Info]:
-    """(ONNX file, what it costs). params: of the group ``body``. Raises DataError for data that is not the model's or
-    is too little, BundleError for an encoder that cannot be quantized."""
+    """(ONNX file, its accuracy and error). params: of the group ``body``. Raises DataError for samples of another shape
+    or too few, BundleError if the encoder cannot be quantized."""
     x = _raw(graph, data)
-    chosen, rest = _divided(data.y)
-    say(f"quantizing the encoder with {len(chosen)} samples …")
-    made = _quantized(graph, params, x[chosen])
-    embedded = [_embedded(*encoder, x[rest]) for encoder in ((graph.graphs["embed"], params), (made, {}))]
+    calibration, rest = _split(data.y)
+    say(f"quantizing the encoder with {len(calibration)} samples …")
+    made = _quantized(graph, params, x[calibration])
+    encoders: tuple[tuple[bytes, Params], ...] = ((graph.graphs["embed"], params), (made, {}))
+    embedded = [_embedded(*encoder, x[rest]) for encoder in encoders]
     accuracies, shots, queries = _accuracies(embedded, data.y[rest])
-    golden = [gate.run(*encoder, graph.golden["x"]) for encoder in ((made, {}), (graph.graphs["embed"], params))]
-    difference = float(np.linalg.norm(golden[0] - golden[1]) / max(float(np.linalg.norm(golden[1])), 1e-30))
+    wanted, got = (gate.run(*encoder, graph.golden["x"]) for encoder in encoders)
+    difference = float(np.linalg.norm(got - wanted) / max(float(np.linalg.norm(wanted)), 1e-30))
     if not difference <= 1.0:
         raise BundleError(f"the quantized encoder is off by {difference:.2g} of the embeddings' length",
                           hint="leave out --int8, or calibrate with samples like those that devices hold")
     full, small = accuracies
     say(f"int8: {len(made)} bytes, accuracy {small:.3f} in place of {full:.3f} ({TASKS} tasks of {shots} shots)")
-    return made, Int8Info(full, small, TASKS, shots, queries, len(chosen), difference)
+    return made, Int8Info(full, small, TASKS, shots, queries, len(calibration), difference)
 
 
 def _raw(graph: Graph, data: Samples) -> Array:
@@ -70,21 +71,21 @@ def _raw(graph: Graph, data: Samples) -> Array:
     return data.x.astype(spec.dtype)
 
 
-def _divided(y: Array) -> tuple[Array, Array]:
-    """(rows to calibrate with, rows to evaluate with): a third of every class, in its order, is for calibrating."""
+def _split(y: Array) -> tuple[Array, Array]:
+    """(rows for calibration, rows for evaluation): every third sample of each class is for calibration."""
     rows = [np.flatnonzero(y == label) for label in np.unique(y)]
     if len(rows) < 2 or min(map(len, rows)) < 3:
         raise DataError(f"{len(rows)} classes, the smallest with {min(map(len, rows), default=0)} samples",
                         expected="at least two classes with three samples each")
-    third = np.concatenate([own[::3] for own in rows])
-    chosen = np.sort(third[:: -(-len(third) // CALIBRATED)])
-    return chosen, np.setdiff1d(np.arange(len(y)), third)
+    third = np.concatenate([of_class[::3] for of_class in rows])
+    calibration = np.sort(third[:: -(-len(third) // MAX_CALIBRATION)])
+    return calibration, np.setdiff1d(np.arange(len(y)), third)
 
 
 def _quantized(graph: Graph, params: Params, x: Array) -> bytes:
     model = _with_weights(graph.graphs["embed"], params)
     try:
-        with tempfile.TemporaryDirectory() as folder, _quiet():
+        with tempfile.TemporaryDirectory() as folder, quiet():
             source, target = Path(folder) / "embed.onnx", Path(folder) / "embed-int8.onnx"
             onnx.save(model, source)
             quantize_static(
@@ -102,7 +103,7 @@ def _quantized(graph: Graph, params: Params, x: Array) -> bytes:
 
 
 class _Reader:
-    """Raw samples, a few at a time; to onnxruntime a CalibrationDataReader is whatever has ``get_next``."""
+    """A CalibrationDataReader for onnxruntime: raw samples in batches."""
 
     def __init__(self, x: Array) -> None:
         self._batches = iter([x[i : i + BATCH] for i in range(0, len(x), BATCH)])
@@ -128,15 +129,16 @@ def _embedded(data: bytes, params: Params, x: Array) -> Array:
 
 
 def _accuracies(embedded: list[Array], y: Array) -> tuple[list[float], int, int]:
-    """(of each encoder's embeddings of the same samples, shots, answers). Class means over ``TASKS`` draws."""
+    """(accuracy of class means by encoder, shots, number of queries), over ``TASKS`` random tasks. embedded: the same
+    samples by each encoder."""
     rng, labels = np.random.default_rng(0), np.unique(y)
-    shots = max(1, min(SHOTS, min(int((y == label).sum()) for label in labels) // 2))
-    right, asked = np.zeros(len(embedded)), 0
+    shots = max(1, min(MAX_SHOTS, min(int((y == label).sum()) for label in labels) // 2))
+    correct, total = np.zeros(len(embedded)), 0
     for _ in range(TASKS):
-        drawn = np.concatenate([rng.permutation(np.flatnonzero(y == label))[:shots] for label in labels])
-        queries = rng.permutation(np.setdiff1d(np.arange(len(y)), drawn))[:MAX_QUERIES]
-        asked += len(queries)
+        support = np.concatenate([rng.permutation(np.flatnonzero(y == label))[:shots] for label in labels])
+        queries = rng.permutation(np.setdiff1d(np.arange(len(y)), support))[:MAX_QUERIES]
+        total += len(queries)
         for number, z in enumerate(embedded):
-            means = Prototypes.from_support(lambda z_nD: z_nD, z[drawn], y[drawn], int(labels.max()) + 1)
-            right[number] += (means.probabilities(z[queries]).argmax(1) == y[queries]).sum()
-    return [float(n) / asked for n in right], shots, asked
+            means = Prototypes.from_support(lambda z_nD: z_nD, z[support], y[support], int(labels.max()) + 1)
+            correct[number] += (means.probabilities(z[queries]).argmax(1) == y[queries]).sum()
+    return [float(n) / total for n in correct], shots, total

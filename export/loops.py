@@ -1,10 +1,10 @@
-"""The loops around a traced gradient: over the steps, and in a step over the samples, a few at a time.
+"""Builds the ONNX loops around a traced gradient: over the steps, and within a step over passes of a few samples.
 
-What a pass over a few samples keeps for its way back does not grow with the support set, and stays in the processor's
-cache. Gradients are summed over the samples and taken times the rate over their number. Where the head alone moves, the
-body embeds the samples once, before the steps.
+The activations that a pass keeps for its backward pass do not grow with the support set, and stay in the processor's
+cache. Gradients are summed over the samples, and multiplied by the rate divided by their number. If only the head is
+adapted, the body embeds the samples once, before the steps.
 
-A subgraph sees the names around it, so every value of the file has a name of its own.
+An ONNX subgraph sees the names around it, so every value in the file has a unique name.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from onnx import TensorProto, helper, numpy_helper
 from fleet_core.model.layout import Layout
 
 PASS = "constant/pass"
-"""The initializer that holds the number of samples of a pass."""
+"""The initializer with the number of samples per pass."""
 
 _TYPES = {"float32": TensorProto.FLOAT, "uint8": TensorProto.UINT8, "int64": TensorProto.INT64}
 
 
 class Loops:
-    """The graph around a traced gradient. moving: the parameters that it is of. number: of the samples of a pass."""
+    """Builds the graph ``adapt``. adapted: keys of the parameters that the gradient is of. number: samples per pass."""
 
-    def __init__(self, layout: Layout, moving: list[str], *, rates: bool, number: int) -> None:
-        self._layout, self._moving, self._rates, self._number = layout, moving, rates, number
+    def __init__(self, layout: Layout, adapted: list[str], *, rates: bool, number: int) -> None:
+        self._layout, self._adapted, self._rates, self._number = layout, adapted, rates, number
         self._shapes = {f"{t.group}/{t.name}": t.shape for t in layout.tensors}
 
     def graph(self, gradient: onnx.GraphProto, embed: onnx.GraphProto | None) -> onnx.GraphProto:
-        """The whole. embed: the body's graph, where the head alone moves."""
+        """The whole graph. embed: the body's graph, if only the head is adapted."""
         step = self._step(gradient, "support_x" if embed is None else "support/z")
         nodes = [
             _node("Shape", ["support_y"], "support/sizes"),
@@ -42,8 +42,8 @@ class Loops:
             _node("Div", ["support/rounded", PASS], "support/passes"),
             *([] if embed is None else _embedded(embed)),
             *self._rate_nodes(),
-            *(_node("ConstantOfShape", [f"shape/{key}"], f"zero/{key}") for key in self._moving),
-            helper.make_node("Loop", ["steps", "", *self._moving], self._named("adapted"), body=step),
+            *(_node("ConstantOfShape", [f"shape/{key}"], f"zero/{key}") for key in self._adapted),
+            helper.make_node("Loop", ["steps", "", *self._adapted], self._named("adapted"), body=step),
         ]
         spec = self._layout.input
         inputs = [
@@ -56,49 +56,49 @@ class Loops:
         return helper.make_graph(nodes, "adapt", inputs, self._infos("adapted"), [*constants, *self._external()])
 
     def _rate_nodes(self) -> list[onnx.NodeProto]:
-        """Rates over the number of samples, because gradients are summed over them."""
+        """Divides the rates by the number of samples, because gradients are summed over them."""
         if not self._rates:
             return [_node("Div", ["lr", "support/number"], "rate")]
-        return [_node("Div", [_rate_of(key), "support/number"], f"rate/{key}") for key in self._moving]
+        return [_node("Div", [_rate_of(key), "support/number"], f"rate/{key}") for key in self._adapted]
 
     def _step(self, gradient: onnx.GraphProto, source: str) -> onnx.GraphProto:
-        """now -> next: now − rate · Σ gradient."""
+        """The loop body now -> next: now − rate · Σ gradient."""
         one_pass = self._pass(gradient, source)
-        zeros = [f"zero/{key}" for key in self._moving]
+        zeros = [f"zero/{key}" for key in self._adapted]
         nodes = [helper.make_node("Loop", ["support/passes", "", *zeros], self._named("total"), body=one_pass)]
-        for key in self._moving:
+        for key in self._adapted:
             rate = f"rate/{key}" if self._rates else "rate"
             nodes.append(_node("Mul", [rate, f"total/{key}"], f"change/{key}"))
             nodes.append(_node("Sub", [f"now/{key}", f"change/{key}"], f"next/{key}"))
         return _body("step", nodes, self._infos("now"), self._infos("next"))
 
     def _pass(self, gradient: onnx.GraphProto, source: str) -> onnx.GraphProto:
-        """sum -> added: the gradient over a few samples more."""
+        """The loop body sum -> added: adds the gradient of a pass's samples."""
         nodes = [*_turn("pass", {"pass/x": source, "pass/y": "support_y"}), *gradient.node]
-        nodes += [_node("Add", [f"sum/{key}", f"gradient/{key}"], f"added/{key}") for key in self._moving]
+        nodes += [_node("Add", [f"sum/{key}", f"gradient/{key}"], f"added/{key}") for key in self._adapted]
         return _body("pass", nodes, self._infos("sum"), self._infos("added"), list(gradient.initializer))
 
     def _constants(self) -> list[TensorProto]:
         number = self._number
         whole = {PASS: number, "constant/rest": number - 1, "constant/width": [number], "constant/first": [0]}
         arrays = {name: np.array(value, np.int64) for name, value in whole.items()}
-        arrays |= {f"shape/{key}": np.array(self._shapes[key], np.int64) for key in self._moving}
+        arrays |= {f"shape/{key}": np.array(self._shapes[key], np.int64) for key in self._adapted}
         return [numpy_helper.from_array(array, name) for name, array in arrays.items()]
 
     def _external(self) -> list[TensorProto]:
-        """Every parameter, and the learned rate of each that moves, as an initializer that the file does not hold."""
-        rates = {_rate_of(key): self._shapes[key] for key in self._moving} if self._rates else {}
+        """External initializers of every parameter, and of the learned rate of each adapted one."""
+        rates = {_rate_of(key): self._shapes[key] for key in self._adapted} if self._rates else {}
         return [_external(name, shape) for name, shape in {**self._shapes, **rates}.items()]
 
     def _named(self, what: str) -> list[str]:
-        return [f"{what}/{key}" for key in self._moving]
+        return [f"{what}/{key}" for key in self._adapted]
 
     def _infos(self, what: str) -> list[onnx.ValueInfoProto]:
-        return [_info(f"{what}/{key}", TensorProto.FLOAT, self._shapes[key]) for key in self._moving]
+        return [_info(f"{what}/{key}", TensorProto.FLOAT, self._shapes[key]) for key in self._adapted]
 
 
 def _embedded(embed: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """support_x -> support/z, a few samples at a time."""
+    """The nodes support_x -> support/z, in passes."""
     names = ("embedding/before", "embedding/after")
     before, after = (helper.make_tensor_sequence_value_info(name, TensorProto.FLOAT, None) for name in names)
     insert = _node("SequenceInsert", [before.name, embed.output[0].name], after.name)
@@ -112,7 +112,7 @@ def _embedded(embed: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 
 def _turn(loop: str, parts: dict[str, str]) -> list[onnx.NodeProto]:
-    """The samples that this turn of ``loop`` is for. parts: what to cut them from, by the name that they take."""
+    """Slices the samples of a loop's turn. parts: {name of the slice: what it is cut from}."""
     bounds = [f"{loop}/start", f"{loop}/end", "constant/first"]
     return [
         _node("Mul", [f"{loop}/turn", "constant/width"], f"{loop}/start"),
@@ -125,14 +125,14 @@ def _body(
     loop: str, nodes: list[onnx.NodeProto], carried: list[onnx.ValueInfoProto], out: list[onnx.ValueInfoProto],
     inside: list[TensorProto] | None = None,
 ) -> onnx.GraphProto:  # fmt: skip
-    """The graph of a Loop that goes on to its end."""
+    """The body of a Loop without an early exit."""
     turn, go, on = _info(f"{loop}/turn", TensorProto.INT64, []), _bool(f"{loop}/go"), _bool(f"{loop}/on")
     nodes = [*nodes, _node("Identity", [go.name], on.name)]
     return helper.make_graph(nodes, loop, [turn, go, *carried], [on, *out], inside or [])
 
 
 def _inside(graph: onnx.GraphProto) -> list[TensorProto]:
-    """A graph's initializers, without the external ones."""
+    """A graph's initializers that are not external."""
     return [t for t in graph.initializer if t.data_location != TensorProto.EXTERNAL]
 
 

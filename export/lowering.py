@@ -1,11 +1,11 @@
-"""What the stock exporter lacks for a gradient step, or does at length: backward passes, and GroupNorm.
+"""Operations of a gradient step that torch's exporter lacks or exports inefficiently: backward passes, and GroupNorm.
 
-The gradient to a convolution's weight is one matrix product per offset of the kernel: the samples, their channels last,
-shifted by that offset, against the outgoing gradient; of few channels one product of all offsets. Max pools find their
-indices by comparing with the maxima, and MaxUnpool takes them back; the stock form pools twice to make torch's of them.
+The gradient of a convolution's weight is one matrix product per kernel offset: the samples with channels last, shifted
+by that offset, times the output gradient; with few channels one product covers all offsets. Max pools find their
+indices by comparison with the maxima, and MaxUnpool uses them; torch's exporter pools twice to get torch's indices.
 
-Shapes: N samples, G groups, M values of one channel of a sample; C channels of a group, in a convolution I that come in
-and O that go out; P positions that come out.
+Shapes: N samples, G groups, M values per channel of a sample, C channels per group; in a convolution I input and O
+output channels; P output positions.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ aten = torch.ops.aten
 op: Any = onnxscript.opset18
 
 COLUMNS = 64
-"""Columns of one matrix product at least, where the kernel has as many: offsets of few channels share a product."""
+"""Columns that one matrix product should have: with few channels, several offsets share a product."""
 
 FEW = 16
-"""Channels below which all offsets share one product."""
+"""With fewer channels all offsets share one product."""
 
 
-# Taken apart in torch, while a step is traced ------------------------------------------------------------------------
+# Decompositions in torch, applied when a step is traced ---------------------------------------------------------------
 
 
 def avg_pool2d_backward(
     grad: Tensor, x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil_mode: bool,
     count_include_pad: bool, divisor: int | None,
 ) -> Tensor:  # fmt: skip
-    """aten.avg_pool2d_backward: every value spread evenly over its window."""
+    """aten.avg_pool2d_backward: spreads every value evenly over its window."""
     if ceil_mode or (any(padding) and not (count_include_pad or divisor)):
         raise NotImplementedError("the gradient of an average pool whose windows are of different sizes")
     flat, stride = grad.reshape(-1, 1, *grad.shape[-2:]), stride or kernel
@@ -47,14 +47,14 @@ def avg_pool2d_backward(
 
 
 def adaptive_avg_pool2d_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """aten._adaptive_avg_pool2d_backward, where the windows do not overlap."""
+    """aten._adaptive_avg_pool2d_backward, for windows that do not overlap."""
     kernel = [size // out for size, out in zip(x.shape[-2:], grad.shape[-2:], strict=True)]
     if [k * out for k, out in zip(kernel, grad.shape[-2:], strict=True)] != list(x.shape[-2:]):
         raise NotImplementedError("the gradient of an average pool whose windows are of different sizes")
     return avg_pool2d_backward(grad, x, kernel, kernel, [0, 0], False, True, None)
 
 
-# Put into ONNX, when it is exported ----------------------------------------------------------------------------------
+# Translations to ONNX, applied when it is exported --------------------------------------------------------------------
 
 
 def convolution_backward(
@@ -62,8 +62,8 @@ def convolution_backward(
     dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """aten.convolution_backward in ONNX: the gradients to x, weight and bias; no one reads what ``output_mask`` wants
-    none of."""
+    """aten.convolution_backward in ONNX: the gradients of x, weight and bias. Those that ``output_mask`` leaves out are
+    placeholders."""
     to_x = to_weight = to_bias = op.Identity(weight)
     if output_mask[0] and transposed:
         pads = [*padding, *padding]
@@ -83,11 +83,12 @@ def _transposed(
     grad: Any, weight: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], left: Sequence[int],
     groups: int,
 ) -> Any:  # fmt: skip
-    """A transposed convolution; one over series takes an axis of one pixel, three times as fast in onnxruntime 1.23."""
+    """A transposed convolution. A 1-D one is computed as 2-D with height 1: 3 times as fast in onnxruntime 1.23."""
     if len(stride) == 1:
         axis = _ints(2)
-        tall = (op.Unsqueeze(grad, axis), op.Unsqueeze(weight, axis))
-        return op.Squeeze(_transposed(*tall, [1, *stride], [0, *padding], [1, *dilation], [0, *left], groups), axis)
+        with_height = (op.Unsqueeze(grad, axis), op.Unsqueeze(weight, axis))
+        flat = _transposed(*with_height, [1, *stride], [0, *padding], [1, *dilation], [0, *left], groups)
+        return op.Squeeze(flat, axis)
     return op.ConvTranspose(
         grad, weight, strides=stride, pads=[*padding, *padding], dilations=dilation, output_padding=left, group=groups
     )
@@ -97,10 +98,10 @@ def _weight_gradient(
     x: Any, grad: Any, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     groups: int,
 ) -> Any:  # fmt: skip
-    """The gradient to a convolution's weight [G·O, I, *kernel] from its input x [N, G·I, ...] and grad [N, G·O, ...]"""
+    """The gradient of a convolution's weight [G·O, I, *kernel] from its input x [N, G·I, ...] and grad [N, G·O, ...]"""
     outputs, inputs, *kernel = shape
     n, out = len(kernel), list(grad.shape[2:])
-    lead = [groups] if groups > 1 else []  # an axis that is not there costs onnxruntime no general transposition
+    lead = [groups] if groups > 1 else []  # without this axis onnxruntime needs no general transposition
     k, each = len(lead), outputs // groups
     grad_NGOP = op.Reshape(grad, _ints(-1, *lead, each, math.prod(out)))
     grad_GOP = op.Reshape(op.Transpose(grad_NGOP, perm=[*range(1, k + 2), 0, k + 2]), _ints(*lead, each, -1))
@@ -117,7 +118,7 @@ def _weight_gradient(
 
 
 class _Windows(NamedTuple):
-    """The windows of a pass along the spatial axes: how many, and where in x their values lie."""
+    """Sliding windows along the spatial axes of x. out: their number per axis."""
 
     out: Sequence[int]
     kernel: Sequence[int]
@@ -125,18 +126,18 @@ class _Windows(NamedTuple):
     dilation: Sequence[int]
 
     def offsets(self) -> list[tuple[int, ...]]:
-        """Of each value of a window from its first, row by row."""
+        """Of each value of a window from its first value, row by row."""
         return list(itertools.product(*(range(0, k * d, d) for k, d in zip(self.kernel, self.dilation, strict=True))))
 
     def at(self, x: Any, offset: Sequence[int], first: int) -> Any:
-        """The values at ``offset`` of all windows. first: of the spatial axes of x."""
+        """The values at ``offset`` of all windows. first: index of the first spatial axis of x."""
         end = [start + (size - 1) * s + 1 for start, size, s in zip(offset, self.out, self.stride, strict=True)]
         axes = range(first, first + len(end))
         return op.Slice(x, _ints(*offset), _ints(*end), _ints(*axes), _ints(*self.stride))
 
 
 def _product_of_rows(x: Any, grad_OP: Any, inputs: int, windows: _Windows) -> Any:
-    """[O, offsets·I] from x [N, I, ...]: every channel at every offset is a row of one product; of few channels rows
+    """[O, offsets·I] from x [N, I, ...]: every channel at every offset is a row of one product. With few channels, rows
     of the image are longer pieces to copy than channels."""
     swapped, offsets = op.Transpose(x, perm=[1, 0, *range(2, 2 + len(windows.out))]), windows.offsets()
     rows = op.Concat(*[windows.at(swapped, offset, 2) for offset in offsets], axis=0)
@@ -144,11 +145,11 @@ def _product_of_rows(x: Any, grad_OP: Any, inputs: int, windows: _Windows) -> An
 
 
 def _product_of_columns(x: Any, grad_GOP: Any, inputs: int, lead: Sequence[int], windows: _Windows) -> Any:
-    """[G, O, offsets·I] from x [G, N, ..., I], a product for every few offsets."""
+    """[G, O, offsets·I] from x [G, N, ..., I], one product per few offsets."""
     shifted = [windows.at(x, offset, len(lead) + 1) for offset in windows.offsets()]
-    together = max(1, COLUMNS // inputs)
+    per_product = max(1, COLUMNS // inputs)
     products = []
-    for batch in (shifted[i : i + together] for i in range(0, len(shifted), together)):
+    for batch in (shifted[i : i + per_product] for i in range(0, len(shifted), per_product)):
         columns = op.Concat(*batch, axis=-1) if len(batch) > 1 else batch[0]
         products.append(op.MatMul(grad_GOP, op.Reshape(columns, _ints(*lead, -1, len(batch) * inputs))))
     return op.Concat(*products, axis=-1) if len(products) > 1 else products[0]
@@ -174,7 +175,7 @@ def group_norm_backward(
     grad: Any, x: Any, mean_NG: Any, rstd_NG: Any, weight: Any, samples: int, channels: int, size: int, groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """aten.native_group_norm_backward in ONNX: the gradients to x, weight and bias.
+    """aten.native_group_norm_backward in ONNX: the gradients of x, weight and bias.
 
     With g the gradient times the weight, and x̂ = (x − mean) · rstd: rstd · (g − mean(g) − x̂ · mean(g · x̂)).
     """
@@ -209,7 +210,7 @@ def max_pool(
     x: Any, kernel_size: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
     dilation: Sequence[int] = (1,), ceil_mode: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """aten.max_pool_nd_with_indices in ONNX, but for the indices: they count through the whole input."""
+    """aten.max_pool_nd_with_indices in ONNX, but with indices into the whole flattened input."""
     n = len(kernel_size)
     stride, padding, dilation = (_each(v, n) for v in (stride or kernel_size, padding, dilation))
     where = {"kernel_shape": kernel_size, "strides": stride, "pads": [*padding, *padding], "dilations": dilation}
@@ -223,17 +224,17 @@ def max_pool(
 
 
 def _first_of_window(x: Any, value: Any, windows: _Windows) -> Any:
-    """Where the first of a window's values lies that is its maximum ``value``: a third of the time that onnxruntime's
-    MaxPool takes to count indices, which it does one by one."""
+    """The index of the first value in each window that equals its maximum ``value``. Takes a third of the time of
+    onnxruntime's MaxPool with indices, which counts them one by one."""
     n, channels, sizes = len(windows.out), x.shape[1], x.shape[2:]
     steps, offsets = [math.prod(sizes[i + 1 :]) for i in range(n)], windows.offsets()
-    found = _int(_flat(offsets[-1], steps))
+    in_window = _int(_flat(offsets[-1], steps))
     for offset in offsets[-2::-1]:
-        found = op.Where(op.Equal(windows.at(x, offset, 2), value), _int(_flat(offset, steps)), found)
+        in_window = op.Where(op.Equal(windows.at(x, offset, 2), value), _int(_flat(offset, steps)), in_window)
     strides = [a * s for a, s in zip(steps, windows.stride, strict=True)]
     corners = _ints(*(_flat(place, strides) for place in itertools.product(*map(range, windows.out))))
     maps = op.Range(_int(0), op.Size(x), _int(math.prod(sizes)))  # where each channel of each sample begins
-    in_map = op.Add(found, op.Reshape(corners, _ints(*windows.out)))
+    in_map = op.Add(in_window, op.Reshape(corners, _ints(*windows.out)))
     return op.Add(in_map, op.Reshape(maps, _ints(-1, channels, *[1] * n)))
 
 
@@ -247,7 +248,7 @@ def max_pool_backward(
 ) -> Any:  # fmt: skip
     """aten.max_pool_nd_with_indices_backward in ONNX, for the indices of ``max_pool``.
 
-    MaxUnpool takes windows that lie apart and inside of x; where they overlap, gradients are added.
+    MaxUnpool handles windows that are disjoint and inside x; the gradients of overlapping windows are added.
     """
     n, stride, shape, every = len(kernel_size), stride or kernel_size, op.Shape(x), _ints(-1)
     apart = all(s >= k for s, k in zip(stride, kernel_size, strict=True)) and set(dilation) == {1}
@@ -262,7 +263,7 @@ def left_over(
     sizes: Sequence[int], out: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int],
 ) -> list[int]:  # fmt: skip
-    """How many values at the end of each spatial axis no window of a forward pass reached."""
+    """The number of values at the end of each spatial axis that no window of the forward pass reached."""
     axes = zip(sizes, out, kernel, stride, padding, dilation, strict=True)
     return [size - ((last - 1) * s - 2 * p + d * (k - 1) + 1) for size, last, k, s, p, d in axes]
 
@@ -279,13 +280,13 @@ def _each(values: Sequence[int], number: int) -> list[int]:
     return list(values) * (number // len(values))
 
 
-_STOCK = torch.export.default_decompositions()
+_DEFAULTS = torch.export.default_decompositions()
 
 DECOMPOSED: dict[Any, Callable[..., Any]] = {
     aten.avg_pool2d_backward.default: avg_pool2d_backward,
     aten._adaptive_avg_pool2d_backward.default: adaptive_avg_pool2d_backward,
-    aten.silu_backward.default: _STOCK[aten.silu_backward.default],
-    aten.mish_backward.default: _STOCK[aten.mish_backward.default],
+    aten.silu_backward.default: _DEFAULTS[aten.silu_backward.default],
+    aten.mish_backward.default: _DEFAULTS[aten.mish_backward.default],
 }
 
 TRANSLATED: dict[Any, Callable[..., Any]] = {

@@ -1,7 +1,7 @@
-"""The gradient steps that a fleet's method asks of a device, in its graph bundle; what cannot be exported is said.
+"""Adds the gradient steps of a fleet's method to its graph bundle, and says what cannot be exported.
 
-Where the steps of a whole model do not become a graph, its head alone steps (Raghu et al. 2020, "Rapid Learning or
-Feature Reuse?", ANIL): with a method's own rate and number of steps, but not what the method does with torch.
+If the steps of the whole model cannot be exported, only the head is adapted (Raghu et al. 2020, "Rapid Learning or
+Feature Reuse?", ANIL), with the method's rate and number of steps; with torch the method adapts more.
 """
 
 from __future__ import annotations
@@ -22,39 +22,40 @@ Say = Callable[[str], None]
 
 
 def with_steps(graph: Graph, method: Method, hyper: Any, initial: Params, say: Say) -> Graph:
-    """``graph`` with ``adapt``, where the method steps and its steps become a graph. initial: the model's first
-    weights, of which the bundle takes the groups that stay on a device."""
+    """``graph`` with ``adapt`` if the method takes gradient steps that can be exported, else as it is. initial: the
+    model's first weights; the bundle gets their personal groups."""
     if trains(method):
-        say(f"{method.name} makes a device's own model in rounds of training: {_without(graph, method)}")
+        say(f"{method.name} makes a device's model by training in rounds: {_without_steps(graph, method)}")
         return graph
-    how = steps_of(method, hyper)
-    if how is None:
+    steps = steps_of(method, hyper)
+    if steps is None:
         return graph
     if 4 * graph.layout.parameters(method.personal) > MAX_FIRST_BYTES:
-        say(f"what {method.name} leaves to a device is over {MAX_FIRST_BYTES >> 20} MiB: {_without(graph, method)}")
+        say(f"the personal groups of {method.name} are over {MAX_FIRST_BYTES >> 20} MiB: "
+            f"{_without_steps(graph, method)}")
         return graph
-    own = trees.only(initial, method.personal)
-    return _stepping(replace(graph, first=own), method, how, say) or graph
+    personal = trees.only(initial, method.personal)
+    return _export_steps(replace(graph, first=personal), method, steps, say) or graph
 
 
-def _stepping(graph: Graph, method: Method, how: Steps, say: Say) -> Graph | None:
-    """None where no steps become a graph."""
-    for groups in dict.fromkeys((how.groups, HEAD) if method.personalizer != "own" else (how.groups,)):
+def _export_steps(graph: Graph, method: Method, steps: Steps, say: Say) -> Graph | None:
+    """None if no steps can be exported."""
+    for groups in dict.fromkeys((steps.groups, HEAD) if method.personalizer != "own" else (steps.groups,)):
         say(f"exporting its steps ({', '.join(groups)}), and comparing them with torch's …")
         try:
-            made = with_adapt(graph, rates=how.rates, groups=groups)
+            exported = with_adapt(graph, rates=steps.rates, groups=groups)
         except BundleError as error:
             say(error.what)
             continue
-        if groups != how.groups:
-            say(f"a device without torch steps the head alone; {method.name} steps {' and '.join(how.groups)}")
-        return made
-    say(_without(graph, method))
+        if groups != steps.groups:
+            say(f"a device without torch adapts only the head; {method.name} adapts {' and '.join(steps.groups)}")
+        return exported
+    say(_without_steps(graph, method))
     return None
 
 
-def _without(graph: Graph, method: Method) -> str:
-    """What a device does that has neither torch nor a graph of the steps."""
+def _without_steps(graph: Graph, method: Method) -> str:
+    """What a device does without torch and without a graph of the steps."""
     if {tensor.group for tensor in graph.layout.tensors} <= set(method.shared):
         return "a device without torch answers with the fleet's model as it is, not personalized"
-    return "a device without torch has no answers"
+    return "a device without torch cannot answer"

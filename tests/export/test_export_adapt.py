@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, InputSpec, dict[str, Any], tuple[str, ...], bool]] =
 """Model, input, options, groups that move, whether rates are learned."""
 
 
-class PersonalFiles(nn.Module):
+class OwnModel(nn.Module):
     """Ordinary layers of a model of one's own; ``fault`` makes it one whose steps become no graph."""
 
     def __init__(self, classes: int, fault: str) -> None:
@@ -71,11 +71,11 @@ class PersonalFiles(nn.Module):
 def small_passes() -> Iterator[None]:
     """A model of one's own, and passes so small that a few samples take several."""
     module = types.ModuleType("bring_own")
-    module.__dict__["build"] = lambda shape, classes, fault="": PersonalFiles(classes, fault)
+    module.__dict__["build"] = lambda shape, classes, fault="": OwnModel(classes, fault)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "bring_own", module)
         patch.setattr(adapt, "PASS_BYTES", 20_000)
-        patch.setattr(adapt, "EMBEDDED", 2)
+        patch.setattr(adapt, "HEAD_PASS", 2)
         yield
 
 
@@ -170,8 +170,8 @@ def test_exporting_again_gives_the_same_bytes_and_says_nothing(
 @pytest.mark.parametrize(
     ("layout", "complaint", "instead"),
     [
-        (lambda: layout_of("lstm"), r"char-lstm.* recurrent layers \(LSTM\)", ("proto", "head alone")),
-        (lambda: layout_of("own", fault="branch"), "do not become a graph: .*data-dependent", ("proto", "head alone")),
+        (lambda: layout_of("lstm"), r"char-lstm.* recurrent layers \(LSTM\)", ("proto", "only the head")),
+        (lambda: layout_of("own", fault="branch"), "cannot be exported: .*data-dependent", ("proto", "only the head")),
         (lambda: layout_of("own", fault="headless"), "no head", ("proto",)),
     ],
 )

@@ -104,15 +104,15 @@ def test_where_the_whole_does_not_become_a_graph_the_head_alone_steps_and_that_i
     assert [groups for groups, _ in asked] == [MODEL_GROUPS, ("head",)]
     assert graph.adapt
     assert "no steps of body and head" in said
-    assert said[-1] == "a device without torch steps the head alone; pfldyn-maml steps body and head"
+    assert said[-1] == "a device without torch adapts only the head; pfldyn-maml adapts body and head"
 
 
 @pytest.mark.parametrize(
     ("name", "refused", "last"),
     [
         ("pfldyn-maml", (MODEL_GROUPS, ("head",)), "answers with the fleet's model as it is, not personalized"),
-        ("lg-fedavg", (("body",),), "has no answers"),
-        ("local", (MODEL_GROUPS,), "has no answers"),
+        ("lg-fedavg", (("body",),), "cannot answer"),
+        ("local", (MODEL_GROUPS,), "cannot answer"),
     ],
 )
 def test_where_nothing_becomes_a_graph_it_is_said_what_a_device_does_then(
@@ -128,7 +128,7 @@ def test_what_a_device_would_keep_must_fit_in_the_bundle(monkeypatch: pytest.Mon
     monkeypatch.setattr(method_steps, "MAX_FIRST_BYTES", 4 * LAYOUT.parameters(("head",)) - 1)
     graph, asked, said = made_of(monkeypatch, "fedper")
     assert (graph.adapt, asked) == (b"", [])
-    assert said == ["what fedper leaves to a device is over 0 MiB: a device without torch has no answers"]
+    assert said == ["the personal groups of fedper are over 0 MiB: a device without torch cannot answer"]
 
 
 def test_the_first_bundle_of_a_fleet_holds_the_steps_of_its_method_and_says_what_it_took() -> None:
@@ -204,11 +204,11 @@ def test_a_recurrent_family_steps_its_head_alone_or_says_that_it_has_no_answers(
     made = with_steps(graph, maml, maml.hyper(), initial, said.append)
     assert made.info.adapt is not None
     assert made.info.adapt.groups == ("head",)
-    assert said[1] == "the model 'char-lstm' has recurrent layers (LSTM), whose steps do not become a graph"
-    assert said[-1] == "a device without torch steps the head alone; pfldyn-maml steps body and head"
+    assert said[1] == "the model 'char-lstm' has recurrent layers (LSTM), whose steps cannot be exported"
+    assert said[-1] == "a device without torch adapts only the head; pfldyn-maml adapts body and head"
     said.clear()
     assert with_steps(graph, own, own.hyper(), initial, said.append).adapt == b""
-    assert said[-1] == "a device without torch has no answers"
+    assert said[-1] == "a device without torch cannot answer"
 
 
 def recorded() -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_the_newest_of_each_python_and_architecture_are_kept(tmp_path: Path) -> 
     assert len(list(tmp_path.glob("*.tar.gz"))) == len(list(tmp_path.glob("*.json"))) == 3 * NEWEST
 
 
-def test_one_that_was_taken_again_is_younger_than_one_that_was_not(tmp_path: Path) -> None:
+def test_a_program_that_was_used_again_is_kept_before_one_that_was_not(tmp_path: Path) -> None:
     kept = Cache(tmp_path)
     for number in range(1, NEWEST + 1):
         add(kept, number)
@@ -68,7 +68,7 @@ def test_one_that_was_taken_again_is_younger_than_one_that_was_not(tmp_path: Pat
     assert "0.1.0-2" not in versions(kept)
 
 
-def test_one_in_use_by_another_process_outlives_all_until_that_ends(tmp_path: Path) -> None:
+def test_a_program_in_use_by_another_process_is_kept_until_that_ends(tmp_path: Path) -> None:
     kept = Cache(tmp_path)
     add(kept, 1)
     text = (f"import sys; from pathlib import Path; from firmware_profiles.package.program_cache import Cache; "
@@ -90,7 +90,7 @@ def test_one_in_use_by_another_process_outlives_all_until_that_ends(tmp_path: Pa
     assert {path.name for path in tmp_path.iterdir()} == {".lock"}
 
 
-def test_what_is_damaged_is_not_given_out_and_what_killed_runs_left_goes(tmp_path: Path) -> None:
+def test_damaged_programs_are_not_used_and_remains_of_killed_runs_are_removed(tmp_path: Path) -> None:
     kept = Cache(tmp_path)
     path = add(kept, 1)
     path.write_bytes(b"cut short")
@@ -107,7 +107,7 @@ def test_what_is_damaged_is_not_given_out_and_what_killed_runs_left_goes(tmp_pat
     assert {path.name for path in tmp_path.iterdir() if "aarch64" not in path.name} == {".lock", ".making-now"}
 
 
-def test_two_keys_of_one_archive_lose_it_together(tmp_path: Path) -> None:
+def test_two_keys_of_one_archive_are_removed_together(tmp_path: Path) -> None:
     kept = Cache(tmp_path)
     path = add(kept, 1)
     (tmp_path / "second.json").write_bytes((tmp_path / "aarch643.131.json").read_bytes())
@@ -118,7 +118,7 @@ def test_two_keys_of_one_archive_lose_it_together(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.json")) == []
 
 
-def test_the_command_lists_what_is_kept_and_clears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_lists_the_cache_and_clears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     add(Cache(tmp_path / "metafleet" / "programs"), 1)
     told = json.loads(CliRunner().invoke(app, ["programs", "--json"]).stdout)

@@ -77,7 +77,7 @@ def test_swap_is_refused(system):
 
 
 @pytest.mark.parametrize("part", ["block/sdx", "block/sdx/sdx1"])
-def test_what_another_device_holds_is_refused(system, part):
+def test_a_card_that_another_device_holds_is_refused(system, part):
     system.put(f"{part}/holders/dm-0", dev="253:0")
     with pytest.raises(ConfigError, match="is held by dm-0"):
         system.card()
@@ -106,7 +106,7 @@ def test_a_reader_without_a_card_is_refused(system):
         system.card()
 
 
-def test_everything_that_speaks_against_a_card_is_said_at_once(system):
+def test_all_reasons_against_a_card_are_reported_at_once(system):
     system.put("block/sdx", removable="0", ro="1")
     system.mounts("36 35 8:81 / /boot rw - vfat /dev/sdx1 rw")
     with pytest.raises(ConfigError) as told:
@@ -114,7 +114,7 @@ def test_everything_that_speaks_against_a_card_is_said_at_once(system):
     assert all(word in str(told.value) for word in ("mounted at /boot", "read-only", "not removable"))
 
 
-def test_what_is_no_block_device_is_refused_and_a_file_is_a_card_only_in_rehearsal(tmp_path):
+def test_a_path_that_is_no_block_device_is_refused_and_a_file_is_accepted_only_in_rehearsal(tmp_path):
     path = tmp_path / "card"
     path.write_bytes(bytes(MIB))
     for wrong in (path, Path("/dev/null"), tmp_path, tmp_path / "none"):
@@ -225,7 +225,7 @@ def test_a_card_that_lies_about_its_size_is_found(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwrite", wrapped)
-        with pytest.raises(FlashError, match="smaller than it says"):
+        with pytest.raises(FlashError, match="smaller than it reports"):
             card.write(picture(tmp_path), liar)
 
 

@@ -50,13 +50,13 @@ def read(folder: Path, text: str, environ: dict[str, str] | None = None) -> Devi
     return load(path, environ or {})
 
 
-def test_a_key_that_was_derived_for_wpa2_is_none_for_wpa3(tmp_path):
+def test_a_key_derived_for_wpa2_is_refused_for_wpa3(tmp_path):
     text = WHOLE.replace(f'"{SECRET}"', f'"{"ab" * 32}"\nsecurity = "wpa3"')
     with pytest.raises(ConfigError, match=r"kitchen\.toml:10: wifi\.password: is a key derived for WPA2"):
         read(tmp_path, text)
 
 
-def test_wheels_are_found_beside_the_file_and_all_that_is_wrong_with_them_is_told(tmp_path):
+def test_wheels_are_found_beside_the_file_and_all_their_problems_are_reported(tmp_path):
     index = tmp_path / "wheels"
     index.mkdir()
     mine = wheels.wheel(index, "my_lab", "1.0")
@@ -114,7 +114,7 @@ def test_what_is_written_is_the_derived_key_of_ieee_802_11i(tmp_path):
     assert spoken.key == derived
 
 
-def test_a_key_of_the_environment_takes_the_place_of_the_files_and_is_masked_too(tmp_path):
+def test_a_key_of_the_environment_replaces_the_files_and_is_masked_too(tmp_path):
     text = WHOLE.replace('authorized_keys = ["id.pub",', '# ["id.pub",')
     for spoken in (public_key("ssh-rsa"), "id.pub"):
         device = read(tmp_path, text, {SSH_KEY: spoken})
@@ -128,7 +128,7 @@ def test_a_key_of_the_environment_takes_the_place_of_the_files_and_is_masked_too
         read(tmp_path, text)
 
 
-def test_every_mistake_is_told_at_once_with_line_and_suggestion(tmp_path):
+def test_all_mistakes_are_reported_at_once_with_line_and_suggestion(tmp_path):
     text = WHOLE.replace("broker =", "brokr =").replace('"DE"', '"Germany"').replace('user = "me"', "user = 7")
     with pytest.raises(ConfigError) as told:
         read(tmp_path, text)
@@ -146,7 +146,7 @@ def test_every_mistake_is_told_at_once_with_line_and_suggestion(tmp_path):
         (('ssid = "Café"', 'ssid = "\\n"'), "wifi.ssid: expected 1 to 32 bytes"),
         (('ssid = "Café"', f'ssid = "{"é" * 17}"'), "wifi.ssid: expected 1 to 32 bytes"),
         (('"id.pub"', '"none.pub"'), "authorized_keys[0]: is no public key"),
-        (('user = "me"', 'user = "root"'), "'root' is the system's own"),
+        (('user = "me"', 'user = "root"'), "'root' is a system user"),
         (('name = "Kitchen_1"', 'name = "Kitchen 1"'), "name: 'Kitchen 1' does not match"),
         ((f'password = "{SECRET}"\n', ""), f"wifi.password: missing, and {PASSWORD} is not set"),
     ],
@@ -170,11 +170,11 @@ def test_a_private_key_is_no_key_to_log_in_with(tmp_path):
     "text", ["ssh-ed25519 AAAA", "ssh-ed25519 !!!!", f"{public_key()}\n", f'command="x" {public_key()}',
              public_key("ssh-rsa").replace("ssh-rsa", "ssh-ed25519", 1), "ssh-dss " + public_key().split()[1]]
 )
-def test_what_is_no_line_of_authorized_keys_is_not_taken(text):
+def test_a_malformed_line_of_authorized_keys_is_refused(text):
     assert not is_public_key(text)
 
 
-def test_mistakes_in_the_tables_for_the_device_are_told_with_the_others(tmp_path):
+def test_mistakes_in_the_tables_for_the_device_are_reported_with_the_others(tmp_path):
     path = tmp_path / "kitchen.toml"
     path.write_text('name = "a b"\nfleet = "f"\nboard = "b"\n\n[data]\nsample = 1\n')
 

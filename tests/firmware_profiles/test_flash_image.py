@@ -61,7 +61,7 @@ def files(machine: Machine = TRIXIE, device: DeviceFile = DEVICE, cmdline: str |
 # First boot -----------------------------------------------------------------------------------------------------------
 
 
-def test_cloud_init_is_told_all_in_sound_yaml():
+def test_cloud_init_gets_everything_as_valid_yaml():
     made = files()
     assert made["user-data"].startswith("#cloud-config\n")
     told = yaml.safe_load(made["user-data"])
@@ -85,11 +85,11 @@ VALUES = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(WORDS, VALUES, min_size=1, max_size=4))
-def test_what_is_written_as_yaml_is_read_as_it_was(value):
+def test_values_written_as_yaml_are_read_back_the_same(value):
     assert yaml.safe_load(first_boot.yaml_text(value)) == value
 
 
-def test_a_network_of_wpa3_alone_gets_the_password_itself():
+def test_a_network_with_wpa3_only_gets_the_password_itself():
     made = replace(DEVICE, wifi=replace(WIFI, security="wpa3", password=r"back\slash and more"))
     points = yaml.safe_load(files(device=made)["network-config"])["wifis"]["wlan0"]["access-points"]
     auth = {"key-management": "sae", "password": r"back\slash and more"}
@@ -435,7 +435,7 @@ def test_an_image_of_another_system_is_refused_by_a_rehearsal_too_and_before_the
 
 
 @NEEDS
-def test_an_image_of_the_boards_system_is_taken(tmp_path):
+def test_an_image_of_the_boards_system_is_accepted(tmp_path):
     card = with_system(tmp_path / "card.img", "/usr/bin/python3.13", "aarch64-linux-gnu")
     card_image.write(card, tmp_path / "out.img", packed(tmp_path), DEVICE)
     disks.check(tmp_path / "out.img")

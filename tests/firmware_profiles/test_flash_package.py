@@ -80,7 +80,7 @@ def test_it_says_what_the_agent_was_built_from_and_its_licences(made):
     assert (told["version"], told["python"], told["built_from"]) == (made.version, "3.13", made.built_from)
 
 
-def test_torch_comes_along_only_where_the_board_trains_and_as_pinned(cache, index, made):
+def test_torch_is_included_only_if_the_board_trains_and_as_pinned(cache, index, made):
     training = program.make(replace(PI, train=True), cache=cache, say=lambda line: None, index=index)
     assert ("torch", "2.9.1") in {(part.name, part.version) for part in training.parts}
     assert training.version != made.version
@@ -95,12 +95,12 @@ def test_every_board_gets_the_wheels_of_its_own_python_and_processor(cache, inde
     assert ("tomli" in {part.name for part in found.parts}) == (python == "3.10")
 
 
-def test_a_program_that_was_made_once_is_made_no_second_time_and_needs_no_index(cache, made, index, monkeypatch):
+def test_a_cached_program_is_not_made_again_and_needs_no_index(cache, made, index, monkeypatch):
     monkeypatch.setattr(program, "_unpack", lambda *_: pytest.fail("made again"))
     assert program.make(PI, cache=cache, say=lambda line: None, index=index) == made
 
 
-def test_a_wheel_of_ones_own_comes_along_with_what_it_needs_and_leads_to_another_program(tmp_path, cache, index, made):
+def test_a_wheel_of_the_user_is_added_with_its_dependencies_and_makes_another_program(tmp_path, cache, index, made):
     wheels.wheel(Path(index[2]), "einops", "0.8.0")
     mine = wheels.wheel(tmp_path, "my_lab", "1.0", requires=("einops",))
     found = program.make(PI, [mine], cache=cache, say=lambda line: None, index=index)
@@ -124,7 +124,7 @@ def test_a_program_that_is_damaged_in_the_cache_is_made_again_with_the_same_byte
     assert not list(tmp_path.glob(".making-*"))
 
 
-def test_wheels_that_are_not_to_be_had_are_named(tmp_path, index):
+def test_wheels_that_cannot_be_found_are_named(tmp_path, index):
     machine = replace(PI, pins={"onnxruntime": "9.9"})
     with pytest.raises(FlashError, match=r"onnxruntime==9.9"):
         program.make(machine, cache=tmp_path, say=lambda line: None, index=index)

@@ -92,7 +92,7 @@ def test_a_damaged_gpt_is_refused_or_its_damage_does_not_matter(data):
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=8192), st.booleans())
-def test_no_bytes_at_all_make_the_readers_fail_in_another_way(noise, signed):
+def test_any_bytes_are_read_or_refused_with_a_flash_error(noise, signed):
     image = bytearray(noise.ljust(1024, b"\0"))
     if signed:
         image[510:512] = b"\x55\xaa"
@@ -113,7 +113,7 @@ def test_no_bytes_at_all_make_the_readers_fail_in_another_way(noise, signed):
         ([(0x83, 10, 10), (0x83, 19, 1)], "overlaps"), ([(0xEE, 1, 100)], "its GPT is missing"),
     ],
 )
-def test_a_table_that_cannot_be_is_refused(entries, said):
+def test_an_impossible_partition_table_is_refused(entries, said):
     with pytest.raises(FlashError, match=said):
         read(bytes(mbr(entries)).ljust(MIB, b"\0"))
 
@@ -152,7 +152,7 @@ def test_an_mbr_of_a_disk_with_4096_byte_sectors_leads_to_its_fat(tmp_path):
 
 @pytest.mark.needs("mkfs.vfat", "mcopy")
 @pytest.mark.parametrize(("bits", "mib"), [(12, 2), (16, 16), (32, 64)])
-def test_the_room_of_a_fat_is_what_mtools_finds(tmp_path, bits, mib):
+def test_the_free_space_of_a_fat_is_what_mtools_reports(tmp_path, bits, mib):
     image = tmp_path / "fat.img"
     with image.open("wb") as file:
         file.truncate(mib * MIB)

@@ -36,7 +36,7 @@ def test_devices_lie_beside_the_inventory(tmp_path: Path) -> None:
     assert [entry.name for entry in entries] == ["a", "b"]
 
 
-def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
     text = '[[devices]]\nfile = "a.toml"\nto = "ssh://pi@a"\n\n[[devices]]\nfile = "none.toml"\nto = "ssh://pi@a"\n\n' \
            '[[devices]]\nfile = "a.toml"\nto = "image:b.img"\n'
     with pytest.raises(ConfigError) as error:
@@ -47,7 +47,7 @@ def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
         assert part in told, told
 
 
-def test_a_key_that_is_none_is_told_with_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_key_is_reported_with_the_nearest_known_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'file'"):
         inventory.load(written(tmp_path, '[[devices]]\nfiles = "a.toml"\nto = "ssh://a"\n'))
 
@@ -61,7 +61,7 @@ def work(entry: Entry, tell: Tell) -> Outcome:
     return Outcome(entry.name, "1.1", "1.0", True, 2_000_000)
 
 
-def test_one_that_fails_stops_no_other_and_each_stage_is_one_line() -> None:
+def test_a_device_that_fails_stops_no_other_and_each_stage_is_one_line() -> None:
     out = io.StringIO()
     results = flash_all(ENTRIES, work, Lines(ENTRIES, out), jobs=2)
     assert [result.plain["ok"] for result in results] == [True, False, True]
@@ -75,7 +75,7 @@ def test_one_that_fails_stops_no_other_and_each_stage_is_one_line() -> None:
     assert "cellar   failed: ssh://pi@cellar: no connection" in lines
 
 
-def test_as_many_as_asked_for_are_at_work_side_by_side() -> None:
+def test_the_requested_number_of_devices_is_flashed_at_the_same_time() -> None:
     meet = threading.Barrier(3, timeout=PATIENCE_S)
 
     def together(entry: Entry, tell: Tell) -> Outcome:

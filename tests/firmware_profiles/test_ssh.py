@@ -39,7 +39,7 @@ def test_an_address_is_read(url: str, expected: ssh_connection.Target) -> None:
     ["http://pi@host", "ssh://", "ssh://-oProxyCommand=x", "ssh://pi@-host", "ssh://-l@host", "ssh://pi@host:0",
      "ssh://pi@host:99999", "ssh://pi@host/folder", "ssh://a b@host", "ssh://pi:secret@host", "host", "ssh://pi@[::1"],
 )
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_a_malformed_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected ssh://"):
         ssh_connection.parse(url)
 

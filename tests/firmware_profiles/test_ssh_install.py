@@ -146,7 +146,7 @@ def test_an_enrolled_device_keeps_its_identity_and_gets_no_token(board: Board, t
     assert not board.path("/var/lib/metafleet/enrol.token").exists()
 
 
-def test_a_version_that_came_on_a_card_is_taken_up_as_it_is(board: Board, tmp_path: Path) -> None:
+def test_a_version_that_came_on_a_card_is_used_as_it_is(board: Board, tmp_path: Path) -> None:
     release = a_release(tmp_path)
     flash(board, release)
     board.sh("cd /opt/metafleet/current && rm MANIFEST.sha256 .ready")
@@ -156,7 +156,7 @@ def test_a_version_that_came_on_a_card_is_taken_up_as_it_is(board: Board, tmp_pa
         flash(board, release)
 
 
-def test_a_user_with_sudo_can_flash_and_one_without_is_told_so(board: Board, tmp_path: Path) -> None:
+def test_a_user_with_sudo_can_flash_and_one_without_gets_an_error(board: Board, tmp_path: Path) -> None:
     with pytest.raises(FlashError, match=r"sudo does not let pi be root.*a password is required"):
         flash(board, a_release(tmp_path), user=USER)
     assert not board.path("/opt/metafleet").exists()
@@ -186,7 +186,7 @@ def test_a_system_that_cannot_run_it_is_refused(found: dict[str, Any], expected:
         refuse(replace(fits, **found), machine, "ssh://x")
 
 
-def test_a_refused_system_is_left_alone(board: Board, tmp_path: Path) -> None:
+def test_a_refused_system_is_left_unchanged(board: Board, tmp_path: Path) -> None:
     for command, answer, expected in (
         ("python3 --version", "Python 3.6.9", "Python 3.6.9"), ("getconf LONG_BIT", "32", "32-bit"),
         ("uname -m", "armv7l", "armv7l"),
@@ -210,7 +210,7 @@ def test_an_archive_with_a_link_or_a_name_that_a_shell_misreads_is_refused(tmp_p
 # It does not go well
 
 
-def test_an_update_that_does_not_come_back_is_taken_back_with_its_settings(board: Board, tmp_path: Path) -> None:
+def test_an_update_that_does_not_come_back_is_rolled_back_with_its_settings(board: Board, tmp_path: Path) -> None:
     flash(board, a_release(tmp_path))
     with pytest.raises(FlashError, match=r"1.1-bbb did not come back .* back on 1\.0-aaa, whose unit is active"):
         flash(board, a_release(tmp_path, "1.1-bbb", DIES, DEVICE_TOML.replace(b"s.npz", b"t.npz")), patience_s=0)
@@ -221,7 +221,7 @@ def test_an_update_that_does_not_come_back_is_taken_back_with_its_settings(board
     assert not flash(board, a_release(tmp_path)).changed
 
 
-def test_a_change_that_fails_half_way_is_taken_back_at_once(board: Board, tmp_path: Path) -> None:
+def test_a_change_that_fails_half_way_is_rolled_back_at_once(board: Board, tmp_path: Path) -> None:
     flash(board, a_release(tmp_path))
     new = a_release(tmp_path, "1.1-bbb", settings=DEVICE_TOML.replace(b"s.npz", b"t.npz"))
     broken = replace(new, settings=(*new.settings, Setting("/etc/passwd/no-folder", b"")))
@@ -232,7 +232,7 @@ def test_a_change_that_fails_half_way_is_taken_back_at_once(board: Board, tmp_pa
     assert not board.path("/opt/metafleet/.flash/armed").exists()
 
 
-def test_an_archive_that_is_damaged_here_while_it_is_sent_is_said(
+def test_an_archive_that_is_damaged_while_it_is_sent_is_an_error(
     board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = a_release(tmp_path)
@@ -253,7 +253,7 @@ def test_a_first_install_that_does_not_come_back_leaves_nothing_running(board: B
     assert not board.path("/etc/metafleet/device.toml").exists()
 
 
-def test_a_broken_update_goes_back_by_itself_when_operator_and_connection_die(board: Board, tmp_path: Path) -> None:
+def test_a_broken_update_rolls_back_when_operator_and_connection_are_gone(board: Board, tmp_path: Path) -> None:
     flash(board, a_release(tmp_path))
     boot = online(board)
     operator = os.fork()
@@ -272,7 +272,7 @@ def test_a_broken_update_goes_back_by_itself_when_operator_and_connection_die(bo
     assert flash(board, a_release(tmp_path, "1.2-ccc")).changed
 
 
-def test_a_device_that_is_started_anew_before_it_was_confirmed_goes_back(board: Board, tmp_path: Path) -> None:
+def test_a_device_that_restarts_before_it_is_confirmed_rolls_back(board: Board, tmp_path: Path) -> None:
     flash(board, a_release(tmp_path))
     cut_at(board, a_release(tmp_path, "1.1-bbb", DEAF), "confirm")
     assert current(board) == "1.1-bbb"
@@ -283,7 +283,7 @@ def test_a_device_that_is_started_anew_before_it_was_confirmed_goes_back(board: 
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_connection_that_breaks_while_waiting_is_taken_up_again(
+def test_a_connection_that_is_lost_while_waiting_is_opened_again(
     board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
     """Before the device is told that all is well, or after, when only its answer is lost."""
@@ -332,7 +332,7 @@ def cut_at(board: Board, release: Release, verb: str) -> None:
             flash(board, release)
 
 
-def test_a_run_that_is_cut_off_leaves_the_old_version_and_the_next_one_goes_on(board: Board, tmp_path: Path) -> None:
+def test_a_run_that_is_cut_off_leaves_the_old_version_and_the_next_one_continues(board: Board, tmp_path: Path) -> None:
     flash(board, a_release(tmp_path))
     new = a_release(tmp_path, "1.1-bbb", settings=DEVICE_TOML.replace(b"s.npz", b"t.npz"))
     boot = online(board)

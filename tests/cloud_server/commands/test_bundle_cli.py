@@ -117,11 +117,11 @@ def test_an_int8_encoder_comes_with_its_cost(fleet: Path, run: Run, tmp_path: Pa
 
 def test_what_calibrates_does_not_evaluate() -> None:
     y = np.repeat([0, 1, 2], [600, 30, 4])
-    chosen, rest = int8._divided(y)
+    chosen, rest = int8._split(y)
     assert not set(chosen) & set(rest)
-    assert len(chosen) <= int8.CALIBRATED
+    assert len(chosen) <= int8.MAX_CALIBRATION
     assert set(y[rest]) == {0, 1, 2}
-    assert set(y[int8._divided(y[y > 0])[0] + 600]) == {1, 2}
+    assert set(y[int8._split(y[y > 0])[0] + 600]) == {1, 2}
 
 
 def test_data_that_do_not_calibrate_are_refused(fleet: Path, run: Run, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_method_that_has_no_answers_without_training_is_not_exported() -> None
     method = METHODS["fedproto"]
     made = bundle_of("pfldyn-proto")
     served = making.Served("desk", made.manifest.key, method, method.hyper(), 1, {}, {})
-    with pytest.raises(BundleError, match="a device without torch has no answers by fedproto"):
+    with pytest.raises(BundleError, match="a device without torch cannot answer with fedproto"):
         making.whole(served, made.graph, stored="fp32", data=None, say=lambda line: None)
 
 
@@ -225,7 +225,7 @@ def test_a_fleet_whose_graph_has_no_steps_yet_gets_them_at_export(monkeypatch: p
 
 
 def test_a_method_that_was_told_not_to_step_has_no_steps_in_its_bundle(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="no answers by fedper"):
+    with pytest.raises(BundleError, match="cannot answer with fedper"):
         whole_of(graph_of("fedper"), "fedper", finetune_steps=0)
     made = whole_of(graph_of("pfldyn-maml"), "fedavg", finetune_steps=0)
     assert (made.graph.adapt, made.graph.info.adapt, made.manifest.adaptation) == (b"", None, None)

@@ -334,7 +334,7 @@ class Correspondence:
 @pytest.fixture
 def correspondence(office: Office, monkeypatch: pytest.MonkeyPatch) -> Correspondence:
     made = Correspondence(office)
-    monkeypatch.setattr(enrolment, "_ask", made)
+    monkeypatch.setattr(enrolment, "_request_certificate", made)
     return made
 
 

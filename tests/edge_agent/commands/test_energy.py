@@ -66,7 +66,7 @@ def test_calibrating_puts_a_meters_watts_into_device_toml_and_keeps_every_other_
 
 
 @pytest.mark.parametrize("more", ["power.idle_w = 1.0\n", "\n[\"power\"]\nidle_w = 1.0\n"])
-def test_a_device_toml_that_cannot_be_completed_is_left_as_it_is(tmp_path: Path, more: str) -> None:
+def test_a_device_toml_that_cannot_be_edited_is_left_unchanged(tmp_path: Path, more: str) -> None:
     home = home_with(tmp_path)
     path = home / "device.toml"
     path.write_text(more + DEVICE if more.startswith("power") else DEVICE + more)
@@ -77,7 +77,7 @@ def test_a_device_toml_that_cannot_be_completed_is_left_as_it_is(tmp_path: Path,
 
 
 @pytest.mark.parametrize("watts", [(5.0, 4.0), (-1.0, 4.0), (float("nan"), 4.0), (1.0, float("inf"))])
-def test_watts_that_cannot_be_are_refused(tmp_path: Path, watts: tuple[float, float]) -> None:
+def test_impossible_watts_are_refused(tmp_path: Path, watts: tuple[float, float]) -> None:
     home = home_with(tmp_path)
     before = (home / "device.toml").read_bytes()
     with pytest.raises(ConfigError, match="--meter-watts"):
@@ -115,7 +115,7 @@ def test_watts_of_every_source_are_averaged_by_time_and_one_that_breaks_says_why
     assert lines[0] == "a: 2.00 W"
 
 
-def test_energy_without_a_source_of_watts_says_what_would_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_without_a_source_of_watts_gives_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watts_now, "sources", lambda *_: watts_now.Available((), {"model": "no watts"}, ()))
     _, _, error = edge_agent("energy", "--seconds", "0.1", "--home", str(tmp_path))
     assert isinstance(error, PowerError)
@@ -147,7 +147,7 @@ def on_orin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_orin")
-def test_a_board_that_is_what_its_profile_says_is_well(tmp_path: Path) -> None:
+def test_a_board_that_fits_its_profile_has_no_complaints(tmp_path: Path) -> None:
     home = home_with(tmp_path, '[board]\nprofile = "jetson-orin-nano"\n')
     boards.orin(tmp_path, {"1-0040": {"VDD_IN": (5000, 1000)}})
     seen = doctor.examine(home, None, tmp_path)

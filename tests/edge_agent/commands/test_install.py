@@ -91,7 +91,7 @@ def test_a_new_device_answers_from_a_bundle_alone(
     assert json.loads(run("predict", np_input, "--home", home, "--json")[1]) == answer
 
 
-def test_a_device_without_samples_says_that_it_waits_for_them(run: Run, tmp_path: Path) -> None:
+def test_a_device_without_samples_says_that_it_needs_them(run: Run, tmp_path: Path) -> None:
     home = tmp_path / "d1"
     code, out, err = run("install", written(tmp_path, bundle_of("pfldyn-proto")), "--home", home)
     assert (code, err) == (0, "")
@@ -105,7 +105,7 @@ def test_a_device_without_samples_says_that_it_waits_for_them(run: Run, tmp_path
     assert json.loads(run("predict", tmp_path / "b.npy", "--home", home, "--json")[1])["labels"] == ["b"]
 
 
-def test_the_next_bundle_takes_the_place_of_the_last(run: Run, tmp_path: Path) -> None:
+def test_the_next_bundle_replaces_the_last(run: Run, tmp_path: Path) -> None:
     made, home = bundle_of("pfldyn-proto"), home_with(tmp_path / "d1")
     later = with_params(made, trees.apply(lambda a: a * np.float32(1.5), made.params), 9)
     for number, which in enumerate((made, later)):
@@ -182,7 +182,7 @@ def test_a_folder_of_another_fleet_or_device_is_refused(run: Run, tmp_path: Path
     assert run("install", path, "--home", tmp_path / "a b", "--name", "a-b")[0] == 0
 
 
-def test_a_running_agent_is_not_disturbed(run: Run, tmp_path: Path) -> None:
+def test_install_is_refused_while_an_agent_runs(run: Run, tmp_path: Path) -> None:
     home, path = home_with(tmp_path / "d1"), written(tmp_path, bundle_of("pfldyn-proto"))
     with (home / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -193,7 +193,7 @@ def test_a_running_agent_is_not_disturbed(run: Run, tmp_path: Path) -> None:
     assert run("install", path, "--home", home)[0] == 0
 
 
-def test_a_model_that_answers_the_held_back_samples_much_worse_is_turned_back(run: Run, tmp_path: Path) -> None:
+def test_a_model_that_answers_the_held_back_samples_much_worse_is_rolled_back(run: Run, tmp_path: Path) -> None:
     made, home = bundle_of("pfldyn-proto"), home_with(tmp_path / "d1")
     blind = with_params(made, trees.apply(np.zeros_like, made.params), 9)
     assert run("install", written(tmp_path, made), "--home", home)[0] == 0

@@ -25,7 +25,7 @@ def start(home: Path, broker: LoopbackBroker, patch: pytest.MonkeyPatch) -> None
             connect_s=0.1)
 
 
-def test_an_agent_that_reached_its_broker_leaves_the_note_of_this_start(
+def test_an_agent_that_reached_its_broker_writes_a_note_of_this_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / online_note.NAME).write_text('{"boot": "an earlier start"}')
@@ -36,7 +36,7 @@ def test_an_agent_that_reached_its_broker_leaves_the_note_of_this_start(
     assert len(note["boot"]) == 16
 
 
-def test_an_agent_without_a_broker_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_without_a_broker_writes_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broker = LoopbackBroker()
     broker.stop()
     with pytest.raises(LinkError):
@@ -44,7 +44,7 @@ def test_an_agent_without_a_broker_leaves_none(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / online_note.NAME).exists()
 
 
-def test_a_note_that_cannot_be_written_is_said_and_no_more(tmp_path: Path) -> None:
+def test_a_note_that_cannot_be_written_is_only_logged(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("no folder")
     said: list[str] = []
     online_note.write(tmp_path / "home", "boot", said.append)

@@ -49,7 +49,7 @@ main()
     (["status"], None),
     ([], None),
 ])
-def test_only_a_plain_question_is_answered_without_the_command_line(
+def test_only_plain_commands_run_without_the_command_lines_libraries(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], asked: Predict | Personalize | None
 ) -> None:
     monkeypatch.setenv("METAFLEET_HOME", "at")

@@ -27,7 +27,7 @@ def heard(ear) -> list[str]:
             return found
 
 
-def test_systemd_hears_that_the_agent_is_ready_and_lives_four_times_as_often_as_it_asks(ear):
+def test_systemd_is_notified_that_the_agent_is_ready_and_alive_four_times_per_timeout(ear):
     environ = {"NOTIFY_SOCKET": ear.getsockname(), "WATCHDOG_USEC": "8000000", "WATCHDOG_PID": str(os.getpid())}
     now = [100.0]
     watchdog = Watchdog(environ, lambda: now[0])
@@ -40,13 +40,13 @@ def test_systemd_hears_that_the_agent_is_ready_and_lives_four_times_as_often_as_
     assert turns == [False] * 5 + [True]
 
 
-def test_processes_that_the_agent_starts_do_not_speak_for_it(ear):
+def test_child_processes_do_not_notify_systemd(ear):
     environ = {"NOTIFY_SOCKET": ear.getsockname(), "WATCHDOG_USEC": "8000000", "OTHER": "stays"}
     Watchdog(environ)
     assert environ == {"OTHER": "stays"}
 
 
-def test_a_watchdog_that_is_meant_for_another_process_is_not_answered(ear):
+def test_a_watchdog_for_another_process_is_ignored(ear):
     environ = {"NOTIFY_SOCKET": ear.getsockname(), "WATCHDOG_USEC": "8000000", "WATCHDOG_PID": "1"}
     Watchdog(environ).alive()
     assert heard(ear) == []

@@ -82,7 +82,7 @@ print(json.dumps([done.error, sorted(done.arrays)]))
 """
 
 
-def test_a_child_takes_the_steps_without_torch_and_is_gone_after(
+def test_a_child_process_takes_the_steps_without_torch_and_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = device(tmp_path, "fedavg-meta")
@@ -107,7 +107,7 @@ def test_a_child_takes_the_steps_without_torch_and_is_gone_after(
         os.kill(started[0], 0)
 
 
-def test_a_child_that_is_killed_ends_the_job_with_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_child_process_ends_the_job_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = device(tmp_path, "fedavg-meta")
     begin, before = AdapterProcess._start, service.answers(toy(2).x[:4])
 
@@ -123,7 +123,7 @@ def test_a_child_that_is_killed_ends_the_job_with_a_word(tmp_path: Path, monkeyp
     assert service.answers(toy(2).x[:4]) == before
 
 
-def test_many_samples_are_a_stratified_few_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_samples_a_stratified_subset_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "MAX_SUPPORT", 12)
     monkeypatch.setattr(adapter, "run", adapter.handle)
     service = device(tmp_path, "fedavg-meta")
@@ -132,7 +132,7 @@ def test_many_samples_are_a_stratified_few_and_that_is_said(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("most", [1, 3, 7, 30, 99, 1000])
-def test_a_stratified_few_has_every_class_alike(most: int) -> None:
+def test_a_stratified_subset_has_as_many_samples_of_each_class(most: int) -> None:
     y = np.array([0] * 80 + [3] * 5 + [1] * 15)
     rows = stratified(y, most)
     assert len(rows) == min(most, len(y))
@@ -150,13 +150,13 @@ def test_a_stratified_few_has_every_class_alike(most: int) -> None:
     ({"graph": "graph-none.safetensors"}, "cannot be read"),
     ({"samples": "/nowhere/samples.npz"}, "no samples yet"),
 ])
-def test_what_goes_wrong_is_an_answer(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_an_error_in_a_job_is_its_result(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     done = adapter.handle(order(device(tmp_path, "fedavg-meta"), **change))
     assert words in done.error
     assert done.arrays == {}
 
 
-def test_samples_of_another_form_are_refused(tmp_path: Path) -> None:
+def test_samples_of_another_shape_or_dtype_are_refused(tmp_path: Path) -> None:
     graph, weights = homes.stepping(), homes.weights_of(homes.evaluated("fedavg-meta"))
     wrong = Samples(np.zeros((3, 7), np.float32), np.arange(3))
     with pytest.raises(DataError, match="the samples are float32"):

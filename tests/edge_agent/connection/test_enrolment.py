@@ -135,7 +135,7 @@ def assert_untold(desk: Desk, secrets: dict[str, bytes], said: list[bytes]) -> N
             assert secret not in text, f"{name} is in {where}"
 
 
-def test_a_device_that_nobody_answers_keeps_its_token(run: Run, tmp_path: Path) -> None:
+def test_a_device_without_an_answer_keeps_its_token(run: Run, tmp_path: Path) -> None:
     fleet, url = bare_fleet(tmp_path / "fleet").folder, f"mqtts://127.0.0.1:{free_port()}"
     assert run("metafleet", "devices", "enroll", fleet, "d0", "--to", tmp_path / "d0", "--broker", url).code == 0
     ran = run("edge-agent", "run", "--home", tmp_path / "d0", "--connect-s", "0.5")

@@ -241,7 +241,7 @@ def test_a_device_asks_in_the_middle_of_its_certificates_life_and_takes_the_next
     assert len(line.sent) == 2
 
 
-def test_a_device_that_is_refused_asks_again_the_next_day_and_offline_not_at_all(
+def test_a_refused_device_requests_again_the_next_day_and_never_offline(
     fleet: Fleet, ledger: Ledger, tmp_path: Path
 ) -> None:
     issued(fleet, ledger, "d0", tmp_path / "home")
@@ -261,8 +261,8 @@ def test_a_device_that_is_refused_asks_again_the_next_day_and_offline_not_at_all
     assert len(line.sent) == 2
 
 
-@pytest.mark.parametrize("wrong", ["device", "key", "not base64"])
-def test_a_certificate_of_another_device_or_key_is_not_taken(
+@pytest.mark.parametrize("wrong", ["device", "key", "no base64"])
+def test_a_certificate_of_another_device_or_key_is_refused(
     fleet: Fleet, ledger: Ledger, tmp_path: Path, wrong: str
 ) -> None:
     issued(fleet, ledger, "d0", tmp_path / "home")
@@ -283,7 +283,7 @@ def test_a_certificate_of_another_device_or_key_is_not_taken(
     assert settings_of(tmp_path / "home").tls.certificate == "identity-first.pem"
 
 
-def test_a_certificate_of_another_authority_is_never_asked_about(fleet: Fleet, ledger: Ledger, tmp_path: Path) -> None:
+def test_a_certificate_of_another_authority_is_never_renewed(fleet: Fleet, ledger: Ledger, tmp_path: Path) -> None:
     home = tmp_path / "home"
     issued(fleet, ledger, "d0", home)
     tables = config.tables((home / "device.toml").read_text(), "device.toml")
@@ -294,7 +294,7 @@ def test_a_certificate_of_another_authority_is_never_asked_about(fleet: Fleet, l
     assert line.sent == []
 
 
-def test_the_doctor_says_of_a_certificate_that_it_ended_or_that_the_clock_is_behind(
+def test_the_doctor_reports_an_expired_certificate_and_a_clock_that_is_behind(
     fleet: Fleet, ledger: Ledger, tmp_path: Path
 ) -> None:
     home = tmp_path / "home"

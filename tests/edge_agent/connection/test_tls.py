@@ -218,7 +218,7 @@ def test_a_will_in_another_devices_name_is_not_published(yard: Yard) -> None:
     server.link.close()
 
 
-def test_who_has_no_certificate_or_another_authoritys_gets_nothing(yard: Yard, tmp_path: Path) -> None:
+def test_a_client_without_a_certificate_of_the_fleet_gets_nothing(yard: Yard, tmp_path: Path) -> None:
     url = address("127.0.0.1", yard.place.port)
     ca = yard.fleet.folder / "ca.pem"
     yard.turned_away(MqttLink(url, client_id="good", ca=ca), "there is none")
@@ -309,7 +309,7 @@ def test_sighup_is_sent_twice_because_mosquitto_loses_one_that_arrives_during_a_
     until(lambda: readings(yard.fleet) >= begun + 2)
 
 
-def test_a_link_over_tls_asks_for_1_2_at_least(yard: Yard, tmp_path: Path) -> None:
+def test_a_link_over_tls_requires_1_2_or_later(yard: Yard, tmp_path: Path) -> None:
     own = papers(yard.fleet, "good", tmp_path / "good")
     link = own.link("mqtts://h", "g")
     assert link._settings.tls is not None
@@ -319,7 +319,7 @@ def test_a_link_over_tls_asks_for_1_2_at_least(yard: Yard, tmp_path: Path) -> No
         MqttLink("mqtts://h", client_id="g", ca=own.ca, cert=own.cert)
 
 
-def test_a_device_whose_clock_is_wrong_is_told_what_it_says(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_whose_clock_is_wrong_gets_an_error_with_its_time(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     """The certificates begin a day ago; a clock that is further behind cannot be helped, but named."""
     monkeypatch.setattr(authority_module, "BACK_DATED", -datetime.timedelta(days=2))
     folder = yard.fleet.folder / "mosquitto"

@@ -115,7 +115,7 @@ def test_a_disk_that_is_full_at_any_write_changes_nothing_once_there_is_space(co
         assert w.told(f"{DEVICE}: the disk can be written again"), full.where
 
 
-def test_a_device_without_space_stays_on_says_so_and_does_not_train_in_vain(copy, monkeypatch):
+def test_a_device_without_space_stays_on_reports_it_and_does_not_train_for_nothing(copy, monkeypatch):
     w = copy()
     w.start_server()
     for n in range(2):

@@ -96,7 +96,7 @@ def new_sample(device: service.Service) -> None:
 
 
 @pytest.mark.parametrize("change", [new_round, new_way, new_sample])
-def test_killed_at_any_moment_the_device_answers_from_one_slot_or_the_other_whole(
+def test_killed_at_any_moment_the_device_answers_from_one_slot_or_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[service.Service], None]
 ) -> None:
     place = served(tmp_path)
@@ -137,7 +137,7 @@ def test_a_killed_agent_answers_from_its_disk_when_it_is_back_and_takes_the_new_
     w.close()
 
 
-def test_a_damaged_slot_is_set_aside_and_the_one_before_answers_with_a_word(tmp_path: Path) -> None:
+def test_a_damaged_slot_is_logged_and_the_other_one_answers(tmp_path: Path) -> None:
     place = served(tmp_path)
     device = homes.restored(place)
     before = device.answers(X)
@@ -162,7 +162,7 @@ def test_a_damaged_pointer_costs_no_answer(tmp_path: Path, data: bytes) -> None:
     assert homes.restored(place).answers(X) == before
 
 
-def test_a_damaged_personalization_is_made_anew_from_the_samples(tmp_path: Path) -> None:
+def test_a_damaged_personalization_is_made_again_from_the_samples(tmp_path: Path) -> None:
     place = served(tmp_path)
     before, slots = homes.restored(place).answers(X), Slots(DeviceState(place))
     path = slots.path(slots.pointer().slot, "personal")
@@ -227,7 +227,7 @@ def test_few_held_back_samples_decide_nothing(tmp_path: Path, held_back: int, ta
     assert (device.answers(X).round == 2) == taken
 
 
-def test_what_is_no_probability_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_valid_probabilities_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = served(tmp_path)
     device = homes.restored(place)
     before = device.answers(X)
@@ -251,7 +251,7 @@ def test_personal_weights_that_diverged_are_rolled_back(tmp_path: Path) -> None:
     assert homes.restored(place).answers(X) == device.answers(X) == before
 
 
-def test_a_roll_back_is_logged_and_told_to_the_aggregator_and_in_the_status(
+def test_a_rollback_is_logged_reported_to_the_aggregator_and_in_the_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = config_text(rounds=2, devices=1).replace("serve_every = 2", "serve_every = 1")

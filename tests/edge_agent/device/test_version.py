@@ -15,7 +15,7 @@ from fleet_core import __version__
 from tests.support.paths import ROOT
 
 
-def test_a_checkout_or_an_installed_package_says_the_packages_version() -> None:
+def test_a_checkout_or_an_installed_package_has_the_packages_version() -> None:
     assert version.running() == __version__
 
 
@@ -30,7 +30,7 @@ def test_a_checkout_or_an_installed_package_says_the_packages_version() -> None:
         ("no json", __version__),
     ],
 )
-def test_a_programs_folder_says_its_version_where_it_can_be_this_agents(
+def test_a_programs_folder_gives_the_version_if_it_is_of_this_release(
     manifest: str, expected: str, tmp_path: Path
 ) -> None:
     (tmp_path / "manifest.json").write_text(manifest)

@@ -145,7 +145,7 @@ def test_a_head_has_the_length_of_the_body_and_no_body(client: Callable[[], Raw]
     assert raw.response()[2] == b"GET /x "
 
 
-def test_a_client_that_expects_to_continue_is_told_to(client: Callable[[], Raw]) -> None:
+def test_a_client_that_expects_100_continue_receives_it(client: Callable[[], Raw]) -> None:
     raw = client()
     raw.send(b"POST /x HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
     assert raw.file.readline() == b"HTTP/1.1 100 Continue\r\n"
@@ -154,7 +154,7 @@ def test_a_client_that_expects_to_continue_is_told_to(client: Callable[[], Raw])
     assert raw.response()[2] == b"POST /x ab"
 
 
-def test_a_client_that_expects_to_continue_with_too_much_is_refused_before_it_sends(client: Callable[[], Raw]) -> None:
+def test_a_client_that_expects_100_continue_for_too_much_is_refused_before_it_sends(client: Callable[[], Raw]) -> None:
     raw = client()
     raw.send(b"POST /x HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 1001\r\n\r\n")
     assert raw.response()[0] == 413
@@ -192,7 +192,7 @@ def test_a_bug_is_an_error_and_the_others_are_served(client: Callable[[], Raw], 
     (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 1001\r\n\r\n" + b"a" * 1001, 413),
     (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
 ])
-def test_what_is_no_request_is_refused_and_the_connection_ends(
+def test_a_malformed_request_is_refused_and_the_connection_ends(
     client: Callable[[], Raw], sent: bytes, status: int
 ) -> None:
     raw = client()
@@ -204,13 +204,13 @@ def test_what_is_no_request_is_refused_and_the_connection_ends(
 
 
 @pytest.mark.parametrize("begun", [b"G", GET[:-1], b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nab"])
-def test_a_request_that_does_not_come_to_its_end_is_given_up(hurried: Raw, begun: bytes) -> None:
+def test_an_incomplete_request_times_out(hurried: Raw, begun: bytes) -> None:
     hurried.send(begun)
     assert hurried.response()[0] == 408
     assert hurried.ended()
 
 
-def test_a_request_that_comes_byte_by_byte_is_given_up_too(hurried: Raw) -> None:
+def test_a_request_that_arrives_byte_by_byte_times_out_too(hurried: Raw) -> None:
     """The time is that of the whole head: a byte now and then does not prolong it."""
     given_up = threading.Event()
 
@@ -284,7 +284,7 @@ def test_any_bytes_are_answered_or_refused_and_the_others_are_served(
     assert lines == []
 
 
-def test_a_client_that_leaves_within_its_request_is_nobodys_concern(
+def test_a_client_that_disconnects_during_its_request_does_no_harm(
     client: Callable[[], Raw], lines: list[str]
 ) -> None:
     for begun in (b"GET", b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 500\r\n\r\nab"):
@@ -298,7 +298,7 @@ def test_a_client_that_leaves_within_its_request_is_nobodys_concern(
 # The end --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_stops_finishes_what_is_under_way_and_takes_nothing_new(echo: Echo) -> None:
+def test_a_server_that_stops_finishes_requests_in_progress_and_accepts_no_more(echo: Echo) -> None:
     server = HttpServer(echo, limits=SMALL).start()
     busy, idle = Raw(server), Raw(server)
     idle.send(GET)
@@ -319,7 +319,7 @@ def test_a_server_that_stops_finishes_what_is_under_way_and_takes_nothing_new(ec
     idle.close()
 
 
-def test_a_server_that_stops_waits_for_nobody_forever(echo: Echo) -> None:
+def test_a_server_that_stops_does_not_wait_forever(echo: Echo) -> None:
     server = HttpServer(echo, limits=replace(SMALL, stop_s=0.05)).start()
     busy = Raw(server)
     busy.send(b"GET /wait HTTP/1.1\r\nHost: h\r\n\r\n")
@@ -330,13 +330,13 @@ def test_a_server_that_stops_waits_for_nobody_forever(echo: Echo) -> None:
     busy.close()
 
 
-def test_a_port_that_is_taken_is_said(server: HttpServer, echo: Echo) -> None:
+def test_a_port_that_is_in_use_is_an_error(server: HttpServer, echo: Echo) -> None:
     with pytest.raises(LinkError, match="cannot listen"):
         HttpServer(echo, port=server.port)
     with pytest.raises(LinkError, match="cannot listen"):
         HttpServer(echo, "no.such.host.invalid")
 
 
-def test_it_listens_on_loopback_alone_unless_told(server: HttpServer) -> None:
+def test_it_listens_on_loopback_only_by_default(server: HttpServer) -> None:
     assert server.host == "127.0.0.1"
     assert server.url == f"http://127.0.0.1:{server.port}"

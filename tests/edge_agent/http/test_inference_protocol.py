@@ -88,7 +88,7 @@ def refused(response: Response, words: str, status: int = 400) -> None:
 # What it is -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_has_nothing_to_answer_with_is_live_and_not_ready() -> None:
+def test_a_server_without_a_model_is_live_and_not_ready() -> None:
     model = Sums()
     model.now = None
     assert get("/v2/health/live", model) == (200, {"live": True})
@@ -158,7 +158,7 @@ def test_an_answer_says_its_probabilities_label_and_where_they_come_from() -> No
     assert response.headers["Content-Type"] == "application/json"
 
 
-def test_a_sample_that_is_far_from_all_that_is_known_is_told() -> None:
+def test_a_sample_of_an_unknown_class_is_marked() -> None:
     found = outputs(post({"inputs": [x_of()]}, model=Sums(unknown=True)))
     assert found["unknown"] == {"name": "unknown", "datatype": "BOOL", "shape": [2], "data": [True, False]}
 
@@ -187,7 +187,7 @@ def test_binary_data_is_read_and_written(dtype: str, datatype: str, code: str) -
     assert probabilities["data"] == [0.125, 0.25, 0.625, 0.625, 0.25, 0.125]
 
 
-def test_all_outputs_are_binary_where_the_request_wants_it() -> None:
+def test_all_outputs_are_binary_if_the_request_wants_it() -> None:
     response = post({"inputs": [x_of()], "parameters": {"binary_data_output": True}})
     length = int(response.headers[HEADER_LENGTH])
     said = {output["name"]: output for output in json.loads(response.body[:length])["outputs"]}
@@ -196,7 +196,7 @@ def test_all_outputs_are_binary_where_the_request_wants_it() -> None:
     assert all("data" not in output for output in said.values())
 
 
-def test_only_the_outputs_that_are_asked_for_come_in_their_order() -> None:
+def test_only_the_requested_outputs_are_returned_in_their_order() -> None:
     said = json.loads(post({"inputs": [x_of()], "outputs": [{"name": "label"}]}).body)
     assert [output["name"] for output in said["outputs"]] == ["label"]
 
@@ -277,7 +277,7 @@ def test_what_the_model_refuses_has_its_status(error: FleetError, status: int) -
     ({"inputs": [x_of()], "outputs": [{"name": "unknown"}]}, "no output 'unknown'"),
     ({"inputs": [x_of()], "outputs": [{"name": "label", "parameters": {"classification": 2}}]}, "classification"),
 ])
-def test_a_request_that_is_none_is_refused_with_its_reason(said: Any, words: str) -> None:
+def test_a_malformed_request_is_refused_with_the_reason(said: Any, words: str) -> None:
     refused(post(said), words)
 
 
@@ -302,13 +302,13 @@ def test_binary_data_that_does_not_fit_is_refused(size: Any, binary: bytes, word
 
 
 @pytest.mark.parametrize("data", [b"\x01\0\0\0", b"\xff\xff\xff\xffb", b"\x01\0\0\0\xff", b"\x01\0\0\0bb", b"\x01"])
-def test_binary_texts_that_are_none_are_refused(data: bytes) -> None:
+def test_malformed_binary_texts_are_refused(data: bytes) -> None:
     label = {"name": "label", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": len(data)}}
     response = post({"inputs": [x_of([[1, 2]], shape=[1, 2]), label]}, data, path="/v2/models/sums/samples")
     assert response.status == 400, response.body
 
 
-def test_json_that_is_none_or_too_much_is_refused() -> None:
+def test_malformed_or_too_large_json_is_refused() -> None:
     protocol = InferenceProtocol(Sums())
 
     def posted(body: bytes, **headers: str) -> Response:
@@ -339,7 +339,7 @@ def test_a_head_is_read() -> None:
     (b"GET / HTTP/1.1\r\nHost: h\r\n folded", 400), (b"GET / HTTP/1.1\r\nHost: h\r\nHost: h", 400),
     (b"GET / HTTP/1.1\r\nHost: h\r\na: \0", 400), (b"GET / HTTP/1.1\r\nHost: h" + b"\r\na: b" * 64, 431),
 ])
-def test_a_head_that_is_none_is_refused(head: bytes, status: int) -> None:
+def test_a_malformed_head_is_refused(head: bytes, status: int) -> None:
     with pytest.raises(Refused) as caught:
         parse_head(head)
     assert caught.value.status == status
@@ -350,7 +350,7 @@ def test_a_head_that_is_none_is_refused(head: bytes, status: int) -> None:
     ({"content-encoding": "gzip", "content-length": "1"}, 415), ({}, 411), ({"content-length": "+1"}, 400),
     ({"content-length": "1, 1"}, 400), ({"content-length": "101"}, 413), ({"content-length": "1", "expect": "a"}, 417),
 ])
-def test_a_body_that_is_not_read_is_refused_before_it_is(headers: dict[str, str], status: int) -> None:
+def test_an_unsupported_body_is_refused_before_it_is_read(headers: dict[str, str], status: int) -> None:
     with pytest.raises(Refused) as caught:
         body_length(Head("POST", "/", headers), 100)
     assert caught.value.status == status

@@ -165,7 +165,7 @@ def test_many_requests_of_one_tritonclient_at_once(server: HttpServer, service: 
     (lambda c: c.infer("desk", [tensor_of(np.zeros((4097, 8), np.float32))]), "400", "1 to 4096"),
     (lambda c: c.get_model_config("desk"), "404", "nothing at"),
 ])
-def test_tritonclient_is_told_what_is_wrong(
+def test_tritonclient_receives_the_error(
     client: triton.InferenceServerClient, ask: Callable[[Any], Any], status: str, words: str
 ) -> None:
     with pytest.raises(InferenceServerException) as caught:
@@ -219,7 +219,7 @@ def test_samples_that_cannot_be_learned_change_nothing(
     assert not service.local().added_path.exists()
 
 
-def test_a_class_of_the_devices_own_is_learned_where_that_is_said(
+def test_a_new_class_is_learned_if_the_request_allows_it(
     server: HttpServer, client: triton.InferenceServerClient
 ) -> None:
     x = np.full((6, 8), -9, np.float32)
@@ -235,7 +235,7 @@ def test_a_class_of_the_devices_own_is_learned_where_that_is_said(
     assert result.as_numpy("label").tolist() == [b"frost"]
 
 
-def test_samples_that_are_far_from_all_that_is_known_are_told(home: Path, lines: list[str]) -> None:
+def test_samples_of_unknown_classes_are_marked(home: Path, lines: list[str]) -> None:
     with (home / "device.toml").open("a") as file:
         file.write("\n[serve]\nunknown = true\n")
     settings = settings_of(home)
@@ -256,7 +256,7 @@ def test_samples_that_are_far_from_all_that_is_known_are_told(home: Path, lines:
         running.stop()
 
 
-def test_a_device_that_nothing_was_served_to_is_alive_and_not_ready(home: Path, lines: list[str]) -> None:
+def test_a_device_without_a_served_model_is_alive_and_not_ready(home: Path, lines: list[str]) -> None:
     shutil.rmtree(home / "slots")
     service = service_of(home, settings_of(home))
     serve.Follower(service, lines.append).check()
@@ -435,7 +435,7 @@ def test_every_answer_is_of_one_model_while_another_process_brings_new_ones(
     ]
 
 
-def test_what_another_process_leaves_broken_is_said_once_and_the_old_model_answers(
+def test_a_file_that_another_process_damages_is_logged_once_and_the_old_model_answers(
     service: Service, home: Path, lines: list[str]
 ) -> None:
     follower, before = serve.Follower(service, lines.append), service.answers(X)
@@ -479,7 +479,7 @@ def test_edge_agent_serve_answers_follows_and_ends_in_order(desk: Desk, home: Pa
     assert "Traceback" not in program.text()
 
 
-def test_edge_agent_run_answers_over_http_where_it_is_told_to(desk: Desk, home: Path) -> None:
+def test_edge_agent_run_answers_over_http_if_a_port_is_set(desk: Desk, home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with (home / "device.toml").open("a") as file:

@@ -28,7 +28,7 @@ Edit = Callable[[onnx.ModelProto], None]
 
 
 @pytest.mark.parametrize("name", [METHOD, "fedper", "pfldyn-proto"])
-def test_a_sound_bundle_passes_and_says_how_far_it_was_off(name: str) -> None:
+def test_a_sound_bundle_passes_with_its_errors_reported(name: str) -> None:
     passed = bundle_check.check(bundle_of(name))
     assert passed.graphs.keys() == {"embed", "predict"}
     assert passed.steps.keys() == (set() if name == "pfldyn-proto" else {"1", "10"})
@@ -156,7 +156,7 @@ def test_a_value_that_is_not_finite_is_refused() -> None:
         bundle_check.check(edited("adapt", edit))
 
 
-def test_an_onnxruntime_that_is_older_than_the_bundle_wants_is_told() -> None:
+def test_an_onnxruntime_that_is_too_old_for_the_bundle_is_refused() -> None:
     made = bundle_of("pfldyn-proto")
     newer = replace(made.graph, info=replace(made.graph.info, min_onnxruntime="99.1.0"))
     with pytest.raises(BundleError, match=r"is too old.*; expected 99\.1\.0 or newer"):
@@ -193,7 +193,7 @@ def gate(path: Path, before: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_checks_has_no_torch_and_says_so_where_it_has(tmp_path: Path) -> None:
+def test_the_check_imports_no_torch_and_fails_if_it_does(tmp_path: Path) -> None:
     device_bundle.write(tmp_path / "b", bundle_of(METHOD))
     done = gate(tmp_path / "b")
     passed, torch = done.stdout.splitlines()

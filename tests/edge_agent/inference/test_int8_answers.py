@@ -97,7 +97,7 @@ def test_class_means_of_one_encoder_are_not_those_of_the_other(tmp_path: Path) -
     assert 1e-6 < np.abs(service.predict(X) - plain).max() < 0.2
 
 
-def test_a_taught_sample_joins_the_means_of_the_quantized_encoder(tmp_path: Path) -> None:
+def test_a_new_sample_is_added_to_the_means_of_the_quantized_encoder(tmp_path: Path) -> None:
     service = device(tmp_path, toml="[personalize]\nint8 = true\n")
     relearn.personalize(service)
     new = samples(3, 7)
@@ -110,7 +110,7 @@ def test_a_taught_sample_joins_the_means_of_the_quantized_encoder(tmp_path: Path
         assert again.answers(X).graph == "embed-int8"
 
 
-def test_it_is_off_unless_it_is_asked_for_and_can_be_set_in_device_toml(tmp_path: Path) -> None:
+def test_it_is_off_by_default_and_can_be_set_in_device_toml(tmp_path: Path) -> None:
     assert device(tmp_path).answers(X).graph == "embed"
     (tmp_path / "set").mkdir()
     service = device(tmp_path / "set", toml="[personalize]\nint8 = true\n")
@@ -119,7 +119,7 @@ def test_it_is_off_unless_it_is_asked_for_and_can_be_set_in_device_toml(tmp_path
 
 
 @pytest.mark.parametrize("way", ["adapt", "none"])
-def test_ways_that_embed_nothing_refuse_it(tmp_path: Path, way: str) -> None:
+def test_personalizers_that_embed_nothing_refuse_it(tmp_path: Path, way: str) -> None:
     service = device(tmp_path, "per-fedavg-fo")
     before = service.answers(X)
     with pytest.raises(ConfigError, match="int8 needs a personalizer that embeds samples") as refused:
@@ -128,7 +128,7 @@ def test_ways_that_embed_nothing_refuse_it(tmp_path: Path, way: str) -> None:
     assert service.answers(X) == before
 
 
-def test_asked_for_where_the_weights_came_without_one_it_is_refused_with_what_brings_it(tmp_path: Path) -> None:
+def test_int8_without_a_quantized_encoder_is_refused_with_what_provides_one(tmp_path: Path) -> None:
     service = device(tmp_path, int8=False)
     before = service.answers(X)
     with pytest.raises(ConfigError, match="round 7 came without an int8 encoder") as refused:
@@ -137,7 +137,7 @@ def test_asked_for_where_the_weights_came_without_one_it_is_refused_with_what_br
     assert service.answers(X) == before
 
 
-def test_a_new_round_over_the_broker_brings_none_and_answers_by_the_graph(tmp_path: Path) -> None:
+def test_a_new_round_brings_no_quantized_encoder_and_answers_by_the_graph(tmp_path: Path) -> None:
     service = device(tmp_path, toml="[personalize]\nint8 = true\n")
     relearn.personalize(service)
     params = served_params(METHODS["pfldyn-proto"], service.layout)

@@ -44,7 +44,7 @@ def test_labelled_samples_count_at_once_and_another_process_follows(home: Path) 
     assert other.answers(x[:1]) == after
 
 
-def test_samples_of_another_form_are_refused_and_nothing_is_stored(home: Path) -> None:
+def test_samples_of_another_shape_or_dtype_are_refused_and_nothing_is_stored(home: Path) -> None:
     service = opened(home)
     x = np.zeros((2, 8), np.float32)
     for wrong, labels in (
@@ -55,7 +55,7 @@ def test_samples_of_another_form_are_refused_and_nothing_is_stored(home: Path) -
     assert not service.local().added_path.exists()
 
 
-def test_answers_are_whole_while_other_threads_teach(home: Path) -> None:
+def test_answers_are_consistent_while_other_threads_add_samples(home: Path) -> None:
     service = opened(home)
     x = np.random.default_rng(0).normal(size=(12, 8)).astype(np.float32)
     teachers = [

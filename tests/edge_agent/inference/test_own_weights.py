@@ -46,7 +46,7 @@ def stepped(fleet: Fleet, start: Params, lr: float, steps: int, moving: tuple[st
 
 
 @every_method
-def test_own_weights_are_the_same_every_time_and_leave_the_served_model_alone(name: str) -> None:
+def test_personal_weights_are_the_same_every_time_and_leave_the_served_model_unchanged(name: str) -> None:
     fleet = played(name)
     before, state = trees.apply(lambda a: a.copy(), fleet.evaluated), fleet.states[0]
     one, again = fleet.own(MINE, state), fleet.own(MINE, state)
@@ -69,7 +69,7 @@ def test_sgd_takes_full_batch_steps_on_all_groups_however_many_samples_there_are
     assert min(float(np.abs(a - b).max()) for a, b in zip(flat(wanted), flat(start), strict=True)) > 1e-4
 
 
-def test_no_fine_tuning_leaves_the_served_model() -> None:
+def test_without_fine_tuning_the_served_model_is_unchanged() -> None:
     fleet = played("fedavg", finetune_steps=0)
     assert same(fleet.own(MINE), fleet.evaluated)
 

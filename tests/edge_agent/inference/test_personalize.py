@@ -121,7 +121,7 @@ def test_weights_that_the_graph_does_not_take_are_refused(graph: graph_bundle.Gr
         np.full((1, 3, 128), np.nan, np.float32),
     ],
 )
-def test_input_of_another_form_is_refused(graph: graph_bundle.Graph, weights: Any, x: np.ndarray[Any, Any]) -> None:
+def test_input_of_another_shape_is_refused(graph: graph_bundle.Graph, weights: Any, x: np.ndarray[Any, Any]) -> None:
     with pytest.raises(DataError):
         sessions.open_kind(graph, "embed", weights).run(x)
 

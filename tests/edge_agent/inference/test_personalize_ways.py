@@ -99,7 +99,7 @@ def test_answers_from_embedded_samples_are_those_of_torchs_embeddings(tmp_path: 
     np.testing.assert_allclose(service.predict(X), wanted, atol=2e-5)
 
 
-def test_the_fleets_model_answers_as_it_is_where_nothing_is_chosen(tmp_path: Path) -> None:
+def test_with_none_chosen_the_served_model_answers_unpersonalized(tmp_path: Path) -> None:
     service = device(tmp_path, toml="[serve]\nworse_by = 1.0\n")
     by(service, "adapt")
     own = service.predict(X)
@@ -125,7 +125,7 @@ def test_steps_and_rate_can_be_chosen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_restart_answers_the_same_and_the_way_holds_for_the_rounds_to_come(tmp_path: Path, way: str) -> None:
+def test_a_restart_answers_the_same_and_the_choice_applies_to_later_rounds(tmp_path: Path, way: str) -> None:
     service = device(tmp_path)
     by(service, way)
     with service.slots.writing():
@@ -141,7 +141,7 @@ def test_a_restart_answers_the_same_and_the_way_holds_for_the_rounds_to_come(tmp
     assert homes.restored(place).answers(X) == again.answers(X)
 
 
-def test_device_toml_says_how_where_nobody_chose(tmp_path: Path) -> None:
+def test_device_toml_decides_if_nothing_was_chosen(tmp_path: Path) -> None:
     service = device(tmp_path, toml='[personalize]\nby = "head"\nsteps = 7\n')
     assert service.answers(X).personalization == "head"
     own = service.local().own()
@@ -171,7 +171,7 @@ def test_one_new_labelled_sample_costs_one_embedding(tmp_path: Path, way: str, r
     assert [count for count in rows if count != 4] == [], "nothing is new"
 
 
-def test_running_means_are_exact_where_too_much_would_be_kept(
+def test_running_means_are_exact_if_the_embeddings_are_too_many_to_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[int]
 ) -> None:
     monkeypatch.setattr("edge_agent.inference.embedded_support.MAX_CACHED", 10)
@@ -229,7 +229,7 @@ def test_the_command_personalizes_without_torch_and_another_process_answers_the_
     ("lg-fedavg", "proto", "each device has its own encoder", "method, adapt"),
     ("fedper", "none", "are no complete model", "method, proto, head, knn, adapt"),
 ])
-def test_what_a_way_lacks_is_said_with_those_that_work(
+def test_an_impossible_personalizer_is_refused_with_the_reason_and_the_possible_ones(
     tmp_path: Path, method: str, way: str, words: str, working: str
 ) -> None:
     service = homes.furnished(homes.home(tmp_path / "d0", toy(1)), method)
@@ -243,12 +243,12 @@ def test_what_a_way_lacks_is_said_with_those_that_work(
     (Personalize("head", rate=0.1), "steps or a rate for personalizing by head"),
     (Personalize("none", rate=0.1), "steps or a rate for personalizing by none"),
 ])
-def test_settings_that_a_way_does_not_take_are_refused(tmp_path: Path, choice: Personalize, words: str) -> None:
+def test_settings_that_a_personalizer_lacks_are_refused(tmp_path: Path, choice: Personalize, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         relearn.personalize(device(tmp_path), choice)
 
 
-def test_learned_rates_take_no_rate(tmp_path: Path) -> None:
+def test_a_method_with_learned_rates_refuses_a_rate(tmp_path: Path) -> None:
     service = device(tmp_path, "fedmeta-metasgd")
     with pytest.raises(ConfigError, match="learns the rates"):
         by(service, "adapt", rate=0.1)
@@ -256,7 +256,7 @@ def test_learned_rates_take_no_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["pfedme", "fedproto"])
-def test_what_only_the_trainer_makes_is_said_with_what_works_here(tmp_path: Path, method: str) -> None:
+def test_steps_that_only_the_trainer_takes_are_refused_with_what_works_here(tmp_path: Path, method: str) -> None:
     service = homes.furnished(homes.home(tmp_path / "d0", toy(1)), method, graph=homes.plain())
     with pytest.raises(StateError, match="personalizes by gradient steps") as refused:
         relearn.personalize(service)
@@ -266,7 +266,7 @@ def test_what_only_the_trainer_makes_is_said_with_what_works_here(tmp_path: Path
         assert by(service, "proto").how == "proto"
 
 
-def test_trained_groups_of_ones_own_are_not_stepped_over(tmp_path: Path) -> None:
+def test_trained_personal_groups_are_not_replaced_by_gradient_steps(tmp_path: Path) -> None:
     service = device(tmp_path, "fedper")
     assert relearn.personalize(service).how == "own"
     state = folder_of(service) / "methods" / "t.fedper-v1-x-e0" / "state.safetensors"
@@ -287,7 +287,7 @@ def some(*labels: int) -> Samples:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("labels", [(0, 0, 1, 1), (2,), (2, 2), (0, 1, 2), (0,) * 5 + (1,)])
-def test_few_labels_are_enough_for_every_way(tmp_path: Path, way: str, labels: tuple[int, ...]) -> None:
+def test_few_labels_are_enough_for_every_personalizer(tmp_path: Path, way: str, labels: tuple[int, ...]) -> None:
     """No label of a class, one class only, one sample of each class."""
     service = homes.furnished(homes.home(tmp_path / "d0", toml="[serve]\nunknown = true\n"), HEADED)
     x, y = some(*labels).x, some(*labels).y
@@ -305,7 +305,7 @@ def test_few_labels_are_enough_for_every_way(tmp_path: Path, way: str, labels: t
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_without_any_sample_a_way_that_needs_one_says_so_and_the_fleets_model_answers(tmp_path: Path, way: str) -> None:
+def test_without_samples_a_personalizer_is_refused_and_the_served_model_answers(tmp_path: Path, way: str) -> None:
     service = homes.furnished(homes.home(tmp_path / "d0"), HEADED)
     assert service.answers(X).personalization == "none"
     before = service.answers(X)
@@ -363,7 +363,7 @@ def test_a_shared_head_refuses_a_class_that_the_fleet_does_not_have(tmp_path: Pa
     assert not service.local().added_path.exists()
 
 
-def test_at_the_command_line_a_new_class_is_meant_and_no_slip(tmp_path: Path) -> None:
+def test_at_the_command_line_a_new_class_needs_an_option(tmp_path: Path) -> None:
     service = device(tmp_path, HEADLESS)
     with pytest.raises(ConfigError, match="unknown class 'goose'") as refused:
         relearn.check_labels(service, ["goose"], new=False)
@@ -380,7 +380,7 @@ def test_at_the_command_line_a_new_class_is_meant_and_no_slip(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_samples_far_from_all_that_is_known_are_told_where_that_is_on(tmp_path: Path, way: str) -> None:
+def test_samples_of_unknown_classes_are_marked_if_the_setting_is_on(tmp_path: Path, way: str) -> None:
     far = np.concatenate([X, np.full((2, 8), 40, np.float32)])
     service = device(tmp_path, toml="[serve]\nunknown = true\nunknown_quantile = 0.8\n")
     by(service, way)
@@ -403,12 +403,12 @@ def test_samples_far_from_all_that_is_known_are_told_where_that_is_on(tmp_path: 
     assert homes.restored(folder_of(service)).answers(far).unknown == found
 
 
-def test_nothing_is_told_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_samples_of_unknown_classes_are_not_marked_by_default(tmp_path: Path) -> None:
     service = device(tmp_path, HEADLESS)
     assert service.answers(np.full((1, 8), 40, np.float32)).unknown == ()
 
 
-def test_few_labels_are_those_of_classes_that_a_device_has_some_of() -> None:
+def test_few_labels_counts_only_classes_with_samples() -> None:
     assert few_labels({"a": 5, "b": 9}) == ""
     assert few_labels({"a": 5, "b": 0}) == ""
     assert few_labels({"a": 4, "b": 0, "c": 1}).startswith("note: few labelled samples (a 4, c 1): answers come of")

@@ -69,7 +69,7 @@ def accuracy(service: Service) -> float:
 
 
 @pytest.mark.parametrize(("method", "how"), [("pfldyn-proto", "proto"), ("fedavg-meta", "sgd")])
-def test_taught_samples_that_would_make_the_answers_worse_are_not_kept(tmp_path: Path, method: str, how: str) -> None:
+def test_new_samples_that_would_make_the_answers_worse_are_not_stored(tmp_path: Path, method: str, how: str) -> None:
     service = device(tmp_path, method)
     before, files, was = service.answers(X), held(service), accuracy(service)
     assert before.personalization == how
@@ -85,7 +85,7 @@ def test_taught_samples_that_would_make_the_answers_worse_are_not_kept(tmp_path:
     assert accuracy(service) >= was - 0.1
 
 
-def test_samples_that_were_taught_before_stay_when_later_ones_are_not_kept(tmp_path: Path) -> None:
+def test_earlier_samples_stay_when_later_ones_are_not_stored(tmp_path: Path) -> None:
     service, right = device(tmp_path), toy(9, 4)
     relearn.learn(service, right.x, [homes.CLASSES[k] for k in right.y])
     before = service.answers(X)
@@ -99,7 +99,7 @@ def test_samples_that_were_taught_before_stay_when_later_ones_are_not_kept(tmp_p
     assert relearn.learn(service, X[:1], ["a"])["added_in_all"] == 5
 
 
-def test_a_class_of_ones_own_goes_with_its_samples(tmp_path: Path) -> None:
+def test_a_class_of_this_device_is_removed_with_its_samples(tmp_path: Path) -> None:
     service = device(tmp_path)
     x, labels = wrong()
     with pytest.raises(DataError, match="not kept"):
@@ -115,7 +115,7 @@ def test_how_much_worse_is_too_much_is_the_setting_of_new_rounds(tmp_path: Path)
     assert accuracy(service) < was - 0.1
 
 
-def test_over_http_the_refusal_is_a_status_with_its_reason(tmp_path: Path) -> None:
+def test_over_http_the_refusal_is_a_400_with_the_reason(tmp_path: Path) -> None:
     service = device(tmp_path)
     status, said = post(service, *wrong())
     assert status == 400
@@ -134,7 +134,7 @@ def post(service: Service, x: Array, labels: list[str]) -> tuple[int, Any]:
     return response.status, json.loads(response.body)
 
 
-def test_a_taught_sample_still_costs_one_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_sample_still_costs_one_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The held-back samples were embedded once, by the session that answers."""
     service = device(tmp_path)
     relearn.learn(service, X[:1], ["a"])
@@ -163,7 +163,7 @@ def mislabelled(service: Service) -> None:
 
 
 @pytest.mark.parametrize("change", [ran_away, mislabelled])
-def test_a_personalization_that_answers_worse_is_refused_and_what_answered_goes_on(
+def test_a_personalization_that_answers_worse_is_refused_and_the_model_before_goes_on(
     tmp_path: Path, change: Callable[[Service], None]
 ) -> None:
     service = device(tmp_path, "fedavg-meta")
@@ -177,7 +177,7 @@ def test_a_personalization_that_answers_worse_is_refused_and_what_answered_goes_
     assert accuracy(service) == was
 
 
-def test_a_way_that_was_refused_does_not_hold_for_the_rounds_to_come(tmp_path: Path) -> None:
+def test_a_choice_that_was_refused_does_not_apply_to_later_rounds(tmp_path: Path) -> None:
     service = device(tmp_path, "fedavg-meta")
     place = service.slots.folder.parent
     with pytest.raises(StateError, match="held-back samples"):
@@ -233,7 +233,7 @@ def listed(place: Path) -> Any:
 
 
 @pytest.mark.parametrize("method", ["pfldyn-proto", "fedper"])
-def test_a_device_without_samples_says_what_it_waits_for_and_can_be_taught_over_http(
+def test_a_device_without_samples_says_what_it_needs_and_learns_over_http(
     tmp_path: Path, method: str
 ) -> None:
     service = homes.furnished(homes.home(tmp_path / "d0"), method, load=False)
@@ -252,7 +252,7 @@ def test_a_device_without_samples_says_what_it_waits_for_and_can_be_taught_over_
     assert later.answers(X).personalization == {"pfldyn-proto": "proto", "fedper": "own"}[method]
 
 
-def test_own_weights_that_steps_would_make_need_no_torch_and_that_is_said(tmp_path: Path) -> None:
+def test_missing_personal_weights_are_reported_with_the_command_that_makes_them_without_torch(tmp_path: Path) -> None:
     service = homes.furnished(homes.home(tmp_path / "d0", toy(1)), "fedper")
     with pytest.raises(StateError, match="weights of its own") as refused:
         service.answers(X)
@@ -261,7 +261,7 @@ def test_own_weights_that_steps_would_make_need_no_torch_and_that_is_said(tmp_pa
     assert service.answers(X).personalization == "own"
 
 
-def test_own_weights_that_only_a_trainer_makes_are_said_to_need_it(tmp_path: Path) -> None:
+def test_missing_personal_weights_that_only_a_trainer_makes_are_reported_with_the_trainer(tmp_path: Path) -> None:
     service = homes.furnished(homes.home(tmp_path / "d0", toy(1)), "fedproto", graph=homes.plain())
     with pytest.raises(StateError, match="weights of its own") as refused:
         service.answers(X)
