@@ -1,4 +1,4 @@
-"""The round: select, publish, collect until the deadline, apply. ``coordinator`` is the loop, ``parts`` puts it together.
+"""The round: select, publish, collect until the deadline, apply. ``coordinator`` is the loop, ``parts`` builds it.
 
 ``manifest`` builds and signs the message that opens a round, ``models_down`` encodes the models. ``device_messages``
 takes what devices send to its part: ``uploads`` grants chunks, ``update_receiver`` checks, accepts or refuses,

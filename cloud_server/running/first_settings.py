@@ -48,7 +48,7 @@ def load_data(
         most = int(samples.y.max())
         raise DataError("names no classes", where=data, expected=f"an array 'classes' with {most + 1} or more names, "
                         f"for the labels 0 to {most}", hint="or store the class names in y")
-    return samples, model_input.standardized(samples)
+    return samples, model_input.standardized(samples.x)
 
 
 def model_for(data: str, samples: Samples) -> str:
@@ -76,7 +76,7 @@ def fleet_toml(
                 "name": chosen,
                 "classes": list(samples.classes or ()),
                 "input": {
-                    key: value for key, value in schema.plain(spec or model_input.plain(samples)).items() if value
+                    key: value for key, value in schema.plain(spec or model_input.plain(samples.x)).items() if value
                 },
                 **({"options": dict(model_options)} if model_options else {}),
             },

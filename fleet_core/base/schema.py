@@ -42,6 +42,12 @@ def suggest(word: str, known: Collection[str]) -> str | None:
     return near[0] if near else None
 
 
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """`` (did you mean '…'?)`` for the end of an error message, or empty when no known word is similar."""
+    near = suggest(word, known)
+    return f" (did you mean '{near}'?)" if near else ""
+
+
 def read(cls: type[T], data: Any, *, unknown: str = "error") -> tuple[T | None, list[Problem]]:
     """Reads ``data`` as a ``cls``. Returns (object, []) or (None, problems).
 

@@ -44,9 +44,8 @@ def path_of(name: str, own: Path | None = None) -> Path:
         return Path(name)
     known = files(own)
     if name not in known:
-        near = schema.suggest(name, known)
         raise ConfigError(
-            f"unknown board '{name[:80]}'" + (f" (did you mean '{near}'?)" if near else ""),
+            f"unknown board '{name[:80]}'{schema.did_you_mean(name, known)}",
             expected=f"one of {', '.join(known)}, or a file", hint="metafleet profiles",
         )
     return known[name]

@@ -1,11 +1,11 @@
-"""Draws of support and query samples for meta-learning, and of plain batches.
+"""Draws support and query samples for meta-learning, and plain batches.
 
-Acar et al., "Debiasing Model Updates for Improving Personalized Federated Training" (ICML 2021): a query whose classes
-the support lacks is drawn again. In the paper support and query are disjoint random draws of each step; in the authors'
-program they are batches of a shuffled pass (``draws = "pass"``). Deviation: after 20 draws a stratified one ends the
-search.
+Acar et al., "Debiasing Model Updates for Improving Personalized Federated Training" (ICML 2021): draws are repeated
+until every class of the query is in the support. In the paper support and query are disjoint random draws of each step;
+in the authors' program they are batches of a shuffled pass (``draws = "pass"``). Deviation: after 20 repetitions a
+stratified draw is used.
 
-No draw depends on the number that a label has: a device whose labels are permuted draws the same samples.
+Draws do not depend on the numbering of labels: a device with permuted labels draws the same samples.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Episodes:
 
     Args:
         y: int [N], the labels.
-        support_batch, query_batch: samples to draw. A device with fewer than both together draws its samples in the
-            same proportion, at least one of each and one support sample of each class.
+        support_batch, query_batch: samples to draw. A device with fewer samples draws them in the same proportion, at
+            least one of each, and at least one support sample of each class.
         rng: the only source of randomness.
-        passes: both from one shuffled pass over all samples, which is shuffled anew when too few are left of it;
-            otherwise every draw is from all.
+        passes: draw both from a shuffled pass over all samples, which is shuffled again when too few are left;
+            otherwise every draw is from all samples.
 
     Attributes:
-        left_out: {label: samples} of the classes with a single sample, which no episode can hold on both sides.
-        support_batch, query_batch: as drawn, after scaling.
-        redraws, stratified: draws that were repeated, and episodes that a stratified draw ended.
+        left_out: {label: samples} of classes with a single sample, which cannot be in both parts.
+        support_batch, query_batch: the sizes drawn, after scaling.
+        redraws, stratified: number of repeated draws, and of episodes with a stratified draw.
 
     Raises DataError when no class has two samples.
     """
@@ -53,7 +53,7 @@ class Episodes:
         self._pool: Indices = np.flatnonzero(counts[self._class] >= 2)
         if not self._pool.size:
             raise DataError(
-                f"no class has two samples among {labels.size}", hint="a class needs one to learn from, one to ask"
+                f"no class has two samples among {labels.size}", hint="a class needs one for support and one for query"
             )
         self.support_batch, self.query_batch = _scaled(
             support_batch, query_batch, self._pool.size, int((counts >= 2).sum())
@@ -68,20 +68,21 @@ class Episodes:
     def __next__(self) -> tuple[Indices, Indices]:
         for draw in range(MAX_DRAWS):
             self.redraws += draw > 0
-            support, query = np.split(self._drawn(self.support_batch + self.query_batch), [self.support_batch])
+            support, query = np.split(self._draw(self.support_batch + self.query_batch), [self.support_batch])
             if np.isin(self._class[query], self._class[support]).all():
                 return support, query
         self.stratified += 1
         return self._stratified()
 
-    def _drawn(self, number: int) -> Indices:
+    def _draw(self, number: int) -> Indices:
         if not self._passes or self._left.size < number:
             self._left = self._rng.permutation(self._pool)
         drawn, self._left = np.split(self._left, [number])
         return drawn
 
     def _stratified(self) -> tuple[Indices, Indices]:
-        """One support sample of each class, of as many as fit; the rest of both batches from those at random."""
+        """One support sample of each class, as far as they fit; the rest of both batches at random from these classes.
+        """
         order = self._rng.permutation(self._pool)
         _, first = np.unique(self._class[order], return_index=True)
         lead = np.sort(first)[: self.support_batch]  # in the order of the permutation, not of the labels
@@ -94,8 +95,8 @@ class Episodes:
 class Shots:
     """An endless iterator of (support indices, query indices) with ``shots`` and ``queries`` samples of every class.
 
-    A class with fewer than both together gives its samples in the same proportion, at least one to each side; classes
-    with a single sample are left out. Arguments, attributes and errors as of ``Episodes``.
+    A class with fewer samples is divided in the same proportion, with at least one on each side; classes with a single
+    sample are left out. Other arguments, attributes and errors as in ``Episodes``.
     """
 
     def __init__(self, y: ArrayLike, shots: int, queries: int, rng: np.random.Generator):
@@ -103,7 +104,7 @@ class Shots:
         self.left_out = {int(names[k]): int(counts[k]) for k in np.flatnonzero(counts < 2)}
         if not (counts >= 2).any():
             raise DataError(
-                f"no class has two samples among {counts.sum()}", hint="a class needs one to learn from, one to ask"
+                f"no class has two samples among {counts.sum()}", hint="a class needs one for support and one for query"
             )
         self._take = [_scaled(shots, queries, int(n), 1) if n >= 2 else (0, 0) for n in counts]
         self._rng = rng
@@ -112,7 +113,7 @@ class Shots:
         return self
 
     def __next__(self) -> tuple[Indices, Indices]:
-        order = self._rng.permutation(self._class.size)  # one draw for all, so that no label's number matters
+        order = self._rng.permutation(self._class.size)  # one draw for all classes: independent of their numbering
         parts: tuple[list[Indices], list[Indices]] = [], []
         for k, (shots, queries) in enumerate(self._take):
             own = order[self._class[order] == k]
@@ -122,17 +123,17 @@ class Shots:
 
 
 def _shuffled(parts: list[Indices], order: Indices) -> Indices:
-    """The indices of ``parts`` in the order of ``order``, which does not know their classes."""
+    """The indices of ``parts`` in the order of ``order``, which is independent of their classes."""
     return order[np.isin(order, np.concatenate(parts))]
 
 
 def draws(
     y: ArrayLike, hyper: Any, rng: np.random.Generator
 ) -> tuple[Iterator[Draw], Callable[[], Mapping[int, int]]]:
-    """An endless stream of what one step draws, and what was left out so far: class -> samples.
+    """(endless iterator of the draws of a step, function that returns what was left out so far: class -> samples).
 
-    A draw is (support, query) or, with ``hyper.independent_hessian_batch``, (support, query, third); the support is
-    empty where nothing adapts.
+    A draw is (support, query) or, with ``hyper.independent_hessian_batch``, (support, query, third). The support is
+    empty for methods without adaptation.
     """
     labels = np.asarray(y)
     if hasattr(hyper, "batch"):
@@ -149,7 +150,7 @@ def draws(
 
 
 def batches(n: int, batch: int, rng: np.random.Generator) -> Iterator[Indices]:
-    """Endless batches of indices below ``n``, in shuffled passes; the last batch of a pass may be smaller."""
+    """Yields batches of indices below ``n`` without end, in shuffled passes; the last of a pass may be smaller."""
     if n < 1 or batch < 1:
         raise DataError(f"batches of {batch} out of {n} samples", expected="at least one of each")
     while True:
@@ -159,7 +160,7 @@ def batches(n: int, batch: int, rng: np.random.Generator) -> Iterator[Indices]:
 
 
 def _scaled(support: int, query: int, available: int, classes: int) -> tuple[int, int]:
-    """Both as wanted, or in proportion to what there is (available ≥ 2 · classes)."""
+    """(support, query), scaled down in proportion to ``available`` (≥ 2 · classes) samples."""
     if support + query <= available:
         return support, query
     part = round(available * support / (support + query))

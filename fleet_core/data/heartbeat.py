@@ -1,8 +1,8 @@
-"""The heartbeat data set: single heart beats of ten patients, each patient a device. Not for medical use.
+"""The heartbeat data set: single heart beats of ten patients; each patient is a device. Not for medical use.
 
 MIT-BIH Arrhythmia Database (Moody and Mark 2001, PhysioNet, ODC-By 1.0; see LICENSE-heartbeat.md): lead MLII, classes
-N, S and V of AAMI EC57; fusion (F) and unclassifiable (Q) beats are left out. ``benchmarks/heartbeat/build.py`` makes
-the file beside this module.
+N, S and V of AAMI EC57, without fusion (F) and unclassifiable (Q) beats. ``benchmarks/heartbeat/build.py`` makes the
+file beside this module.
 
 N: beats. Time is in seconds from the start of a patient's recording of 30 minutes.
 """
@@ -31,9 +31,8 @@ MAX_RATIO = 4.0
 
 
 def load_heartbeat() -> Samples:
-    """x float32 [N, 3, 128]: the beat in mV (128 samples at 180 Hz, the R peak at 50), the RR interval before it and
-    after it relative to the patient's median; y int64: 0 N, 1 S, 2 V; client: the patient; time: seconds.
-    """
+    """x float32 [N, 3, 128]: the beat in mV (128 samples at 180 Hz, the R peak at 50), and the RR intervals before and
+    after it relative to the patient's median; y int64: 0 N, 1 S, 2 V; client: the patient; time: seconds."""
     try:
         with np.load(FILE, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ("beats", "y", "patient", "rr", "pos")}
@@ -49,17 +48,17 @@ def expand(
     rr: NDArray[np.int16],
     pos: NDArray[np.int32],
 ) -> Samples:
-    """Annotated beats as Samples.
+    """Converts annotated beats to Samples.
 
     Args:
         beats: int16 [M, 128] in 1/400 mV.
-        y: uint8 [M], 0 to 4 for N, S, V, F, Q; F and Q beats count in the median and are then left out.
+        y: uint8 [M], 0 to 4 for N, S, V, F, Q. F and Q beats count for the median and are then left out.
         patient: int16 [M].
-        rr: int16 [M, 2], samples at 360 Hz to the beat before and after; 0 where there is none (ratio 1).
+        rr: int16 [M, 2], samples at 360 Hz to the beat before and after; 0 if there is none (ratio 1).
         pos: int32 [M], the R peak's sample number at 360 Hz.
 
-    The median is over the patient's first five minutes alone, so that no figure looks ahead; ratios are cut at 4: what
-    is longer is a gap in the annotation (flutter), not an interval between two beats.
+    The median is over the patient's first five minutes only, so that no value depends on the future. Ratios are clipped
+    at 4, because longer intervals are gaps in the annotation (flutter).
     """
     ratio = np.ones(rr.shape, np.float32)
     for one in np.unique(patient):
@@ -78,7 +77,8 @@ def expand(
 
 
 def pack_beats(beats: NDArray[np.int16]) -> NDArray[np.uint8]:
-    """int16 [M, 128] as differences along the beat, low and high bytes apart: uint8 [2, M, 128], which deflates."""
+    """int16 [M, 128] as differences along the beat, with low and high bytes separated to compress better: uint8
+    [2, M, 128]."""
     steps: NDArray[Any] = np.diff(beats, axis=1, prepend=np.int16(0)).astype("<i2")
     return np.ascontiguousarray(np.moveaxis(steps[..., None].view(np.uint8), -1, 0))
 

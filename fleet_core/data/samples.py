@@ -1,4 +1,4 @@
-"""Labelled samples, checked: what a device has learned from and is evaluated on.
+"""Labelled samples: loading, checking and saving them.
 
 N: samples. C: classes.
 """
@@ -29,18 +29,17 @@ MAX_LABEL = 1_000_000
 MAX_CLASSES = 10_000
 FILES = (".csv", ".jsonl", ".ndjson", ".npz")
 FORMS = (
-    ".npz with x and y, .csv with a label column, .ndjson with a label a line, or a folder of images with one "
+    ".npz with x and y, .csv with a label column, .ndjson with a label in each line, or a folder of images with one "
     "subfolder per class"
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """x [N, ...] float32 (readings), uint8 (bytes, as of images) or int64 (tokens, as of texts); y int64 [N];
+    """x [N, ...] float32 (readings), uint8 (bytes, such as images) or int64 (tokens, such as texts); y int64 [N];
     client str [N] or None; time float64 [N] in seconds or None.
 
-    classes: the names of labels 0..C-1, or None where the file names none. notes: what a person should know about how
-    a file was read.
+    classes: names of the labels 0..C-1, or None. notes: for people, about how the file was read.
     """
 
     x: NDArray[Any]
@@ -62,7 +61,7 @@ class Samples:
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """Names of the clients, sorted; empty where the samples name none."""
+        """Names of the clients, sorted; empty when the samples name none."""
         return () if self.client is None else tuple(str(name) for name in np.unique(self.client))
 
     def take(self, indices: NDArray[np.integer[Any]] | NDArray[np.bool_] | Sequence[int]) -> Samples:
@@ -81,10 +80,9 @@ class Samples:
     def of_client(self, name: str) -> Samples:
         """The rows of one client, in order. Raises DataError when there are none."""
         if name not in self.clients:
-            near = schema.suggest(name, self.clients)
             known = ", ".join(self.clients[:20]) or "none"
             raise DataError(
-                f"holds no client '{name}'" + (f" (did you mean '{near}'?)" if near else ""), expected=f"one of {known}"
+                f"has no client '{name}'{schema.did_you_mean(name, self.clients)}", expected=f"one of {known}"
             )
         assert self.client is not None
         return self.take(self.client == name)
@@ -94,24 +92,25 @@ def load(
     path: Path, *, classes: Sequence[str] | None = None, dtype: str | None = None, shape: Sequence[int] | None = None,
     window: int | None = None, stride: int | None = None, limit_bytes: int = LIMIT_BYTES,
 ) -> Samples:  # fmt: skip
-    """The samples of a .npz, .csv or .ndjson file, or of a folder of images.
+    """Loads samples from a .npz, .csv or .ndjson file, or a folder of images.
 
-    classes: the fleet's names of the labels. Labels that are text are mapped through them; so are whole numbers where
-        the file names its own classes; a label outside them is refused. Without it, the file's own classes hold, or
-        the sorted names that occur.
-    dtype: of the model's samples. Whole numbers become that where it has them all, but for bytes, which are never
-        float32. Without it bytes stay bytes; other whole numbers are tokens (int64) where a sample has one axis and
-        each is the number of a class, else readings (float32).
-    shape: of the model's samples; others are refused, and a table of readings is cut into windows of it.
-    window, stride: readings in a window and from one to the next, of a table of readings where there is no shape.
+    classes: the fleet's names of the labels. Text labels are mapped to them, and so are whole numbers when the file
+        names its own classes; other labels are refused. Without ``classes``: the file's own, or the sorted names that
+        occur.
+    dtype: of the model's samples. Whole numbers are converted to it if it can represent them all; bytes are never
+        converted to float32. Without ``dtype`` bytes stay bytes; other whole numbers are tokens (int64) if a sample has
+        one axis and every number is below the number of classes, else readings (float32).
+    shape: of the model's samples; others are refused. A table of readings is cut into windows of this shape.
+    window, stride: without ``shape``, the readings in a window and between the starts of two windows, for a table of
+        readings.
     limit_bytes: of the file's arrays, unpacked.
 
-    Raises DataError that says file, array and row.
+    Raises DataError that names file, array and row.
     """
-    from fleet_core.data import readers  # what answers has no file of samples to read, nor the memory for it
+    from fleet_core.data import readers  # not needed, nor its memory, by a process that only answers
 
     if stride is not None and window is None and shape is None:
-        raise DataError("a stride without a window", where=str(path), hint="say how many readings a window has")
+        raise DataError("a stride without a window", where=str(path), hint="give the number of readings in a window")
     cut = readers.Cut(None if shape is None else tuple(shape), window, stride)
     found = checked(readers.read(path, limit_bytes, cut, expected=FORMS), str(path), classes, dtype)
     if shape is not None:
@@ -120,7 +119,7 @@ def load(
 
 
 def save(path: Path, samples: Samples) -> None:
-    """Writes a .npz that ``load`` reads, whole or not at all. Raises StateError."""
+    """Writes a .npz that ``load`` reads, atomically. Raises StateError."""
     arrays: dict[str, NDArray[Any]] = {"x": samples.x, "y": samples.y}
     if samples.client is not None:
         arrays["client"] = samples.client
@@ -134,7 +133,8 @@ def save(path: Path, samples: Samples) -> None:
 
 
 def append(path: Path, samples: Samples) -> Samples:
-    """Adds rows to a .npz (made when absent) and returns all of them. Raises DataError, with the file as it was."""
+    """Appends rows to a .npz, which is created when absent, and returns all rows. Raises DataError and leaves the file
+    unchanged when they do not fit."""
     if path.suffix.lower() != ".npz":
         raise DataError("cannot take new samples", where=str(path), expected="a .npz file")
     whole = _joined(load(path, dtype=samples.x.dtype.name), samples, str(path)) if path.exists() else samples
@@ -166,16 +166,16 @@ def _joined(old: Samples, new: Samples, where: str) -> Samples:
 
 
 def checked(raw: Raw, where: str, classes: Sequence[str] | None = None, dtype: str | None = None) -> Samples:
-    """Raw arrays as Samples; classes, dtype: as ``load`` takes them. Raises DataError that names file, array and row.
-    """
+    """Checks raw arrays and converts them to Samples. classes, dtype: as in ``load``. Raises DataError that names file,
+    array and row."""
     x = _features(raw, where)
     for name, column in (("y", raw.y), ("client", raw.client), ("time", raw.time)):
         if column is not None and column.shape != (len(x),):
             raise DataError(
-                f"has shape {column.shape}", where=f"{where}: {name}", expected=f"({len(x)},), as x has rows"
+                f"has shape {column.shape}", where=f"{where}: {name}", expected=f"({len(x)},), one value per row of x"
             )
     y, names = _labels(raw, where, None if classes is None else tuple(classes))
-    x = _whole(x, dtype, int(y.max()) + 1 if names is None else len(names))
+    x = _converted(x, dtype, int(y.max()) + 1 if names is None else len(names))
     return Samples(x, y, _clients(raw, where), _times(raw, where), names, raw.notes)
 
 
@@ -187,7 +187,7 @@ def _features(raw: Raw, where: str) -> NDArray[Any]:
         raise DataError(f"has values of type {x.dtype}", where=f"{where}: x", expected="numbers")
     if x.ndim < 2 or x.size == 0:
         raise DataError(
-            f"has shape {x.shape}", where=f"{where}: x", expected="[N, ...] with at least one feature a row"
+            f"has shape {x.shape}", where=f"{where}: x", expected="[N, ...] with at least one feature per row"
         )
     if x.dtype.kind != "f":
         return x
@@ -201,9 +201,9 @@ def _features(raw: Raw, where: str) -> NDArray[Any]:
     return single
 
 
-def _whole(x: NDArray[Any], wanted: str | None, labels: int) -> NDArray[Any]:
-    """Whole numbers as ``wanted``, or as what they seem to be. What ``wanted`` has not is left for the model to refuse.
-    """
+def _converted(x: NDArray[Any], wanted: str | None, labels: int) -> NDArray[Any]:
+    """Converts whole numbers to ``wanted``, or to the dtype that they seem to need. Values that ``wanted`` cannot
+    represent stay int64, which the model's check refuses."""
     if x.dtype.kind == "f" or (x.dtype == np.uint8 and wanted in (None, "float32")):
         return x
     if wanted is None:
@@ -239,19 +239,18 @@ def _class_names(classes: NDArray[Any] | None, where: str) -> tuple[str, ...] | 
         raise DataError(f"is {classes.dtype} {classes.shape}", where=f"{where}: classes", expected="a list of names")
     names = tuple(str(name) for name in classes)
     if not all(names) or len(set(names)) != len(names):
-        raise DataError("names a class twice, or one with no name", where=f"{where}: classes")
+        raise DataError("has an empty or repeated class name", where=f"{where}: classes")
     return names
 
 
 def _named(y: NDArray[np.str_], names: tuple[str, ...], raw: Raw, where: str) -> NDArray[np.int64]:
-    """Class names as labels."""
+    """Converts class names to labels."""
     occurring, index = np.unique(y, return_inverse=True)
     number = {name: i for i, name in enumerate(names)}
     for i, label in enumerate(occurring):
         if str(label) not in number:
-            near = schema.suggest(str(label), names)
             raise DataError(
-                f"label '{label}' is not among the classes" + (f" (did you mean '{near}'?)" if near else ""),
+                f"label '{label}' is not among the classes{schema.did_you_mean(str(label), names)}",
                 where=f"{where}: y, {raw.row(int(np.flatnonzero(index == i)[0]))}",
                 expected=f"one of {', '.join(names[:20])}",
             )
@@ -293,8 +292,8 @@ def _times(raw: Raw, where: str) -> NDArray[np.float64] | None:
 
 
 def stratified(y_S: NDArray[Any], most: int) -> NDArray[np.int64]:
-    """Rows int64, rising, of at most ``most`` samples with the labels y: all, or as many of each class as of any other
-    that has more, spread evenly over their order."""
+    """Ascending int64 rows of at most ``most`` samples with the labels y_S: all if they fit, else as equally many of
+    each class as possible, evenly spaced within the class."""
     if len(y_S) <= most:
         return np.arange(len(y_S))
     rows = [np.flatnonzero(y_S == label) for label in np.unique(y_S)]

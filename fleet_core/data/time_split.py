@@ -1,7 +1,7 @@
-"""Splits along time: what a device trains on comes before what it is evaluated on.
+"""Splits by time: a device trains on earlier samples and is evaluated on later ones.
 
-Every client is split on its own; each part is in order of time, client after client. Overlapping windows and other
-neighbours never mix, as they would in a random split.
+Each client is split separately; both parts are ordered by client, then by time. Unlike in a random split, overlapping
+windows and other neighbours are not on both sides.
 """
 
 from __future__ import annotations
@@ -19,52 +19,51 @@ Rows = NDArray[np.int64]
 
 
 def by_time(samples: Samples, fraction: float = 0.6) -> tuple[Samples, Samples]:
-    """(train, test): the first ``fraction`` of each client's time, from its first sample to its last, and the rest.
+    """(train, test): the first ``fraction`` of the time from each client's first to its last sample, and the rest.
 
-    Without times, or where all are equal, the first ``fraction`` of its rows. Neither part is empty for a client of
-    two samples or more; a single sample goes to train.
+    Without times, or if all are equal: the first ``fraction`` of its rows. Neither part is empty for a client with two
+    samples or more; a single sample goes to train.
     """
     if not 0 < fraction < 1:
         raise DataError(f"a fraction of {fraction} leaves one part empty", expected="a number between 0 and 1")
 
-    def early(rows: Rows) -> int:
+    def train_rows(rows: Rows) -> int:
         if samples.time is not None:
             time = samples.time[rows]
             if time[0] < time[-1]:
                 end = time[0] * (1 - fraction) + time[-1] * fraction
-                return _both(int(np.searchsorted(time, end, side="left")), len(rows))
-        return _both(math.ceil(fraction * len(rows)), len(rows))
+                return _nonempty_parts(int(np.searchsorted(time, end, side="left")), len(rows))
+        return _nonempty_parts(math.ceil(fraction * len(rows)), len(rows))
 
-    return _cut(samples, early)
+    return _cut(samples, train_rows)
 
 
 def learned(samples: Samples, fraction: float = 0.6, seconds: float | None = None) -> tuple[Samples, Samples]:
-    """(what a device learns from, what it is evaluated on): ``first_seconds`` where these are given, else
-    ``by_time``."""
+    """(training samples, test samples): by ``first_seconds`` if ``seconds`` is given, else ``by_time``."""
     return by_time(samples, fraction) if seconds is None else first_seconds(samples, seconds)
 
 
 def first_seconds(samples: Samples, seconds: float) -> tuple[Samples, Samples]:
     """(support, rest): the samples less than ``seconds`` after each client's first, and the rest.
 
-    Raises DataError where the samples have no time.
+    Raises DataError when the samples have no time.
     """
     if samples.time is None:
-        raise DataError(f"the first {seconds:g} s cannot be told", expected="a 'time' array or column in seconds")
+        raise DataError(f"the first {seconds:g} s are unknown", expected="a 'time' array or column in seconds")
     time = samples.time
     return _cut(samples, lambda rows: int(np.searchsorted(time[rows], time[rows[0]] + seconds, side="left")))
 
 
-def _both(count: int, total: int) -> int:
-    """``count`` of ``total``, neither none nor, of two or more, all."""
+def _nonempty_parts(count: int, total: int) -> int:
+    """``count``, limited to 1 … total − 1 (at least 1)."""
     return max(1, min(total - 1, count))
 
 
-def _cut(samples: Samples, early: Callable[[Rows], int]) -> tuple[Samples, Samples]:
-    """Each client's rows, sorted by time, cut after ``early(rows)`` of them."""
+def _cut(samples: Samples, first_rows: Callable[[Rows], int]) -> tuple[Samples, Samples]:
+    """Cuts each client's rows, sorted by time, after ``first_rows(rows)`` of them."""
     first, second = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for rows in _ordered(samples):
-        count = early(rows)
+        count = first_rows(rows)
         first.append(rows[:count])
         second.append(rows[count:])
     return samples.take(np.concatenate(first)), samples.take(np.concatenate(second))

@@ -1,4 +1,4 @@
-"""Samples that are asked about: they need no labels."""
+"""Loads samples to be answered, which need no labels."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from fleet_core.data.samples import LIMIT_BYTES
 from fleet_core.model.layout import InputSpec
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
-FORMS = "a .npy array, a .npz with x, a .csv, a .ndjson, an image or a folder of images; labels are passed over"
+FORMS = "a .npy array, a .npz with x, a .csv, a .ndjson, an image or a folder of images; labels are ignored"
 
 
 def load(
     path: Path, spec: InputSpec, *, stride: int | None = None, limit_bytes: int = LIMIT_BYTES,
     say: Callable[[str], None] = lambda text: None,
 ) -> NDArray[Any]:  # fmt: skip
-    """Raw samples [n, *spec.shape] of spec.dtype: all of a file or folder, or the single one that a .npy has. Grey
-    images are of equal colours where the model takes colours. stride: from one window of a file of readings to the
-    next; None for no overlap. say: takes how the file was read. Raises DataError for anything that is not that."""
+    """Loads raw samples [n, *spec.shape] of spec.dtype from a file or folder; a .npy may also hold a single sample.
+    Grey images are converted to colour if the model takes colours.
+
+    stride: readings between the starts of two windows of a table; None: no overlap. say: called with notes about how
+    the file was read. Raises DataError for samples that do not fit.
+    """
     x = _read(path, spec, stride, limit_bytes, say)
     if x.shape == tuple(spec.shape):
         x = x[None]
     model_input.check_shape(x, spec.shape, str(path))
     if x.dtype.kind not in "biuf" or not np.isfinite(x).all():
-        raise DataError("holds what is no finite number", where=str(path), expected=f"{spec.dtype} values")
+        raise DataError("has a value that is not a finite number", where=str(path), expected=f"{spec.dtype} values")
     if x.dtype == np.uint8:
         _check_bytes(path, spec)
     with np.errstate(all="ignore"):
         wanted = x.astype(spec.dtype)
     if not np.isfinite(wanted).all() or (wanted.dtype.kind in "iu" and not np.array_equal(wanted, x)):
-        raise DataError(f"holds {x.dtype} values that are no {spec.dtype}", where=str(path))
+        raise DataError(f"has {x.dtype} values that {spec.dtype} cannot represent", where=str(path))
     return wanted
 
 
@@ -46,7 +49,7 @@ def _read(
     kind = path.suffix.lower()
     if kind == ".npy":
         return _array(path)
-    from fleet_core.data import readers  # most questions are arrays, and small devices answer them
+    from fleet_core.data import readers  # takes memory, and most questions are arrays
 
     if path.is_dir() or (kind in IMAGES and path.exists()):
         _check_bytes(path, spec)
@@ -59,7 +62,7 @@ def _read(
 
 
 def _check_bytes(path: Path, spec: InputSpec) -> None:
-    """Raises DataError for bytes where the model takes floats."""
+    """Raises DataError for bytes when the model takes floats."""
     hint = model_input.bytes_hint("uint8", spec.dtype)
     if hint:
         raise DataError(f"has bytes, and the model takes {spec.dtype}", where=str(path), hint=hint)

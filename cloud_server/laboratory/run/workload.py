@@ -144,7 +144,7 @@ def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload:
                           hint="lower evaluation.novel.classes_per_device")
     return [
         *workload.samples.notes,
-        *model_input.unscaled(workload.samples, workload.spec),
+        *model_input.unscaled(workload.samples.x, workload.spec),
         *_warnings(methods, workload),
     ]
 
@@ -182,7 +182,7 @@ def _data(experiment: Experiment) -> tuple[Samples, Samples | None, InputSpec]:
     test: Samples | None = None
     if section.path is not None:
         train = load(Path(section.path), window=section.window, stride=section.stride)
-        spec = model_input.plain(train)
+        spec = model_input.plain(train.x)
     elif section.set == SYNTHETIC:
         train = _synthetic(section.options, experiment.partition.seed)
         spec = InputSpec(train.x.shape[1:], "float32")

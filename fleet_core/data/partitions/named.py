@@ -66,9 +66,8 @@ def partition(
     Raises DataError, before anything is made, where the options are out of their limits or the samples too few.
     """
     if name not in PARTITIONS:
-        near = schema.suggest(name, PARTITIONS)
         raise DataError(
-            f"there is no partition '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
+            f"there is no partition '{name}'{schema.did_you_mean(name, PARTITIONS)}",
             expected=f"one of {', '.join(PARTITIONS)}",
         )
     entry, where = PARTITIONS[name], f"partition '{name}'"

@@ -1,7 +1,5 @@
-"""The forms of data that people bring, read within bounds and not yet checked.
-
-Each reader returns ``Raw``; ``fleet_core.data.samples`` checks it and makes ``Samples`` of it.
-"""
+"""Readers of the supported file formats. They enforce size limits and return ``Raw`` arrays, which
+``fleet_core.data.samples`` checks and converts to ``Samples``."""
 
 from __future__ import annotations
 
@@ -20,18 +18,18 @@ TABLES = {".csv": read_csv, ".ndjson": read_ndjson, ".jsonl": read_ndjson}
 
 
 def read(path: Path, limit_bytes: int, cut: Cut, *, expected: str, labelled: bool = True) -> Raw:
-    """A file or, where labels are wanted, a folder of images. expected: of a file in no known form. Raises DataError.
-    """
+    """Reads a file or, if labels are wanted, a folder of images. expected: formats for the error message. Raises
+    DataError."""
     if not path.exists():
         raise DataError("does not exist", where=str(path), expected=expected)
     kind = path.suffix.lower()
     if kind in TABLES and not path.is_dir():
         return TABLES[kind](path, limit_bytes, cut, labelled=labelled)
     if cut.window is not None:
-        raise DataError("is no table of readings, of which windows could be cut", where=str(path),
+        raise DataError("is not a table of readings, so windows cannot be cut", where=str(path),
                         expected="a .csv or .ndjson file", hint="leave the window out")
     if path.is_dir() and labelled:
         return read_images(path, limit_bytes)
     if kind == ".npz":
         return read_npz(path, limit_bytes, labelled=labelled)
-    raise DataError(f"has an unknown form '{path.suffix}'", where=str(path), expected=expected)
+    raise DataError(f"has an unknown format '{path.suffix}'", where=str(path), expected=expected)

@@ -1,4 +1,4 @@
-"""Samples in a .csv file: a first line with the names of the columns, then a line a row."""
+"""Reads samples from a .csv file: a header with column names, then one row per line."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from typing import Any
 from fleet_core.base import schema
 from fleet_core.base.errors import DataError
 from fleet_core.data.readers.forms import arranged
-from fleet_core.data.readers.raw import Cut, Raw, bound
+from fleet_core.data.readers.raw import Cut, Raw, check_file
 from fleet_core.data.readers.table import KEYS, Lines, Table
 
 
 def read_csv(path: Path, limit_bytes: int, cut: Cut = Cut(), *, labelled: bool = True) -> Raw:  # noqa: B008 (frozen)
-    """A header with ``label`` and optionally ``client`` and ``time``; every other column holds numbers, as ``forms``
-    reads them. Not labelled: ``label`` may be absent, and is passed over.
+    """The header has ``label`` and optionally ``client`` and ``time``; all other columns are numbers, which ``forms``
+    interprets. labelled: False ignores ``label``, which may be absent.
 
-    Raises DataError with the line and the column.
+    Raises DataError that names the line and the column.
     """
     try:
-        if not path.is_file():
-            raise DataError("is no file", where=str(path))
-        bound(path.stat().st_size, limit_bytes, path)
+        check_file(path, limit_bytes)
         with open(path, encoding="utf-8-sig", newline="") as file:
             return arranged(_table(csv.reader(file, strict=True), path, limit_bytes, labelled), cut)
     except (OSError, UnicodeDecodeError) as error:
@@ -40,19 +38,19 @@ def _table(reader: Any, path: Path, limit_bytes: int, labelled: bool) -> Table:
         lines = Lines(path, [header[i] for i in features], keys, limit_bytes)
         _read(reader, header, features, keys, lines, path)
     except csv.Error as error:
-        raise DataError(f"is no .csv: {error}", where=f"{path}: line {reader.line_num}") from error
+        raise DataError(f"is not valid .csv: {error}", where=f"{path}: line {reader.line_num}") from error
     return lines.table()
 
 
 def _features(header: list[str], path: Path, labelled: bool) -> list[int]:
-    """Positions of the columns that hold a sample's numbers."""
+    """Positions of the columns with a sample's numbers."""
     if labelled and "label" not in header:
         near = schema.suggest("label", header)
         hint = f"rename the column '{near}'" if near else "the first line names the columns; one of them is 'label'"
         raise DataError("has no column 'label'", where=f"{path}: line 1", hint=hint)
     for name, times in Counter(header).items():
         if times > 1:
-            raise DataError(f"names the column '{name}' {times} times", where=f"{path}: line 1")
+            raise DataError(f"has {times} columns named '{name}'", where=f"{path}: line 1")
     features = [i for i, name in enumerate(header) if name not in KEYS]
     if not features:
         raise DataError("has no feature column", where=f"{path}: line 1", expected="a column beside label")
@@ -62,13 +60,13 @@ def _features(header: list[str], path: Path, labelled: bool) -> list[int]:
 def _read(
     reader: Any, header: Sequence[str], features: Sequence[int], keys: Sequence[str], lines: Lines, path: Path
 ) -> None:
-    numbers, places = _picked(features), {key: header.index(key) for key in keys}
+    numbers, places = _getter(features), {key: header.index(key) for key in keys}
     for cells in reader:
         if not cells:
             continue
         if len(cells) != len(header):
             raise DataError(f"has {len(cells)} cells", where=f"{path}: line {reader.line_num}",
-                            expected=f"{len(header)}, as the header has")
+                            expected=f"{len(header)}, as in the header")
         try:
             about: dict[str, Any] = {key: cells[i].strip() for key, i in places.items()}
             if "time" in about:
@@ -78,8 +76,8 @@ def _read(
             raise _no_number(cells, header, [*features, *places.values()], f"{path}: line {reader.line_num}") from None
 
 
-def _picked(places: Sequence[int]) -> Callable[[list[str]], Sequence[str]]:
-    """A row's cells at these places, as a sequence even of one."""
+def _getter(places: Sequence[int]) -> Callable[[list[str]], Sequence[str]]:
+    """A function that returns a row's cells at ``places``, as a sequence even for one place."""
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
 
@@ -89,5 +87,5 @@ def _no_number(cells: Sequence[str], header: Sequence[str], places: Sequence[int
             float(cells[i])
         except ValueError:
             if header[i] not in ("label", "client"):
-                return DataError(f"'{cells[i][:40]}' is no number", where=f"{where}: column {header[i]}")
-    return DataError("holds what is no number", where=where)
+                return DataError(f"'{cells[i][:40]}' is not a number", where=f"{where}: column {header[i]}")
+    return DataError("has a value that is not a number", where=where)

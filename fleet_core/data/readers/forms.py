@@ -1,13 +1,13 @@
-"""What a row of a table is: a sample of features, a window, or a reading that becomes part of one.
+"""Interprets the rows of a table: as samples of features, as windows, or as readings that are cut into windows.
 
-* features: every column is one. x [N, F].
-* wide: the columns ``ax_0 … ax_63, ay_0 … ay_63`` are a window of two channels. x [N, C, T], the channels in the order
-  in which they first appear.
-* long: a row is a reading and a column a channel; ``windows`` cuts it. x [W, C, T].
+* features: every column is a feature. x [N, F].
+* wide: the columns ``ax_0 … ax_63, ay_0 … ay_63`` are a window of two channels. x [N, C, T], channels in order of
+  appearance.
+* long: a row is a reading and a column is a channel; ``windows`` cuts the rows. x [W, C, T].
 
-The shape of the fleet's samples decides where it is known. Else a window length says that the rows are readings, and
-two or more channels of numbered columns that they are windows. One name with numbers (``f_0 … f_63``) is features, as
-it always was, unless a window of just so many readings is asked for.
+The shape of the fleet's samples decides, if it is known. Otherwise a given window length means that rows are readings,
+and two or more channels of numbered columns mean that rows are windows. Numbered columns of one name (``f_0 … f_63``)
+are features, unless the given window has exactly that many readings.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fleet_core.data.readers.table import Table
 FEATURES, WIDE, LONG = "features", "wide", "long"
 NUMBERED = re.compile(r"(.+)_([0-9]{1,7})")
 Channels = dict[str, dict[int, int]]
-"""Channel to step to position of its column."""
+"""Channel -> step -> position of the column."""
 
 
 def arranged(table: Table, cut: Cut) -> Raw:
-    """The table's samples. Raises DataError for columns that are neither features nor windows."""
+    """The samples of a table. Raises DataError for columns that are neither features nor windows."""
     channels, plain = _numbered(table.names)
     form = _form(cut, channels, plain, len(table.names))
     if form == LONG:
@@ -38,14 +38,14 @@ def arranged(table: Table, cut: Cut) -> Raw:
         assert length is not None
         return windows.cut(table, length, cut.stride or length)
     if form == FEATURES:
-        return _rows(table, table.values, _said_of_features(table, cut, channels, plain))
+        return _rows(table, table.values, _notes_on_features(table, cut, channels, plain))
     places = _places(channels, plain, table.where)
     x = table.values[:, places.ravel()].reshape(len(table), *places.shape)
-    said = (
+    note = (
         f"a row is read as a window of {places.shape[0]} channels ({', '.join(shortened(list(channels)))}) and "
         f"{places.shape[1]} steps; if its columns are features, name them without _0, _1, …"
     )
-    return _rows(table, x, () if cut.shape else (said,))
+    return _rows(table, x, () if cut.shape else (note,))
 
 
 def _form(cut: Cut, channels: Channels, plain: Sequence[str], columns: int) -> str:
@@ -58,24 +58,22 @@ def _form(cut: Cut, channels: Channels, plain: Sequence[str], columns: int) -> s
         return LONG if columns == cut.shape[0] else WIDE if windowed else FEATURES
     if cut.window is not None:
         return WIDE if not plain and _all_have(channels, cut.window) else LONG
-    begun = sum(0 in steps or len(steps) > 1 for steps in channels.values())  # pm_10 alone is no window
-    return WIDE if windowed and begun > 1 else FEATURES
+    starting_at_0 = sum(0 in steps or len(steps) > 1 for steps in channels.values())  # pm_10 alone is not a window
+    return WIDE if windowed and starting_at_0 > 1 else FEATURES
 
 
 def _all_have(channels: Channels, steps: int) -> bool:
-    """Whether every channel has the steps 0 to ``steps`` - 1 and no others."""
+    """Whether every channel has exactly the steps 0 to ``steps`` - 1."""
     return all(len(own) == steps == max(own) + 1 for own in channels.values())
 
 
 def _rows(table: Table, x: NDArray[np.float64], notes: tuple[str, ...]) -> Raw:
     rows = np.arange(len(table))
-    label = table.text(table.label, rows)
-    y = np.empty(0, np.str_) if label is None else label
-    return Raw(x, y, table.text(table.client, rows), table.time, None, table.row, notes)
+    return Raw(x, table.labels(rows), table.text(table.client, rows), table.time, None, table.row, notes)
 
 
 def _numbered(names: Sequence[str]) -> tuple[Channels, list[str]]:
-    """(the columns named channel_step, the others)."""
+    """(columns named channel_step, names of the others)."""
     channels: Channels = {}
     plain = []
     for position, name in enumerate(names):
@@ -89,7 +87,7 @@ def _numbered(names: Sequence[str]) -> tuple[Channels, list[str]]:
 
 
 def _places(channels: Channels, plain: Sequence[str], where: str) -> NDArray[np.int64]:
-    """Positions int64 [C, T] of the columns of windows. Raises DataError with the channel and the column."""
+    """Positions int64 [C, T] of the columns of windows. Raises DataError that names the channel and the column."""
     where = f"{where}: line 1"
     longest = max(channels, key=lambda name: len(channels[name]))
     last = len(channels[longest]) - 1
@@ -106,14 +104,14 @@ def _places(channels: Channels, plain: Sequence[str], where: str) -> NDArray[np.
             of = max(channels, key=lambda other: max(channels[other]))
             raise DataError(
                 f"channel {name} has no column '{name}_{missing}'", where=where,
-                expected=f"{name}_0 to {name}_{length - 1}, for there is '{of}_{length - 1}'",
+                expected=f"{name}_0 to {name}_{length - 1}, because there is '{of}_{length - 1}'",
                 hint="steps count from 0; if the columns are features, name them without _0, _1, …",
             )
     return np.array([[steps[step] for step in range(length)] for steps in channels.values()], np.int64)
 
 
-def _said_of_features(table: Table, cut: Cut, channels: Channels, plain: Sequence[str]) -> tuple[str, ...]:
-    """What else the columns could be, where no fleet says it."""
+def _notes_on_features(table: Table, cut: Cut, channels: Channels, plain: Sequence[str]) -> tuple[str, ...]:
+    """What else the columns could be, if no fleet decides it."""
     names = table.names
     if cut.shape is not None:
         return ()

@@ -1,5 +1,5 @@
-"""Samples as JSON, one object a line (.ndjson, .jsonl): whole samples ``{"x": [[…], […]], "label": …}``, or a table's
-rows ``{"time": …, "ax": …, "ay": …, "label": …}``, which ``forms`` reads as it reads those of a .csv.
+"""Reads samples as JSON, one object per line (.ndjson, .jsonl): whole samples ``{"x": [[…], […]], "label": …}``, or
+rows of a table ``{"time": …, "ax": …, "ay": …, "label": …}``, which ``forms`` interprets like those of a .csv.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fleet_core.base import schema
 from fleet_core.base.errors import DataError
 from fleet_core.data.readers.forms import arranged
-from fleet_core.data.readers.raw import Cut, Raw, bound
+from fleet_core.data.readers.raw import Cut, Raw, bound, check_file
 from fleet_core.data.readers.table import KEYS, Lines
 
 MAX_LINE_BYTES = 16 << 20
@@ -31,15 +31,13 @@ Object = dict[str, Any]
 
 
 def read_ndjson(path: Path, limit_bytes: int, cut: Cut = Cut(), *, labelled: bool = True) -> Raw:  # noqa: B008 (frozen)
-    """The first line says whether a line is a sample, with ``x``, or a row of a table, and whether there are ``client``
-    and ``time``. Not labelled: ``label`` may be absent, and is passed over.
+    """The first line decides whether lines are samples (with ``x``) or rows of a table, and whether they have
+    ``client`` and ``time``. labelled: False ignores ``label``, which may be absent.
 
-    Raises DataError with the line.
+    Raises DataError that names the line.
     """
     try:
-        if not path.is_file():
-            raise DataError("is no file", where=str(path))
-        bound(path.stat().st_size, limit_bytes, path)
+        check_file(path, limit_bytes)
         with open(path, "rb") as file:
             objects = _objects(file, path, labelled)
             line, first = next(objects, (1, {}))
@@ -59,7 +57,7 @@ def read_ndjson(path: Path, limit_bytes: int, cut: Cut = Cut(), *, labelled: boo
 
 
 def _objects(file: typing.BinaryIO, path: Path, labelled: bool) -> Iterator[tuple[int, Object]]:
-    """(number of the line, its object), blank lines left out."""
+    """(line number, object) of every line that is not blank."""
     decoder = json.JSONDecoder(parse_constant=_no_number)
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
         where = f"{path}: line {number}"
@@ -71,16 +69,16 @@ def _objects(file: typing.BinaryIO, path: Path, labelled: bool) -> Iterator[tupl
         try:
             found = decoder.decode(text.decode())
         except (ValueError, RecursionError) as error:
-            raise DataError(f"is no JSON: {str(error)[:200]}", where=where, expected="one object a line") from error
+            raise DataError(f"is not JSON: {str(error)[:200]}", where=where, expected="one object per line") from error
         if not isinstance(found, dict):
-            raise DataError("is no JSON object", where=where, expected='{"x": …, "label": …}')
+            raise DataError("is not a JSON object", where=where, expected='{"x": …, "label": …}')
         if not labelled:
             found.pop("label", None)
         yield number, found
 
 
 def _no_number(constant: str) -> typing.NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 # A table's rows -------------------------------------------------------------------------------------------------------
@@ -91,10 +89,10 @@ def _table(
     cut: Cut,
 ) -> Raw:  # fmt: skip
     if not names:
-        raise DataError("has no number beside its " + ", ".join(keys), where=f"{path}: line 1",
+        raise DataError("has no numbers beside " + ", ".join(keys), where=f"{path}: line 1",
                         expected="'x', or a name for each channel")
     lines = Lines(path, names, keys, limit_bytes)
-    numbers = itemgetter(*names, names[0])  # a tuple, also of one
+    numbers = itemgetter(*names, names[0])  # two or more names always give a tuple
     for line, found in rows:
         where = f"{path}: line {line}"
         if len(found) != len(names) + len(keys) or not found.keys() >= {*names, *keys}:
@@ -106,18 +104,17 @@ def _table(
         try:
             lines.add(line, cells, _about(found, keys, where))
         except OverflowError:
-            raise DataError("holds a number that is too large", where=where) from None
+            raise DataError("has a number that is too large", where=where) from None
     return arranged(lines.table(), cut)
 
 
 def _other_keys(found: Object, known: Sequence[str], where: str) -> DataError:
     for name in known:
         if name not in found:
-            return DataError(f"has no '{name}'", where=where, expected="the names of the first line, all of them")
+            return DataError(f"has no '{name}'", where=where, expected="all names of the first line")
     other = next(name for name in found if name not in known)
-    near = schema.suggest(other, known)
-    return DataError(f"has '{other[:80]}'" + (f" (did you mean '{near}'?)" if near else ""), where=where,
-                     expected="the names of the first line and no other")
+    return DataError(f"has '{other[:80]}'{schema.did_you_mean(other, known)}", where=where,
+                     expected="only the names of the first line")
 
 
 def _about(found: Object, keys: Sequence[str], where: str) -> Mapping[str, Any]:
@@ -143,10 +140,10 @@ def _samples(
     rows: Iterator[tuple[int, Object]], keys: Sequence[str], path: Path, limit_bytes: int, cut: Cut
 ) -> Raw:
     if cut.window is not None:
-        raise DataError("holds whole samples, of which no windows are cut", where=str(path),
+        raise DataError("has whole samples, which cannot be cut into windows", where=str(path),
                         hint="leave the window out")
     lines, values = Lines(path, (), keys, limit_bytes), array.array("d")
-    shape, whole = tuple[int, ...](), True
+    shape, all_integers = tuple[int, ...](), True
     for line, found in rows:
         where = f"{path}: line {line}"
         if found.keys() != {"x", *keys}:
@@ -154,8 +151,9 @@ def _samples(
         x = _array(found["x"], where)
         shape = shape or x.shape
         if x.shape != shape:
-            raise DataError(f"x has shape {list(x.shape)}", where=where, expected=f"{list(shape)}, as before")
-        whole = whole and x.dtype.kind in "iu" and bool(np.abs(x.astype(np.float64)).max() < MAX_EXACT)
+            raise DataError(f"x has shape {list(x.shape)}", where=where, expected=f"{list(shape)}, as in the first sample")
+        exact = x.dtype.kind in "iu" and bool(np.abs(x.astype(np.float64)).max() < MAX_EXACT)
+        all_integers = all_integers and exact
         values.frombytes(x.astype(np.float64).tobytes())
         bound(len(values) * 8, limit_bytes, path)
         try:
@@ -163,24 +161,23 @@ def _samples(
         except OverflowError:
             raise DataError("'time' is too large", where=where) from None
     table = lines.table()
-    everyone = np.arange(len(table))
-    label = table.text(table.label, everyone)
-    made = np.frombuffer(values, np.float64).reshape(len(table), *shape)
-    return Raw(made.astype(np.int64) if whole else made, np.empty(0, np.str_) if label is None else label,
-               table.text(table.client, everyone), table.time, None, table.row)
+    rows_N = np.arange(len(table))
+    x_N = np.frombuffer(values, np.float64).reshape(len(table), *shape)
+    return Raw(x_N.astype(np.int64) if all_integers else x_N, table.labels(rows_N),
+               table.text(table.client, rows_N), table.time, None, table.row)
 
 
 def _array(x: Any, where: str) -> NDArray[Any]:
-    """The numbers of one sample, finite. Raises DataError."""
-    expected = "lists of numbers, all of one length"
+    """The numbers of one sample. Raises DataError unless they are finite numbers in a regular array."""
+    expected = "lists of numbers of equal length"
     if not isinstance(x, list):
         raise DataError(f"x is {_shown(x)}", where=where, expected=expected)
     try:
         found = np.array(x)
     except (ValueError, OverflowError, TypeError) as error:
-        raise DataError("x is ragged, or holds what is no number", where=where, expected=expected) from error
+        raise DataError("x is ragged, or has values that are not numbers", where=where, expected=expected) from error
     if found.dtype.kind not in "iuf" or not 1 <= found.ndim <= MAX_AXES or not math.prod(found.shape):
-        raise DataError("x is empty, ragged, or holds what is no number", where=where, expected=expected)
+        raise DataError("x is empty, ragged, or has values that are not numbers", where=where, expected=expected)
     if not np.isfinite(found).all():
-        raise DataError("x holds a number that is too large", where=where)
+        raise DataError("x has a number that is too large", where=where)
     return found

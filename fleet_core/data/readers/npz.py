@@ -1,4 +1,4 @@
-"""Samples in a .npz file of numpy, never unpickled."""
+"""Reads samples from a .npz file of numpy, without unpickling."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ARRAYS = ("x", "y", "client", "time", "classes")
 
 
 def read_npz(path: Path, limit_bytes: int, *, labelled: bool = True) -> Raw:
-    """The arrays x, y and, where present, client, time and classes; other arrays are not read. Not labelled: y too may
+    """Reads the arrays x, y and, if present, client, time and classes; others are ignored. labelled: False allows y to
     be absent.
 
-    Raises DataError for what is no .npz, an object array, or arrays of more than ``limit_bytes`` unpacked.
+    Raises DataError for other files, object arrays, and arrays of more than ``limit_bytes`` unpacked.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -43,10 +43,9 @@ def read_npz(path: Path, limit_bytes: int, *, labelled: bool = True) -> Raw:
 def _require(members: dict[str, zipfile.ZipInfo], path: Path, names: tuple[str, ...]) -> None:
     for name in names:
         if name not in members:
-            near = schema.suggest(name, members)
             found = ", ".join(list(members)[:20]) or "none"
             raise DataError(
-                f"has no array '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
+                f"has no array '{name}'{schema.did_you_mean(name, members)}",
                 where=str(path),
                 expected=f"{'arrays x [N, ...] and y [N]' if 'y' in names else 'an array x [N, ...]'}, found {found}",
             )
@@ -55,24 +54,25 @@ def _require(members: dict[str, zipfile.ZipInfo], path: Path, names: tuple[str, 
 def _known_compression(members: dict[str, zipfile.ZipInfo], path: Path) -> None:
     for name, info in members.items():
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
-            raise DataError("is encrypted or compressed in a way numpy does not write", where=f"{path}: {name}")
+            raise DataError("is encrypted, or compressed in a way that numpy does not use", where=f"{path}: {name}")
 
 
 def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: str) -> NDArray[Any]:
-    """One array, whose header must not announce more than the member holds: numpy allocates what the header says."""
+    """Reads one array. Checks that its header does not claim more bytes than the member has, because numpy allocates
+    what the header says."""
     try:
         with archive.open(info) as member:
             shape, dtype = _header(member)
             if dtype.hasobject or dtype.fields is not None:
                 raise DataError("holds Python objects or records", where=where, expected="numbers or text")
             if dtype.itemsize == 0:
-                raise DataError("holds empty text alone", where=where)
+                raise DataError("has only empty text", where=where)
             if math.prod(shape) * dtype.itemsize > info.file_size:
-                raise DataError(f"announces shape {shape}, more than the file holds", where=where)
+                raise DataError(f"claims shape {shape}, more than the file has", where=where)
         with archive.open(info) as member:
             return np.asarray(np.lib.format.read_array(member, allow_pickle=False))
     except (ValueError, SyntaxError, TypeError, tokenize.TokenError, RecursionError) as error:
-        raise DataError(f"is no array: {error}", where=where) from error
+        raise DataError(f"is not an array: {error}", where=where) from error
 
 
 def _header(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -1,4 +1,4 @@
-"""What every reader of a file returns, how it is told to cut readings, and the bound that all keep."""
+"""What all readers share: their result, how to cut readings into windows, and the size limit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fleet_core.base.errors import DataError
 
 @dataclass(frozen=True)
 class Raw:
-    """Arrays as a file has them: x [N, ...], y [N], client [N] | None, time [N] | None, classes [C] | None. y is empty
-    where nobody asked for labels and there are none.
+    """The arrays of a file: x [N, ...], y [N], client [N] | None, time [N] | None, classes [C] | None. y is empty when
+    labels are not required and absent.
 
-    row: the name of sample i in messages ("row 3" of an array, "line 5" of a text file, "cat/1.png" of a folder).
-    notes: what a person should know about how the file was read.
+    row: name of sample i in messages ("row 3" of an array, "line 5" of a text file, "cat/1.png" of a folder).
+    notes: for people, about how the file was read.
     """
 
     x: NDArray[Any]
@@ -32,10 +32,10 @@ class Raw:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a table of readings becomes windows.
+    """How a table of readings is cut into windows.
 
-    shape: of the fleet's sample, None where there is no fleet yet. window: readings in a window, where no shape says
-    it. stride: from the first reading of a window to that of the next; None for ``window``, so that none overlap.
+    shape: of the fleet's samples, or None. window: readings in a window, without a shape. stride: readings between the
+    starts of two windows; None: the length of a window, so that windows do not overlap.
     """
 
     shape: tuple[int, ...] | None = None
@@ -48,6 +48,13 @@ def row_number(index: int) -> str:
 
 
 def bound(size_bytes: int, limit_bytes: int, where: Path | str) -> None:
-    """Raises DataError for more than the limit."""
+    """Raises DataError for more than ``limit_bytes``."""
     if size_bytes > limit_bytes:
         raise DataError(f"{size_bytes} bytes are over the limit of {limit_bytes}", where=str(where))
+
+
+def check_file(path: Path, limit_bytes: int) -> None:
+    """Raises DataError unless ``path`` is a file of at most ``limit_bytes``."""
+    if not path.is_file():
+        raise DataError("is not a file", where=str(path))
+    bound(path.stat().st_size, limit_bytes, path)

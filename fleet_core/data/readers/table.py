@@ -1,4 +1,4 @@
-"""A table of numbers, one name to a column, as .csv and .ndjson have them, read line by line."""
+"""A table of numbers with named columns, built line by line from a .csv or .ndjson file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fleet_core.base.errors import DataError
 from fleet_core.data.readers.raw import bound
 
 KEYS = ("label", "client", "time")
-"""Columns that say something about a row; every other one holds numbers of the sample."""
+"""Columns that describe a row; all others are numbers of the sample."""
 MAX_NAME = 256  # characters of a label or a client
 
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """A column of text. names: each once, in the order in which they appear. codes int64 [N]: row to place in names."""
+    """A column of text. names: distinct values in order of appearance. codes: int64 [N], index into names per row."""
 
     names: NDArray[np.str_]
     codes: NDArray[np.int64]
@@ -32,8 +32,8 @@ class Names:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """values float64 [N, F] of the columns ``names``, all finite; time float64 [N] in seconds. lines int64 [N]: of the
-    file, counted from 1. where: the file. limit_bytes: of what is made of the table."""
+    """values: float64 [N, F] of the columns ``names``, all finite. time: float64 [N] in seconds. lines: int64 [N], line
+    numbers from 1. where: the file. limit_bytes: of arrays made from the table."""
 
     where: str
     names: tuple[str, ...]
@@ -51,15 +51,20 @@ class Table:
         return f"line {self.lines[index]}"
 
     def text(self, column: Names | None, rows: NDArray[np.int64]) -> NDArray[np.str_] | None:
-        """The column's text in these rows. Raises DataError where that is over the limit."""
+        """The column's text in these rows. Raises DataError when it is over the limit."""
         if column is None:
             return None
         bound(len(rows) * column.names.itemsize, self.limit_bytes, self.where)
         return column.at(rows)
 
+    def labels(self, rows: NDArray[np.int64]) -> NDArray[np.str_]:
+        """The labels of these rows; empty when the table has none."""
+        label = self.text(self.label, rows)
+        return np.empty(0, np.str_) if label is None else label
+
 
 class Lines:
-    """Takes a file's lines, and gives the table. keys: those of KEYS that the file has."""
+    """Collects the lines of a file for a table. keys: those of KEYS that the file has."""
 
     def __init__(self, path: Path, names: Sequence[str], keys: Sequence[str], limit_bytes: int):
         self._path, self._names, self._limit = path, tuple(names), limit_bytes
@@ -67,18 +72,18 @@ class Lines:
         self._text = {key: (array.array("q"), dict[str, int]()) for key in keys if key != "time"}
 
     def add(self, line: int, numbers: Iterable[float], about: Mapping[str, Any]) -> None:
-        """One row. about: its label and client as text, its time as a number. Raises DataError; ValueError or
-        OverflowError where a number is none."""
+        """Adds a row. about: label and client as text, time as a number. Raises DataError; and ValueError or
+        OverflowError for a value that is not a number or too large."""
         self._values.extend(numbers)
         self._lines.append(line)
         if "time" in about:
             self._times.append(about["time"])
-        for key, (codes, seen) in self._text.items():
+        for key, (codes, code_of) in self._text.items():
             name = about[key]
             if len(name) > MAX_NAME:
                 raise DataError(f"has a {key} of {len(name)} characters", where=f"{self._path}: line {line}",
                                 expected=f"at most {MAX_NAME}")
-            codes.append(seen.setdefault(name, len(seen)))
+            codes.append(code_of.setdefault(name, len(code_of)))
         if len(self._values) * 8 > self._limit:
             bound(len(self._values) * 8, self._limit, self._path)
 
@@ -91,8 +96,8 @@ class Lines:
         if times is not None:
             self._check_finite(times[:, None], lines, ("time",))
         text = {
-            key: Names(np.array(list(seen), np.str_), np.frombuffer(codes, np.int64))
-            for key, (codes, seen) in self._text.items()
+            key: Names(np.array(list(code_of), np.str_), np.frombuffer(codes, np.int64))
+            for key, (codes, code_of) in self._text.items()
         }
         return Table(str(self._path), self._names, values, text.get("label"), text.get("client"), times, lines,
                      self._limit)

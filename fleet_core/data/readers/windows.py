@@ -1,7 +1,7 @@
-"""Windows cut from a recording in which each row is a reading.
+"""Cuts windows from a recording in which each row is a reading.
 
-A window is of one client, of one label and without a gap in time: a step back, or one of more than 1.5 times the median
-step of that client. The readings of a client are taken in the order of the file, also where clients take turns.
+A window has one client, one label and no gap in time. A gap is a step back, or one of more than 1.5 times the client's
+median step. The readings of a client are in the order of the file, even when clients alternate.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fleet_core.base.errors import DataError
 from fleet_core.data.readers.raw import Raw, bound
 from fleet_core.data.readers.table import Table
 
-GAP = 1.5  # median steps: one lost reading is a gap, and an uneven clock is none
+GAP = 1.5  # median steps: a lost reading is a gap, an uneven clock is not
 
 Rows = NDArray[np.int64]
 
 
 def cut(table: Table, length: int, stride: int) -> Raw:
-    """x float32 [W, C, length]: a window's label is that of its readings, its time that of the last one. Readings whose
-    label is empty are in none. Raises DataError where there is no window."""
+    """x float32 [W, C, length]. A window has the label of its readings and the time of the last one. Readings with an
+    empty label are skipped. Raises DataError when there is no window."""
     if not len(table):
         raise DataError("holds no samples", where=table.where)
     order = np.arange(len(table)) if table.client is None else np.argsort(table.client.codes, kind="stable")
@@ -44,21 +44,20 @@ def cut(table: Table, length: int, stride: int) -> Raw:
     x = np.empty((len(first), run.shape[1], length), np.float32)
     for channel in range(run.shape[1]):
         x[:, channel] = sliding_window_view(run[:, channel], length)[first]
-    label = table.text(table.label, heads)
     left = np.where(counts, lengths - (counts - 1) * stride - length, lengths)
     return Raw(
         x=x,
-        y=np.empty(0, np.str_) if label is None else label,
+        y=table.labels(heads),
         client=table.text(table.client, heads),
         time=None if table.time is None else table.time[tails],
         classes=None,
         row=lambda i: f"{table.row(int(heads[i]))} to {table.row(int(tails[i]))}",
-        notes=(_said(len(table), len(first), length, stride, len(starts), gaps, left, taken, lengths),),
+        notes=(_note(len(table), len(first), length, stride, len(starts), gaps, left, taken, lengths),),
     )
 
 
 def _stretches(table: Table, order: Rows) -> tuple[Rows, int]:
-    """(where in ``order`` a stretch begins, of one client and one label without a gap; how many gaps there are)."""
+    """(positions in ``order`` where stretches of one client and one label without a gap begin, number of gaps)."""
     begins = np.zeros(len(order), bool)
     begins[0] = True
     if table.client is not None:
@@ -77,7 +76,7 @@ def _stretches(table: Table, order: Rows) -> tuple[Rows, int]:
 
 
 def _labelled(table: Table, rows: Rows) -> NDArray[np.bool_]:
-    """Which rows have a label, where there is a column of them."""
+    """Which rows have a label; all rows when there is no column of labels."""
     return np.ones(len(rows), bool) if table.label is None else table.label.at(rows) != ""
 
 
@@ -91,16 +90,16 @@ def _single(table: Table) -> NDArray[np.float32]:
     return single
 
 
-def _said(
+def _note(
     readings: int, made: int, length: int, stride: int, stretches: int, gaps: int, left: Rows,
     taken: NDArray[np.bool_], lengths: Rows,
 ) -> str:
-    said = f"{readings} readings give {made} windows of {length}, one every {stride}"
+    note = f"{readings} readings give {made} windows of {length}, one every {stride}"
     over, short = int(left[taken].sum()), int((taken & (lengths < length)).sum())
     if over:
         ended = f", {short} of them too short for a window" * (short > 0)
-        said += f"; {over} readings are left over at the ends of {stretches} stretches{ended}"
+        note += f"; {over} readings are left over at the ends of {stretches} stretches{ended}"
     if gaps:
-        said += f"; {gaps} gaps in time (a step back, or over {GAP} median steps) end a stretch"
+        note += f"; {gaps} gaps in time (a step back, or over {GAP} median steps) end a stretch"
     unlabelled = int(lengths[~taken].sum())
-    return said + (f"; {unlabelled} readings without a label are passed over" if unlabelled else "")
+    return note + (f"; {unlabelled} readings without a label are skipped" if unlabelled else "")

@@ -105,9 +105,8 @@ def entries() -> Mapping[str, Entry]:
 def entry(name: str) -> Entry:
     """The named set. Raises DataError with a suggestion."""
     if name not in entries():
-        near = schema.suggest(name, entries())
         raise DataError(
-            f"no data set is named '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
+            f"no data set is named '{name}'{schema.did_you_mean(name, entries())}",
             expected=f"one of {', '.join(entries())}",
             hint="metafleet datasets lists them",
         )

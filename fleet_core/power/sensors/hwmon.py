@@ -72,8 +72,7 @@ def find_meter(chip: str, rails: Sequence[str], root: Path, misses: str = "") ->
     folders = [folder for folder in _folders(root) if optional_text(folder / "name") == chip]
     if not folders:
         names = sorted({name for folder in _folders(root) if (name := optional_text(folder / "name"))})
-        near = schema.suggest(chip, names)
-        raise PowerError(f"no meter is called '{chip[:64]}'" + (f" (did you mean '{near}'?)" if near else ""),
+        raise PowerError(f"no meter is called '{chip[:64]}'{schema.did_you_mean(chip, names)}",
                          where=str(root / FOLDER), expected=f"one of {', '.join(names) or 'none: there is no meter'}")
     channels = [channel for folder in folders for channel in channels_of(folder)]
     return select_channels(chip, channels, rails, str(root / FOLDER), misses)

@@ -335,7 +335,7 @@ def test_a_demo_in_which_nothing_is_left_to_evaluate_is_refused_before_it_begins
             "hint: lower --support-seconds, or leave it out")
     timeless = load(data)
     save(data, replace(timeless, time=None))
-    refused(run("metafleet", *few, "--support-seconds", 60), 2, "of d3, the first 60 s cannot be told")
+    refused(run("metafleet", *few, "--support-seconds", 60), 2, "of d3, the first 60 s are unknown")
     short = timeless.take(np.r_[0, 48 : len(timeless)])
     save(data, short)
     refused(run("metafleet", *few), 2, "all 1 samples of d0 are used for learning")
@@ -683,9 +683,9 @@ def test_a_device_that_nobody_knows_is_not_shown_and_not_revoked(run: Run, place
 BAD_INPUTS: dict[str, tuple[Any, str]] = {
     "shape": (np.zeros((2, 9), np.float32), "has shape [2, 9]; expected [n, 8]"),
     "none": (np.zeros((0, 8), np.float32), "has shape [0, 8]; expected [n, 8]"),
-    "nan": (np.full(8, np.nan, np.float32), "holds what is no finite number"),
-    "text": (np.array(list("abcdefgh")), "holds what is no finite number"),
-    "large": (np.full(8, 1e300), "holds float64 values that are no float32"),
+    "nan": (np.full(8, np.nan, np.float32), "has a value that is not a finite number"),
+    "text": (np.array(list("abcdefgh")), "has a value that is not a finite number"),
+    "large": (np.full(8, 1e300), "has float64 values that float32 cannot represent"),
 }
 
 

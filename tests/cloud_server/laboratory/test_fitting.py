@@ -72,7 +72,7 @@ def test_a_shape_that_does_not_fit_is_told_with_the_way_to_convert_it(
 def test_the_way_that_is_told_gives_samples_that_fit(found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     hint = model_input.conversion(found, wanted)
     if hint is not None:
-        parts = hint.replace(", where", ": ").split(": ")
+        parts = hint.replace(", if", ": ").split(": ")
         code = next(part for part in parts if part.startswith(("x[", "x.reshape", "np.")))
         made = eval(code, {"x": np.zeros(found), "np": np})
         assert made.shape[1:] == wanted

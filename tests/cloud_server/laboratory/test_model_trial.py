@@ -46,7 +46,7 @@ def samples(tmp_path: Path) -> Samples:
 
 def tried(samples: Samples, **more: Any) -> Outcome:
     options: dict[str, Any] = {"seconds": 60.0, "models": SMALL[:1], **more}
-    spec = model_input.standardized(samples)
+    spec = model_input.standardized(samples.x)
     return model_trial.try_models(samples, spec, options.pop("method", "fedavg"), **options)
 
 
@@ -249,5 +249,5 @@ def test_nothing_is_tried_for_a_named_model_or_set_or_without_trial_unless_it_is
 
 def test_that_nothing_was_tried_is_said_with_the_reason(samples: Samples, capsys: pytest.CaptureFixture[str]) -> None:
     few = replace(samples.take(range(6)), client=None)
-    assert lab.choose_model(few, model_input.plain(few), "fedavg", 0) is None
+    assert lab.choose_model(few, model_input.plain(few.x), "fedavg", 0) is None
     assert "no model was tried: 6 samples of one client are too few" in capsys.readouterr().err

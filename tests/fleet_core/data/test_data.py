@@ -162,10 +162,10 @@ def test_arrays_over_the_limit_are_refused_before_they_are_unpacked(tmp_path: Pa
     ("x", "message"),
     [
         (member((1 << 50, 4), "<f4", b"1234"), "announces shape"),
-        (member((1 << 50, 4), "<U0", b""), "holds empty text"),
-        (member((2, -2), "<f4", b"1234" * 4), "is no array"),
-        (b"\x93NUMPY\x09\x00garbage", "is no array"),
-        (b"not numpy", "is no array"),
+        (member((1 << 50, 4), "<U0", b""), "has only empty text"),
+        (member((2, -2), "<f4", b"1234" * 4), "is not an array"),
+        (b"\x93NUMPY\x09\x00garbage", "is not an array"),
+        (b"not numpy", "is not an array"),
     ],
 )
 def test_a_header_that_lies_is_refused_before_memory_is_taken(tmp_path: Path, x: bytes, message: str) -> None:
@@ -274,17 +274,17 @@ def test_a_csv_is_read_whatever_the_order_of_its_columns(tmp_path: Path) -> None
         ("a,b\n1,2\n", "line 1: has no column 'label'"),
         ("a,labels\n1,2\n", "rename the column 'labels'"),
         ("label,client\n1,a\n", "line 1: has no feature column"),
-        ("a,a,label\n1,2,3\n", "line 1: names the column 'a' 2 times"),
+        ("a,a,label\n1,2,3\n", "line 1: has 2 columns named 'a'"),
         ("a,label\n", "holds no samples"),
         ("a,label\n1,0\n2\n", "line 3: has 1 cells; expected 2"),
         ("a,label\n1,0\n2,1,5\n", "line 3: has 3 cells; expected 2"),
-        ("a,label\n1,0\n\ntwo,1\n", "line 4: column a: 'two' is no number"),
+        ("a,label\n1,0\n\ntwo,1\n", "line 4: column a: 'two' is not a number"),
         ("a,label\n1,0\nnan,1\n", "line 3: column a: holds nan"),
         ("a,label\n1,0\n1e99,1\n", "x, line 3: holds inf"),
-        ("a,label,time\n1,0,noon\n", "line 2: column time: 'noon' is no number"),
+        ("a,label,time\n1,0,noon\n", "line 2: column time: 'noon' is not a number"),
         ("a,label,client\n1,0,\n", "client, line 2: is empty"),
         ("a,label\n1,-2\n", "y, line 2: label -2 is out of range"),
-        ('a,label\n1,"0\n', "is no .csv"),
+        ('a,label\n1,"0\n', "is not valid .csv"),
     ],
 )
 def test_what_is_wrong_with_a_csv_is_said_with_file_line_and_column(tmp_path: Path, text: str, message: str) -> None:
@@ -464,7 +464,7 @@ def test_clients_are_told_apart() -> None:
     everything = timed([0, 1, 2], ["b", "a", "b"])
     assert {name: rows(everything.of_client(name)) for name in everything.clients} == {"a": [1], "b": [0, 2]}
     assert Samples(X, Y).clients == ()
-    with pytest.raises(DataError, match="holds no client 'a'"):
+    with pytest.raises(DataError, match="has no client 'a'"):
         Samples(X, Y).of_client("a")
     with pytest.raises(DataError, match=r"no client 'anm' \(did you mean 'ann'"):
         timed([0], ["ann"]).of_client("anm")

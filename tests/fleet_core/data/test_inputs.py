@@ -24,14 +24,14 @@ def samples(x: Any) -> Samples:
 
 
 def test_every_channel_is_standardized_and_a_constant_one_only_centred() -> None:
-    found = model_input.standardized(samples(np.array([[[0, 2], [5, 5]], [[4, 6], [5, 5]]], np.float32)))
+    found = model_input.standardized(np.array([[[0, 2], [5, 5]], [[4, 6], [5, 5]]], np.float32))
     assert found == InputSpec((2, 2), "float32", 1.0, (3.0, 5.0), (2.23606798, 1.0))
 
 
 @pytest.mark.parametrize(("offset", "unit"), [(0.0, 1e-9), (101_325.0, 3.0), (-1e6, 40.0), (0.0, 1e20)])
 def test_channels_of_any_unit_are_standardized(offset: float, unit: float) -> None:
     x = (offset + unit * np.random.default_rng(0).normal(size=(500, 2))).astype(np.float32)
-    found = model_input.standardized(samples(x))
+    found = model_input.standardized(x)
     scaled = (x.astype(np.float64) - found.mean) / found.std
     np.testing.assert_allclose([scaled.mean(0), scaled.std(0)], [[0, 0], [1, 1]], atol=1e-3)
 
@@ -45,7 +45,7 @@ def test_channels_of_any_unit_are_standardized(offset: float, unit: float) -> No
     ],
 )
 def test_bytes_tokens_and_many_channels_are_taken_as_they_are(x: Any, scale: float) -> None:
-    assert model_input.standardized(samples(x)) == InputSpec(x.shape[1:], x.dtype.name, scale)
+    assert model_input.standardized(x) == InputSpec(x.shape[1:], x.dtype.name, scale)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_fleet_standardizes_a_files_readings_and_takes_a_named_set_as_is_recom
 def test_heart_beats_are_standardized_by_what_the_demos_training_patients_learn_from() -> None:
     everything = heartbeat.load_heartbeat()
     rows = np.isin(np.asarray(everything.client), heartbeat.DEVICES)
-    found = model_input.standardized(time_split.by_time(everything.take(rows), 0.6)[0])
+    found = model_input.standardized(time_split.by_time(everything.take(rows), 0.6)[0].x)
     for name in ("heartbeat", "heartbeat-22"):
         spec = entries()[name].input_spec
         np.testing.assert_allclose([spec.mean, spec.std], [found.mean, found.std], atol=1e-4)
@@ -144,5 +144,5 @@ def test_a_file_of_another_name_beside_the_missing_samples_is_named(tmp_path: Pa
     ],
 )
 def test_an_experiment_warns_of_readings_that_are_far_from_one(x: Any, spec: dict[str, Any], warned: bool) -> None:
-    found = model_input.unscaled(samples(x), InputSpec(x.shape[1:], x.dtype.name, **spec))
+    found = model_input.unscaled(x, InputSpec(x.shape[1:], x.dtype.name, **spec))
     assert (len(found) == 1 and "data.standardize" in found[0]) if warned else found == []

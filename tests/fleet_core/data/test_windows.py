@@ -151,7 +151,7 @@ def test_one_lost_reading_is_a_gap_an_uneven_step_is_none_and_time_that_goes_bac
 def test_readings_without_a_label_are_in_no_window(write: Any) -> None:
     found = load(write(lines("label,ax", "on,0", ",1", ",2", ",3", "on,4", "on,5")), window=2)
     assert found.x.tolist() == [[[4, 5]]]
-    assert "3 readings without a label are passed over" in found.notes[0]
+    assert "3 readings without a label are skipped" in found.notes[0]
 
 
 def test_a_recording_without_a_whole_window_says_how_long_its_stretches_are(write: Any) -> None:
@@ -176,7 +176,7 @@ def test_what_is_asked_about_is_cut_without_labels_and_says_what_is_left_over(wr
     assert "1 readings are left over" in said[0]
     assert len(asked.load(path, SERIES, stride=1)) == 5
     mixed = write(lines("label,ax,ay", "on,0,0", "off,1,1", "?,2,2"))
-    assert len(asked.load(mixed, SERIES)) == 1, "labels are passed over"
+    assert len(asked.load(mixed, SERIES)) == 1, "labels are ignored"
 
 
 def test_a_device_cuts_its_recording_by_the_fleets_shape_and_its_own_stride(write: Any) -> None:
@@ -188,9 +188,9 @@ def test_a_device_cuts_its_recording_by_the_fleets_shape_and_its_own_stride(writ
 
 def test_a_window_is_only_for_readings(write: Any, tmp_path: Path) -> None:
     save(tmp_path / "a.npz", Samples(np.zeros((4, 2, 3), np.float32), np.zeros(4, np.int64)))
-    with pytest.raises(DataError, match="is no table of readings"):
+    with pytest.raises(DataError, match="is not a table of readings"):
         load(tmp_path / "a.npz", window=3)
-    with pytest.raises(DataError, match="holds whole samples"):
+    with pytest.raises(DataError, match="has whole samples"):
         load(write('{"x": [[1, 2]], "label": "a"}\n', "a.ndjson"), window=2)
 
 
@@ -218,10 +218,10 @@ def test_whole_numbers_of_a_sample_may_be_tokens(write: Any) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("[1]", "is no JSON object"),
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ('{"ax": NaN, "label": "on"}', "NaN is no number of JSON"),
+        ("[1]", "is not a JSON object"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"ax": NaN, "label": "on"}', "NaN is not a JSON number"),
         ('{"ax": 1e999, "label": "on"}', "column ax: holds inf"),
         ('{"ax": "1", "label": "on"}', "'ax' is \"1\"; expected a number"),
         ('{"ax": true, "label": "on"}', "'ax' is true; expected a number"),
@@ -230,7 +230,7 @@ def test_whole_numbers_of_a_sample_may_be_tokens(write: Any) -> None:
         ('{"ax": 1, "label": "on", "axe": 2}', r"has 'axe' \(did you mean 'ax'\?\)"),
         ('{"ax": 1, "label": null}', "'label' is null; expected text"),
         ('{"ax": 1, "label": "' + "o" * 300 + '"}', "a label of 300 characters"),
-        ('{"ax": 1, "label": "\udcff"}', "is no JSON"),
+        ('{"ax": 1, "label": "\udcff"}', "is not JSON"),
     ],
 )
 def test_what_is_wrong_with_a_row_of_json_is_said_with_its_line(tmp_path: Path, bad: str, message: str) -> None:
@@ -245,9 +245,9 @@ def test_what_is_wrong_with_a_row_of_json_is_said_with_its_line(tmp_path: Path, 
     ("bad", "message"),
     [
         ("[[1, 2], [3]]", "x is ragged|x is empty, ragged"),
-        ("[[1, 2, 3]]", r"x has shape \[1, 3\]; expected \[2, 2\], as before"),
-        ('[["1", 2], [3, 4]]', "holds what is no number"),
-        ("[[1, null], [3, 4]]", "holds what is no number"),
+        ("[[1, 2, 3]]", r"x has shape \[1, 3\]; expected \[2, 2\], as in the first sample"),
+        ('[["1", 2], [3, 4]]', "has values that are not numbers"),
+        ("[[1, null], [3, 4]]", "has values that are not numbers"),
         ("[]", "x is empty"),
         ("[[1, 1" + "0" * 400 + "], [1, 2]]", "no number"),
         ("[[1.5, 1e999], [1, 2]]", "too large"),

@@ -138,7 +138,7 @@ def test_a_device_with_a_single_class_answers_with_it_and_one_without_samples_no
 
 
 def test_of_many_samples_as_many_of_each_class_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gaussian_process, "MOST", 20)
+    monkeypatch.setattr(gaussian_process, "MAX_SAMPLES", 20)
     z, y = samples(100, 2)
     y[:90] = 0
     processes = Processes.of(z, y, 3, RBF)
