@@ -1,1 +1,1 @@
-"""Boards: a data file each, what the machine at hand really has, and what an agent may do on it. No torch."""
+"""Boards: their data files, what the present machine has, and the limits for an agent on it. No torch."""

@@ -1,9 +1,8 @@
-"""How the C library keeps freed memory: on glibc by two settings and one call, elsewhere as it likes.
+"""Controls how glibc keeps freed memory; has no effect with other C libraries.
 
-By default glibc gives a large array back to the system when it is freed and gets it again for the next, page by page.
-Arrays of a model come and go many times in a round, and the pages cost more than the peak, which is the same. What lies
-free is given back in one go when there is nothing to do.
-"""
+By default glibc returns a large array to the system when it is freed, and gets new pages for the next one. A model's
+arrays are allocated and freed many times in a round. Keeping freed memory saves these page faults and has the same
+peak; ``trim`` returns it when the process is idle. """
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ LARGEST_KEPT_BYTES = 1 << 25
 
 
 def keep_freed() -> None:
-    """From now on freed arrays of up to 32 MiB stay in the process, until ``trim``."""
+    """From now on the process keeps freed arrays of up to 32 MiB until ``trim``."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
@@ -24,13 +23,12 @@ def keep_freed() -> None:
 
 
 def share() -> None:
-    """From now on new threads take memory from one pool; by default each has one of its own, and what lies free in it
-    is nobody else's."""
+    """From now on threads allocate from one arena. By default each has its own, whose free memory others cannot use."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(ARENA_MAX, 1)
 
 
 def trim() -> None:
-    """Gives back what lies free."""
+    """Returns free memory to the system."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

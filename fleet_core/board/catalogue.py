@@ -1,4 +1,4 @@
-"""The boards that are known by name: those that ship, and a user's own from a folder, which come first."""
+"""The catalogue of boards: those that ship, and those in a user's folder, which take precedence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATE = "template"
 
 
 def shipped() -> Path | None:
-    """The folder of the profiles that ship; None where the agent was installed without them."""
+    """The folder of the shipped profiles; None when the agent was installed without them."""
     try:
         return Path(str(importlib.resources.files("firmware_profiles"))) / "boards"
     except ModuleNotFoundError:
@@ -24,14 +24,14 @@ def shipped() -> Path | None:
 
 
 def files(own: Path | None = None) -> dict[str, Path]:
-    """{name: file} of all boards, sorted; a user's own one takes the place of one that ships under the same name.
+    """{name: file} of all boards, sorted. A user's board replaces a shipped one of the same name.
 
-    own: the user's folder, or None for that which METAFLEET_PROFILES names. Raises ConfigError when it is no folder.
+    own: the user's folder; None: the folder in METAFLEET_PROFILES, if set. Raises ConfigError when it is not a folder.
     """
     if own is None and os.environ.get(FOLDER_VARIABLE):
         own = Path(os.environ[FOLDER_VARIABLE])
     if own is not None and not own.is_dir():
-        raise ConfigError("is no folder", where=str(own), expected="a folder of profiles, NAME.toml each",
+        raise ConfigError("is not a folder", where=str(own), expected="a folder of profiles, NAME.toml each",
                           hint=f"--folder, or the variable {FOLDER_VARIABLE}")
     folders = [folder for folder in (shipped(), own) if folder is not None]
     found = {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
@@ -52,13 +52,13 @@ def path_of(name: str, own: Path | None = None) -> Path:
 
 
 def load(name: str, own: Path | None = None) -> Profile:
-    """The board of that name. Raises ConfigError."""
+    """Loads a board by name. Raises ConfigError."""
     return profiles.load(path_of(name, own))
 
 
 def all_of(own: Path | None = None) -> dict[str, Profile]:
-    """{name: board} of all. Raises ConfigError that lists the mistakes of every file, and names that do not fit theirs.
-    """
+    """{name: board} of all boards. Raises ConfigError that lists the mistakes of all files, including names that differ
+    from the file's."""
     found: dict[str, Profile] = {}
     wrong: list[str] = []
     for name, path in files(own).items():

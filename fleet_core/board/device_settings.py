@@ -1,4 +1,4 @@
-"""A device's file, ``device.toml``: who it is, where its broker is, where its samples are."""
+"""A device's settings, ``device.toml``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NAME = r"[A-Za-z0-9_-]{1,64}"
 
 @dataclass(frozen=True)
 class Identity:
-    """name: of the device. fleet: that it belongs to. broker: mqtt(s)://host:port. key: the fleet's public key, in hex.
-    plain: mqtt:// may leave this machine."""
+    """name: of the device. fleet: its fleet's name. broker: mqtt(s)://host:port. key: the fleet's public key, in hex.
+    plain: allows mqtt:// to a broker on another machine."""
 
     name: str = field(metadata={"pattern": NAME})
     fleet: str = field(metadata={"pattern": NAME})
@@ -26,9 +26,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files, relative to the device's home, for an mqtts:// broker. ca: whose word is taken for the broker; none
-    for those that the system trusts. certificate, key: by which the broker knows this device. renew_after: Unix seconds
-    from which it asks the aggregator for the next ones; none for a certificate that is not the fleet's."""
+    """PEM files, relative to the device's home, for an mqtts:// broker. ca: the authority that signed the broker's
+    certificate; None: those that the system trusts. certificate, key: identify this device to the broker. renew_after:
+    Unix seconds after which the device asks the aggregator for new ones; None for a certificate that the fleet did not
+    issue."""
 
     ca: str | None = None
     certificate: str | None = None
@@ -38,9 +39,9 @@ class Tls:
 
 @dataclass(frozen=True)
 class Data:
-    """samples: file or folder, relative to the device's home. train_fraction: share of its time to learn from.
-    support_seconds: instead of a share, the first seconds of the recording. stride: of a file of readings, from the
-    first of a window to that of the next; none for windows that do not overlap."""
+    """samples: file or folder, relative to the device's home. train_fraction: share of the recording's time used for
+    training. support_seconds: use the first seconds of the recording instead of a share. stride: for a table of
+    readings, the readings between the starts of two windows; None: windows do not overlap."""
 
     samples: str = "samples.npz"
     train_fraction: float = field(default=0.6, metadata={"above": 0, "max": 0.99})
@@ -50,8 +51,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """enabled: take part in rounds (needs torch). threads: of the trainer. max_parameters, max_batch: of the largest
-    model and batch, in place of the board's limits."""
+    """enabled: take part in rounds (needs torch). threads: of the trainer. max_parameters, max_batch: limits on model
+    and batch that replace the board's."""
 
     enabled: bool = True
     threads: int = field(default=1, metadata={"min": 1, "max": 256})
@@ -61,14 +62,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Board:
-    """profile: a board that ships, by name, or a file that ends in .toml, relative to the device's home."""
+    """profile: the name of a shipped board, or a file that ends in .toml, relative to the device's home."""
 
     profile: str | None = None
 
 
 @dataclass(frozen=True)
 class Power:
-    """sensor, chip, rails: in place of the profile's. idle_w, busy_w: a meter's readings for this machine, in watts."""
+    """sensor, chip, rails: replace the profile's. idle_w, busy_w: watts of this machine, read from a meter."""
 
     sensor: str | None = field(default=None, metadata={"choices": SENSORS})
     chip: str | None = field(default=None, metadata={"max_length": 64})
@@ -82,9 +83,10 @@ WAYS = ("method", "proto", "head", "knn", "adapt", "none")
 
 @dataclass(frozen=True)
 class Personalize:
-    """by: what makes answers the device's own: what the fleet's method says, class means, a head fitted here on
-    embedded samples, the nearest samples, gradient steps, or nothing. steps, rate: of gradient steps (steps also of a
-    fitted head), in place of the method's. int8: embed by the quantized encoder, where a bundle brought one."""
+    """by: the personalizer: ``method`` (that of the fleet's method), ``proto`` (class means), ``head`` (a head fitted
+    to embedded samples), ``knn`` (nearest samples), ``adapt`` (gradient steps) or ``none``. steps, rate: of gradient
+    steps (steps also of a fitted head), replacing the method's. int8: use the quantized encoder, if the bundle has
+    one."""
 
     by: str = field(default="method", metadata={"choices": WAYS})
     steps: int | None = field(default=None, metadata={"min": 1, "max": 10_000})
@@ -94,12 +96,12 @@ class Personalize:
 
 @dataclass(frozen=True)
 class Serve:
-    """host, port: of answers over plain HTTP, for loopback or a network that is trusted; port 0 for none in
+    """host, port: where plain HTTP requests are answered, for loopback or a trusted network; port 0: not at all in
     ``edge-agent run``.
 
-    unknown: tell samples that are far from all that the device knows; unknown_quantile: the share of its own samples
-    that is to stay known. worse_by: what answers the device's held-back samples worse by more than this accuracy does
-    not take the place of what answered before: a new model, another personalization, or more labelled samples.
+    unknown: mark samples that are far from all known samples. unknown_quantile: the share of the device's own samples
+    that should count as known. worse_by: a new model, another personalization or more labelled samples are rejected
+    when the accuracy on the device's test samples falls by more than this.
     """
 
     host: str = field(default="127.0.0.1", metadata={"max_length": 255})
@@ -111,7 +113,7 @@ class Serve:
 
 @dataclass(frozen=True)
 class Settings:
-    """The whole file."""
+    """The contents of ``device.toml``."""
 
     device: Identity
     data: Data = field(default_factory=Data)
@@ -123,12 +125,12 @@ class Settings:
     tls: Tls = field(default_factory=Tls)
 
     def listening(self, host: str, port: int) -> Settings:
-        """The same, with answers over HTTP at ``host`` and ``port``."""
+        """These settings with another HTTP ``host`` and ``port``."""
         return replace(self, serve=replace(self.serve, host=host, port=port))
 
 
 def settings_of(home: Path, broker: str | None = None) -> Settings:
-    """``device.toml`` in ``home``; ``broker`` in place of the file's. Raises ConfigError."""
+    """Reads ``device.toml`` in ``home``; ``broker`` replaces the file's. Raises ConfigError."""
     path = home / "device.toml"
     if not path.exists():
         hint = "metafleet devices enroll FLEET NAME --to HOME"

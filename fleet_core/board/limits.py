@@ -1,9 +1,9 @@
-"""What an agent may do on a machine: a pure function of the board's profile, of what was found, and of the user's wish.
+"""The limits for an agent: a pure function of the board's profile, the machine as found, and the user's settings.
 
-Limits from memory are a rule of thumb, kept on the safe side. Its figures: a CIFAR LeNet (797,962 parameters) trained
-in an emulated ARM64 machine with 512 MB at a peak of 377 MB; on x86-64 a round takes 30 to 43 bytes per parameter
-beside what torch itself takes, and about 1.2 MiB per sample of a LeNet's batch
-(``benchmarks/boards/training_memory.json``). A profile or device.toml that names a limit is believed instead.
+Limits derived from memory are a conservative rule of thumb, based on these figures: a CIFAR LeNet (797,962 parameters)
+trained on an emulated ARM64 machine with 512 MB at a peak of 377 MB; on x86-64 a round takes 30 to 43 bytes per
+parameter in addition to torch itself, and about 1.2 MiB per sample of a LeNet's batch
+(``benchmarks/boards/training_memory.json``). Limits in a profile or in device.toml take precedence.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from fleet_core.board import profile as profiles
 from fleet_core.board.probe import Machine
 from fleet_core.board.profile import Profile
 
-LEAST_TRAINING_MIB = 400  # what an emulated 512 MB machine had, less what a board's graphics take
+LEAST_TRAINING_MIB = 400  # memory of an emulated 512 MB machine, minus that of a board's graphics
 LENET_PARAMETERS = 800_000
-BYTES_PER_PARAMETER = 64  # measured 42, and the update that is encoded beside it
+BYTES_PER_PARAMETER = 64  # measured: 42; plus the encoded update
 SAMPLE_MIB = 1.2
 TORCH_MIB = 320
 LEAST_GLIBC = (2, 27)
 LEAST_PYTHON = (3, 10)
-OF_WHAT_IS_SOLD = 0.7  # graphics and firmware take the rest
+LEAST_SHARE_OF_SOLD = 0.7  # of the nominal memory; graphics and firmware take the rest
 
 
 @dataclass(frozen=True)
 class Wish:
-    """The user's, from device.toml: take part in training; limits in place of the board's; threads of the trainer."""
+    """The user's settings from device.toml: whether to train, limits that replace the board's, trainer threads."""
 
     train: bool = True
     max_parameters: int | None = None
@@ -37,7 +37,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Complaint:
-    """Something that is wrong: with ``what``, and what to do about it."""
+    """A problem with ``what``, and what to do about it."""
 
     what: str
     problem: str
@@ -46,7 +46,7 @@ class Complaint:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the agent keeps to. why: it does not train, or empty. Limits are None where nothing is known to limit."""
+    """train: whether the agent trains. why: the reason why it does not, or empty. Limits are None when unknown."""
 
     train: bool
     why: str = ""
@@ -54,7 +54,7 @@ class Limits:
     max_batch: int | None = None
 
     def refuses(self, parameters: int) -> str:
-        """Why a model of so many parameters is not trained here, or empty."""
+        """Why a model with so many parameters is not trained here, or empty."""
         if not self.train:
             return self.why
         if self.max_parameters is not None and parameters > self.max_parameters:
@@ -63,7 +63,7 @@ class Limits:
 
 
 def limits(board: Profile | None, found: Machine, wish: Wish) -> Limits:
-    """Training on or off, batch and model limits."""
+    """Whether to train, and the limits on model and batch."""
     why = _why_not(board, found, wish)
     if why:
         return Limits(False, why)
@@ -76,7 +76,7 @@ def limits(board: Profile | None, found: Machine, wish: Wish) -> Limits:
 
 
 def complaints(board: Profile | None, found: Machine, wish: Wish) -> tuple[Complaint, ...]:
-    """All that is wrong between the profile, the machine and the wish."""
+    """All problems of the machine, and all contradictions between profile, machine and settings."""
     of_the_board = () if board is None else _of_the_board(board, found)
     return (*_of_the_system(found), *of_the_board, *_of_the_wish(board, found, wish))
 
@@ -96,7 +96,7 @@ def _why_not(board: Profile | None, found: Machine, wish: Wish) -> str:
 
 
 def _parameters(found: Machine) -> int | None:
-    """Half of what lies above the least goes to the model, the rest stays the system's."""
+    """Half of the memory above the minimum is for the model, the rest for the system."""
     if found.memory_mib is None:
         return None
     return LENET_PARAMETERS + (found.memory_mib - LEAST_TRAINING_MIB) * (1 << 20) // 2 // BYTES_PER_PARAMETER
@@ -111,9 +111,9 @@ def _of_the_system(found: Machine) -> Iterator[Complaint]:
         yield Complaint("architecture", f"{found.arch} with a {found.bits}-bit Python {profiles.WHY_NOT_32_BIT}",
                         profiles.WIDE_HINT)
     if found.glibc is not None and _numbers(found.glibc) < LEAST_GLIBC:
-        yield Complaint("glibc", f"{found.glibc} is older than any wheel takes", "install a newer system image")
+        yield Complaint("glibc", f"{found.glibc} is too old for any wheel", "install a newer system image")
     if found.python and _numbers(found.python) < LEAST_PYTHON:
-        yield Complaint("Python", f"{found.python} is too old", "uv python install 3.11 brings one of its own")
+        yield Complaint("Python", f"{found.python} is too old", "uv python install 3.11 installs another one")
     if "onnxruntime" not in found.packages:
         yield Complaint("onnxruntime", "is not installed: nothing can be answered", "pip install metafleet")
 
@@ -121,14 +121,14 @@ def _of_the_system(found: Machine) -> Iterator[Complaint]:
 def _of_the_board(board: Profile, found: Machine) -> Iterator[Complaint]:
     if found.arch != board.arch and not profiles.is_narrow(found.arch):
         yield Complaint("architecture", f"{found.arch} is not the profile's {board.arch}",
-                        "take the profile of this board: metafleet profiles")
+                        "use the profile of this board: metafleet profiles")
     if board.cores is not None and found.cores != board.cores:
         yield Complaint("cores", f"{found.cores} instead of {board.cores}",
-                        "is the board another one, or are cores shut off (taskset, isolcpus, a container)?")
+                        "is it another board, or are cores disabled (taskset, isolcpus, a container)?")
     if board.memory_mib and found.memory_mib is not None and not _sold(board.memory_mib, found.memory_mib):
         sold = ", ".join(map(str, board.memory_mib))
-        yield Complaint("memory", f"{found.memory_mib} MiB fit none of the variants, {sold}",
-                        "is the board another one, or memory held back (gpu_mem in config.txt, a container)?")
+        yield Complaint("memory", f"{found.memory_mib} MiB match none of the variants, {sold}",
+                        "is it another board, or is memory reserved (gpu_mem in config.txt, a container)?")
     if board.glibc is not None and found.glibc is not None and _numbers(found.glibc) < _numbers(board.glibc):
         yield Complaint("glibc", f"{found.glibc} is older than the {board.glibc} that the profile's wheels need",
                         "install a newer system image")
@@ -143,7 +143,7 @@ def _of_the_wish(board: Profile | None, found: Machine, wish: Wish) -> Iterator[
     if wish.train and not limits(board, found, wish).train:
         why = _why_not(board, found, wish)
         torch = "torch is not installed" in why
-        yield Complaint("training", f"is asked for, and {why}",
+        yield Complaint("training", f"is enabled, but {why}",
                         'pip install "metafleet[train]", or [train] enabled = false' if torch
                         else "[train] enabled = false in device.toml")
     if wish.threads > found.cores:
@@ -151,7 +151,7 @@ def _of_the_wish(board: Profile | None, found: Machine, wish: Wish) -> Iterator[
 
 
 def _sold(variants: tuple[int, ...], found_mib: int) -> bool:
-    return any(OF_WHAT_IS_SOLD * variant <= found_mib <= variant for variant in variants)
+    return any(LEAST_SHARE_OF_SOLD * variant <= found_mib <= variant for variant in variants)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What the machine at hand really has, read from the system; what it does not say is None."""
+"""Reads what the present machine has; what the system does not tell is None."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MEMORY = "proc/meminfo"
 
 @dataclass(frozen=True)
 class Machine:
-    """arch: as ``uname -m`` says. bits: of this Python, which may be 32 under a 64-bit kernel. memory_mib: that the
-    system has, less than what is sold. model: as a board names itself. packages: {name: version} that are installed.
-    """
+    """arch: as printed by ``uname -m``. bits: of this Python, which may be 32 with a 64-bit kernel. memory_mib: memory
+    of the system, which is less than the nominal size. model: the board's own name. packages: installed {name:
+    version}. """
 
     arch: str
     bits: int
@@ -33,7 +33,7 @@ class Machine:
 
 
 def machine(root: Path = Path("/")) -> Machine:
-    """This one. root: of the file system, for what is read from files."""
+    """Describes this machine. root: of the file system."""
     libc, version = platform.libc_ver()
     return Machine(
         arch=platform.machine(), bits=8 * struct.calcsize("P"), cores=_cores(), memory_mib=_memory_mib(root),
@@ -44,7 +44,7 @@ def machine(root: Path = Path("/")) -> Machine:
 
 
 def _cores() -> int:
-    """That this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -62,7 +62,7 @@ def _memory_mib(root: Path) -> int | None:
 
 
 def _model(root: Path) -> str | None:
-    """Text of the device tree, which ends with a zero byte."""
+    """The model in the device tree, whose text ends with a zero byte."""
     try:
         return (root / DEVICE_TREE_MODEL).read_bytes()[:200].rstrip(b"\0").decode("utf-8", "replace").strip() or None
     except OSError:

@@ -1,7 +1,7 @@
-"""A board's data file: TOML in which every constant that a figure depends on names its source.
+"""A board's profile: a TOML file in which every constant has a cited source.
 
-What has no source that can be cited is left out of the file, and named as absent wherever a figure would need it.
-Mistakes are told all at once, as ``file:line: key: problem``.
+A constant without a source is left out of the file and reported as absent where it would be needed. All mistakes of a
+file are reported at once, as ``file:line: key: problem``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ TOTAL = "VDD_IN"
 TEXT, LINES = 500, 32
 VERSION = r"\d+(\.\d+){1,3}"
 MEMORY_MAX = r"([1-9]\d?|100)%|[1-9]\d{0,11}[KMG]"
-"""As systemd.resource-control(5) spells it: a share of the memory that the system sees, or bytes."""
+"""As in systemd.resource-control(5): a share of the system's memory, or bytes."""
 PACKAGES = ("torch", "onnxruntime", "numpy")
 
 
 @dataclass(frozen=True)
 class Image:
-    """One operating system for the board. first_boot: how it takes its settings; ``ssh``: it must run already.
-    python: that comes with it."""
+    """An operating system for the board. first_boot: how it gets its settings; ``ssh``: it must be running already.
+    python: the version that comes with it."""
 
     name: str = field(metadata={"max_length": 200})
     first_boot: str = field(metadata={"choices": FIRST_BOOT})
@@ -42,7 +42,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Wheels:
-    """python: that the agent runs on. pins: {package: its version}. source: who found that these run here."""
+    """python: the version for the agent. pins: {package: version}. source: who found that these work here."""
 
     python: str | None = field(default=None, metadata={"pattern": VERSION})
     pins: Mapping[str, str] = field(default_factory=dict, metadata={"pattern": VERSION})
@@ -51,8 +51,8 @@ class Wheels:
 
 @dataclass(frozen=True)
 class Can:
-    """What the board is good for. train_parameters: of the largest model; train_batch: of the largest batch; both as
-    the memory allows where they are left out. source: why these."""
+    """What the board can do. train_parameters: of the largest model. train_batch: the largest batch. Without them the
+    limits follow from the memory. source: the reason for these values."""
 
     serve: bool = True
     personalize: bool = True
@@ -64,11 +64,11 @@ class Can:
 
 @dataclass(frozen=True)
 class Power:
-    """Watts of the whole board, at its input; sensor: what it can measure itself with.
+    """Watts of the whole board at its input, and its sensor.
 
-    chip: the ``name`` of a hwmon meter. rails: labels of the rails that make the total; none for the meter's own total.
-    scale, offset_w: from the sum of the rails to the input, as ``correction`` says. misses: what the sensor does not
-    see.
+    chip: the ``name`` of a hwmon meter. rails: labels of the rails that are summed; empty for the meter's own total.
+    scale, offset_w: convert the sum of the rails to the input's watts; ``correction`` is their source. misses: what the
+    sensor does not measure.
     """
 
     sensor: str = field(default="none", metadata={"choices": SENSORS})
@@ -85,7 +85,7 @@ class Power:
 
 @dataclass(frozen=True)
 class Compute:
-    """effective_flop_per_s: reached in training small models, with all cores busy."""
+    """effective_flop_per_s: achieved when training small models with all cores."""
 
     effective_flop_per_s: float | None = field(default=None, metadata={"above": 0, "max": 1e18})
     source: str | None = field(default=None, metadata={"max_length": TEXT})
@@ -93,7 +93,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Radio:
-    """j_per_byte: of a byte sent or received, above idle."""
+    """j_per_byte: joules above idle per byte sent or received."""
 
     j_per_byte: float | None = field(default=None, metadata={"min": 0, "max": 1})
     source: str | None = field(default=None, metadata={"max_length": TEXT})
@@ -101,9 +101,9 @@ class Radio:
 
 @dataclass(frozen=True)
 class Profile:
-    """One board. name: as on the command line. arch: as ``uname -m`` says. cores: where they are known. memory_mib: of
-    each variant, as it is sold. memory_max: that the agent may take, of what the system sees; by a rule where it is
-    left out. glibc: the least that its wheels need. tried: on which hardware, or that on none."""
+    """A board. name: as on the command line. arch: as printed by ``uname -m``. memory_mib: nominal memory of each
+    variant. memory_max: what the agent may use of the system's memory; by a rule if left out. glibc: the oldest version
+    that its wheels support. tried: on which hardware it was tested, or that it was not."""
 
     name: str = field(metadata={"pattern": r"[a-z0-9][a-z0-9.\-]{0,63}"})
     title: str = field(metadata={"max_length": 200})
@@ -123,12 +123,12 @@ class Profile:
 
 
 def load(path: Path) -> Profile:
-    """The profile in a file. Raises ConfigError that lists every mistake as ``file:line: key: problem``."""
+    """Reads a profile. Raises ConfigError that lists every mistake as ``file:line: key: problem``."""
     text, where = config.text_of(path), str(path)
     tables = config.tables(text, where)
     profile, problems = schema.read(Profile, tables)
     known = {problem.key for problem in problems}
-    narrow = [p for p in _narrow(tables) if p.key in known]  # in place of what the schema says of it
+    narrow = [p for p in _narrow(tables) if p.key in known]  # replaces the schema's message
     problems = [p for p in problems if p.key not in {n.key for n in narrow}]
     problems += [*narrow, *(p for p in _contradictions(tables) if p.key not in known)]
     if profile is None or problems:
@@ -138,7 +138,7 @@ def load(path: Path) -> Profile:
 
 
 def is_narrow(arch: str) -> bool:
-    """Whether ``arch``, as ``uname -m`` has it, is a 32-bit system."""
+    """Whether ``arch``, as printed by ``uname -m``, is a 32-bit architecture."""
     return arch.lower().startswith(NARROW) or arch.lower() == "arm"
 
 
@@ -149,7 +149,7 @@ def _narrow(tables: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _contradictions(tables: Mapping[str, Any]) -> Iterator[Problem]:
-    """What the types cannot say, read off the tables themselves: the file may hold other mistakes as well."""
+    """Mistakes that types cannot express. Reads the raw tables, as the file may have other mistakes as well."""
     for table, figures, source in (
         ("power", ("idle_w", "busy_w"), "source"), ("power", ("scale", "offset_w"), "correction"),
         ("compute", ("effective_flop_per_s",), "source"), ("radio", ("j_per_byte",), "source"),
@@ -160,7 +160,7 @@ def _contradictions(tables: Mapping[str, Any]) -> Iterator[Problem]:
     pins = _table(_table(tables, "wheels"), "pins")
     for package in pins:
         if package not in PACKAGES:
-            yield Problem(f"wheels.pins.{package}", "is no package that an agent needs",
+            yield Problem(f"wheels.pins.{package}", "is not a package that an agent needs",
                           schema.suggest(str(package), PACKAGES))
 
 
@@ -178,12 +178,12 @@ def _watts(power: Mapping[str, Any]) -> Iterator[Problem]:
     if isinstance(idle_w, (int, float)) and isinstance(busy_w, (int, float)) and busy_w < idle_w:
         yield Problem("power.busy_w", f"{busy_w:g} is below idle_w, {idle_w:g}")
     if sensor == "hwmon" and "chip" not in power:
-        yield Problem("power.sensor", "hwmon needs chip = \"…\": the meter's name, as /sys/class/hwmon/*/name has it")
+        yield Problem("power.sensor", "hwmon needs chip = \"…\": the meter's name in /sys/class/hwmon/*/name")
     if isinstance(rails, list) and TOTAL in rails and len(rails) > 1:
         yield Problem("power.rails", f"{TOTAL} is the whole board already: name it alone, or the others without it")
     for key in ("rails", "chip", "misses"):
         if key in power and sensor in ("none", "rapl"):
-            yield Problem(f"power.{key}", f"says nothing with sensor = \"{sensor}\"")
+            yield Problem(f"power.{key}", f"has no effect with sensor = \"{sensor}\"")
 
 
 def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:

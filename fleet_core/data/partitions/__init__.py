@@ -1,6 +1,6 @@
-"""A data set divided over devices, as the papers' experiments do it: named partitions, new devices, novel classes.
+"""Divides a data set among devices, as in the papers' experiments: named partitions, new devices, novel classes.
 
-Everything is numpy and a function of its arguments and a seed.
+Everything is a function of its arguments and a seed.
 """
 
 from __future__ import annotations

@@ -1,35 +1,35 @@
-"""Partitions that choose how many samples of each class a device holds.
+"""Partitions that choose how many samples of each class a device has.
 
 ACID-c and ALID-c: Acar et al., "Debiasing Model Updates for Improving Personalized Federated Training", ICML 2021,
-Section 4. Device i holds the c consecutive classes i, i+1, … (mod classes) in equal parts; what does not divide goes
-to its first classes. Deviation from the authors' program, which hands out the whole set sample by sample and then
-trades samples between devices: a class that has too few is refused.
+Section 4. Device i has the c consecutive classes i, i+1, … (mod classes) in equal parts; a remainder goes to its first
+classes. Deviation: a class with too few samples is an error; the authors' program deals the whole set sample by sample
+and then exchanges samples between devices.
 
 half-and-half: Fallah et al., "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
 Meta-Learning Approach", NeurIPS 2020, Section 5. The paper does not say which two classes a device of the second half
-has: here every pair of one of the first five and one of the last five in turn, each once with 50 devices. It divides
-the test data "with the same distribution" and gives no number: here a is scaled by the sizes of the two sets and
-rounded to an even number (MNIST 32, CIFAR-10 14).
+has: here the pairs of one of the first five and one of the last five classes in turn, each once with 50 devices. The
+paper divides the test data "with the same distribution" and gives no number: here a is scaled by the sizes of the two
+sets and rounded to an even number (MNIST 32, CIFAR-10 14).
 
 power-law: Dinh et al., "Personalized Federated Learning with Moreau Envelopes" (pFedMe), NeurIPS 2020, Section 5.1.
-From the paper: 20 devices, 2 labels each, 1165 to 3834 samples, 75 % of them to train on, drawn from the training and
-the test images together. Chosen: the device of rank r holds most · r^-γ samples with γ such that the last one holds
-``least``, and a seed deals the ranks; labels i and i+1 (mod classes) as in the authors' program, in equal parts; the
-cut is stratified. Deviation: no image is on two devices, and 34,935 images are used. In the authors' program the range
+From the paper: 20 devices, 2 labels each, 1165 to 3834 samples, 75 % of them for training, drawn from the training and
+test images together. Chosen here: the device of rank r has most · r^-γ samples with γ such that the last one has
+``least``, and the seed deals the ranks; labels i and i+1 (mod classes) in equal parts, as in the authors' program; a
+stratified split. Deviation: no image is on two devices, and 34,935 images are used. In the authors' program the range
 is that of the training samples, and the devices of a label have the same first images; ``benchmarks/papers/pfedme``
 draws those.
 
 dirichlet: Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-Classification", 2019. A device's class proportions are drawn from Dir(α p), p those of the train set; α is the sum
-of the parameters (a program that takes one number for every class means α / C by it). All devices are of one size, as
-in the paper; it is the largest that every class allows, so that the proportions drawn hold to within a sample. What is
-left over is not used.
+Classification", 2019. A device's class proportions are drawn from Dir(α p), where p are those of the train set; α is
+the sum of the parameters (a program with one number for every class means α / C). All devices have one size, as in the
+paper: the largest that every class allows, so that the drawn proportions are exact to one sample. Remaining samples are
+not used.
 
 classes: Lim et al., "MetaVers: Meta-Learned Versatile Representations for Personalized Federated Learning", WACV 2024,
 Table 2, which takes the setting of Shamsian et al., "Personalized Federated Learning using Hypernetworks", ICML 2021:
-each device draws its classes among those that the fewest devices hold, and a class is divided among its devices in
-proportion to numbers from U(0.4, 0.6), alike in both sets. Deviations: the number of holders need not divide; no
-sample is lost to rounding; 10,000 images for validation are not set aside.
+each device draws its classes among those that the fewest devices have, and a class is divided among its devices in
+proportion to numbers from U(0.4, 0.6), the same in both sets. Deviations: classes may have different numbers of
+devices; no sample is lost by rounding; 10,000 images for validation are not set aside.
 
 M: devices. C: classes that occur. c: classes of a device.
 """
@@ -65,9 +65,9 @@ class Acid:
 
 @dataclass(frozen=True)
 class HalfAndHalf:
-    """devices: n. a: images of each of the first five classes (196 MNIST, 68 CIFAR-10), an even number; a_test: the
-    same for the test set, or none to scale a. mixed: false leaves out the a/2 images of one of the first five classes
-    that the second half has ("diff. hetero." in Table 1)."""
+    """devices: n. a: images of each of the first five classes (196 MNIST, 68 CIFAR-10), an even number. a_test: the
+    same for the test set; None scales a. mixed: False gives the second half of the devices no images of the first five
+    classes instead of a/2 images of one of them ("diff. hetero." in Table 1)."""
 
     devices: int = field(default=50, metadata={"min": 2, "max": 100_000})
     a: int = field(default=196, metadata={"min": 2, "max": 10_000_000})
@@ -78,7 +78,7 @@ class HalfAndHalf:
 @dataclass(frozen=True)
 class PowerLaw:
     """least, most: samples of the smallest and the largest device. train_fraction: of a device's samples. A train and a
-    test set count as one."""
+    test set are combined."""
 
     devices: int = field(default=20, metadata=DEVICES)
     classes_per_device: int = field(default=2, metadata=CLASSES)
@@ -89,9 +89,9 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """concentration: α. min_samples: of a device, training and test samples together where there is one set, else
-    training samples; proportions that allow fewer are drawn again, at most 100 times. train_fraction: of a device's
-    samples where there is one set."""
+    """concentration: α. min_samples: of a device (with one set: training and test samples together, else training
+    samples); proportions that allow fewer are drawn again, up to 100 times. train_fraction: of a device's samples, if
+    there is one set."""
 
     devices: int = field(default=100, metadata=DEVICES)
     concentration: float = field(default=0.5, metadata={"min": 1e-3, "max": 1e6})
@@ -101,7 +101,7 @@ class Dirichlet:
 
 @dataclass(frozen=True)
 class SomeClasses:
-    """train_fraction: of a device's samples where there is one set."""
+    """train_fraction: of a device's samples, if there is one set."""
 
     devices: int = field(default=100, metadata=DEVICES)
     classes_per_device: int = field(default=2, metadata=CLASSES)
@@ -157,7 +157,7 @@ def dirichlet(options: Dirichlet, source: Source, rng: np.random.Generator) -> l
     raise DataError(
         f"{MAX_DRAWS} draws of the proportions gave each device {largest} samples at most",
         expected=f"min_samples, {options.min_samples}",
-        hint="fewer devices or a larger concentration",
+        hint="use fewer devices or a larger concentration",
     )
 
 
@@ -182,13 +182,13 @@ def some_classes(options: SomeClasses, source: Source, rng: np.random.Generator)
 
 
 def own_labels(source: Source, held: NDArray[np.int64], rng: np.random.Generator) -> tuple[int, ...]:
-    """A device's classes in an order of its own."""
+    """A device's classes in random order."""
     return tuple(source.classes[k] for k in rng.permutation(held))
 
 
 def spread(devices: int, each: int, classes: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Classes [M, c]: every device takes those with the fewest holders so far, ties at random. No class has two
-    holders more than another."""
+    """Classes [M, c]: every device takes those that the fewest devices have so far, ties at random. The numbers of
+    devices per class differ by at most one."""
     _enough_classes(each, classes)
     holders = np.zeros(classes, np.int64)
     held = np.empty((devices, each), np.int64)
@@ -219,7 +219,8 @@ def _enough_classes(each: int, classes: int) -> None:
 
 
 def _even(sizes: Counts, held: NDArray[np.int64], classes: int) -> Counts:
-    """Counts [M, C]: ``sizes[i]`` samples in equal parts of the classes ``held[i]``, the rest to the first of them."""
+    """Counts [M, C]: ``sizes[i]`` samples in equal parts of the classes ``held[i]``, a remainder to the first of them.
+    """
     each = held.shape[1]
     if (sizes < each).any():
         raise DataError(f"{each} classes in {sizes.min()} samples of a device", expected="a sample of every class")
@@ -250,7 +251,7 @@ def _scaled(a: int, source: Source) -> int:
 
 
 def _of_equal_size(proportions_MC: NDArray[np.float64], counts_C: Counts) -> Counts:
-    """Counts [M, C] of devices of one size, the largest that the classes allow."""
+    """Counts [M, C] of devices of equal size, the largest that the classes allow."""
     devices = len(proportions_MC)
     demand = proportions_MC.sum(axis=0)
     size = int(min(counts_C.sum() // devices, (counts_C[demand > 0] / demand[demand > 0]).min()))

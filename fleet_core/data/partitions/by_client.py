@@ -1,4 +1,4 @@
-"""Partitions that do not look at classes: by the client that recorded a sample, and at random.
+"""Partitions that do not depend on classes: by the client that recorded a sample, and at random.
 
 natural: every client of the samples is a device, as in Chen et al., "Federated Meta-Learning with Fast Convergence and
 Efficient Communication", 2018, which leaves out clients with fewer than 10 (FEMNIST), 20 (Shakespeare) or 25 (Sent140)
@@ -20,9 +20,10 @@ from fleet_core.data.time_split import by_time
 
 @dataclass(frozen=True)
 class Natural:
-    """min_samples: clients with fewer are left out. max_clients: chosen at random, 0 for all. max_samples: of each
-    client, chosen at random, 0 for all. split: ``random``, stratified by class, or ``time`` (``by_time``).
-    train_fraction: of a client's samples, or of its time. A train and a test set count as one."""
+    """min_samples: clients with fewer are left out. max_clients: number of clients chosen at random, 0 for all.
+    max_samples: number of samples of each client chosen at random, 0 for all. split: ``random``, stratified by class,
+    or ``time`` (``by_time``). train_fraction: of a client's samples, or of its time. A train and a test set are
+    combined."""
 
     min_samples: int = field(default=2, metadata={"min": 2, "max": 10_000_000})
     max_clients: int = field(default=0, metadata={"min": 0, "max": 10_000_000})
@@ -33,7 +34,7 @@ class Natural:
 
 @dataclass(frozen=True)
 class Iid:
-    """train_fraction: of a device's samples where there is one set."""
+    """train_fraction: of a device's samples, if there is one set."""
 
     devices: int = field(default=100, metadata=DEVICES)
     train_fraction: float = field(default=0.75, metadata=FRACTION)

@@ -17,7 +17,7 @@ from fleet_core.data.samples import Samples
 
 @dataclass(frozen=True)
 class Partition:
-    """options: the class of its options. make: (options, source, generator) to shares. source: where it is from."""
+    """options: the class of its options. make: (options, source, generator) -> shares. source: the paper."""
 
     name: str
     title: str
@@ -56,14 +56,14 @@ PARTITIONS: dict[str, Partition] = {
 def partition(
     name: str, options: Any, train: Samples, test: Samples | None = None, *, seed: int, without: Collection[int] = ()
 ) -> tuple[Share, ...]:
-    """The shares of all devices: the same for the same arguments, others for another seed.
+    """The shares of all devices, a function of the arguments.
 
     Args:
         options: of the class ``PARTITIONS[name].options``.
-        train: the samples, or those to train on where ``test`` has those to evaluate on.
+        train: all samples, or only the training samples if ``test`` has the test samples.
         without: classes that no device gets.
 
-    Raises DataError, before anything is made, where the options are out of their limits or the samples too few.
+    Raises DataError when options are out of their limits or the samples are too few.
     """
     if name not in PARTITIONS:
         raise DataError(

@@ -1,11 +1,12 @@
-"""Devices that took no part in training: held out by client, or with classes that no other device has.
+"""New devices, which took no part in training: held out by client, or with classes that no other device has.
 
 ``hold_out`` and ``support_query``: Chen et al., "Federated Meta-Learning with Fast Convergence and Efficient
-Communication", 2018, Section 4.1: 80 % of the clients train, 10 % validate, 10 % are evaluated, on a query set after
-they have seen a support set of 20, 50 or 90 % of their samples. ``newcomers``: Lim et al. (MetaVers), WACV 2024,
-Section 4.2, 5-way 5-shot on classes that ``partition(…, without=classes)`` keeps from all others. Deviation from the
-authors' program, which divides all images of five classes among ten devices: each device has as many samples as its
-options say. """
+Communication", 2018, Section 4.1: 80 % of the clients are for training, 10 % for validation and 10 % for testing, on a
+query set after adaptation to a support set of 20, 50 or 90 % of their samples. ``newcomers``: Lim et al. (MetaVers),
+WACV 2024, Section 4.2, 5-way 5-shot on classes that ``partition(…, without=classes)`` keeps from all other devices.
+Deviation: the number of samples of a device is an option; the authors' program divides all images of five classes among
+ten devices.
+"""
 
 from __future__ import annotations
 
@@ -46,19 +47,19 @@ class Newcomers:
 def hold_out(
     shares: Sequence[Share], fractions: tuple[float, float, float] = (0.8, 0.1, 0.1), *, seed: int
 ) -> tuple[tuple[Share, ...], tuple[Share, ...], tuple[Share, ...]]:
-    """(train, validation, test) devices, at random, each in the order of ``shares``.
+    """(train, validation, test) devices, chosen at random, each in the order of ``shares``.
 
-    A part whose fraction is above 0 has at least one device. Raises DataError for fractions that are no parts of a
-    whole, or fewer devices than parts.
+    A part with a fraction above 0 has at least one device. Raises DataError for fractions that do not sum to 1, or
+    fewer devices than parts.
     """
     if min(fractions) < 0 or not abs(sum(fractions) - 1) < 1e-9:
         raise DataError(f"fractions of {fractions}", expected="three numbers of 0 or more that sum to 1")
-    asked = np.array(fractions) > 0
-    if len(shares) < asked.sum():
-        raise DataError(f"{len(shares)} devices for {asked.sum()} parts", expected="a device or more for each part")
+    nonempty = np.array(fractions) > 0
+    if len(shares) < nonempty.sum():
+        raise DataError(f"{len(shares)} devices for {nonempty.sum()} parts", expected="at least one device per part")
     counts = apportion(np.array([fractions]), np.array([len(shares)]))[0]
-    while (counts < asked).any():
-        counts[np.argmin(counts - asked)] += 1
+    while (counts < nonempty).any():
+        counts[np.argmin(counts - nonempty)] += 1
         counts[np.argmax(counts)] -= 1
     order = generator(seed, "hold-out").permutation(len(shares))
     train, validation, test = np.split(order, np.cumsum(counts)[:-1])
@@ -70,10 +71,10 @@ def _taken(shares: Sequence[Share], places: NDArray[np.int64]) -> tuple[Share, .
 
 
 def support_query(share: Share, y: NDArray[np.int64], support_fraction: float, *, seed: int) -> tuple[Rows, Rows]:
-    """(support, query): all rows of the device, its training and its test rows alike, split at random by class.
+    """(support, query): all rows of the device, for training and test, split at random and stratified by class.
 
-    Every class is in the support, which may grow beyond its fraction for that; a class with one sample is never asked
-    for. y: int64 [N], the labels of the pool. Raises DataError where no class has two samples.
+    Every class is in the support, which may exceed its fraction for that; a class with one sample is not in the query.
+    y: int64 [N], the labels of the pool. Raises DataError when no class has two samples.
     """
     if not 0 < support_fraction < 1:
         raise DataError(f"a support fraction of {support_fraction}", expected="a number between 0 and 1")
@@ -86,8 +87,8 @@ def support_query(share: Share, y: NDArray[np.int64], support_fraction: float, *
 
 
 def time_split(share: Share, samples: Samples, fraction: float) -> tuple[Rows, Rows]:
-    """(support, query): of all rows of the device those in the first ``fraction`` of its time (``by_time``), and the
-    rest. A class that comes later is not in the support. samples: the pool."""
+    """(support, query): all rows of the device, split after the first ``fraction`` of its time (``by_time``). A class
+    that occurs only later is not in the support. samples: the pool."""
     rows = np.sort(share.rows)
     time = None if samples.time is None else samples.time[rows]
     early, late = by_time(Samples(rows[:, None], samples.y[rows], time=time), fraction)
@@ -95,8 +96,8 @@ def time_split(share: Share, samples: Samples, fraction: float) -> tuple[Rows, R
 
 
 def within(shares: Sequence[Share], samples: Samples, split: str, fraction: float, *, seed: int) -> tuple[Share, ...]:
-    """The same devices with nothing but what they train on, split again: by ``time``, or at ``random`` by class. What
-    they are evaluated on otherwise is on none of them."""
+    """The same devices with only their training rows, split again into training and test rows: by ``time``, or at
+    ``random`` by class. Their original test rows are not used."""
     alone = [replace(share, test=share.train[:0]) for share in shares]
     if split == "time":
         parts = [time_split(share, samples, fraction) for share in alone]
@@ -108,10 +109,9 @@ def within(shares: Sequence[Share], samples: Samples, split: str, fraction: floa
 def newcomers(
     options: Newcomers, train: Samples, test: Samples | None, classes: Collection[int], *, seed: int
 ) -> tuple[Share, ...]:
-    """Devices new-0, new-1, … that hold nothing but ``classes``, numbered by each device for itself.
+    """Devices new-0, new-1, … that have only ``classes``; each device numbers them in its own order.
 
-    Rows come from both sets and no row is on two devices. Raises DataError where the classes or their samples are too
-    few.
+    Rows come from both sets, and no row is on two devices. Raises DataError when classes or samples are too few.
     """
     y = train.y if test is None else np.concatenate([train.y, test.y])
     occurring = set(np.unique(y).tolist())

@@ -1,8 +1,8 @@
-"""The rows that a device holds of a data set, and the dealing that all partitions have in common.
+"""Shares: the rows of a data set that a device has, and how partitions deal them.
 
-A partition draws from a train set and a test set, or from one set. Rows count through both: row r of the test set is
-row len(train) + r, and ``pool`` makes the Samples that they index. Of one set, a device learns from some rows and is
-evaluated on others. No row is dealt twice.
+A partition draws from a train set and a test set, or from one set, which it divides. Rows are numbered through both
+sets: row r of the test set is row len(train) + r, and ``pool`` returns the Samples that they index. No row is dealt
+twice.
 
 M: devices. C: classes that occur. N: rows of the pool.
 """
@@ -24,15 +24,15 @@ from fleet_core.data.samples import Samples
 
 Rows = NDArray[np.int64]
 Counts = NDArray[np.int64]
-Hand = tuple[Rows, Rows]  # what a device learns from, what it is evaluated on
+Hand = tuple[Rows, Rows]  # training rows, test rows
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """The part of one device.
+    """The rows of one device.
 
-    train, test: int64 [n] and [m], rows of the pool in ascending order, disjoint.
-    labels: None, or the device's own numbering: its label k stands for class labels[k].
+    train, test: int64 [n] and [m], disjoint rows of the pool in ascending order.
+    labels: None, or the device's own numbering: its label k is class labels[k].
     """
 
     name: str
@@ -46,7 +46,7 @@ class Share:
         return np.concatenate([self.train, self.test])
 
     def relabelled(self, y: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Classes int64 [n] as the device numbers them. Raises DataError for a class that the device does not hold."""
+        """Classes int64 [n] in the device's numbering. Raises DataError for a class that the device does not have."""
         if self.labels is None:
             return y
         own = np.array(self.labels, np.int64)
@@ -55,11 +55,11 @@ class Share:
         strange = np.flatnonzero(own[order[places]] != y)
         if strange.size:
             known = ", ".join(map(str, sorted(self.labels)))
-            raise DataError(f"holds no class {y[strange[0]]}", where=self.name, expected=f"one of {known}")
+            raise DataError(f"has no class {y[strange[0]]}", where=self.name, expected=f"one of {known}")
         return order[places].astype(np.int64)
 
     def take(self, samples: Samples, rows: Rows) -> Samples:
-        """Some of the device's rows of the pool, with the device's own labels and their names."""
+        """Samples of some of the device's rows, with the device's own labels and class names."""
         taken = samples.take(rows)
         names = taken.classes
         if self.labels is not None and names is not None:
@@ -68,7 +68,7 @@ class Share:
 
 
 def pool(train: Samples, test: Samples | None = None) -> Samples:
-    """Both sets as one, the train set first: what the rows of shares index. Raises DataError where they differ."""
+    """The concatenated sets, which the rows of shares index. Raises DataError when the sets do not match."""
     if test is None:
         return train
     for what, first, second in (
@@ -93,7 +93,7 @@ def _both(name: str, train: NDArray[Any] | None, test: NDArray[Any] | None) -> N
 
 
 def generator(seed: int, *words: str) -> np.random.Generator:
-    """Draws of their own for every use of one seed. Raises DataError for a negative seed."""
+    """A random generator for one use of a seed; ``words`` name the use. Raises DataError for a negative seed."""
     if seed < 0:
         raise DataError(f"a seed of {seed}", expected="0 or more")
     return np.random.default_rng([seed, *(zlib.crc32(word.encode()) for word in words)])
@@ -101,7 +101,7 @@ def generator(seed: int, *words: str) -> np.random.Generator:
 
 @contextlib.contextmanager
 def checked(options: Any, where: str) -> Iterator[None]:
-    """Raises DataError with every option that is outside its limits, and names ``where`` in those raised inside."""
+    """Raises DataError that lists every option outside its limits; DataErrors raised inside get ``where``."""
     _, problems = schema.read(type(options), schema.plain(options))
     if problems:
         raise DataError("\n".join(map(str, problems)), where=where)
@@ -115,8 +115,8 @@ def checked(options: Any, where: str) -> Iterator[None]:
 
 
 def apportion(shares: NDArray[np.float64], totals: Counts) -> Counts:
-    """Whole numbers [M, C] that sum to ``totals`` [M] by row, each within one of its share (largest remainders). Where
-    all shares of a row are 0, its total must be 0."""
+    """Integers [M, C] in proportion to ``shares``, whose rows sum to ``totals`` [M], by largest remainders. A row of
+    zero shares must have the total 0."""
     weight = shares.sum(axis=1, keepdims=True)
     exact = shares / np.where(weight > 0, weight, 1) * totals[:, None]
     whole: Counts = np.floor(exact).astype(np.int64)
@@ -126,17 +126,17 @@ def apportion(shares: NDArray[np.float64], totals: Counts) -> Counts:
 
 
 def on_classes(held_Mc: NDArray[np.int64], values: ArrayLike, classes: int) -> Counts:
-    """Counts [M, C]: ``values``, one number or [M, c], at the classes that each device holds, 0 elsewhere."""
+    """Counts [M, C]: ``values``, one number or [M, c], at the classes of each device, 0 elsewhere."""
     counts = np.zeros((len(held_Mc), classes), np.int64)
     np.put_along_axis(counts, held_Mc, values, axis=1)
     return counts
 
 
 def cut(counts_MC: Counts, fraction: float) -> Counts:
-    """How many of each device's samples of each class [M, C] come before the cut: ``fraction`` of them, stratified.
+    """The stratified counts [M, C] of the first part, when ``fraction`` of each device's samples are in it.
 
-    A device of two samples or more has some on both sides, a device of one sample on the first. A class of two or more
-    is on the first side at least once, for which that side may grow beyond ``fraction``.
+    With two samples or more, both parts of a device are non-empty; a single sample is in the first part. A class with
+    two samples or more has at least one in the first part, which may therefore exceed ``fraction``.
     """
     sizes = counts_MC.sum(axis=1)
     wanted = np.floor(sizes * fraction + 0.5).astype(np.int64)
@@ -145,10 +145,10 @@ def cut(counts_MC: Counts, fraction: float) -> Counts:
 
 
 def split_rows(rows: Rows, y: NDArray[np.int64], before: Counts, rng: np.random.Generator) -> Hand:
-    """Rows [n] with their classes y [n] split at random: ``before[k]`` rows of the k-th class that occurs, the rest."""
+    """Splits rows [n] with classes y [n] at random: ``before[k]`` rows of the k-th class that occurs, and the rest."""
     kinds = np.unique(y, return_inverse=True)[1]
     order = rng.permutation(rows.size)
-    order = order[np.argsort(kinds[order], kind="stable")]  # class after class, at random within
+    order = order[np.argsort(kinds[order], kind="stable")]  # sorted by class, random within a class
     sizes = np.bincount(kinds)
     place = np.arange(rows.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     first = place < np.repeat(before, sizes)
@@ -160,8 +160,8 @@ def split_rows(rows: Rows, y: NDArray[np.int64], before: Counts, rng: np.random.
 
 @dataclass(frozen=True, eq=False)
 class Stock:
-    """One set to draw from. rows: int64 [n], of the pool. kinds: int64 [n], their classes as places in
-    ``Source.classes``. counts: int64 [C], rows of each class."""
+    """A set to draw from. rows: int64 [n], of the pool. kinds: int64 [n], their classes as indices into
+    ``Source.classes``. counts: int64 [C], rows per class."""
 
     name: str
     rows: Rows
@@ -175,7 +175,7 @@ class Stock:
         ]
 
     def deal(self, wanted_MC: Counts, rng: np.random.Generator) -> list[Rows]:
-        """``wanted_MC[i, k]`` rows of class k for device i, at random."""
+        """Deals ``wanted_MC[i, k]`` random rows of class k to device i."""
         devices = len(wanted_MC)
         owner = np.full(self.rows.size, devices)
         for k, column in enumerate(wanted_MC.T):
@@ -187,8 +187,8 @@ class Stock:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a partition draws from. classes: the labels that occur, ascending. test: None where there is one set.
-    y int64 [N], client str [N] and time float64 [N], or None: of the pool."""
+    """What a partition draws from. classes: the labels that occur, ascending. test: None with one set. y: int64 [N],
+    client: str [N] or None, time: float64 [N] or None, of the pool."""
 
     classes: tuple[int, ...]
     train: Stock
@@ -199,15 +199,15 @@ class Source:
 
     @staticmethod
     def of(train: Samples, test: Samples | None, without: Collection[int] = ()) -> Source:
-        """Rows of the classes ``without`` are in neither stock. Raises DataError for such a class that does not occur,
-        or where no row is left."""
+        """Excludes the rows of the classes ``without``. Raises DataError when such a class does not occur, or no row is
+        left."""
         y = train.y if test is None else np.concatenate([train.y, test.y])
         absent = sorted(set(without) - set(np.unique(y).tolist()))
         if absent:
-            raise DataError(f"holds no class {absent[0]} to keep out", expected="classes that occur")
+            raise DataError(f"has no class {absent[0]} to exclude", expected="classes that occur")
         rows = np.flatnonzero(~np.isin(y, list(without)))
         if not rows.size:
-            raise DataError("holds no samples to divide")
+            raise DataError("has no samples to divide")
         classes, kinds = np.unique(y[rows], return_inverse=True)
         early = rows < len(train)
 
@@ -224,7 +224,7 @@ class Source:
         )
 
     def as_one(self) -> Source:
-        """The two sets as one."""
+        """The two sets combined."""
         if self.test is None:
             return self
         first, second = self.train, self.test
@@ -237,7 +237,7 @@ class Source:
         return replace(self, train=whole, test=None)
 
     def check(self, train_MC: Counts, test_MC: Counts) -> None:
-        """Raises DataError with every class that has too few samples, or with the devices left without any."""
+        """Raises DataError that lists the classes with too few samples and the number of devices without samples."""
         train_C, test_C = train_MC.sum(axis=0), test_MC.sum(axis=0)
         if self.test is None:
             short = self.train.shortages(train_C + test_C, self.classes)
@@ -245,13 +245,13 @@ class Source:
             short = self.train.shortages(train_C, self.classes) + self.test.shortages(test_C, self.classes)
         empty = np.flatnonzero((train_MC.sum(axis=1) == 0) | (test_MC.sum(axis=1) == 0)).tolist()
         if empty:
-            short.append(f"{len(empty)} of {len(train_MC)} devices are left without training or without test samples")
+            short.append(f"{len(empty)} of {len(train_MC)} devices would have no training or no test samples")
         if short:
-            hint = "fewer devices, or fewer samples for each"
+            hint = "use fewer devices, or fewer samples for each"
             raise DataError("\n".join(shortened(short)), hint=hint)
 
     def deal(self, train_MC: Counts, test_MC: Counts, rng: np.random.Generator) -> list[Hand]:
-        """Rows for every device. Raises DataError as ``check``, before any row is drawn."""
+        """Deals rows to every device. Raises DataError like ``check``, before any row is drawn."""
         self.check(train_MC, test_MC)
         if self.test is None:
             hands = self.train.deal(np.concatenate([train_MC, test_MC]), rng)
@@ -260,7 +260,7 @@ class Source:
 
 
 def shares_of(hands: list[Hand], labels: list[tuple[int, ...]] | None = None, prefix: str = "device") -> list[Share]:
-    """Hands with the names device-0, device-1, … of equal length."""
+    """Shares named device-0, device-1, …, with numbers of equal width."""
     width = len(str(len(hands) - 1))
     return [
         Share(f"{prefix}-{i:0{width}}", *hand, None if labels is None else labels[i]) for i, hand in enumerate(hands)

@@ -1,14 +1,14 @@
-"""Synthetic(α, β): a made federated set with models and inputs that differ from device to device.
+"""Synthetic(α, β): a synthetic federated data set whose models and inputs differ between devices.
 
 Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, Section 5.1: 60 features, 10 classes,
 y = argmax softmax(W_k x + b_k) with W_k, b_k ~ N(u_k, 1), u_k ~ N(0, α); x ~ N(v_k, Σ), Σ_jj = j^-1.2, v_k ~ N(B_k, 1),
-B_k ~ N(0, β); sizes by a power law. Dinh et al. (pFedMe, NeurIPS 2020) take (0.5, 0.5), 100 devices and 250 to 25,810
-samples. The paper's N(0, α) has the variance α, like its N(v_k, Σ); its authors' program takes α for the standard
-deviation (``spread``). From the program: sizes that are lognormal(4, 2) above a least one, of numpy's legacy generator;
-seed 0 gives pFedMe's. Chosen: no device has more than ``most``.
+B_k ~ N(0, β); sizes by a power law. Dinh et al. (pFedMe, NeurIPS 2020) use (0.5, 0.5), 100 devices and 250 to 25,810
+samples. The paper's N(0, α) has the variance α, like its N(v_k, Σ); the authors' program uses α as the standard
+deviation (``spread``). From the program: sizes are a minimum plus lognormal(4, 2), drawn by numpy's legacy generator;
+seed 0 gives pFedMe's. Chosen here: no device has more than ``most``.
 
-u_k moves all logits of a sample alike, so no label depends on α: whatever it is, the models of two devices differ by
-their own draws of W and b.
+u_k shifts all logits of a sample equally, so labels do not depend on α. For any α the models of two devices differ by
+their draws of W and b.
 
 N: samples. F: features. C: classes.
 """
@@ -24,7 +24,7 @@ from fleet_core.data.samples import Samples
 
 FEATURES = 60
 CLASSES = 10
-LEAST_OF_LI = 50  # samples of the smallest device in Li's program; ``least`` scales all sizes with it
+LEAST_OF_LI = 50  # samples of the smallest device in Li's program; sizes are scaled by ``least`` / 50
 SPREADS = ("variance", "deviation")
 
 
@@ -38,13 +38,13 @@ def synthetic(
     most: int = 25_810,
     spread: str = "variance",
 ) -> Samples:
-    """x float32 [N, 60], y int64 [N], client: the device, of which rows lie together.
+    """x float32 [N, 60], y int64 [N], client: the device; its rows are consecutive.
 
     Args:
-        alpha: how far the means of the devices' weights differ (no label depends on it, see above).
-        beta: how far the means of their inputs differ.
+        alpha: how much the means of the devices' weights differ (labels do not depend on it, see above).
+        beta: how much the means of their inputs differ.
         least, most: samples of a device.
-        spread: what alpha and beta are of their distributions, ``variance`` or ``deviation``.
+        spread: whether alpha and beta are the ``variance`` or the standard ``deviation`` of their distributions.
 
     Raises DataError for values out of range.
     """
@@ -68,7 +68,7 @@ def synthetic(
 
 
 def device_sizes(devices: int, seed: int, least: int, most: int) -> NDArray[np.int64]:
-    """int64 [devices]: least / 50 · (50 + lognormal(4, 2)), at most ``most``; the legacy generator of the program."""
+    """int64 [devices]: least / 50 · (50 + lognormal(4, 2)), at most ``most``, by the program's legacy generator."""
     drawn = np.random.RandomState(seed % 2**32).lognormal(4, 2, devices).astype(np.int64)
     return np.minimum(least * (LEAST_OF_LI + drawn) // LEAST_OF_LI, most)
 

@@ -151,7 +151,8 @@ def _samples(
         x = _array(found["x"], where)
         shape = shape or x.shape
         if x.shape != shape:
-            raise DataError(f"x has shape {list(x.shape)}", where=where, expected=f"{list(shape)}, as in the first sample")
+            raise DataError(f"x has shape {list(x.shape)}", where=where,
+                            expected=f"{list(shape)}, as in the first sample")
         exact = x.dtype.kind in "iu" and bool(np.abs(x.astype(np.float64)).max() < MAX_EXACT)
         all_integers = all_integers and exact
         values.frombytes(x.astype(np.float64).tobytes())

@@ -1,1 +1,1 @@
-"""The named data sets: what there is, where it is fetched from, how it is checked, and the readers of the originals."""
+"""The named data sets: the registry, downloads, the cache, and the readers of the original files."""

@@ -1,4 +1,4 @@
-"""Members of compressed files and archives, read one by one within bounds; no name in them is ever a path here."""
+"""Reads members of compressed files and archives one by one, with size limits. Their names are never used as paths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BROKEN = (OSError, EOFError, ValueError, NotImplementedError, RuntimeError, tarf
 
 
 def gunzip(path: Path, limit_bytes: int) -> bytes:
-    """The content of a .gz file, or of the same file unpacked. Raises DataError, also over ``limit_bytes``."""
+    """The content of a .gz file, or of the same file already unpacked. Raises DataError, also over ``limit_bytes``."""
     try:
         with path.open("rb") as file:
             packed = file.read(2) == GZIP_MAGIC
@@ -45,10 +45,10 @@ def unlzma(path: Path, to: IO[bytes], limit_bytes: int) -> None:
         raise DataError(f"cannot be unpacked: {error}", where=str(path)) from error
 
 
-def tar_files(path: Path, wanted: Callable[[str], bool], limit_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the plain files of a .tar.gz whose name is wanted, in their order.
+def tar_files(path: Path, wanted: Callable[[str], object], limit_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of the regular files of a .tar.gz whose name is wanted, in their order.
 
-    limit_bytes: of the whole archive unpacked. Links, devices and folders are passed over. Raises DataError.
+    limit_bytes: of the whole archive unpacked. Links, devices and folders are ignored. Raises DataError.
     """
     try:
         with gzip.open(path) as packed:
@@ -61,16 +61,16 @@ def tar_files(path: Path, wanted: Callable[[str], bool], limit_bytes: int) -> It
                     content = archive.extractfile(member)
                     data = b"" if content is None else content.read()
                     if len(data) != member.size:
-                        raise DataError("is cut short", where=f"{path}: {member.name}")
+                        raise DataError("is truncated", where=f"{path}: {member.name}")
                     yield member.name, data
     except BROKEN as error:
         raise DataError(f"cannot be unpacked: {error}", where=str(path)) from error
 
 
 def zip_files(
-    source: Path | bytes, wanted: Callable[[str], bool], limit_bytes: int, where: str
+    source: Path | bytes, wanted: Callable[[str], object], limit_bytes: int, where: str
 ) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the plain files of a .zip whose name is wanted, in their order.
+    """(name, content) of the regular files of a .zip whose name is wanted, in their order.
 
     limit_bytes: of the wanted files together, unpacked. Raises DataError.
     """
@@ -82,7 +82,7 @@ def zip_files(
                 if info.is_dir() or not wanted(info.filename):
                     continue
                 if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise DataError("is compressed in an unusual way", where=f"{where}: {info.filename}")
+                    raise DataError("has an unsupported compression", where=f"{where}: {info.filename}")
                 total += info.file_size
                 _bound(total, limit_bytes, where)
                 with archive.open(info) as member:
@@ -92,7 +92,7 @@ def zip_files(
 
 
 class _Bounded:
-    """The reading side of a stream, which ends in a DataError after ``limit_bytes``."""
+    """A readable stream that raises DataError after ``limit_bytes``."""
 
     def __init__(self, stream: IO[bytes], limit_bytes: int, where: str):
         self._stream, self._limit_bytes, self._where = stream, limit_bytes, where
@@ -113,9 +113,9 @@ def _at_most(stream: IO[bytes], limit_bytes: int, where: str) -> bytes:
 
 def _bound(size_bytes: int, limit_bytes: int, where: str) -> None:
     if size_bytes > limit_bytes:
-        raise DataError(f"holds more than {limit_bytes} bytes unpacked", where=where)
+        raise DataError(f"has more than {limit_bytes} bytes unpacked", where=where)
 
 
 def _few(count: int, where: str) -> None:
     if count >= MAX_MEMBERS:
-        raise DataError(f"holds more than {MAX_MEMBERS} members", where=where)
+        raise DataError(f"has more than {MAX_MEMBERS} members", where=where)

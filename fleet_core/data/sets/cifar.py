@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009) from their binary version; the pickled one is never read.
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009) from their binary version; the pickled version is never read.
 
 A record is one label byte (CIFAR-100: the coarse one, then the fine one) and 3,072 bytes of a 3×32×32 image.
 """
@@ -46,7 +46,7 @@ def cifar_10(files: Mapping[str, Path]) -> tuple[Samples, Samples]:
 
 
 def cifar_100(files: Mapping[str, Path]) -> tuple[Samples, Samples]:
-    """x uint8 [N, 3, 32, 32], y int64 [N]: the fine labels, named as the archive names them."""
+    """x uint8 [N, 3, 32, 32], y int64 [N]: the fine labels, with the archive's names."""
     path = files["cifar-100-binary.tar.gz"]
     found = _members(path, HUNDRED, ("train.bin", "test.bin", FINE_NAMES))
     names = tuple(found[FINE_NAMES].decode("ascii", "replace").split())

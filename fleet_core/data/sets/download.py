@@ -1,4 +1,4 @@
-"""One registered file over HTTP: streamed, bounded, resumed, and checked by size and sha256 before it is there."""
+"""Downloads a registered file over HTTP: with a size limit, resuming, and checks of size and sha256."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ CHUNK_BYTES = 1 << 18
 TIMEOUT_S = 30.0
 ATTEMPTS = 4  # for each URL
 FIRST_WAIT_S = 1.0  # doubled at every further attempt
-AGAIN = (408, 416, 425, 429, 500, 502, 503, 504)
+RETRIED = (408, 416, 425, 429, 500, 502, 503, 504)  # HTTP status codes
 AGENT = f"metafleet/{__version__}"
 
 Show = Callable[[str, int, int], None]  # file, bytes so far, bytes in all
 
 
 def unseen(file: str, done: int, total: int) -> None:
-    """Shows nothing."""
+    """Shows no progress."""
 
 
 def download(
     original: Original, folder: Path, show: Show = unseen, *, wait: Callable[[float], None] = time.sleep
 ) -> tuple[Path, str]:
-    """(path, URL) of the checked file in ``folder``; its URLs are tried in order.
+    """Downloads a file to ``folder``; its URLs are tried in order. Returns (path, URL).
 
-    A later call goes on where an earlier one stopped, and takes a file that is whole as it is. Proxies are taken as
-    urllib takes them, from the environment. wait: sleeps so many seconds between two attempts.
+    A later call resumes where an earlier one stopped, and returns a complete file at once. Proxies come from the
+    environment, as for urllib. wait: sleeps between two attempts, given seconds.
 
-    Raises LinkError with what was wrong at every URL, and StateError when it cannot be written.
+    Raises LinkError with the failure of every URL, and StateError when the file cannot be written.
     """
     path = folder / f"{original.sha256[:16]}-{original.name}"
     reasons = []
@@ -54,7 +54,7 @@ def download(
     except OSError as error:
         raise _unwritable(path, error) from error
     raise LinkError(f"{original.name} could not be fetched:\n  " + "\n  ".join(reasons),
-                    hint="try again later, which goes on where it stopped, or take a local copy with --from")
+                    hint="try again later, which resumes the download, or use a local copy with --from")
 
 
 def _unwritable(path: Path, error: BaseException | None) -> StateError:
@@ -76,15 +76,15 @@ class _Disk(Exception):
 
 
 class _Wrong(Exception):
-    """What arrived is not the file; it must go."""
+    """The received file is not the registered one and must be deleted."""
 
 
 class _Other(Exception):
-    """What this URL announces is not the file; nothing was taken."""
+    """The URL announces another file; nothing was read."""
 
 
 def _from(url: str, original: Original, path: Path, show: Show, wait: Callable[[float], None]) -> str | None:
-    """Fetches ``path`` from one URL; what was wrong, or None when it is whole and right."""
+    """Downloads ``path`` from one URL. Returns why it failed, or None when the file is complete and correct."""
     reason = ""
     for attempt in range(ATTEMPTS):
         if attempt:
@@ -105,7 +105,7 @@ def _from(url: str, original: Original, path: Path, show: Show, wait: Callable[[
             reason = f"HTTP {error.code} {error.reason}"
             if error.code == 416:
                 path.unlink(missing_ok=True)
-            if error.code not in AGAIN:
+            if error.code not in RETRIED:
                 return reason
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
@@ -121,11 +121,11 @@ def _stream(url: str, original: Original, path: Path, show: Show) -> None:
             request.add_header("Range", f"bytes={have}-")
         with urllib.request.build_opener().open(request, timeout=TIMEOUT_S) as answer:
             if not (answer.headers.get("Content-Range") or "").startswith(f"bytes {have}-"):
-                have = 0  # the server begins anew
+                have = 0  # the server sends the whole file
             _announced(answer.headers.get("Content-Length"), original.bytes - have)
             have = _write(answer, original, path, have, show)
     if have < original.bytes:
-        raise ConnectionError(f"cut after {have} of {original.bytes} bytes")
+        raise ConnectionError(f"ended after {have} of {original.bytes} bytes")
     found = digest(path)
     if found != original.sha256:
         raise _Wrong(f"has sha256 {found}, expected {original.sha256}")
@@ -137,7 +137,7 @@ def _announced(length: str | None, wanted_bytes: int) -> None:
 
 
 def _write(answer: IO[bytes], original: Original, path: Path, have: int, show: Show) -> int:
-    """Puts what arrives behind the first ``have`` bytes; how many there are then."""
+    """Appends the answer to the first ``have`` bytes of the file. Returns the new size."""
     with _opened(path, have) as file:
         while chunk := answer.read(CHUNK_BYTES):
             have += len(chunk)

@@ -1,4 +1,4 @@
-"""How a named set gets into the cache: from its public places, or from a local copy."""
+"""Puts a named set into the cache: from its public sites, or from a local copy."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ OWN_FORM = "a local copy in metafleet's form, not checked by sha256"
 
 
 def fetch(entry: Entry, show: Show = unseen) -> Note:
-    """Downloads the originals, converts them and keeps the result; the originals are deleted then.
+    """Downloads the originals, converts them, stores the result and deletes the originals.
 
-    Raises DataError where the set has no public place or its files are not as registered, LinkError, StateError.
+    Raises DataError when the set has no public site or its files are not as registered, LinkError, StateError.
     """
     if not entry.files:
         raise DataError(f"'{entry.name}' cannot be fetched", expected=entry.source,
                         hint=f"metafleet datasets fetch {entry.name} --from PATH")
     downloads = set_cache.home() / entry.name / "downloads"
     with _alone(entry):
-        got = {file.name: download(file, downloads, show) for file in entry.files}
-        sources = tuple(Source(file.name, got[file.name][1], file.sha256, file.bytes) for file in entry.files)
-        note = _converted(entry, {name: path for name, (path, _) in got.items()}, sources)
+        fetched = {file.name: download(file, downloads, show) for file in entry.files}
+        sources = tuple(Source(file.name, fetched[file.name][1], file.sha256, file.bytes) for file in entry.files)
+        note = _convert(entry, {name: path for name, (path, _) in fetched.items()}, sources)
         shutil.rmtree(downloads, ignore_errors=True)
     return note
 
 
 def take(entry: Entry, path: Path, *, remark: str = "") -> Note:
-    """Keeps a local copy: the original file, a folder that holds the originals, or metafleet's own form.
+    """Stores a local copy: the original file, a folder with the originals, or metafleet's own form.
 
-    The originals are known by their sha256, also unpacked where the registry knows that form. metafleet's form is a
-    .npz, or a folder with ``train.npz`` and, where there is a test part, ``test.npz``; it is checked for shape, dtype
-    and classes, and the note says that its sha256 was not. Raises DataError and StateError.
+    Originals are recognised by their sha256, also unpacked if the registry lists that form. metafleet's form is a .npz,
+    or a folder with ``train.npz`` and, if there is a test part, ``test.npz``. Its shape, dtype and classes are checked,
+    and the note says that its sha256 was not. Raises DataError and StateError.
     """
     if not path.exists():
         raise DataError("does not exist", where=str(path))
@@ -65,17 +65,17 @@ def take(entry: Entry, path: Path, *, remark: str = "") -> Note:
         return _own(entry, path / TRAIN, path / TEST if (path / TEST).is_file() else None, remark)
     with _alone(entry):
         found = _originals(entry, path)
-        return _converted(entry, found, tuple(map(source, found, found.values())), remark)
+        return _convert(entry, found, tuple(map(source, found, found.values())), remark)
 
 
 def keep(entry: Entry, parts: Parts, sources: tuple[Source, ...], *, remark: str) -> Note:
-    """Keeps samples that were not read from the registered originals. Raises DataError and StateError."""
+    """Stores samples that were not read from the registered originals. Raises DataError and StateError."""
     with _alone(entry):
         return set_cache.store(entry, parts, sources, checked=False, remark=remark)
 
 
 def source(name: str, path: Path) -> Source:
-    """A local file as the note names it."""
+    """A local file as a source of the note."""
     return Source(name, str(path), _digest(path), path.stat().st_size)
 
 
@@ -86,7 +86,7 @@ def _digest(path: Path) -> str:
         raise DataError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
 
 
-def _converted(entry: Entry, files: Mapping[str, Path], sources: tuple[Source, ...], remark: str = "") -> Note:
+def _convert(entry: Entry, files: Mapping[str, Path], sources: tuple[Source, ...], remark: str = "") -> Note:
     return set_cache.store(entry, READERS[entry.reader](files), sources, checked=True, remark=remark)
 
 
@@ -98,9 +98,9 @@ def _own(entry: Entry, train: Path, test: Path | None, remark: str) -> Note:
 
 
 def _originals(entry: Entry, path: Path) -> dict[str, Path]:
-    """The file of each original at ``path``; every one that is missing or wrong is named at once."""
+    """The file of each original at ``path``. Raises DataError that lists all missing and wrong files."""
     if not entry.files:
-        raise DataError("is no copy of this set in metafleet's form", where=str(path),
+        raise DataError("is not a copy of this set in metafleet's form", where=str(path),
                         expected=f"a .npz, or a folder with {TRAIN}")
     found, problems = {}, []
     for original in entry.files:
@@ -111,7 +111,7 @@ def _originals(entry: Entry, path: Path) -> dict[str, Path]:
         elif candidates:
             problems.append(f"{candidates[0]} has sha256 {_digest(candidates[0])}, expected {original.sha256}")
         else:
-            problems.append(f"{original.name} is not there")
+            problems.append(f"{original.name} is missing")
     if problems:
         raise DataError("; ".join(problems), where=str(path),
                         expected=f"the originals of '{entry.name}': {', '.join(f.name for f in entry.files)}")
@@ -119,14 +119,14 @@ def _originals(entry: Entry, path: Path) -> dict[str, Path]:
 
 
 def _candidates(original: Original, path: Path) -> list[Path]:
-    """The files that may be the original: the one given, or those in the folder that have one of its names."""
+    """The files that may be the original: the given file, or the files in the folder with one of its names."""
     if path.is_file():
         return [path]
     return [path / name for name in (original.name, *(form.name for form in original.same)) if (path / name).is_file()]
 
 
 def _is(original: Original, file: Path) -> bool:
-    """Whether the file is the original, another form of it, or such a form packed again."""
+    """Whether the file is the original, another form of it, or such a form compressed again."""
     known = {original.sha256, *(form.sha256 for form in original.same)}
     if _digest(file) in known:
         return True
@@ -141,7 +141,7 @@ def _is(original: Original, file: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(entry: Entry) -> Iterator[None]:
-    """Holds the set's folder against another fetch at the same time. Raises DataError where one is under way."""
+    """Locks the set's folder. Raises DataError when another process is fetching the set."""
     folder = set_cache.home() / entry.name
     try:
         folder.mkdir(parents=True, exist_ok=True)

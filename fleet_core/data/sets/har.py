@@ -4,11 +4,11 @@ Anguita, Ghio, Oneto, Parra, Reyes-Ortiz, "A Public Domain Dataset for Human Act
 (ESANN 2013), UCI 240. A window is 128 samples at 50 Hz of nine channels; consecutive windows of a recording overlap by
 half. The train part holds 21 people, the test part nine others. The 561 features of the archive are not read.
 
-Time. A *segment* is a run of windows of one person in which each window begins with the second half of the one before;
-windows of different segments share no sample. All windows of a segment carry one time, that of its beginning, so that a
-split by time cuts between segments, never through overlapping windows. The segments of a person are laid one after the
-other, one window's length apart, the first of every activity before the second of any: a part of the beginning then
-knows every activity, as do the two halves. Rows of a segment stay in the order of recording.
+Time. A *segment* is a run of windows of one person in which each window begins with the second half of the previous
+one; windows of different segments share no sample. All windows of a segment have the time of its beginning, so that a
+split by time cuts between segments, not through overlapping windows. The segments of a person follow each other, one
+window's length apart, with the first segment of every activity before the second of any, so that an early part and both
+halves contain every activity. The rows of a segment are in the order of recording.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def har(files: Mapping[str, Path]) -> tuple[Samples, Samples]:
 
 def segments(x: NDArray[Any], client: NDArray[np.str_]) -> NDArray[np.int64]:
     """The number of each row's segment, int64 [N]. x: [N, C, 128]."""
-    goes_on = (client[1:] == client[:-1]) & (x[1:, :, :HALF] == x[:-1, :, HALF:]).all(axis=(1, 2))
-    return np.concatenate([[0], np.cumsum(~goes_on)]).astype(np.int64)
+    continues = (client[1:] == client[:-1]) & (x[1:, :, :HALF] == x[:-1, :, HALF:]).all(axis=(1, 2))
+    return np.concatenate([[0], np.cumsum(~continues)]).astype(np.int64)
 
 
 def segment_times(client: NDArray[np.str_], y: NDArray[np.int64], segment: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Seconds at which each row's segment begins in its person's time, float64 [N]. A segment's activity is that of its
-    first window."""
+    """The time in seconds at which each row's segment begins, float64 [N]. A segment's activity is that of its first
+    window."""
     _, first, length = np.unique(segment, return_index=True, return_counts=True)
     time = np.empty(len(segment), np.float64)
     for person in np.unique(client):
@@ -94,14 +94,14 @@ def _table(data: bytes, where: str) -> NDArray[np.float32]:
     try:
         table: NDArray[np.float32] = np.loadtxt(io.StringIO(data.decode("ascii")), dtype=np.float32, ndmin=2)
     except (ValueError, UnicodeDecodeError) as error:
-        raise DataError(f"is no table of numbers: {error}", where=where) from error
+        raise DataError(f"is not a table of numbers: {error}", where=where) from error
     if not np.isfinite(table).all():
         raise DataError("holds a value that is not finite", where=where)
     return table
 
 
 def _whole(table: NDArray[np.float32], most: int, where: str) -> NDArray[np.int64]:
-    """One whole number a row, 1 to ``most``."""
+    """One whole number per row, 1 to ``most``."""
     numbers = table[:, 0].astype(np.int64)
     if (numbers != table[:, 0]).any() or numbers.min() < 1 or numbers.max() > most:
         raise DataError("holds a number out of range", where=where, expected=f"1 to {most}")

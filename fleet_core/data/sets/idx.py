@@ -1,10 +1,10 @@
 """MNIST with its writers and Fashion-MNIST, from idx files.
 
 MNIST: LeCun, Cortes, Burges. Writers: Yadav and Bottou, "Cold Case: The Lost MNIST Digits" (NeurIPS 2019): the labels
-of QMNIST are in MNIST's order, eight int32 a digit, of which column 0 is the class and column 2 the NIST writer; the
-first 10,000 of its test part are MNIST's. Fashion-MNIST: Xiao, Rasul, Vollgraf 2017, the same format.
+of QMNIST are in MNIST's order, eight int32 per digit; column 0 is the class and column 2 the NIST writer; the first
+10,000 of its test part are MNIST's. Fashion-MNIST: Xiao, Rasul, Vollgraf 2017, in the same format.
 
-The training writers and the test writers are different people. A client is the writer's NIST number, four digits.
+The writers of the train and the test part are different people. A client is a writer's NIST number, four digits.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ MAX_WRITER = 9999
 
 
 def parse_idx(data: bytes, where: str) -> NDArray[Any]:
-    """An idx file of uint8 or big-endian int32. Raises DataError for anything that is not exactly one."""
+    """Parses an idx file of uint8 or big-endian int32. Raises DataError."""
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in TYPES or not 1 <= data[3] <= 4:
-        raise DataError("is no idx file of bytes or integers", where=where, expected="00 00, 08 or 0c, 1 to 4 axes")
+        raise DataError("is not an idx file of bytes or integers", where=where, expected="00 00, 08 or 0c, 1 to 4 axes")
     dtype, axes = TYPES[data[2]], data[3]
     start = 4 + 4 * axes
     if len(data) < start:
-        raise DataError("is cut short in its header", where=where)
+        raise DataError("has a truncated header", where=where)
     shape = tuple(int.from_bytes(data[4 + 4 * k : 8 + 4 * k], "big") for k in range(axes))
     size_bytes = math.prod(shape) * dtype.itemsize
     if len(data) - start != size_bytes:
-        raise DataError(f"announces shape {shape} and holds {len(data) - start} bytes", where=where,
+        raise DataError(f"claims shape {shape} and has {len(data) - start} bytes", where=where,
                         expected=f"{size_bytes} bytes")
     array: NDArray[Any] = np.frombuffer(data, dtype, offset=start).reshape(shape)
     return array if array.dtype == np.uint8 else array.astype(np.int64)
@@ -77,8 +77,8 @@ def _with_writers(samples: Samples, path: Path) -> Samples:
         raise DataError(f"has shape {labels.shape}", where=str(path), expected=f"[{len(samples)} or more, {COLUMNS}]")
     labels = labels[: len(samples)]
     if not np.array_equal(labels[:, CLASS], samples.y):
-        raise DataError("are the labels of other digits", where=str(path), expected="MNIST's classes in its order")
+        raise DataError("has the labels of other digits", where=str(path), expected="MNIST's classes in its order")
     writer = labels[:, WRITER]
     if writer.min() < 0 or writer.max() > MAX_WRITER:
-        raise DataError("names a writer out of range", where=str(path), expected=f"0 to {MAX_WRITER}")
+        raise DataError("has a writer out of range", where=str(path), expected=f"0 to {MAX_WRITER}")
     return Samples(samples.x, samples.y, np.char.zfill(writer.astype(np.str_), 4), classes=samples.classes)

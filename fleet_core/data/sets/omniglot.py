@@ -1,9 +1,9 @@
-"""Omniglot (Lake, Salakhutdinov, Tenenbaum, Science 2015), drawings reduced to 28×28.
+"""Omniglot (Lake, Salakhutdinov, Tenenbaum, Science 2015), with drawings reduced to 28×28.
 
 The originals are black and white 105×105 PNGs ``ALPHABET/characterNN/CCCC_DD.png``: CCCC is the character's number, 1
-to 1623, and DD the drawer's among the 20 people who drew that alphabet. A label is the number less one. The train part
-is the background set (30 alphabets), the test part the evaluation set (20 others). Ink is 255 and paper 0: the share of
-ink in each cell of Pillow's box filter. Client: ``ALPHABET/DD``.
+to 1623, and DD is one of the 20 people who drew that alphabet. The label is the character's number minus one. The train
+part is the background set (30 alphabets), the test part the evaluation set (20 others). Pixels are the share of ink in
+each cell of Pillow's box filter: ink is 255, paper 0. Client: ``ALPHABET/DD``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet_core.base.errors import DataError
+from fleet_core.data.readers.images import pillow
 from fleet_core.data.samples import Samples
 from fleet_core.data.sets.archives import zip_files
 
@@ -33,9 +34,8 @@ def omniglot(files: Mapping[str, Path]) -> tuple[Samples, Samples]:
 
 
 def reduce(image: NDArray[np.uint8], where: str) -> NDArray[np.uint8]:
-    """uint8 [105, 105], 255 = ink, as uint8 [28, 28]."""
-    from PIL import Image
-
+    """Reduces uint8 [105, 105], 255 = ink, to uint8 [28, 28]."""
+    Image = pillow("Omniglot")
     if image.shape != (ORIGINAL_SIDE, ORIGINAL_SIDE):
         raise DataError(f"is {image.shape}", where=where, expected=f"{ORIGINAL_SIDE} by {ORIGINAL_SIDE} pixels")
     return np.asarray(Image.fromarray(image).resize((SIDE, SIDE), Image.Resampling.BOX), dtype=np.uint8)
@@ -43,7 +43,7 @@ def reduce(image: NDArray[np.uint8], where: str) -> NDArray[np.uint8]:
 
 def _part(path: Path) -> Samples:
     drawings = []
-    for name, data in zip_files(path, lambda name: NAME.fullmatch(name) is not None, LIMIT_BYTES, str(path)):
+    for name, data in zip_files(path, NAME.fullmatch, LIMIT_BYTES, str(path)):
         match = NAME.fullmatch(name)
         assert match is not None
         number = int(match[2])
@@ -51,7 +51,7 @@ def _part(path: Path) -> Samples:
             raise DataError("has a number out of range", where=f"{path}: {name}", expected=f"1 to {CHARACTERS}")
         drawings.append((number, f"{match[1]}/{match[3]}", _read(data, f"{path}: {name}")))
     if not drawings:
-        raise DataError("holds no drawing", where=str(path), expected="ALPHABET/characterNN/CCCC_DD.png")
+        raise DataError("has no drawing", where=str(path), expected="ALPHABET/characterNN/CCCC_DD.png")
     drawings.sort(key=lambda drawing: drawing[:2])
     return Samples(
         np.stack([image for _, _, image in drawings])[:, None],
@@ -62,16 +62,12 @@ def _part(path: Path) -> Samples:
 
 
 def _read(data: bytes, where: str) -> NDArray[np.uint8]:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError("Omniglot needs Pillow, which is not installed", hint='pip install "metafleet[images]"'
-                        ) from error
+    Image = pillow("Omniglot")
     try:
         with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
             if image.size != (ORIGINAL_SIDE, ORIGINAL_SIDE):
                 raise DataError(f"is {image.size}", where=where, expected=f"{ORIGINAL_SIDE} by {ORIGINAL_SIDE} pixels")
             paper = np.asarray(image.convert("L"), dtype=np.uint8)
     except (OSError, EOFError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"is no image that can be read: {error}", where=where) from error
+        raise DataError(f"cannot be read as an image: {error}", where=where) from error
     return reduce(255 - paper, where)

@@ -1,4 +1,4 @@
-"""What the named sets are: ``sets.toml`` beside this module, read into dataclasses."""
+"""The registry of named data sets: ``sets.toml`` beside this module, read into dataclasses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "[A-Za-z0-9][A-Za-z0-9 ._+-]*"
 
 @dataclass(frozen=True)
 class Form:
-    """Another file with the content of an original: unpacked, or as an older place has it."""
+    """Another file with the content of an original: unpacked, or as an older site publishes it."""
 
     name: str = field(metadata={"pattern": NAME})
     bytes: int = field(metadata={"min": 1})
@@ -27,10 +27,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Original:
-    """A file as its authors published it.
-
-    urls: tried in this order. same: other files that the reader takes as well.
-    """
+    """A file as its authors published it. urls: tried in this order. same: other files that the reader accepts."""
 
     name: str = field(metadata={"pattern": NAME})
     urls: tuple[str, ...] = field(metadata={"pattern": "https?://.+"})
@@ -43,14 +40,14 @@ class Original:
 class Entry:
     """A named set.
 
-    shape, dtype: of one sample, without the batch axis. classes: how many labels there are.
-    train, test: samples of the official parts; None where only the converted text tells, 0 where there is no such part.
-    client: what the clients are by nature (writers, people), or None. clients: how many.
-    terms: what the licence asks for or leaves open. redistribute: whether everyone may pass the data on.
-    version: of the reader; what an older one converted is fetched again.
-    scale, mean, std: as in InputSpec. figures: where mean and std come from.
-    model: the recommended named one; by default that for samples of this shape.
-    files: none for what ships with the package or can only be taken from a local copy.
+    shape, dtype: of one sample, without the batch axis. classes: number of labels.
+    train, test: number of samples of the official parts; None when known only after conversion, 0 without such a part.
+    client: what the clients are (writers, people), or None. clients: their number.
+    terms: what the licence requires or leaves open. redistribute: whether everyone may redistribute the data.
+    version: of the reader; sets converted by an older version are fetched again.
+    scale, mean, std: as in InputSpec. figures: source of mean and std.
+    model: the recommended named model; by default the one for samples of this shape.
+    files: none for sets that ship with the package or can only be taken from a local copy.
     """
 
     title: str
@@ -82,7 +79,7 @@ class Entry:
 
     @property
     def input_spec(self) -> InputSpec:
-        """The recommended input of a model, scaling in the graph."""
+        """The recommended input of a model."""
         return InputSpec(self.shape, self.dtype, self.scale, self.mean, self.std)
 
     @property

@@ -1,8 +1,8 @@
-"""A named set in the user's cache: where it lies, how it is written, how it is read.
+"""Named data sets in the user's cache.
 
-The folder ``METAFLEET_DATA/NAME`` (else below the platform's user cache) holds ``train.npz``, ``test.npz`` where the
-set has a test part, and ``note.json``, which says where they come from. The note is written last: without it, or with
-that of an older reader, the set is not here.
+The folder ``METAFLEET_DATA/NAME`` (by default below the platform's user cache) has ``train.npz``, ``test.npz`` if the
+set has a test part, and ``note.json``, which tells where they come from. The note is written last: without it, or with
+one by an older version of the reader, the set counts as absent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Parts = tuple[Samples, Samples | None]
 
 @dataclass(frozen=True)
 class Source:
-    """A file that a set was made from. origin: its URL or path."""
+    """A file from which a set was made. origin: its URL or path."""
 
     file: str
     origin: str
@@ -43,7 +43,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Note:
-    """What lies in the cache. checked: every source had the registered sha256. when: UTC."""
+    """Describes a set in the cache. checked: whether every source had the registered sha256. when: UTC."""
 
     name: str
     version: int
@@ -59,7 +59,7 @@ class Note:
 
 @dataclass(frozen=True)
 class NamedSet:
-    """A set that is here. test: the official test part, or None where there is none. note: None in the package."""
+    """A loaded set. test: the official test part, or None. note: None for the set that ships with the package."""
 
     entry: Entry
     train: Samples
@@ -79,13 +79,13 @@ def home() -> Path:
 
 
 def load_set(name: str) -> NamedSet:
-    """The set, as Samples. Raises DataError when there is none of that name, or when it has not been fetched."""
+    """Loads a set. Raises DataError when the name is unknown or the set has not been fetched."""
     wanted = entry(name)
     if wanted.reader == IN_PACKAGE:
         return NamedSet(wanted, load_heartbeat(), None, None)
     note = note_of(wanted)
     if note is None:
-        raise DataError(f"the data set '{name}' is not here", where=str(home() / name),
+        raise DataError(f"the data set '{name}' has not been fetched", where=str(home() / name),
                         hint=f"metafleet datasets fetch {name}" + ("" if wanted.files else " --from PATH"))
     folder = home() / name
     test = load(folder / TEST, dtype=wanted.dtype) if note.test else None
@@ -93,7 +93,7 @@ def load_set(name: str) -> NamedSet:
 
 
 def note_of(wanted: Entry) -> Note | None:
-    """The note of a set in the cache, None when it is not here as its present reader would make it."""
+    """The note of a set in the cache; None when the set is absent or made by another version of its reader."""
     path = home() / wanted.name / NOTE
     if not path.exists():
         return None
@@ -109,7 +109,7 @@ def is_here(wanted: Entry) -> bool:
 
 
 def disk_bytes(wanted: Entry) -> int | None:
-    """What the set takes here, None when it is not here."""
+    """The size of the set on disk, None when it is absent."""
     if wanted.reader == IN_PACKAGE:
         return HEARTBEAT.stat().st_size
     note = note_of(wanted)
@@ -117,9 +117,9 @@ def disk_bytes(wanted: Entry) -> int | None:
 
 
 def store(wanted: Entry, parts: Parts, sources: tuple[Source, ...], *, checked: bool, remark: str = "") -> Note:
-    """Checks the parts against the entry and writes them, note last. Raises DataError and StateError.
+    """Checks the parts against the entry and writes them. Raises DataError and StateError.
 
-    checked: they were made from the registered originals, so the numbers of samples and clients must be those.
+    checked: they were made from the registered originals, so the numbers of samples and clients are checked too.
     """
     train, test = parts
     _fits(wanted, train, "train")
@@ -141,7 +141,7 @@ def store(wanted: Entry, parts: Parts, sources: tuple[Source, ...], *, checked: 
 
 
 def _clear(folder: Path) -> None:
-    """Takes away what an earlier fetch left, the note first."""
+    """Deletes the files of an earlier fetch, the note first."""
     try:
         for name in (NOTE, TRAIN, TEST):
             (folder / name).unlink(missing_ok=True)

@@ -1,11 +1,11 @@
 """Shakespeare by role: windows of 80 characters, and the character that follows.
 
-Caldas et al., "LEAF: A Benchmark for Federated Settings" (2018). The file is the one that TensorFlow Federated
-publishes: a SQLite table of LEAF's roles, one speech a row as a ``tf.train.Example`` with the feature ``snippets``,
-each role's speeches parted into train and test. A client is a role of a play.
+Caldas et al., "LEAF: A Benchmark for Federated Settings" (2018). The file is that of TensorFlow Federated: a SQLite
+table of LEAF's roles, one speech per row as a ``tf.train.Example`` with the feature ``snippets``; each role's speeches
+are divided into train and test. A client is a role of a play.
 
-Text, window and vocabulary are LEAF's: the speeches of a role in one string, line ends as spaces, several spaces as
-one; 80 characters; LEAF's 80 symbols. Deviations: windows begin 10 characters apart (LEAF: one apart, of which a run
+Text, window and vocabulary are LEAF's: the speeches of a role in one string, with line ends and repeated spaces as one
+space; 80 characters; LEAF's 80 symbols. Deviations: windows begin 10 characters apart (LEAF: one apart, of which a run
 then draws a share); a character outside the vocabulary is class 80, *unknown* (LEAF: none). Time is the position of
 the window's first character in the role's part.
 """
@@ -48,7 +48,7 @@ def shakespeare(files: Mapping[str, Path]) -> tuple[Samples, Samples]:
 
 
 def windows(text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(x int64 [n, 80], y int64 [n]) of one role's text; empty where it has 80 characters or fewer."""
+    """(x int64 [n, 80], y int64 [n]) of one role's text; empty for a text of 80 characters or fewer."""
     text = re.sub(r"  +", " ", text.replace("\n", " "))
     points = np.frombuffer(text.encode("utf-32-le", "replace"), "<u4").astype(np.int64)
     symbols = np.where(points < len(TABLE), TABLE[np.minimum(points, len(TABLE) - 1)], UNKNOWN)
@@ -59,11 +59,11 @@ def windows(text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def samples_of(texts: Iterable[tuple[str, str]], where: str) -> Samples:
-    """The windows of (role, text) pairs; roles with no window are left out."""
+    """The windows of (role, text) pairs; roles without a window are left out."""
     cut = [(role, *windows(text)) for role, text in texts]
     cut = [(role, x, y) for role, x, y in cut if len(y)]
     if not cut:
-        raise DataError(f"holds no role with more than {WINDOW} characters", where=where)
+        raise DataError(f"has no role with more than {WINDOW} characters", where=where)
     return Samples(
         np.concatenate([x for _, x, _ in cut]),
         np.concatenate([y for _, _, y in cut]),
@@ -74,21 +74,21 @@ def samples_of(texts: Iterable[tuple[str, str]], where: str) -> Samples:
 
 
 def _texts(database: str, part: str, where: str) -> Iterator[tuple[str, str]]:
-    """(role, its speeches joined) of one part, by role."""
+    """(role, joined speeches) of one part."""
     speeches: dict[str, list[str]] = {}
     try:
         with contextlib.closing(sqlite3.connect(f"{Path(database).as_uri()}?mode=ro", uri=True)) as connection:
             for role, example in connection.execute(QUERY, (part,)):
                 if not isinstance(role, str) or not role or not isinstance(example, bytes):
-                    raise DataError("has a row of another form", where=where)
+                    raise DataError("has a row in another format", where=where)
                 speeches.setdefault(role, []).append(parse_example(example, where))
     except (sqlite3.Error, UnicodeDecodeError) as error:
-        raise DataError(f"is no database of examples: {error}", where=where) from error
+        raise DataError(f"is not a database of examples: {error}", where=where) from error
     return ((role, "\n".join(lines)) for role, lines in speeches.items())
 
 
 def parse_example(data: bytes, where: str) -> str:
-    """The one text of the feature ``snippets`` of a serialized ``tf.train.Example``. Raises DataError.
+    """The text of the feature ``snippets`` of a serialized ``tf.train.Example``. Raises DataError.
 
     Example {Features features = 1}, Features {map<string, Feature> feature = 1}, Feature {BytesList bytes_list = 1},
     BytesList {repeated bytes value = 1}; a map entry is {key = 1, value = 2}.
@@ -101,11 +101,11 @@ def parse_example(data: bytes, where: str) -> str:
                       for value in _fields(listed, 1, where)]
             if len(values) == 1:
                 return values[0].decode("utf-8", "replace")
-    raise DataError(f"has an example without one text '{FEATURE.decode()}'", where=where)
+    raise DataError(f"has an example without exactly one text '{FEATURE.decode()}'", where=where)
 
 
 def _fields(data: bytes, number: int, where: str) -> list[bytes]:
-    """The values of the length-delimited field ``number`` of a protocol buffer message that has no other kinds."""
+    """The values of the field ``number`` of a protocol buffer message with only length-delimited fields."""
     found, at = [], 0
     while at < len(data):
         key, at = _varint(data, at, where)
@@ -122,7 +122,7 @@ def _varint(data: bytes, at: int, where: str) -> tuple[int, int]:
     value = 0
     for shift in range(0, 35, 7):
         if at >= len(data):
-            raise DataError("has an example that is cut short", where=where)
+            raise DataError("has a truncated example", where=where)
         value |= (data[at] & 127) << shift
         at += 1
         if data[at - 1] < 128:

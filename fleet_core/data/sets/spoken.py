@@ -1,12 +1,13 @@
 """The Free Spoken Digit Dataset: recordings of one digit each, 8 kHz, mono, 16 bit; as spectrograms or as sound.
 
 Z. Jackson and others, https://github.com/Jakobovski/free-spoken-digit-dataset. A recording is
-``DIGIT_SPEAKER_TAKE.wav``; the data set's readme names takes 0 to 4 of every digit and speaker as the test part.
+``DIGIT_SPEAKER_TAKE.wav``; according to the data set's readme, takes 0 to 4 of every digit and speaker are the test
+part.
 
-Sound: every recording begins at sample 0 and is cut or filled up with silence to 8,320 samples (1.04 s); full scale is
-±1. Spectrogram: 64 frames of 256 samples, 128 apart, Hann window; power in 32 triangular mel bands up to 4 kHz (HTK's
-mel scale), natural logarithm of power + 1e-6. Time is the number of the take: rows of a speaker are in the order of
-takes, so that a split by time gives all digits to both parts.
+Sound: the first 8,320 samples (1.04 s) of a recording, padded with silence; full scale is ±1. Spectrogram: 64 frames of
+256 samples, 128 apart, Hann window; power in 32 triangular mel bands up to 4 kHz (HTK's mel scale), natural logarithm
+of power + 1e-6. Time is the number of the take, and a speaker's rows are sorted by it, so that a split by time has all
+digits in both parts.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ def spoken_digits_raw(files: Mapping[str, Path]) -> tuple[Samples, Samples]:
     """x float32 [N, 1, 8320], y int64 [N], client: the speaker, time: the take."""
     path = files["free-spoken-digit-dataset-1.0.9.tar.gz"]
     found = []
-    for name, data in tar_files(path, lambda name: NAME.fullmatch(name) is not None, LIMIT_BYTES):
+    for name, data in tar_files(path, NAME.fullmatch, LIMIT_BYTES):
         match = NAME.fullmatch(name)
         assert match is not None
         found.append((int(match[3]), match[2], int(match[1]), read_wave(data, f"{path}: {name}")))
     if not found:
-        raise DataError("holds no recording", where=str(path), expected="recordings/DIGIT_SPEAKER_TAKE.wav")
+        raise DataError("has no recording", where=str(path), expected="recordings/DIGIT_SPEAKER_TAKE.wav")
     return by_take(found)
 
 
 def by_take(recordings: list[tuple[int, str, int, NDArray[np.int16]]]) -> tuple[Samples, Samples]:
-    """(take, speaker, digit, sound int16) as the train and the test part."""
+    """Divides recordings (take, speaker, digit, sound int16) into train and test part."""
     ordered = sorted(recordings, key=lambda recording: recording[:3])
     take = np.array([one[0] for one in ordered], dtype=np.float64)
     whole = Samples(
@@ -78,7 +79,7 @@ def read_wave(data: bytes, where: str) -> NDArray[np.int16]:
                                 expected=f"1 channel of 2 bytes at {RATE_HZ} Hz")
             frames = file.readframes(MAX_SAMPLES)
     except (wave.Error, EOFError, ValueError, RuntimeError) as error:
-        raise DataError(f"is no sound that can be read: {error}", where=where) from error
+        raise DataError(f"cannot be read as sound: {error}", where=where) from error
     sound = np.frombuffer(frames[: len(frames) // 2 * 2], "<i2").astype(np.int16)
     if not sound.size:
         raise DataError("is empty", where=where)
@@ -86,14 +87,14 @@ def read_wave(data: bytes, where: str) -> NDArray[np.int16]:
 
 
 def fitted(sound: NDArray[np.int16]) -> NDArray[np.float32]:
-    """float32 [8320], full scale ±1."""
+    """Cuts or pads a recording to float32 [8320], full scale ±1."""
     out = np.zeros(LENGTH, np.float32)
     out[: len(sound)] = sound[:LENGTH] / np.float32(1 << 15)
     return out
 
 
 def spectrograms(samples: Samples) -> Samples:
-    """Sound, x float32 [N, 1, 8320], as log-mel spectrograms, float32 [N, 1, 32, 64]."""
+    """Converts sound, x float32 [N, 1, 8320], to log-mel spectrograms, x float32 [N, 1, 32, 64]."""
     frames_NFW = np.lib.stride_tricks.sliding_window_view(samples.x[:, 0], WINDOW, axis=1)[:, ::HOP]
     window_W = np.hanning(WINDOW + 1)[:-1].astype(np.float32)
     bands_BK = mel_bands()
@@ -105,7 +106,7 @@ def spectrograms(samples: Samples) -> Samples:
 
 
 def mel_bands() -> NDArray[np.float64]:
-    """Triangular weights of the 129 frequencies in 32 bands, float64 [32, 129]."""
+    """Triangular weights of 129 frequencies in 32 mel bands, float64 [32, 129]."""
     hz = np.fft.rfftfreq(WINDOW, 1 / RATE_HZ)
     edges = 700 * (10 ** (np.linspace(0, 2595 * np.log10(1 + RATE_HZ / 2 / 700), BANDS + 2) / 2595) - 1)
     low, centre, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]

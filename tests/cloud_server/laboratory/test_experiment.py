@@ -308,7 +308,7 @@ ACID = {"devices": 3, "classes_per_device": 2, "train_per_device": 20, "test_per
          "budget.joules: joules cannot be modelled without constants: model of raspberry-pi-4b"),
         ({"evaluation": {"new_devices": 0.5, "validation": 0.4}, "partition": cut({**ACID, "devices": 2})},
          "2 devices for 3 parts"),
-        ({"evaluation": {"novel_classes": [7]}}, "holds no class 7 to keep out"),
+        ({"evaluation": {"novel_classes": [7]}}, "has no class 7 to exclude"),
         ({"evaluation": {"novel_classes": [2], "novel": {"classes_per_device": 2, "devices": 1}}},
          "2 classes per device where 1 occur"),
         ({"evaluation": {"novel_classes": [2], "novel": {"shots": 0}}}, "shots: 0 is below the least allowed, 1"),

@@ -118,7 +118,7 @@ def test_a_figure_without_a_source_is_refused(tmp_path: Path, lines: str, expect
 @pytest.mark.parametrize(("lines", "expected"), [
     ('sensor = "ina3221"\nrails = ["VDD_IN", "VDD_CPU"]', "power.rails: VDD_IN is the whole board already"),
     ('sensor = "hwmon"', "power.sensor: hwmon needs chip"),
-    ('rails = ["VDD_IN"]', 'power.rails: says nothing with sensor = "none"'),
+    ('rails = ["VDD_IN"]', 'power.rails: has no effect with sensor = "none"'),
 ])
 def test_a_sensor_that_would_count_wrongly_is_refused(tmp_path: Path, lines: str, expected: str) -> None:
     assert expected in mistakes(tmp_path, f"{WHOLE}[power]\n{lines}\n")
@@ -183,7 +183,7 @@ def test_the_mistakes_of_all_files_in_a_folder_are_told_at_once(tmp_path: Path) 
 def test_an_unknown_board_and_a_folder_that_is_none_are_refused_with_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'raspberry-pi-4b'"):
         catalogue.load("rasberry-pi-4b")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         catalogue.files(tmp_path / "none")
 
 
@@ -319,7 +319,7 @@ def test_a_wheels_local_version_is_no_other_version() -> None:
 def test_a_wish_that_the_board_cannot_grant_is_wrong_and_one_not_to_train_is_not() -> None:
     bare = replace(FOUR, packages={"onnxruntime": "1.23.2"})
     (complaint,) = fit.complaints(shipped("raspberry-pi-4b"), bare, Wish())
-    assert (complaint.what, complaint.problem) == ("training", "is asked for, and torch is not installed")
+    assert (complaint.what, complaint.problem) == ("training", "is enabled, but torch is not installed")
     assert "metafleet[train]" in complaint.hint
     assert fit.complaints(shipped("raspberry-pi-4b"), bare, Wish(train=False)) == ()
     (complaint,) = fit.complaints(shipped("raspberry-pi-4b"), FOUR, Wish(threads=8))

@@ -104,13 +104,13 @@ def test_images_and_labels_of_different_number_are_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("data", "wrong"),
     [
-        (b"", "no idx file"),
-        (b"\0\0\x0d\x01\0\0\0\1\0\0\0\0", "no idx file"),  # floats
-        (b"\0\0\x08\0", "no idx file"),
-        (b"\0\0\x08\x02\0\0\0\1", "cut short"),
+        (b"", "not an idx file"),
+        (b"\0\0\x0d\x01\0\0\0\1\0\0\0\0", "not an idx file"),  # floats
+        (b"\0\0\x08\0", "not an idx file"),
+        (b"\0\0\x08\x02\0\0\0\1", "truncated header"),
         (idx_bytes(np.zeros(4))[:-1], "holds 3 bytes; expected 4 bytes"),
         (idx_bytes(np.zeros(4)) + b"x", "holds 5 bytes; expected 4 bytes"),
-        (b"\0\0\x08\x04" + b"\xff" * 16, "announces shape"),  # far more than there is memory
+        (b"\0\0\x08\x04" + b"\xff" * 16, "claims shape"),  # far more than there is memory
     ],
 )
 def test_what_is_no_idx_file_is_refused(data: bytes, wrong: str) -> None:
@@ -239,7 +239,7 @@ def test_omniglot_is_ordered_by_character_and_drawer_with_ink_at_255(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "data", "wrong"),
     [
-        ("images_background__Latin__character03__0685_01.png", b"no image", "no image that can be read"),
+        ("images_background__Latin__character03__0685_01.png", b"no image", "cannot be read as an image"),
         ("images_background__Latin__character03__0685_01.png", png(np.zeros((50, 50), bool)), "105 by 105"),
         ("images_background__Latin__character03__9999_01.png", png(drawing(0)), "out of range"),
     ],
@@ -333,7 +333,7 @@ def test_no_split_by_time_cuts_through_overlapping_windows(runs: list[tuple[int,
         ({"train/y_train.txt": None}, "lacks UCI HAR Dataset/train/y_train.txt"),
         ({"train/y_train.txt": b"7\n" * 11}, "out of range; expected 1 to 6"),
         ({"train/y_train.txt": b"1\n" * 10}, r"expected \(11, 1\)"),
-        ({"test/subject_test.txt": b"one\ntwo\n"}, "no table of numbers"),
+        ({"test/subject_test.txt": b"one\ntwo\n"}, "not a table of numbers"),
         ({"test/subject_test.txt": b"nan\nnan\n"}, "not finite"),
         ({"test/subject_test.txt": b"\n"}, "is empty"),
     ],
@@ -423,8 +423,8 @@ def test_twice_the_sound_is_four_times_the_power_and_silence_is_the_floor() -> N
         (wav(tone(500), channels=2), "2 channels"),
         (wav(tone(500), width=1), "of 1 bytes"),
         (wav(np.zeros(0)), "is empty"),
-        (b"RIFF\0\0\0\0WAVE", "no sound that can be read"),
-        (wav(tone(500))[:30], "no sound that can be read"),
+        (b"RIFF\0\0\0\0WAVE", "cannot be read as sound"),
+        (wav(tone(500))[:30], "cannot be read as sound"),
     ],
 )
 def test_a_recording_of_another_form_is_refused(data: bytes, wrong: str) -> None:
@@ -516,10 +516,10 @@ def test_a_character_outside_the_vocabulary_is_unknown() -> None:
 @pytest.mark.parametrize(
     ("data", "wrong"),
     [
-        (b"", "without one text"),
-        (example("a", b"other"), "without one text"),
+        (b"", "without exactly one text"),
+        (example("a", b"other"), "without exactly one text"),
         (example("a" * 300)[:-1], "cannot be read"),
-        (b"\x0a", "cut short"),
+        (b"\x0a", "truncated"),
         (b"\x08\x01\x00", "cannot be read"),
         (b"\x0a" + b"\xff" * 9, "cannot be read"),
     ],

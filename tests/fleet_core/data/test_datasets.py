@@ -433,7 +433,7 @@ def test_a_set_that_could_not_be_written_whole_is_not_here(
     monkeypatch.setattr(set_cache, "save", full)
     with pytest.raises(StateError):
         take(known, written(tmp_path / "copy", PACKED))
-    with pytest.raises(DataError, match="is not here"):
+    with pytest.raises(DataError, match="has not been fetched"):
         load_set("small")
 
 
@@ -455,7 +455,7 @@ def test_a_set_without_public_places_says_how_it_comes(cache: Path) -> None:
 def test_a_set_that_an_older_reader_converted_is_not_here(known: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch(known)
     monkeypatch.setattr(registry, "entries", lambda: {"small": replace(known, version=2)})
-    with pytest.raises(DataError, match="is not here"):
+    with pytest.raises(DataError, match="has not been fetched"):
         load_set("small")
 
 
@@ -463,7 +463,7 @@ def test_a_set_that_an_older_reader_converted_is_not_here(known: Entry, monkeypa
 def test_a_note_that_cannot_be_read_means_the_set_is_not_here(known: Entry, cache: Path, text: str) -> None:
     fetch(known)
     (cache / "small" / "note.json").write_text(text)
-    with pytest.raises(DataError, match="is not here"):
+    with pytest.raises(DataError, match="has not been fetched"):
         load_set("small")
 
 
@@ -487,7 +487,7 @@ def test_every_local_original_that_is_wrong_or_missing_is_named(known: Entry, tm
     with pytest.raises(DataError) as raised:
         take(known, written(tmp_path / "copy", files))
     assert f"has sha256 {hashlib.sha256(files['train-labels-idx1-ubyte.gz']).hexdigest()}" in str(raised.value)
-    assert "t10k-labels-idx1-ubyte.gz is not there" in str(raised.value)
+    assert "t10k-labels-idx1-ubyte.gz is missing" in str(raised.value)
     assert note_of(known) is None
 
 

@@ -243,7 +243,7 @@ def test_a_device_of_alid_has_no_label_for_a_class_that_it_does_not_hold() -> No
     share = Share("device-3", nothing, nothing, (7, 2, 5))
     assert share.relabelled(np.array([2, 5, 7, 7])).tolist() == [1, 2, 0, 0]
     for strange in (0, 3, 9):
-        with pytest.raises(DataError, match=rf"device-3: holds no class {strange}; expected one of 2, 5, 7"):
+        with pytest.raises(DataError, match=rf"device-3: has no class {strange}; expected one of 2, 5, 7"):
             share.relabelled(np.array([2, strange]))
     y = np.array([1, 99])
     assert Share("device-0", nothing, nothing).relabelled(y) is y
@@ -476,7 +476,7 @@ def test_newcomers_that_cannot_be_made_are_refused() -> None:
     refused: dict[str, tuple[Newcomers, Sequence[int]]] = {
         "newcomers: 5 classes per device where 3 occur": (Newcomers(), (1, 2, 3)),
         "newcomers: no sample is of class 9": (Newcomers(), (1, 2, 3, 4, 5, 9)),
-        "newcomers: holds no samples to divide": (Newcomers(), ()),
+        "newcomers: has no samples to divide": (Newcomers(), ()),
         "class 1 has 90 samples in the two sets together, 100 are wanted": (Newcomers(5, 5), (1, 2, 3, 4, 5)),
         "newcomers: shots: 0 is below the least allowed, 1": (Newcomers(shots=0), (1, 2, 3, 4, 5)),
     }
@@ -611,7 +611,7 @@ def test_every_short_class_is_named_up_to_ten() -> None:
     lines = str(told.value).splitlines()
     assert lines[0] == "partition 'acid': class 0 has 60 samples in the train set, 80 are wanted"
     assert len(lines) == 12
-    assert lines[-2:] == ["and 14 more", "hint: fewer devices, or fewer samples for each"]
+    assert lines[-2:] == ["and 14 more", "hint: use fewer devices, or fewer samples for each"]
 
 
 REFUSED_SETS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -635,7 +635,7 @@ REFUSED_SETS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a class that the test set lacks": (
         lambda: partition("dirichlet", Dirichlet(2, 5.0, 2), labelled([9, 9]), labelled([9, 0]), seed=0),
-        "2 of 2 devices are left without training or without test samples",
+        "2 of 2 devices would have no training or no test samples",
     ),
     "half-and-half without training samples": (
         lambda: partition("half-and-half", HalfAndHalf(4, 2), labelled([]), labelled([9] * 10), seed=0),
@@ -645,12 +645,12 @@ REFUSED_SETS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: partition("dirichlet", Dirichlet(2), labelled([]), labelled([9, 9]), seed=0),
         "class 0 has no sample in the train set",
     ),
-    "no samples": (lambda: partition("iid", Iid(1), labelled([]), seed=0), "holds no samples to divide"),
+    "no samples": (lambda: partition("iid", Iid(1), labelled([]), seed=0), "has no samples to divide"),
     "every class kept out": (
-        lambda: partition("iid", Iid(1), labelled([5, 5]), seed=0, without=(0, 1)), "holds no samples to divide"
+        lambda: partition("iid", Iid(1), labelled([5, 5]), seed=0, without=(0, 1)), "has no samples to divide"
     ),
     "an unknown class kept out": (
-        lambda: partition("iid", Iid(1), labelled([5, 5]), seed=0, without=(1, 7)), "holds no class 7 to keep out"
+        lambda: partition("iid", Iid(1), labelled([5, 5]), seed=0, without=(1, 7)), "has no class 7 to exclude"
     ),
     "clients of one set only": (
         lambda: partition("natural", Natural(), labelled([9], clients=2), labelled([9]), seed=0),
