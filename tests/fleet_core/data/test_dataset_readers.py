@@ -108,8 +108,8 @@ def test_images_and_labels_of_different_number_are_refused(tmp_path: Path) -> No
         (b"\0\0\x0d\x01\0\0\0\1\0\0\0\0", "not an idx file"),  # floats
         (b"\0\0\x08\0", "not an idx file"),
         (b"\0\0\x08\x02\0\0\0\1", "truncated header"),
-        (idx_bytes(np.zeros(4))[:-1], "holds 3 bytes; expected 4 bytes"),
-        (idx_bytes(np.zeros(4)) + b"x", "holds 5 bytes; expected 4 bytes"),
+        (idx_bytes(np.zeros(4))[:-1], "has 3 bytes; expected 4 bytes"),
+        (idx_bytes(np.zeros(4)) + b"x", "has 5 bytes; expected 4 bytes"),
         (b"\0\0\x08\x04" + b"\xff" * 16, "claims shape"),  # far more than there is memory
     ],
 )
@@ -599,7 +599,7 @@ def test_a_zip_member_that_is_encrypted_packed_unusually_or_lies_about_its_size_
     unusual = io.BytesIO()
     with zipfile.ZipFile(unusual, "w", zipfile.ZIP_LZMA) as archive:
         archive.writestr("a", b"data")
-    with pytest.raises(DataError, match="unusual"):
+    with pytest.raises(DataError, match="unsupported compression"):
         list(archives.zip_files(unusual.getvalue(), everything, 1 << 20, "a.zip"))
     data = bytearray(zipped({"a": b"data" * 100}))
     entry_at = data.index(b"PK\x01\x02")

@@ -452,7 +452,7 @@ def test_answers_made_of_a_devices_own_samples_alone_take_a_label_that_the_fleet
     if METHODS[name].personalizer in ("proto", "gp"):
         assert round_of(name, (x, y + 4)).loss > 0
     else:
-        with pytest.raises(DataError, match="the label 6 is no class of the fleet"):
+        with pytest.raises(DataError, match="the label 6 is not a class of the fleet"):
             round_of(name, (x, y + 4))
 
 
