@@ -63,8 +63,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Runs a command in this process through its own ``main``."""
     for name in ("METAFLEET_BROKER", "METAFLEET_HOME", "METAFLEET_WITH_PARENT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(processes, "become", become_child)
-    monkeypatch.setattr(lab, "choose_model", lambda *arguments: None)  # tested in test_model_trial
+    monkeypatch.setattr(processes, "exec_module", become_child)
+    monkeypatch.setattr(lab, "tried", lambda *arguments: None)  # tests.cloud_server.laboratory.test_tryout tries
 
     def run(program: str, *arguments: object) -> Ran:
         main = {"metafleet": operator_cli.main, "edge-agent": device_cli.main}[program]
@@ -82,7 +82,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def become_child(module: str, *arguments: str) -> None:
-    """In place of ``runtime.become``, which would end the tests."""
+    """In place of ``processes.exec_module``, which would end the tests."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=PATIENCE_S
     )
