@@ -64,7 +64,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     for name in ("METAFLEET_BROKER", "METAFLEET_HOME", "METAFLEET_WITH_PARENT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(processes, "exec_module", become_child)
-    monkeypatch.setattr(lab, "tried", lambda *arguments: None)  # tests.cloud_server.laboratory.test_tryout tries
+    monkeypatch.setattr(lab, "choose_model", lambda *arguments: None)  # tested in test_model_trial
 
     def run(program: str, *arguments: object) -> Ran:
         main = {"metafleet": operator_cli.main, "edge-agent": device_cli.main}[program]
