@@ -110,7 +110,7 @@ class Device:
     def turn(self) -> None:
         """Reads, writes and reacts."""
         assert self.session is not None
-        self.session.turn()
+        self.session.work()
         while self._events:
             match self._events.popleft():
                 case Connected():

@@ -31,6 +31,7 @@ from fleet_core.base.errors import ConfigError, FleetError, LinkError
 from fleet_core.base.storage import write_atomic
 
 START_S = 20.0
+HANDLERS_S, RUNNING = 10.0, b" running\n"
 STOP_S = 5.0
 SECOND_SIGHUP_S = 1.0
 RESTART_S = 5.0
@@ -199,6 +200,8 @@ def _start(
     try:
         if not _accepts(broker, host, port):
             raise _failure(log, log_from)
+        if kind == "mosquitto":
+            _await_signal_handlers(broker, log_from)
     except BaseException:
         broker.stop()
         raise
@@ -252,6 +255,14 @@ def _accepts(broker: Broker, host: str, port: int) -> bool:
         except OSError:
             continue
     raise LinkError(f"the broker did not accept connections within {START_S:g} s", where=broker.url)
+
+
+def _await_signal_handlers(broker: Broker, log_from: int) -> None:
+    """Waits until mosquitto logs that it is running: it listens before it handles SIGHUP, which would end it until
+    then. Returns after ``HANDLERS_S`` in any case."""
+    until_s = time.monotonic() + HANDLERS_S
+    while broker.alive() and time.monotonic() < until_s and RUNNING not in broker.log.read_bytes()[log_from:]:
+        time.sleep(0.01)
 
 
 def _failure(log: Path, log_from: int) -> LinkError:

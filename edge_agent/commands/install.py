@@ -19,9 +19,9 @@ from edge_agent.device.slots import RolledBack, Slots, facts_of
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference import bundle_check, relearn
 from edge_agent.inference.bundle_check import Passed
-from edge_agent.inference.model_check import MIN_HELD_BACK, WORSE_BY
 from edge_agent.inference.relearn import Personalized
 from edge_agent.inference.service import Service, service_of
+from edge_agent.inference.worse_model_check import MIN_HELD_BACK, WORSE_BY
 from fleet_core.base import config, schema, storage, terminal
 from fleet_core.base.errors import ConfigError, FleetError, StateError
 from fleet_core.board.device_settings import NAME, Settings, settings_of

@@ -17,11 +17,11 @@ import numpy as np
 from edge_agent.compute import adapter
 from edge_agent.inference import personalization
 from edge_agent.inference.embedded_support import Embed
-from edge_agent.inference.model_check import WORSE_BY, WorseModel
 from edge_agent.inference.personalization import Personalization
 from edge_agent.inference.personalizers import EMBEDS, Plan, possible_choices
 from edge_agent.inference.service import Service
 from edge_agent.inference.stored_models import Served, StoredModels
+from edge_agent.inference.worse_model_check import WORSE_BY, WorseModel
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, RoundError, StateError
 from fleet_core.board.device_settings import Personalize

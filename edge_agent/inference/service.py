@@ -21,11 +21,11 @@ from edge_agent.device.manifest_method import hyper_of
 from edge_agent.device.slots import RolledBack, facts_of
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference import personalization
-from edge_agent.inference.model_check import Evaluator, WorseModel, gives_probabilities
 from edge_agent.inference.personalization import Personalization
 from edge_agent.inference.personalizers import EMBEDS, Plan
 from edge_agent.inference.predictor import Predictor
 from edge_agent.inference.stored_models import Answering, Served, StoredModels, unpersonalized_predictor
+from edge_agent.inference.worse_model_check import Evaluator, WorseModel, gives_probabilities
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
 from fleet_core.base.errors import BundleError, CodecError, FleetError, MessageError, StateError

@@ -97,6 +97,19 @@ def test_what_is_retained_survives_an_orderly_restart_on_the_same_port(tmp_path:
         second.stop()
 
 
+@NEEDS_MOSQUITTO
+def test_mosquitto_handles_signals_by_the_time_that_its_start_returns(tmp_path: Path) -> None:
+    """It listens before it does; a reload in between would end it."""
+    broker = start_broker(tmp_path, embedded=False)
+    try:
+        assert broker.log.read_bytes().endswith(b" running\n")
+        broker.reload()
+        until(lambda: b"Reloading config" in broker.log.read_bytes())
+        assert broker.alive()
+    finally:
+        broker.stop()
+
+
 def test_a_port_in_use_is_an_error_with_a_hint(broker: Broker, tmp_path: Path) -> None:
     port = parse_url(broker.url).port
     with pytest.raises(LinkError, match=rf"127\.0\.0\.1:{port}: the port is in use\nhint: choose another port"):

@@ -18,7 +18,7 @@ from cloud_server.reports import result
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table
 from cloud_server.reports.verdict import DeviceAnswers, Verdict, WarningLog, lines, of_ledger, verdict
-from edge_agent.inference import model_check
+from edge_agent.inference import worse_model_check
 from fleet_core.base.errors import MessageError
 from fleet_core.data.samples import Samples
 from fleet_core.protocol import device_messages, messages
@@ -252,9 +252,9 @@ def test_a_device_measures_what_it_does_alone_once_for_the_same_samples(
     assert (np.sum(found.confusion), len(found.confusion)) == (80, 3)
     assert np.trace(found.confusion) > 72
     assert found.frequent == int(np.bincount(service.local().own().y).argmax())
-    monkeypatch.setattr(model_check, "MAX_CLASSES", 2)
-    assert model_check._baseline(service.local()) == device_messages.Alone(found.frequent)
-    monkeypatch.setattr(model_check, "_baseline", lambda data: None)
+    monkeypatch.setattr(worse_model_check, "MAX_CLASSES", 2)
+    assert worse_model_check._baseline(service.local()) == device_messages.Alone(found.frequent)
+    monkeypatch.setattr(worse_model_check, "_baseline", lambda data: None)
     assert service.alone() == found
     service.local().add(toy(9, 3).x, ["a", "b", "c"])
     assert service.alone() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import signal
 import socket
 import ssl
 import time
@@ -302,11 +303,21 @@ def test_a_revoked_device_is_cut_off_at_once_and_does_not_come_back(yard: Yard) 
         each.link.close()
 
 
-def test_sighup_is_sent_twice_because_mosquitto_loses_one_that_arrives_during_a_reload(yard: Yard) -> None:
+def test_sighup_is_sent_twice_because_mosquitto_loses_one_that_arrives_during_a_reload(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise a device that is revoked in that moment would be let in until the next revocation."""
-    begun = readings(yard.fleet)
+    begun, sent = readings(yard.fleet), list[int]()
+    send = yard.broker.process.send_signal
+
+    def record(number: int) -> None:
+        sent.append(number)
+        send(number)
+
+    monkeypatch.setattr(yard.broker.process, "send_signal", record)
     yard.broker.reload()
-    until(lambda: readings(yard.fleet) >= begun + 2)
+    until(lambda: len(sent) == 2 and readings(yard.fleet) > begun)
+    assert sent == [signal.SIGHUP] * 2
 
 
 def test_a_link_over_tls_requires_1_2_or_later(yard: Yard, tmp_path: Path) -> None:

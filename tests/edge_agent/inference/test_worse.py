@@ -20,8 +20,8 @@ from edge_agent.http.http_messages import Head, Request
 from edge_agent.http.inference_protocol import InferenceProtocol
 from edge_agent.http.serve import ServedModel
 from edge_agent.inference import relearn
-from edge_agent.inference.model_check import WorseModel
 from edge_agent.inference.service import Service
+from edge_agent.inference.worse_model_check import WorseModel
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import terminal
 from fleet_core.base.errors import DataError, StateError

@@ -115,7 +115,8 @@ def test_added_tokens_stay_tokens_though_they_are_more_than_the_classes(tmp_path
 
 def test_samples_whose_classes_have_no_names_are_refused_with_what_is_missing(tmp_path: Path) -> None:
     np.savez(tmp_path / "bare.npz", x=np.ones((4, 3)), y=[0, 1, 2, 1])
-    with pytest.raises(DataError, match=r"bare\.npz: names no classes; expected an array 'classes' of 3 or more names"):
+    said = r"bare\.npz: names no classes; expected an array 'classes' with 3 or more names"
+    with pytest.raises(DataError, match=said):
         load_data(str(tmp_path / "bare.npz"))
 
 
