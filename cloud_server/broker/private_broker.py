@@ -14,6 +14,7 @@ import errno
 import importlib.util
 import ipaddress
 import os
+import re
 import shutil
 import signal
 import socket
@@ -31,7 +32,7 @@ from fleet_core.base.errors import ConfigError, FleetError, LinkError
 from fleet_core.base.storage import write_atomic
 
 START_S = 20.0
-HANDLERS_S, RUNNING = 10.0, b" running\n"
+HANDLERS_S = 10.0
 STOP_S = 5.0
 SECOND_SIGHUP_S = 1.0
 RESTART_S = 5.0
@@ -201,7 +202,7 @@ def _start(
         if not _accepts(broker, host, port):
             raise _failure(log, log_from)
         if kind == "mosquitto":
-            _await_signal_handlers(broker, log_from)
+            _await_signal_handlers(broker)
     except BaseException:
         broker.stop()
         raise
@@ -257,11 +258,17 @@ def _accepts(broker: Broker, host: str, port: int) -> bool:
     raise LinkError(f"the broker did not accept connections within {START_S:g} s", where=broker.url)
 
 
-def _await_signal_handlers(broker: Broker, log_from: int) -> None:
-    """Waits until mosquitto logs that it is running: it listens before it handles SIGHUP, which would end it until
-    then. Returns after ``HANDLERS_S`` in any case."""
-    until_s = time.monotonic() + HANDLERS_S
-    while broker.alive() and time.monotonic() < until_s and RUNNING not in broker.log.read_bytes()[log_from:]:
+def _await_signal_handlers(broker: Broker) -> None:
+    """Waits until mosquitto handles SIGHUP: it listens before it does, and until then SIGHUP would end it. Linux tells;
+    elsewhere, and after ``HANDLERS_S``, the broker is taken as it is."""
+    status, until_s = Path(f"/proc/{broker.process.pid}/status"), time.monotonic() + HANDLERS_S
+    while broker.alive() and time.monotonic() < until_s:
+        try:
+            caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status.read_text(), re.MULTILINE)
+        except OSError:
+            return
+        if caught is None or int(caught[1], 16) >> (signal.SIGHUP - 1) & 1:
+            return
         time.sleep(0.01)
 
 

@@ -183,6 +183,8 @@ class Connection:
         with contextlib.suppress(Ended, OSError):
             more = True
             while more:
+                if self._stopping.is_set():  # ``end_if_idle`` came while the last response was being sent
+                    self._stop_receiving()
                 self._await_request()
                 with self._busy:
                     more = self._answer_one()
@@ -197,9 +199,13 @@ class Connection:
     def end_if_idle(self) -> None:
         """Called from another thread: ends the wait for the next request. A request that has begun is still read."""
         if self._busy.acquire(blocking=False):
-            with contextlib.suppress(OSError):
-                self._peer.shutdown(socket.SHUT_RD)
+            self._stop_receiving()
             self._busy.release()
+
+    def _stop_receiving(self) -> None:
+        """What has arrived can still be read."""
+        with contextlib.suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RD)
 
     def end(self) -> None:
         """Called from another thread: ends the connection, whatever it waits for."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edge_agent.http.http_messages import Request, Response
-from edge_agent.http.http_server import HttpServer, Limits
+from edge_agent.http.http_server import Budget, Connection, HttpServer, Limits
 from fleet_core.base.errors import LinkError
 from tests.support.waiting import PATIENCE_S
 
@@ -317,6 +317,20 @@ def test_a_server_that_stops_finishes_requests_in_progress_and_accepts_no_more(e
         socket.create_connection((server.host, server.port), timeout=PATIENCE_S)
     busy.close()
     idle.close()
+
+
+def test_a_connection_whose_response_ends_while_the_server_stops_waits_for_no_further_request(echo: Echo) -> None:
+    stopping = threading.Event()
+    stopping.set()
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        peer, _ = listener.accept()
+        connection = Connection(peer, echo, replace(SMALL, idle_s=PATIENCE_S), Budget(1), print, stopping)
+        serving = threading.Thread(target=connection.serve, daemon=True)
+        serving.start()
+        serving.join(PATIENCE_S / 10)
+        assert not serving.is_alive()
+        connection.close()
+        assert client.recv(1) == b""
 
 
 def test_a_server_that_stops_does_not_wait_forever(echo: Echo) -> None:
