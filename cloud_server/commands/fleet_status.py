@@ -12,7 +12,7 @@ from cloud_server.identity import token_enrolment
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.reports import result
-from cloud_server.reports.terminal_view import snapshot
+from cloud_server.reports.terminal_view import energy_lines, snapshot
 from fleet_core.base.errors import shortened
 from fleet_core.base.processes import typed
 
@@ -57,3 +57,4 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
     payload = facts["totals"].get("payload_bytes")
     if payload:
         yield f"payload up {payload['up']} bytes, down {payload['down']} bytes"
+    yield from energy_lines(result.sums_of(facts["totals"]), facts["enrolled"])

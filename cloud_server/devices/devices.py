@@ -96,7 +96,8 @@ def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
     with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
         facts = {**_facts(ledger, _known(ledger, fleet, name)),
                  "volume": schema.plain(ledger.volume("device").get(name)),
-                 "energy": schema.plain(ledger.joules("device").get(name))}
+                 "energy": schema.plain(ledger.joules("device").get(name)),
+                 "absent_energy": list(ledger.absent_energy("device").get(name, ()))}
     if as_json:
         return terminal.show(facts)
     terminal.table([(key, _fact_text(key, value)) for key, value in facts.items()], ("what", "value"))

@@ -23,6 +23,7 @@ class DeviceFile:
     train: Mapping[str, Any] = field(default_factory=dict)
     board: Mapping[str, Any] = field(default_factory=dict)
     power: Mapping[str, Any] = field(default_factory=dict)
+    radio: Mapping[str, Any] = field(default_factory=dict)
     personalize: Mapping[str, Any] = field(default_factory=dict)
     serve: Mapping[str, Any] = field(default_factory=dict)
     tls: Mapping[str, Any] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from cloud_server.records import ledger_sums
 from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger_sums import Joules, Totals, Volume
-from cloud_server.records.ledger_tables import ADDED, SCHEMA, VERSION, Device, Round, Row
+from cloud_server.records.ledger_tables import ADDED, SCHEMA, VERSION, AbsentEnergy, Device, Round, Row
 from fleet_core.base.errors import StateError
 
 APPLICATION = 0x4D464C47  # SQLite's application_id, "MFLG": marks the file as a ledger
@@ -153,6 +153,17 @@ class Ledger:
     def joules(self, by: str | None = None, within: range | None = None) -> dict[Any, Joules]:
         """As ``ledger_sums.joules``."""
         return ledger_sums.joules(self._query, by, within)
+
+    def absent_energy(self, by: str | None = None) -> dict[Any, dict[str, int]]:
+        """As ``ledger_sums.absent_energy``."""
+        return ledger_sums.absent_energy(self._query, by)
+
+    def set_absent_energy(self, device: str, reasons: Sequence[str]) -> None:
+        """What a device's joules do not include, in place of what it said before."""
+        if {row.reason for row in self.each(AbsentEnergy, device=device)} != set(reasons):
+            with self.transaction():
+                self._query(f"DELETE FROM {AbsentEnergy.table} WHERE device = ?", (device,))
+                self.put(*(AbsentEnergy(device=device, reason=reason) for reason in reasons))
 
     def flops(self, within: range | None = None) -> dict[int, float]:
         """As ``ledger_sums.flops``."""

@@ -5,7 +5,7 @@ The functions take ``query``, which runs a statement and returns its rows; ``Led
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,24 +34,41 @@ class Volume:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joules:
-    """value: J of the working phases, without idle. phases: J of each phase, including idle. source: the meter, or the
-    source of the model's constants. missing: counted updates whose device reported no joules."""
+class PhaseJoules:
+    """J of one phase. low, high: between which they lie, if all modelled parts have a spread."""
 
     value: float = field(metadata={"min": 0})
     source: str
+    low: float | None = field(default=None, metadata={"min": 0})
+    high: float | None = field(default=None, metadata={"min": 0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joules:
+    """value: J of the working phases, without idle. low, high: between which they lie, if any part is modelled and all
+    modelled parts have a spread. phases: J of each phase, including idle. by_phase: the same with source and spread.
+    source: the meters, and the sources of the models' constants. missing: counted updates whose device reported no
+    joules."""
+
+    value: float = field(metadata={"min": 0})
+    source: str
+    low: float | None = field(default=None, metadata={"min": 0})
+    high: float | None = field(default=None, metadata={"min": 0})
     phases: Mapping[str, float] = field(default_factory=dict, metadata={"min": 0})
+    by_phase: Mapping[str, PhaseJoules] = field(default_factory=dict)
     missing: int | None = field(default=None, metadata={"min": 1})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over the fleet's whole life, including abandoned rounds and devices that joined after the last round."""
+    """Sums over the fleet's whole life, including abandoned rounds and devices that joined after the last round.
+    absent_energy: {"term: why" the joules do not include it: number of devices}."""
 
     rounds: int
     volume: Volume | None
     payload_by_kind: Mapping[str, Bytes]
     energy: Joules | None
+    absent_energy: Mapping[str, int]
     flops: float | None
 
 
@@ -78,28 +95,52 @@ def volume(query: Query, by: str | None = None, within: range | None = None) -> 
 
 
 def joules(query: Query, by: str | None = None, within: range | None = None) -> dict[Any, Joules]:
-    """Joules over all rows (key None), or ``by`` "round" or "device"; no entry where nothing was metered."""
+    """Joules over all rows (key None), or ``by`` "round" or "device"; no entry where no working phase has any."""
     key, _ = _grouping(by, ("round", "device"))
-    phases: dict[Any, dict[str, float]] = {}
-    sources: dict[Any, dict[str, None]] = {}
-    for k, phase, source, measured, amount in query(
-        f"SELECT {key}, phase, source, measured, SUM(joules) FROM energy WHERE {in_rounds(within)}"
-        " GROUP BY 1, phase, source, measured"
+    parts: dict[Any, dict[str, list[PhaseJoules]]] = {}
+    for k, phase, source, measured, amount, low, high, unknown in query(
+        f"SELECT {key}, phase, source, measured, SUM(joules), SUM(low), SUM(high), SUM(low IS NULL) FROM energy"
+        f" WHERE {in_rounds(within)} GROUP BY 1, phase, source, measured HAVING SUM(joules) > 0"
     ):
-        phases.setdefault(k, {})[phase] = phases.get(k, {}).get(phase, 0.0) + amount
-        sources.setdefault(k, {})[f"{'measured' if measured else 'modelled'}: {source}"] = None
+        spread = (amount, amount) if measured else (None, None) if unknown else (low, high)
+        part = PhaseJoules(value=amount, source=f"{'measured' if measured else 'modelled'}: {source}", low=spread[0],
+                           high=spread[1])
+        parts.setdefault(k, {}).setdefault(phase, []).append(part)
     missing: dict[Any, int] = dict(query(
         f"SELECT {key}, COUNT(*) FROM updates AS u WHERE {in_rounds(within)} AND status = 'counted' AND NOT EXISTS"
         " (SELECT 1 FROM energy AS e WHERE e.round = u.round AND e.device = u.device) GROUP BY 1"
     ))
-    return {
-        k: Joules(
-            value=sum(by_phase.get(phase, 0.0) for phase in WORKING), source="; ".join(sources[k]), phases=by_phase,
-            missing=missing.get(k),
-        )
-        for k, by_phase in phases.items()
-        if by_phase.keys() & set(WORKING)
-    }
+    found = {}
+    for k, of in parts.items():
+        working = _together([part for phase in WORKING for part in of.get(phase, [])])
+        if working is not None:
+            by_phase = {phase: one for phase, several in of.items() if (one := _together(several))}
+            sources = "; ".join(dict.fromkeys(part.source for several in of.values() for part in several))
+            found[k] = Joules(
+                value=working.value, source=sources, low=working.low, high=working.high, by_phase=by_phase,
+                phases={phase: one.value for phase, one in by_phase.items()}, missing=missing.get(k),
+            )
+    return found
+
+
+def _together(parts: Sequence[PhaseJoules]) -> PhaseJoules | None:
+    """The sum of ``parts``, in which measured joules are their own low and high; None without parts."""
+    if not parts:
+        return None
+    value, source = sum(part.value for part in parts), "; ".join(dict.fromkeys(part.source for part in parts))
+    lows, highs = ([bound for part in parts if (bound := getattr(part, name)) is not None] for name in ("low", "high"))
+    if len(lows) < len(parts) or all(part.source.startswith("measured") for part in parts):
+        return PhaseJoules(value=value, source=source)
+    return PhaseJoules(value=value, source=source, low=sum(lows), high=sum(highs))
+
+
+def absent_energy(query: Query, by: str | None = None) -> dict[Any, dict[str, int]]:
+    """{"term: why" the joules do not include it: number of devices}, over all devices (key None) or ``by`` "device"."""
+    key, _ = _grouping(by, ("device",))
+    found: dict[Any, dict[str, int]] = {}
+    for k, reason, count in query(f"SELECT {key}, reason, COUNT(*) FROM absent_energy GROUP BY 1, reason"):
+        found.setdefault(k, {})[reason] = count
+    return found
 
 
 def flops(query: Query, within: range | None = None) -> dict[int, float]:
@@ -115,6 +156,7 @@ def totals(query: Query, *, rounds: int) -> Totals:
         volume=volume(query).get(None),
         payload_by_kind={kind: moved.payload for kind, moved in volume(query, "kind").items() if kind != "link"},
         energy=joules(query).get(None),
+        absent_energy=absent_energy(query).get(None, {}),
         flops=sum(operations.values()) if operations else None,
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-VERSION = 5
+VERSION = 6
 STAGES = ("before", "fine_tuned", "after")
 
 SCHEMA = """
@@ -71,6 +71,12 @@ CREATE TABLE alone (
     confusion TEXT NOT NULL, PRIMARY KEY (round, device));
 """,
     5: "ALTER TABLE judgements RENAME TO evaluations; ALTER TABLE rounds RENAME COLUMN judged_id TO served_id;",
+    6: """
+ALTER TABLE energy ADD COLUMN low REAL;
+ALTER TABLE energy ADD COLUMN high REAL;
+CREATE TABLE absent_energy (
+    device TEXT NOT NULL REFERENCES devices, reason TEXT NOT NULL, PRIMARY KEY (device, reason));
+""",
 }
 """Version -> the statements that upgrade a ledger from the version before."""
 
@@ -198,7 +204,8 @@ class Traffic(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Energy(Row):
-    """phase: train | adapt | serve | radio | other | idle. source: the meter, or the source of a model's constants."""
+    """phase: train | adapt | serve | radio | other | idle. source: the meter, or the source of a model's constants.
+    low, high: joules between which modelled ones lie; None if measured, or from a device that does not say."""
 
     table = "energy"
     key = ("round", "device", "phase")
@@ -208,6 +215,18 @@ class Energy(Row):
     joules: float
     source: str
     measured: bool
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbsentEnergy(Row):
+    """reason: "term: why" the device's joules do not include the term, by its last report."""
+
+    table = "absent_energy"
+    key = ("device", "reason")
+    device: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +281,7 @@ def upsert(kind: type[Row]) -> str:
     changes = ", ".join(f"{c} = excluded.{c}" for c in names if c not in kind.key)
     return (
         f"INSERT INTO {kind.table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-        f" ON CONFLICT ({', '.join(kind.key)}) DO UPDATE SET {changes}"
+        f" ON CONFLICT ({', '.join(kind.key)}) DO " + (f"UPDATE SET {changes}" if changes else "NOTHING")
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cloud_server.records.ledger_sums import Bytes, Joules
+from collections.abc import Iterator, Mapping
+
+from cloud_server.records.ledger_sums import Bytes, Joules, PhaseJoules
 
 ABSENT = "—"
 NOT_COUNTED = "not counted"
@@ -26,12 +28,26 @@ def flops_text(count: float) -> str:
 
 def joules_text(joules: Joules | None) -> str:
     """For example 42.0 J, or *not measured*."""
-    return NOT_MEASURED if joules is None else _scaled(joules.value, ("J", "kJ", "MJ"))
+    return NOT_MEASURED if joules is None else phase_text(joules.value)
 
 
 def phase_text(joules: float) -> str:
-    """The joules of one phase."""
-    return _scaled(joules, ("J", "kJ", "MJ"))
+    """The joules of one phase; in mJ below 0.1 J."""
+    return f"{1000 * joules:.2g} mJ" if 0 < joules < 0.0995 else _scaled(joules, ("J", "kJ", "MJ"))
+
+
+def spread_text(joules: Joules | PhaseJoules) -> str:
+    """For example ``31.1 J to 52.9 J``; empty without a spread."""
+    if joules.low is None or joules.high is None:
+        return ""
+    return f"{phase_text(joules.low)} to {phase_text(joules.high)}"
+
+
+def absent_text(absent: Mapping[str, int] | None, devices: int) -> Iterator[str]:
+    """A line for each thing that the joules do not include. devices: how many there are; of fewer, the number is said.
+    """
+    for reason, count in (absent or {}).items():
+        yield f"{reason} ({count} of {devices} devices)" if count < devices else reason
 
 
 def share_text(share: float | None) -> str:

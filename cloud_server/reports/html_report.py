@@ -7,12 +7,13 @@ from html import escape
 from itertools import accumulate
 from typing import Any
 
-from cloud_server.records.ledger_sums import Bytes, Joules
+from cloud_server.records.ledger_sums import Bytes, Joules, PhaseJoules
 from cloud_server.reports import result as results
 from cloud_server.reports.charts import Line, legend, line_chart, ticks
 from cloud_server.reports.formatting import (
     ABSENT,
     NOT_COUNTED,
+    absent_text,
     bytes_text,
     flops_text,
     joules_text,
@@ -20,6 +21,7 @@ from cloud_server.reports.formatting import (
     missing_text,
     phase_text,
     share_text,
+    spread_text,
     stage_text,
 )
 from cloud_server.reports.html_elements import card, cards, count_text, heading, page, row, text_table
@@ -57,10 +59,21 @@ def _cards(run: Result) -> str:
         _evaluated_card("Macro-F1, all evaluated devices", run.evaluated),
         _evaluated_card("Macro-F1, new devices", run.new_devices) if run.new_devices else "",
         _byte_card(run),
-        card("Energy, all devices", _figure(joules_text(energy)), f"{energy.source}{missing_text(energy.missing)}")
+        card("Energy, all devices", _figure(joules_text(energy)), _energy_origin(energy))
         if energy
-        else card("Energy, all devices", joules_text(None), "no meter and no model with a source"),
+        else card("Energy, all devices", joules_text(None), "; ".join(_absent(run)) or "no meter and no cited watts"),
     ])
+
+
+def _energy_origin(energy: Joules) -> str:
+    spread = spread_text(energy)
+    return (f"{spread}; " if spread else "") + energy.source + missing_text(energy.missing)
+
+
+def _absent(run: Result) -> list[str]:
+    """What the joules do not include, and why."""
+    devices = run.devices + sum(p.new for p in run.personalization)
+    return list(absent_text(run.totals.absent_energy if run.totals else None, devices))
 
 
 def _byte_card(run: Result) -> str:
@@ -234,14 +247,25 @@ def _energy(run: Result) -> str:
     energy: Joules | None = run.totals.energy_j if run.totals else None
     flops = run.totals.flops if run.totals else None
     work = f'<p class="note">Arithmetic, all devices: {escape(flops_text(flops))}</p>' if flops else ""
+    lacks = "".join(f'<p class="note">Not in it: {escape(reason)}</p>' for reason in _absent(run))
     if energy is None:
-        return f"<h2>Energy</h2><p class='soft'>{joules_text(None)}</p>{work}"
-    phases = [(phase, phase_text(energy.phases[phase])) for phase in WORKING if phase in energy.phases]
-    rows = [*phases, ("sum", phase_text(energy.value))]
+        return f"<h2>Energy</h2><p class='soft'>{joules_text(None)}</p>{lacks}{work}"
+    phases = [(phase, energy.phases[phase], energy.by_phase.get(phase)) for phase in WORKING if phase in energy.phases]
+    rows = [(phase, phase_text(value), *_phase_origin(part)) for phase, value, part in phases]
+    rows.append(("sum", phase_text(energy.value), spread_text(energy), ""))
     if "idle" in energy.phases:
-        rows.append(("idle, not in the sum", phase_text(energy.phases["idle"])))
+        idle = _phase_origin(energy.by_phase.get("idle"))
+        rows.append(("idle, not in the sum", phase_text(energy.phases["idle"]), *idle))
+    table = text_table(("phase", "joules, all devices", "between", "from"), rows)
     source = f'<p class="note">{escape(energy.source)}{escape(missing_text(energy.missing))}</p>'
-    return f"<h2>Energy</h2>{text_table(('phase', 'joules, all devices'), rows)}{source}{work}"
+    return f"<h2>Energy</h2>{table}{source}{lacks}{work}"
+
+
+def _phase_origin(part: PhaseJoules | None) -> tuple[str, str]:
+    """(spread, measured or modelled); the source itself is below the table."""
+    if part is None:
+        return "", ""
+    return spread_text(part), ", ".join(kind for kind in ("measured", "modelled") if f"{kind}: " in part.source)
 
 
 def _settings(run: Result) -> str:

@@ -94,7 +94,8 @@ class Personalization:
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Sums over the whole ledger, including what happened after the last round. kinds: payload by kind of traffic."""
+    """Sums over the whole ledger, including what happened after the last round. kinds: payload by kind of traffic.
+    absent_energy: {"term: why" energy_j does not include it: number of devices}."""
 
     payload_bytes: Bytes | None = None
     mqtt_bytes: Bytes | None = None
@@ -102,6 +103,7 @@ class Sums:
     kinds: Mapping[str, Bytes] | None = None
     flops: float | None = field(default=None, metadata=AMOUNT)
     energy_j: Joules | None = None
+    absent_energy: Mapping[str, int] | None = field(default=None, metadata={"min": 1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +227,14 @@ def plain_sums(ledger: Ledger) -> dict[str, Any]:
     return plain(sums(ledger))
 
 
+def sums_of(data: Mapping[str, Any]) -> Sums:
+    """The opposite of ``plain_sums``. Raises DataError."""
+    found, problems = schema.read(Sums, data, unknown="ignore")
+    if found is None:
+        raise DataError("are no sums: " + "; ".join(map(str, problems[:5])))
+    return found
+
+
 def plain(figures: Any) -> dict[str, Any]:
     """A dataclass of figures ready for ``json.dumps``; missing figures are left out."""
     found: dict[str, Any] = _without_nulls(schema.plain(figures))
@@ -302,7 +312,7 @@ def sums(ledger: Ledger) -> Sums:
     return Sums(
         payload_bytes=volume.payload if volume else None, mqtt_bytes=volume.mqtt if volume else None,
         wire_bytes=volume.wire if volume else None, kinds=totals.payload_by_kind or None, flops=totals.flops,
-        energy_j=totals.energy,
+        energy_j=totals.energy, absent_energy=totals.absent_energy or None,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TextIO
@@ -22,6 +22,7 @@ from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.records.ledger_tables import Evaluation
 from cloud_server.reports.formatting import (
     ABSENT,
+    absent_text,
     bytes_text,
     joules_text,
     missing_text,
@@ -29,10 +30,11 @@ from cloud_server.reports.formatting import (
     plain_text,
     seconds_text,
     share_text,
+    spread_text,
     stage_text,
     traffic_text,
 )
-from cloud_server.reports.result import Result, RoundFigures, round_figures
+from cloud_server.reports.result import Result, RoundFigures, Sums, round_figures
 from cloud_server.reports.scores import Score
 from fleet_core.power.meter import WORKING
 
@@ -214,7 +216,7 @@ def _figures(closed: RoundFigures) -> list[str]:
     loss = f"loss {closed.loss:.3f}" if closed.loss is not None else ""
     moved = traffic_text(closed.payload_bytes) if closed.payload_bytes else "bytes not counted"
     seconds = seconds_text(closed.seconds) if closed.seconds is not None else ""
-    energy = f"energy {joules_text(closed.energy_j)}"
+    energy = f"energy {joules_text(closed.energy_j)}" + _spread(closed.energy_j)
     return list(filter(None, [refused, loss, _accuracy(closed), moved, energy, seconds]))
 
 
@@ -273,11 +275,26 @@ def _cost_block(result: Result) -> str:
         f"{'bytes' if name == 'payload' else '':<9}{name:<10}{traffic_text(getattr(sums, key) if sums else None)}"
         for name, key in TOTAL_ROWS
     ]
+    devices = result.devices + sum(p.new for p in result.personalization)
+    return "\n".join([*lines, *energy_lines(sums, devices)])
+
+
+def energy_lines(sums: Sums | None, devices: int) -> Iterator[str]:
+    """The joules, by phase with source and spread, and what they do not include. devices: of the fleet."""
     energy = sums.energy_j if sums else None
-    lines.append(f"{'energy':<9}{joules_text(energy)}" + (_energy_details(energy) if energy else ""))
-    return "\n".join(lines)
+    head = "energy"
+    if energy is None:
+        yield f"{head:<9}{joules_text(None)}"
+    else:
+        phases = ", ".join(
+            f"{phase} {phase_text(j)}" for phase in WORKING if (j := energy.phases.get(phase)) is not None
+        )
+        figure = f"{joules_text(energy)}{_spread(energy)} ({phases})"
+        yield f"{head:<9}{figure}  {energy.source}{missing_text(energy.missing)}"
+    for reason in absent_text(sums.absent_energy if sums else None, devices):
+        yield f"{'':<9}not in it: {plain_text(reason)}"
 
 
-def _energy_details(energy: Joules) -> str:
-    phases = ", ".join(f"{phase} {phase_text(j)}" for phase in WORKING if (j := energy.phases.get(phase)) is not None)
-    return f" ({phases})  {energy.source}{missing_text(energy.missing)}"
+def _spread(energy: Joules | None) -> str:
+    spread = spread_text(energy) if energy else ""
+    return f" [{spread}]" if spread else ""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger import Ledger
 from cloud_server.reports.scores import confusion_accuracy, macro_f1
+from fleet_core.protocol import device_messages
 from fleet_core.protocol.device_messages import Evaluation, Report
 
 KINDS = {
@@ -89,12 +91,11 @@ class RoundCosts:
 
     def _add_energy(self, device: str, report: Report, added: Mapping[str, float]) -> None:
         for entry in report.energy:
-            joules = added.get(f"energy.{entry.phase}", 0.0)
+            row = _energy(device, report.round, entry, added.get(f"energy.{entry.phase}", 0.0))
             known = self._ledger.rows(tables.Energy, round=report.round, device=device, phase=entry.phase)
-            self._ledger.put(tables.Energy(
-                round=report.round, device=device, phase=entry.phase,
-                joules=joules + (known[0].joules if known else 0.0), source=entry.source, measured=entry.measured,
-            ))
+            self._ledger.put(_energy_sum(known[0], row) if known else row)
+        if report.absent_terms or report.energy:
+            self._ledger.set_absent_energy(device, report.absent_terms)
         if "flops" in added:
             known_flops = self._ledger.rows(tables.Flops, round=report.round, device=device)
             total = added["flops"] + (known_flops[0].flops if known_flops else 0.0)
@@ -122,6 +123,27 @@ def _counters(report: Report) -> dict[str, float]:
             counters |= {"wire.up": traffic.wire_up, "wire.down": traffic.wire_down}
         counters |= {f"payload.{name}": float(traffic.payload[name]) for name in KINDS if name in traffic.payload}
     return counters
+
+
+def _energy(device: str, round_number: int, entry: device_messages.Energy, joules: float) -> tables.Energy:
+    spread = entry.spread
+    return tables.Energy(
+        round=round_number, device=device, phase=entry.phase, joules=joules, source=entry.source,
+        measured=entry.measured, low=None if spread is None else joules * spread.low,
+        high=None if spread is None else joules * spread.high,
+    )
+
+
+def _energy_sum(left: tables.Energy, right: tables.Energy) -> tables.Energy:
+    """The newer source; no spread if a modelled part has none. A measured part is its own low and high."""
+    known = all(part.measured or part.low is not None for part in (left, right))
+    modelled = known and not (left.measured and right.measured)
+    low, high = (
+        sum(part.joules if (bound := getattr(part, name)) is None else bound for part in (left, right))
+        for name in ("low", "high")
+    )
+    return replace(right, joules=left.joules + right.joules, measured=left.measured and right.measured,
+                   low=low if modelled else None, high=high if modelled else None)
 
 
 def _sum(left: tables.Traffic, right: tables.Traffic) -> tables.Traffic:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records.fleet_folder import Fleet
@@ -133,14 +135,17 @@ def write_devices(options: Options, folder: Path, fleet: Fleet) -> tuple[list[Pa
     everything, _ = load_data(options.data, window=options.window, stride=options.stride)
     training, joining = _names(options, everything)
     watts = options.meter_watts
-    power = {} if watts is None else {"power": {"idle_w": watts[0], "busy_w": watts[1]}}
+    tables: dict[str, dict[str, Any]] = {} if watts is None else {"power": {"idle_w": watts[0], "busy_w": watts[1]}}
+    if platform.system() == "Linux" and platform.machine() == "x86_64":
+        tables["board"] = {"profile": "x86-64"}
     seconds = _support_s(options)
     homes: dict[str, Path] = {}
     for name in (*training, *joining):
         home = homes[name] = folder / "devices" / name
         late = name in joining
         data = {"support_seconds": seconds} if late and seconds is not None else {}
-        write_device_folder(fleet, name, home, "mqtt://127.0.0.1:1883", data=data, train={"enabled": not late}, **power)
+        train = {"enabled": not late}
+        write_device_folder(fleet, name, home, "mqtt://127.0.0.1:1883", data=data, train=train, **tables)
         if not (home / "samples.npz").exists():
             samples.save(home / "samples.npz", everything.of_client(name))
     return [homes[name] for name in training], [homes[name] for name in joining]

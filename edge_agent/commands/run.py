@@ -15,7 +15,7 @@ from edge_agent.compute.worker import Trainer, TrainerProcess
 from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import Renewal
 from edge_agent.device.state import DeviceState
-from edge_agent.device.this_board import limits_of, profile_of, remarks, sensor_of, watts_of
+from edge_agent.device.this_board import limits_of, profile_of, radio_of, remarks, sensor_of, watts_of
 from edge_agent.inference.service import Service
 from edge_agent.inference.service import service_of as service_of
 from edge_agent.rounds.agent import Agent, will
@@ -46,7 +46,7 @@ def run(
     state.check_formats()
     boot, device, service = secrets.token_hex(8), settings.device, service_of(home, settings)
     link = _link(home, settings, boot, plain=plain)
-    limits, accounts = limits_of(home, settings), AgentCosts(_meter(home, settings))
+    limits, accounts = limits_of(home, settings), AgentCosts(_meter(home, settings), radio_of(home, settings))
     for remark in remarks(home, settings):
         log(f"{remark} ('edge-agent doctor' says more)")
     agent = Agent(

@@ -10,6 +10,9 @@ from fleet_core.board import profile as profiles
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits, Wish
 from fleet_core.board.profile import Profile
+from fleet_core.link.mqtt import is_loopback, parse_url
+from fleet_core.power import radio
+from fleet_core.power.radio import RadioModel
 
 
 def profile_of(home: Path, settings: Settings) -> Profile | None:
@@ -60,3 +63,11 @@ def watts_of(home: Path, settings: Settings) -> tuple[float, float] | None:
         raise ConfigError("power needs both idle_w and busy_w, or neither", where=str(home / "device.toml"),
                           hint="edge-agent energy calibrate --meter-watts IDLE BUSY")
     return None if power.idle_w is None or power.busy_w is None else (power.idle_w, power.busy_w)
+
+
+def radio_of(home: Path, settings: Settings, root: Path = Path("/")) -> RadioModel:
+    """The model of the joules of bytes to the broker. Raises ConfigError."""
+    if settings.radio.kind is None and is_loopback(parse_url(settings.device.broker).host):
+        return RadioModel(absent="none: the broker is on this machine")
+    kind = settings.radio.kind or radio.kind_of_link(root)
+    return radio.radio_of(kind, profile_of(home, settings), settings.radio.j_per_byte)

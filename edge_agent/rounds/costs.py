@@ -11,16 +11,17 @@ from fleet_core.link import byte_counters
 from fleet_core.power.background_sampling import repeating
 from fleet_core.power.joules_by_phase import JoulesByPhase, Work
 from fleet_core.power.meter import Figure, Meter
+from fleet_core.power.radio import RadioModel
 from fleet_core.protocol import device_messages
-from fleet_core.protocol.device_messages import Energy
+from fleet_core.protocol.device_messages import MAX_ABSENT, MAX_SOURCE, Energy
 from fleet_core.protocol.round_messages import Cost
 
 
 class AgentCosts:
-    """Counts from the agent's start. Without a meter energy is absent, never 0."""
+    """Counts from the agent's start. Without a meter energy is absent, never 0. radio: models the joules of bytes."""
 
-    def __init__(self, meter: Meter | None = None):
-        self._book = JoulesByPhase(meter)
+    def __init__(self, meter: Meter | None = None, radio: RadioModel | None = None):
+        self._book = JoulesByPhase(meter, radio)
         self._open: dict[str, tuple[ExitStack, Work]] = {}
         self._payload: dict[str, int] = {}
         self._before: dict[str, float] = {}
@@ -36,7 +37,10 @@ class AgentCosts:
     def payload(self, kind: str, count: int) -> None:
         """Adds ``count`` bytes of payload ``kind`` (``model_down``, ``update_up``, …)."""
         self._payload[kind] = self._payload.get(kind, 0) + count
-        self._book.sent(count)
+        if kind.endswith("_up"):
+            self._book.moved(up_bytes=count)
+        else:
+            self._book.moved(down_bytes=count)
 
     def begin(self, phase: str) -> None:
         """Starts ``train``, ``adapt`` or ``serve``, which may last over many steps of the loop."""
@@ -58,9 +62,13 @@ class AgentCosts:
     def energy(self) -> tuple[Energy, ...]:
         self._book.update()
         return tuple(
-            Energy(phase, figure.joules, figure.source[:200], figure.measured)
+            Energy(phase, figure.joules, figure.source[:MAX_SOURCE], figure.measured, figure.spread)
             for phase, figure in self._book.figures().items()
         )
+
+    def absent_terms(self) -> tuple[str, ...]:
+        """"term: reason" for everything that the joules do not include."""
+        return tuple(reason[:MAX_SOURCE] for reason in self._book.absent_terms())[:MAX_ABSENT]
 
     def traffic(self, link: byte_counters.Traffic) -> device_messages.Traffic:
         return device_messages.Traffic(

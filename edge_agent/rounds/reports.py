@@ -54,6 +54,7 @@ class Reporter:
             round=self.round,
             boot=self._boot,
             energy=self._accounts.energy(),
+            absent_terms=self._accounts.absent_terms(),
             traffic=self._accounts.traffic(self._link.counters.snapshot()),
             flops=self._accounts.flops,
             new=not self._settings.train.enabled,

@@ -78,6 +78,15 @@ class Power:
     busy_w: float | None = field(default=None, metadata={"min": 0})
 
 
+@dataclass(frozen=True)
+class Radio:
+    """kind: of the link to the broker; where it is left out, that of the interface with the default route. j_per_byte:
+    of a byte sent or received, in place of the profile's and of the default for the kind."""
+
+    kind: str | None = field(default=None, metadata={"choices": ("wifi", "lte", "ethernet")})
+    j_per_byte: float | None = field(default=None, metadata={"min": 0, "max": 1})
+
+
 WAYS = ("method", "proto", "head", "knn", "adapt", "none")
 
 
@@ -120,6 +129,7 @@ class Settings:
     train: Training = field(default_factory=Training)
     board: Board = field(default_factory=Board)
     power: Power = field(default_factory=Power)
+    radio: Radio = field(default_factory=Radio)
     personalize: Personalize = field(default_factory=Personalize)
     serve: Serve = field(default_factory=Serve)
     tls: Tls = field(default_factory=Tls)

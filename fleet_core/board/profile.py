@@ -68,7 +68,8 @@ class Power:
 
     chip: the ``name`` of a hwmon meter. rails: labels of the rails that are summed; empty for the meter's own total.
     scale, offset_w: convert the sum of the rails to the input's watts; ``correction`` is their source. misses: what the
-    sensor does not measure.
+    sensor does not measure. per_processor: idle_w and busy_w are of one logical processor. other_watts: (idle, busy) of
+    other sources; the spread of modelled joules covers them.
     """
 
     sensor: str = field(default="none", metadata={"choices": SENSORS})
@@ -80,6 +81,10 @@ class Power:
     misses: str | None = field(default=None, metadata={"max_length": TEXT})
     idle_w: float | None = field(default=None, metadata={"min": 0, "max": 100_000})
     busy_w: float | None = field(default=None, metadata={"min": 0, "max": 100_000})
+    per_processor: bool = False
+    other_watts: tuple[tuple[float, ...], ...] = field(
+        default=(), metadata={"min": 0, "max": 100_000, "max_length": LINES}
+    )
     source: str | None = field(default=None, metadata={"max_length": TEXT})
 
 
@@ -151,7 +156,7 @@ def _narrow(tables: Mapping[str, Any]) -> Iterator[Problem]:
 def _contradictions(tables: Mapping[str, Any]) -> Iterator[Problem]:
     """Mistakes that types cannot express. Reads the raw tables, as the file may have other mistakes as well."""
     for table, figures, source in (
-        ("power", ("idle_w", "busy_w"), "source"), ("power", ("scale", "offset_w"), "correction"),
+        ("power", ("idle_w", "busy_w", "other_watts"), "source"), ("power", ("scale", "offset_w"), "correction"),
         ("compute", ("effective_flop_per_s",), "source"), ("radio", ("j_per_byte",), "source"),
         ("can", ("train_parameters", "train_batch"), "source"), ("wheels", ("pins",), "source"),
     ):
@@ -177,6 +182,13 @@ def _watts(power: Mapping[str, Any]) -> Iterator[Problem]:
     rails = power.get("rails")
     if isinstance(idle_w, (int, float)) and isinstance(busy_w, (int, float)) and busy_w < idle_w:
         yield Problem("power.busy_w", f"{busy_w:g} is below idle_w, {idle_w:g}")
+    others = power.get("other_watts", [])
+    for number, pair in enumerate(others if isinstance(others, list) else []):
+        watts = isinstance(pair, list) and all(isinstance(value, (int, float)) for value in pair)
+        if watts and (len(pair) != 2 or pair[1] < pair[0]):
+            yield Problem(f"power.other_watts[{number}]", "is no pair [IDLE, BUSY] of watts, IDLE ≤ BUSY")
+    if others and ("idle_w" not in power or "busy_w" not in power):
+        yield Problem("power.other_watts", "needs idle_w and busy_w beside it")
     if sensor == "hwmon" and "chip" not in power:
         yield Problem("power.sensor", "hwmon needs chip = \"…\": the meter's name in /sys/class/hwmon/*/name")
     if isinstance(rails, list) and TOTAL in rails and len(rails) > 1:

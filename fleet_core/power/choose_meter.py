@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from pathlib import Path
 
 from fleet_core.base.errors import ConfigError, PowerError
+from fleet_core.board import probe
+from fleet_core.board.probe import Machine
 from fleet_core.board.profile import Power, Profile
-from fleet_core.power.energy_model import BoardModel, WattsModel
+from fleet_core.power.energy_model import BoardModel, WattsModel, watts_spreads, whole_machine
 from fleet_core.power.meter import Meter
 from fleet_core.power.rapl import ZONES, Rapl
 from fleet_core.power.sampled_meter import Sampled
@@ -16,6 +19,8 @@ from fleet_core.power.sensors import hwmon, ina3221, pmic
 from fleet_core.power.sensors.interface import Sensor
 
 log = logging.getLogger(__name__)
+EMULATOR = "dummy-virt"
+"""In the device tree of QEMU's virtual machines, whose seconds are not a board's."""
 
 
 def choose_meter(
@@ -23,14 +28,17 @@ def choose_meter(
     meter_watts: tuple[float, float] | None = None,
     root: Path = Path("/"),
     power: Power | None = None,
+    found: Machine | None = None,
 ) -> Meter | None:
-    """The sensor if it can be read; else the model of the user's watts or of the board; else None.
+    """The sensor if it can be read; else the model of the user's watts or of the board's cited ones; else None.
 
-    board: decides the sensor. A board without one is modelled on any machine, because the joules of another machine's
-        sensor are not the board's. Without a board the sensor is RAPL.
+    board: decides the sensor. A board without one is modelled: from CPU time if this machine is one, else from its
+        work, because neither the seconds nor the sensor of another machine are the board's. Without a board the sensor
+        is RAPL.
     meter_watts: (idle, busy) of this machine, from the user; idle also separates a sensor's idle draw from its work.
     root: of the file system.
     power: the user's choice of a sensor instead of the board's.
+    found: this machine, by default as ``probe`` finds it.
 
     Raises ConfigError for wrong watts. A sensor that cannot be read is logged with a hint.
     """
@@ -43,7 +51,14 @@ def choose_meter(
             return meter
     if meter_watts is not None:
         return WattsModel(*meter_watts, root=root)
-    return _model(board) if board is not None else None
+    return None if board is None else _model(board, found or probe.machine(root), root)
+
+
+def is_board(board: Profile, found: Machine) -> bool:
+    """Whether the machine can be such a board, by architecture and number of processors."""
+    return (
+        found.arch == board.arch and board.cores in (None, found.cores) and EMULATOR not in (found.model or "")
+    )
 
 
 def sensor_of(power: Power, root: Path = Path("/")) -> Sensor:
@@ -77,10 +92,15 @@ def _sensor_meter(power: Power, idle_w: float | None, root: Path, *, explicit: b
         return None
 
 
-def _model(board: Profile) -> BoardModel | None:
+def _model(board: Profile, found: Machine, root: Path) -> Meter | None:
     """None when no term of the board has a cited constant."""
+    if is_board(board, found):
+        power = whole_machine(board.power, os.cpu_count() or 1)
+        if power.source and power.idle_w is not None and power.busy_w is not None:
+            source = f"{board.name}: {power.source}"
+            return WattsModel(power.idle_w, power.busy_w, source, spreads=watts_spreads(power), root=root)
     model = BoardModel(board)
-    return model if set(model.absent_terms) < {"compute", "idle", "radio"} else None
+    return None if {"compute", "idle"} <= set(model.absent_terms) else model
 
 
 def _check(meter_watts: tuple[float, float] | None) -> None:

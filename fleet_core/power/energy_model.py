@@ -1,51 +1,50 @@
-"""Models of energy for machines without a sensor: from a board's cited constants, or from the user's watts.
+"""Models of energy for machines without a sensor, from idle and busy watts that a source or the user gives.
 
-joules = FLOPs ÷ effective FLOP/s × (busy − idle) W + idle W × time + bytes × J/byte. Computing time on another machine
-says nothing about the board, so only work (FLOPs, bytes) and the wall clock of the running machine are used. A constant
-without a cited source makes its term absent.
+On the board itself: joules = CPU seconds ÷ processors × (busy − idle) W + idle W × time. For a board that is another
+machine, computing time here says nothing: joules = FLOPs ÷ effective FLOP/s × (busy − idle) W + idle W × time. A
+constant without a cited source makes its term absent. Watts are taken as linear in the share of busy processors.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from fleet_core.board.profile import Profile
-from fleet_core.power.meter import Interval
+from fleet_core.board.profile import Power, Profile
+from fleet_core.power.meter import Interval, Spread
 from fleet_core.power.sensors.cpu import machine_cpu_s, own_cpu_s
 from fleet_core.power.shared_counter import Share
 
+BOUND = 0.26
+"""Relative bound of a modelled figure: by so much two sources differ in the idle watts of a Raspberry Pi 4B (3.1 and
+2.3 W). A wider range of a board's own sources replaces it."""
+STATED = Spread(1 - BOUND, 1 + BOUND)
+
 
 class BoardModel:
-    """Meter of a board by its profile. Time is the wall clock of this process."""
+    """Meter of a board that is another machine, by its profile. Time is the wall clock of this process."""
 
     measured = False
+    includes_radio = False
 
     def __init__(self, profile: Profile, *, clock: Callable[[], float] = time.monotonic):
-        power, compute, radio = profile.power, profile.compute, profile.radio
-        cited = {
-            "power": power.source and power.idle_w is not None,
-            "compute": compute.source and compute.effective_flop_per_s,
-            "radio": radio.source and radio.j_per_byte is not None,
-        }
-        self._idle_w = power.idle_w if cited["power"] else None
-        self._j_per_byte = radio.j_per_byte if cited["radio"] else None
+        power, compute = profile.power, profile.compute
+        cited = bool(power.source) and not power.per_processor
+        self._idle_w = power.idle_w if cited else None
         self._j_per_flop: float | None = None
-        if self._idle_w is not None and power.busy_w is not None and cited["compute"]:
-            assert compute.effective_flop_per_s is not None
+        if self._idle_w is not None and power.busy_w is not None and compute.source and compute.effective_flop_per_s:
             self._j_per_flop = (power.busy_w - self._idle_w) / compute.effective_flop_per_s
-        used = {
-            power.source: self._idle_w,
-            compute.source: self._j_per_flop,
-            radio.source: self._j_per_byte,
-        }
+        used = {power.source: self._idle_w, compute.source: self._j_per_flop}
         sources = "; ".join(source for source, value in used.items() if source and value is not None)
         self.source = f"model of {profile.name} ({sources or 'no cited constant'})"
-        self.absent_terms: Mapping[str, str] = _absent(profile, self._j_per_flop, self._idle_w, self._j_per_byte)
+        self.absent_terms: Mapping[str, str] = _absent(profile, self._j_per_flop, self._idle_w)
+        watts = watts_spreads(power)
+        work = Spread(watts["compute"].low / (1 + BOUND), watts["compute"].high / (1 - BOUND))  # FLOP/s are cited too
+        self.spreads: Mapping[str, Spread] = {"compute": work, "idle": watts["idle"]}
         self._clock, self._last_s = clock, clock()
 
     def interval(self) -> Interval:
@@ -56,32 +55,38 @@ class BoardModel:
     def compute_j(self, flops: float) -> float | None:
         return None if self._j_per_flop is None else self._j_per_flop * flops
 
-    def radio_j(self, payload_bytes: int) -> float | None:
-        return None if self._j_per_byte is None else self._j_per_byte * payload_bytes
-
 
 class WattsModel:
-    """Meter from the watts of this machine, idle and with all processors busy, given by the user (--meter-watts).
+    """Meter of this machine from its watts, idle and with all processors busy.
 
     joules above idle = CPU seconds of this process and its children ÷ processors × (busy − idle) W. The processes of
     a machine share its idle draw; without /proc each counts all of it.
+
+    Args:
+        source: of the watts. spreads: as in ``Meter``.
+        processors: of the machine; by default those that the system has.
+        root, pid, clock: as in ``Share``.
     """
 
     measured = False
-    absent_terms: Mapping[str, str] = MappingProxyType({"radio": "no cited J/byte for this machine"})
+    includes_radio = False
+    absent_terms: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
         idle_w: float,
         busy_w: float,
+        source: str = "--meter-watts",
         *,
+        spreads: Mapping[str, Spread] = MappingProxyType({"compute": STATED, "idle": STATED}),
         processors: int | None = None,
         root: Path = Path("/"),
         pid: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         watts = Watts(idle_w, (busy_w - idle_w) / (processors or os.cpu_count() or 1), root, clock)
-        self.source = f"model of CPU seconds at {idle_w:g} W idle, {busy_w:g} W busy (--meter-watts)"
+        self.source = f"model of CPU seconds at {idle_w:g} W idle, {busy_w:g} W busy ({source})"
+        self.spreads = spreads
         self._watts, self._last = watts, watts.alone()
         self._share: Share | None = None
         if (root / "proc/stat").exists():
@@ -96,9 +101,6 @@ class WattsModel:
 
     def compute_j(self, flops: float) -> None:
         """None: the CPU seconds include it."""
-
-    def radio_j(self, payload_bytes: int) -> None:
-        """None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -124,15 +126,38 @@ class Watts:
         return self.j_per_cpu_s * own_cpu_s(), self.idle_w * self.clock()
 
 
-def _absent(
-    profile: Profile, j_per_flop: float | None, idle_w: float | None, j_per_byte: float | None
-) -> dict[str, str]:
+def whole_machine(power: Power, processors: int) -> Power:
+    """``power`` with watts of the whole machine, from those of one processor."""
+    if not power.per_processor or power.idle_w is None or power.busy_w is None:
+        return power
+    others = tuple((processors * idle_w, processors * busy_w) for idle_w, busy_w in power.other_watts)
+    return replace(power, per_processor=False, idle_w=processors * power.idle_w, busy_w=processors * power.busy_w,
+                   other_watts=others)
+
+
+def watts_spreads(power: Power) -> dict[str, Spread]:
+    """{"idle", "compute"}: the range over all sources of the idle watts, and of busy − idle; at least BOUND."""
+    if power.idle_w is None or power.busy_w is None:
+        return {"idle": STATED, "compute": STATED}
+    return {
+        "idle": _covering(power.idle_w, [idle_w for idle_w, _ in power.other_watts]),
+        "compute": _covering(power.busy_w - power.idle_w, [busy_w - idle_w for idle_w, busy_w in power.other_watts]),
+    }
+
+
+def _covering(value: float, others: Sequence[float]) -> Spread:
+    ratios = [other / value for other in others] if value else []
+    return Spread(min([STATED.low, *ratios]), max([STATED.high, *ratios]))
+
+
+def _absent(profile: Profile, j_per_flop: float | None, idle_w: float | None) -> dict[str, str]:
+    if profile.power.per_processor and profile.power.source:
+        why = "cited watts are of one processor, and it is not known how many such a machine has"
+        return {"compute": why, "idle": why}
     absent = {}
     if j_per_flop is None:
         watts = idle_w is None or profile.power.busy_w is None
         absent["compute"] = "no cited idle and busy watts" if watts else "no cited effective FLOP/s"
     if idle_w is None:
         absent["idle"] = "no cited idle watts"
-    if j_per_byte is None:
-        absent["radio"] = "no cited J/byte"
     return absent

@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fleet_core.base.errors import PowerError
-from fleet_core.power.meter import PHASES, WORKING, Figure, Meter
+from fleet_core.power.meter import PHASES, WORKING, Figure, Meter, Spread
+from fleet_core.power.radio import RadioModel
 
 log = logging.getLogger(__name__)
 
 TERM_OF = {"idle": "idle", "radio": "radio"}  # all other phases: compute
+NO_METER = ("neither a sensor that can be read nor idle and busy watts with a source (edge-agent energy "
+            "calibrate, or a profile with watts in device.toml)")
 
 
 @dataclass
@@ -26,17 +29,18 @@ class Work:
     """The work of a phase, for meters that model it. Add to it while the phase is open."""
 
     flops: float = 0.0
-    payload_bytes: int = 0
 
 
 class JoulesByPhase:
-    """Joules of one process. Any thread may open phases. Without a meter every figure is absent.
+    """Joules of one process. Any thread may open phases. Without a meter every figure but the radio's is absent.
 
+    radio: models the joules of bytes; not used with a meter that includes them.
     When the meter fails, this is logged, the joules counted so far stay, and every later figure mentions it.
     """
 
-    def __init__(self, meter: Meter | None):
+    def __init__(self, meter: Meter | None, radio: RadioModel | None = None):
         self._meter = meter
+        self._radio = None if meter is not None and meter.includes_radio else radio
         self._joules: dict[str, float] = {}
         self._unknown_s: dict[str, float] = {}
         self._open: list[str] = []
@@ -63,12 +67,14 @@ class JoulesByPhase:
             self.update()
             with self._lock:
                 self._open.remove(name)
-                self._add_work(name, work)
+                if self._meter is not None and work.flops:
+                    self._add(name, self._meter.compute_j(work.flops))
 
-    def sent(self, payload_bytes: int) -> None:
+    def moved(self, up_bytes: int = 0, down_bytes: int = 0) -> None:
         """Counts bytes sent or received by radio. It reads no sensor, so it may be called for every chunk."""
-        with self._lock:
-            self._add_work("radio", Work(payload_bytes=payload_bytes))
+        if self._radio is not None:
+            with self._lock:
+                self._add("radio", self._radio.joules(up_bytes, down_bytes))
 
     def update(self) -> None:
         """Counts the joules since the last call. Call it at least every half hour, before a counter can wrap twice; for
@@ -99,10 +105,18 @@ class JoulesByPhase:
     def total(self) -> Figure | None:
         """The sum over all phases including idle, with every absent term; None when there is nothing to sum."""
         with self._lock:
-            if self._meter is None or not self._joules:
+            if not self._joules:
                 return None
+            parts = [self._figure(name) for name in self._joules]
             absent = (*self._absent(), *self._gap("idle"))  # every gap is also counted for idle
-            return Figure(sum(self._joules.values()), self._meter.source, self._meter.measured, absent)
+            joules, measured = sum(part.joules for part in parts), all(part.measured for part in parts)
+            sources = "; ".join(dict.fromkeys(part.source for part in parts))
+            return Figure(joules, sources, measured, absent, None if measured or not joules else _sum(joules, parts))
+
+    def absent_terms(self) -> tuple[str, ...]:
+        """"term: reason" for everything that the figures do not include."""
+        with self._lock:
+            return self._absent()
 
     def take(self) -> dict[str, Figure]:
         """The figures since the last ``take``, up to now."""
@@ -114,13 +128,16 @@ class JoulesByPhase:
             return taken
 
     def plain(self) -> dict[str, Any]:
-        """{phase: {"value", "source", "measured", "absent_terms"}}, as in result files."""
+        """{phase: ``Figure.plain``}, as in result files."""
         return {name: figure.plain() for name, figure in self.figures().items()}
 
     def _figure(self, name: str) -> Figure:
-        assert self._meter is not None
-        absent = (*self._absent(TERM_OF.get(name, "compute")), *self._gap(name))
-        return Figure(self._joules[name], self._meter.source, self._meter.measured, absent)
+        term = TERM_OF.get(name, "compute")
+        absent, joules = (*self._absent(term), *self._gap(name)), self._joules[name]
+        if self._meter is not None and (name != "radio" or self._radio is None):
+            return Figure(joules, self._meter.source, self._meter.measured, absent, self._meter.spreads.get(term))
+        assert self._radio is not None
+        return Figure(joules, self._radio.source, False, absent, self._radio.spread)
 
     def _gap(self, name: str) -> tuple[str, ...]:
         unknown_s = self._unknown_s.get(name)
@@ -128,15 +145,20 @@ class JoulesByPhase:
 
     def _absent(self, only: str | None = None) -> tuple[str, ...]:
         """The reasons for absent terms, or for the term ``only``; and why the meter failed."""
-        terms = self._meter.absent_terms if self._meter is not None else {}
+        terms = dict(self._meter.absent_terms) if self._meter is not None else {"compute": NO_METER}
+        if self._radio is not None and self._radio.absent:
+            terms["radio"] = self._radio.absent
         reasons = [f"{term}: {reason}" for term, reason in terms.items() if only in (None, term) or term == "board"]
         return (*reasons, f"meter: {self._failure}") if self._failure else tuple(reasons)
-
-    def _add_work(self, name: str, work: Work) -> None:
-        if self._meter is not None:
-            self._add(name, self._meter.compute_j(work.flops) if work.flops else None)
-            self._add("radio", self._meter.radio_j(work.payload_bytes) if work.payload_bytes else None)
 
     def _add(self, name: str, joules: float | None) -> None:
         if joules is not None:
             self._joules[name] = self._joules.get(name, 0.0) + joules
+
+
+def _sum(joules: float, parts: Sequence[Figure]) -> Spread:
+    """The spread of a sum whose parts are all low or all high at once."""
+    measured = Spread(1.0, 1.0)
+    low = sum(part.joules * (part.spread or measured).low for part in parts)
+    high = sum(part.joules * (part.spread or measured).high for part in parts)
+    return Spread(low / joules, high / joules)

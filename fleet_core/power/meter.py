@@ -1,9 +1,10 @@
-"""The interface of energy meters: joules with their source, whether they are measured, and which terms are absent."""
+"""The interface of energy meters: joules with their source, whether they are measured, their spread if they are not,
+and which terms are absent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 WORKING = ("train", "adapt", "serve", "radio", "other")
@@ -24,10 +25,19 @@ class Interval:
     unknown_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Spread:
+    """Modelled joules j lie between low · j and high · j."""
+
+    low: float = field(metadata={"min": 0, "max": 1})
+    high: float = field(metadata={"min": 1, "max": 1e6})
+
+
 class Meter(Protocol):
     """Joules of one process on one device.
 
     absent_terms: {term: reason} of the terms (compute, idle, radio) that have neither a sensor nor a cited constant.
+    includes_radio: whether ``interval`` includes the joules of the radio. spreads: {term: Spread} of modelled terms.
     """
 
     @property
@@ -40,30 +50,37 @@ class Meter(Protocol):
     @property
     def absent_terms(self) -> Mapping[str, str]: ...
 
+    @property
+    def includes_radio(self) -> bool: ...
+
+    @property
+    def spreads(self) -> Mapping[str, Spread]: ...
+
     def interval(self) -> Interval:
         """Joules since the last call. Raises PowerError."""
 
     def compute_j(self, flops: float) -> float | None:
         """Joules above idle of ``flops`` operations; None when ``interval`` includes them or they are unknown."""
 
-    def radio_j(self, payload_bytes: int) -> float | None:
-        """Joules of ``payload_bytes`` bytes sent or received; None when ``interval`` includes them or unknown."""
-
 
 @dataclass(frozen=True)
 class Figure:
-    """joules: ≥ 0. absent_terms: "term: reason" for each term that the joules do not include."""
+    """joules: ≥ 0. absent_terms: "term: reason" for each term that the joules do not include. spread: None if
+    measured."""
 
     joules: float
     source: str
     measured: bool
     absent_terms: tuple[str, ...] = ()
+    spread: Spread | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As in result files."""
+        """As in result files; low and high (joules) only if there is a spread."""
+        spread = self.spread
         return {
             "value": self.joules,
             "source": self.source,
             "measured": self.measured,
             "absent_terms": list(self.absent_terms),
+            **({} if spread is None else {"low": self.joules * spread.low, "high": self.joules * spread.high}),
         }

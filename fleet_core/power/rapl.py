@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from fleet_core.base.errors import PowerError
-from fleet_core.power.meter import Interval
+from fleet_core.power.meter import Interval, Spread
 from fleet_core.power.sensors.interface import number_of, text_of
 from fleet_core.power.shared_counter import Share
 
@@ -86,6 +87,8 @@ class Rapl:
     """
 
     measured = True
+    includes_radio = False
+    spreads: Mapping[str, Spread] = MappingProxyType({})
 
     def __init__(
         self,
@@ -98,8 +101,8 @@ class Rapl:
         self._packages = Packages.detect(root)
         self._share = Share(self._packages, "rapl", idle_w, root=root, pid=pid, clock=clock)
         self.source = self._share.source_of(self._packages.source)
-        radio = {"radio": "RAPL measures only the processor package"}
-        self.absent_terms: Mapping[str, str] = {**self._share.absent_terms, **radio}
+        board = {"board": "RAPL measures only the processor package"}
+        self.absent_terms: Mapping[str, str] = {**self._share.absent_terms, **board}
         self._counted_j, self._last_uj = 0.0, self._packages.read_uj()
 
     def read_j(self) -> float:
@@ -113,9 +116,6 @@ class Rapl:
 
     def compute_j(self, flops: float) -> None:
         """None: the counter includes it."""
-
-    def radio_j(self, payload_bytes: int) -> None:
-        """None: the counter does not include it."""
 
 
 def _microjoules(path: Path) -> int:

@@ -10,8 +10,9 @@ import resource
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from fleet_core.power.meter import Interval
+from fleet_core.power.meter import Interval, Spread
 from fleet_core.power.sensors.interface import Reading, Sensor
 from fleet_core.power.shared_counter import Share
 
@@ -62,6 +63,8 @@ class Sampled:
     """
 
     measured = True
+    includes_radio = True
+    spreads: Mapping[str, Spread] = MappingProxyType({})
 
     def __init__(
         self,
@@ -84,9 +87,6 @@ class Sampled:
         return self._share.interval()
 
     def compute_j(self, flops: float) -> None:
-        """None: the sensor includes it."""
-
-    def radio_j(self, payload_bytes: int) -> None:
         """None: the sensor includes it."""
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleet_core.base.errors import PowerError
+from fleet_core.board import probe
 from fleet_core.board.profile import Power, Profile
-from fleet_core.power.choose_meter import sensor_of
-from fleet_core.power.energy_model import BoardModel
+from fleet_core.power.choose_meter import is_board, sensor_of
+from fleet_core.power.energy_model import BoardModel, whole_machine
 from fleet_core.power.rapl import Packages
 from fleet_core.power.sensors import hwmon
 from fleet_core.power.sensors.cpu import machine_cpu_s
@@ -106,21 +107,23 @@ def _rapl(root: Path, clock: Clock) -> Source:
 def _model(
     board: Profile | None, meter_watts: tuple[float, float] | None, root: Path, clock: Clock
 ) -> Source:
-    """The user's watts scaled by CPU load; else the board's cited idle draw."""
+    """The user's or, on the board itself, its cited watts scaled by CPU load; else the board's cited idle draw."""
     if meter_watts is not None:
         return _busy(*meter_watts, root, clock)
     if board is None:
         raise PowerError("there is neither a profile nor measured watts",
                          hint="edge-agent energy calibrate --meter-watts IDLE BUSY")
-    model = BoardModel(board)
-    idle_w = board.power.idle_w
+    power, model = whole_machine(board.power, os.cpu_count() or 1), BoardModel(board)
+    idle_w = power.idle_w
+    if is_board(board, probe.machine(root)) and power.source and idle_w is not None and power.busy_w is not None:
+        return _busy(idle_w, power.busy_w, root, clock, f"{board.name}: {power.source}")
     if "idle" in model.absent_terms or idle_w is None:
         raise PowerError(f"{board.name} has {model.absent_terms.get('idle', 'no idle watts')}",
                          hint="edge-agent energy calibrate --meter-watts IDLE BUSY")
     return Source(model.source, False, "all but the idle draw", lambda: Reading(idle_w))
 
 
-def _busy(idle_w: float, busy_w: float, root: Path, clock: Clock) -> Source:
+def _busy(idle_w: float, busy_w: float, root: Path, clock: Clock, source: str = "--meter-watts") -> Source:
     each_w = (busy_w - idle_w) / (os.cpu_count() or 1)
     last = [(clock(), machine_cpu_s(root))]
 
@@ -130,4 +133,4 @@ def _busy(idle_w: float, busy_w: float, root: Path, clock: Clock) -> Source:
         seconds, cpu_s = now[0] - before_s, max(0.0, now[1] - before_cpu_s)
         return Reading(idle_w + each_w * cpu_s / seconds if seconds > 0 else idle_w)
 
-    return Source(f"model: {idle_w:g} W idle, {busy_w:g} W with all processors busy (--meter-watts)", False, "", read)
+    return Source(f"model: {idle_w:g} W idle, {busy_w:g} W with all processors busy ({source})", False, "", read)

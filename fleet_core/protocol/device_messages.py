@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fleet_core.power.meter import Spread
 from fleet_core.protocol.messages import ID, MAX_MESSAGE_BYTES, PROTOCOL, ROUND, whole
 from fleet_core.protocol.round_messages import UpdateRef
+
+MAX_SOURCE, MAX_ABSENT = 200, 16
+"""Characters of a source of joules or of a reason why there are none; reasons in a report."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,14 @@ class Alone:
 
 @dataclass(frozen=True)
 class Energy:
-    """Joules of one phase (train, adapt, serve, radio, idle) since the agent started."""
+    """Joules of one phase (train, adapt, serve, radio, idle) since the agent started. spread: None if measured, and
+    from agents that do not send it."""
 
     phase: str = field(metadata={"max_length": 16})
     joules: float = field(metadata={"min": 0, "max": 1e12})
-    source: str = field(metadata={"max_length": 200})
+    source: str = field(metadata={"max_length": MAX_SOURCE})
     measured: bool
+    spread: Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,8 @@ class Report:
     failed: why the device delivers no update this round. want: ``full`` when it lacks the base of the round's model,
     ``chunks`` when retained chunks do not arrive. pending: an update of an older round; the device asks whether it was
     counted. flops: since the agent started. renew: asks for the next certificate; such a report holds nothing else.
-    alone: the baseline of the evaluations, None where it was not measured.
+    alone: the baseline of the evaluations, None where it was not measured. absent_terms: "term: reason" for what the
+    joules do not include.
     """
 
     round: int = field(metadata=ROUND)
@@ -117,6 +124,7 @@ class Report:
     failed: str = field(default="", metadata={"max_length": 500})
     renew: RenewalRequest | None = None
     alone: Alone | None = None
+    absent_terms: tuple[str, ...] = field(default=(), metadata={"max_length": MAX_SOURCE})
 
 
 @dataclass(frozen=True)

@@ -14,25 +14,37 @@ import numpy as np
 from cloud_server.laboratory.run.device_work import TEST_STEP, DeviceEvaluation, TrainedDevice
 from cloud_server.reports.scores import f1_by_class
 from fleet_core.algorithms.interface import Method
+from fleet_core.power.energy_model import STATED
+from fleet_core.power.meter import Spread
+from fleet_core.power.radio import RadioModel
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Joules per FLOP and per byte on a board, from the constants in its profile; None without a cited constant.
-    source: of the constants; empty without a board. Idle time is not included, because a simulation has no device
-    time."""
+    """Joules per FLOP and per byte on a board, from the constants in its profile. j_per_flop: None without a cited one.
+    source, spread: of computing; source is empty without a board. Idle time is not included, because a simulation has
+    no device time."""
 
     j_per_flop: float | None = None
-    j_per_byte: float | None = None
+    radio: RadioModel = RadioModel()
     source: str = ""
+    spread: Spread = STATED
 
-    def joules(self, flops: float | None, payload_bytes: float) -> float | None:
-        """Joules of computing and sending; None if a constant or the FLOPs are unknown."""
-        if self.j_per_flop is None or self.j_per_byte is None or flops is None:
+    def joules(self, flops: float | None, up_bytes: float, down_bytes: float) -> dict[str, Any] | None:
+        """Modelled joules of computing and sending: value, low, high, source. None if a constant or the FLOPs are
+        unknown."""
+        sent_j = self.radio.joules(up_bytes, down_bytes)
+        if self.j_per_flop is None or sent_j is None or flops is None:
             return None
-        return self.j_per_flop * flops + self.j_per_byte * payload_bytes
+        work_j, radio = self.j_per_flop * flops, self.radio
+        return {
+            "value": work_j + sent_j,
+            "low": work_j * self.spread.low + sent_j * radio.spread.low,
+            "high": work_j * self.spread.high + sent_j * radio.spread.high,
+            "source": f"{self.source}; radio: {radio.source}" + (f", {radio.absent}" if radio.absent else ""),
+        }
 
 
 class Spent:
@@ -70,9 +82,9 @@ def of_round(
     }
     if counted and all(one.flops is not None for one in counted):
         row["flops"] = float(sum(one.flops or 0 for one in counted))
-    joules = costs.joules(row.get("flops"), up + down_bytes)
-    if joules is not None:
-        row["energy_j"] = {"value": joules, "source": costs.source}
+    energy = costs.joules(row.get("flops"), up, down_bytes)
+    if energy is not None:
+        row["energy_j"] = energy
     errors = {one.client: one.error for one in learned if one.error}
     return row | ({"errors": errors} if errors else {})
 

@@ -156,13 +156,16 @@ def result_of(task: RunTask, store: Store, workload: Workload) -> dict[str, Any]
 
 
 def costs_of(experiment: Experiment) -> Costs:
-    """Energy constants of the experiment's board. Raises ConfigError if there is no such profile."""
+    """Energy constants of the experiment's board, whose radio is Wi-Fi if the profile has no constant of its own.
+    Raises ConfigError if there is no such profile."""
     if experiment.board is None:
         return Costs()
     from fleet_core.power.energy_model import BoardModel
+    from fleet_core.power.radio import radio_of
 
-    board = BoardModel(catalogue.load(experiment.board))
-    return Costs(board.compute_j(1.0), board.radio_j(1), board.source)
+    board = catalogue.load(experiment.board)
+    model = BoardModel(board)
+    return Costs(model.compute_j(1.0), radio_of("wifi", board), model.source, model.spreads["compute"])
 
 
 def _check_joules(experiment: Experiment, layout: Layout, costs: Costs) -> None:
@@ -170,7 +173,7 @@ def _check_joules(experiment: Experiment, layout: Layout, costs: Costs) -> None:
     from fleet_core.learning.flops import flops_per_sample
 
     flops = flops_per_sample(models.build(layout), layout)
-    if costs.joules(flops, 0) is None:
+    if costs.joules(flops, 0, 0) is None:
         missing = "constants" if flops is not None else "a count of the model's operations"
         raise ConfigError(f"joules cannot be modelled without {missing}: {costs.source}", where="budget.joules",
                           hint="name your own profile with board, or use another budget")

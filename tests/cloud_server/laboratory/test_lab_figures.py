@@ -22,6 +22,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage
 from fleet_core.data.partitions import Share, support_query
 from fleet_core.data.samples import Samples, save
+from fleet_core.power.radio import RadioModel
 from tests.support import lab
 from tests.support.inprocess import without_fsync
 
@@ -356,16 +357,17 @@ def test_joules_are_modelled_from_the_constants_of_the_board(data: Path, board: 
     for row in lab.go(asked, data.parent / "run", costs=costs_of(asked)).rounds():
         moved = sum(row["payload_bytes"].values())
         assert row["energy_j"]["value"] == pytest.approx(4e-9 * row["flops"] + 1e-6 * moved)
-        assert row["energy_j"]["source"] == "model of bench (test)"
+        assert row["energy_j"]["source"] == "model of bench (test); radio: test"
+        assert row["energy_j"]["low"] < 0.74 * row["energy_j"]["value"] < 1.26 * row["energy_j"]["value"] < row["energy_j"]["high"]
     assert "energy_j" not in lab.go(lab.experiment(data, "fedavg", FEDAVG), data.parent / "none").rounds()[0]
 
 
 def test_a_figure_that_cannot_be_taken_is_absent(data: Path, tmp_path: Path) -> None:
     pi = lab.experiment(data, "fedavg", FEDAVG, board="raspberry-pi-4b", budget={"rounds": 1})
-    assert costs_of(pi).joules(1.0, 1.0) is None
+    assert costs_of(pi).joules(1.0, 1.0, 1.0) is None
     (row,) = lab.go(pi, tmp_path / "run", costs=costs_of(pi)).rounds()
     assert "energy_j" not in row
-    assert Costs(1.0, 1.0).joules(None, 5) is None
+    assert Costs(1.0, RadioModel(1.0, 1.0)).joules(None, 5, 5) is None
 
 
 @pytest.mark.parametrize(("of_rounds", "ends"), [(2.0, 2), (2.01, 3), (0.1, 1)])

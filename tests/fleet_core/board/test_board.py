@@ -108,6 +108,9 @@ def test_all_mistakes_of_a_profile_are_told_at_once_in_order_with_line_key_and_s
     ('[power]\nsensor = "pmic"\nscale = 1.1\nsource = "s"\n', "power.scale: has no source: add correction"),
     ("[compute]\neffective_flop_per_s = 1e9\n", "compute.effective_flop_per_s: has no source"),
     ("[radio]\nj_per_byte = 1e-7\n", "radio.j_per_byte: has no source"),
+    ('[power]\nidle_w = 1\nbusy_w = 2\nother_watts = [[2, 1]]\nsource = "s"\n', "power.other_watts[0]: is no pair"),
+    ('[power]\nidle_w = 1\nbusy_w = 2\nother_watts = [[2]]\nsource = "s"\n', "power.other_watts[0]: is no pair"),
+    ('[power]\nother_watts = [[1, 2]]\nsource = "s"\n', "power.other_watts: needs idle_w and busy_w"),
     ("[can]\ntrain_batch = 8\n", "can.train_batch: has no source"),
     ('[wheels]\npins = { torch = "2.9.1" }\n', "wheels.pins: has no source"),
 ])
@@ -199,8 +202,8 @@ def test_the_listing_has_every_board_and_json_has_every_figure_with_what_is_abse
     _, text, _ = metafleet("profiles", "--folder", str(own_folder(tmp_path, b=WHOLE)), "--json")
     listed = {board["name"]: board for board in json.loads(text)}
     assert listed["raspberry-pi-4b"]["power"]["idle_w"] == 3.1
-    assert listed["raspberry-pi-4b"]["absent"] == {"compute": "no cited effective FLOP/s", "radio": "no cited J/byte"}
-    assert set(listed["b"]["absent"]) == {"compute", "idle", "radio"}
+    assert listed["raspberry-pi-4b"]["absent"] == {"compute": "no cited effective FLOP/s"}
+    assert set(listed["b"]["absent"]) == {"compute", "idle"}
     assert set(listed["raspberry-pi-5"]["absent"]) == {"idle"}, "its sensor sees computing and radio"
 
 

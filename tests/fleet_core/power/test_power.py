@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,18 +18,22 @@ from hypothesis import strategies as st
 
 import firmware_profiles
 from fleet_core.base.errors import ConfigError, PowerError
+from fleet_core.board import probe
 from fleet_core.board import profile as profiles
 from fleet_core.board.profile import Compute, Power, Profile, Radio
 from fleet_core.power.choose_meter import choose_meter
-from fleet_core.power.energy_model import BoardModel, WattsModel
+from fleet_core.power.energy_model import STATED, BoardModel, WattsModel
 from fleet_core.power.joules_by_phase import JoulesByPhase
-from fleet_core.power.meter import Interval
+from fleet_core.power.meter import Interval, Spread
+from fleet_core.power.radio import radio_of
 from fleet_core.power.rapl import Rapl
 from fleet_core.power.sensors.cpu import TICKS_PER_S, process_cpu_s
+from fleet_core.protocol.device_messages import MAX_SOURCE
 from tests.support.waiting import PATIENCE_S
 
 WRAP_UJ = 262_143_328_850
 A, B = 101, 102
+PI = probe.Machine("aarch64", 64, 4, model="Raspberry Pi 4 Model B Rev 1.4")
 
 
 class Machine:
@@ -292,16 +297,15 @@ BOARD = Profile(
 )
 
 
-def test_a_board_is_modelled_by_its_work_its_time_and_its_bytes() -> None:
+def test_a_board_is_modelled_by_its_work_and_its_time() -> None:
     now = [100.0]
     model = BoardModel(BOARD, clock=lambda: now[0])
     now[0] = 110.0
     assert model.interval() == Interval(None, 20.0)
     assert model.interval() == Interval(None, 0.0)
     assert model.compute_j(4e9) == pytest.approx(4 * (7 - 2))
-    assert model.radio_j(1_000_000) == pytest.approx(3)
     assert model.absent_terms == {}
-    assert model.source == "model of board (sheet 1; sheet 2; sheet 3)"
+    assert model.source == "model of board (sheet 1; sheet 2)"
     assert not model.measured
 
 
@@ -313,8 +317,7 @@ def test_a_board_is_modelled_by_its_work_its_time_and_its_bytes() -> None:
         ({"power": Power(busy_w=7.0, source="sheet 1")}, {"compute", "idle"}),
         ({"compute": Compute(1e9, None)}, {"compute"}),
         ({"compute": Compute(None, "sheet 2")}, {"compute"}),
-        ({"radio": Radio(3e-6, None)}, {"radio"}),
-        ({"radio": Radio()}, {"radio"}),
+        ({"power": Power(idle_w=2.0, busy_w=7.0, source="sheet 1", per_processor=True)}, {"compute", "idle"}),
     ],
 )
 def test_a_constant_without_a_cited_source_makes_its_term_absent(change: dict[str, object], absent: set[str]) -> None:
@@ -322,7 +325,6 @@ def test_a_constant_without_a_cited_source_makes_its_term_absent(change: dict[st
     assert set(model.absent_terms) == absent
     assert (model.compute_j(1e9) is None) == ("compute" in absent)
     assert (model.interval().idle_j is None) == ("idle" in absent)
-    assert (model.radio_j(1) is None) == ("radio" in absent)
 
 
 def test_the_users_watts_count_cpu_seconds_and_the_processes_share_the_idle_draw(machine: Machine) -> None:
@@ -331,8 +333,8 @@ def test_the_users_watts_count_cpu_seconds_and_the_processes_share_the_idle_draw
     machine.run(8, 0, {A: 6, B: 2}, others_cpu_s=20)
     assert joules(a.interval()) == pytest.approx((60, 40))
     assert joules(b.interval()) == pytest.approx((20, 40))
-    assert "radio" in a.absent_terms
     assert not a.measured
+    assert a.spreads["compute"] == STATED
 
 
 def test_the_users_watts_hold_where_there_is_no_proc(tmp_path: Path) -> None:
@@ -371,37 +373,43 @@ def test_joules_go_to_the_phase_that_is_open_and_to_other_where_none_is(machine:
     assert total is not None
     assert total.joules == pytest.approx(70)
     assert total.measured
-    assert total.absent_terms == ("radio: RAPL measures only the processor package",)
+    assert total.absent_terms == ("board: RAPL measures only the processor package",)
+    assert total.spread is None
 
 
 def test_a_modelled_book_counts_operations_bytes_and_time_and_marks_them_as_modelled() -> None:
     now = [0.0]
-    book = JoulesByPhase(BoardModel(BOARD, clock=lambda: now[0]))
+    book = JoulesByPhase(BoardModel(BOARD, clock=lambda: now[0]), radio_of("wifi", BOARD))
     with book.phase("train") as work:
         now[0] = 2.0
         work.flops += 2e9
-        work.payload_bytes += 500_000
+    book.moved(up_bytes=300_000, down_bytes=200_000)
     plain = book.plain()
     assert {name: figure["value"] for name, figure in plain.items()} == pytest.approx(
         {"train": 10, "idle": 4, "radio": 1.5}
     )
     assert plain["train"] == {
         "value": pytest.approx(10),
-        "source": "model of board (sheet 1; sheet 2; sheet 3)",
+        "source": "model of board (sheet 1; sheet 2)",
         "measured": False,
         "absent_terms": [],
+        "low": pytest.approx(10 * 0.74 / 1.26),
+        "high": pytest.approx(10 * 1.26 / 0.74),
     }
+    assert (plain["radio"]["source"], plain["radio"]["low"]) == ("sheet 3", pytest.approx(1.5 * 0.74))
+    total = book.total()
+    assert total is not None
+    assert total.plain()["low"] == pytest.approx(sum(figure["low"] for figure in plain.values()))
 
 
 def test_a_term_without_a_constant_leaves_no_figure_and_is_named_in_the_total() -> None:
     book = JoulesByPhase(choose_meter(shipped("raspberry-pi-4b")))
     with book.phase("train") as work:
         work.flops += 1e12
-        work.payload_bytes += 10**9
     assert set(book.figures()) == {"idle"}
     total = book.total()
     assert total is not None
-    assert total.absent_terms == ("compute: no cited effective FLOP/s", "radio: no cited J/byte")
+    assert total.absent_terms == ("compute: no cited effective FLOP/s",)
 
 
 def test_without_a_meter_every_figure_is_absent() -> None:
@@ -424,6 +432,7 @@ class OneJoule:
     """A meter that knows no lock: one joule a reading, counted in two steps."""
 
     source, measured, absent_terms = "one joule a reading", True, MappingProxyType[str, str]({})
+    includes_radio, spreads = True, MappingProxyType[str, Spread]({})
 
     def __init__(self) -> None:
         self.readings = 0
@@ -435,9 +444,6 @@ class OneJoule:
         return Interval(1.0, None)
 
     def compute_j(self, flops: float) -> None:
-        return None
-
-    def radio_j(self, payload_bytes: int) -> None:
         return None
 
 
@@ -534,9 +540,29 @@ def test_a_sensor_that_refuses_is_said_and_the_users_watts_are_taken(
     assert "hint: as root" in caplog.text
 
 
-def test_a_pc_without_sensor_and_watts_is_not_measured(tmp_path: Path) -> None:
+def test_a_pc_without_sensor_watts_and_profile_is_not_measured(tmp_path: Path) -> None:
     assert choose_meter(None, None, tmp_path) is None
-    assert choose_meter(shipped("x86-64"), None, tmp_path) is None
+    assert choose_meter(shipped("raspberry-pi-5"), None, tmp_path, found=PI) is None
+
+
+def test_a_machine_without_sensor_is_modelled_by_its_profiles_watts_of_a_processor(tmp_path: Path) -> None:
+    power, processors = shipped("x86-64").power, os.cpu_count() or 1
+    meter = choose_meter(shipped("x86-64"), None, tmp_path, found=probe.Machine("x86_64", 64, 2))
+    assert isinstance(meter, WattsModel)
+    assert f"at {processors * (power.idle_w or 0):g} W idle" in meter.source
+    assert "x86-64: " in meter.source
+    assert len(meter.source) <= MAX_SOURCE, "agents cut it to that"
+    assert meter.spreads["compute"].high > 1.26, "servers differ by more than the stated bound"
+
+
+def test_a_board_itself_is_modelled_by_its_cpu_time_and_a_machine_that_emulates_it_is_not(tmp_path: Path) -> None:
+    board = shipped("raspberry-pi-4b")
+    meter = choose_meter(board, None, tmp_path, found=PI)
+    assert isinstance(meter, WattsModel)
+    assert "3.1 W idle, 6.1 W busy (raspberry-pi-4b: Raspberry Pi documentation" in meter.source
+    assert meter.spreads["idle"] == Spread(min(0.74, 2.3 / 3.1), 1.26)
+    for other in (replace(PI, arch="x86_64"), replace(PI, cores=2), replace(PI, model="linux,dummy-virt")):
+        assert isinstance(choose_meter(board, None, tmp_path, found=other), BoardModel)
 
 
 def test_a_named_board_is_not_charged_with_another_machines_sensor(this_machine: Machine) -> None:

@@ -22,6 +22,7 @@ from fleet_core.power.background_sampling import pause_s, repeating
 from fleet_core.power.choose_meter import choose_meter, sensor_of
 from fleet_core.power.energy_model import BoardModel, WattsModel
 from fleet_core.power.joules_by_phase import JoulesByPhase
+from fleet_core.power.radio import radio_of
 from fleet_core.power.rapl import Rapl
 from fleet_core.power.sampled_meter import GAP_S, LONGEST_REUSE_S, Sampled, SampledCounter
 from fleet_core.power.sensors import hwmon, ina3221, pmic
@@ -288,8 +289,8 @@ def test_bytes_are_counted_without_a_reading(machine: Machine) -> None:
 
 
 def test_bytes_that_a_model_knows_the_joules_of_are_booked_to_the_radio() -> None:
-    book = JoulesByPhase(BoardModel(Profile("b", "B", "aarch64", radio=Radio(2e-6, "s"))))
-    book.sent(1_000_000)
+    book = JoulesByPhase(None, radio_of("wifi", Profile("b", "B", "aarch64", radio=Radio(2e-6, "s"))))
+    book.moved(up_bytes=400_000, down_bytes=600_000)
     assert book.figures()["radio"].joules == pytest.approx(2)
 
 
