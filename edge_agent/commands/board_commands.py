@@ -38,24 +38,36 @@ def energy(
 @energy_app.command()
 def calibrate(
     meter_watts: Annotated[
-        tuple[float, float],
+        tuple[float, float] | None,
         typer.Option(metavar="IDLE BUSY", help="A meter's readings at the input: idle, and with all cores busy."),
-    ],
+    ] = None,
+    radio: Annotated[
+        float | None,
+        typer.Option("--radio-j-per-byte", help="Joules of a byte sent or received, above idle: your own figure."),
+    ] = None,
     home: HOME = HERE,
 ) -> None:
-    """Write your own meter's watts to device.toml; they replace the profile's."""
+    """Write your own meter's figures to device.toml; they replace the profile's."""
     from edge_agent.commands import energy as commands
 
-    commands.calibrate(home, *meter_watts)
+    if meter_watts is None and radio is None:
+        raise typer.BadParameter("give --meter-watts IDLE BUSY, --radio-j-per-byte J, or both")
+    if meter_watts is not None:
+        commands.calibrate(home, *meter_watts)
+    if radio is not None:
+        commands.calibrate_radio(home, radio)
 
 
 def doctor(
     home: HOME = HERE,
     profile: PROFILE = None,
     run: Annotated[bool, typer.Option("--run", help="Also run torch and onnxruntime once, each in a process.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also measure this board's FLOP/s, about ten seconds; kept in its home.")
+    ] = False,
     as_json: JSON = False,
 ) -> None:
     """Compare the board with its profile, show what the agent will do, and what is wrong (exit code 1)."""
     from edge_agent.commands import doctor as commands
 
-    commands.doctor(home, profile, run, as_json)
+    commands.doctor(home, profile, run, as_json, measure)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edge_agent.compute import measure_speed
+from edge_agent.compute.measure_speed import Speed
 from edge_agent.device import this_board as boards
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import PowerError, StateError
@@ -20,7 +22,7 @@ from fleet_core.board import probe
 from fleet_core.board.device_settings import Settings, settings_of
 from fleet_core.board.limits import Complaint, Limits, Wish
 from fleet_core.board.probe import Machine
-from fleet_core.board.profile import Power, Profile
+from fleet_core.board.profile import Compute, Power, Profile
 from fleet_core.power.choose_meter import sensor_of
 from fleet_core.power.rapl import Packages
 
@@ -35,7 +37,7 @@ PROBE_S = 300
 @dataclass(frozen=True)
 class Examined:
     """The profile, the machine and their differences. sensor: its reading, or why there is none; None if the board has
-    no sensor."""
+    no sensor. speed: as ``--measure`` found it, now or before."""
 
     board: Profile | None
     machine: Machine
@@ -44,11 +46,21 @@ class Examined:
     sensor: str | None
     complaints: tuple[Complaint, ...]
     notes: tuple[str, ...]
+    speed: Speed | None = None
 
 
-def doctor(home: Path, profile: str | None, run: bool, as_json: bool) -> None:
-    """Prints the comparison; exits with 1 if something is wrong. run: also run the libraries once."""
+def doctor(home: Path, profile: str | None, run: bool, as_json: bool, measure: bool = False) -> None:
+    """Prints the comparison; exits with 1 if something is wrong. run: also run the libraries once. measure: FLOP/s,
+    kept in the device's home."""
     examined = examine(home, profile)
+    if measure:
+        speed = measure_speed.measure()
+        kept = (home / "device.toml").exists()
+        if kept:
+            measure_speed.write(home, speed)
+        note = f"FLOP/s are in {home / measure_speed.FILE}; a profile takes them as:\n{_toml(speed)}"
+        notes = (*examined.notes, note if kept else f"FLOP/s are not kept without a device.toml\n{_toml(speed)}")
+        examined = replace(examined, speed=speed, notes=notes)
     if run:
         examined = replace(examined, complaints=(*examined.complaints, *failing(examined.machine.packages)))
     if as_json:
@@ -79,7 +91,8 @@ def examine(home: Path, profile: str | None, root: Path = Path("/")) -> Examined
     if board is None:
         notes.append("no profile is named ([board] profile, or --profile): nothing to compare with; metafleet profiles")
     complaints = (*fit.complaints(board, machine, wish), *complaint, *certificate_of(home, settings))
-    return Examined(board, machine, wish, fit.limits(board, machine, wish), reading, complaints, tuple(notes))
+    return Examined(board, machine, wish, fit.limits(board, machine, wish), reading, complaints, tuple(notes),
+                    measure_speed.read(home))
 
 
 def certificate_of(home: Path, settings: Settings | None, now: float | None = None) -> tuple[Complaint, ...]:
@@ -145,6 +158,8 @@ def rows(examined: Examined) -> list[tuple[str, str, str]]:
           for name in ("torch", "onnxruntime")),
         ("sensor", board.power.sensor if board else ABSENT, _text(examined.sensor)),
         ("watts idle, busy", _watts(board), ABSENT),
+        ("FLOP/s", _flop_per_s(None if board is None else board.compute),
+         _flop_per_s(None if examined.speed is None else examined.speed.compute())),
         ("training", ("yes" if board.can.train else "no") if board else ABSENT,
          "on" if limits.train else f"off: {limits.why}"),
         ("model parameters at most", _text(board and board.can.train_parameters), _text(limits.max_parameters)),
@@ -157,6 +172,10 @@ def plain(examined: Examined) -> dict[str, Any]:
     return {
         "profile": schema.plain(examined.board), "found": schema.plain(examined.machine),
         "asked": schema.plain(examined.wish), "training": schema.plain(examined.limits), "sensor": examined.sensor,
+        "speed": None if examined.speed is None else {
+            **schema.plain(examined.speed), "flop_per_s": examined.speed.flop_per_s,
+            "source": examined.speed.compute().source,
+        },
         "notes": list(examined.notes), "wrong": [schema.plain(complaint) for complaint in examined.complaints],
     }
 
@@ -184,7 +203,19 @@ def _sensor(power: Power | None, root: Path) -> tuple[str | None, tuple[Complain
 def _watts(board: Profile | None) -> str:
     if board is None or board.power.source is None:
         return ABSENT
-    return f"{_text(board.power.idle_w)}, {_text(board.power.busy_w)} ({board.power.source})"
+    each = " per processor" if board.power.per_processor else ""
+    return f"{_text(board.power.idle_w)}, {_text(board.power.busy_w)}{each} ({board.power.source})"
+
+
+def _flop_per_s(compute: Compute | None) -> str:
+    if compute is None or compute.effective_flop_per_s is None:
+        return ABSENT
+    return f"{compute.effective_flop_per_s:.3g} ({compute.source})"
+
+
+def _toml(speed: Speed) -> str:
+    compute = speed.compute()
+    return f'[compute]\neffective_flop_per_s = {compute.effective_flop_per_s:.3g}\nsource = "{compute.source}"'
 
 
 def _text(value: Any) -> str:

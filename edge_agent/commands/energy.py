@@ -68,19 +68,34 @@ def calibrate(home: Path, idle_w: float, busy_w: float) -> None:
     """Writes the user's watts to device.toml and leaves its other lines as they are. Raises ConfigError."""
     if not 0 <= idle_w <= busy_w < 100_000:
         raise ConfigError(f"{idle_w:g} {busy_w:g} are no watts", where="--meter-watts", expected="0 ≤ IDLE ≤ BUSY")
+    path = _edit(home, "power", {"idle_w": float(idle_w), "busy_w": float(busy_w)})
+    print(f"{path}: {idle_w:g} W idle, {busy_w:g} W busy, from your meter, in place of the table's")
+
+
+def calibrate_radio(home: Path, j_per_byte: float) -> None:
+    """As ``calibrate``, for the joules of a byte sent or received. Raises ConfigError."""
+    if not 0 <= j_per_byte <= 1:
+        raise ConfigError(f"{j_per_byte:g} are no joules of a byte", where="--radio-j-per-byte", expected="0 to 1")
+    path = _edit(home, "radio", {"j_per_byte": float(j_per_byte)})
+    print(f"{path}: {j_per_byte:g} J per byte, from your meter, in place of the default for the kind of link")
+
+
+def _edit(home: Path, table: str, values: dict[str, float]) -> Path:
+    """Writes ``values`` to a table of device.toml, and returns its path. Raises ConfigError."""
     settings_of(home)
     path = home / "device.toml"
-    text = with_values(config.text_of(path), "power", {"idle_w": float(idle_w), "busy_w": float(busy_w)})
+    text = with_values(config.text_of(path), table, values)
+    by_hand = " and ".join(f"{key} = {value:g}" for key, value in values.items())
     failed = ConfigError("cannot be edited automatically", where=str(path),
-                         hint=f"write [power] idle_w = {idle_w:g} and busy_w = {busy_w:g} there by hand")
+                         hint=f"write [{table}] {by_hand} there by hand")
     try:
-        power = config.parse(Settings, text, str(path)).power
+        written = getattr(config.parse(Settings, text, str(path)), table)
     except ConfigError as error:
         raise failed from error
-    if (power.idle_w, power.busy_w) != (idle_w, busy_w):
+    if any(getattr(written, key) != value for key, value in values.items()):
         raise failed
     storage.write_atomic(path, text.encode(), mode=path.stat().st_mode & 0o777)
-    print(f"{path}: {idle_w:g} W idle, {busy_w:g} W busy, from your meter, in place of the table's")
+    return path
 
 
 def with_values(text: str, table: str, values: dict[str, float]) -> str:

@@ -109,6 +109,13 @@ def open_steps(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Steps
     return run
 
 
+def open_function(graph_bytes: bytes, *, threads: int = 1) -> Steps:
+    """A function from the inputs to the outputs of a graph without weights. Raises BundleError."""
+    inner = _inference_session(graph_bytes, {}, threads)
+    names = [output.name for output in inner.get_outputs()]
+    return lambda inputs: dict(zip(names, inner.run(None, inputs), strict=True))
+
+
 def _inference_session(graph_bytes: bytes, weights: dict[str, Array], threads: int, *, arena: bool = False) -> Any:
     """The runtime's session. It aliases ``weights``, which the caller must keep alive. arena: freed memory stays with
     the session, for gradient steps, which need the same arrays again and again until their process ends."""

@@ -40,6 +40,9 @@ class RadioModel:
         return self.up_j_per_byte * up_bytes + self.down_j_per_byte * down_bytes
 
 
+NO_RADIO = RadioModel()
+
+
 def _huang(name: str, up: float, down: float, base_mw: float) -> RadioModel:
     """up, down: α in mW per Mbit/s, which are nJ per bit."""
     return RadioModel(

@@ -16,7 +16,7 @@ from cloud_server.reports.scores import f1_by_class
 from fleet_core.algorithms.interface import Method
 from fleet_core.power.energy_model import STATED
 from fleet_core.power.meter import Spread
-from fleet_core.power.radio import RadioModel
+from fleet_core.power.radio import NO_RADIO, RadioModel
 
 Array = np.ndarray[Any, Any]
 
@@ -28,7 +28,7 @@ class Costs:
     no device time."""
 
     j_per_flop: float | None = None
-    radio: RadioModel = RadioModel()
+    radio: RadioModel = NO_RADIO
     source: str = ""
     spread: Spread = STATED
 

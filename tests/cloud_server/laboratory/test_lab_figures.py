@@ -358,7 +358,8 @@ def test_joules_are_modelled_from_the_constants_of_the_board(data: Path, board: 
         moved = sum(row["payload_bytes"].values())
         assert row["energy_j"]["value"] == pytest.approx(4e-9 * row["flops"] + 1e-6 * moved)
         assert row["energy_j"]["source"] == "model of bench (test); radio: test"
-        assert row["energy_j"]["low"] < 0.74 * row["energy_j"]["value"] < 1.26 * row["energy_j"]["value"] < row["energy_j"]["high"]
+        value, low, high = (row["energy_j"][key] for key in ("value", "low", "high"))
+        assert low < 0.74 * value < 1.26 * value < high
     assert "energy_j" not in lab.go(lab.experiment(data, "fedavg", FEDAVG), data.parent / "none").rounds()[0]
 
 

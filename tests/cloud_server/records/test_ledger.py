@@ -19,7 +19,7 @@ import pytest
 
 from cloud_server.records.disk_errors import is_disk_error
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_sums import Bytes
+from cloud_server.records.ledger_sums import Bytes, PhaseJoules
 from cloud_server.records.ledger_tables import (
     VERSION,
     Alone,
@@ -248,8 +248,16 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
     assert digest(ledger.path) == before
 
 
+def without_spread(ledger: Ledger) -> None:
+    """Undoes version 6."""
+    ledger._db.execute("DROP TABLE absent_energy")
+    for column in ("low", "high"):
+        ledger._db.execute(f"ALTER TABLE energy DROP COLUMN {column}")
+
+
 def with_former_names(ledger: Ledger) -> None:
-    """Undoes what version 5 renamed."""
+    """Undoes what version 5 renamed, and version 6."""
+    without_spread(ledger)
     ledger._db.execute("ALTER TABLE evaluations RENAME TO judgements")
     ledger._db.execute("ALTER TABLE rounds RENAME COLUMN served_id TO judged_id")
 
@@ -280,6 +288,46 @@ def test_a_ledger_of_the_third_version_takes_what_devices_do_alone(ledger: Ledge
         row = Alone(round=1, device="a", frequent=1, method="nearest mean", confusion=((3, 1), (0, 2)))
         again.put(row, replace(row, frequent=0))
         assert again.rows(Alone) == [replace(row, frequent=0)]
+
+
+def test_joules_of_a_ledger_of_the_fifth_version_have_no_spread_and_later_ones_have(ledger: Ledger) -> None:
+    old = Energy(round=1, device="a", phase="train", joules=4.0, source="model", measured=False)
+    ledger.put(old)
+    without_spread(ledger)
+    ledger._db.execute("PRAGMA user_version = 5")
+    ledger.close()
+    with Ledger(ledger.path) as again:
+        assert again.rows(Energy) == [old]
+        assert again.absent_energy() == {}
+        again.put(replace(old, round=2, low=3.0, high=5.0))
+        joules = again.joules("round")
+        assert (joules[1].low, joules[1].high) == (None, None)
+        assert (joules[2].value, joules[2].low, joules[2].high) == (4.0, 3.0, 5.0)
+        assert again.joules()[None].low is None, "one part has none, so neither has the sum"
+
+
+def test_a_sum_of_measured_and_modelled_joules_has_the_spread_of_the_modelled_part(ledger: Ledger) -> None:
+    ledger.put(
+        Energy(round=1, device="a", phase="train", joules=2.0, source="RAPL", measured=True),
+        Energy(round=1, device="b", phase="train", joules=4.0, source="model", measured=False, low=3.0, high=5.0),
+        Energy(round=1, device="b", phase="radio", joules=1.0, source="Wi-Fi", measured=False, low=0.5, high=2.0),
+        Energy(round=1, device="b", phase="serve", joules=0.0, source="model", measured=False, low=0.0, high=0.0),
+    )
+    joules = ledger.joules()[None]
+    assert (joules.value, joules.low, joules.high) == (7.0, 5.5, 9.0)
+    assert joules.by_phase == {
+        "train": PhaseJoules(value=6.0, source="measured: RAPL; modelled: model", low=5.0, high=7.0),
+        "radio": PhaseJoules(value=1.0, source="modelled: Wi-Fi", low=0.5, high=2.0),
+    }, "a phase without joules is left out, not 0"
+
+
+def test_what_joules_do_not_include_is_what_each_device_said_last(ledger: Ledger) -> None:
+    ledger.set_absent_energy("a", ["radio: none", "compute: no watts"])
+    ledger.set_absent_energy("b", ["radio: none"])
+    ledger.set_absent_energy("a", ["radio: none"])
+    assert ledger.absent_energy() == {None: {"radio: none": 2}}
+    assert ledger.absent_energy("device") == {"a": {"radio: none": 1}, "b": {"radio: none": 1}}
+    assert ledger.totals().absent_energy == {"radio: none": 2}
 
 
 def test_a_page_that_is_damaged_is_found_before_anything_is_built_on_it(ledger: Ledger) -> None:
