@@ -46,8 +46,8 @@ class Speed:
 
     def compute(self) -> Compute:
         """As a profile's ``[compute]``."""
-        by = "numpy matmul" + ("" if self.convolution is None else " and ONNX Runtime convolution, the lower one")
-        return Compute(self.flop_per_s, f"measured here, on {self.measured_on}: {by}; an upper bound for training")
+        by = "numpy matmul" if self.convolution is None else "the lower of numpy matmul, ONNX Runtime convolution"
+        return Compute(self.flop_per_s, f"measured here, on {self.measured_on}: {by}")
 
 
 def measure(seconds: float = PROGRAM_S, clock: Clock = time.perf_counter, now: Clock = time.time) -> Speed:

@@ -347,6 +347,44 @@ def test_the_closing_table_of_a_partial_run_says_what_is_absent(ledger: Ledger) 
     assert re.search(r"wire +not counted\nenergy +not measured\n", text)
 
 
+def test_modelled_joules_are_shown_by_phase_with_spread_source_and_what_they_lack(ledger: Ledger) -> None:
+    fill(ledger, energy=False)
+    for name in NAMES:
+        ledger.put(
+            Energy(round=1, device=name, phase="train", joules=10.0, source="model of CPU seconds", measured=False,
+                   low=7.0, high=13.0),
+            Energy(round=1, device=name, phase="radio", joules=0.05, source="Wi-Fi", measured=False, low=0.025,
+                   high=0.1),
+        )  # fmt: skip
+    ledger.set_absent_energy(NAMES[0], ["radio: without the base power"])
+    run = built(ledger)
+    data = result.to_json(run)
+    assert result.validate(data) == []
+    energy, n = data["totals"]["energy_j"], len(NAMES)
+    assert energy["by_phase"]["train"] == {
+        "value": 10.0 * n, "low": 7.0 * n, "high": 13.0 * n, "source": "modelled: model of CPU seconds"
+    }
+    assert data["totals"]["absent_energy"] == {"radio: without the base power": 1}
+    text = closing_table(run)
+    assert f"energy   {10.05 * n:.1f} J [{7.025 * n:.1f} J to {13.1 * n:.1f} J] (train {10 * n:.1f} J, radio" in text
+    assert "modelled: model of CPU seconds; modelled: Wi-Fi" in text
+    assert f"not in it: radio: without the base power (1 of {n + 1} devices)" in text
+    _, seen = page(ledger)
+    assert f"{7 * n:.1f} J to {13 * n:.1f} J" in seen.text
+    assert "Not in it: radio: without the base power" in seen.text
+
+
+def test_a_run_without_joules_gives_the_reason(ledger: Ledger) -> None:
+    fill(ledger, energy=False)
+    for name in (*NAMES, NEW):
+        ledger.set_absent_energy(name, ["compute: no sensor"])
+    assert re.search(r"energy +not measured\n +not in it: compute: no sensor\n", closing_table(built(ledger)))
+    _, seen = page(ledger)
+    assert "not measured" in seen.text
+    assert "compute: no sensor" in seen.text
+    assert "0.00 J" not in seen.text
+
+
 def test_joules_that_lack_devices_say_so() -> None:
     data: dict[str, Any] = {"source": "measured: RAPL", "phases": {"train": 4.0}, "missing": 2}
     sums = result.Sums(energy_j=Joules(value=4.0, **data))

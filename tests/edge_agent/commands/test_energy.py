@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from edge_agent.commands import doctor, energy
 from edge_agent.commands.cli import app
+from edge_agent.compute.measure_speed import Speed
 from edge_agent.device import this_board as agents_board
 from fleet_core.base.errors import ConfigError, PowerError
 from fleet_core.board.device_settings import settings_of
@@ -136,6 +137,32 @@ def test_the_users_watts_are_shown_as_modelled(tmp_path: Path) -> None:
     assert source["readings"] >= 3
 
 
+def test_calibrating_the_radio_keeps_the_watts_and_replaces_the_default(tmp_path: Path) -> None:
+    home = home_with(tmp_path, '[power]\nidle_w = 2.0\nbusy_w = 6.0\n\n[radio]\nkind = "wifi"\n')
+    assert "Huang" in agents_board.radio_of(home, settings_of(home)).source
+    code, text, _ = edge_agent("energy", "calibrate", "--radio-j-per-byte", "3e-6", "--home", str(home))
+    assert code == 0
+    assert "3e-06 J per byte, from your meter" in text
+    after = settings_of(home)
+    assert (after.power.idle_w, after.radio.kind, after.radio.j_per_byte) == (2.0, "wifi", 3e-6)
+    assert agents_board.radio_of(home, after).joules(1e6, 0) == pytest.approx(3)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--radio-j-per-byte", "2")])
+def test_calibrating_nothing_or_an_impossible_radio_is_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    home = home_with(tmp_path)
+    code, _, error = edge_agent("energy", "calibrate", *arguments, "--home", str(home))
+    assert code == 2 or isinstance(error, ConfigError)
+    assert (home / "device.toml").read_text() == DEVICE
+
+
+def test_a_broker_on_this_machine_is_reached_without_a_radio_unless_device_toml_says_so(tmp_path: Path) -> None:
+    home = home_with(tmp_path)
+    assert agents_board.radio_of(home, settings_of(home)).absent == "none: the broker is on this machine"
+    (home / "device.toml").write_text(DEVICE + '[radio]\nkind = "lte"\n')
+    assert agents_board.radio_of(home, settings_of(home)).source.startswith("LTE")
+
+
 # doctor ---------------------------------------------------------------------------------------------------------------
 
 FOUND = Machine("aarch64", 64, 6, 7620, "2.35", "3.10.12", packages={"torch": "2.9.1", "onnxruntime": "1.23.2"})
@@ -182,6 +209,33 @@ def test_what_is_wrong_is_printed_with_hints_and_exit_code_1(tmp_path: Path) -> 
     assert told["profile"]["name"] == "raspberry-pi-4b"
     assert told["found"]["memory_mib"] == 7620
     assert told["training"]["train"] is True
+
+
+@pytest.mark.usefixtures("on_orin")
+def test_measuring_keeps_flop_per_second_in_the_devices_home_and_the_next_call_shows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed = Speed("2026-01-02", 4, {"64": 3e9}, 2e9)
+    monkeypatch.setattr("edge_agent.compute.measure_speed.measure", lambda: speed)
+    home = home_with(tmp_path, "[train]\nenabled = false\n")
+    code, text, _ = edge_agent("doctor", "--measure", "--home", str(home), "--json")
+    assert code == 0
+    assert json.loads(text)["speed"]["flop_per_s"] == 2e9
+    assert json.loads(text)["speed"]["source"].startswith("measured here, on 2026-01-02")
+    code, text, _ = edge_agent("doctor", "--home", str(home))
+    assert "2e+09 (measured here, on 2026-01-02" in text
+
+
+@pytest.mark.usefixtures("on_orin")
+def test_measuring_without_a_device_keeps_nothing_and_gives_the_lines_of_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_agent.compute.measure_speed.measure", lambda: Speed("2026-01-02", 4, {"64": 3e9}))
+    _, text, _ = edge_agent("doctor", "--measure", "--home", str(tmp_path), "--json")
+    assert list(tmp_path.iterdir()) == []
+    note = json.loads(text)["notes"][-1]
+    assert note.startswith("FLOP/s are not kept without a device.toml")
+    assert "[compute]\neffective_flop_per_s = 3e+09\nsource = \"measured here, on 2026-01-02" in note
 
 
 @pytest.mark.parametrize(("program", "expected"), [
