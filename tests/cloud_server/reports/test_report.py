@@ -353,8 +353,8 @@ def test_modelled_joules_are_shown_by_phase_with_spread_source_and_what_they_lac
         ledger.put(
             Energy(round=1, device=name, phase="train", joules=10.0, source="model of CPU seconds", measured=False,
                    low=7.0, high=13.0),
-            Energy(round=1, device=name, phase="radio", joules=0.05, source="Wi-Fi", measured=False, low=0.025,
-                   high=0.1),
+            Energy(round=1, device=name, phase="radio", joules=0.06, source="Wi-Fi", measured=False, low=0.03,
+                   high=0.12),
         )  # fmt: skip
     ledger.set_absent_energy(NAMES[0], ["radio: without the base power"])
     run = built(ledger)
@@ -366,7 +366,7 @@ def test_modelled_joules_are_shown_by_phase_with_spread_source_and_what_they_lac
     }
     assert data["totals"]["absent_energy"] == {"radio: without the base power": 1}
     text = closing_table(run)
-    assert f"energy   {10.05 * n:.1f} J [{7.025 * n:.1f} J to {13.1 * n:.1f} J] (train {10 * n:.1f} J, radio" in text
+    assert "energy   30.2 J [21.1 J to 39.4 J] (train 30.0 J, radio 0.18 J)" in text
     assert "modelled: model of CPU seconds; modelled: Wi-Fi" in text
     assert f"not in it: radio: without the base power (1 of {n + 1} devices)" in text
     _, seen = page(ledger)

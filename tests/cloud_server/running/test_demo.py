@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -97,6 +98,21 @@ def test_the_bytes_of_a_demo_are_counted_three_times(demo: Run) -> None:
             payload, mqtt, wire = (row[name][way] for name in COUNTERS)
             assert 0 < payload <= wire
             assert 0 < mqtt <= wire
+
+
+@pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="no other machine's profile is written"
+)
+def test_the_joules_of_a_demo_have_a_source_and_if_they_are_modelled_a_spread(demo: Run) -> None:
+    energy = demo.result["totals"]["energy_j"]
+    assert energy["value"] > 0
+    assert "train" in energy["by_phase"]
+    for part in energy["by_phase"].values():
+        measured = part["source"].startswith("measured: RAPL")
+        assert measured or "x86-64: other hardware" in part["source"]
+        assert measured or part["low"] < part["value"] < part["high"]
+    assert demo.result["totals"]["absent_energy"]["radio: none: the broker is on this machine"] == 4
+    assert re.search(r"^energy +\d", demo.done.stdout, re.MULTILINE)
 
 
 def test_a_demo_without_a_baseline_has_no_before(demo: Run) -> None:
