@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloud_server.commands import bundle, lab
+from cloud_server.commands import bundle, costs, lab
+from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
 from cloud_server.commands.datasets import datasets_app
 from cloud_server.commands.lab import STRIDE, WINDOW
 from cloud_server.commands.server import BROKER, server_app
@@ -213,22 +214,26 @@ def predict_command(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FLEET|DIR", help="A fleet, or the folder of a run.")],
+    folder: RUN,
     out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
+    tariff: TARIFF = None,
+    per_month: PER_MONTH = None,
+    battery_wh: BATTERY = None,
 ) -> None:
-    """Write one self-contained page: table, curves, bytes, joules."""
+    """Write one self-contained page: table, curves, bytes, joules, costs by device."""
     from cloud_server.reports import outcome
     from cloud_server.reports.html_report import render
     from fleet_core.base import storage
 
+    pricing = costs.pricing(folder, tariff, per_month, battery_wh)
     found = outcome.of_run(folder)
-    storage.write_atomic(out, render(found, title=f"Metafleet: {found['method']}").encode())
+    storage.write_atomic(out, render(found, title=f"Metafleet: {found['method']}", pricing=pricing).encode())
     print(out)
     if not found["rounds"]:
         processes.say("no round has been closed yet")
 
 
-for command in (bundle.export, flash.flash, lab.simulate, lab.compare, lab.advise):
+for command in (bundle.export, costs.costs, flash.flash, lab.simulate, lab.compare, lab.advise):
     app.command()(command)
 
 

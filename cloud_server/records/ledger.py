@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from cloud_server.records import ledger_sums
 from cloud_server.records import ledger_tables as tables
-from cloud_server.records.ledger_sums import Joules, Totals, Volume
+from cloud_server.records.ledger_sums import Bytes, Joules, Totals, Volume
 from cloud_server.records.ledger_tables import ADDED, SCHEMA, VERSION, AbsentEnergy, Device, Round, Row
 from fleet_core.base.errors import StateError
 
@@ -165,9 +165,13 @@ class Ledger:
                 self._query(f"DELETE FROM {AbsentEnergy.table} WHERE device = ?", (device,))
                 self.put(*(AbsentEnergy(device=device, reason=reason) for reason in reasons))
 
-    def flops(self, within: range | None = None) -> dict[int, float]:
+    def payload(self) -> dict[str, dict[str, Bytes]]:
+        """As ``ledger_sums.payload``."""
+        return ledger_sums.payload(self._query)
+
+    def flops(self, within: range | None = None, *, by: str = "round") -> dict[Any, float]:
         """As ``ledger_sums.flops``."""
-        return ledger_sums.flops(self._query, within)
+        return ledger_sums.flops(self._query, by, within)
 
     def totals(self) -> Totals:
         """As ``ledger_sums.totals``."""

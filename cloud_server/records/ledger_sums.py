@@ -143,9 +143,22 @@ def absent_energy(query: Query, by: str | None = None) -> dict[Any, dict[str, in
     return found
 
 
-def flops(query: Query, within: range | None = None) -> dict[int, float]:
-    """Floating-point operations by round."""
-    return dict(query(f"SELECT round, SUM(flops) FROM flops WHERE {in_rounds(within)} GROUP BY round"))
+def payload(query: Query) -> dict[str, dict[str, Bytes]]:
+    """Payload bytes by device and kind of traffic."""
+    found: dict[str, dict[str, Bytes]] = {}
+    for device, kind, up, down in query(
+        "SELECT device, kind, SUM(CASE direction WHEN 'up' THEN payload_bytes ELSE 0 END),"
+        " SUM(CASE direction WHEN 'down' THEN payload_bytes ELSE 0 END)"
+        " FROM traffic WHERE kind != 'link' GROUP BY device, kind"
+    ):
+        found.setdefault(device, {})[kind] = Bytes(up=up, down=down)
+    return found
+
+
+def flops(query: Query, by: str = "round", within: range | None = None) -> dict[Any, float]:
+    """Floating-point operations ``by`` "round" or "device"."""
+    key, _ = _grouping(by, ("round", "device"))
+    return dict(query(f"SELECT {key}, SUM(flops) FROM flops WHERE {in_rounds(within)} GROUP BY 1"))
 
 
 def totals(query: Query, *, rounds: int) -> Totals:

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from cloud_server.records.ledger_sums import Bytes, Joules, PhaseJoules
+from cloud_server.reports import html_costs
 from cloud_server.reports import result as results
 from cloud_server.reports.charts import Line, legend, line_chart, ticks
 from cloud_server.reports.formatting import (
@@ -24,6 +25,7 @@ from cloud_server.reports.formatting import (
     spread_text,
     stage_text,
 )
+from cloud_server.reports.html_costs import Pricing
 from cloud_server.reports.html_elements import card, cards, count_text, heading, page, row, text_table
 from cloud_server.reports.html_style import STYLE
 from cloud_server.reports.result import Personalization, Pooled, Result, RoundFigures
@@ -36,13 +38,15 @@ COUNTERS_NOTE = (
     '<p class="note">Three counters, none an estimate of another: encoded models and updates; '
     "what went through the MQTT sockets; what TCP and IP made of it on the wire.</p>"
 )
+UNPRICED = Pricing()
 BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
-def render(result: Mapping[str, Any], *, title: str) -> str:
+def render(result: Mapping[str, Any], *, title: str, pricing: Pricing = UNPRICED) -> str:
     """The page of a finished or interrupted run. Raises DataError if ``result`` is no result.json."""
     run = results.parse(result)
-    sections = [section(run) for section in (_cards, _verdict, _devices, _curves, _traffic, _energy, _settings)]
+    sections = [section(run) for section in (_cards, _verdict, _devices, _curves, _traffic, _energy)]
+    sections += [html_costs.section(run, pricing), _settings(run)]
     return page(title, STYLE, "\n".join([_heading(run, title), *filter(None, sections)]))
 
 

@@ -19,7 +19,9 @@ from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.records.ledger_tables import STAGES, Evaluation
+from cloud_server.reports import device_costs
 from cloud_server.reports import verdict as verdicts
+from cloud_server.reports.device_costs import DeviceCosts
 from cloud_server.reports.scores import AMOUNT, SHARE, Score, confusion_accuracy, counts, macro_f1
 from cloud_server.reports.verdict import Verdict
 from fleet_core.algorithms import plugins
@@ -108,7 +110,8 @@ class Sums:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """devices: how many train, without those that only joined to be evaluated."""
+    """devices: how many train, without those that only joined to be evaluated. costs: by device; empty in a result of
+    an older version."""
 
     format: int = field(metadata={"min": FORMAT, "max": FORMAT})
     method: str
@@ -122,6 +125,7 @@ class Result:
     new_devices: Pooled | None = None
     totals: Sums | None = None
     verdict: Verdict | None = None
+    costs: tuple[DeviceCosts, ...] = ()
 
     def stages(self) -> dict[str, str | None]:
         """The evaluated stages, in order, with their method (None if devices differ)."""
@@ -202,6 +206,7 @@ def build(
         ),
         evaluated=_pooled(latest), totals=sums(ledger), verdict=verdicts.of_ledger(ledger),
         new_devices=_pooled({name: s for name, s in latest.items() if any(j.new for j in s.values())}),
+        costs=device_costs.of_ledger(ledger),
     )  # fmt: skip
 
 

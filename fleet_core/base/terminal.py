@@ -64,6 +64,13 @@ def show(value: Any) -> None:
 
 def table(rows: Sequence[tuple[str, ...]], heads: tuple[str, ...]) -> None:
     """Prints rows on stdout in columns, one line per row."""
-    widths = [max(len(row[k]) for row in [heads, *rows]) for k in range(len(heads))]
-    for row in [heads, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(columns(heads, rows))
+
+
+def columns(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows as text in columns, one line per row, the heads first."""
+    lines = [heads, *rows]
+    widths = [max(len(row[k]) for row in lines) for k in range(len(heads))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines
+    )

@@ -123,6 +123,7 @@ def test_every_chart_is_well_formed_named_and_has_a_table(ledger: Ledger) -> Non
     assert [chart.findtext("title") for chart in charts] == [
         "Accuracy of the devices over the rounds", "Training loss over the rounds",
         "Bytes up, all devices, running sum over the rounds", "Bytes down, all devices, running sum over the rounds",
+        "Accuracy against payload bytes",
     ]  # fmt: skip
     assert all(chart.findtext("desc") for chart in charts)
     ids = [a["id"] for _, a in seen.tags if "id" in a]

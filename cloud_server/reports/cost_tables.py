@@ -1,0 +1,128 @@
+"""The bill as rows of text, for the terminal and the report: devices, kinds of payload, accuracy reached, months."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cloud_server.records.ledger_sums import Bytes, Joules
+from cloud_server.records.tariff import Tariff
+from cloud_server.reports.bill import DAYS, Month, Reached
+from cloud_server.reports.device_costs import DeviceCosts
+from cloud_server.reports.formatting import (
+    ABSENT,
+    bytes_text,
+    flops_text,
+    joules_text,
+    missing_text,
+    phase_text,
+    share_text,
+)
+from cloud_server.reports.result import Result
+
+COUNTERS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wire_bytes"))
+KINDS = ("graph", "model", "update", "serve")
+NOTE = "up / down in bytes; MQTT and wire bytes are a connection's, so only payload has kinds"
+FLEET = "fleet"
+
+Rows = list[tuple[str, ...]]
+
+
+def device_table(run: Result) -> tuple[tuple[str, ...], Rows]:
+    """(heads, rows) of every device, and of the fleet as the last row."""
+    heads = ("device", "rounds", *(f"{name} up / down" for name, _ in COUNTERS), "FLOP", "joules", "accuracy")
+    scores = {one.device: one for one in run.personalization}
+    rows = []
+    for one in run.costs:
+        scored = scores.get(one.device)
+        stages = (scored.before, scored.after) if scored else (None, None)
+        accuracy = _change(*(stage.accuracy if stage else None for stage in stages))
+        rows.append((one.device + " (new)" * one.new, str(one.rounds), *_figures(one), accuracy))
+    pooled, sums = run.evaluated, run.totals
+    before = pooled.before.accuracy if pooled and pooled.before else None
+    accuracy = _change(before, pooled.accuracy if pooled else None)
+    return heads, [*rows, (FLEET, str(sum(one.rounds for one in run.costs)), *_figures(sums), accuracy)]
+
+
+def _figures(one: Any) -> tuple[str, ...]:
+    """one: DeviceCosts or Sums, or None."""
+    return (
+        *(_moved(getattr(one, key, None)) for _, key in COUNTERS), _flops(getattr(one, "flops", None)),
+        _joules(getattr(one, "energy_j", None)),
+    )
+
+
+def kind_table(costs: Sequence[DeviceCosts]) -> tuple[tuple[str, ...], Rows]:
+    """(heads, rows): payload by kind of traffic, and joules by phase with their source."""
+    phases = list(dict.fromkeys(phase for one in costs if one.energy_j for phase in one.energy_j.phases))
+    heads = ("device", *KINDS, *(f"{phase} J" for phase in phases), *(["joules by"] if phases else []))
+    return heads, [
+        (one.device, *(_moved((one.kinds or {}).get(kind)) for kind in KINDS),
+         *(_phase(one.energy_j, phase) for phase in phases), *([_source(one.energy_j)] if phases else []))
+        for one in costs
+    ]
+
+
+def reached_table(lines: Sequence[Reached]) -> tuple[tuple[str, ...], Rows]:
+    """(heads, rows) of the evaluated rounds."""
+    heads = ("round", "accuracy", "payload so far", "wire so far", "FLOP so far", "joules so far")
+    return heads, [
+        (str(one.round), share_text(one.accuracy), _bytes(one.payload_bytes), _bytes(one.wire_bytes),
+         _flops(one.flops), ABSENT if one.joules is None else phase_text(one.joules))
+        for one in lines if one.accuracy is not None
+    ]
+
+
+def month_table(months: Sequence[Month], tariff: Tariff | None) -> tuple[tuple[str, ...], Rows]:
+    """(heads, rows) of a month of each device and of the fleet."""
+    money = (f"fee {tariff.currency}", "data", "energy", f"sum {tariff.currency}") if tariff else ()
+    rows = []
+    for one in months:
+        row = (one.device or FLEET, one.counter or ABSENT, _bytes(one.up), _bytes(one.down),
+               ABSENT if one.joules is None else phase_text(one.joules),
+               ABSENT if one.battery_days is None else f"{one.battery_days:,.0f}")
+        rows.append((*row, *map(_money, (one.fee, one.data, one.energy, one.money))) if tariff else row)
+    return ("device", "counter", "up", "down", "joules", "battery days", *money), rows
+
+
+def month_note(rounds_per_day: float, tariff: Tariff | None) -> str:
+    """What the table of months is based on."""
+    text = (f"{DAYS} days at {rounds_per_day:g} rounds a day, each like the average round so far; joules of the work "
+            "alone, without the idle draw")
+    return text if tariff is None else f"{text}; prices: {tariff.source}"
+
+
+def _moved(moved: Bytes | None) -> str:
+    if moved is None:
+        return ABSENT
+    return f"{bytes_text(moved.up)} / {bytes_text(moved.down)}{missing_text(moved.missing)}"
+
+
+def _bytes(count: float | None) -> str:
+    return ABSENT if count is None else bytes_text(count)
+
+
+def _flops(count: float | None) -> str:
+    return ABSENT if count is None else flops_text(count)
+
+
+def _joules(energy: Joules | None) -> str:
+    return ABSENT if energy is None else joules_text(energy) + missing_text(energy.missing)
+
+
+def _phase(energy: Joules | None, phase: str) -> str:
+    return ABSENT if energy is None or phase not in energy.phases else phase_text(energy.phases[phase])
+
+
+def _source(energy: Joules | None) -> str:
+    return ABSENT if energy is None else energy.source
+
+
+def _change(before: float | None, after: float | None) -> str:
+    if after is None:
+        return share_text(before)
+    return share_text(after) if before is None else f"{share_text(before)} → {share_text(after)}"
+
+
+def _money(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:,.2f}" if value >= 1 or not value else f"{value:.2g}"

@@ -1,0 +1,45 @@
+"""What each device has cost over its whole life, from the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_sums import Bytes, Joules
+from cloud_server.records.ledger_tables import Update
+from cloud_server.reports.scores import AMOUNT
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceCosts:
+    """new: it did not train. rounds: in which its update was counted. kinds: payload by kind of traffic. MQTT and wire
+    bytes belong to a connection, so they have no kinds. Figures that were not reported are None."""
+
+    device: str
+    new: bool
+    rounds: int = field(metadata=AMOUNT)
+    payload_bytes: Bytes | None = None
+    mqtt_bytes: Bytes | None = None
+    wire_bytes: Bytes | None = None
+    kinds: Mapping[str, Bytes] | None = None
+    flops: float | None = field(default=None, metadata=AMOUNT)
+    energy_j: Joules | None = None
+
+
+def of_ledger(ledger: Ledger) -> tuple[DeviceCosts, ...]:
+    """The costs of every device, by name; also of revoked ones, whose bytes were paid for."""
+    volume, kinds, joules = ledger.volume("device"), ledger.payload(), ledger.joules("device")
+    flops, rounds = ledger.flops(by="device"), dict[str, int]()
+    for update in ledger.each(Update, status="counted"):
+        rounds[update.device] = rounds.get(update.device, 0) + 1
+    costs = []
+    for device in ledger.devices():
+        moved = volume.get(device.name)
+        costs.append(DeviceCosts(
+            device=device.name, new=device.new, rounds=rounds.get(device.name, 0),
+            payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,
+            wire_bytes=moved.wire if moved else None, kinds=kinds.get(device.name), flops=flops.get(device.name),
+            energy_j=joules.get(device.name),
+        ))
+    return tuple(costs)
