@@ -16,6 +16,7 @@ from cloud_server.reports.formatting import (
     joules_text,
     missing_text,
     phase_text,
+    seconds_text,
     share_text,
 )
 from cloud_server.reports.result import Result
@@ -90,6 +91,18 @@ def month_note(rounds_per_day: float, tariff: Tariff | None) -> str:
     text = (f"{DAYS} days at {rounds_per_day:g} rounds a day, each like the average round so far; joules of the work "
             "alone, without the idle draw")
     return text if tariff is None else f"{text}; prices: {tariff.source}"
+
+
+def planned_table(found: Sequence[Any]) -> tuple[tuple[str, ...], Rows]:
+    """(heads, rows) of ``planned_costs.Planned``."""
+    heads = ("run", "devices", "asked", "rounds", "payload up / down", "chunks' overhead", "FLOP", "joules",
+             "computing")
+    return heads, [
+        (one.label, str(one.devices), str(one.cohort), str(one.rounds), _moved(one.payload_bytes),
+         _moved(one.chunk_bytes), _flops(one.flops), ABSENT if one.joules is None else phase_text(one.joules),
+         ABSENT if one.seconds is None else seconds_text(one.seconds))
+        for one in found
+    ]
 
 
 def _moved(moved: Bytes | None) -> str:

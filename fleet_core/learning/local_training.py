@@ -194,19 +194,20 @@ class _Round:
             samples=len(one.y),
             steps=len(plan.draws),
             left_out=plan.left_out,
-            flops=self._flops(plan),
+            flops=round_flops(self._method, self._model, self._layout, self._hyper, plan),
             seconds=seconds,
         )
 
-    def _flops(self, plan: Plan) -> int | None:
-        """Of all gradients of the round, and of FedProto's final pass over all samples."""
-        forward = flops_per_sample(self._model, self._layout)
-        if forward is None:
-            return None
-        support, query, third = (sum(len(part) for draw in plan.draws for part in draw[k : k + 1]) for k in range(3))
-        inner, repeated = getattr(self._hyper, "inner_steps", 1), getattr(self._hyper, "personal_steps", 1)
-        gradients = flops_of(self._method.adaptation, forward, support, query, inner, third)
-        return repeated * gradients + forward * plan.samples
+def round_flops(method: Method, model: nn.Module, layout: Layout, hyper: Any, plan: Plan) -> int | None:
+    """Floating-point operations of one client's round: of all gradients, and of FedProto's final pass over all samples.
+    None if those of the model cannot be counted."""
+    forward = flops_per_sample(model, layout)
+    if forward is None:
+        return None
+    support, query, third = (sum(len(part) for draw in plan.draws for part in draw[k : k + 1]) for k in range(3))
+    inner, repeated = getattr(hyper, "inner_steps", 1), getattr(hyper, "personal_steps", 1)
+    gradients = flops_of(method.adaptation, forward, support, query, inner, third)
+    return repeated * gradients + forward * plan.samples
 
 
 def first_personal(method: Method, layout: Layout, scalars: Mapping[str, float]) -> Params:

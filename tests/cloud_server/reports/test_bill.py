@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def fill(ledger: Ledger, rounds: int = 2, *, wire: bool = True, joules: tuple[st
     for number in range(1, rounds + 1):
         ledger.put(Round(round=number, opened_at=1.0, cohort=("a", "b"), status="closed"))
         for name in ("a", "b"):
-            at = {"round": number, "device": name}
+            at: dict[str, Any] = {"round": number, "device": name}
             ledger.put(
                 Update(**at, update_id=name, received_at=1.0),
                 Traffic(**at, direction="up", kind="update", payload_bytes=1_000_000),
@@ -90,9 +91,11 @@ def test_a_month_is_the_average_round_times_the_months_rounds(ledger: Ledger) ->
     assert a.battery_days == pytest.approx(10 * 3600 / (30 * 2))
     assert a.data == pytest.approx((3.3 * rounds - 20) * 0.5)
     assert a.energy == pytest.approx(30 * rounds / 3.6e6 * 0.3)
+    assert a.data is not None
+    assert a.energy is not None
     assert a.money == pytest.approx(1.0 + a.data + a.energy)
     assert (b.up, fleet.device, fleet.up) == (a.up, None, 2 * 1_100_000 * rounds)
-    assert fleet.money == pytest.approx(2 * a.money)
+    assert fleet.money == pytest.approx(2 * (1.0 + a.data + a.energy))
     assert fleet.battery_days == a.battery_days
 
 

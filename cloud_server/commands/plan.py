@@ -1,0 +1,128 @@
+"""``metafleet plan``: what a fleet's run or an experiment will cost, before it starts.
+
+Heavy modules are imported inside the commands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fleet_core.base import processes, terminal
+from fleet_core.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cloud_server.laboratory.run.planned_costs import Asked, Planned
+    from cloud_server.records.fleet_folder import Fleet
+    from fleet_core.model.layout import Layout
+
+SAMPLE_LABELS = 50  # devices of an experiment whose rounds are counted
+
+
+def plan(
+    path: Annotated[Path, typer.Argument(metavar="FLEET|fleet.toml|EXPERIMENT.toml", help="What to plan.")],
+    board: Annotated[str | None, typer.Option(help="A board profile or its file, for joules and computing time.")]
+    = None,
+    devices: Annotated[int | None, typer.Option(min=1, max=1_000_000, help="Devices that train; default: the enrolled "
+                                                                           "ones, or an experiment's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Plan bytes, operations, computing time and joules of a run before it starts."""
+    from cloud_server.laboratory.run import planned_costs
+    from cloud_server.reports import result
+    from fleet_core.base import config
+    from fleet_core.board import catalogue
+
+    file = path / "fleet.toml" if path.is_dir() else path
+    if "fleet" in config.tables(config.text_of(file), str(file)):
+        asked = [_of_fleet(file, devices)]
+    else:
+        asked, named = _of_experiment(file, devices)
+        board = board or named
+    profile = catalogue.load(board) if board else None
+    found = [planned_costs.planned(one, profile) for one in asked]
+    if as_json:
+        return terminal.show([result.plain(one) for one in found])
+    _print(found)
+
+
+def _of_fleet(file: Path, devices: int | None) -> Asked:
+    """Raises ConfigError if it is unknown how many devices there will be."""
+    from cloud_server.laboratory.run.planned_costs import Asked
+    from cloud_server.records.fleet_folder import Fleet, FleetConfig, method_of
+    from fleet_core.base import config
+
+    settings = config.load(FleetConfig, file)
+    fleet = Fleet(file.parent, settings, *method_of(settings, file))
+    layout, graph_bytes = _graph(fleet)
+    train, new = _enrolled(fleet)
+    if not (devices or train):
+        raise ConfigError("no device is enrolled yet", where=str(file), expected="--devices N")
+    made = (file.parent / "weights.safetensors").exists()
+    return Asked(
+        label=settings.fleet.name, method=fleet.method, hyper=fleet.hyper, layout=layout, rounds=settings.fleet.rounds,
+        devices=devices or train, newcomers=new, cohort=settings.fleet.cohort, codec_up=fleet.codec_up,
+        codec_down=fleet.codec_down, serve_every=settings.fleet.serve_every, graph_bytes=graph_bytes,
+        first=fleet.first(layout) if made else None, chunk_bytes=settings.link.chunk_bytes, fleet=settings.fleet.name,
+    )
+
+
+def _graph(fleet: Fleet) -> tuple[Layout, int | None]:
+    """The model's layout, and the bytes of the graph bundle if it is made."""
+    if (fleet.folder / "graph.safetensors").exists():
+        from fleet_core.model import graph_bundle
+
+        data = fleet.graph_bytes()
+        return graph_bundle.unpack(data).layout, len(data)
+    from fleet_core.learning import models
+
+    model = fleet.config.model
+    return models.describe(model.name, model.input, model.classes, model.options), None
+
+
+def _enrolled(fleet: Fleet) -> tuple[int, int]:
+    """Enrolled devices that train, and that are only served."""
+    from cloud_server.records.ledger import Ledger
+
+    if not fleet.ledger_path.is_file():
+        return 0, 0
+    with Ledger(fleet.ledger_path, create=False) as ledger:
+        rows = [device for device in ledger.devices() if device.status == "enrolled"]
+    return sum(not row.new for row in rows), sum(row.new and bool(row.capabilities) for row in rows)
+
+
+def _of_experiment(file: Path, devices: int | None) -> tuple[list[Asked], str | None]:
+    """(one plan for each method and grid, the experiment's board)."""
+    from cloud_server.laboratory.run import experiment as experiments
+    from cloud_server.laboratory.run import workload as workloads
+    from cloud_server.laboratory.run.planned_costs import Asked
+
+    loaded = experiments.load(file)
+    workload = workloads.build(loaded)
+    layout = workloads.layout_of(loaded, workload)
+    labels = [workload.samples.y[share.train] for share in workload.train[:SAMPLE_LABELS]]
+    runs = {run.label: run for run in experiments.runs(loaded)}
+    every = Asked(label="", method=next(iter(runs.values())).method, hyper=None, layout=layout,
+                  rounds=loaded.budget.rounds, devices=devices or len(workload.train), cohort=loaded.cohort,
+                  codec_up=loaded.codec_up, codec_down=loaded.codec_down, labels=labels)
+    found = []
+    for run in runs.values():
+        up, down = (codec if codec == experiments.PLAIN or run.method.cumulative else "fp32"
+                    for codec in (loaded.codec_up, loaded.codec_down))
+        found.append(replace(every, label=run.label, method=run.method, hyper=run.hyper, codec_up=up, codec_down=down))
+    return found, loaded.board
+
+
+def _print(found: list[Planned]) -> None:
+    from cloud_server.reports import cost_tables
+
+    heads, rows = cost_tables.planned_table(found)
+    terminal.table(rows, heads)
+    reasons: dict[str, Any] = {}
+    for one in found:
+        reasons |= one.absent
+    for figure, why in reasons.items():
+        processes.say(f"{figure}: absent, {why}")

@@ -1,0 +1,213 @@
+"""What a run will cost, before it starts: payload bytes, overhead of the chunks, operations, joules, computing time.
+
+Sizes are those of encoded arrays of the layout with normally distributed values, since a codec's output depends on the
+values. Every device that is asked is taken to deliver, and the devices of a fleet to have samples for whole batches, so
+that their operations are an upper limit. What is not planned: manifests, reports, presence and repeats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cloud_server.laboratory.run.engine import per_device_bytes
+from cloud_server.laboratory.run.experiment import PLAIN
+from cloud_server.records.ledger_sums import Bytes
+from fleet_core.algorithms.interface import Method
+from fleet_core.base.trees import Params
+from fleet_core.board.profile import Profile
+from fleet_core.model import codecs
+from fleet_core.model.layout import Layout
+from fleet_core.power.energy_model import BoardModel
+from fleet_core.protocol import topics
+
+EXAMPLE_NAME, EXAMPLE_ID = "device-1", "0" * 32
+PER_CLASS = 64  # samples of each class that a device is taken to have
+PACKET_BYTES = 1 + 3 + 2 + 2 + 1  # PUBLISH at QoS 1 in MQTT 5: type, length, topic's length, identifier, properties
+ACKNOWLEDGED_BYTES = 4  # PUBACK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A run to plan. layout: of the model. devices: that train. newcomers: that are only served. cohort: 0 for all.
+    serve_every: 0 if no model is served. graph_bytes: of the graph bundle, None if it is not made yet. first: the first
+    weights, None for any. Codecs may be ``none``, as in experiments. labels: of the devices' training samples; empty
+    for ``PER_CLASS`` of each class."""
+
+    label: str
+    method: Method
+    hyper: Any
+    layout: Layout
+    rounds: int
+    devices: int
+    newcomers: int = 0
+    cohort: int = 0
+    codec_up: str = "fp32"
+    codec_down: str = "fp32"
+    serve_every: int = 0
+    graph_bytes: int | None = None
+    first: Params | None = None
+    chunk_bytes: int = 0
+    fleet: str = ""
+    labels: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """chunk_bytes: MQTT headers and acknowledgements of all chunks; None in a simulation. seconds: that the devices
+    compute, side by side, on the board. joules: of all devices. absent: figure -> why it is not planned."""
+
+    label: str
+    rounds: int
+    devices: int
+    cohort: int
+    payload_bytes: Bytes
+    kinds: Mapping[str, Bytes]
+    chunk_bytes: Bytes | None = None
+    flops: float | None = None
+    seconds: float | None = None
+    joules: float | None = None
+    board: str | None = None
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+
+def planned(asked: Asked, board: Profile | None) -> Planned:
+    """The costs of a run. board: for seconds and joules."""
+    sizes = _Sizes(asked)
+    kinds = {kind: Bytes(up=round(sum(n * size for n, size in up)), down=round(sum(n * size for n, size in down)))
+             for kind, (up, down) in sizes.transfers().items()}
+    payload = Bytes(up=sum(one.up for one in kinds.values()), down=sum(one.down for one in kinds.values()))
+    absent = {} if asked.graph_bytes is not None or not asked.serve_every else {
+        "graph": "it is not made yet: metafleet init"}
+    each, why = _flops(asked)
+    if why:
+        absent["flops"] = why
+    flops = None if each is None else each * sizes.cohort * asked.rounds
+    joules, seconds = None, None
+    if board is None:
+        absent |= dict.fromkeys(("joules", "seconds"), "no board is named: --board NAME")
+    else:
+        joules = _joules(board, flops, payload.up + payload.down, absent)
+        seconds = _seconds(board, None if each is None else each * asked.rounds, absent)
+    return Planned(
+        label=asked.label, rounds=asked.rounds, devices=asked.devices, cohort=sizes.cohort, payload_bytes=payload,
+        kinds=kinds, chunk_bytes=sizes.chunk_overhead() if asked.chunk_bytes else None, flops=flops, seconds=seconds,
+        joules=joules, board=board.name if board else None, absent=absent,
+    )
+
+
+Transfers = list[tuple[float, int]]
+"""(how many, bytes of each)."""
+
+
+class _Sizes:
+    def __init__(self, asked: Asked):
+        self._asked, self._method = asked, asked.method
+        self._wire = asked.layout.extended(self._method.down, self._method.shared)
+        self._rng = np.random.default_rng(0)
+        self.cohort = min(asked.cohort or asked.devices, asked.devices)
+
+    def transfers(self) -> dict[str, tuple[Transfers, Transfers]]:
+        """Kind of traffic -> (up, down)."""
+        asked, everyone = self._asked, self._asked.devices + self._asked.newcomers
+        found: dict[str, tuple[Transfers, Transfers]] = {
+            "model": ([], self._models()),
+            "update": ([(asked.rounds * self.cohort, self._size(asked.codec_up, self._method.shared))], []),
+        }
+        if asked.serve_every:
+            times = math.ceil(asked.rounds / asked.serve_every)
+            found["serve"] = ([], [(times * everyone, self._size("fp32", self._method.shared))])
+            found["graph"] = ([], [(everyone, asked.graph_bytes)] if asked.graph_bytes is not None else [])
+        return found
+
+    def _models(self) -> Transfers:
+        """Round 1 sends the model whole, later rounds a delta, and the model whole to a device that was not asked in
+        the round before: on average a share 1 - cohort/devices of those that are asked. A model without arrays is
+        fetched once."""
+        asked, groups, cohort = self._asked, self._method.down, self.cohort
+        later = asked.rounds - 1
+        own: Transfers = []
+        if self._method.per_device:
+            devices = {f"{EXAMPLE_NAME}{k}": self._params(self._method.per_device) for k in range(cohort)}
+            own = [(asked.rounds, per_device_bytes(devices, plain=asked.codec_down == PLAIN))]
+        if not groups:
+            return [(min(asked.devices, asked.rounds * cohort), self._size(asked.codec_down, groups)), *own]
+        lacking = 0.0 if asked.codec_down == PLAIN else cohort * (1 - cohort / asked.devices)
+        return [
+            (cohort, self._first()), (later * (cohort - lacking), self._size(asked.codec_down, groups)),
+            (later * lacking, self._size("fp32", groups)), *own,
+        ]
+
+    def _first(self) -> int:
+        first = self._asked.first
+        if first is None or self._asked.codec_down == PLAIN:
+            return self._size("fp32" if self._asked.codec_down != PLAIN else PLAIN, self._method.down)
+        return len(codecs.encode("fp32", {group: first[group] for group in self._method.down if group in first}))
+
+    def _size(self, codec: str, groups: tuple[str, ...]) -> int:
+        """Bytes of these groups, encoded."""
+        if codec == PLAIN:
+            return 4 * self._wire.parameters(groups)
+        return len(codecs.encode(codec, self._params(groups)))
+
+    def _params(self, groups: tuple[str, ...]) -> Params:
+        return {
+            group: {name: self._rng.normal(size=array.shape) for name, array in named.items()}
+            for group, named in self._wire.zeros(groups).items()
+        }
+
+    def chunk_overhead(self) -> Bytes:
+        """MQTT bytes of all chunks beyond their payload, an acknowledgement counted in the other direction."""
+        topic_up = topics.upload(self._asked.fleet, EXAMPLE_NAME, self._asked.rounds, 0)
+        topic_down = topics.chunk(self._asked.fleet, EXAMPLE_ID, 0)
+        up, down = (sum(n * math.ceil(size / self._asked.chunk_bytes) for ways in self.transfers().values()
+                        for n, size in ways[way]) for way in (0, 1))
+        return Bytes(up=round(up * (PACKET_BYTES + len(topic_up)) + down * ACKNOWLEDGED_BYTES),
+                     down=round(down * (PACKET_BYTES + len(topic_down)) + up * ACKNOWLEDGED_BYTES))
+
+
+def _flops(asked: Asked) -> tuple[float | None, str]:
+    """(operations of one device in one round, why they are unknown)."""
+    try:
+        from fleet_core.learning import models
+        from fleet_core.learning.local_training import round_flops
+        from fleet_core.learning.round_plans import Participant, plan_of
+    except ModuleNotFoundError as error:
+        return None, f"'{error.name}' is not installed"
+    if asked.method.adaptation == "fedproto" and not asked.labels:
+        return None, "a round goes over all samples of a device, whose number is unknown"
+    model = models.build(asked.layout)
+    labels = asked.labels or [np.tile(np.arange(len(asked.layout.classes)), PER_CLASS)]
+    counts = []
+    for y in labels:
+        plan = plan_of(asked.method, Participant({}, y, np.asarray(y), np.random.default_rng(0)), asked.hyper)
+        counts.append(round_flops(asked.method, model, asked.layout, asked.hyper, plan))
+    known = [count for count in counts if count is not None]
+    if not known:
+        return None, f"the operations of the model {asked.layout.model} are not counted"
+    return sum(known) / len(known), ""
+
+
+def _joules(board: Profile, flops: float | None, payload_bytes: int, absent: dict[str, str]) -> float | None:
+    """Of computing and sending, without idle."""
+    model = BoardModel(board)
+    compute = None if flops is None else model.compute_j(flops)
+    radio = model.radio_j(payload_bytes)
+    if compute is None or radio is None:
+        lacking = [f"{term}: {why}" for term, why in model.absent_terms.items() if term != "idle"]
+        absent["joules"] = "; ".join(lacking) or absent["flops"]
+        return None
+    return compute + radio
+
+
+def _seconds(board: Profile, flops: float | None, absent: dict[str, str]) -> float | None:
+    """flops: of one device in all rounds."""
+    speed = board.compute.effective_flop_per_s if board.compute.source else None
+    if flops is None or not speed:
+        absent["seconds"] = absent["flops"] if flops is None else "no cited effective FLOP/s"
+        return None
+    return flops / speed
