@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.reports import result
 from cloud_server.reports.terminal_view import energy_lines, snapshot
+from cloud_server.rounds.budget import ENDED, resting
 from fleet_core.base.errors import shortened
 from fleet_core.base.processes import typed
 
@@ -22,7 +24,8 @@ def facts(fleet: Fleet, ledger: Ledger) -> dict[str, Any]:
     totals, enrolled = ledger.totals(), {d.name: d for d in ledger.devices() if d.status == "enrolled"}
     invited = token_enrolment.open_tokens(ledger).keys() - enrolled
     programs = Counter(d.version for d in enrolled.values() if d.version)
-    stalled = ledger.facts().get("stalled")
+    stalled, ended = ledger.fact("stalled"), ledger.fact(ENDED)
+    used_up = resting(ledger, time.time())
     return {
         "fleet": fleet.config.fleet.name, "method": fleet.method.name, "running": fleet.running(),
         "paused": pause.is_paused(ledger), "finished": pause.last_closed(ledger) >= fleet.config.fleet.rounds,
@@ -31,7 +34,8 @@ def facts(fleet: Fleet, ledger: Ledger) -> dict[str, Any]:
         "off": [d.name for d in enrolled.values() if d.state == "off" and d.took_part],
         "not_on_yet": sorted([*invited, *(name for name, d in enrolled.items() if not d.capabilities)]),
         "programs": dict(sorted(programs.items())), "totals": result.plain_sums(ledger),
-        **({"stalled": stalled} if stalled else {}),
+        **({"stalled": stalled} if stalled else {}), **({"ended": ended} if ended else {}),
+        **({"resting": used_up} if used_up else {}),
     }
 
 
@@ -42,12 +46,16 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
            + (on if facts["running"] else "the aggregator is not running"))
     if facts["finished"]:
         yield pause.done(facts["rounds"])
+    elif "ended" in facts:
+        yield facts["ended"]
     elif facts["paused"]:
         yield f"paused: no further round opens until 'metafleet server resume {typed(fleet)}'"
     if facts["not_on_yet"]:
         yield f"enrolled or invited, and not on yet: {', '.join(shortened(facts['not_on_yet']))}"
     if "stalled" in facts:
         yield f"stalled: {facts['stalled']}"
+    for name, why in facts.get("resting", {}).items():
+        yield f"{name} is not asked until 00:00 UTC, its share of the day is used up: {why}"
     if facts["off"]:
         yield (f"off since they took part: {', '.join(shortened(facts['off']))}; one that never comes back biases the "
                f"model: metafleet devices revoke {typed(fleet)} NAME")

@@ -124,8 +124,10 @@ def _rows(ledger: Ledger) -> list[Device]:
 
 
 def _facts(ledger: Ledger, device: Device) -> dict[str, Any]:
-    """A device with its certificate, pending request and unused token as plain values, without secrets."""
+    """A device with its certificate, pending request, unused token, and why it is not asked today, as plain values
+    without secrets."""
     from cloud_server.identity import fleet_certificates, token_enrolment
+    from cloud_server.rounds.budget import resting
 
     certificate = fleet_certificates.certificate_facts(ledger).get(device.name)
     token = token_enrolment.open_tokens(ledger).get(device.name)
@@ -135,6 +137,7 @@ def _facts(ledger: Ledger, device: Device) -> dict[str, Any]:
         "certificate": None if certificate is None else {key: getattr(certificate, key) for key in public_keys},
         "pending": _pending(ledger).get(device.name),
         "token": None if token is None else {"id": token.id, "expires_at": token.expires_at},
+        "resting": resting(ledger, time.time()).get(device.name),
     }
 
 
@@ -146,7 +149,8 @@ def _pending(ledger: Ledger) -> dict[str, str]:
 
 def _status(facts: dict[str, Any]) -> str:
     pending = f"{facts['pending']} pending" if facts["pending"] else ""
-    return ", ".join(filter(None, (facts["status"], pending)))
+    resting = "not asked today" if facts["resting"] else ""
+    return ", ".join(filter(None, (facts["status"], pending, resting)))
 
 
 def _known(ledger: Ledger, fleet: Path, name: str) -> Device:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from cloud_server.records import tariff as tariffs
+from cloud_server.records.tariff import Tariff
 from fleet_core.algorithms.interface import Method
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, schema, storage
@@ -30,6 +32,7 @@ from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
 from fleet_core.protocol.signing import Signer, load_public
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
+ABOVE_0 = {"above": 0, "max": 1e18}
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,33 @@ class LinkSection:
 
 
 @dataclass(frozen=True)
+class Amounts:
+    """Limits; None for no limit. bytes: up and down, by the largest counter that is reported (wire, MQTT or payload).
+    joules: of work, without idle. money: in the currency of tariff.toml, without fee and included volume."""
+
+    bytes: float | None = field(default=None, metadata=ABOVE_0)
+    joules: float | None = field(default=None, metadata=ABOVE_0)
+    money: float | None = field(default=None, metadata=ABOVE_0)
+
+
+@dataclass(frozen=True)
+class BudgetSection(Amounts):
+    """The fleet's limits, at which no further round opens. target_accuracy: mean over the devices that train, at which
+    none does either. device_day: of one device on one day (UTC), after which it is not asked until the next."""
+
+    target_accuracy: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    device_day: Amounts = field(default_factory=Amounts)
+
+
+@dataclass(frozen=True)
 class FleetConfig:
-    """fleet.toml. hyper: the method's hyper-parameters; unknown names are refused."""
+    """fleet.toml. hyper: the method's hyper-parameters; unknown names are refused. budget: None for no limits."""
 
     fleet: FleetSection
     model: ModelSection
     link: LinkSection = field(default_factory=LinkSection)
     hyper: Mapping[str, Any] = field(default_factory=dict)
+    budget: BudgetSection | None = None
 
 
 NOTES = {
@@ -127,11 +150,17 @@ class Fleet:
             check_folder(folder)
             raise ConfigError("there is no fleet here", where=str(folder), hint=f"metafleet init {typed(folder)}")
         settings = config.load(FleetConfig, path)
+        _check_budget(settings, path)
         return Fleet(folder, settings, *method_of(settings, path))
 
     @property
     def ledger_path(self) -> Path:
         return self.folder / "ledger.sqlite"
+
+    @property
+    def tariff(self) -> Tariff | None:
+        """The prices in the folder's tariff.toml, or None. Raises ConfigError."""
+        return tariffs.of_folder(self.folder)
 
     @property
     def codec_up(self) -> str:
@@ -271,6 +300,18 @@ def check_folder(folder: Path) -> None:
         raise ConfigError("is a file", where=str(folder), expected="the folder of a fleet")
     if (folder / "device.toml").exists():
         raise ConfigError("is a device's folder", where=str(folder), expected="the folder of a fleet")
+
+
+def _check_budget(settings: FleetConfig, path: Path) -> None:
+    """Raises ConfigError for a limit of money without prices."""
+    budget = settings.budget
+    if budget is None or (budget.money is None and budget.device_day.money is None):
+        return
+    prices = tariffs.of_folder(path.parent)
+    if prices is None or (prices.data(0, 0) is None and prices.energy(0) is None):
+        key = "budget.money" if budget.money is not None else "budget.device_day.money"
+        problem = schema.Problem(key, f"needs prices: per_mb or per_kwh in {tariffs.FILE} beside fleet.toml")
+        raise ConfigError(config.located(problem, config.text_of(path), str(path)), hint="docs/costs.md")
 
 
 def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:

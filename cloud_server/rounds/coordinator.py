@@ -125,8 +125,19 @@ class Coordinator:
 
     @property
     def finished(self) -> bool:
-        """All rounds are closed; the served model stays published."""
-        return self.checkpoint.round >= self.config.fleet.rounds
+        """All rounds are closed, or the run ended before; the served model stays published."""
+        return self.checkpoint.round >= self.config.fleet.rounds or bool(self.ended)
+
+    @property
+    def ended(self) -> str:
+        """Why the run ended before its last round; empty otherwise."""
+        return self._parts.budget.ended
+
+    @property
+    def served_round(self) -> int:
+        """Whose model is served; the last closed round before there is one."""
+        served = self._parts.models.served
+        return self.checkpoint.round if served is None else served.round
 
     @property
     def stalled(self) -> str:
@@ -194,6 +205,8 @@ class Coordinator:
     def _open_if_possible(self) -> None:
         number = self.checkpoint.round + 1
         before = self._rounds.interrupted(number)
+        if before is None and self._parts.budget.over(self.checkpoint.round):
+            return self._end_early()
         if before is None and not self._enough_there():
             return self._say_few(number)
         if number == 1 and before is None and not self._parts.first_wait.over():
@@ -205,7 +218,7 @@ class Coordinator:
             sent.groups, self.checkpoint, number, lambda base: self._members.someone_lacks(base, besides=had)
         )
         chosen = before.cohort if before else tuple(
-            cohort.select(self.config.fleet.seed, number, self._members.ready(), self.config.fleet.cohort)
+            cohort.select(self.config.fleet.seed, number, self._members.askable(), self.config.fleet.cohort)
         )
         started = before.opened_at if before else self._now()
         opened = self._rounds.open = OpenRound(
@@ -219,6 +232,11 @@ class Coordinator:
         self._parts.waiting.begin()
         self._parts.receiver.begin(opened)
         self._parts.manifests.open_round(opened, self.checkpoint)
+
+    def _end_early(self) -> None:
+        """A run that has spent its budget serves what it has learned; one that reached its target already does."""
+        if self._parts.budget.spent and self.checkpoint.round > self.served_round:
+            self._parts.models.serve(self.checkpoint)
 
     def _say_numbers(self, number: int) -> None:
         """How many devices are on, where that has changed since the last round."""
@@ -242,7 +260,7 @@ class Coordinator:
 
     def _enough_there(self) -> bool:
         """Enough devices to begin, and those that were on before this aggregator started have had time to be heard."""
-        there = len(self._members.ready()) >= self.config.fleet.min_devices
+        there = len(self._members.askable()) >= self.config.fleet.min_devices
         return there and (self._late() or not self._members.awaited())
 
     # Close a round ----------------------------------------------------------------------------------------------------

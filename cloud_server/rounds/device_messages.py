@@ -79,6 +79,8 @@ class DeviceMessages:
         if report.pending is not None:
             self._tell_fate(device, report.pending)
         self._parts.costs.report(device, report)
+        if report.evaluations and report.evaluated_round is not None:
+            self._parts.budget.evaluated(report.evaluated_round)
         if report.alone is not None and report.evaluated_round is not None:
             self._parts.watch.reported(device, report.evaluated_round, self._members.ready())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from cloud_server.broker.publisher import Publisher
 from cloud_server.records.checkpoint import Checkpoint
@@ -25,22 +25,24 @@ class Manifests:
     """Builds, signs and publishes one fleet's manifests.
 
     graph: the graph bundle's bytes. layout_hash: of the model. max_upload_bytes: of the largest update. next_seq: the
-    next manifest's sequence number. now: Unix seconds.
+    next manifest's sequence number. now: Unix seconds. resting(): devices that are not asked today.
     """
 
     def __init__(
         self, fleet: Fleet, models: ModelsDown, ledger: Ledger, publisher: Publisher, *, graph: bytes,
         layout_hash: str, max_upload_bytes: int, next_seq: Callable[[], int], now: Callable[[], float],
+        resting: Callable[[], Collection[str]] = tuple,
     ):
         self._config, self._method, self._codec_up = fleet.config, fleet.method, fleet.codec_up
         self._hyper, self._signer = schema.plain(fleet.hyper), fleet.signer()
         self._models, self._ledger, self._publisher = models, ledger, publisher
         self._graph, self._layout_hash = graph, layout_hash
         self._max_upload_bytes, self._next_seq, self._now = max_upload_bytes, next_seq, now
+        self._resting = resting
 
     def open_round(self, opened: OpenRound, after: Checkpoint) -> None:
         """Announces the open round, which follows ``after``."""
-        chosen = cohort.announce(self._config.fleet.seed, opened.number, list(opened.cohort))
+        chosen = cohort.announce(self._config.fleet.seed, opened.number, list(opened.cohort), self._resting())
         self._publish(after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, is_open=True)
 
     def no_round(self, after: Checkpoint) -> None:

@@ -6,7 +6,7 @@ subtract. ``leaves`` counts these on disk; the next round starts every dual from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, replace
 from sys import intern
 
@@ -48,6 +48,7 @@ class Members:
     """The devices of one fleet, in memory and in the ledger.
 
     everyone: enrol every device that announces itself. cannot(presence): why a device cannot take part, or None.
+    ``resting``: device -> why it is not asked today (see ``budget``).
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Members:
         self._awaited: set[str] = set()
         self._members: set[str] = set()
         self._ready: set[str] = set()
+        self.resting: Mapping[str, str] = {}
         self.leaves = int(ledger.fact("leaves") or "0")
         for device in ledger.each(Device):
             self._know(device)
@@ -90,6 +92,10 @@ class Members:
     def ready(self) -> Set[str]:
         """Members that are on and able to take part."""
         return self._ready
+
+    def askable(self) -> Set[str]:
+        """Ready members that are not resting."""
+        return self._ready - self.resting.keys() if self.resting else self._ready
 
     def awaited(self) -> bool:
         """Whether a member that was on before the aggregator's restart has not been heard of yet."""

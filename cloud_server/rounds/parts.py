@@ -16,6 +16,7 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.spool import Spool
 from cloud_server.reports.verdict import Watch
+from cloud_server.rounds.budget import Budget
 from cloud_server.rounds.manifest import Manifests
 from cloud_server.rounds.members import Members, inability
 from cloud_server.rounds.models_down import ModelsDown
@@ -54,6 +55,7 @@ class Parts:
     enrolments: Enrolments
     renewals: Renewals
     watch: Watch
+    budget: Budget
 
 
 def assemble(
@@ -89,6 +91,7 @@ def assemble(
     manifests = Manifests(
         fleet, models, ledger, publisher, graph=graph, layout_hash=layout.hash,
         max_upload_bytes=receiver.max_upload_bytes, next_seq=costs.next_seq, now=now,
+        resting=lambda: members.resting.keys(),
     )
     models.resume(rule.checkpoint)
     return Parts(
@@ -105,4 +108,5 @@ def assemble(
         ),
         renewals=Renewals(fleet, ledger, now=now, log=log),
         watch=Watch(ledger, settings.rounds, log),
+        budget=Budget(fleet.config.budget, fleet.tariff, ledger, members, clock=clock, now=now, log=log),
     )

@@ -68,7 +68,7 @@ class Places:
         asked = {*opened.cohort} if due or number != opened.number else {*members, *opened.cohort}
         kept = [name for name in opened.cohort if name in opened.received or self._expected(opened, name)]
         gone = [name for name in opened.cohort if name not in kept]
-        others = self._members.ready() - asked
+        others = self._members.askable() - asked
         free = self._size - len(kept) if self._size else len(others)
         if not gone or not others or free <= 0:
             return False

@@ -202,8 +202,9 @@ def _step_until_stopped(
                 view.update(snapshot(coordinator.ledger, view.told))
             drawn_at = time.monotonic()
         if coordinator.finished and not announced:
-            log(f"all {coordinator.checkpoint.round} rounds are closed; the served model stays published; to train on, "
-                "raise rounds in fleet.toml and start the server again")
+            if not coordinator.ended:  # of which the coordinator has said why
+                log(f"all {coordinator.checkpoint.round} rounds are closed; the served model stays published; to train "
+                    "on, raise rounds in fleet.toml and start the server again")
             announced = True
         if coordinator.finished and until_done and not aggregator.held_up and coordinator.settled:
             return

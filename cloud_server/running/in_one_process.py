@@ -56,7 +56,7 @@ def run(
         agents = [_agent(broker, home, settings, clock, log) for home, settings in devices.values()]
         link.open()
         reported, idle_since = server.checkpoint.round, clock.seconds
-        while not stopped() and not (server.finished and _evaluated(ledger, server.checkpoint.round) >= devices.keys()):
+        while not stopped() and not (server.finished and _evaluated(ledger, server.served_round) >= devices.keys()):
             busy = server.step(0) | any([agent.step(0) for agent in agents])
             if busy:
                 idle_since = clock.seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from fleet_core.protocol.round_messages import Cohort
 
@@ -21,11 +21,13 @@ def select(seed: int, round_number: int, devices: Iterable[str], size: int) -> l
     return sorted(ranked[: size or None])
 
 
-def announce(seed: int, round_number: int, chosen: list[str]) -> Cohort:
-    """The cohort as a message: names for up to 64 devices; above that the rule, whose size does not grow."""
-    if len(chosen) <= LISTED:
+def announce(seed: int, round_number: int, chosen: list[str], not_asked: Collection[str] = ()) -> Cohort:
+    """The cohort as a message: names for up to 64 devices; above that the rule, whose size does not grow, unless a
+    device that is not to be asked would follow it."""
+    limit = max((rank(seed, round_number, name) for name in chosen), default="")
+    if len(chosen) <= LISTED or any(rank(seed, round_number, name) <= limit for name in not_asked):
         return Cohort(devices=tuple(chosen))
-    return Cohort(rule="rank", seed=seed, limit=max(rank(seed, round_number, name) for name in chosen))
+    return Cohort(rule="rank", seed=seed, limit=limit)
 
 
 def includes(cohort: Cohort, round_number: int, device: str) -> bool:

@@ -1,0 +1,171 @@
+"""The limits of ``[budget]``: when a run ends early, and which devices are not asked any more today.
+
+Limits are checked before a round opens, on what has been reported by then, so that a run or a device may exceed one by
+what a round and the last served model cost. A round belongs to the day (UTC) on which it opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cloud_server.records.fleet_folder import Amounts, BudgetSection
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_sums import Joules, Volume
+from cloud_server.records.ledger_tables import Evaluation, Round
+from cloud_server.records.tariff import Tariff
+from cloud_server.reports.formatting import bytes_text, phase_text
+from cloud_server.reports.verdict import MISSING_REPORTS
+from cloud_server.rounds.members import Members
+
+DAY_S = 86_400
+LOOK_S = 2.0
+ENDED, RESTING, REACHED = "ended", "resting", "reached"
+"""Facts of the ledger: why the run ended early; the devices that rest, with the end of the day; the accuracy that
+reached a target."""
+
+
+class Budget:
+    """One fleet's limits. section: None for no limits. now: Unix seconds.
+
+    ``ended``: why no further round opens, or empty. ``spent``: whether that is because a limit was reached.
+    """
+
+    def __init__(
+        self, section: BudgetSection | None, tariff: Tariff | None, ledger: Ledger, members: Members, *,
+        clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
+    ):
+        self._section, self._tariff, self._ledger, self._members = section, tariff, ledger, members
+        self._clock, self._now, self._log = clock, now, log
+        self._looked: tuple[int, float] | None = None
+        self._day, self._first = -1, 0
+        self._unknown = set[str]()
+        self.ended, self.spent = "", False
+        self._keep(ENDED, "")
+        self._keep(RESTING, "")
+
+    def over(self, closed: int) -> bool:
+        """Whether no further round opens after the round ``closed``. Also finds which devices rest; looks at the ledger
+        once after each round, then every two seconds."""
+        if self._section is None:
+            return False
+        if self._looked is None or self._looked[0] != closed or self._clock() - self._looked[1] >= LOOK_S:
+            self._looked = closed, self._clock()
+            self._end(closed, self._section)
+            self._rest(self._section.device_day)
+        return bool(self.ended)
+
+    def evaluated(self, number: int) -> None:
+        """An evaluation of round ``number`` is in the ledger. The target counts once four of five devices that are on
+        and train have reported."""
+        target = None if self._section is None else self._section.target_accuracy
+        if target is None:
+            return
+        latest: dict[str, float] = {}
+        for row in self._ledger.rows(Evaluation, round=number, new=False):
+            latest.setdefault(row.device, row.accuracy)  # "after" comes first in the order of the key
+        ready = self._members.ready()
+        if not latest or len(ready - latest.keys()) > MISSING_REPORTS * len(ready):
+            return
+        mean = sum(latest.values()) / len(latest)
+        if mean >= target and mean > self._reached()[1]:
+            self._ledger.set_facts(**{REACHED: json.dumps([number, mean])})
+
+    # The fleet --------------------------------------------------------------------------------------------------------
+
+    def _end(self, closed: int, section: BudgetSection) -> None:
+        number, accuracy = self._reached()
+        used = self._used(self._ledger.volume().get(None), self._ledger.joules().get(None))
+        over = _over(section, used, self._tariff)
+        if over:
+            self.ended, self.spent = f"the fleet's budget is spent: {over}", True
+        elif section.target_accuracy is not None and accuracy >= section.target_accuracy:
+            self.ended = f"the target is reached: accuracy {accuracy:.3f} after round {number}"
+        else:
+            return self._say_unknown(closed, section, used)
+        self.ended += f"; no round opens after round {closed}; [budget] in fleet.toml has the limit"
+        self._keep(ENDED, self.ended)
+        self._log(self.ended)
+
+    def _reached(self) -> tuple[int, float]:
+        """(round, accuracy) of the best evaluation that reached a target."""
+        number, accuracy = json.loads(self._ledger.fact(REACHED) or "[0, 0.0]")
+        return int(number), float(accuracy)
+
+    def _say_unknown(self, closed: int, section: BudgetSection, used: Mapping[str, float]) -> None:
+        """Once for each limit that cannot be kept because no device reports the figure."""
+        for where, limits in (("budget", section), ("budget.device_day", section.device_day)):
+            for name in ("bytes", "joules", "money"):
+                key = f"{where}.{name}"
+                if closed and getattr(limits, name) is not None and name not in used and key not in self._unknown:
+                    self._unknown.add(key)
+                    self._log(f"warning: {key} cannot be kept: no device has reported {name} so far")
+
+    # Devices ----------------------------------------------------------------------------------------------------------
+
+    def _rest(self, limits: Amounts) -> None:
+        """Which devices have used up their share of the day."""
+        if limits == Amounts():
+            return
+        today = range(self._first_of_today(), 1 << 31)
+        volume, joules = self._ledger.volume("device", today), self._ledger.joules("device", today)
+        resting = {
+            name: over for name in sorted({*volume, *joules})
+            if (over := _over(limits, self._used(volume.get(name), joules.get(name)), self._tariff))
+        }
+        for name in resting.keys() - self._members.resting.keys():
+            self._log(f"{name} is not asked until 00:00 UTC, its share of the day is used up: {resting[name]}")
+        if resting != self._members.resting:
+            self._members.resting = resting
+            facts = {"until": (self._day + 1) * DAY_S, "devices": resting}
+            self._keep(RESTING, json.dumps(facts) if resting else "")
+
+    def _first_of_today(self) -> int:
+        """The number of the first round that opened today, or of the next round."""
+        day = int(self._now() // DAY_S)
+        if day != self._day:
+            opened = [row.round for row in self._ledger.each(Round) if row.opened_at >= day * DAY_S]
+            last = self._ledger.newest(Round) or 0
+            self._day, self._first = day, min(opened, default=last + 1)
+        return self._first
+
+    def _used(self, volume: Volume | None, joules: Joules | None) -> dict[str, float]:
+        """Bytes, joules and money, as far as they are known."""
+        used: dict[str, float] = {}
+        up = down = 0
+        if volume is not None:
+            up, down = max(((moved.up, moved.down) for moved in (volume.payload, volume.mqtt, volume.wire) if moved),
+                           key=sum)
+            used["bytes"] = up + down
+        if joules is not None:
+            used["joules"] = joules.value
+        if self._tariff is not None:
+            parts = [self._tariff.data(up, down) if volume is not None else None,
+                     self._tariff.energy(joules.value) if joules is not None else None]
+            known = [part for part in parts if part is not None]
+            used |= {"money": sum(known)} if known else {}
+        return used
+
+    def _keep(self, key: str, value: str) -> None:
+        if (self._ledger.fact(key) or "") != value:
+            self._ledger.set_facts(**{key: value})
+
+
+def resting(ledger: Ledger, now: float) -> dict[str, str]:
+    """Device -> why the aggregator does not ask it today, as the ledger says. now: Unix seconds."""
+    facts: dict[str, Any] = json.loads(ledger.fact(RESTING) or "{}")
+    return dict(facts["devices"]) if facts and now < facts["until"] else {}
+
+
+def _over(limits: Amounts, used: Mapping[str, float], tariff: Tariff | None) -> str:
+    """The first limit that is reached, in words; empty for none."""
+    texts: dict[str, Callable[[float], str]] = {
+        "bytes": bytes_text, "joules": phase_text,
+        "money": lambda value: f"{value:.2f} {tariff.currency if tariff else ''}".strip(),
+    }
+    for name, text in texts.items():
+        limit = getattr(limits, name)
+        if limit is not None and used.get(name, 0.0) >= limit:
+            return f"{text(used[name])} of {text(limit)}"
+    return ""
