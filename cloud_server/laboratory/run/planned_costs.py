@@ -23,6 +23,7 @@ from fleet_core.board.profile import Profile
 from fleet_core.model import codecs
 from fleet_core.model.layout import Layout
 from fleet_core.power.energy_model import BoardModel
+from fleet_core.power.radio import radio_of
 from fleet_core.protocol import topics
 
 EXAMPLE_NAME, EXAMPLE_ID = "device-1", "0" * 32
@@ -91,7 +92,7 @@ def planned(asked: Asked, board: Profile | None) -> Planned:
     if board is None:
         absent |= dict.fromkeys(("joules", "seconds"), "no board is named: --board NAME")
     else:
-        joules = _joules(board, flops, payload.up + payload.down, absent)
+        joules = _joules(board, flops, payload, absent)
         seconds = _seconds(board, None if each is None else each * asked.rounds, absent)
     return Planned(
         label=asked.label, rounds=asked.rounds, devices=asked.devices, cohort=sizes.cohort, payload_bytes=payload,
@@ -192,11 +193,11 @@ def _flops(asked: Asked) -> tuple[float | None, str]:
     return sum(known) / len(known), ""
 
 
-def _joules(board: Profile, flops: float | None, payload_bytes: int, absent: dict[str, str]) -> float | None:
-    """Of computing and sending, without idle."""
-    model = BoardModel(board)
+def _joules(board: Profile, flops: float | None, payload: Bytes, absent: dict[str, str]) -> float | None:
+    """Of computing and sending, without idle. A board without a radio constant of its own sends by Wi-Fi."""
+    model, sender = BoardModel(board), radio_of("wifi", board)
     compute = None if flops is None else model.compute_j(flops)
-    radio = model.radio_j(payload_bytes)
+    radio = sender.joules(payload.up, payload.down)
     if compute is None or radio is None:
         lacking = [f"{term}: {why}" for term, why in model.absent_terms.items() if term != "idle"]
         absent["joules"] = "; ".join(lacking) or absent["flops"]
