@@ -9,13 +9,11 @@ from functools import partial
 from cloud_server.broker.publisher import Publisher
 from cloud_server.broker.server_messages import ServerMessages
 from cloud_server.identity.renewals import Renewals
-from cloud_server.identity.token_enrolment import Enrolments
-from cloud_server.identity.token_enrolment import waiting as invitations
+from cloud_server.identity.token_enrolment import Enrolments, open_tokens
 from cloud_server.records.checkpoint import Checkpoints
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.spool import Spool
-from cloud_server.reports.verdict import Watch
 from cloud_server.rounds.budget import Budget
 from cloud_server.rounds.manifest import Manifests
 from cloud_server.rounds.members import Members, inability
@@ -54,7 +52,7 @@ class Parts:
     places: Places
     enrolments: Enrolments
     renewals: Renewals
-    watch: Watch
+    warnings: WarningLog
     budget: Budget
 
 
@@ -99,7 +97,7 @@ def assemble(
         costs=costs, publisher=publisher, models=models, manifests=manifests, messages=messages, tell=tell,
         receiver=receiver, waiting=waiting,
         first_wait=FirstWait(
-            members, settings.first_wait_s, invited=lambda: invitations(ledger), clock=clock, log=log
+            members, settings.first_wait_s, invited=lambda: open_tokens(ledger), clock=clock, log=log
         ),
         places=Places(members, rounds, settings.seed, settings.cohort, log=log),
         enrolments=Enrolments(
@@ -107,6 +105,6 @@ def assemble(
             changed=access_changed, now=now, log=log,
         ),
         renewals=Renewals(fleet, ledger, now=now, log=log),
-        watch=Watch(ledger, settings.rounds, log),
+        warnings=WarningLog(ledger, settings.rounds, log),
         budget=Budget(fleet.config.budget, fleet.tariff, ledger, members, clock=clock, now=now, log=log),
     )
