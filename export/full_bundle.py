@@ -13,9 +13,9 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema, trees
 from fleet_core.base.errors import BundleError
 from fleet_core.base.trees import Params
+from fleet_core.codecs import payloads
 from fleet_core.data.samples import Samples
 from fleet_core.learning.models import build
-from fleet_core.model import codecs
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.bundle_format import FORMAT, Bundle, Manifest, ModelInfo
@@ -58,7 +58,7 @@ def whole(served: Served, graph: Graph, *, stored: str, data: Samples | None, sa
     manifest = Manifest(
         format=FORMAT, fleet=served.fleet, key=served.key,
         method=MethodRef(method.name, method.version, schema.plain(served.hyper)),
-        model=ModelInfo(codecs.identity(params), served.round, stored), adaptation=steps, graph=graph.info, int8=info,
+        model=ModelInfo(payloads.identity(params), served.round, stored), adaptation=steps, graph=graph.info, int8=info,
         layout=graph.layout, layout_hash=graph.layout.hash,
     )  # fmt: skip
     return Bundle(manifest, graph, params, int8)

@@ -1,3 +1,3 @@
-"""What devices and aggregator share: protocol, link, models, algorithms, data, power and the training loop."""
+"""What devices and aggregator share: protocol, link, models, codecs, algorithms, data, power and the training loop."""
 
 __version__ = "0.1.0"

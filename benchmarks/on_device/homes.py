@@ -17,10 +17,11 @@ from export.adapt import with_adapt
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.board.device_settings import settings_of
+from fleet_core.codecs import payloads
 from fleet_core.data import samples as stored
 from fleet_core.data.samples import Samples
 from fleet_core.learning import models
-from fleet_core.model import codecs, graph_bundle
+from fleet_core.model import graph_bundle
 from fleet_core.model.graph_bundle import GRAPH_GROUPS, Graph
 
 DEVICE = f'[device]\nname = "one"\nfleet = "bench"\nkey = "{"0" * 64}"\n'
@@ -68,7 +69,7 @@ def _home(folder: Path, name: str, graph: Graph, weights: Any, x: Any, y: Any) -
     service.known_classes()
     stored.append(service.local().added_path, Samples(x, y, classes=service.layout.classes))
     judged = trees.only(weights, method.shared)
-    service.load(method, hyper, Weights(codecs.identity(judged), 1, judged))
+    service.load(method, hyper, Weights(payloads.identity(judged), 1, judged))
     relearn.personalize(service)
     return folder
 

@@ -31,7 +31,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import processes, trees
 from fleet_core.base.storage import write_json
 from fleet_core.board.device_settings import settings_of
-from fleet_core.model import codecs
+from fleet_core.codecs import payloads
 from fleet_core.protocol.device_messages import Answer
 
 CLIENTS, EVERY_S, SECONDS = 8, 1.0, 60.0
@@ -53,7 +53,7 @@ def moved(held: Weights, number: int) -> Weights:
     """The model of another round, ``number``: a small step away."""
     rng = np.random.default_rng(number)
     params = trees.apply(lambda a: (a + STEP * rng.normal(size=a.shape)).astype(np.float32), held.params)
-    return Weights(codecs.identity(params), held.round + number, params)
+    return Weights(payloads.identity(params), held.round + number, params)
 
 
 def print_of(answer: Answer) -> str:

@@ -48,10 +48,12 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config
 from fleet_core.base.processes import WITH_PARENT
 from fleet_core.base.storage import write_json
+from fleet_core.codecs import payloads
+from fleet_core.codecs.registry import CODECS
 from fleet_core.link.byte_counters import ByteCounters
 from fleet_core.link.interface import Connected, Message, Will
 from fleet_core.link.mqtt_connection import Address, Session, Settings
-from fleet_core.model import codecs, graph_bundle
+from fleet_core.model import graph_bundle
 from fleet_core.protocol import cohort, device_messages, messages, topics
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.device_messages import Down, Presence, Report
@@ -147,7 +149,7 @@ class Device:
     def _announce(self) -> None:
         self._again_at = time.monotonic() + self._random.uniform(*AGAIN_S)
         known = {name: method.version for name, method in METHODS.items()}
-        self._say(Presence("on", "boot", methods=known, codecs=tuple(codecs.CODECS)), retain=True)
+        self._say(Presence("on", "boot", methods=known, codecs=tuple(CODECS)), retain=True)
 
     def _on_manifest(self, manifest: Manifest) -> None:
         if not manifest.open or not cohort.includes(manifest.cohort, manifest.round, self.name):
@@ -199,7 +201,7 @@ def devices(folder: Path, port: int, first: int, count: int) -> list[Device]:
         topic = topics.presence(FLEET, name)
         will = Will(topic, messages.encode(Presence("off", "boot")))
         settings = Settings(Address("127.0.0.1", port, False), name, will, 60, None, None, None, 8 << 20, 30.0)
-        data = codecs.encode(fleet.config.link.up, layout.ordered(values))
+        data = payloads.encode(fleet.config.link.up, layout.ordered(values))
         made.append(Device(name, settings, fleet, layout.hash, data))
     return made
 

@@ -26,7 +26,9 @@ from fleet_core.base import config, schema, storage
 from fleet_core.base.errors import CodecError, ConfigError, StateError
 from fleet_core.base.processes import typed
 from fleet_core.base.trees import Params
-from fleet_core.model import codecs, graph_bundle
+from fleet_core.codecs import payloads
+from fleet_core.codecs.registry import CODECS
+from fleet_core.model import graph_bundle
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
 from fleet_core.protocol.signing import Signer, load_public
@@ -85,9 +87,9 @@ class LinkSection:
     enrolment: str | None = None
     ca: str | None = None
     plain: bool = False
-    up: str = field(default="int8", metadata={"choices": tuple(codecs.CODECS), "about":
+    up: str = field(default="int8", metadata={"choices": tuple(CODECS), "about":
         "How updates travel to the server: int8 (a byte a value) or fp32 (exact)."})
-    down: str = field(default="int8", metadata={"choices": tuple(codecs.CODECS), "about":
+    down: str = field(default="int8", metadata={"choices": tuple(CODECS), "about":
         "How models travel to the devices: the same choice."})
     chunk_bytes: int = field(default=61440, metadata={"min": 1024, "max": 1 << 24})
     max_update_norm: float = field(default=1e4, metadata={"above": 0, "about":
@@ -176,7 +178,7 @@ class Fleet:
     def remarks(self) -> list[str]:
         """What users may not expect of the method: what it sends, and which settings it overrides."""
         if not self.method.received:
-            nothing = len(codecs.encode("fp32", {}))
+            nothing = len(payloads.encode("fp32", {}))
             text = f"a device fetches a model of {nothing} bytes once, and sends as many a round"
             return [f"{self.method.name} shares nothing: {text}"]
         return [*self._privacy_remarks(), *self._overridden_settings()]

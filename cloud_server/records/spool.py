@@ -10,7 +10,7 @@ from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.base import storage
 from fleet_core.base.errors import MessageError, StateError
-from fleet_core.model import codecs
+from fleet_core.codecs import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.protocol import messages
 from fleet_core.protocol.chunks import Blob
@@ -62,7 +62,7 @@ class Spool:
 
     def read(self, round_number: int, device: str, manifest: UploadManifest) -> Update:
         """The update with float32 arrays. Raises StateError or CodecError if it cannot be read."""
-        params = codecs.decode(manifest.codec, self._data(round_number, device, manifest), self._layout, self._groups)
+        params = payloads.decode(manifest.codec, self._data(round_number, device, manifest), self._layout, self._groups)
         return Update(device, Payload(params, manifest.scalars), manifest.samples)
 
     def _data(self, round_number: int, device: str, manifest: UploadManifest) -> bytes:

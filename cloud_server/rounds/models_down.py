@@ -17,7 +17,7 @@ from cloud_server.rounds.open_round import OpenRound
 from fleet_core.algorithms.interface import Method, ServerState
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
-from fleet_core.model import codecs
+from fleet_core.codecs import payloads, registry
 from fleet_core.model.layout import Layout
 from fleet_core.protocol import messages
 from fleet_core.protocol.chunks import Blob
@@ -37,18 +37,21 @@ class Encoded:
     lost: Params | None
 
 
-def encode_model(model: Params, before: Checkpoint, codec: str, layout: Layout, groups: tuple[str, ...]) -> Encoded:
-    """``model`` (float64), plus what was lost ``before``, as a delta to what devices hold; whole in the first round."""
+def encode_model(
+    model: Params, before: Checkpoint, codec: str, layout: Layout, groups: tuple[str, ...], seed: int
+) -> Encoded:
+    """``model`` (float64), plus what was lost ``before``, as a delta to what devices hold; whole in the first round.
+    seed: of the fleet or run, for a codec that draws."""
     held = before.published
     target = model if before.lost is None else trees.add(model, before.lost)
     if not held:
-        data = codecs.encode("fp32", target)
-        return Encoded(data, "fp32", False, codecs.decode("fp32", data, layout, groups), None)
+        data = payloads.encode("fp32", target)
+        return Encoded(data, "fp32", False, payloads.decode("fp32", data, layout, groups), None)
     delta = _difference(target, held)
-    data = codecs.encode(codec, delta)
-    read = codecs.decode(codec, data, layout, groups) if codecs.codec(codec).lossy else delta
-    decoded = codecs.apply_delta(held, read)
-    lost = _difference(target, decoded) if codecs.codec(codec).feedback else None
+    data = payloads.encode(codec, delta, (seed, before.round + 1, 0))
+    read = delta if registry.codec(codec).lossless else payloads.decode(codec, data, layout, groups)
+    decoded = payloads.apply_delta(held, read)
+    lost = _difference(target, decoded) if registry.codec(codec).feedback else None
     return Encoded(data, codec, True, decoded, lost)
 
 
@@ -92,7 +95,9 @@ class ModelsDown:
         self, target: Params, before: Checkpoint, number: int, lacks: Callable[[str], bool]
     ) -> tuple[ModelRef, Encoded]:
         """The model of round ``number``; whole as well when some device ``lacks(base)`` the base of its delta."""
-        made = encode_model(target, before, self._codec, self._layout, self._method.down)
+        made = encode_model(
+            target, before, self._codec, self._layout, self._method.down, self._config.fleet.seed
+        )
         base = self._identity(before.published) if made.delta and before.published is not None else None
         full = self._whole(made.decoded) if base is not None and lacks(base) else None
         model = self._identity(made.decoded)
@@ -108,11 +113,11 @@ class ModelsDown:
     def _identity(self, weights: Params) -> str:
         """Remembers the last one: the base of a round is the model of the round before."""
         if self._known is None or self._known[0] is not weights:
-            self._known = weights, codecs.identity(weights)
+            self._known = weights, payloads.identity(weights)
         return self._known[1]
 
     def _whole(self, decoded: Params) -> Blob:
-        return self.blob(codecs.encode("fp32", decoded))
+        return self.blob(payloads.encode("fp32", decoded))
 
     # What one device alone receives -----------------------------------------------------------------------------------
 
@@ -159,4 +164,4 @@ class ModelsDown:
     def _served_reference(self, number: int, params: Params) -> ModelRef:
         """Whole and in full precision."""
         ordered = self._layout.ordered(params)
-        return ModelRef(codecs.identity(ordered), self._whole(ordered), "fp32", round=number)
+        return ModelRef(payloads.identity(ordered), self._whole(ordered), "fp32", round=number)

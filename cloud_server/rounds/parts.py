@@ -14,6 +14,7 @@ from cloud_server.records.checkpoint import Checkpoints
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.spool import Spool
+from cloud_server.reports.verdict import WarningLog
 from cloud_server.rounds.budget import Budget
 from cloud_server.rounds.manifest import Manifests
 from cloud_server.rounds.members import Members, inability

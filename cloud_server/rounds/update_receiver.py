@@ -18,7 +18,7 @@ from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import FleetError, MessageError
-from fleet_core.model import codecs
+from fleet_core.codecs import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.round_messages import UploadManifest
@@ -43,7 +43,7 @@ class UpdateReceiver:
         self._layout_hash, self._codec_up = layout_hash, fleet.codec_up
         self._ledger, self._spool, self._rounds, self._rule, self._members = ledger, spool, rounds, rule, members
         self._tell, self._now, self._log = tell, now, log
-        self.max_upload_bytes = max_upload_bytes(layout, fleet.method.shared)
+        self.max_upload_bytes = payloads.max_bytes(fleet.codec_up, layout, fleet.method.shared)
         self._uploads = Uploads(tell, clock, self.max_upload_bytes)
         self._cut = set[str]()
 
@@ -168,7 +168,7 @@ class UpdateReceiver:
         The decoded arrays are not kept: the spool holds the encoded bytes, and closing decodes one update after the
         other, so that memory does not grow with the cohort.
         """
-        params = codecs.decode(manifest.codec, data, self._layout, self._method.shared)
+        params = payloads.decode(manifest.codec, data, self._layout, self._method.shared)
         length, bound = norm(params), self._link.max_update_norm
         if not self._method.cumulative:
             length /= max(1, manifest.samples)
@@ -201,8 +201,3 @@ def norm(params: trees.Params) -> float:
     with np.errstate(over="ignore"):
         flat = (array.ravel() for named in params.values() for array in named.values())
         return math.sqrt(sum(float(np.dot(array, array)) for array in flat))
-
-
-def max_upload_bytes(layout: Layout, groups: tuple[str, ...]) -> int:
-    """Bytes of the largest update that can be one: every value at four bytes, and room for names."""
-    return 2 * 4 * layout.parameters(groups) + (1 << 16)

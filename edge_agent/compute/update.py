@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from edge_agent.device.manifest_method import hyper_of, method_of, wire
 from edge_agent.device.state import DeviceState, state_key
 from fleet_core.algorithms.interface import ClientState, Payload
-from fleet_core.model import codecs
-from fleet_core.model.encoded_update import encode_update
+from fleet_core.codecs.encoded_update import encode_update
+from fleet_core.codecs.interface import Seed
+from fleet_core.codecs.registry import CODECS
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import NO_UPDATE, Manifest, UploadManifest
@@ -16,19 +17,19 @@ from fleet_core.protocol.round_messages import NO_UPDATE, Manifest, UploadManife
 
 def keep(
     home: DeviceState, life: str, manifest: Manifest, layout: Layout, update: Payload, pending: ClientState,
-    before: ClientState, *, samples: int, metrics: Mapping[str, float],
+    before: ClientState, *, samples: int, metrics: Mapping[str, float], seed: Seed,
 ) -> None:
     """Writes the update, in the first of the round's codecs that this device knows, and the state after it.
 
     life: of the agent that asked for it. pending: the method's state after the round; before: the device's state before
-    it. metrics: what the aggregator is told of the training, the loss above all. Raises CodecError for values that are
-    not finite.
+    it. metrics: what the aggregator is told of the training, the loss above all. seed: of a codec that draws. Raises
+    CodecError for values that are not finite.
     """
     method = method_of(manifest)
-    name = next((c for c in manifest.up.codecs if c in codecs.CODECS), "fp32")
+    name = next((c for c in manifest.up.codecs if c in CODECS), "fp32")
     made = encode_update(
         name, update, pending, before, method=method, hyper=hyper_of(method, manifest.method.hyper),
-        layout=wire(layout, method), round_number=manifest.scalars["round"],
+        layout=wire(layout, method), round_number=manifest.scalars["round"], seed=seed,
     )
     key = state_key(manifest)
     upload = UploadManifest(

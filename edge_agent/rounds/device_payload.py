@@ -12,7 +12,7 @@ from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference.service import Service
 from edge_agent.rounds.received_models import MAX_MODEL_BYTES
 from fleet_core.base.errors import MessageError
-from fleet_core.model import codecs
+from fleet_core.codecs import payloads
 from fleet_core.protocol import messages
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import Manifest
@@ -62,5 +62,5 @@ class DevicePayload:
             self._listed = blob_id
             return
         method = method_of(manifest)
-        params = codecs.decode("fp32", data, wire(self._service.layout, method), method.per_device)
+        params = payloads.decode("fp32", data, wire(self._service.layout, method), method.per_device)
         self._home.save_weights(NAME, Weights(blob_id, manifest.round, params), durable=False)

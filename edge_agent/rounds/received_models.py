@@ -9,7 +9,7 @@ from edge_agent.device.manifest_method import method_of, wire
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference.service import Service
 from fleet_core.base.errors import CodecError
-from fleet_core.model import codecs
+from fleet_core.codecs import payloads
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import Manifest, ModelRef
 
@@ -27,7 +27,7 @@ class Models:
     def _sound_base(self) -> str:
         """Drops a training model that a power cut damaged; it is fetched again."""
         weights = self._home.weights("model")
-        if weights is not None and codecs.identity(weights.params) == weights.model:
+        if weights is not None and payloads.identity(weights.params) == weights.model:
             return weights.model
         self._home.drop_weights("model")
         return ""
@@ -70,13 +70,13 @@ class Models:
         self, manifest: Manifest, groups: tuple[str, ...], ref: ModelRef, blob_id: str, data: bytes
     ) -> dict[str, dict[str, Any]]:
         layout = wire(self._service.layout, method_of(manifest))
-        params = codecs.decode(ref.codec if blob_id == ref.blob.id else "fp32", data, layout, groups)
+        params = payloads.decode(ref.codec if blob_id == ref.blob.id else "fp32", data, layout, groups)
         if self._as_delta(ref, blob_id):
             held = self._home.weights("model")
             if held is None:
                 raise CodecError("the base of the delta is not here", where=f"round {ref.round}")
-            params = codecs.apply_delta(held.params, params)
-        if codecs.identity(params) != ref.model:
+            params = payloads.apply_delta(held.params, params)
+        if payloads.identity(params) != ref.model:
             raise CodecError("the decoded model is not the one that was announced", where=f"round {ref.round}")
         return params
 

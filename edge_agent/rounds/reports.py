@@ -15,8 +15,8 @@ from fleet_core.base.backoff import Backoff
 from fleet_core.base.errors import LinkError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
+from fleet_core.codecs.registry import CODECS
 from fleet_core.link.interface import Link
-from fleet_core.model import codecs
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Answer, Presence, Report
 
@@ -104,7 +104,7 @@ class Reporter:
             ph=self.phase,
             ver=running(),
             methods={name: method.version for name, method in METHODS.items()},
-            codecs=tuple(codecs.CODECS),
+            codecs=tuple(CODECS),
             layouts=layouts,
             ram=_ram_mib(),
             train=self._trains,

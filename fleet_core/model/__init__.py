@@ -1,6 +1,5 @@
 """A model outside torch: its layout, its ONNX graphs, and its weights as bytes. Numpy only.
 
-``layout``: input, classes and named arrays. ``graph_bundle``: the ONNX graphs. ``codecs``: arrays to bytes and back
-(fp32, int8 with error feedback). ``golden``: inputs and outputs that a graph is checked with. ``hypernetwork``: makes
-weights from an embedding (pFedHN).
+``layout``: input, classes and named arrays. ``graph_bundle``: the ONNX graphs. ``golden``: inputs and outputs that a
+graph is checked with. ``hypernetwork``: makes weights from an embedding (pFedHN).
 """

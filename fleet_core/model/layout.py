@@ -109,6 +109,10 @@ class Layout:
         """Number of values in ``groups``."""
         return sum(t.size for t in self.tensors if t.group in groups)
 
+    def shapes(self, groups: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+        """"group/name" -> shape of the arrays of ``groups``."""
+        return {f"{t.group}/{t.name}": t.shape for t in self.tensors if t.group in groups}
+
     def check(self, params: Params, groups: tuple[str, ...]) -> None:
         """Raises CodecError unless ``params`` has exactly the arrays of ``groups``, with their shapes, all finite."""
         wanted = {(t.group, t.name): t.shape for t in self.tensors if t.group in groups}

@@ -55,8 +55,8 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """id: of the served weights in float32 (``codecs.identity``). round: of the served model. stored: their type in the
-    file."""
+    """id: of the served weights in float32 (``payloads.identity``). round: of the served model. stored: their type in
+    the file."""
 
     id: str = field(metadata={"pattern": r"[0-9a-f]{32}"})
     round: int = field(metadata={"min": 0, "max": 2**53})

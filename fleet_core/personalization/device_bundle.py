@@ -25,7 +25,8 @@ from fleet_core.algorithms.plugins import OR_INSTALL
 from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import BundleError, CodecError, ConfigError, StateError
 from fleet_core.base.trees import Params
-from fleet_core.model import codecs, golden, graph_bundle
+from fleet_core.codecs import payloads
+from fleet_core.model import golden, graph_bundle
 from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.personalization.bundle_format import (
     FORMAT,
@@ -280,7 +281,7 @@ def _check_method(found: Bundle, where: str) -> None:
     steps, traced = manifest.adaptation, graph.info.adapt
     if (steps and (steps.groups, steps.rates)) != (traced and (traced.groups, traced.rates)):
         raise BundleError("the adaptation is not that of adapt.onnx", where=f"{where}/{MANIFEST}")
-    identity = codecs.identity(found.params)
+    identity = payloads.identity(found.params)
     if identity != manifest.model.id:
         raise BundleError(f"the weights are {identity}", where=f"{where}/{WEIGHTS}", expected=manifest.model.id)
     if found.hyper is None:

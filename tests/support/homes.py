@@ -19,10 +19,11 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.board.device_settings import settings_of
+from fleet_core.codecs import payloads
 from fleet_core.data import samples as stored
 from fleet_core.data.samples import Samples
 from fleet_core.learning import models
-from fleet_core.model import codecs, graph_bundle
+from fleet_core.model import graph_bundle
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import InputSpec, Layout
 
@@ -69,7 +70,7 @@ def evaluated(method: str, seed: int = 1, factor: float = 2.0) -> Params:
 
 
 def weights_of(params: Params, round_number: int = 1) -> Weights:
-    return Weights(codecs.identity(params), round_number, {g: dict(named) for g, named in params.items()})
+    return Weights(payloads.identity(params), round_number, {g: dict(named) for g, named in params.items()})
 
 
 def home(folder: Path, samples: Samples | None = None, *, toml: str = "") -> Path:

@@ -22,8 +22,8 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.algorithms.methods.scaf import Scaf
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
-from fleet_core.model import codecs
-from fleet_core.model.codecs import Sent
+from fleet_core.codecs import payloads
+from fleet_core.codecs.payloads import Sent
 from fleet_core.model.layout import MODEL_GROUPS as GROUPS
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
 
@@ -305,7 +305,7 @@ def draws(names: Iterable[str], count: int, rounds: int, seed: int) -> list[list
 
 def int8(name: str = "int8") -> Send:
     """The product's codec of that name."""
-    return lambda own, residual: codecs.send(name, own, residual, LAYOUT, GROUPS)
+    return lambda own, residual: payloads.send(name, own, residual, LAYOUT, GROUPS)
 
 
 def top_k(kept: int, *, feedback: bool) -> Send:

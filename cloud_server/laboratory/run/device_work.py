@@ -25,11 +25,12 @@ from fleet_core.base import trees
 from fleet_core.base.errors import CodecError, ConfigError, DataError, FleetError, RoundError
 from fleet_core.base.trees import Params
 from fleet_core.board import allocator
+from fleet_core.codecs.encoded_update import encode_update, method_state
+from fleet_core.codecs.interface import Seed
 from fleet_core.data.partitions import Share
 from fleet_core.learning import local_training, models, personal_model
 from fleet_core.learning.architectures import MODELS
 from fleet_core.learning.round_plans import Participant
-from fleet_core.model.encoded_update import encode_update, method_state
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 
@@ -178,8 +179,12 @@ class Worker:
 
     def _participant(self, task: TrainingTask, client: str, state: ClientState) -> Participant:
         own = self.workload.own(self._shares["train", client])
-        rng = np.random.default_rng((self._run.seed, task.round, zlib.crc32(client.encode())))
+        rng = np.random.default_rng(self._seed(task, client))
         return Participant(method_state(state), own.x, own.y, rng, task.per_device.get(client, {}))
+
+    def _seed(self, task: TrainingTask, client: str) -> Seed:
+        """Of everything random in a device's round; a fleet's device has the same."""
+        return self._run.seed, task.round, zlib.crc32(client.encode())
 
     def _sent(
         self, task: TrainingTask, client: str, result: local_training.TrainResult | FleetError, before: ClientState
@@ -188,7 +193,7 @@ class Worker:
         try:
             if isinstance(result, FleetError):
                 raise result
-            update, size, after = self._encoded(task, result, before)
+            update, size, after = self._encoded(task, client, result, before)
             _check_finite(update)
         except FAILURES as error:
             return TrainedDevice(client, error=str(error))
@@ -197,7 +202,7 @@ class Worker:
         return TrainedDevice(client, update, result.samples, result.loss, result.flops, size, bool(after))
 
     def _encoded(
-        self, task: TrainingTask, result: local_training.TrainResult, before: ClientState
+        self, task: TrainingTask, client: str, result: local_training.TrainResult, before: ClientState
     ) -> tuple[Payload, int, ClientState]:
         """(the update as the server reads it, its bytes, the device's state if it is counted)."""
         if self._codec == PLAIN:
@@ -205,7 +210,7 @@ class Worker:
             return update, self._plain_bytes, result.pending
         made = encode_update(
             self._codec, result.update, result.pending, before, method=self._method, hyper=self._hyper,
-            layout=self._wire, round_number=task.round,
+            layout=self._wire, round_number=task.round, seed=self._seed(task, client),
         )
         return made.update, len(made.data), made.state
 

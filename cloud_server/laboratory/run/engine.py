@@ -36,7 +36,7 @@ from fleet_core.algorithms.interface import Payload, ServerState, Update
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import RoundError
 from fleet_core.base.trees import Params
-from fleet_core.model import codecs
+from fleet_core.codecs import payloads
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.protocol import cohort, messages
 from fleet_core.protocol.chunks import Blob
@@ -172,7 +172,7 @@ class Engine:
         if codec == PLAIN:
             plain = trees.apply(lambda a: np.asarray(a, np.float32), sent.groups)
             return _Sent(plain, None, sent.scalars, 4 * self._wire.parameters(self._method.down), False)
-        made = encode_model(sent.groups, before, codec, self._wire, self._method.down)
+        made = encode_model(sent.groups, before, codec, self._wire, self._method.down, self._run.seed)
         return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), made.delta)
 
     def _down_bytes(self, sent: _Sent, number: int) -> int:
@@ -183,7 +183,7 @@ class Engine:
             return len(set(asked) - self._before(number)) * sent.size
         held = self._asked(number - 1) if sent.delta else asked
         lacking = len(set(asked) - set(held))
-        whole = len(codecs.encode("fp32", sent.decoded)) if lacking else 0
+        whole = len(payloads.encode("fp32", sent.decoded)) if lacking else 0
         return (len(asked) - lacking) * sent.size + lacking * whole
 
     def _before(self, number: int) -> set[str]:
@@ -230,7 +230,7 @@ def per_device_bytes(per_device: Mapping[str, Params], *, plain: bool) -> int:
         return sum(
             4 * array.size for groups in per_device.values() for named in groups.values() for array in named.values()
         )
-    blobs = tuple(Blob.of(codecs.encode("fp32", groups), LinkSection().chunk_bytes) for groups in per_device.values())
+    blobs = tuple(Blob.of(payloads.encode("fp32", groups), LinkSection().chunk_bytes) for groups in per_device.values())
     return sum(blob.size for blob in blobs) + len(per_device) * len(
         messages.encode(PerDevice(tuple(per_device), blobs))
     )

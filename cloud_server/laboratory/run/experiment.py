@@ -20,10 +20,10 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, processes, schema
 from fleet_core.base.errors import ConfigError
+from fleet_core.codecs.registry import CODECS
 from fleet_core.data.partitions import PARTITIONS, Newcomers
 from fleet_core.data.samples import FILES
 from fleet_core.data.sets.registry import entries
-from fleet_core.model.codecs import CODECS
 
 PLAIN = "none"
 PRECISIONS = ("float32", "bfloat16")

@@ -20,7 +20,7 @@ from cloud_server.records.ledger_sums import Bytes
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.trees import Params
 from fleet_core.board.profile import Profile
-from fleet_core.model import codecs
+from fleet_core.codecs import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.power.energy_model import BoardModel
 from fleet_core.power.radio import radio_of
@@ -147,13 +147,13 @@ class _Sizes:
         first = self._asked.first
         if first is None or self._asked.codec_down == PLAIN:
             return self._size("fp32" if self._asked.codec_down != PLAIN else PLAIN, self._method.down)
-        return len(codecs.encode("fp32", {group: first[group] for group in self._method.down if group in first}))
+        return len(payloads.encode("fp32", {group: first[group] for group in self._method.down if group in first}))
 
     def _size(self, codec: str, groups: tuple[str, ...]) -> int:
         """Bytes of these groups, encoded."""
         if codec == PLAIN:
             return 4 * self._wire.parameters(groups)
-        return len(codecs.encode(codec, self._params(groups)))
+        return len(payloads.encode(codec, self._params(groups)))
 
     def _params(self, groups: tuple[str, ...]) -> Params:
         return {

@@ -22,9 +22,10 @@ from export import int8
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage
 from fleet_core.base.errors import BundleError
+from fleet_core.codecs import payloads
 from fleet_core.data.samples import save
 from fleet_core.learning import models
-from fleet_core.model import codecs, graph_bundle
+from fleet_core.model import graph_bundle
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import Layout
 from fleet_core.personalization import device_bundle
@@ -68,7 +69,7 @@ def test_a_fleets_served_model_is_written_and_found_sound(fleet: Path, run: Run,
     told = json.loads(out)
     found = device_bundle.read(tmp_path / "b")
     wanted = served_params(METHODS["pfldyn-proto"], layout_of(fleet))
-    assert (told["round"], told["model"]) == (2, codecs.identity(wanted))
+    assert (told["round"], told["model"]) == (2, payloads.identity(wanted))
     for key, array in storage.flatten(wanted).items():
         np.testing.assert_array_equal(storage.flatten(found.params)[key], array)
     assert found.manifest.key == (fleet / "fleet.pub").read_text().strip()

@@ -36,10 +36,11 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.base.compression import compress
 from fleet_core.base.errors import BundleError, ConfigError, LinkError
+from fleet_core.codecs import payloads, safetensors_payload
+from fleet_core.codecs.registry import CODECS
 from fleet_core.learning.local_training import TrainResult
 from fleet_core.link.interface import Connected, Disconnected, Message
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
-from fleet_core.model import codecs
 from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.protocol import chunks, device_messages, messages, round_messages, topics
 from fleet_core.protocol.chunks import Blob, cut
@@ -248,14 +249,14 @@ def rough_sea(faults: Faults, w: World, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", codecs.CODECS)
+@pytest.mark.parametrize("codec", CODECS)
 def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round(fleet, codec):
     faults = Faults()
     w = fleet(
         rounds=11, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 20", hyper="penalty = 0.1",
         link=f'up = "{codec}"\ndown = "int8"\nmax_update_norm = 100.0\nchunk_bytes = 1024',
     )
-    feedback, epochs, moved = codecs.CODECS[codec].feedback, [], []
+    feedback, epochs, moved = CODECS[codec].feedback, [], []
     start(w, "d0", "d1", "d2", shift=0.5)
     rough_sea(faults, w, seed=len(codec))
     w.trainers["d0"].inner = InlineTrainer(workshop=Tampered(3, 4))
@@ -601,7 +602,7 @@ class FakeDevice:
 
     def announce(self, **changes: Any) -> None:
         versions = {name: method.version for name, method in METHODS.items()}
-        presence = Presence(st="on", boot="b", methods=versions, codecs=tuple(codecs.CODECS))
+        presence = Presence(st="on", boot="b", methods=versions, codecs=tuple(CODECS))
         said = messages.encode(replace(presence, **changes))
         self.link.publish(topics.presence(self.w.name, self.name), said, retain=True)
 
@@ -677,19 +678,19 @@ def nan_update(w: World) -> bytes:
     bad = weights(w)
     first = next(iter(bad["body"].values()))
     first.reshape(-1)[0] = np.nan
-    return codecs.payload("fp32", storage.pack(storage.flatten(bad)))
+    return safetensors_payload.payload(storage.pack(storage.flatten(bad)), words=True)
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (nan_update, "not finite"),
-        (lambda w: codecs.encode("fp32", weights(w, 1e6)), "norm"),
-        (lambda w: codecs.encode("fp32", {"body": {"other": np.zeros(3, np.float32)}}), "has shape"),
-        (lambda w: codecs.encode("int8", weights(w)), "not a multiple of 4"),
+        (lambda w: payloads.encode("fp32", weights(w, 1e6)), "norm"),
+        (lambda w: payloads.encode("fp32", {"body": {"other": np.zeros(3, np.float32)}}), "has shape"),
+        (lambda w: payloads.encode("int8", weights(w)), "not a multiple of 4"),
         (lambda w: b"no update at all", "not a zstd frame"),
         (lambda w: compress(bytes(1 << 22)), "not a zstd frame of at most"),
-        (lambda w: codecs.payload("fp32", b"\xff" * 64), "not safetensors"),
+        (lambda w: safetensors_payload.payload(b"\xff" * 64, words=True), "not safetensors"),
     ],
 )
 def test_a_whole_update_that_is_none_is_refused_and_named(liar, make, reason):
@@ -709,7 +710,7 @@ def test_a_whole_update_that_is_none_is_refused_and_named(liar, make, reason):
 
 
 def test_a_chunk_with_another_hash_is_refused_and_asked_for_again(liar):
-    data = codecs.encode("fp32", weights(liar.w))
+    data = payloads.encode("fp32", weights(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
     liar.w.step()
@@ -728,7 +729,7 @@ def test_a_chunk_with_another_hash_is_refused_and_asked_for_again(liar):
 
 def test_an_offer_of_a_counted_update_is_answered_with_done_again(liar):
     """The first 'done' was lost, and meanwhile the round closed."""
-    data = codecs.encode("fp32", weights(liar.w))
+    data = payloads.encode("fp32", weights(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
     liar.w.step()
@@ -807,7 +808,7 @@ def test_any_bytes_on_any_topic_leave_the_aggregator_standing(liar, topic):
     for payload in (b"", b"{}", b"null", b"\x00" * 99, b'{"st":"on","beat":true}', b"[" * 9999):
         liar.link.publish(f"fl1/{liar.w.name}/a/liar/{topic}", payload)
         liar.w.step()
-    data = codecs.encode("fp32", weights(liar.w))
+    data = payloads.encode("fp32", weights(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
     liar.w.step()
@@ -1105,7 +1106,7 @@ def test_little_is_kept_in_memory_of_a_device(tmp_path):
                       log=lambda line: None)
 
     def announce(known: Members, n: int) -> None:
-        presence = Presence("on", f"boot{n}", methods=dict.fromkeys(METHODS, 1), codecs=tuple(codecs.CODECS), base="b")
+        presence = Presence("on", f"boot{n}", methods=dict.fromkeys(METHODS, 1), codecs=tuple(CODECS), base="b")
         known.on_presence(f"device{n}", messages.decode(Presence, messages.encode(presence)), 0)
 
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
@@ -1433,7 +1434,7 @@ def test_a_device_that_lacks_the_base_gets_the_whole_model_and_ends_with_the_sam
         full += [number] if manifest.model.full is not None else []
         cohort = w.server.ledger.rows(Round, round=number)[0].cohort
         cohorts.add(cohort)
-        held = {codecs.identity(w.agents[name].home.weights("model").params) for name in cohort}
+        held = {payloads.identity(w.agents[name].home.weights("model").params) for name in cohort}
         assert held == {w.server.ledger.rows(Round, round=number)[0].model_id}
     assert full, "somebody lacked the base"
     assert len(cohorts) > 2

@@ -16,8 +16,8 @@ import pytest
 from edge_agent.commands import cli as device_cli
 from fleet_core.base import trees
 from fleet_core.board.device_settings import settings_of
+from fleet_core.codecs import payloads
 from fleet_core.data.samples import Samples, save
-from fleet_core.model import codecs
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.bundle_format import Bundle
 from tests.support.bundles import CLASSES, KEY, bundle_of, samples
@@ -60,7 +60,7 @@ def held(home: Path) -> dict[str, bytes]:
 
 
 def with_params(made: Bundle, params: Any, round_number: int) -> Bundle:
-    model = replace(made.manifest.model, id=codecs.identity(params), round=round_number)
+    model = replace(made.manifest.model, id=payloads.identity(params), round=round_number)
     return replace(made, params=params, manifest=replace(made.manifest, model=model))
 
 

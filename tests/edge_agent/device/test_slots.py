@@ -22,8 +22,9 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, terminal, trees
 from fleet_core.base.errors import BundleError, StateError
 from fleet_core.board.device_settings import Personalize
+from fleet_core.codecs import payloads
 from fleet_core.learning import models
-from fleet_core.model import codecs, graph_bundle
+from fleet_core.model import graph_bundle
 from fleet_core.protocol.round_messages import ModelRef
 from tests.cloud_server.rounds.test_fleet import finished
 from tests.support import homes
@@ -336,4 +337,4 @@ def test_a_graph_stays_on_the_disk_as_long_as_a_slot_needs_it(tmp_path: Path) ->
     assert homes.restored(place).answers(X) == device.answers(X)
     weights = device.slots.weights()
     assert weights is not None
-    assert codecs.identity(weights.params) == device.answers(X).model
+    assert payloads.identity(weights.params) == device.answers(X).model

@@ -30,7 +30,8 @@ from edge_agent.inference.service import Service, service_of
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.board.device_settings import Identity, Settings, settings_of
-from fleet_core.model import codecs, graph_bundle
+from fleet_core.codecs import payloads
+from fleet_core.model import graph_bundle
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Answer, Question
 from tests.cloud_server.rounds.test_fleet import FakeDevice
@@ -339,7 +340,7 @@ def rounds_of(home: Path, count: int) -> list[Weights]:
     for number in range(3, 3 + count):
         rng = np.random.default_rng(number)
         params = trees.apply(lambda a, rng=rng: (a + rng.normal(size=a.shape)).astype(np.float32), held.params)
-        made.append(Weights(codecs.identity(params), number, params))
+        made.append(Weights(payloads.identity(params), number, params))
     return made
 
 

@@ -22,9 +22,9 @@ from cloud_server.rounds.uploads import SILENCE_S, WRONG_CHUNKS, Uploads
 from fleet_core.base import storage, trees
 from fleet_core.base.compression import compress
 from fleet_core.base.errors import MessageError, StateError
+from fleet_core.codecs import payloads, safetensors_payload
 from fleet_core.link.interface import Message
 from fleet_core.link.loopback import LoopbackLink
-from fleet_core.model import codecs
 from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.protocol import messages, round_messages, topics
 from fleet_core.protocol.chunks import Blob, cut
@@ -89,9 +89,9 @@ def refused(liar: FakeDevice, reason: str, status: str = "refused") -> None:
     ("blob", "reason"),
     [
         (consistent(HUGE_BYTES, 1 << 24), "a blob of 4294967296 bytes"),
-        (replace(consistent(4096, 1024), size=HUGE_BYTES), "a blob of 4294967296 bytes"),
-        (replace(consistent(4096, 1024), n=1_000_000), "1000000 chunks"),
-        (replace(consistent(4096, 1024), n=5, hashes="0" * 80), "5 chunks"),
+        (replace(consistent(2048, 1024), size=HUGE_BYTES), "a blob of 4294967296 bytes"),
+        (replace(consistent(2048, 1024), n=1_000_000), "1000000 chunks"),
+        (replace(consistent(2048, 1024), n=5, hashes="0" * 80), "5 chunks"),
     ],
 )
 def test_an_offer_of_a_blob_that_cannot_be_takes_no_memory(liar: FakeDevice, blob: Blob, reason: str) -> None:
@@ -128,7 +128,7 @@ def with_first(value: float) -> Callable[[World], bytes]:
     def make(w: World) -> bytes:
         bad = weights(w)
         next(iter(bad["body"].values())).reshape(-1)[0] = value
-        return codecs.payload("fp32", storage.pack(storage.flatten(bad)))
+        return safetensors_payload.payload(storage.pack(storage.flatten(bad)), words=True)
 
     return make
 
@@ -155,7 +155,7 @@ def test_an_update_whose_numbers_or_size_are_absurd_is_refused(
 
 
 def test_a_whole_of_right_chunks_that_is_not_the_announced_blob_is_refused(liar: FakeDevice) -> None:
-    data = codecs.encode("fp32", weights(liar.w))
+    data = payloads.encode("fp32", weights(liar.w))
     right = Blob.of(data, 1024)
     whole = right.id + "0" * 32
     wrong = Blob(right.id, whole, right.size, right.chunk, right.n, right.hashes)
@@ -164,10 +164,10 @@ def test_a_whole_of_right_chunks_that_is_not_the_announced_blob_is_refused(liar:
 
 
 def test_an_offer_for_a_round_that_is_over_is_late_and_takes_no_memory(liar: FakeDevice) -> None:
-    data = codecs.encode("fp32", weights(liar.w))
+    data = payloads.encode("fp32", weights(liar.w))
     delivered(liar, data)
     assert liar.w.pump(lambda: liar.w.closed() == 1)
-    other = codecs.encode("fp32", weights(liar.w, 0.02))
+    other = payloads.encode("fp32", weights(liar.w, 0.02))
     with taking_little():
         liar.offer(liar.update(other), 1)
         liar.w.step()
@@ -177,7 +177,7 @@ def test_an_offer_for_a_round_that_is_over_is_late_and_takes_no_memory(liar: Fak
 
 def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(liar: FakeDevice) -> None:
     """Of other bytes, of another length, of none; a chunk of nothing that was asked for is not one of them."""
-    data = codecs.encode("fp32", weights(liar.w))
+    data = payloads.encode("fp32", weights(liar.w))
     upload = liar.update(data)
     right = cut(data, upload.blob)
     liar.send(upload, 1, data)
@@ -196,7 +196,7 @@ def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(l
 
 
 def test_an_update_of_many_wrong_chunks_is_refused_and_booked_with_the_reason(liar: FakeDevice) -> None:
-    data = codecs.encode("fp32", weights(liar.w))
+    data = payloads.encode("fp32", weights(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
     liar.w.step()
@@ -299,18 +299,18 @@ class Ear:
 
 
 def other_layout(w: World) -> bytes:
-    return codecs.encode("fp32", {"body": {"other": np.zeros(3, np.float32)}})
+    return payloads.encode("fp32", {"body": {"other": np.zeros(3, np.float32)}})
 
 
 def first_not_finite(w: World) -> bytes:
     layout = w.agents["d0"].service.layout
     bad = trees.apply(np.array, trees.only(layout.seeded(0), ("body",)))
     next(iter(bad["body"].values())).reshape(-1)[0] = np.nan
-    return codecs.payload("fp32", storage.pack(storage.flatten(bad)))
+    return safetensors_payload.payload(storage.pack(storage.flatten(bad)), words=True)
 
 
 def another_model(w: World) -> bytes:
-    return codecs.encode("fp32", trees.only(w.agents["d0"].service.layout.seeded(5), ("body",)))
+    return payloads.encode("fp32", trees.only(w.agents["d0"].service.layout.seeded(5), ("body",)))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def another_model(w: World) -> bytes:
         (another_model, "the decoded model is not the one that was announced"),
         (bomb, "not a zstd frame of at most"),
         (lambda w: b"no model at all", "not a zstd frame"),
-        (lambda w: codecs.payload("fp32", b"\xff" * 64), "not safetensors"),
+        (lambda w: safetensors_payload.payload(b"\xff" * 64, words=True), "not safetensors"),
     ],
 )
 def test_a_model_that_is_none_is_refused_and_the_aggregator_told(
@@ -386,7 +386,7 @@ def test_training_state_of_an_old_dual_epoch_is_not_used(w: World) -> None:
     """Another epoch is another key: what was learned under the old one stays where it was."""
     device = w.agents["d0"]
     held = device.home.weights("model")
-    data, old = codecs.encode("fp32", held.params), states(w)
+    data, old = payloads.encode("fp32", held.params), states(w)
     model = ModelRef(held.model, Blob.of(data, 1024), "fp32", round=2)
     made = announce(w, data, dual_epoch=device.manifest.dual_epoch + 1, model=model)
     assert w.pump(lambda: device._updates.pending is not None)

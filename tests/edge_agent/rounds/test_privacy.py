@@ -33,7 +33,7 @@ from fleet_core.base import storage, trees
 from fleet_core.base.compression import compress, decompress
 from fleet_core.base.errors import FleetError
 from fleet_core.base.trees import Params
-from fleet_core.model import codecs
+from fleet_core.codecs import payloads, safetensors_payload
 from fleet_core.model.layout import Layout
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Question
@@ -120,7 +120,7 @@ class Wire:
         for number, manifest in manifests.items():
             data = b"".join(parts[number][k] for k in sorted(parts[number]))
             layout: Layout = w.server.wire
-            update = codecs.decode(manifest.codec, data, layout, w.server.method.shared)
+            update = payloads.decode(manifest.codec, data, layout, w.server.method.shared)
             yield self.bases.get(manifest.base, {}), update
 
 
@@ -145,7 +145,7 @@ def _inside(data: bytes) -> Iterator[bytes | Array]:
     with contextlib.suppress(FleetError):
         frame = decompress(data, 1 << 24)
         yield frame
-        yield codecs._words(frame)
+        yield safetensors_payload._words(frame)
     with contextlib.suppress(FleetError):
         arrays, _ = storage.unpack(data)
         yield from (array.ravel() for array in arrays.values())
@@ -369,8 +369,8 @@ HIDING: Mapping[str, Any] = {
     "hex in json": lambda v: json.dumps([v.tobytes().hex()]).encode(),
     "safetensors": lambda v: storage.pack({"a": np.zeros(3, np.float32), "v": v * 1000}),
     "compressed": lambda v: compress(storage.pack({"v": v})),
-    "fp32": lambda v: codecs.encode("fp32", {"body": {"v": -v / 3, "w": v[::-1]}}),
-    "int8": lambda v: codecs.encode("int8", {"body": {"v": np.concatenate([v, v[:5]])}}),
+    "fp32": lambda v: payloads.encode("fp32", {"body": {"v": -v / 3, "w": v[::-1]}}),
+    "int8": lambda v: payloads.encode("int8", {"body": {"v": np.concatenate([v, v[:5]])}}),
 }
 
 

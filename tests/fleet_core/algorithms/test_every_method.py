@@ -39,11 +39,12 @@ from fleet_core.algorithms.interface import ClientState, Payload, ServerState
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, storage, trees
 from fleet_core.base.errors import ConfigError, StateError
+from fleet_core.codecs import payloads
 from fleet_core.data.samples import Samples
 from fleet_core.learning import local_training, losses, models, personal_model
 from fleet_core.link.interface import Message
 from fleet_core.link.loopback import LoopbackBroker
-from fleet_core.model import codecs, graph_bundle
+from fleet_core.model import graph_bundle
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, softmax
 from fleet_core.protocol import messages, round_messages, topics
@@ -126,7 +127,8 @@ class Plain:
         """One round; the updates of ``lost`` are not counted."""
         rule, before = self.method.server, self.after
         sent = rule.broadcast(before.state)
-        made = encode_model(sent.groups, before, self.fleet.codec_down, self.wire, self.method.down)
+        seed = self.fleet.config.fleet.seed
+        made = encode_model(sent.groups, before, self.fleet.codec_down, self.wire, self.method.down, seed)
         scalars = self.scalars(before.round + 1)
         broadcast = Payload(made.decoded, {**sent.scalars, **scalars})
         updates = [
@@ -149,7 +151,7 @@ class Plain:
             self.method, self.network, self.layout, broadcast, state, own.x, own.y, self.hyper, rng
         )
         groups = self.wire.ordered(result.update.groups)
-        sent = codecs.send(self.fleet.codec_up, groups, residual, self.wire, self.method.shared)
+        sent = payloads.send(self.fleet.codec_up, groups, residual, self.wire, self.method.shared)
         after = dict(result.pending)
         if sent.error is not None:
             after = dict(self.method.client.after_loss(after, sent.error, self.hyper, number))
@@ -444,7 +446,7 @@ def test_what_crosses_the_wire_is_what_the_method_states(played: Played) -> None
     besides = wire.parameters(("prototypes",))
     for number in range(1, ROUNDS + 1):
         manifest = manifests[number]
-        down = codecs.decode(manifest.model.codec, blobs[manifest.model.blob.id], wire, method.down)
+        down = payloads.decode(manifest.model.codec, blobs[manifest.model.blob.id], wire, method.down)
         assert set(down) == set(method.down)
         assert values(down) + alone == method.models_down * one_model + besides
         assert (manifest.per_device is None) is (not method.per_device)
@@ -453,13 +455,13 @@ def test_what_crosses_the_wire_is_what_the_method_states(played: Played) -> None
         assert manifest.model.codec == ("fp32" if manifest.model.base is None or not method.cumulative else codec)
         for name in NAMES:
             upload, data = uploads[number, name]
-            up = codecs.decode(upload.codec, data, wire, method.shared)
+            up = payloads.decode(upload.codec, data, wire, method.shared)
             assert set(up) == set(method.shared)
             assert values(up) == method.models_up * one_model + besides
             if manifest.per_device is not None:
                 own = messages.decode(PerDevice, blobs[manifest.per_device.id], limit=1 << 24).of(name)
                 assert own is not None
-                assert set(codecs.decode("fp32", blobs[own.id], wire, method.per_device)) == set(method.per_device)
+                assert set(payloads.decode("fp32", blobs[own.id], wire, method.per_device)) == set(method.per_device)
             assert set(upload.scalars) == set(method.up_scalars)
             assert (upload.codec, upload.blob.size) == (manifest.up.codecs[0], len(data))
     assert len(uploads) == ROUNDS * len(NAMES)
@@ -507,7 +509,7 @@ def test_a_round_of_a_method_that_shares_nothing_costs_a_few_bytes(fleet) -> Non
     w = fleet("local", "int8", link="chunk_bytes = 1024")
     assert w.pump(lambda: finished(w) and settled(w))
     by_kind = w.server.ledger.totals().payload_by_kind
-    nothing = len(codecs.encode("fp32", {}))
+    nothing = len(payloads.encode("fp32", {}))
     assert by_kind["model"].down == nothing * len(NAMES), "once: it is the same in every round"
     assert by_kind["update"].up == nothing * len(NAMES) * ROUNDS
     assert nothing < 32

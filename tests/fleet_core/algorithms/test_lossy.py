@@ -20,7 +20,7 @@ from fleet_core.algorithms.methods.dyn import Dyn
 from fleet_core.algorithms.methods.scaf import distance
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
-from fleet_core.model import codecs
+from fleet_core.codecs import payloads
 from fleet_core.model.layout import MODEL_GROUPS as GROUPS
 from tests.fleet_core.algorithms.test_algorithms import rounds_with_losses
 from tests.support.quadratics import (
@@ -141,14 +141,14 @@ class Downlink:
     def __call__(self, groups: Params) -> Params:
         self.number += 1
         before = Checkpoint(self.number, ServerState(groups, groups), self.held, self.lost)
-        sent = encode_model(groups, before, self.codec, WIRE, tuple(groups))
+        sent = encode_model(groups, before, self.codec, WIRE, tuple(groups), seed=0)
         self.held, self.lost = sent.decoded, sent.lost
         return trees.widened(self.held)
 
 
 def whole_int8(groups: Params) -> Params:
     """The full weights as int8 in every round."""
-    return trees.widened(codecs.decode("int8", codecs.encode("int8", groups), WIRE, tuple(groups)))
+    return trees.widened(payloads.decode("int8", payloads.encode("int8", groups), WIRE, tuple(groups)))
 
 
 @both

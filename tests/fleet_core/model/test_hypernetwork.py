@@ -20,7 +20,8 @@ from fleet_core.algorithms.methods.pfedhn import NETWORK, HyperServer, embedding
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.base.errors import MessageError
-from fleet_core.model import codecs, hypernetwork
+from fleet_core.codecs import payloads
+from fleet_core.model import hypernetwork
 from fleet_core.protocol import messages
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import PerDevice
@@ -175,7 +176,7 @@ class Asked:
 def test_a_device_fetches_the_list_and_then_its_own_blob_and_no_other(tmp_path: Path) -> None:
     fleet = Fleet("pfedhn", hyper_of("pfedhn"), [toy_samples()])
     made = {name: trees.scale(fleet.per_device(0), factor) for name, factor in (("a", 1.0), ("b", 2.0))}
-    weights = {name: codecs.encode("fp32", fleet.wire.ordered(groups)) for name, groups in made.items()}
+    weights = {name: payloads.encode("fp32", fleet.wire.ordered(groups)) for name, groups in made.items()}
     blobs = {name: Blob.of(data, 1024) for name, data in weights.items()}
     data = messages.encode(PerDevice(tuple(blobs), tuple(blobs.values())))
     method = SimpleNamespace(name="pfedhn", version=1)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_core.algorithms.interface import ClientState, Method, Payload
-from fleet_core.model import codecs
+from fleet_core.codecs import payloads
+from fleet_core.codecs.interface import Seed
 from fleet_core.model.layout import Layout
 
 RESIDUAL = "residual"
@@ -30,15 +31,16 @@ def method_state(state: ClientState) -> ClientState:
 
 def encode_update(
     codec: str, update: Payload, pending: ClientState, before: ClientState, *, method: Method, hyper: Any,
-    layout: Layout, round_number: float,
+    layout: Layout, round_number: float, seed: Seed,
 ) -> EncodedUpdate:
     """Encodes ``update`` and follows up what the codec lost.
 
     pending: the method's state after the round. before: the device's state before it, whose residual is added to the
-    update. layout: of what crosses the wire. With error feedback the loss is the next residual; without, the method
-    corrects its state for it (``ClientRule.after_loss``). Raises CodecError for values that are not finite.
+    update. layout: of what crosses the wire. seed: of a codec that draws. With error feedback the loss is the next
+    residual; without, the method corrects its state for it (``ClientRule.after_loss``). Raises CodecError for values
+    that are not finite.
     """
-    sent = codecs.send(codec, layout.ordered(update.groups), before.get(RESIDUAL), layout, method.shared)
+    sent = payloads.send(codec, layout.ordered(update.groups), before.get(RESIDUAL), layout, method.shared, seed)
     state = dict(pending)
     if sent.error is not None:
         state = dict(method.client.after_loss(state, sent.error, hyper, round_number))

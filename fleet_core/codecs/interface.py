@@ -1,0 +1,51 @@
+"""What a codec is: named float32 arrays to bytes, and back for known shapes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Arrays = Mapping[str, Array]
+"""Arrays by "group/name"."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes by "group/name", from the layout."""
+Seed = tuple[int, ...]
+"""(seed of the fleet or run, round, crc32 of the device's name, or 0 for a model)."""
+
+
+class Codec(ABC):
+    """One way to encode. All arithmetic of ``decode`` is exact or correctly rounded element by element, so that
+    aggregator and devices get the same bits.
+
+    about: one line for users. lossless: decoding gives the same bits. feedback: the sender adds what was lost to its
+    next payload (error feedback). unbiased: the mean over seeds of what is decoded is what was encoded. misses: states
+    of a method (``ClientRule.keeps``) with which it does not reach the minimiser of quadratics with this codec.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    lossless: ClassVar[bool] = False
+    feedback: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = False
+    misses: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def encode(self, arrays: Arrays, seed: Seed) -> bytes:
+        """Finite float32 arrays as bytes; the same for the same arguments, in any order of the arrays."""
+
+    @abstractmethod
+    def decode(self, data: bytes, shapes: Shapes) -> dict[str, Array]:
+        """Float32 arrays, possibly not finite, of at most ``max_bytes`` bytes. Raises CodecError, or StateError for a
+        name without a group."""
+
+    @abstractmethod
+    def max_bytes(self, shapes: Shapes) -> int:
+        """Bytes of the largest payload of these shapes. A longer one is refused before it is read."""
+
+    @abstractmethod
+    def bound(self, arrays: Arrays) -> float:
+        """The largest Euclidean norm of what ``encode`` can lose of these arrays, but for float32 rounding."""

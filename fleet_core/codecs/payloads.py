@@ -1,0 +1,92 @@
+"""Payloads: trees of arrays through a codec, with error feedback; models as deltas, and their identities."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fleet_core.base import storage, trees
+from fleet_core.base.errors import CodecError, StateError
+from fleet_core.base.trees import Params
+from fleet_core.codecs.interface import Array, Seed
+from fleet_core.codecs.registry import codec
+from fleet_core.model.layout import Layout
+
+
+def encode(name: str, params: Params, seed: Seed = (0,)) -> bytes:
+    """Encodes arrays of any float dtype. seed: of a codec that draws. Raises CodecError for a value that is not finite
+    in float32."""
+    arrays: dict[str, Array] = {}
+    for key, array in storage.flatten(params).items():
+        with np.errstate(over="ignore"):  # a value too large for float32 becomes infinite and is refused
+            arrays[key] = np.asarray(array, dtype=np.float32)
+        if not np.isfinite(arrays[key]).all():
+            raise CodecError(f"array {key} holds a value that is not finite")
+    return codec(name).encode(arrays, seed)
+
+
+def decode(name: str, data: bytes, layout: Layout, groups: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Decodes a payload of ``encode`` to float32 arrays in the layout's order.
+
+    The layout limits the memory that is taken. Raises CodecError for bytes that are not such a payload, arrays other
+    than the layout's, and values that are not finite.
+    """
+    limit = max_bytes(name, layout, groups)
+    if len(data) > limit:
+        raise CodecError(f"a payload of {len(data)} bytes", expected=f"at most {limit}")
+    try:
+        tree = storage.unflatten(codec(name).decode(data, layout.shapes(groups)))
+    except StateError as error:
+        raise CodecError(error.what) from error
+    layout.check(tree, groups)
+    return layout.ordered(tree)
+
+
+def max_bytes(name: str, layout: Layout, groups: tuple[str, ...]) -> int:
+    """Bytes of the largest payload of these groups."""
+    return codec(name).max_bytes(layout.shapes(groups))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """An encoded update. decoded: what the receiver decodes. residual: what the sender adds to its next update, or
+    None. error: own − decoded of a lossy codec without feedback, which is lost; or None."""
+
+    data: bytes
+    decoded: Params
+    residual: Params | None
+    error: Params | None
+
+
+def send(
+    name: str, own: Params, residual: Params | None, layout: Layout, groups: tuple[str, ...], seed: Seed = (0,)
+) -> Sent:
+    """Encodes an update. With error feedback the residual of earlier updates is added first."""
+    form = codec(name)
+    intended = trees.add(own, residual) if form.feedback and residual is not None else own
+    data = encode(name, intended, seed)
+    if form.lossless:
+        return Sent(data, own, None, None)
+    decoded = decode(name, data, layout, groups)
+    lost = trees.apply(lambda a, b: np.asarray(a - b, dtype=np.float32), intended, decoded)
+    return Sent(data, decoded, lost if form.feedback else None, None if form.feedback else lost)
+
+
+def apply_delta(base: Params, delta: Params) -> dict[str, dict[str, Any]]:
+    """base + delta in float32. Aggregator and devices both compute it and must get the same bits."""
+    return trees.apply(
+        lambda b, d: (np.asarray(b, dtype=np.float32) + np.asarray(d, dtype=np.float32)).astype(np.float32), base, delta
+    )
+
+
+def identity(params: Params) -> str:
+    """The id of decoded weights: the first 32 hex digits of the sha256 over names, shapes and float32 bytes."""
+    digest = hashlib.sha256()
+    for key, array in sorted(storage.flatten(params).items()):
+        values = np.asarray(array, dtype="<f4", order="C")
+        digest.update(f"{key}{values.shape}".encode())
+        digest.update(values.reshape(-1).data)
+    return digest.hexdigest()[:32]
