@@ -33,6 +33,9 @@ app.add_typer(profiles_app, name="profiles")
 app.add_typer(programs_app, name="programs")
 app.add_typer(bundle.bundle_app, name="bundle")
 
+CODEC = Annotated[str | None, typer.Option("--codec", metavar="CODEC", help="See 'metafleet codecs'; up:NAME,down:NAME "
+                                           "for different ones; default int8.")]
+
 DEFAULT_METHOD, DEFAULT_ROUNDS = "pfldyn-proto", 30
 
 
@@ -42,6 +45,7 @@ def demo(
     new_devices: Annotated[int, typer.Option(min=0, help="Devices that join at the end, with little data.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of training.")] = DEFAULT_ROUNDS,
     method: Annotated[str, typer.Option(help="See 'metafleet methods'.")] = DEFAULT_METHOD,
+    codec: CODEC = None,
     data: Annotated[str, typer.Option(help="heartbeat, or a file of samples with a 'client' column.")] = "heartbeat",
     window: WINDOW = None,
     stride: STRIDE = None,
@@ -62,6 +66,7 @@ def demo(
     options = Options(
         devices=devices, new_devices=new_devices, rounds=rounds, method=method, data=data, seed=seed,
         baseline=baseline, support_s=support_s, meter_watts=meter_watts, window=window, stride=stride,
+        codec=codec,
     )
     shown = demonstration.run(options, out, broker, show=processes.say if as_json else print)
     if as_json:
@@ -76,6 +81,7 @@ def init(
     stride: STRIDE = None,
     name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's name.")] = None,
     method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto.")] = None,
+    codec: CODEC = None,
     model: Annotated[str | None, typer.Option(help="A named model or package.module:build; default: by data.")]
     = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Default 30.")] = None,
@@ -90,14 +96,14 @@ def init(
     from cloud_server.identity.create_fleet import create_fleet
 
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
-             "--window": window, "--stride": stride}
+             "--window": window, "--stride": stride, "--codec": codec}
     unused = [option for option, value in given.items() if value is not None]
     if data is None and unused:
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     text = None
     if data is not None:
         text = _first_fleet_toml(fleet, data, window, stride, name, method or DEFAULT_METHOD, model,
-                                 rounds or DEFAULT_ROUNDS, seed or 0, trial)
+                                 rounds or DEFAULT_ROUNDS, seed or 0, trial, codec)
     made = create_fleet(fleet, text, _export)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")
@@ -110,7 +116,7 @@ def init(
 
 def _first_fleet_toml(
     fleet: Path, data: str, window: int | None, stride: int | None, name: str | None, method: str, model: str | None,
-    rounds: int, seed: int, trial: bool | None,
+    rounds: int, seed: int, trial: bool | None, codec: str | None,
 ) -> str:
     """fleet.toml for these samples. The model is the named one, that of the fleet in the folder, the winner of a trial,
     or the default; the first of these that exists. Raises FleetError."""
@@ -124,7 +130,7 @@ def _first_fleet_toml(
     return fleet_toml(
         samples, name or topic_name(fleet.resolve().name), method,
         chosen.name if chosen else model or model_for(data, samples), rounds=rounds, seed=seed, spec=spec,
-        model_options=chosen.options if chosen else None,
+        model_options=chosen.options if chosen else None, codec=codec,
     )
 
 
@@ -176,6 +182,17 @@ def methods(
     if as_json:
         return terminal.show([method_catalogue.facts(method) for method in METHODS.values()])
     terminal.table(method_catalogue.rows(), ("method", "down", "up", "stays", "what", "source"))
+
+
+@app.command()
+def codecs(as_json: JSON = False) -> None:
+    """List the codecs: bits per value of a small model's noise, error feedback, bias."""
+    from cloud_server.running import codec_catalogue
+    from fleet_core.codecs.registry import CODECS
+
+    if as_json:
+        return terminal.show([codec_catalogue.facts(codec) for codec in CODECS.values()])
+    terminal.table(codec_catalogue.rows(), ("codec", "bits", "feedback", "unbiased", "what"))
 
 
 @app.command("predict")

@@ -88,7 +88,7 @@ class LinkSection:
     ca: str | None = None
     plain: bool = False
     up: str = field(default="int8", metadata={"choices": tuple(CODECS), "about":
-        "How updates travel to the server: int8 (a byte a value) or fp32 (exact)."})
+        "How updates travel to the server: int8 (a byte a value), fp32 (exact); 'metafleet codecs' lists all."})
     down: str = field(default="int8", metadata={"choices": tuple(CODECS), "about":
         "How models travel to the devices: the same choice."})
     chunk_bytes: int = field(default=61440, metadata={"min": 1024, "max": 1 << 24})
@@ -181,7 +181,7 @@ class Fleet:
             nothing = len(payloads.encode("fp32", {}))
             text = f"a device fetches a model of {nothing} bytes once, and sends as many a round"
             return [f"{self.method.name} shares nothing: {text}"]
-        return [*self._privacy_remarks(), *self._overridden_settings()]
+        return [*self._privacy_remarks(), *self._overridden_settings(), *self._codec_remarks()]
 
     def _privacy_remarks(self) -> list[str]:
         """What this method's messages reveal about a device's samples, beyond other methods'."""
@@ -202,6 +202,14 @@ class Fleet:
             text = f"all goes as fp32, not as {link.up} up and {link.down} down"
             return [f"{name} sends sums over samples, which a lossy codec would spoil: {text}"]
         return []
+
+    def _codec_remarks(self) -> list[str]:
+        """Where the method is known to miss the minimiser with these codecs."""
+        return [
+            f"{self.method.name} with {codec} {way} {text}; see docs/codecs.md"
+            for way, codec in (("up", self.codec_up), ("down", self.codec_down))
+            for text in CODECS[codec].remarks(way, self.method.client.keeps)
+        ]
 
     def signer(self) -> Signer:
         """The fleet's signing key. Raises StateError if it is missing."""

@@ -51,7 +51,7 @@ def encode_model(
     data = payloads.encode(codec, delta, (seed, before.round + 1, 0))
     read = delta if registry.codec(codec).lossless else payloads.decode(codec, data, layout, groups)
     decoded = payloads.apply_delta(held, read)
-    lost = _difference(target, decoded) if registry.codec(codec).feedback else None
+    lost = _difference(target, decoded) if registry.codec(codec).feedback_down else None
     return Encoded(data, codec, True, decoded, lost)
 
 

@@ -27,7 +27,8 @@ class Options:
     """The command's options; written to demo.json, so that an unfinished run continues with the same ones.
 
     support_s: seconds that a new device learns from; None for 300 s of heart beats, and for a file the same share of
-    the time as the devices that train. window, stride: to cut a file of readings.
+    the time as the devices that train. window, stride: to cut a file of readings. codec: as in
+    ``codec_catalogue.chosen``; None for the default.
     """
 
     devices: int = 8
@@ -41,6 +42,7 @@ class Options:
     meter_watts: tuple[float, ...] | None = None
     window: int | None = None
     stride: int | None = None
+    codec: str | None = None
 
 
 def run_folder(options: Options, out: Path | None) -> Path:
@@ -92,6 +94,7 @@ def demo_fleet_toml(options: Options, say: Callable[[str], None] = lambda text: 
     return fleet_toml(
         everything, "demo", options.method, model_for(options.data, everything), rounds=options.rounds,
         seed=options.seed, spec=spec, min_devices=options.devices, serve_every=max(1, min(10, options.rounds)),
+        codec=options.codec,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cloud_server.records.fleet_folder import NOTES, FleetSection, LinkSection
-from cloud_server.running import method_catalogue
+from cloud_server.running import codec_catalogue, method_catalogue
 from fleet_core.base import config, schema
 from fleet_core.base.errors import DataError
 from fleet_core.data import model_input
@@ -63,10 +63,12 @@ def _is_named(data: str) -> bool:
 
 def fleet_toml(
     samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int,
-    spec: InputSpec | None = None, model_options: Mapping[str, Any] | None = None, **fleet: Any,
+    spec: InputSpec | None = None, model_options: Mapping[str, Any] | None = None, codec: str | None = None,
+    **fleet: Any,
 ) -> str:  # fmt: skip
     """The content of fleet.toml for these samples, which need class names. model: default by shape. spec: the model's
-    input; by default the samples as they are. fleet: further keys of its table ``fleet``."""
+    input; by default the samples as they are. codec: as in ``codec_catalogue.chosen``. fleet: further keys of its table
+    ``fleet``."""
     hyper = method_catalogue.named(method).hyper()
     chosen = model or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
     return toml_with_defaults(
@@ -80,6 +82,7 @@ def fleet_toml(
                 },
                 **({"options": dict(model_options)} if model_options else {}),
             },
+            "link": codec_catalogue.chosen(codec) if codec else {},
             "hyper": schema.plain(hyper),
         }
     )

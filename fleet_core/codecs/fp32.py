@@ -12,7 +12,8 @@ from fleet_core.codecs.interface import Array, Arrays, Codec, Seed, Shapes
 class Fp32(Codec):
     name = "fp32"
     about = "exact"
-    lossless, feedback, unbiased = True, False, True
+    lossless, unbiased = True, True
+    feedback, feedback_down = False, False
 
     def encode(self, arrays: Arrays, seed: Seed) -> bytes:
         return safetensors_payload.pack(arrays, words=True)

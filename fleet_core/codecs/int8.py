@@ -48,7 +48,7 @@ class Int8(Codec):
 class Int8Plain(Int8):
     name = "int8-plain"
     about = "int8 without error feedback: what is lost is not sent later"
-    feedback = False
+    feedback, feedback_down = False, False
 
 
 def _restored(key: str, values: Array, scale: Array | None) -> Array:

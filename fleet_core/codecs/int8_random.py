@@ -18,7 +18,7 @@ from fleet_core.codecs.vector import divided, shapes_of, size
 class Int8Random(FramedCodec):
     name = "int8-random"
     about = "a byte per value, rounded at random; unbiased, nothing is kept for later"
-    feedback, unbiased = False, True
+    feedback, feedback_down, unbiased = False, False, True
 
     def body(self, arrays: Arrays, seed: Seed) -> bytes:
         shapes = shapes_of(arrays)

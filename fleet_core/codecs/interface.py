@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,21 +17,34 @@ Seed = tuple[int, ...]
 """(seed of the fleet or run, round, crc32 of the device's name, or 0 for a model)."""
 
 
+LARGE_PENALTY = {
+    "up dual": "diverges on quadratics whose largest curvature is 8 with penalty 2; with 16 it reaches their minimiser"
+}
+
+
 class Codec(ABC):
     """One way to encode. All arithmetic of ``decode`` is exact or correctly rounded element by element, so that
     aggregator and devices get the same bits.
 
-    about: one line for users. lossless: decoding gives the same bits. feedback: the sender adds what was lost to its
-    next payload (error feedback). unbiased: the mean over seeds of what is decoded is what was encoded. misses: states
-    of a method (``ClientRule.keeps``) with which it does not reach the minimiser of quadratics with this codec.
+    about: one line for users. lossless: decoding gives the same bits. feedback: a device adds what an update lost to
+    its next one (error feedback). feedback_down: the aggregator adds what a model lost to the next one; not where a
+    codec leaves out most, because devices train from what they hold and do most of the missing move again, so that it
+    would come twice. unbiased: the mean over seeds of what is decoded is what was encoded. misses: "up", "up STATE" or
+    "down" -> how methods, or those whose devices keep that state, miss the minimiser of quadratics
+    (tests/fleet_core/algorithms/test_lossy.py and test_sparse.py).
     """
 
     name: ClassVar[str]
     about: ClassVar[str]
     lossless: ClassVar[bool] = False
     feedback: ClassVar[bool] = True
+    feedback_down: ClassVar[bool] = True
     unbiased: ClassVar[bool] = False
-    misses: ClassVar[tuple[str, ...]] = ()
+    misses: ClassVar[Mapping[str, str]] = {}
+
+    def remarks(self, way: str, keeps: Collection[str]) -> list[str]:
+        """How a method whose devices keep these states misses the minimiser with this codec up or down."""
+        return [text for key, text in self.misses.items() if key in (way, *(f"{way} {state}" for state in keeps))]
 
     @abstractmethod
     def encode(self, arrays: Arrays, seed: Seed) -> bytes:

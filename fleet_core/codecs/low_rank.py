@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from fleet_core.codecs.frame import FramedCodec, Reader
-from fleet_core.codecs.interface import Array, Arrays, Seed, Shapes
+from fleet_core.codecs.interface import LARGE_PENALTY, Array, Arrays, Seed, Shapes
 from fleet_core.codecs.quantize import from_bfloat16, key, random_words, to_bfloat16, uniform
 from fleet_core.codecs.vector import length
 
@@ -22,7 +22,9 @@ RANK, ITERATIONS = 2, 2
 
 class LowRank(FramedCodec):
     name = "lowrank"
-    about = "matrices as products of two thin ones (PowerSGD, rank 2)"
+    about = "matrices as products of two thin ones (PowerSGD, rank 2); PFLDyn needs a large penalty"
+    feedback_down = False
+    misses = LARGE_PENALTY
 
     def body(self, arrays: Arrays, seed: Seed) -> bytes:
         parts = []

@@ -20,8 +20,9 @@ SHARE = 0.05
 
 class Mask(FramedCodec):
     name = "mask"
-    about = "5 % of the values, drawn at random; unbiased, nothing is kept for later"
-    feedback, unbiased = False, True
+    about = "5 % of the values, drawn at random; unbiased, but so noisy that methods diverge on quadratics"
+    feedback, feedback_down, unbiased = False, False, True
+    misses = dict.fromkeys(("up", "down"), "diverges on quadratics: its noise is larger than what is sent")
 
     def body(self, arrays: Arrays, seed: Seed) -> bytes:
         values = joined(arrays).astype(np.float64)

@@ -20,6 +20,7 @@ PLACES = 3 ** np.arange(5, dtype=np.uint8)
 class Ternary(FramedCodec):
     name = "ternary"
     about = "sign or zero of each value, one scale per array"
+    feedback_down = False
 
     def body(self, arrays: Arrays, seed: Seed) -> bytes:
         scales, signs = [], [np.zeros(0, np.int8)]

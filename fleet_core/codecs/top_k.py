@@ -12,12 +12,15 @@ import numpy as np
 
 from fleet_core.base.errors import CodecError
 from fleet_core.codecs.frame import FramedCodec, Reader
-from fleet_core.codecs.interface import Array, Arrays, Seed, Shapes
+from fleet_core.codecs.interface import LARGE_PENALTY, Array, Arrays, Seed, Shapes
 from fleet_core.codecs.quantize import largest, nearest, scale_for
 from fleet_core.codecs.vector import divided, joined, length, size
 
+SLOW = "is far from the minimiser of quadratics after 500 rounds"
+
 
 class TopK(FramedCodec):
+    feedback_down = False
     share: float
 
     def body(self, arrays: Arrays, seed: Seed) -> bytes:
@@ -57,14 +60,16 @@ class TopK10(TopK):
 
 class TopK1(TopK):
     name = "topk-1"
-    about = "the largest 1 % of the values"
+    about = "the largest 1 % of the values; PFLDyn needs a large penalty"
     share = 0.01
+    misses = LARGE_PENALTY
 
 
 class TopK01(TopK):
     name = "topk-01"
-    about = "the largest 0.1 % of the values"
+    about = "the largest 0.1 % of the values; slow, and PFLDyn may diverge"
     share = 0.001
+    misses = {"up dual": "diverges on quadratics"} | dict.fromkeys(("up control", "down"), SLOW)
 
 
 def _largest_places(values: Array, kept: int) -> Array:

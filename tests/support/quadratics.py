@@ -7,6 +7,7 @@ can be played (``fleet_of``), whatever it sends down, keeps on the device or has
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -304,8 +305,9 @@ def draws(names: Iterable[str], count: int, rounds: int, seed: int) -> list[list
 
 
 def int8(name: str = "int8") -> Send:
-    """The product's codec of that name."""
-    return lambda own, residual: payloads.send(name, own, residual, LAYOUT, GROUPS)
+    """The product's codec of that name, with another seed for every update."""
+    seeds = itertools.count()
+    return lambda own, residual: payloads.send(name, own, residual, LAYOUT, GROUPS, (next(seeds),))
 
 
 def top_k(kept: int, *, feedback: bool) -> Send:

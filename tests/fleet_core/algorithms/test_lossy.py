@@ -21,6 +21,7 @@ from fleet_core.algorithms.methods.scaf import distance
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.codecs import payloads
+from fleet_core.codecs.registry import CODECS
 from fleet_core.model.layout import MODEL_GROUPS as GROUPS
 from tests.fleet_core.algorithms.test_algorithms import rounds_with_losses
 from tests.support.quadratics import (
@@ -43,6 +44,7 @@ pytestmark = pytest.mark.slow
 Build = Callable[..., Cohort]
 both = pytest.mark.parametrize("build", [dyn, scaf])
 PLAIN, FEEDBACK = int8("int8-plain"), int8("int8")
+REACHING = [name for name, codec in CODECS.items() if "up" not in codec.misses]
 WIRE = LAYOUT.extended((*GROUPS, "control"), GROUPS)
 HALF = draws(DEVICES, 4, 130, seed=1)
 ALL: list[list[str]] = [[]] * 130
@@ -68,11 +70,20 @@ def lossy(fleet: Cohort, active: list[list[str]]) -> tuple[float, float]:
 
 
 @both
-@pytest.mark.parametrize("send", [FEEDBACK, PLAIN], ids=["feedback, own delta", "no feedback, decoded delta"])
-def test_int8_updates_reach_the_minimiser_by_the_products_two_ways(build: Build, send: Send) -> None:
-    error, gap = lossy(build(send=send), HALF)
+@pytest.mark.parametrize("codec", REACHING)
+def test_updates_in_every_codec_but_mask_reach_the_minimiser_by_the_products_two_ways(build: Build, codec: str) -> None:
+    """With feedback the dual follows the own delta, without it the decoded one. Of six values topk-1 sends one."""
+    error, gap = lossy(build(send=int8(codec)), HALF * 2)
     assert error < 1e-6
     assert gap < 1e-6  # updates are rounded to float32
+
+
+@both
+def test_updates_that_a_mask_scales_diverge_though_the_duals_keep_their_sum(build: Build) -> None:
+    error, gap = lossy(build(send=int8("mask")), HALF[:30])
+    assert "up" in CODECS["mask"].misses
+    assert error > 1
+    assert gap < 1e-3 * error
 
 
 @pytest.mark.parametrize("fleet", [lambda **how: dyn(4.0, **how), scaf], ids=["dyn", "scaf"])
@@ -152,13 +163,13 @@ def whole_int8(groups: Params) -> Params:
 
 
 @both
-@pytest.mark.parametrize("codec", ["fp32", "int8", "int8-plain"])
+@pytest.mark.parametrize("codec", REACHING)
 def test_a_model_that_comes_as_a_delta_costs_nothing_but_float32(build: Build, codec: str) -> None:
     fleet = build(publish=Downlink(codec))
     for _ in range(80):
         fleet.round()
         np.testing.assert_allclose(fleet.server_dual, fleet.mean_dual(), atol=1e-13)
-    assert fleet.error < 1e-6
+    assert fleet.error < (0.1 if codec.startswith("topk") else 1e-6)  # PFLScaf's control goes down too: one of twelve
 
 
 @both

@@ -1,0 +1,67 @@
+"""Descriptions of the codecs, and the option ``--codec``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fleet_core.base import schema
+from fleet_core.base.errors import ConfigError
+from fleet_core.codecs.interface import Codec
+from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.vector import size
+
+DEFAULT_MODEL: dict[str, tuple[int, ...]] = {
+    "body/convs.0.weight": (16, 3, 7), "body/convs.1.weight": (32, 16, 5), "body/convs.2.weight": (24, 32, 5),
+    "body/hidden.weight": (64, 384), "head/head.weight": (3, 64), "body/hidden.bias": (64,), "head/head.bias": (3,),
+    **{f"body/{kind}": (width,) for k, width in enumerate((16, 32, 24))
+       for kind in (f"convs.{k}.bias", f"norms.{k}.weight", f"norms.{k}.bias")},
+}
+"""The arrays of the model that ``metafleet demo`` trains: 31 787 values."""
+
+WAYS = ("up", "down")
+
+
+def facts(codec: Codec) -> dict[str, Any]:
+    """One codec as plain values. bits: per value of the default model's arrays, of normal noise."""
+    return {
+        "name": codec.name, "bits": round(bits(codec), 2), "lossless": codec.lossless, "feedback": codec.feedback,
+        "feedback_down": codec.feedback_down, "unbiased": codec.unbiased, "about": codec.about,
+    }
+
+
+def rows() -> list[tuple[str, str, str, str, str]]:
+    """(codec, bits, feedback, unbiased, about) of every codec."""
+    return [
+        (c.name, f"{bits(c):.2f}", _feedback(c), "yes" if c.unbiased else "no", c.about) for c in CODECS.values()
+    ]
+
+
+def bits(codec: Codec) -> float:
+    """Per value, of normal noise in the arrays of the default model."""
+    rng = np.random.default_rng(0)
+    noise = {name: rng.normal(size=shape).astype(np.float32) for name, shape in DEFAULT_MODEL.items()}
+    return 8 * len(codec.encode(noise, (0, 1, 0))) / size(DEFAULT_MODEL)
+
+
+def _feedback(codec: Codec) -> str:
+    ways = [way for way, has in zip(WAYS, (codec.feedback, codec.feedback_down), strict=True) if has]
+    return " and ".join(ways) or "no"
+
+
+def chosen(text: str) -> dict[str, str]:
+    """Keys of ``[link]`` from ``NAME`` for both ways, ``up:NAME,down:NAME`` or one of the two. Raises ConfigError."""
+    ways = dict(part.split(":", 1) for part in text.split(",")) if _is_by_way(text) else dict.fromkeys(WAYS, text)
+    for name in ways.values():
+        if name not in CODECS:
+            near = schema.suggest(name, CODECS)
+            raise ConfigError(f"unknown codec '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
+                              where="--codec", expected=f"{', '.join(CODECS)}; or up:NAME,down:NAME",
+                              hint="metafleet codecs")
+    return ways
+
+
+def _is_by_way(text: str) -> bool:
+    named = [part.partition(":")[0] for part in text.split(",")]
+    return set(named) <= set(WAYS) and len(set(named)) == len(named) and text.count(":") == len(named)
