@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from fleet_core.base.spread import Spread
 from fleet_core.board.profile import Power, Profile
-from fleet_core.power.meter import Interval, Spread
+from fleet_core.power.meter import Interval
 from fleet_core.power.sensors.cpu import machine_cpu_s, own_cpu_s
 from fleet_core.power.shared_counter import Share
 

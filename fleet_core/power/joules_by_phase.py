@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_core.base.errors import PowerError
-from fleet_core.power.meter import PHASES, WORKING, Figure, Meter, Spread
+from fleet_core.base.spread import Spread
+from fleet_core.power.meter import PHASES, WORKING, Figure, Meter
 from fleet_core.power.radio import RadioModel
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,10 @@ and which terms are absent."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from fleet_core.base.spread import Spread
 
 WORKING = ("train", "adapt", "serve", "radio", "other")
 PHASES = (*WORKING, "idle")
@@ -23,14 +25,6 @@ class Interval:
     active_j: float | None
     idle_j: float | None
     unknown_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Modelled joules j lie between low · j and high · j."""
-
-    low: float = field(metadata={"min": 0, "max": 1})
-    high: float = field(metadata={"min": 1, "max": 1e6})
 
 
 class Meter(Protocol):

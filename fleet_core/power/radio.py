@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleet_core.base.spread import Spread
 from fleet_core.board.profile import Profile
 from fleet_core.power.energy_model import STATED
-from fleet_core.power.meter import Spread
 
 KINDS = ("wifi", "lte", "ethernet")
 OTHER_HARDWARE = Spread(0.5, 2.0)

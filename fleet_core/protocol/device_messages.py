@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fleet_core.power.meter import Spread
+from fleet_core.base.spread import Spread
 from fleet_core.protocol.messages import ID, MAX_MESSAGE_BYTES, PROTOCOL, ROUND, whole
 from fleet_core.protocol.round_messages import UpdateRef
 

@@ -14,8 +14,8 @@ import numpy as np
 from cloud_server.laboratory.run.device_work import TEST_STEP, DeviceEvaluation, TrainedDevice
 from cloud_server.reports.scores import f1_by_class
 from fleet_core.algorithms.interface import Method
+from fleet_core.base.spread import Spread
 from fleet_core.power.energy_model import STATED
-from fleet_core.power.meter import Spread
 from fleet_core.power.radio import NO_RADIO, RadioModel
 
 Array = np.ndarray[Any, Any]

@@ -146,8 +146,8 @@ MANY = list(range(1, 600))
         ("cohort = 3", "seeds = [-1]", "1: seeds[0]: -1 is below the least allowed, 0"),
         (
             "cohort = 3",
-            'codec_up = "int4"',
-            f"1: codec_up: unknown value 'int4', expected one of {CODECS} (did you mean 'int8'?)",
+            'codec_up = "int5"',
+            f"1: codec_up: unknown value 'int5', expected one of {CODECS} (did you mean 'int8'?)",
         ),
         (
             "[model]",

@@ -368,7 +368,8 @@ def test_modelled_joules_are_shown_by_phase_with_spread_source_and_what_they_lac
     assert data["totals"]["absent_energy"] == {"radio: without the base power": 1}
     text = closing_table(run)
     assert "energy   30.2 J [21.1 J to 39.4 J] (train 30.0 J, radio 0.18 J)" in text
-    assert "modelled: model of CPU seconds; modelled: Wi-Fi" in text
+    assert "modelled: model of CPU seconds" in text
+    assert "modelled: Wi-Fi" in text
     assert f"not in it: radio: without the base power (1 of {n + 1} devices)" in text
     _, seen = page(ledger)
     assert f"{7 * n:.1f} J to {13 * n:.1f} J" in seen.text

@@ -12,7 +12,7 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device, Energy
 from cloud_server.rounds.round_costs import RoundCosts
 from fleet_core.base.errors import MessageError
-from fleet_core.power.meter import Spread
+from fleet_core.base.spread import Spread
 from fleet_core.protocol import device_messages, messages
 from fleet_core.protocol.device_messages import Report
 

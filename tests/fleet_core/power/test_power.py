@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 
 import firmware_profiles
 from fleet_core.base.errors import ConfigError, PowerError
+from fleet_core.base.spread import Spread
 from fleet_core.board import probe
 from fleet_core.board import profile as profiles
 from fleet_core.board.profile import Compute, Power, Profile, Radio
 from fleet_core.power.choose_meter import choose_meter
 from fleet_core.power.energy_model import STATED, BoardModel, WattsModel
 from fleet_core.power.joules_by_phase import JoulesByPhase
-from fleet_core.power.meter import Interval, Spread
+from fleet_core.power.meter import Interval
 from fleet_core.power.radio import radio_of
 from fleet_core.power.rapl import Rapl
 from fleet_core.power.sensors.cpu import TICKS_PER_S, process_cpu_s

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from fleet_core.base.spread import Spread
 from fleet_core.board.profile import Profile, Radio
 from fleet_core.power.energy_model import STATED
 from fleet_core.power.joules_by_phase import NO_METER, JoulesByPhase
-from fleet_core.power.meter import Interval, Spread
+from fleet_core.power.meter import Interval
 from fleet_core.power.radio import HUANG, OTHER_HARDWARE, RadioModel, kind_of_link, radio_of
 
 MBIT = 125_000  # bytes
