@@ -130,7 +130,7 @@ class RayExecutor:
         yield from self._each("learn", training_tasks(task, self._setting.side_by_side))
 
     def evaluate(self, task: EvaluationTask) -> Iterator[DeviceEvaluation]:
-        yield from self._each("evaluation", evaluation_tasks(task))
+        yield from self._each("evaluate", evaluation_tasks(task))
 
     def _each(self, what: str, parts: Sequence[Any]) -> Iterator[Any]:
         """One task at a time for each actor, the next as it becomes free."""
