@@ -196,5 +196,3 @@ def enrolment_url(fleet: Fleet, broker: str) -> str:
     return address(named.host, named.port + 1)
 
 
-waiting = open_tokens
-"""The former name, which ``cloud_server.rounds.coordinator`` still imports."""

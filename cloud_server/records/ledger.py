@@ -191,7 +191,6 @@ class Ledger:
         with self.transaction():
             self._query("DELETE FROM control WHERE key = ? AND value = ?", (key, value))
 
-    asked, settle = requests, remove_request  # former names, which cloud_server.rounds still uses
 
     def _open(self) -> None:
         version = self._pragma("user_version")
@@ -249,4 +248,3 @@ def requested_at(value: str) -> float:
         return 0.0
 
 
-asked_at = requested_at  # the former name, which cloud_server.rounds still uses

@@ -229,5 +229,3 @@ class WarningLog:
             self._log(f"warning: after round {round}: {text}")
 
 
-Watch = WarningLog
-"""The former name, which ``cloud_server.rounds.coordinator`` still imports."""

@@ -18,7 +18,7 @@ from cloud_server.broker import requirements
 from cloud_server.records import disk_errors
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger, asked_at
+from cloud_server.records.ledger import Ledger, requested_at
 from cloud_server.records.ledger_tables import Invitation
 from cloud_server.rounds.device_messages import DeviceMessages
 from cloud_server.rounds.open_round import OpenRound
@@ -166,7 +166,7 @@ class Coordinator:
         if self._clock() - self._asked_at < REQUESTS_S and not now:
             return
         self._asked_at = self._clock()
-        for key, value in sorted(self.ledger.asked().items(), key=lambda item: asked_at(item[1])):
+        for key, value in sorted(self.ledger.requests().items(), key=lambda item: requested_at(item[1])):
             what, _, name = key.partition("/")
             if key == "paused":
                 self.paused, self._idle = value == "yes", None
@@ -176,10 +176,10 @@ class Coordinator:
             elif what == "invite":
                 self._parts.enrolments.invite(Invitation(**json.loads(value)))
             elif what == "revoke":
-                self._revoke(name, asked_at(value) or self._now())
+                self._revoke(name, requested_at(value) or self._now())
             else:
                 continue
-            self.ledger.settle(key, value)
+            self.ledger.remove_request(key, value)
 
     def _revoke(self, name: str, asked_at: float) -> None:
         """At once, so that a round does not wait for the device; the next round makes up for its dual."""

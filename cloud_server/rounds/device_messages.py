@@ -80,7 +80,7 @@ class DeviceMessages:
             self._tell_fate(device, report.pending)
         self._parts.costs.report(device, report)
         if report.alone is not None and report.evaluated_round is not None:
-            self._parts.watch.reported(device, report.evaluated_round, self._members.ready())
+            self._parts.warnings.reported(device, report.evaluated_round, self._members.ready())
 
     def tell_revoked(self, device: str, boot: str) -> None:
         """Signed, for one start of one device: nobody else can send it, and it does not hold for the next start."""

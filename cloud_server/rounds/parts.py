@@ -9,13 +9,12 @@ from functools import partial
 from cloud_server.broker.publisher import Publisher
 from cloud_server.broker.server_messages import ServerMessages
 from cloud_server.identity.renewals import Renewals
-from cloud_server.identity.token_enrolment import Enrolments
-from cloud_server.identity.token_enrolment import waiting as invitations
+from cloud_server.identity.token_enrolment import Enrolments, open_tokens
 from cloud_server.records.checkpoint import Checkpoints
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.spool import Spool
-from cloud_server.reports.verdict import Watch
+from cloud_server.reports.verdict import WarningLog
 from cloud_server.rounds.manifest import Manifests
 from cloud_server.rounds.members import Members, inability
 from cloud_server.rounds.models_down import ModelsDown
@@ -53,7 +52,7 @@ class Parts:
     places: Places
     enrolments: Enrolments
     renewals: Renewals
-    watch: Watch
+    warnings: WarningLog
 
 
 def assemble(
@@ -96,7 +95,7 @@ def assemble(
         costs=costs, publisher=publisher, models=models, manifests=manifests, messages=messages, tell=tell,
         receiver=receiver, waiting=waiting,
         first_wait=FirstWait(
-            members, settings.first_wait_s, invited=lambda: invitations(ledger), clock=clock, log=log
+            members, settings.first_wait_s, invited=lambda: open_tokens(ledger), clock=clock, log=log
         ),
         places=Places(members, rounds, settings.seed, settings.cohort, log=log),
         enrolments=Enrolments(
@@ -104,5 +103,5 @@ def assemble(
             changed=access_changed, now=now, log=log,
         ),
         renewals=Renewals(fleet, ledger, now=now, log=log),
-        watch=Watch(ledger, settings.rounds, log),
+        warnings=WarningLog(ledger, settings.rounds, log),
     )
