@@ -94,7 +94,9 @@ def test_the_wheel_holds_the_packages_and_neither_tests_nor_benchmarks(wheel: Pa
 
 
 def test_the_wheel_ships_the_boards_that_the_checkout_has(wheel: Path) -> None:
-    boards = {f"firmware_profiles/{path.name}" for path in (ROOT / "firmware_profiles").glob("*.toml")}
+    boards = {
+        f"firmware_profiles/boards/{path.name}" for path in (ROOT / "firmware_profiles" / "boards").glob("*.toml")
+    }
     assert boards
     assert boards <= set(zipfile.ZipFile(wheel).namelist())
 

@@ -119,7 +119,7 @@ class Wire:
         assert manifests.keys() == parts.keys()
         for number, manifest in manifests.items():
             data = b"".join(parts[number][k] for k in sorted(parts[number]))
-            layout: Layout = w.server.wire
+            layout: Layout = w.server.layout.extended(w.server.method.down, w.server.method.shared)
             update = codecs.decode(manifest.codec, data, layout, w.server.method.shared)
             yield self.bases.get(manifest.base, {}), update
 
