@@ -279,7 +279,8 @@ def test_a_megabyte_is_counted_within_one_percent_on_both_sides(stage: Stage) ->
     else:
         assert sent.wire_sent is not None
         assert received.wire_received is not None
-        assert sent.mqtt_sent < sent.wire_sent < 1_100_000
+        assert sent.retransmitted is not None  # a busy machine sends segments again; they are in wire_sent
+        assert sent.mqtt_sent < sent.wire_sent - sent.retransmitted < 1_100_000
         assert received.mqtt_received < received.wire_received < 1_100_000
 
 
