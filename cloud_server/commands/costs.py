@@ -121,6 +121,7 @@ def _csv(run: Result, chosen: Pricing) -> str:
         energy, scored = one.energy_j, scores.get(one.device)
         line |= {"flops": one.flops, "joules": energy.value if energy else None,
                  "joules_missing": energy.missing if energy else None, "joules_by": energy.source if energy else None}
+        line |= {key: getattr(one, key) for key in ("cpu_s", "peak_mib", "connected_s", "retransmitted_bytes")}
         for stage in ("before", "after"):
             score = scored.at(stage) if scored else None
             line[f"accuracy_{stage}"] = score.accuracy if score else None

@@ -173,6 +173,10 @@ class Ledger:
         """As ``ledger_sums.flops``."""
         return ledger_sums.flops(self._query, by, within)
 
+    def usage(self) -> dict[str, dict[str, Any]]:
+        """As ``ledger_sums.usage``."""
+        return ledger_sums.usage(self._query)
+
     def totals(self) -> Totals:
         """As ``ledger_sums.totals``."""
         return ledger_sums.totals(self._query, rounds=len(self.rounds("closed")))

@@ -174,6 +174,17 @@ def totals(query: Query, *, rounds: int) -> Totals:
     )
 
 
+def usage(query: Query) -> dict[str, dict[str, Any]]:
+    """By device: sums of cpu_s, connected_s and retransmitted_bytes, the largest peak_mib; None where no round has
+    one."""
+    names = ("cpu_s", "connected_s", "retransmitted_bytes", "peak_mib")
+    sums = "device, SUM(cpu_s), SUM(connected_s), SUM(retransmitted_bytes), MAX(peak_mib)"
+    return {
+        device: dict(zip(names, found, strict=True))
+        for device, *found in query(f"SELECT {sums} FROM usage GROUP BY device")
+    }
+
+
 def _grouping(by: str | None, allowed: tuple[str, ...]) -> tuple[str, str]:
     """(outer key, inner key) of a sum whose reports are one per round and device."""
     if by is not None and by not in allowed:

@@ -76,6 +76,9 @@ ALTER TABLE energy ADD COLUMN low REAL;
 ALTER TABLE energy ADD COLUMN high REAL;
 CREATE TABLE absent_energy (
     device TEXT NOT NULL REFERENCES devices, reason TEXT NOT NULL, PRIMARY KEY (device, reason));
+CREATE TABLE usage (
+    round INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices, cpu_s REAL, peak_mib REAL, connected_s REAL,
+    retransmitted_bytes INTEGER, PRIMARY KEY (round, device));
 """,
 }
 """Version -> the statements that upgrade a ledger from the version before."""
@@ -238,6 +241,20 @@ class Flops(Row):
     round: int
     device: str
     flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage(Row):
+    """What a device used in a round, as far as it reports it; as ``device_messages.Report``. peak_mib: so far."""
+
+    table = "usage"
+    key = ("round", "device")
+    round: int
+    device: str
+    cpu_s: float | None = None
+    peak_mib: float | None = None
+    connected_s: float | None = None
+    retransmitted_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

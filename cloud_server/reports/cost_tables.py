@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cloud_server.records.ledger_sums import Bytes, Joules
@@ -31,18 +31,21 @@ Rows = list[tuple[str, ...]]
 
 def device_table(run: Result) -> tuple[tuple[str, ...], Rows]:
     """(heads, rows) of every device, and of the fleet as the last row."""
-    heads = ("device", "rounds", *(f"{name} up / down" for name, _ in COUNTERS), "FLOP", "joules", "accuracy")
+    heads = ("device", "rounds", *(f"{name} up / down" for name, _ in COUNTERS), "FLOP", "joules",
+             "CPU", "peak memory", "connected", "sent again", "accuracy")
     scores = {one.device: one for one in run.personalization}
     rows = []
     for one in run.costs:
         scored = scores.get(one.device)
         stages = (scored.before, scored.after) if scored else (None, None)
         accuracy = _change(*(stage.accuracy if stage else None for stage in stages))
-        rows.append((one.device + " (new)" * one.new, str(one.rounds), *_figures(one), accuracy))
+        rows.append((one.device + " (new)" * one.new, str(one.rounds), *_figures(one), *_usage([one]), accuracy))
     pooled, sums = run.evaluated, run.totals
+    reported = [one for one in run.costs if one.payload_bytes is not None]
     before = pooled.before.accuracy if pooled and pooled.before else None
     accuracy = _change(before, pooled.accuracy if pooled else None)
-    return heads, [*rows, (FLEET, str(sum(one.rounds for one in run.costs)), *_figures(sums), accuracy)]
+    rounds = str(sum(one.rounds for one in run.costs))
+    return heads, [*rows, (FLEET, rounds, *_figures(sums), *_usage(reported), accuracy)]
 
 
 def _figures(one: Any) -> tuple[str, ...]:
@@ -51,6 +54,20 @@ def _figures(one: Any) -> tuple[str, ...]:
         *(_moved(getattr(one, key, None)) for _, key in COUNTERS), _flops(getattr(one, "flops", None)),
         _joules(getattr(one, "energy_j", None)),
     )
+
+
+def _usage(costs: Sequence[DeviceCosts]) -> tuple[str, ...]:
+    """Sums over the devices, and the largest peak; a dash where a device lacks the figure."""
+    texts: dict[str, Callable[[float], str]] = {
+        "cpu_s": seconds_text, "peak_mib": lambda mib: f"{mib:.0f} MiB", "connected_s": seconds_text,
+        "retransmitted_bytes": bytes_text,
+    }
+    cells = []
+    for name, text in texts.items():
+        found = [getattr(one, name) for one in costs]
+        known = None not in found and bool(found)
+        cells.append(text(max(found) if name == "peak_mib" else sum(found)) if known else ABSENT)
+    return tuple(cells)
 
 
 def kind_table(costs: Sequence[DeviceCosts]) -> tuple[tuple[str, ...], Rows]:

@@ -14,7 +14,8 @@ from cloud_server.reports.scores import AMOUNT
 @dataclass(frozen=True, kw_only=True)
 class DeviceCosts:
     """new: it did not train. rounds: in which its update was counted. kinds: payload by kind of traffic. MQTT and wire
-    bytes belong to a connection, so they have no kinds. Figures that were not reported are None."""
+    bytes belong to a connection, so they have no kinds. cpu_s, peak_mib: of the agent and its children. connected_s:
+    with a connection. retransmitted_bytes: sent again by the device. Figures that were not reported are None."""
 
     device: str
     new: bool
@@ -25,6 +26,10 @@ class DeviceCosts:
     kinds: Mapping[str, Bytes] | None = None
     flops: float | None = field(default=None, metadata=AMOUNT)
     energy_j: Joules | None = None
+    cpu_s: float | None = field(default=None, metadata=AMOUNT)
+    peak_mib: float | None = field(default=None, metadata=AMOUNT)
+    connected_s: float | None = field(default=None, metadata=AMOUNT)
+    retransmitted_bytes: int | None = field(default=None, metadata=AMOUNT)
 
 
 def of_ledger(ledger: Ledger) -> tuple[DeviceCosts, ...]:
@@ -33,13 +38,13 @@ def of_ledger(ledger: Ledger) -> tuple[DeviceCosts, ...]:
     flops, rounds = ledger.flops(by="device"), dict[str, int]()
     for update in ledger.each(Update, status="counted"):
         rounds[update.device] = rounds.get(update.device, 0) + 1
-    costs = []
+    usage, costs = ledger.usage(), []
     for device in ledger.devices():
         moved = volume.get(device.name)
         costs.append(DeviceCosts(
             device=device.name, new=device.new, rounds=rounds.get(device.name, 0),
             payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,
             wire_bytes=moved.wire if moved else None, kinds=kinds.get(device.name), flops=flops.get(device.name),
-            energy_j=joules.get(device.name),
+            energy_j=joules.get(device.name), **usage.get(device.name, {}),
         ))
     return tuple(costs)

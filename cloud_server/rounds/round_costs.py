@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger import Ledger
@@ -21,6 +22,8 @@ KINDS = {
 }
 
 STARTS = 2
+
+N = TypeVar("N", int, float)
 
 
 class RoundCosts:
@@ -58,6 +61,7 @@ class RoundCosts:
             self._ledger.set_facts(**{key: json.dumps(starts)})
             self._add_traffic(device, report, added)
             self._add_energy(device, report, added)
+            self._add_usage(device, report, added)
             if report.evaluated_round is not None:
                 for evaluation in report.evaluations:
                     self._put_evaluation(device, report.evaluated_round, evaluation, report.new)
@@ -101,6 +105,20 @@ class RoundCosts:
             total = added["flops"] + (known_flops[0].flops if known_flops else 0.0)
             self._ledger.put(tables.Flops(round=report.round, device=device, flops=total))
 
+    def _add_usage(self, device: str, report: Report, added: Mapping[str, float]) -> None:
+        """Peaks are not added up: the largest counts."""
+        if report.peak_mib is None and not added.keys() & {"cpu_s", "connected_s", "retransmitted"}:
+            return
+        known = next(iter(self._ledger.rows(tables.Usage, round=report.round, device=device)),
+                     tables.Usage(round=report.round, device=device))
+        peaks = [peak for peak in (known.peak_mib, report.peak_mib) if peak is not None]
+        again = int(added["retransmitted"]) if "retransmitted" in added else None
+        self._ledger.put(tables.Usage(
+            round=report.round, device=device, cpu_s=_both(known.cpu_s, added.get("cpu_s")),
+            peak_mib=max(peaks, default=None), connected_s=_both(known.connected_s, added.get("connected_s")),
+            retransmitted_bytes=_both(known.retransmitted_bytes, again),
+        ))
+
     def _put_evaluation(self, device: str, round_number: int, evaluation: Evaluation, new: bool) -> None:
         confusion = evaluation.confusion
         accuracy, score = confusion_accuracy(confusion), macro_f1(confusion, classes_present_only=True)
@@ -116,11 +134,17 @@ def _counters(report: Report) -> dict[str, float]:
     counters: dict[str, float] = {f"energy.{entry.phase}": entry.joules for entry in report.energy}
     if report.flops is not None:
         counters["flops"] = report.flops
+    if report.cpu_s is not None:
+        counters["cpu_s"] = report.cpu_s
     if report.traffic is not None:
         traffic = report.traffic
         counters |= {"mqtt.up": traffic.mqtt_up, "mqtt.down": traffic.mqtt_down}
         if traffic.wire_up is not None and traffic.wire_down is not None:
             counters |= {"wire.up": traffic.wire_up, "wire.down": traffic.wire_down}
+        if traffic.connected_s is not None:
+            counters["connected_s"] = traffic.connected_s
+        if traffic.retransmitted is not None:
+            counters["retransmitted"] = traffic.retransmitted
         counters |= {f"payload.{name}": float(traffic.payload[name]) for name in KINDS if name in traffic.payload}
     return counters
 
@@ -146,12 +170,13 @@ def _energy_sum(left: tables.Energy, right: tables.Energy) -> tables.Energy:
                    low=low if modelled else None, high=high if modelled else None)
 
 
-def _sum(left: tables.Traffic, right: tables.Traffic) -> tables.Traffic:
-    def both(a: int | None, b: int | None) -> int | None:
-        return None if a is None and b is None else (a or 0) + (b or 0)
+def _both(a: N | None, b: N | None) -> N | None:
+    return None if a is None and b is None else (a or 0) + (b or 0)
 
+
+def _sum(left: tables.Traffic, right: tables.Traffic) -> tables.Traffic:
     return tables.Traffic(
         round=left.round, device=left.device, direction=left.direction, kind=left.kind,
-        payload_bytes=left.payload_bytes + right.payload_bytes, mqtt_bytes=both(left.mqtt_bytes, right.mqtt_bytes),
-        wire_bytes=both(left.wire_bytes, right.wire_bytes),
+        payload_bytes=left.payload_bytes + right.payload_bytes, mqtt_bytes=_both(left.mqtt_bytes, right.mqtt_bytes),
+        wire_bytes=_both(left.wire_bytes, right.wire_bytes),
     )

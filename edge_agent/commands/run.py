@@ -14,6 +14,7 @@ from edge_agent.commands.watchdog import Watchdog
 from edge_agent.compute.worker import Trainer, TrainerProcess
 from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import Renewal
+from edge_agent.device.process_usage import own_usage
 from edge_agent.device.state import DeviceState
 from edge_agent.device.this_board import limits_of, profile_of, radio_of, remarks, sensor_of, watts_of
 from edge_agent.inference.service import Service
@@ -46,7 +47,8 @@ def run(
     state.check_formats()
     boot, device, service = secrets.token_hex(8), settings.device, service_of(home, settings)
     link = _link(home, settings, boot, plain=plain)
-    limits, accounts = limits_of(home, settings), AgentCosts(_meter(home, settings), radio_of(home, settings))
+    limits = limits_of(home, settings)
+    accounts = AgentCosts(_meter(home, settings), radio_of(home, settings), own_usage)
     for remark in remarks(home, settings):
         log(f"{remark} ('edge-agent doctor' says more)")
     agent = Agent(

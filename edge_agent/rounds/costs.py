@@ -1,12 +1,14 @@
-"""What the agent has spent since its start: payload bytes by kind, floating-point operations, joules by phase."""
+"""What the agent has spent since its start: payload bytes by kind, floating-point operations, joules by phase, CPU
+seconds, memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from edge_agent.device.process_usage import ProcessUsage
 from fleet_core.link import byte_counters
 from fleet_core.power.background_sampling import repeating
 from fleet_core.power.joules_by_phase import JoulesByPhase, Work
@@ -18,9 +20,14 @@ from fleet_core.protocol.round_messages import Cost
 
 
 class AgentCosts:
-    """Counts from the agent's start. Without a meter energy is absent, never 0. radio: models the joules of bytes."""
+    """Counts from the agent's start. Without a meter energy is absent, never 0. radio: models the joules of bytes.
+    usage(): CPU seconds and peak MiB of the agent's processes; absent where several agents share a process."""
 
-    def __init__(self, meter: Meter | None = None, radio: RadioModel | None = None):
+    def __init__(
+        self, meter: Meter | None = None, radio: RadioModel | None = None,
+        usage: Callable[[], ProcessUsage] = ProcessUsage,
+    ):
+        self.usage = usage
         self._book = JoulesByPhase(meter, radio)
         self._open: dict[str, tuple[ExitStack, Work]] = {}
         self._payload: dict[str, int] = {}
@@ -72,7 +79,8 @@ class AgentCosts:
 
     def traffic(self, link: byte_counters.Traffic) -> device_messages.Traffic:
         return device_messages.Traffic(
-            link.mqtt_sent, link.mqtt_received, link.wire_sent, link.wire_received, dict(self._payload)
+            link.mqtt_sent, link.mqtt_received, link.wire_sent, link.wire_received, dict(self._payload),
+            link.retransmitted, link.connected_s,
         )
 
     def cost(self, payload_bytes: int, job: Mapping[str, Any]) -> Cost:

@@ -50,6 +50,7 @@ class Reporter:
         """Sends costs since the start, with ``more`` fields of ``Report``."""
         if self.round is None:
             return
+        usage = self._accounts.usage()
         report = Report(
             round=self.round,
             boot=self._boot,
@@ -58,6 +59,8 @@ class Reporter:
             traffic=self._accounts.traffic(self._link.counters.snapshot()),
             flops=self._accounts.flops,
             new=not self._settings.train.enabled,
+            cpu_s=usage.cpu_s,
+            peak_mib=usage.peak_mib,
             **more,
         )
         self._send(topics.report(self._fleet, self._name), messages.encode(report))

@@ -11,6 +11,7 @@ from fleet_core.protocol.round_messages import UpdateRef
 
 MAX_SOURCE, MAX_ABSENT = 200, 16
 """Characters of a source of joules or of a reason why there are none; reasons in a report."""
+AMOUNT = {"min": 0, "max": 1e12}
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,16 @@ class Energy:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes since the agent started. mqtt: at the socket, before TLS. wire: with TCP and IP headers, or None."""
+    """Bytes since the agent started. mqtt: at the socket, before TLS. wire: with TCP and IP headers, or None.
+    retransmitted: TCP payload that the device sent again, or None. connected_s: seconds with a connection, or None."""
 
     mqtt_up: int = field(default=0, metadata=whole(1 << 60))
     mqtt_down: int = field(default=0, metadata=whole(1 << 60))
     wire_up: int | None = field(default=None, metadata=whole(1 << 60))
     wire_down: int | None = field(default=None, metadata=whole(1 << 60))
     payload: Mapping[str, int] = field(default_factory=dict, metadata=whole(1 << 60))
+    retransmitted: int | None = field(default=None, metadata=whole(1 << 60))
+    connected_s: float | None = field(default=None, metadata=AMOUNT)
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,8 @@ class Report:
     ``chunks`` when retained chunks do not arrive. pending: an update of an older round; the device asks whether it was
     counted. flops: since the agent started. renew: asks for the next certificate; such a report holds nothing else.
     alone: the baseline of the evaluations, None where it was not measured. absent_terms: "term: reason" for what the
-    joules do not include.
+    joules do not include. cpu_s: of the agent and its children since
+    the agent started. peak_mib: most memory that they may have held since.
     """
 
     round: int = field(metadata=ROUND)
@@ -125,6 +130,8 @@ class Report:
     renew: RenewalRequest | None = None
     alone: Alone | None = None
     absent_terms: tuple[str, ...] = field(default=(), metadata={"max_length": MAX_SOURCE})
+    cpu_s: float | None = field(default=None, metadata=AMOUNT)
+    peak_mib: float | None = field(default=None, metadata=AMOUNT)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""CPU seconds of processes and of the whole machine, from Linux's /proc (proc(5))."""
+"""CPU seconds of processes and of the whole machine, and memory of processes, from Linux's /proc (proc(5))."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ def process_cpu_s(root: Path, pid: int) -> float | None:
         return None
     ticks = sum(int(field) for field in own[UTIME : UTIME + 4])
     return ticks / TICKS_PER_S + sum(process_cpu_s(root, child) or 0.0 for child in _children(root, pid))
+
+
+def process_peak_mib(root: Path, pid: int) -> float | None:
+    """Peak resident memory (VmHWM) of a process plus those of its running descendants; None when it has ended."""
+    try:
+        text = (root / "proc" / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    own = next((int(line.split()[1]) for line in text.splitlines() if line.startswith("VmHWM:")), None)
+    if own is None:
+        return None
+    return own / 1024 + sum(process_peak_mib(root, child) or 0.0 for child in _children(root, pid))
 
 
 def process_key(root: Path, pid: int) -> str | None:

@@ -251,6 +251,7 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
 def without_spread(ledger: Ledger) -> None:
     """Undoes version 6."""
     ledger._db.execute("DROP TABLE absent_energy")
+    ledger._db.execute("DROP TABLE usage")
     for column in ("low", "high"):
         ledger._db.execute(f"ALTER TABLE energy DROP COLUMN {column}")
 

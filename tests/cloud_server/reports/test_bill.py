@@ -15,7 +15,7 @@ import pytest
 from cloud_server.commands import cli
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Bytes
-from cloud_server.records.ledger_tables import Device, Energy, Evaluation, Flops, Round, Traffic, Update
+from cloud_server.records.ledger_tables import Device, Energy, Evaluation, Flops, Round, Traffic, Update, Usage
 from cloud_server.records.tariff import Tariff
 from cloud_server.reports import bill, cost_tables, result
 from cloud_server.reports.html_costs import Pricing
@@ -128,12 +128,28 @@ def test_cost_against_accuracy_is_a_running_sum_that_ends_where_a_figure_is_miss
     assert [one.joules for one in bill.reached(built(ledger).rounds)] == [60.0, None, None]
 
 
+def test_cpu_seconds_memory_and_connection_are_of_those_that_report_them(ledger: Ledger) -> None:
+    fill(ledger)
+    for number in (1, 2):
+        ledger.put(Usage(round=number, device="a", cpu_s=2.0, peak_mib=90.0 + number, connected_s=30.0,
+                         retransmitted_bytes=10))
+    a, b, _ = built(ledger).costs
+    assert (a.cpu_s, a.peak_mib, a.connected_s, a.retransmitted_bytes) == (4.0, 92.0, 60.0, 20)
+    assert (b.cpu_s, b.peak_mib, b.connected_s, b.retransmitted_bytes) == (None,) * 4
+    _, (first, second, _, fleet) = cost_tables.device_table(built(ledger))
+    assert first[7:11] == ("4.0 s", "92 MiB", "1 min 00 s", "20 B")
+    assert second[7:11] == fleet[7:11] == ("—",) * 4
+    ledger.put(Usage(round=2, device="b", cpu_s=1.0, peak_mib=80.0))
+    assert cost_tables.device_table(built(ledger))[1][-1][7:11] == ("5.0 s", "92 MiB", "—", "—")
+
+
 def test_tables_show_a_dash_for_what_is_absent(ledger: Ledger) -> None:
     fill(ledger, wire=False, joules=())
     heads, rows = cost_tables.device_table(built(ledger))
     assert heads[0] == "device"
-    assert rows[0] == ("a", "2", "2.00 MB / 4.00 MB", "2.10 MB / 4.20 MB", "—", "10.0 FLOP", "—", "0.500 → 1.000")
-    assert rows[2] == ("silent", "0", *["—"] * 6)
+    assert rows[0] == ("a", "2", "2.00 MB / 4.00 MB", "2.10 MB / 4.20 MB", "—", "10.0 FLOP", *["—"] * 5,
+                       "0.500 → 1.000")
+    assert rows[2] == ("silent", "0", *["—"] * 10)
     assert rows[3][0] == "fleet"
 
 

@@ -1,15 +1,19 @@
-"""What reports of joules add to the ledger: spreads, reasons, and reports of agents of the version before."""
+"""What reports add to the ledger: joules with spreads and reasons, CPU seconds, memory, connected seconds and bytes
+sent again; and reports of agents of the version before."""
 
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Energy
+from cloud_server.records.ledger_tables import VERSION, Device, Energy, Flops, Traffic, Usage
 from cloud_server.rounds.round_costs import RoundCosts
 from fleet_core.base.errors import MessageError
 from fleet_core.base.spread import Spread
@@ -90,3 +94,56 @@ def test_an_impossible_spread_is_refused(spread: str) -> None:
     data = json.dumps(OLD).replace('"measured": false', f'"measured": false, "spread": {spread}')
     with pytest.raises(MessageError, match="spread"):
         messages.decode(Report, data.encode())
+
+
+def usage_report(number: int, boot: str = "one", **figures: Any) -> Report:
+    traffic = {key: figures.pop(key) for key in ("connected_s", "retransmitted") if key in figures}
+    return Report(round=number, boot=boot, traffic=device_messages.Traffic(10, 10, **traffic), **figures)
+
+
+def test_a_round_gets_the_difference_and_the_largest_peak(ledger: Ledger) -> None:
+    costs = RoundCosts(ledger, lambda: 0.0)
+    costs.report("d0", usage_report(1, cpu_s=2.0, peak_mib=80.0, connected_s=10.0, retransmitted=5))
+    costs.report("d0", usage_report(1, cpu_s=3.0, peak_mib=90.0, connected_s=15.0, retransmitted=5))
+    costs.report("d0", usage_report(2, cpu_s=7.0, peak_mib=90.0, connected_s=40.0, retransmitted=25))
+    costs.report("d0", usage_report(2, boot="two", cpu_s=1.0, peak_mib=70.0, connected_s=1.0, retransmitted=0))
+    assert ledger.rows(Usage) == [
+        Usage(round=1, device="d0", cpu_s=3.0, peak_mib=90.0, connected_s=15.0, retransmitted_bytes=5),
+        Usage(round=2, device="d0", cpu_s=5.0, peak_mib=90.0, connected_s=26.0, retransmitted_bytes=20),
+    ]
+    assert ledger.usage() == {"d0": {"cpu_s": 8.0, "connected_s": 41.0, "retransmitted_bytes": 25, "peak_mib": 90.0}}
+
+
+def test_a_report_that_comes_twice_adds_nothing(ledger: Ledger) -> None:
+    costs = RoundCosts(ledger, lambda: 0.0)
+    for _ in range(3):
+        costs.report("d0", usage_report(1, cpu_s=2.0, connected_s=10.0))
+    assert ledger.rows(Usage) == [Usage(round=1, device="d0", cpu_s=2.0, connected_s=10.0)]
+
+
+def test_a_report_of_an_older_agent_is_read_and_leaves_no_row(ledger: Ledger) -> None:
+    old = b'{"round":1,"boot":"one","traffic":{"mqtt_up":5,"mqtt_down":6,"payload":{}},"flops":3.0}'
+    RoundCosts(ledger, lambda: 0.0).report("d0", messages.decode(Report, old))
+    assert ledger.rows(Usage) == []
+    assert [row.mqtt_bytes for row in ledger.rows(Traffic)] == [6, 5]
+    assert [row.flops for row in ledger.rows(Flops)] == [3.0]
+
+
+def test_figures_that_a_device_does_not_have_are_not_in_its_report() -> None:
+    text = messages.encode(usage_report(1))
+    for key in (b"cpu_s", b"peak_mib", b"connected_s", b"retransmitted"):
+        assert key not in text
+
+
+def test_a_ledger_of_the_version_before_gets_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "old.sqlite"
+    with Ledger(path) as made:
+        made.put(Device(name="d0"))
+    with closing(sqlite3.connect(path)) as old:
+        old.executescript("""
+            DROP TABLE usage; DROP TABLE absent_energy; ALTER TABLE energy DROP COLUMN low;
+            ALTER TABLE energy DROP COLUMN high; PRAGMA user_version = 5;""")
+    with Ledger(path) as opened:
+        opened.put(Usage(round=1, device="d0", cpu_s=1.0))
+        assert opened.device("d0") is not None
+        assert opened._pragma("user_version") == VERSION
