@@ -91,6 +91,10 @@ def trimmed(state: dict[str, bytes]) -> dict[str, bytes]:
         ("pfedhn", PLAIN, "int8"),
         ("pfedgp", EPISODES, "int8"),
         ("metavers", {**EPISODES, "shots": 0}, "int8"),
+        ("pfldyn-proto", EPISODES, "int8-random"),
+        ("pfldyn-proto", EPISODES, "topk-10"),
+        ("scaffold", {**PLAIN, "finetune_steps": 2}, "lowrank"),
+        ("fedper", PLAIN, "int4"),
     ],
 )
 def test_a_run_computes_what_a_fleet_of_real_agents_computes(
