@@ -7,7 +7,7 @@ whole; bytes a round are those of a device, up and down, from round 2 on.
     python benchmarks/cost/codecs.py --runs FOLDER [--minutes 15] [--jobs 1]
 
 Runs that have ended in FOLDER are kept, so that the same command goes on. After each codec it writes result.json and
-the tables in README.md, beside this file.
+the table in README.md, beside this file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -30,29 +30,21 @@ from fleet_core.base.errors import RoundError
 from fleet_core.codecs.registry import CODECS
 
 HERE = Path(__file__).parent
-SEEDS, ROUNDS, OTHER_WAY = (0, 1, 2), 30, "fp32"
-Ways = tuple[str, str]
+SEEDS, ROUNDS = (0, 1, 2), 30
+FIRST = ("fp32", "int8", "topk-10", "topk-1", "int4", "ternary", "lowrank", "topk-01", "mask")
+"""Codecs in the order in which they are run; the others follow."""
 
 
-def pairs() -> Iterator[Ways]:
-    """(up, down) of every comparison: the same codec both ways, then one way with the other exact."""
-    names = list(CODECS)
-    yield from ((name, name) for name in names)
-    for name in names[1:]:
-        yield name, OTHER_WAY
-        yield OTHER_WAY, name
-
-
-def experiment(ways: Ways, seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS) -> experiments.Experiment:
+def experiment(codec: str, seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS) -> experiments.Experiment:
     return experiments.read({
-        "seeds": list(seeds), "codec_up": ways[0], "codec_down": ways[1], "data": {"set": "heartbeat"},
+        "seeds": list(seeds), "codec_up": codec, "codec_down": codec, "data": {"set": "heartbeat"},
         "partition": {"kind": "natural", "options": {"split": "time", "train_fraction": 0.6}},
         "model": {"name": "cnn1d"}, "budget": {"rounds": rounds},
         "evaluation": {"every": 0, "within_training": True}, "method": [{"name": "pfldyn-proto"}],
     })
 
 
-def row(ways: Ways, folders: Sequence[Path]) -> dict[str, Any]:
+def row(codec: str, folders: Sequence[Path]) -> dict[str, Any]:
     """Figures of the runs that have ended: macro-F1 by seed, and mean bytes of one device in one round after the
     first."""
     ended = [Store(folder).result() for folder in folders if Store(folder).done]
@@ -61,15 +53,15 @@ def row(ways: Ways, folders: Sequence[Path]) -> dict[str, Any]:
         way: mean(one["payload_bytes"][way] / one["participants"] for one in later) if later else None
         for way in ("up", "down")
     }
-    return {"up": ways[0], "down": ways[1], "macro_f1": [result["evaluated"]["macro_f1"] for result in ended],
-            "bytes": sent, "failed": len(folders) - len(ended)}
+    return {"codec": codec, "macro_f1": [result["evaluated"]["macro_f1"] for result in ended], "bytes": sent,
+            "failed": len(folders) - len(ended)}
 
 
 def compute(runs: Path, minutes: float, jobs: int) -> list[dict[str, Any]]:
-    """Rows in the order of ``pairs``, as many as the time allows; the last one begun is completed."""
+    """A row per codec, as many as the time allows; the last one begun is completed."""
     rows, until = [], time.monotonic() + 60 * minutes
-    for ways in pairs():
-        out, asked = runs / f"{ways[0]}-{ways[1]}", experiment(ways)
+    for codec in dict.fromkeys((*FIRST, *CODECS)):
+        out, asked = runs / codec, experiment(codec)
         folders = [out / run.name for run in experiments.runs(asked)]
         if not all(Store(folder).done for folder in folders):
             if time.monotonic() > until:
@@ -78,30 +70,28 @@ def compute(runs: Path, minutes: float, jobs: int) -> list[dict[str, Any]]:
                 simulation.simulate(asked, out, simulation.Options("local", jobs, "cpu"))
             except RoundError as error:
                 processes.say(str(error))
-        rows.append(row(ways, folders))
+        rows.append(row(codec, folders))
         processes.say(json.dumps(rows[-1]))
         write(rows)
     return rows
 
 
 def write(rows: Sequence[dict[str, Any]], folder: Path = HERE) -> None:
-    """result.json and the tables of README.md."""
-    storage.write_json(folder / "result.json", {"rounds": ROUNDS, "seeds": list(SEEDS), "rows": list(rows)})
+    """result.json and the table of README.md, in the order of ``metafleet codecs``."""
+    rows = sorted(rows, key=lambda one: list(CODECS).index(one["codec"]))
+    storage.write_json(folder / "result.json", {"rounds": ROUNDS, "seeds": list(SEEDS), "rows": rows})
     page = folder / "README.md"
-    page.write_text(markdown.filled(page.read_text(encoding="utf-8"), tables(rows)), encoding="utf-8")
+    page.write_text(markdown.filled(page.read_text(encoding="utf-8"), {"codecs": table(rows)}), encoding="utf-8")
 
 
-def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    head = ("up", "down", "bytes up", "bytes down", "macro-F1", "spread", "seeds")
-    both = [line(one) for one in rows if one["up"] == one["down"]]
-    one_way = [line(one) for one in rows if one["up"] != one["down"]]
-    return {"both-ways": markdown.table(head, both), "one-way": markdown.table(head, one_way)}
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    return markdown.table(("codec", "bytes up", "bytes down", "macro-F1", "spread", "seeds"), map(line, rows))
 
 
 def line(one: dict[str, Any]) -> tuple[str, ...]:
     figures, sent = one["macro_f1"], one["bytes"]
     return (
-        one["up"], one["down"], *(f"{sent[way]:,.0f}" if sent[way] else "-" for way in ("up", "down")),
+        f"`{one['codec']}`", *(f"{sent[way]:,.0f}" if sent[way] else "-" for way in ("up", "down")),
         f"{mean(figures):.3f}" if figures else "diverged", f"{stdev(figures):.3f}" if len(figures) > 1 else "-",
         str(len(figures)) + (f", {one['failed']} diverged" if one["failed"] else ""),
     )
