@@ -107,6 +107,7 @@ class DeviceFile:
     personalize: Mapping[str, Any] = field(default_factory=dict)
     serve: Mapping[str, Any] = field(default_factory=dict)
     power: Mapping[str, Any] = field(default_factory=dict)
+    radio: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def host(self) -> str:
@@ -117,7 +118,7 @@ class DeviceFile:
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
         """The tables to copy to the device's device.toml, without empty ones."""
-        named = ("data", "train", "personalize", "serve", "power")
+        named = ("data", "train", "personalize", "serve", "power", "radio")
         return {name: dict(getattr(self, name)) for name in named if getattr(self, name)}
 
     def masked(self) -> DeviceFile:
