@@ -66,7 +66,8 @@ def _of_fleet(file: Path, devices: int | None) -> Asked:
         label=settings.fleet.name, method=fleet.method, hyper=fleet.hyper, layout=layout, rounds=settings.fleet.rounds,
         devices=devices or train, newcomers=new, cohort=settings.fleet.cohort, codec_up=fleet.codec_up,
         codec_down=fleet.codec_down, serve_every=settings.fleet.serve_every, graph_bytes=graph_bytes,
-        first=fleet.first(layout) if made else None, chunk_bytes=settings.link.chunk_bytes, fleet=settings.fleet.name,
+        first=fleet.first(layout) if made else None, seed=settings.fleet.seed,
+        chunk_bytes=settings.link.chunk_bytes, fleet=settings.fleet.name,
     )
 
 
@@ -99,6 +100,7 @@ def _of_experiment(file: Path, devices: int | None) -> tuple[list[Asked], str | 
     from cloud_server.laboratory.run import experiment as experiments
     from cloud_server.laboratory.run import workload as workloads
     from cloud_server.laboratory.run.planned_costs import Asked
+    from fleet_core.learning import models
 
     loaded = experiments.load(file)
     workload = workloads.build(loaded)
@@ -107,7 +109,8 @@ def _of_experiment(file: Path, devices: int | None) -> tuple[list[Asked], str | 
     runs = {run.label: run for run in experiments.runs(loaded)}
     every = Asked(label="", method=next(iter(runs.values())).method, hyper=None, layout=layout,
                   rounds=loaded.budget.rounds, devices=devices or len(workload.train), cohort=loaded.cohort,
-                  codec_up=loaded.codec_up, codec_down=loaded.codec_down, labels=labels)
+                  codec_up=loaded.codec_up, codec_down=loaded.codec_down, labels=labels,
+                  first=models.initial(layout, loaded.seeds[0]), seed=loaded.seeds[0])
     found = []
     for run in runs.values():
         up, down = (codec if codec == experiments.PLAIN or run.method.cumulative else "fp32"

@@ -41,12 +41,12 @@ def encode_model(
     model: Params, before: Checkpoint, codec: str, layout: Layout, groups: tuple[str, ...], seed: int
 ) -> Encoded:
     """``model`` (float64), plus what was lost ``before``, as a delta to what devices hold; whole in the first round.
-    seed: of the fleet or run, for a codec that draws."""
+    seed: of the fleet or run, for a codec that draws and for first weights that were drawn from it."""
     held = before.published
     target = model if before.lost is None else trees.add(model, before.lost)
     if not held:
-        data = payloads.encode("fp32", target)
-        return Encoded(data, "fp32", False, payloads.decode("fp32", data, layout, groups), None)
+        form, data = payloads.encode_whole(target, seed)
+        return Encoded(data, form, False, payloads.decode(form, data, layout, groups), None)
     delta = _difference(target, held)
     data = payloads.encode(codec, delta, (seed, before.round + 1, 0))
     read = delta if registry.codec(codec).lossless else payloads.decode(codec, data, layout, groups)
@@ -94,13 +94,18 @@ class ModelsDown:
     def training(
         self, target: Params, before: Checkpoint, number: int, lacks: Callable[[str], bool]
     ) -> tuple[ModelRef, Encoded]:
-        """The model of round ``number``; whole as well when some device ``lacks(base)`` the base of its delta."""
+        """The model of round ``number``; whole as well when some device ``lacks(base)`` the base of its delta.
+
+        First weights as a seed name themselves as their base: agents that do not know ``drawn`` take the whole.
+        """
         made = encode_model(
             target, before, self._codec, self._layout, self._method.down, self._config.fleet.seed
         )
         base = self._identity(before.published) if made.delta and before.published is not None else None
-        full = self._whole(made.decoded) if base is not None and lacks(base) else None
         model = self._identity(made.decoded)
+        if made.codec == registry.DRAWN.name:
+            base = model
+        full = self._whole(made.decoded) if base is not None and lacks(base) else None
         return ModelRef(model, self.blob(made.data), made.codec, base=base, full=full, round=number), made
 
     def add_whole(self, opened: OpenRound) -> bool:

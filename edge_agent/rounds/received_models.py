@@ -10,6 +10,7 @@ from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference.service import Service
 from fleet_core.base.errors import CodecError
 from fleet_core.codecs import payloads
+from fleet_core.codecs.registry import DRAWN
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import Manifest, ModelRef
 
@@ -42,8 +43,8 @@ class Models:
         return self._home.weights("model") if self._home.held("model") == model else None
 
     def blob_for(self, ref: ModelRef) -> Blob | None:
-        """The delta where the device holds its base, else the whole model, else None."""
-        return ref.blob if ref.base in (None, self.base) else ref.full
+        """The delta where the device holds its base, first weights as a seed, else the whole model, else None."""
+        return ref.blob if ref.codec == DRAWN.name or ref.base in (None, self.base) else ref.full
 
     def take_training(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
         """Raises CodecError for a blob that is not the announced model. A delta that does not fit drops the base, so
@@ -82,6 +83,6 @@ class Models:
 
     def _as_delta(self, ref: ModelRef, blob_id: str) -> bool:
         """Whether the blob is a delta. One from zeros has the same bytes, and id, as the whole model."""
-        if ref.base is None or blob_id != ref.blob.id:
+        if ref.base is None or blob_id != ref.blob.id or ref.codec == DRAWN.name:
             return False
         return ref.full is None or blob_id != ref.full.id or self.base == ref.base

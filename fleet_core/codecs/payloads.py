@@ -12,7 +12,7 @@ from fleet_core.base import storage, trees
 from fleet_core.base.errors import CodecError, StateError
 from fleet_core.base.trees import Params
 from fleet_core.codecs.interface import Array, Seed
-from fleet_core.codecs.registry import codec
+from fleet_core.codecs.registry import DRAWN, codec
 from fleet_core.model.layout import Layout
 
 
@@ -26,6 +26,15 @@ def encode(name: str, params: Params, seed: Seed = (0,)) -> bytes:
         if not np.isfinite(arrays[key]).all():
             raise CodecError(f"array {key} holds a value that is not finite")
     return codec(name).encode(arrays, seed)
+
+
+def encode_whole(params: Params, seed: int) -> tuple[str, bytes]:
+    """(codec, bytes) of float32 weights, exact, that a device decodes without other weights. seed: of the fleet, which
+    is enough for weights that were drawn from it."""
+    try:
+        return DRAWN.name, encode(DRAWN.name, params, (seed,))
+    except CodecError:
+        return "fp32", encode("fp32", params)
 
 
 def decode(name: str, data: bytes, layout: Layout, groups: tuple[str, ...]) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fleet_core.base import schema
 from fleet_core.base.errors import CodecError
+from fleet_core.codecs.drawn_weights import DrawnWeights
 from fleet_core.codecs.fp32 import Fp32
 from fleet_core.codecs.half_precision import Bf16, Fp16
 from fleet_core.codecs.int4 import Int4
@@ -22,10 +23,15 @@ ALL: tuple[Codec, ...] = (
 )
 
 CODECS: dict[str, Codec] = {c.name: c for c in ALL}
+"""Those that a user can choose."""
+
+DRAWN = DrawnWeights()
 
 
 def codec(name: str) -> Codec:
-    """Raises CodecError for a name that is not in ``CODECS``."""
+    """One of ``CODECS``, or ``DRAWN``. Raises CodecError for another name."""
+    if name == DRAWN.name:
+        return DRAWN
     if name not in CODECS:
         near = schema.suggest(name, CODECS)
         raise CodecError(f"unknown codec '{name[:40]}'" + (f" (did you mean '{near}'?)" if near else ""),

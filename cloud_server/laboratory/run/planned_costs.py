@@ -36,8 +36,8 @@ ACKNOWLEDGED_BYTES = 4  # PUBACK
 class Asked:
     """A run to plan. layout: of the model. devices: that train. newcomers: that are only served. cohort: 0 for all.
     serve_every: 0 if no model is served. graph_bytes: of the graph bundle, None if it is not made yet. first: the first
-    weights, None for any. Codecs may be ``none``, as in experiments. labels: of the devices' training samples; empty
-    for ``PER_CLASS`` of each class."""
+    weights, None for any. seed: of the fleet. Codecs may be ``none``, as in experiments. labels: of the devices'
+    training samples; empty for ``PER_CLASS`` of each class."""
 
     label: str
     method: Method
@@ -52,6 +52,7 @@ class Asked:
     serve_every: int = 0
     graph_bytes: int | None = None
     first: Params | None = None
+    seed: int = 0
     chunk_bytes: int = 0
     fleet: str = ""
     labels: Sequence[Any] = ()
@@ -147,7 +148,8 @@ class _Sizes:
         first = self._asked.first
         if first is None or self._asked.codec_down == PLAIN:
             return self._size("fp32" if self._asked.codec_down != PLAIN else PLAIN, self._method.down)
-        return len(payloads.encode("fp32", {group: first[group] for group in self._method.down if group in first}))
+        groups = {group: first[group] for group in self._method.down if group in first}
+        return len(payloads.encode_whole(groups, self._asked.seed)[1])
 
     def _size(self, codec: str, groups: tuple[str, ...]) -> int:
         """Bytes of these groups, encoded."""
