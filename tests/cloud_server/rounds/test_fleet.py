@@ -1431,7 +1431,7 @@ def test_a_device_that_lacks_the_base_gets_the_whole_model_and_ends_with_the_sam
     for number in range(1, 9):
         assert w.pump(lambda n=number: w.closed() >= n)
         manifest = next(a.manifest for a in w.agents.values() if a.manifest is not None)
-        full += [number] if manifest.model.full is not None else []
+        full += [number] if number > 1 and manifest.model.full is not None else []
         cohort = w.server.ledger.rows(Round, round=number)[0].cohort
         cohorts.add(cohort)
         held = {payloads.identity(w.agents[name].home.weights("model").params) for name in cohort}
@@ -1441,6 +1441,18 @@ def test_a_device_that_lacks_the_base_gets_the_whole_model_and_ends_with_the_sam
     assert all(len(c) == 2 for c in cohorts)
     assert w.pump(lambda: finished(w) and settled(w))
     check_duals(w, feedback=True)
+
+
+def test_the_first_model_goes_as_a_seed_and_whole_to_an_agent_of_the_version_before(fleet):
+    w = fleet(rounds=1)
+    start(w, "d0", "d1", "d2")
+    old = w.agents["d1"]._models
+    old.blob_for = lambda ref: ref.blob if ref.base in (None, old.base) else ref.full
+    assert w.pump(lambda: finished(w))
+    down = {t.device: t.payload_bytes for t in w.server.ledger.rows(Traffic, round=1, direction="down", kind="model")}
+    assert down["d0"] == down["d2"] < 300
+    assert down["d1"] > 5 * down["d0"]
+    assert {name: statuses(w, 1)[name] for name in down} == dict.fromkeys(("d0", "d1", "d2"), "counted")
 
 
 def test_a_device_that_lost_its_weights_asks_for_the_whole_model(fleet):
