@@ -43,30 +43,6 @@ class AdapterProcess(Child):
         super().__init__("adapter", ["edge_agent.compute.adapter"], {})
 
 
-class InlineAdapter:
-    """The adapter in the caller's process, for a whole fleet in one process."""
-
-    def __init__(self) -> None:
-        self._done: Done | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self._done is not None
-
-    def submit(self, job: Job) -> None:
-        self._done = handle(job)
-
-    def poll(self) -> Done | None:
-        done, self._done = self._done, None
-        return done
-
-    def descriptors(self) -> tuple[int, ...]:
-        return ()
-
-    def stop(self) -> None:
-        self._done = None
-
-
 def job(graph: Path, weights: str, model: str, data: LocalData, steps: int, rate: float | None) -> Job:
     """weights: a name for ``DeviceState.weights``; they must be ``model``. rate None: learned rates."""
     return Job("adapt", {

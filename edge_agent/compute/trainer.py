@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from edge_agent.compute import update
-from edge_agent.compute.worker import Done, Job, parse_frame, write_result
+from edge_agent.compute.worker import Done, Inline, Job, parse_frame, write_result
 from edge_agent.device.local_samples import LocalData
 from edge_agent.device.manifest_method import capped, cut, hyper_of, method_of, wire
 from edge_agent.device.slots import Slots
@@ -158,30 +158,12 @@ class Order:
         return wire(self.layout, self.method).ordered(held.params)
 
 
-class InlineTrainer:
-    """The trainer in the caller's process, with ``threads`` threads: for a whole fleet in one process."""
+class InlineTrainer(Inline):
+    """The trainer in the caller's process, with ``threads`` threads."""
 
     def __init__(self, threads: int = 1, workshop: TrainerJobs | None = None) -> None:
         torch.set_num_threads(threads)
-        self._workshop = workshop or TrainerJobs()
-        self._done: Done | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self._done is not None
-
-    def submit(self, job: Job) -> None:
-        self._done = self._workshop.handle(job)
-
-    def poll(self) -> Done | None:
-        done, self._done = self._done, None
-        return done
-
-    def descriptors(self) -> tuple[int, ...]:
-        return ()
-
-    def stop(self) -> None:
-        self._done = None
+        super().__init__((workshop or TrainerJobs()).handle)
 
 
 def peak_mib() -> float:

@@ -11,7 +11,7 @@ import json
 import os
 import struct
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
@@ -194,6 +194,31 @@ class TrainerProcess(Child):
     def __init__(self, threads: int = 1):
         environ = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         super().__init__("trainer", ["edge_agent.compute.trainer", "--threads", str(threads)], environ)
+
+
+class Inline:
+    """A worker in the caller's process, for a whole fleet in one process. handle: does a job."""
+
+    def __init__(self, handle: Callable[[Job], Done]) -> None:
+        self._handle = handle
+        self._finished: Done | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._finished is not None
+
+    def submit(self, job: Job) -> None:
+        self._finished = self._handle(job)
+
+    def poll(self) -> Done | None:
+        finished, self._finished = self._finished, None
+        return finished
+
+    def descriptors(self) -> tuple[int, ...]:
+        return ()
+
+    def stop(self) -> None:
+        self._finished = None
 
 
 def _stream(stream: Any) -> Any:

@@ -25,7 +25,6 @@ class Array(Protocol):
     def sum(self) -> Any: ...
 
 
-Named = Mapping[str, Any]
 Params = Mapping[str, Mapping[str, Any]]
 
 _SIDE_BY_SIDE = ContextVar("side_by_side", default=False)

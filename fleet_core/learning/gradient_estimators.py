@@ -247,11 +247,6 @@ def entropy(network: nn.Module, x: Tensor, y: Tensor) -> Loss:
     return lambda w: losses.cross_entropy(outputs(network, w, x, "predict"), y)
 
 
-def estimator(adaptation: str, network: nn.Module, classes: int, hyper: Any) -> Callable[[Episode], Gradient]:
-    """The estimator of ``adaptation`` for one client. hyper: for MAML it has inner_lr and inner_steps."""
-    return Estimators(network, classes, hyper).of(adaptation)
-
-
 def recorded(gradient: Gradient, values: list[Tensor]) -> GradFn:
     """``gradient`` as a ``GradFn`` that appends the loss to ``values``."""
 

@@ -11,7 +11,6 @@ from fleet_core.base.spread import Spread
 
 WORKING = ("train", "adapt", "serve", "radio", "other")
 PHASES = (*WORKING, "idle")
-TERMS = ("compute", "idle", "radio")
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
 from edge_agent.commands.run import service_of
-from edge_agent.compute.adapter import InlineAdapter
+from edge_agent.compute import adapter
 from edge_agent.compute.trainer import InlineTrainer
-from edge_agent.compute.worker import Done, Job, Trainer
+from edge_agent.compute.worker import Done, Inline, Job, Trainer
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent, will
 from edge_agent.rounds.costs import AgentCosts
@@ -149,7 +149,7 @@ class World:
         trainer = Bench() if torch_is_there else None
         agent = Agent(
             settings, home, link, service_of(home.folder, settings), AgentCosts(), trainer, boot=boot,
-            limits=limits, adapter=InlineAdapter(), clock=self.clock, now_ms=self.clock.ms,
+            limits=limits, adapter=Inline(adapter.handle), clock=self.clock, now_ms=self.clock.ms,
             log=lambda line: self.lines.append(f"{name}: {line}"),
         )
         self.agents[name] = agent

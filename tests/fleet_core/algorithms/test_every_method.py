@@ -693,7 +693,7 @@ class Dies(InlineTrainer):
     def submit(self, job: Job) -> None:
         super().submit(job)
         if job.kind == "adapt" and not self.died:
-            self.died, self._done = True, Done(job.kind, {}, error="the trainer process ended with exit code -9")
+            self.died, self._finished = True, Done(job.kind, {}, error="the trainer process ended with exit code -9")
 
 
 def test_a_device_whose_trainer_died_over_its_own_weights_makes_them_when_it_is_asked_again(fleet) -> None:
