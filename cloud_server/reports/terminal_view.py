@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,8 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Group
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -36,6 +34,7 @@ from cloud_server.reports.formatting import (
 )
 from cloud_server.reports.result import Result, RoundFigures, Sums, round_figures
 from cloud_server.reports.scores import Score
+from fleet_core.base import terminal
 from fleet_core.power.meter import WORKING
 
 SHOWN_DEVICES = 20
@@ -113,10 +112,7 @@ class LiveView:
         self._settle_s = settle_s
         self._seen: dict[int, float] = {}
         self._untold: list[RoundFigures] = []
-        self._live: Live | None = None
-        if self.stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
-            console = Console(file=self.stream)
-            self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._live = terminal.live(self.stream)
 
     def __enter__(self) -> LiveView:
         if self._live:

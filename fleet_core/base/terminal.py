@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from fleet_core import __version__
 from fleet_core.base import processes
 
 if TYPE_CHECKING:
     import typer
+    from rich.live import Live
 
 
 def application(description: str) -> typer.Typer:
@@ -55,6 +56,17 @@ def main(app: Callable[..., Any]) -> None:
 def date(unix_s: float | None) -> str:
     """Unix seconds as local date and time, in ISO 8601 to the second; empty for None."""
     return "" if unix_s is None else datetime.fromtimestamp(unix_s).astimezone().isoformat(" ", "seconds")
+
+
+def live(stream: TextIO) -> Live | None:
+    """A display that the caller redraws in place, on a terminal; None where plain lines are wanted: elsewhere, with
+    NO_COLOR, and on a dumb terminal. Needs rich."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return None
+    from rich.console import Console
+    from rich.live import Live
+
+    return Live(console=Console(file=stream), auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
 
 
 def show(value: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +9,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TextIO
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from cloud_server.reports.formatting import plain_text, seconds_text, share_text
+from fleet_core.base import terminal
 
 SHOWN_RUNS = 16
 LINE_EVERY_S = 10.0
@@ -53,10 +52,7 @@ class Progress:
         self._first_s: float | None = None
         self._rounds_timed, self._drawn_s = 0, 0.0
         self._stream = stream or sys.stderr
-        self._live: Live | None = None
-        if self._stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
-            console = Console(file=self._stream)
-            self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._live = terminal.live(self._stream)
 
     def __enter__(self) -> Progress:
         if self._live:
