@@ -14,7 +14,6 @@ import argparse
 import numpy as np
 import torch
 
-from edge_agent.inference.predictor import Prototypes
 from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import ClientState, Payload, Update
 from fleet_core.algorithms.methods.registry import METHODS
@@ -25,6 +24,7 @@ from fleet_core.data.samples import Samples
 from fleet_core.data.time_split import by_time
 from fleet_core.learning import local_training, models
 from fleet_core.model.layout import InputSpec
+from fleet_core.personalization.nearest import Prototypes
 
 METHOD = METHODS["pfldyn-proto"]
 NETWORK = models.build(LAYOUT := models.describe("cnn1d", InputSpec((3, 128)), heartbeat.CLASSES, {}))

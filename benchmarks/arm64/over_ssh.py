@@ -167,7 +167,7 @@ def checkout(folder: Path, version: str, *, broken: bool = False) -> Path:
     init = folder / "fleet_core" / "__init__.py"
     init.write_text(init.read_text().replace(f'"{__version__}"', f'"{version}"'))
     if broken:
-        start = folder / "edge_agent" / "start.py"
+        start = folder / "edge_agent" / "commands" / "start.py"
         start.write_text(start.read_text().replace("from __future__ import annotations",
                                                    'from __future__ import annotations\n\nraise SystemExit("broken")'))
     return folder

@@ -136,12 +136,12 @@ def main() -> None:
                 figures.setdefault((*job[:2], repr(job[2]), what), []).append(figure)
             told = f"{number}/{len(jobs)} {' '.join(map(str, job[:3]))} seed {job[4]}: {found}"
             print(told, file=sys.stderr, flush=True)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"model": key[0], "method": key[1], "hyper": key[2], "judged": key[3], "macro_f1": values,
          "mean": float(np.mean(values))}
         for key, values in figures.items()
     ]
-    rows.sort(key=lambda row: (row["method"], -float(row["mean"])))
+    rows.sort(key=lambda row: (row["method"], -row["mean"]))
     write_json(options.out, {"rounds": options.rounds, "seeds": options.seeds, "candidates": rows})
     for row in rows:
         print(f"{row['model']:8} {row['method']:14} {row['mean']:.3f}  {row['judged']:28} {row['hyper']}")

@@ -14,13 +14,18 @@ import time
 
 import numpy as np
 import paho.mqtt.client as mqtt
+from paho.mqtt.enums import CallbackAPIVersion
 
 
 def connect(host: str, port: int, *topics: str) -> tuple[mqtt.Client, queue.Queue[tuple[str, bytes]]]:
+    def subscribe(*_: object) -> None:
+        for topic in topics:
+            client.subscribe(topic, 1)
+
     inbox: queue.Queue[tuple[str, bytes]] = queue.Queue()
-    client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
-    client.on_message = lambda _client, _data, message: inbox.put((message.topic, message.payload))
-    client.on_connect = lambda *_: [client.subscribe(topic, 1) for topic in topics]
+    client = mqtt.Client(CallbackAPIVersion.VERSION2)
+    client.on_message = lambda _client, _data, message: inbox.put((message.topic, bytes(message.payload)))
+    client.on_connect = subscribe
     client.connect(host, port)
     client.loop_start()
     return client, inbox

@@ -196,7 +196,7 @@ def write(folder: Path, name: str, seed: int = 0) -> Path:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial.npz")
-        np.savez(partial, **generated(name, seed))
+        np.savez(partial, allow_pickle=False, **generated(name, seed))
         partial.replace(path)
     return path
 

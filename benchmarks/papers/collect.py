@@ -38,7 +38,7 @@ from fleet_core.base.errors import DataError
 
 FORMAT = 1
 NO_FIGURES = ("round", "loss", "participants", "refused", "models_transmitted", "models_transmitted_paper",
-              "payload_bytes", "flops", "energy_j", "errors", "seconds", "devices", "not_judged")
+              "payload_bytes", "flops", "energy_j", "errors", "seconds", "devices", "not_evaluated", "not_judged")
 """Of a line of ``rounds.jsonl``: what is no figure of how well the devices do."""
 
 Row = Mapping[str, Any]

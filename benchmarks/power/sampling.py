@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 from edge_agent.rounds.costs import AgentCosts  # noqa: E402
 from fleet_core.board.profile import Power  # noqa: E402
 from fleet_core.power.choose_meter import sensor_of  # noqa: E402
-from fleet_core.power.sampled_meter import Sampled  # noqa: E402
+from fleet_core.power.sampled_meter import Sampled, SampledCounter  # noqa: E402
 from tests.support import boards  # noqa: E402
 
 PROGRAM = '#include <stdio.h>\nint main(void) {{ fputs({text}, stdout); return 0; }}\n'
@@ -58,9 +58,10 @@ def run(sensor: str, chunks_a_second: int, seconds: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = tree(Path(folder), sensor)
         meter = Sampled(sensor_of(power_of(sensor), root), 1.0)
-        samples = meter._share._counter
+        counter = meter._share._counter
+        assert isinstance(counter, SampledCounter)
         with_meter = loop(AgentCosts(meter), chunks_a_second, seconds)
-        readings = getattr(samples, "readings", None)
+        readings = counter.readings
         without = loop(AgentCosts(None), chunks_a_second, seconds)
         print(json.dumps({
             "sensor": sensor, "chunks_a_second": chunks_a_second, "readings_a_second": round(readings / seconds, 2),

@@ -93,7 +93,7 @@ def flower_updates(name: str, form: str) -> dict[str, float]:
         quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_HOME": home,
                  "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
         rounds = workload.rounds + 1
-        command = [python_of(PEER, HERE), "-m", "benchmarks.simulation.flower", name, str(rounds), form]
+        command = [str(python_of(PEER, HERE)), "-m", "benchmarks.simulation.flower", name, str(rounds), form]
         with subprocess.Popen(
             command, env={**os.environ, **quiet}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         ) as process:
