@@ -1,6 +1,6 @@
 """How far PFLDyn's judged model, a running mean, is from what Acar et al. judge: the mean of all latest device models.
 
-    python benchmarks/judged_model.py [--active 4 --rounds 30 --seed 0]
+    python benchmarks/served_model.py [--active 4 --rounds 30 --seed 0]
 
 The eight patients of the heartbeat set as devices, in one process. Every five rounds: the distance of the two models
 relative to how far the mean has come from the first weights, and for both the accuracy and macro-F1 of prototypes on
