@@ -1,6 +1,6 @@
 """The bare floor of the overhead benchmark: whole tensors over paho with the same training step, and nothing else.
 
-No codec, no check, no state, no record: what a round costs when only the work itself is done. ``run.py`` starts it.
+No codec, no checks, no state, no records: the cost of a round's bare work. ``run.py`` starts it.
 
     python -m benchmarks.overhead.floor server HOST PORT DEVICES ROUNDS    prints every round's end, Unix seconds
     python -m benchmarks.overhead.floor device HOST PORT INDEX

@@ -1,4 +1,4 @@
-"""The training step that floor and peers take, each in a process of its own: the only place where they load torch."""
+"""The training step of floor and peers; only the processes of devices import this module, because it loads torch."""
 
 from __future__ import annotations
 
