@@ -46,7 +46,7 @@ def _cut(world: Scene, notes: Notes) -> None:
 
 def _trains(world: Scene) -> bool:
     """Whether the board's trainer runs, which ends between rounds."""
-    return world.on_board("pgrep -f [e]dge_agent.trainer || true").strip() != ""
+    return world.on_board("pgrep -f [e]dge_agent.compute.trainer || true").strip() != ""
 
 
 def _goes_on(world: Scene, notes: Notes, state: dict[str, str]) -> None:

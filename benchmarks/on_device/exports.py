@@ -1,9 +1,9 @@
-"""Every method on every model family: what of it becomes a graph that passes the export gate, and what is said if not.
+"""Every method on every model family: what becomes a graph that passes the export gate, and the message if not.
 
     python -m benchmarks.on_device.exports --out benchmarks/on_device/exports.json
 
-Runs what ``metafleet init`` runs, at the sizes that the papers have; steps that move the same groups are exported once
-for all methods that take them.
+Runs the export of ``metafleet init``, at the sizes of the papers; steps that move the same groups are exported once for
+all methods that take them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CLASSES = tuple("abcde")
 
 
 class PersonalFiles(nn.Module):
-    """A model of one's own, of ordinary layers: a residual block, a strided convolution, LayerNorm, GELU."""
+    """A user's own model with ordinary layers: a residual block, a strided convolution, LayerNorm, GELU."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ class PersonalFiles(nn.Module):
 
 
 def bring_own() -> None:
-    """Makes ``OWN`` a module that can be imported, as a person's installed package is."""
+    """Makes ``OWN`` importable, like a user's installed package."""
     module = types.ModuleType(OWN.partition(":")[0])
     module.__dict__["build"] = lambda shape, classes: PersonalFiles(classes)
     sys.modules[module.__name__] = module
 
 
 def family(name: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """method -> what became a graph, of one model family."""
+    """method -> what became a graph, for one model family."""
     model, spec, options = FAMILIES[name]
     layout, started = models.describe(model, spec, CLASSES, options), time.monotonic()
     seconds: dict[str, float] = {}
