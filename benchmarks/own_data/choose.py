@@ -127,7 +127,7 @@ class Job(NamedTuple):
         candidate, there = PARTS[self.part].candidates[self.label], sets.sections(self.set, out / "data")
         natural = {"split": "time", "train_fraction": 0.6, **there.get("partition", {}).get("options", {})}
         evaluation = {"every": 0, "within_training": self.stage == "validation", "new_devices": 0.25, "support": [0.33],
-                 "support_split": "time", **there.get("evaluation", {})}
+                      "support_split": "time", **there.get("evaluation", {})}
         return experiments.read({
             "seeds": [self.seed], "data": there["data"], "partition": {"options": natural}, "evaluation": evaluation,
             "model": {"name": candidate.model, "options": dict(candidate.options)}, "budget": {"rounds": ROUNDS},
