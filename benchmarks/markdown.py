@@ -1,4 +1,4 @@
-"""Markdown tables, and pages that have some between markers: ``<!-- table NAME -->`` … ``<!-- end -->``."""
+"""Markdown tables, and pages with tables between markers: ``<!-- table NAME -->`` … ``<!-- end -->``."""
 
 from __future__ import annotations
 

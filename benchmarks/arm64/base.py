@@ -1,4 +1,5 @@
-"""What does not depend on a fleet: kernel, initrd and the untouched image of one Debian, made once in a folder."""
+"""The parts that do not depend on a fleet: kernel, initrd and the untouched image of one Debian, made once in a
+folder."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from benchmarks.arm64.root import BOOKWORM, Debian
 
 
 class Base:
-    """Bookworm lies in ``folder`` itself, another Debian in a folder of its name there. turn: a file that the scene
-    locks whose board runs."""
+    """Bookworm lies in ``folder`` itself, another Debian in a folder of its name there. turn: a lock file, held by the
+    scene whose board runs."""
 
     def __init__(self, folder: Path, say: Callable[[str], None], debian: Debian = BOOKWORM):
         self.debian = debian

@@ -1,6 +1,5 @@
-"""A card for a system with cloud-init, which makes the device of itself at its first start: the real cloud-init of
-Debian trixie, with the settings of Raspberry Pi OS for it.
-"""
+"""A card for a system with cloud-init, which sets up the device at its first start: the real cloud-init of Debian
+trixie, with the settings of Raspberry Pi OS for it."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def play(world: Scene, notes: Notes) -> None:
 
 
 def _first_start(world: Scene, notes: Notes) -> None:
-    """What cloud-init did."""
+    """Checks what cloud-init did."""
     told = json.loads(world.on_board(f"cat {RESULT}"))["v1"]
     notes.facts |= {"cloud_init": world.on_board("cloud-init --version 2>&1").split()[-1],
                     "systemd": world.on_board("systemctl --version").split()[1],

@@ -1,6 +1,5 @@
-"""A card's image with the two partitions of Raspberry Pi OS, FAT ``bootfs`` and ext4 ``rootfs``: no loop device, no
-mount.
-"""
+"""A card's image with the two partitions of Raspberry Pi OS, FAT ``bootfs`` and ext4 ``rootfs``, made without loop
+device and mount."""
 
 from __future__ import annotations
 
@@ -12,12 +11,13 @@ MIB = 1 << 20
 PROGRAMS = ("sfdisk", "mkfs.vfat", "mke2fs", "mcopy")
 FAT_AT, FAT_MIB, ROOT_MIB = 4, 512, 1600
 FAT_MARK = 65
-"""Where the boot sector of FAT32 says that it was not closed in order."""
+"""The byte in the boot sector of FAT32 that says that it was not closed in order."""
 CMDLINE = "console=ttyAMA0 root=/dev/vda2 rootfstype=ext4 fsck.repair=yes rootwait"
 
 
 def write(root: Path, path: Path) -> None:
-    """An image of the file system ``root``, as its maker would ship it: nothing of any device in it."""
+    """Writes an image of the file system ``root``, as its manufacturer would ship it, with nothing of any device in
+    it."""
     root_at = FAT_AT + FAT_MIB
     with path.open("wb") as file:
         file.truncate((root_at + ROOT_MIB) * MIB)
@@ -35,7 +35,7 @@ def write(root: Path, path: Path) -> None:
 
 
 def put(path: Path, file: Path, folder: str, name: str) -> None:
-    """A file into a folder of the root that is there, readable by everybody."""
+    """Puts a file into an existing folder of the root, readable by everybody."""
     commands = path.with_suffix(".commands")
     fields = "".join(f"set_inode_field {folder}/{name} {field}\n" for field in ("uid 0", "gid 0", "mode 0100644"))
     commands.write_text(f"cd {folder}\nwrite {file} {name}\n{fields}")
@@ -44,13 +44,13 @@ def put(path: Path, file: Path, folder: str, name: str) -> None:
 
 
 def cmdline(path: Path) -> str:
-    """What a board's firmware would give the kernel: cmdline.txt of the FAT partition."""
+    """The kernel's command line from cmdline.txt of the FAT partition, as a board's firmware reads it."""
     return _run("mtype", "-i", f"{path}@@{FAT_AT * MIB}", "::cmdline.txt").strip()
 
 
 def check(path: Path, *, cut: bool = False) -> None:
-    """Raises CalledProcessError where a file system of the image is not clean. cut: the power was cut in its life, of
-    which FAT keeps a mark until somebody repairs it; that alone is let pass."""
+    """Raises CalledProcessError if a file system of the image is not clean. cut: the power was cut before; the mark
+    that FAT keeps of it until a repair is then allowed."""
     parts = ((FAT_AT, FAT_MIB, ("fsck.vfat", "-n")), (FAT_AT + FAT_MIB, ROOT_MIB, ("e2fsck", "-fn")))
     for place, size, program in parts:
         part = path.with_suffix(".part")
@@ -73,6 +73,6 @@ def check(path: Path, *, cut: bool = False) -> None:
 
 
 def _run(*command: str, text: str | None = None) -> str:
-    environment = {**os.environ, "MTOOLS_SKIP_CHECK": "1"}  # the geometry of a disk with heads, which nobody has
+    environment = {**os.environ, "MTOOLS_SKIP_CHECK": "1"}  # disk geometry, unused
     done = subprocess.run(command, check=True, input=text, text=True, capture_output=True, env=environment)
     return done.stdout

@@ -1,6 +1,6 @@
-"""The first file system that the kernel sees: busybox and the drivers of the emulated disk, and then the card's root.
+"""The kernel's first file system: busybox and the drivers of the emulated disk, which switches to the card's root.
 
-Packages: busybox-static and the kernel's modules, both out of the root that ``root`` made.
+Packages: busybox-static and the kernel's modules, both from the root that ``root`` made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DRIVERS = (
     "virtio", "virtio_ring", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci", "virtio_mmio",
     "virtio_blk", "failover", "net_failover", "virtio_net",
 )  # fmt: skip
-"""In the order in which they need each other; one that is in the kernel itself has no file."""
+"""In the order in which they need each other; a driver that is built into the kernel has no file."""
 INIT = """\
 #!/bin/busybox sh
 /bin/busybox mount -t devtmpfs dev /dev
@@ -31,7 +31,7 @@ exec /bin/busybox switch_root /card /sbin/init
 
 
 def write(root: Path, path: Path) -> None:
-    """The archive for the kernel of ``root``."""
+    """Writes the archive for the kernel of ``root``."""
     modules = {each.name.split(".ko")[0].replace("-", "_"): each for each in (root / "lib/modules").rglob("*.ko*")}
     drivers = [modules[name] for name in DRIVERS if name in modules]
     archive = Archive()

@@ -1,7 +1,7 @@
 """An emulated board: QEMU's ``virt`` machine with one of the boards' processors, a card's image as its disk.
 
-The machine is alone: it reaches nothing but the doors that it is given to ports of this machine's loopback, and is
-reached by nothing but SSH where that is asked for. What it takes in time or energy says nothing about a board.
+The machine is isolated: it reaches only the forwarded ports of this machine's loopback, and is reached only by SSH if
+asked for. Its time and energy say nothing about a board.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.arm64 import image
 
 QEMU = "qemu-system-aarch64"
 DOOR = "10.0.2.100"
-"""The address at which the machine finds the ports that it is given."""
+"""The address at which the machine finds the forwarded ports."""
 RELAY = """\
 import os, select, socket, sys
 peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
@@ -41,7 +41,7 @@ while True:
 @dataclass(frozen=True)
 class Board:
     """cpu: one of QEMU's; never ``max``, which has instructions that no board has. doors: ports at ``DOOR`` -> ports of
-    this machine. ssh: a port of this machine that leads to the machine's, or None."""
+    this machine. ssh: a port of this machine that is forwarded to the machine's SSH, or None."""
 
     cpu: str = "cortex-a53"
     memory_mib: int = 512
@@ -51,7 +51,7 @@ class Board:
 
 
 class Machine:
-    """A board that runs, from ``start`` to ``kill`` or its own end; it does not start again after a reboot."""
+    """A running board, from ``start`` to ``kill`` or its own end; it does not start again after a reboot."""
 
     def __init__(self, board: Board, card: Path, kernel: Path, initrd: Path, console: Path):
         self.board, self.card, self.console = board, card, console
@@ -59,12 +59,12 @@ class Machine:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Machine:
-        """Boots with the kernel's command line that lies on the card."""
+        """Boots with the kernel's command line on the card."""
         self.console.unlink(missing_ok=True)
         relay = self.card.with_name("relay.py")
         relay.write_text(RELAY)
         board = self.board
-        # cache=unsafe: nothing waits for this machine's own disk; what the board wrote is there when QEMU is killed.
+        # cache=unsafe: no fsync on this machine; what the board wrote survives when QEMU is killed.
         disk = f"if=none,id=card,format=raw,cache=unsafe,file={self.card}"
         net = "user,id=net,restrict=on" + "".join(
             f",guestfwd=tcp:{DOOR}:{port}-cmd:{sys.executable} {relay} {here}" for port, here in board.doors.items()
@@ -89,12 +89,12 @@ class Machine:
         return self._process is not None and self._process.poll() is None
 
     def said(self) -> str:
-        """What came over the serial line in this life."""
+        """The output of the serial line since this start."""
         return self.console.read_text(errors="replace") if self.console.exists() else ""
 
     def waits(self) -> dict[str, float]:
-        """Seconds for which each thread of the machine has waited for a processor so far; empty where Linux does not
-        tell, and where the machine does not run."""
+        """Seconds for which each thread of the machine has waited for a processor so far; empty if Linux does not tell,
+        and if the machine does not run."""
         found: dict[str, float] = {}
         if self._process is not None:
             for path in Path(f"/proc/{self._process.pid}/task").glob("*/schedstat"):
@@ -103,7 +103,7 @@ class Machine:
         return found
 
     def until(self, condition: Callable[[], object], timeout_s: float) -> None:
-        """Waits until ``condition`` holds. Fails when the machine ends before, or after ``timeout_s`` of Patience."""
+        """Waits until ``condition`` holds. Fails if the machine ends before, or after ``timeout_s`` of Patience."""
         patience = Patience(self)
         while not condition():
             if not self.runs:
@@ -113,7 +113,7 @@ class Machine:
             time.sleep(0.5)
 
     def ended(self, timeout_s: float) -> None:
-        """Waits until the machine has switched itself off, or wants to start again."""
+        """Waits until the machine has switched itself off, or wants to restart."""
         patience = Patience(self)
         while self.runs:
             if patience.spent_s() > timeout_s:
@@ -121,7 +121,7 @@ class Machine:
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """The power is cut."""
+        """Cuts the power."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -135,15 +135,16 @@ class Look:
 
 
 class Patience:
-    """The seconds for which ``machine`` has said nothing new over its serial line, less those in which it was kept
-    waiting for a processor: they tell a machine that hangs from one that shares its processors with others."""
+    """Seconds in which ``machine`` printed nothing new on its serial line, less those in which it waited for a
+    processor: they distinguish a machine that hangs from one that shares its processors."""
 
     def __init__(self, machine: Machine | None, clock: Callable[[], float] = time.monotonic):
         self._machine, self._clock = machine, clock
         self._spent_s, self._last = 0.0, self._look()
 
     def spent_s(self) -> float:
-        """So far. The waits of threads overlap: between two looks the longest counts, so look often."""
+        """Seconds so far. The waits of threads overlap and the longest one between two calls counts, so call it
+        often."""
         before, self._last = self._last, self._look()
         waited_s = max((s - before.waits.get(thread, 0.0) for thread, s in self._last.waits.items()), default=0.0)
         if self._last.said != before.said:

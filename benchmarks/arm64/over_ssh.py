@@ -1,5 +1,5 @@
-"""``metafleet flash`` over SSH into the running board, with the board's own systemd: an update that comes, and updates
-that do not, with the operator there, with the operator gone, and with the power cut in between.
+"""``metafleet flash`` over SSH into the running board, with the board's own systemd: an update that works, and updates
+that do not, with the operator there, with the operator gone, and with a power cut in between.
 
 The versions are other checkouts on the operator's machine: the modules that run here, changed in one place.
 """
@@ -23,7 +23,7 @@ PACKAGES = ("fleet_core", "edge_agent", "cloud_server", "firmware_profiles", "ex
 GOOD, BROKEN = f"{__version__}.post1", f"{__version__}.post2"
 PATIENCE_S = 240
 SHORT_S = 45
-"""Of the operator, for an update that will not come; the device waits for a minute longer."""
+"""The operator's patience for an update that will fail; the device waits a minute longer."""
 FLASH = "/opt/metafleet/.flash"
 SLOW_S = 600.0
 
@@ -75,7 +75,7 @@ def _restart(world: Scene, notes: Notes, before: dict[str, str]) -> None:
 
 
 def _operator_there(world: Scene, notes: Notes, good: str) -> None:
-    """A version whose agent does not start; the command waits, and takes it back."""
+    """A version whose agent does not start; the command waits, and rolls back."""
     _well(world)
     try:
         told = _flash(world, checkout(world.folder / "broken", BROKEN, broken=True), SHORT_S)
@@ -86,7 +86,7 @@ def _operator_there(world: Scene, notes: Notes, good: str) -> None:
 
 
 def _operator_gone(world: Scene, notes: Notes, good: str) -> None:
-    """The same, and the operator's machine is gone before it could take it back."""
+    """The same, and the operator's machine is gone before it can roll back."""
     _armed(world)
     notes.holds("systemd has the timer of the way back", "metafleet-return-" in _timers(world))
     _is_back(world, notes, good, "with the operator gone, the board returns by its timer",
@@ -113,7 +113,7 @@ def _is_back(world: Scene, notes: Notes, good: str, what: str, why: str) -> None
 
 
 def _armed(world: Scene) -> None:
-    """A broken version runs unconfirmed, and the command that put it there is killed with its connection."""
+    """Leaves a broken version running unconfirmed: the command that installed it is killed with its connection."""
     command = _command(world, SHORT_S)
     process = subprocess.Popen(command, env=_environ(world.folder / "broken"), cwd=world.folder, start_new_session=True,
                                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -125,11 +125,11 @@ def _armed(world: Scene) -> None:
     world.passed("a broken version is there, and the operator gone")
 
 
-# What is asked of the board -------------------------------------------------------------------------------------------
+# Questions to the board -------------------------------------------------------------------------------------------
 
 
 def _asked(world: Scene, command: str) -> str:
-    """Empty where it does not answer."""
+    """The output of ``command`` on the board; empty if it does not answer."""
     try:
         return world.on_board(command).strip()
     except (AssertionError, subprocess.TimeoutExpired):
@@ -141,7 +141,7 @@ def _current(world: Scene) -> str:
 
 
 def _last_return(world: Scene) -> str:
-    """Why the board returned; empty while an update is not confirmed, and where none was taken back."""
+    """Why the board rolled back; empty while an update is unconfirmed, and if none was rolled back."""
     return _asked(world, f"sudo sh -c '[ -e {FLASH}/armed ] || [ -e {FLASH}/back ] || cat {FLASH}/last-return'")
 
 
@@ -150,7 +150,7 @@ def _timers(world: Scene) -> str:
 
 
 def _well(world: Scene) -> None:
-    """Waits until the agent is up and its presence is that of the good version."""
+    """Waits until the agent is up and its presence names the good version."""
     world.until(lambda: _asked(world, "systemctl is-active metafleet") == "active", SLOW_S)
     world.until(lambda: world.device()["state"] == "on" and world.device()["version"].startswith(GOOD), SLOW_S)
 
@@ -159,7 +159,7 @@ def _well(world: Scene) -> None:
 
 
 def checkout(folder: Path, version: str, *, broken: bool = False) -> Path:
-    """The modules that run here as another version; broken: its agent ends as soon as it starts."""
+    """The modules that run here as another version. broken: its agent ends as soon as it starts."""
     here = Path(__file__).resolve().parent.parent.parent
     for package in PACKAGES:
         shutil.copytree(here / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"),
@@ -167,14 +167,14 @@ def checkout(folder: Path, version: str, *, broken: bool = False) -> Path:
     init = folder / "fleet_core" / "__init__.py"
     init.write_text(init.read_text().replace(f'"{__version__}"', f'"{version}"'))
     if broken:
-        start = folder / "edge_agent" / "start.py"
+        start = folder / "edge_agent" / "commands" / "start.py"
         start.write_text(start.read_text().replace("from __future__ import annotations",
                                                    'from __future__ import annotations\n\nraise SystemExit("broken")'))
     return folder
 
 
 def _flash(world: Scene, source: Path, patience_s: int) -> str:
-    """What the command of the checkout ``source`` prints. Raises AssertionError when it fails."""
+    """The output of the command of the checkout ``source``. Raises AssertionError if it fails."""
     done = subprocess.run(_command(world, patience_s), capture_output=True, text=True, cwd=world.folder,
                           stdin=subprocess.DEVNULL, env=_environ(source))  # fmt: skip
     if done.returncode:

@@ -18,7 +18,7 @@ def play(world: Scene, notes: Notes) -> None:
     world.desk()
     world.boot()
     world.until(lambda: len(world.rounds()) == 1, proof.BOOT_S)
-    world.metafleet("server", "pause", str(world.fleet))  # so that there is a quiet moment to look
+    world.metafleet("server", "pause", str(world.fleet))  # a pause to look at the state
     world.until(lambda: proof.closed(world) == 1, ROUND_S)
     world.until(lambda: proof.state(world), 300)
     identity, state = proof.identity(world), proof.state(world)
@@ -34,7 +34,7 @@ def play(world: Scene, notes: Notes) -> None:
 
 
 def _cut(world: Scene, notes: Notes) -> None:
-    """While the board trains in round ``CUT_IN``."""
+    """Cuts the power while the board trains in round ``CUT_IN``."""
     world.metafleet("server", "resume", str(world.fleet))
     world.until(lambda: len(world.rounds()) == CUT_IN and _trains(world), 300)
     proof.cut_the_power(world)
@@ -45,8 +45,8 @@ def _cut(world: Scene, notes: Notes) -> None:
 
 
 def _trains(world: Scene) -> bool:
-    """Whether the board's trainer runs, which ends between rounds."""
-    return world.on_board("pgrep -f [e]dge_agent.trainer || true").strip() != ""
+    """Whether the board's trainer runs; it ends between rounds."""
+    return world.on_board("pgrep -f [e]dge_agent.compute.trainer || true").strip() != ""
 
 
 def _goes_on(world: Scene, notes: Notes, state: dict[str, str]) -> None:

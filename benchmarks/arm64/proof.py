@@ -1,4 +1,4 @@
-"""A proof: a scene that is played with an emulated board, what held in it, and what was found besides."""
+"""A proof: a scene with an emulated board, the statements that held, and other facts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BOOT_S = 900.0
 
 @dataclass
 class Notes:
-    """held: sentences that were found true. facts: what else there is to know, by name."""
+    """held: statements that were checked and true. facts: other values, by name."""
 
     say: Callable[[str], None]
     held: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def holds(self, sentence: str, condition: object) -> None:
-        """Raises AssertionError where ``condition`` does not hold."""
+        """Raises AssertionError if ``condition`` does not hold."""
         if not condition:
             raise AssertionError(f"does not hold: {sentence}")
         if sentence not in self.held:
@@ -36,7 +36,7 @@ class Notes:
         self.say(f"  holds: {sentence}")
 
     def same(self, sentence: str, found: object, expected: object) -> None:
-        """Raises AssertionError with both where they differ."""
+        """Raises AssertionError with both values if they differ."""
         if found != expected:
             raise AssertionError(f"does not hold: {sentence}\nfound    {found}\nexpected {expected}")
         self.holds(sentence, True)
@@ -44,7 +44,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Proof:
-    """play: plays the scene and notes what held; raises AssertionError where something does not."""
+    """play: plays the scene and records what held; raises AssertionError if something does not hold."""
 
     name: str
     title: str
@@ -52,7 +52,7 @@ class Proof:
     debian: Debian = BOOKWORM
 
 
-# What is looked at in several proofs ----------------------------------------------------------------------------------
+# Checks that several proofs share ----------------------------------------------------------------------------------
 
 
 def is_on(world: Scene) -> None:
@@ -62,13 +62,13 @@ def is_on(world: Scene) -> None:
 
 
 def is_off(world: Scene) -> None:
-    """The machine has ended; waits until the fleet's ledger says so of the board."""
+    """Waits until the fleet's ledger says that the board is off, after the machine has ended."""
     world.machine = None
     world.until(lambda: world.device()["state"] == "off", 120)
 
 
 def cut_the_power(world: Scene) -> None:
-    """Nothing is closed in order."""
+    """Cuts the power; nothing is closed in order."""
     assert world.machine is not None
     world.machine.kill()
     world.passed("the power is cut")
@@ -76,41 +76,41 @@ def cut_the_power(world: Scene) -> None:
 
 
 def identity(world: Scene) -> dict[str, str]:
-    """{file: SHA-256} of what makes the board this device: its key, its certificate, its own settings."""
+    """{file: SHA-256} of the board's identity: its key, its certificate, its own settings."""
     told = world.on_board(f"sudo sh -c 'cd {HOME} && sha256sum *.pem *.key device.toml'")
     return sums(told)
 
 
 def state(world: Scene) -> dict[str, str]:
-    """{file: SHA-256} of the training state that is committed on the board; empty where there is none."""
+    """{file: SHA-256} of the training state that is committed on the board; empty if there is none."""
     return sums(world.on_board(f"sudo sh -c 'cd {HOME} && sha256sum methods/*/state.safetensors || true'"))
 
 
 def sums(told: str) -> dict[str, str]:
-    """What sha256sum prints."""
+    """Parses the output of sha256sum."""
     return {name: digest for digest, name in (line.split(maxsplit=1) for line in told.splitlines())}
 
 
 def certificates(world: Scene, device: str = scene.BOARD) -> int:
-    """How many certificates the fleet has ever given to the device."""
+    """The number of certificates that the fleet has issued to the device."""
     with Ledger(world.fleet / "ledger.sqlite", create=False) as ledger:
         return len(ledger.rows(Certificate, device=device))
 
 
 def processor(world: Scene) -> str:
-    """The core that the kernel finds, by its part number; and never another machine's."""
+    """The core that the kernel reports, by its part number; never another machine's."""
     found = re.search(r"CPU part\s*: (\S+)", world.on_board("cat /proc/cpuinfo"))
     part = "" if found is None else found[1]
     return PARTS.get(part, part)
 
 
 def closed(world: Scene) -> int:
-    """How many rounds are closed."""
+    """The number of closed rounds."""
     return sum(each.status == "closed" for each in world.rounds())
 
 
 def switched_off(world: Scene, notes: Notes, *, cut: bool = False) -> None:
-    """The board is switched off in order, and its card checked. cut: its power was cut before."""
+    """Switches the board off in order and checks its card. cut: its power was cut before."""
     world.power_off()
     image.check(world.card, cut=cut)
     notes.holds("both file systems of the card are sound afterwards" + (

@@ -1,9 +1,9 @@
-"""``make prove-arm64``: what the product does on an emulated ARM64 board, proof by proof, into result.json.
+"""``make prove-arm64``: runs the product on an emulated ARM64 board, proof by proof, and writes result.json.
 
     python -m benchmarks.arm64.prove [--only NAME ...] [--keep FOLDER]
 
-Emulated: nothing here is a board's time, watt or joule; seconds are the emulator's, of this machine and of what else it
-did. Needs Linux, root (a root file system is made), and the programs that ``scene`` names.
+Emulated: no time, watt or joule here is a board's; seconds are those of the emulating machine, including its other
+work. Needs Linux, root (a root file system is made), and the programs in ``scene``.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ LABEL = "emulated ARM64: no board, and no time of a board"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """1 where a proof failed."""
+    """1 if a proof failed."""
     parser = argparse.ArgumentParser(description="What the product does on an emulated ARM64 board.")
-    parser.add_argument("--only", action="append", choices=tuple(PROOFS), help="one proof; may be given again")
-    parser.add_argument("--keep", type=Path, help="a folder that keeps cards, logs and the fleet, for looking at them")
+    parser.add_argument("--only", action="append", choices=tuple(PROOFS), help="run only this proof; repeat for more")
+    parser.add_argument("--keep", type=Path, help="keep cards, logs and the fleet in this folder")
     chosen = parser.parse_args(arguments)
     if sys.platform != "linux" or os.geteuid() != 0:
-        parser.error("a root file system for the board is made by root, on Linux")
+        parser.error("needs Linux and root, to make a root file system for the board")
     for program in PROGRAMS:
         which(program)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is torn down
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that contexts clean up
     failed = [name for name in chosen.only or PROOFS if not prove(PROOFS[name], chosen.keep)]
     _say(f"failed: {', '.join(failed)}" if failed else "all held")
     return int(bool(failed))
 
 
 def prove(proof: Proof, keep: Path | None) -> bool:
-    """Plays the proof and writes down what came of it; whether all of it held."""
+    """Plays the proof and writes the outcome; whether all of it held."""
     _say(f"{proof.name}: {proof.title}")
     notes = Notes(_say)
     folder = Path(tempfile.mkdtemp(prefix="metafleet-arm64-")) if keep is None else keep.resolve() / proof.name
@@ -75,7 +75,7 @@ def prove(proof: Proof, keep: Path | None) -> bool:
 
 
 def write(proof: Proof, notes: Notes, seconds: float, trouble: str) -> None:
-    """The proof's part of result.json, and the page's tables."""
+    """Writes the proof's part of result.json, and the page's tables."""
     told: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {"label": LABEL, "proofs": {}}
     told["proofs"][proof.name] = {
         "title": proof.title, "passed": not trouble, **({"failed": trouble} if trouble else {}), "held": notes.held,
@@ -88,7 +88,7 @@ def write(proof: Proof, notes: Notes, seconds: float, trouble: str) -> None:
 
 
 def tables(told: dict[str, Any]) -> dict[str, str]:
-    """The page's tables: one row a proof, and what was found."""
+    """The page's tables: one row per proof, per statement that held, and per fact."""
     proofs = told["proofs"].items()
     rows = [(name, each["title"], "held" if each["passed"] else f"failed: {each['failed']}", str(len(each["held"])),
              str(each["emulator_seconds"])) for name, each in proofs]
@@ -106,7 +106,7 @@ def emulator() -> str:
 
 
 def commit() -> str:
-    """Of this checkout, with a mark where it has changes in what a board runs."""
+    """The commit of this checkout, marked if the packages that a board runs have changes."""
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=HERE)
         return done.stdout.strip()

@@ -1,11 +1,11 @@
-"""A Debian root file system for arm64, unpacked from packages on this machine: not one foreign instruction is run.
+"""A Debian root file system for arm64, unpacked from packages on this machine without running any foreign instruction.
 
     python -m benchmarks.arm64.root FOLDER [bookworm|trixie]
 
-debootstrap fetches and checks the packages (first stage); what its second stage would do in the foreign system by
-running the packages' scripts is done here by hand: accounts, mount points, links. It is a small Debian with systemd, a
+debootstrap fetches and checks the packages (first stage). Its second stage would run the packages' scripts in the
+foreign system; their work is done here instead: accounts, mount points, links. It is a small Debian with systemd, a
 network by DHCP, an SSH server and a FAT partition at /boot/firmware, as Raspberry Pi OS has one, and no desktop. Trixie
-has cloud-init besides, with the settings of Raspberry Pi OS (RPi-Distro/pi-gen, stage2/04-cloud-init).
+also has cloud-init, with the settings of Raspberry Pi OS (RPi-Distro/pi-gen, stage2/04-cloud-init).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ FILES = {
     "etc/pam.d/common-session": "session required pam_permit.so\n",
     "etc/pam.d/common-session-noninteractive": "session required pam_permit.so\n",
     "etc/ssh/sshd_config": "PasswordAuthentication no\nUsePAM yes\nSubsystem sftp /usr/lib/openssh/sftp-server\n",
-    # An emulated processor is slow: nothing here is to be given up on too early.
+    # An emulated processor is slow: timeouts are long.
     "etc/systemd/system.conf.d/slow.conf": "[Manager]\nDefaultTimeoutStartSec=300s\nDefaultDeviceTimeoutSec=300s\n",
 }
-"""What the packages' own scripts, or a maker of images, would write."""
+"""Files that the packages' own scripts, or the maker of an image, would write."""
 LINKS = {
     "etc/localtime": "/usr/share/zoneinfo/Etc/UTC",
     "etc/systemd/system/multi-user.target.wants/systemd-networkd.service":
@@ -74,7 +74,7 @@ FOLDERS = ("boot/firmware", "proc", "sys", "dev", "run", "tmp", "mnt", "media", 
 
 @dataclass(frozen=True)
 class Debian:
-    """A release: its Python, and the packages, files and links that it has besides those of every one."""
+    """A release: its Python, and the packages, files and links that it has in addition to the common ones."""
 
     release: str
     python: str
@@ -88,7 +88,7 @@ TRIXIE = Debian("trixie", "3.13", ("cloud-init", "e2fsprogs"), CLOUD_INIT, CLOUD
 
 
 def make(root: Path, debian: Debian = BOOKWORM) -> None:
-    """The file system in the new folder ``root``. Raises CalledProcessError. Needs to be run as root."""
+    """Makes the file system in the new folder ``root``. Raises CalledProcessError. Must run as root."""
     staged = root.with_name(root.name + ".part")
     shutil.rmtree(staged, ignore_errors=True)
     staged.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def kernel(root: Path) -> Path:
 
 
 def _unpack(root: Path) -> None:
-    """The second stage's packages, over what the first stage has extracted."""
+    """Unpacks the second stage's packages over the first stage's files."""
     archives = root / "var/cache/apt/archives"
     shutil.rmtree(root / "debootstrap.tmp", ignore_errors=True)
     with ThreadPoolExecutor(2) as several:
@@ -135,7 +135,7 @@ def _settle(root: Path, debian: Debian) -> None:
     (root / "etc/gshadow").touch()
     for name in FOLDERS:
         place = root / name
-        if place.is_symlink():  # the first stage leaves /proc one
+        if place.is_symlink():  # the first stage leaves /proc as a link
             place.unlink()
         place.mkdir(parents=True, exist_ok=True)
     (root / "tmp").chmod(0o1777)

@@ -1,8 +1,8 @@
-"""A fleet on this machine and a board that is emulated: what the proofs on arm64 play in.
+"""A fleet on this machine and an emulated board, for the proofs on arm64.
 
 The broker is mosquitto with the fleet's own configuration (TLS, certificates); the aggregator, an agent that trains and
-the operator's commands are processes here. The board's card is made by ``metafleet flash`` from an image that knows of
-no device, with a recording at /srv/samples.npz as if the board had made it.
+the operator's commands are processes here. ``metafleet flash`` makes the board's card from an image that knows of no
+device, with a recording at /srv/samples.npz as if the board had made it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Scene:
     # The fleet --------------------------------------------------------------------------------------------------------
 
     def found(self, method: str = "pfldyn-proto", rounds: int = 2, **settings: float) -> None:
-        """A fleet of heart beats with its broker and aggregator; rounds begin when there are devices that train.
+        """Makes a fleet of heart beats with its broker and aggregator; rounds begin when there are devices that train.
         settings: of [fleet] in fleet.toml."""
         self.metafleet("init", str(self.fleet), "--data", "heartbeat", "--method", method, "--rounds", str(rounds))
         text = (self.fleet / "fleet.toml").read_text()
@@ -96,7 +96,7 @@ class Scene:
         return f"mqtts://127.0.0.1:{self.port}"
 
     def desk(self, name: str = DESK, patient: int = 0) -> Path:
-        """A device that trains on this machine, by default with the board's recording; its agent runs."""
+        """Starts the agent of a device that trains on this machine, by default with the board's recording."""
         home = self.folder / name
         self.metafleet("devices", "enroll", str(self.fleet), name, "--to", str(home), "--broker", self.broker)
         self.samples(home / "samples.npz", patient)
@@ -104,14 +104,14 @@ class Scene:
         return home
 
     def samples(self, path: Path, patient: int = 0) -> None:
-        """The heart beats of one of the patients, by his place in the list."""
+        """Writes the heart beats of one patient, by the patient's index."""
         found = heartbeat.load_heartbeat()
         stored.save(path, found.of_client(found.clients[patient]))
 
     # The board --------------------------------------------------------------------------------------------------------
 
     def flash(self, board: str, *more: str, system: str = "bookworm", tables: str = "") -> None:
-        """The card of ``BOARD``, by the product's own command."""
+        """Makes the card of ``BOARD`` with the product's own command."""
         source = self.folder / "system.img"
         subprocess.run(["cp", "--sparse=always", str(self.base.image), str(source)], check=True)
         recording = self.folder / "recording.npz"
@@ -122,7 +122,7 @@ class Scene:
         self.metafleet("flash", str(device), "--to", f"image:{self.card}", "--image", str(source), *more)
 
     def device_file(self, board: str, *, system: str = "bookworm", tables: str = "") -> Path:
-        """What ``BOARD`` is, for ``metafleet flash``. tables: more of them."""
+        """The file that describes ``BOARD`` to ``metafleet flash``. tables: more of its tables."""
         path = self.folder / "board.toml"
         path.write_text(
             f'name = "{BOARD}"\nfleet = "{self.fleet}"\nboard = "{board}"\nos = "{system}"\n'
@@ -132,14 +132,15 @@ class Scene:
         return path
 
     def key(self) -> Path:
-        """A key to log in to the board with."""
+        """A key to log in to the board."""
         path = self.folder / "key"
         if not path.exists():
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
         return path
 
     def boot(self, cpu: str = "cortex-a53", memory_mib: int = 512) -> Machine:
-        """The board with its card, switched on. One scene's board runs at a time on this machine; others wait here."""
+        """Switches the board on with its card. Only one scene's board runs at a time on this machine; others wait
+        here."""
         if self._turn is None:
             self._turn, asked = self.base.turn.open("wb"), time.monotonic()
             fcntl.flock(self._turn, fcntl.LOCK_EX)
@@ -151,7 +152,7 @@ class Scene:
         return self.machine
 
     def first_boot(self, **how: Any) -> None:
-        """The start at which the system makes the device of itself; it ends by wanting to start again."""
+        """The first start, at which the system sets up the device; it ends with a restart."""
         self.boot(**how).ended(600)
 
     def ssh(self, command: str) -> list[str]:
@@ -161,7 +162,7 @@ class Scene:
                 "me@127.0.0.1", command]
 
     def on_board(self, command: str, timeout_s: float = 120) -> str:
-        """What ``command`` prints on the board, over SSH."""
+        """The output of ``command`` on the board, over SSH."""
         patience = Patience(self.machine)
         with subprocess.Popen(self.ssh(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as asked:
             while True:
@@ -177,25 +178,25 @@ class Scene:
         return out
 
     def host_key(self) -> str:
-        """The fingerprint of the key that the image was made with."""
+        """The fingerprint of the image's host key."""
         key = self.base.root / "etc/ssh/ssh_host_ed25519_key.pub"
         return subprocess.run(["ssh-keygen", "-lf", str(key)], check=True, capture_output=True,
                               text=True).stdout.split()[1]  # fmt: skip
 
     def power_off(self) -> None:
-        """In order, so that the file systems are closed."""
+        """Switches the board off in order, so that the file systems are closed."""
         assert self.machine is not None
         with contextlib.suppress(AssertionError):
             self.on_board("sudo systemctl poweroff")
         self.machine.ended(300)
 
-    # What is asked ----------------------------------------------------------------------------------------------------
+    # Questions ----------------------------------------------------------------------------------------------------
 
     def devices(self) -> dict[str, dict[str, Any]]:
         return {row["name"]: row for row in json.loads(self.metafleet("devices", "list", str(self.fleet), "--json"))}
 
     def updates(self, device: str) -> list[Update]:
-        """What the ledger has of the device's updates, by round."""
+        """The device's updates in the ledger, by round."""
         with Ledger(self.fleet / "ledger.sqlite", create=False) as ledger:
             return sorted(ledger.rows(Update, device=device), key=lambda update: update.round)
 
@@ -204,13 +205,13 @@ class Scene:
             return ledger.rounds()
 
     def device(self, name: str = BOARD) -> dict[str, Any]:
-        """What the ledger has of the device; empty where it has nothing."""
+        """The device's row in the ledger; empty if there is none."""
         with Ledger(self.fleet / "ledger.sqlite", create=False) as ledger:
             found = ledger.device(name)
         return {} if found is None else schema.plain(found)
 
     def serves(self, device: str, rounds: int = 2) -> bool:
-        """Whether the device answers from the last round's judged model, as its own."""
+        """Whether the device answers from the last round's served model, personalized."""
         try:
             found = self.answer(device, np.zeros((1, 3, 128), np.float32), timeout_s=60)
         except AssertionError:
@@ -218,7 +219,7 @@ class Scene:
         return bool(found.get("round") == rounds and found.get("personalization") != "none")
 
     def answer(self, device: str, x: np.ndarray[Any, Any], timeout_s: float = 300) -> dict[str, Any]:
-        """What the device answers over MQTT."""
+        """The device's answer over MQTT."""
         path = self.folder / "question.npy"
         np.save(path, x)
         found: dict[str, Any] = json.loads(self.metafleet(
@@ -230,7 +231,7 @@ class Scene:
     # Processes --------------------------------------------------------------------------------------------------------
 
     def metafleet(self, *arguments: str) -> str:
-        """What the command prints. Raises AssertionError when it fails."""
+        """The command's output. Raises AssertionError if it fails."""
         done = subprocess.run([str(BIN / "metafleet"), *arguments], capture_output=True, text=True, cwd=self.folder,
                               stdin=subprocess.DEVNULL, env=clean())  # fmt: skip
         if done.returncode:
@@ -246,8 +247,8 @@ class Scene:
         return process
 
     def until(self, condition: Callable[[], object], timeout_s: float) -> None:
-        """Waits until ``condition`` holds. Fails when the board or a process ends before, or after ``timeout_s`` of
-        the board's Patience."""
+        """Waits until ``condition`` holds. Fails if the board or a process ends before, or after ``timeout_s`` of the
+        board's Patience."""
         patience = Patience(self.machine)
         while not condition():
             ended = [process.args for process in self._started if process.poll()]
@@ -258,19 +259,19 @@ class Scene:
             time.sleep(0.5)
 
     def said(self) -> str:
-        """The last that the processes and the board's console said."""
+        """The last output of the processes and of the board's console."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
 
     def passed(self, what: str) -> float:
-        """Seconds since the scene began, said."""
+        """Prints and returns the seconds since the scene began."""
         seconds = time.monotonic() - self.began
         self.say(f"[{seconds:.0f} s] {what}")
         return seconds
 
 
 def _set(text: str, table: str, line: str) -> str:
-    """fleet.toml with a line more in ``table``, in place of one with the same key."""
+    """fleet.toml with ``line`` in ``table``, replacing a line with the same key."""
     key = line.partition("=")[0].strip()
     kept = [each for each in text.splitlines() if each.partition("=")[0].strip() != key]
     at = kept.index(f"[{table}]") + 1
@@ -278,7 +279,7 @@ def _set(text: str, table: str, line: str) -> str:
 
 
 def clean() -> dict[str, str]:
-    """This environment without what would change the commands' defaults."""
+    """This environment without variables that change the commands' defaults."""
     return {name: value for name, value in os.environ.items() if not name.startswith("METAFLEET_")}
 
 
@@ -304,7 +305,7 @@ def listens(port: int) -> bool:
 
 @contextlib.contextmanager
 def scene(folder: Path, base: Path, say: Callable[[str], None], debian: Debian = BOOKWORM) -> Iterator[Scene]:
-    """A scene that leaves no process behind. base: where the untouched images are kept."""
+    """A scene that leaves no process behind. base: folder of the untouched images."""
     folder.mkdir(parents=True, exist_ok=True)
     with Scene(folder, Base(base, say, debian), say) as found:
         yield found

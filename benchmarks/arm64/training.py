@@ -1,6 +1,5 @@
 """A board that trains with its pinned torch, as a Cortex-A53 in one round and as a Cortex-A72 in the next, each time
-with two devices of x86-64 beside it.
-"""
+together with two x86-64 devices."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def _round(world: Scene, notes: Notes, number: int, core: str) -> None:
 
 
 def _wheels(world: Scene, notes: Notes, core: str) -> None:
-    """What trained there."""
+    """Checks the processor and the versions that trained."""
     notes.same(f"{core}: the kernel finds that processor", proof.processor(world), core)
     lib = "/opt/metafleet/current/lib"
     found = {name: world.on_board(f"cd {lib} && ls -d {name}-*.dist-info").strip() for name in PINS}

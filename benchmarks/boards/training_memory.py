@@ -1,9 +1,9 @@
-"""Peak memory of one round of training in a process of its own, by method, by parameters and by batch, on this machine.
+"""Peak memory of one round of training, by method, parameters and batch, each in its own process on this machine.
 
     python benchmarks/boards/training_memory.py > benchmarks/boards/training_memory.json
 
-``fleet_core.board.limits`` takes its bytes per parameter from here. x86-64 with the torch that is installed: a board's
-torch is another one, and what it needs before there is a model is the board's to know.
+``fleet_core.board.limits`` takes its bytes per parameter from here. Measured on x86-64 with the installed torch; a
+board has another build of torch, whose memory before there is a model has to be measured on the board.
 """
 
 from __future__ import annotations

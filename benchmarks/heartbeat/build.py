@@ -1,7 +1,7 @@
-"""Makes the heartbeat data set from the beats of MIT-BIH, the same bytes on every run.
+"""Makes the heartbeat data set from the beats of MIT-BIH, with the same bytes on every run.
 
     METAFLEET_SHARED=FOLDER python benchmarks/heartbeat/build.py                  the package's ten patients
-    METAFLEET_SHARED=FOLDER python benchmarks/heartbeat/build.py --all OUT.npz    all 22, in the form that --data takes
+    METAFLEET_SHARED=FOLDER python benchmarks/heartbeat/build.py --all OUT.npz    all 22, in the form of --data
 
 FOLDER holds data/ecg-mitbih-ds1.npz: x int16 [N, 128], y uint8, patient int16, rr int16 [N, 2], pos int32.
 """

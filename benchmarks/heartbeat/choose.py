@@ -1,14 +1,15 @@
-"""Chooses the demo's hyper-parameters on a validation split; the judged beats are never looked at.
+"""Chooses the demo's hyper-parameters on a validation split; the evaluated beats are not used.
 
-Each of the eight training patients has the first 60 % of its time to learn from. That part is cut again, 60 % to train
-and 40 % to validate; the figure is macro-F1 over N, S and V on the pooled validation beats, the mean over the seeds.
+Each of the eight training patients has the first 60 % of its time to learn from. That part is split again, 60 % to
+train and 40 % to validate; the figure is macro-F1 over N, S and V on the pooled validation beats, the mean over the
+seeds.
 
     python benchmarks/heartbeat/choose.py --out benchmarks/heartbeat/choose.json [--seeds 2] [--rounds 30]
     python benchmarks/heartbeat/choose.py --models cnn1d ds-cnn --defaults --seeds 3 \\
         --out benchmarks/heartbeat/models.json
 
-The second command compares models, with the methods' own defaults.
-Writes every candidate with its figures, best first. About half a minute a candidate and seed on one core.
+The second command compares models, with the methods' own defaults. Writes every candidate with its figures, best first.
+About half a minute per candidate and seed on one core.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ def learn(model: str, method_name: str, candidate: Candidate, rounds: int, seed:
             own[name] = done.pending
             updates.append(Update(name, Payload(trees.widened(done.update.groups), done.update.scalars)))
         state = method.server.apply(state, updates, len(data), hyper)
-    judged = trees.apply(lambda a: np.asarray(a, np.float32), state.served)
-    return {name: _pooled(answers, data) for name, answers in _answers(method_name, network, judged, data, layout)}
+    served = trees.apply(lambda a: np.asarray(a, np.float32), state.served)
+    return {name: _pooled(answers, data) for name, answers in _answers(method_name, network, served, data, layout)}
 
 
 def _answers(method_name: str, network: Any, params: Any, data: Any, layout: Any) -> list[tuple[str, Any]]:
-    """(what, patient -> answered labels) for each way in which this method is judged."""
+    """(what, patient -> answered labels) for each way in which this method is evaluated."""
     if METHODS[method_name].personalizer == "proto":
         return [("proto", {name: _proto(network, params, own, later) for name, (own, later) in data.items()})]
     plain = {
@@ -136,12 +137,12 @@ def main() -> None:
                 figures.setdefault((*job[:2], repr(job[2]), what), []).append(figure)
             told = f"{number}/{len(jobs)} {' '.join(map(str, job[:3]))} seed {job[4]}: {found}"
             print(told, file=sys.stderr, flush=True)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"model": key[0], "method": key[1], "hyper": key[2], "judged": key[3], "macro_f1": values,
          "mean": float(np.mean(values))}
         for key, values in figures.items()
     ]
-    rows.sort(key=lambda row: (row["method"], -float(row["mean"])))
+    rows.sort(key=lambda row: (row["method"], -row["mean"]))
     write_json(options.out, {"rounds": options.rounds, "seeds": options.seeds, "candidates": rows})
     for row in rows:
         print(f"{row['model']:8} {row['method']:14} {row['mean']:.3f}  {row['judged']:28} {row['hyper']}")

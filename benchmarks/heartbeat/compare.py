@@ -1,12 +1,13 @@
-"""What personalization brings on heart beats, live: one ``metafleet demo`` per seed, and the figures side by side.
+"""What personalization brings on heart beats: one live ``metafleet demo`` per seed, and the figures side by side.
 
     python benchmarks/heartbeat/compare.py --seeds 0 1 2 --out benchmarks/heartbeat/ten.json
     python benchmarks/heartbeat/build.py --all all.npz
-    python benchmarks/heartbeat/compare.py --seeds 0 1 2 --data all.npz --devices 15 --new-devices 7 \
+    python benchmarks/heartbeat/compare.py --seeds 0 1 2 --data all.npz --devices 15 --new-devices 7 \\
         --support-seconds 300 --out benchmarks/heartbeat/twenty-two.json
 
-The first is the demo as it ships: eight patients train, two join at the end. The second takes every patient of the
-source set. The figure is macro-F1 over N, S and V on the pooled judged beats; two to three minutes a seed on two cores.
+The first is the demo with its defaults: eight patients train, two join at the end. The second takes every patient of
+the source set. The figure is macro-F1 over N, S and V on the pooled evaluated beats; two to three minutes per seed on
+two cores.
 """
 
 from __future__ import annotations

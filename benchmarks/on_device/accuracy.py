@@ -1,11 +1,12 @@
-"""How well a device that never trained answers with a few labels of its own, by each way to personalize; and its cost.
+"""Accuracy of a device that never trained, with a few labels of its own, by personalizer; and the cost of
+personalization.
 
     METAFLEET_DATA=CACHE python -m benchmarks.on_device.accuracy --out benchmarks/on_device/accuracy.json
 
-CACHE: as ``benchmarks/papers/prepare.py`` fills it. Trains by the laboratory (resumable, under build/on-device), judges
-in a process without torch, and measures every way in processes of their own. What was taken is in the file.
-``python -m benchmarks.on_device.tables accuracy.json`` writes the tables and the figure. Sets that are not named by
-``--sets`` stay in the file as they are.
+CACHE: as ``benchmarks/papers/prepare.py`` fills it. Trains in the laboratory (resumable, under build/on-device),
+evaluates in a process without torch, and measures each personalizer in separate processes. The file also says which
+devices and settings were used. ``python -m benchmarks.on_device.tables accuracy.json`` writes the tables and the
+figure. Sets that ``--sets`` does not name stay in the file as they are.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ METHODS = tuple(dict.fromkeys(way.method for way in WAYS))
 KINDS = tuple(dict.fromkeys(way.graph for way in WAYS))
 
 
-def judge(plan: Plan, seed: int, draws: int, room: Path, say: Say) -> dict[str, Any]:
-    """way -> labels -> what ``answers.py`` found, of one seed; trained before where it is not yet."""
+def evaluate(plan: Plan, seed: int, draws: int, room: Path, say: Say) -> dict[str, Any]:
+    """personalizer -> labels -> the figures of ``answers.py``, for one seed; trains first if needed."""
     folder = fleets.trained(plan, seed, METHODS, room, say)
     if not (folder / "division.json").exists():
         fleets.put_devices(fleets.divided(plan, seed)[0], folder)
@@ -50,8 +51,8 @@ def judge(plan: Plan, seed: int, draws: int, room: Path, say: Say) -> dict[str, 
 
 
 def costs(plan: Plan, seed: int, found: dict[str, Any], repeats: int, room: Path) -> dict[str, Any]:
-    """way -> labels -> medians over ``repeats`` processes, with the settings that this seed chose; for five
-    labels of a class."""
+    """personalizer -> labels -> medians over ``repeats`` processes, with the settings that this seed chose; for five
+    labels per class."""
     folder = room / plan.folder / f"seed-{seed}"
     job = json.loads((folder / "job.json").read_text())
     first = json.loads((folder / "division.json").read_text())["unseen"][0]
@@ -72,7 +73,7 @@ def costs(plan: Plan, seed: int, found: dict[str, Any], repeats: int, room: Path
 
 
 def table(plan: Plan, by_seed: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """way -> labels -> figure -> mean and sample standard deviation over seeds (None of one)."""
+    """personalizer -> labels -> figure -> mean and sample standard deviation over seeds (None for one seed)."""
     return {
         way.name: {
             str(labels): {figure: spread([one[way.name][str(labels)][figure] for one in by_seed])
@@ -84,14 +85,14 @@ def table(plan: Plan, by_seed: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def spread(values: list[float]) -> dict[str, Any]:
-    """Mean, sample standard deviation (None of one) and the values, one of each seed."""
+    """Mean, sample standard deviation (None for one seed) and the value of each seed."""
     return {"mean": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else None,
             "seeds": values}
 
 
 def beside(path: Path, part: str, made: dict[str, Any], alike: dict[str, Any]) -> dict[str, Any]:
-    """A file: ``alike``, and in ``part`` what was made and what the file at ``path`` has beside it. Raises SystemExit
-    where that was made with something else, for the file says it once for all."""
+    """The file's content: ``alike``, and in ``part`` the new results and the other results of the file at ``path``.
+    Raises SystemExit if that file has another ``alike``, because it holds for all results."""
     before = json.loads(path.read_text()) if path.exists() else {}
     stays = {name: one for name, one in before.get(part, {}).items() if name not in made}
     wrong = [key for key, value in json.loads(json.dumps(alike)).items() if before.get(key) != value]
@@ -102,8 +103,8 @@ def beside(path: Path, part: str, made: dict[str, Any], alike: dict[str, Any]) -
 
 
 def outcome(plan: Plan, seeds: Sequence[int], draws: int, repeats: int, room: Path, say: Say) -> dict[str, Any]:
-    """All of one data set."""
-    by_seed = [judge(plan, seed, draws, room, say) for seed in seeds]
+    """The figures of one data set."""
+    by_seed = [evaluate(plan, seed, draws, room, say) for seed in seeds]
     model = {"name": plan.model, "options": dict(plan.options)}
     training = {m: {"rounds": plan.training[m].rounds, "hyper": dict(plan.training[m].hyper)} for m in METHODS}
     return {
@@ -118,8 +119,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--draws", type=int, default=2, help="support sets of each device")
-    parser.add_argument("--repeats", type=int, default=3, help="processes whose time and memory is measured")
+    parser.add_argument("--draws", type=int, default=2, help="support sets per device")
+    parser.add_argument("--repeats", type=int, default=3, help="processes that time and memory are measured on")
     parser.add_argument("--room", type=Path, default=fleets.ROOM)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -129,7 +130,7 @@ def main() -> None:
 
     started = time.monotonic()
     alike = {"draws": options.draws, "repeats": options.repeats, "environment": environment()}
-    beside(options.out, "sets", dict.fromkeys(options.sets), alike)  # refused before anything is computed
+    beside(options.out, "sets", dict.fromkeys(options.sets), alike)  # fails before anything is computed
     sets = {name: outcome(PLANS[name], options.seeds, options.draws, options.repeats, options.room, say)
             for name in options.sets}
     write_json(options.out, beside(options.out, "sets", sets, alike))

@@ -1,10 +1,10 @@
-"""Personalizes and answers for every device that is judged, without torch.
+"""Personalizes and evaluates all devices, without torch.
 
-    python -m benchmarks.on_device.answers FOLDER        writes FOLDER/answers.json, going on where it was
+    python -m benchmarks.on_device.answers FOLDER        writes FOLDER/answers.json; resumes
 
 FOLDER is a seed's, as ``accuracy.py`` fills it, with ``job.json``: seed, labels, draws, and the bundle of each kind.
-For each number of labels the setting of a way is chosen on the validation devices by macro-F1, then judged on the
-unseen ones. All ways get the same support sets.
+For each number of labels a personalizer's setting is chosen on the validation devices by macro-F1, then evaluated on
+the unseen ones. All personalizers get the same support sets.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Task:
     query: Samples
 
 
-class Judge:
+class Evaluation:
     """The devices of a seed's folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +52,7 @@ class Judge:
         return load(Path(self.job["graphs"][way.graph]), self.folder / f"{way.method}.safetensors")
 
     def tasks(self, kind: str, labels: int) -> Iterator[Task]:
-        """kind: ``validation``, with one draw of labels of each device, or ``unseen``."""
+        """kind: ``validation``, with one draw of labels per device, or ``unseen``."""
         for number, name in enumerate(self._names[kind]):
             pool, query = (self._parts[part].of_client(name) for part in ("pool", "query"))
             for draw in range(self.job["draws"] if kind == "unseen" else 1):
@@ -60,8 +60,8 @@ class Judge:
                 rows = drawn(pool.y, labels, rng)
                 yield Task(name, pool.x[rows], pool.y[rows], query)
 
-    def judged(self, way: Way, labels: int) -> dict[str, Any]:
-        """The chosen setting and how the unseen devices did with it."""
+    def evaluated(self, way: Way, labels: int) -> dict[str, Any]:
+        """The chosen setting and its figures on the unseen devices."""
         graph, weights = self.model(way)
         setting, tried = way.settings[0], dict[str, float]()
         if len(way.settings) > 1:
@@ -76,7 +76,7 @@ class Judge:
 def _confusions(
     way: Way, settings: Sequence[Setting], graph: Graph, weights: Params, tasks: Iterator[Task]
 ) -> list[list[tuple[str, Array]]]:
-    """For each setting (device, confusion [N, N]) of each task."""
+    """(device, confusion [N, N]) of each task, by setting."""
     stepping = Stepping(graph, weights) if graph.info.adapt is not None else None
     found: list[list[tuple[str, Array]]] = [[] for _ in settings]
     for task in tasks:
@@ -106,7 +106,7 @@ def _summary(found: list[tuple[str, Array]]) -> dict[str, Any]:
 
 
 def macro_f1(counts_NN: Array) -> float:
-    """Mean F1 over the classes that are asked for."""
+    """Mean F1 over the classes that occur."""
     asked, answered = counts_NN.sum(1), counts_NN.sum(0)
     f1 = 2 * np.diag(counts_NN) / np.maximum(asked + answered, 1)
     return float(f1[asked > 0].mean())
@@ -115,16 +115,17 @@ def macro_f1(counts_NN: Array) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    judge = Judge(parser.parse_args().folder)
-    path = judge.folder / "answers.json"
+    devices = Evaluation(parser.parse_args().folder)
+    path = devices.folder / "answers.json"
     found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     for way in WAYS:
         cells = found.setdefault(way.name, {})
-        for labels in judge.job["labels"]:
+        for labels in devices.job["labels"]:
             if str(labels) not in cells:
-                cells[str(labels)] = judge.judged(way, labels)
+                cells[str(labels)] = devices.evaluated(way, labels)
                 write_json(path, found)
-                print(f"{judge.folder}: {way.name}, {labels} labels: {cells[str(labels)]['accuracy']:.3f}", flush=True)
+                accuracy = cells[str(labels)]["accuracy"]
+                print(f"{devices.folder}: {way.name}, {labels} labels: {accuracy:.3f}", flush=True)
     assert "torch" not in sys.modules
 
 

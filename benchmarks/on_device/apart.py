@@ -1,6 +1,6 @@
-"""What a device computes, in a process of its own that must not import torch: for ``parity.py`` to compare.
+"""The device's computations, in a process that must not import torch, for ``parity.py`` to compare.
 
-    python -m benchmarks.on_device.apart FOLDER        reads job.json, what it names and data.npz; writes found.npz
+    python -m benchmarks.on_device.apart FOLDER        reads job.json, its files and data.npz; writes found.npz
 
 job.json: name -> {way, graph, weights, setting}. data.npz: ``x``, ``y`` to personalize on, ``query``. found.npz: for
 every name ``NAME/probabilities``, of class means, or ``NAME/logits`` and ``NAME/adapted/group/name``.
@@ -22,7 +22,7 @@ from fleet_core.model.layout import MODEL_GROUPS
 
 
 def found(way: Way, job: dict[str, Any], x: Any, y: Any, query: Any) -> dict[str, Any]:
-    """The arrays of one way, by name."""
+    """The arrays of one personalizer, by name."""
     graph, weights = load(Path(job["graph"]), Path(job["weights"]))
     if graph.info.adapt is None:
         return {"probabilities": predictor(way, graph, weights, x, y, job["setting"]).probabilities(query)}

@@ -1,8 +1,8 @@
-"""A client that asks the same over one connection and notes what it got; and the server that it asks.
+"""A client that repeats one request over one connection and records the answers; and the server.
 
     python benchmarks/on_device/asking.py HOST PORT PATH BODY SECONDS        prints JSON
 
-The standard library alone, in a process of its own: clients that share an interpreter would wait for each other. BODY
+Uses only the standard library, in a separate process: clients that share an interpreter would wait for each other. BODY
 is a file with a request as JSON.
 """
 
@@ -22,14 +22,14 @@ from typing import Any
 
 
 def fingerprint(model: str, outputs: dict[str, list[Any]]) -> str:
-    """Of an answer: which model it says that it is from, and all that it answers."""
+    """A hash of an answer: the model it names, and its outputs."""
     text = json.dumps([model, outputs["probabilities"], outputs["label"]])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def ask(host: str, port: int, path: str, body: bytes, seconds: float) -> dict[str, Any]:
-    """At least one request. answers: how often each came, by fingerprint. failed: what else there was. milliseconds: of
-    every request that was answered."""
+    """Sends at least one request. answers: how often each came, by fingerprint. failed: everything else. milliseconds:
+    of every answered request."""
     connection = http.client.HTTPConnection(host, port, timeout=30)
     answers, failed, milliseconds = Counter[str](), list[str](), list[float]()
     until = time.monotonic() + seconds
@@ -54,7 +54,7 @@ def ask(host: str, port: int, path: str, body: bytes, seconds: float) -> dict[st
 
 @contextmanager
 def serving(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
-    """(process, host, port) of a command that says ``answers at http://HOST:PORT/``; it is ended in order."""
+    """(process, host, port) of a command that prints ``answers at http://HOST:PORT/``; it is ended with SIGTERM."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     assert process.stderr is not None
@@ -72,13 +72,13 @@ def serving(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], str, in
 
 
 def clients(count: int, host: str, port: int, path: str, body: Path, seconds: float) -> list[subprocess.Popen[str]]:
-    """So many of them, each a process."""
+    """``count`` client processes."""
     command = [sys.executable, "-I", __file__, host, str(port), path, str(body), str(seconds)]
     return [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
 
 
 def collected(asking: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """What the clients noted, at their end."""
+    """The output of the clients, after they end."""
     return [json.loads(process.communicate()[0]) for process in asking]
 
 

@@ -1,9 +1,9 @@
-"""The floor: onnxruntime and numpy alone, with the graphs and weights that the agent uses, and nothing around them.
+"""The floor: onnxruntime and numpy alone, with the graphs and weights that the agent uses.
 
     python benchmarks/on_device/bare.py predict GRAPH.onnx WEIGHTS.npz SAMPLES.npz
     python benchmarks/on_device/bare.py adapt GRAPH.onnx WEIGHTS.npz SAMPLES.npz STEPS LR
 
-SAMPLES.npz: ``x`` and, to adapt on, ``y``. onnxruntime's own settings, but one thread, and no report of its use.
+SAMPLES.npz: ``x`` and, to adapt on, ``y``. onnxruntime's own settings, except for one thread and no telemetry.
 """
 
 import os

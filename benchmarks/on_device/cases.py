@@ -1,6 +1,6 @@
-"""The four models whose cost and parity are measured, with constructed samples: what is timed depends on shapes alone.
+"""The four models whose cost and parity are measured, with constructed samples: times depend only on shapes.
 
-Samples of a class are a pattern of its own with noise, so that steps have a direction to go.
+Samples of a class are its pattern with noise, so that gradient steps have a direction.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOISE = 0.5
 
 @dataclass(frozen=True)
 class Case:
-    """A model as ``fleet_core.learning.models`` names it, and its input."""
+    """A model by its name in ``fleet_core.learning.models``, and its input."""
 
     name: str
     model: str
@@ -58,8 +58,8 @@ def plain(layout: Layout) -> Graph:
 
 
 def drawn(layout: Layout, number: int, seed: int) -> tuple[Array, Array]:
-    """``number`` raw samples [n, *shape] with labels int64 [n], every class as often as the others; the patterns are
-    the same for every seed."""
+    """``number`` raw samples [n, *shape] with labels int64 [n], equally many per class; the patterns are the same for
+    every seed."""
     rng = np.random.default_rng(seed)
     y = np.arange(number) % len(layout.classes)
     pattern = samples(layout.input, len(layout.classes), 0).astype(np.float64)[y]

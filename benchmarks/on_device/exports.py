@@ -1,9 +1,9 @@
-"""Every method on every model family: what of it becomes a graph that passes the export gate, and what is said if not.
+"""Every method on every model family: what becomes a graph that passes the export gate, and the message if not.
 
     python -m benchmarks.on_device.exports --out benchmarks/on_device/exports.json
 
-Runs what ``metafleet init`` runs, at the sizes that the papers have; steps that move the same groups are exported once
-for all methods that take them.
+Runs the export of ``metafleet init``, at the sizes of the papers; steps that move the same groups are exported once for
+all methods that take them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from cloud_server.reports.result import environment
 from export import method_steps
+from export.adapt import with_adapt
 from export.graph import export_graph
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.errors import BundleError
@@ -45,7 +47,7 @@ CLASSES = tuple("abcde")
 
 
 class PersonalFiles(nn.Module):
-    """A model of one's own, of ordinary layers: a residual block, a strided convolution, LayerNorm, GELU."""
+    """A user's own model with ordinary layers: a residual block, a strided convolution, LayerNorm, GELU."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -61,14 +63,14 @@ class PersonalFiles(nn.Module):
 
 
 def bring_own() -> None:
-    """Makes ``OWN`` a module that can be imported, as a person's installed package is."""
+    """Makes ``OWN`` importable, like a user's installed package."""
     module = types.ModuleType(OWN.partition(":")[0])
     module.__dict__["build"] = lambda shape, classes: PersonalFiles(classes)
     sys.modules[module.__name__] = module
 
 
 def family(name: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """method -> what became a graph, of one model family."""
+    """method -> what became a graph, for one model family."""
     model, spec, options = FAMILIES[name]
     layout, started = models.describe(model, spec, CLASSES, options), time.monotonic()
     seconds: dict[str, float] = {}
@@ -76,14 +78,13 @@ def family(name: str, say: Callable[[str], None]) -> dict[str, Any]:
     seconds["embed, predict"] = round(time.monotonic() - started, 1)
     found: dict[str, Any] = {"parameters": layout.parameters(("body", "head")), "methods": {}}
     made: dict[Any, Graph | BundleError] = {}
-    inner = method_steps.with_adapt
 
     def once(graph_: Graph, *, rates: bool, groups: tuple[str, ...]) -> Graph:
         key = (groups, rates)
         if key not in made:
             begun = time.monotonic()
             try:
-                made[key] = inner(graph_, rates=rates, groups=groups)
+                made[key] = with_adapt(graph_, rates=rates, groups=groups)
             except BundleError as error:
                 made[key] = error
             label = f"adapt: {', '.join(groups)}{' with rates' if rates else ''}"
@@ -93,8 +94,7 @@ def family(name: str, say: Callable[[str], None]) -> dict[str, Any]:
             raise one
         return one
 
-    method_steps.with_adapt = once
-    try:
+    with patch.object(method_steps, with_adapt.__name__, once):
         for method in METHODS.values():
             said: list[str] = []
             whole = method_steps.with_steps(graph, method, method.hyper(), models.initial(layout, 0), said.append)
@@ -104,8 +104,6 @@ def family(name: str, say: Callable[[str], None]) -> dict[str, Any]:
                 "steps": [] if how is None else list(how.groups), "rates": how is not None and how.rates,
                 "said": [line for line in said if not line.startswith("exporting")],
             }  # fmt: skip
-    finally:
-        method_steps.with_adapt = inner
     say(f"{name}: {seconds}")
     return found
 

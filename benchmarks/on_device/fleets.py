@@ -1,12 +1,13 @@
-"""What the tables of this folder are made from: three data sets, who trains and who is judged, and the trained models.
+"""The fleets of this folder's tables: three data sets, which devices train and which are evaluated, and the trained
+models.
 
-Devices are divided before anything is trained: the file that the laboratory trains on holds the training devices
-alone. Rates are chosen on validation devices, which train nothing; the unseen ones are judged once. Which device is
-what is drawn anew for every seed. Training is resumable: what has ended is not run again.
+Devices are divided before training: the file that the laboratory trains on holds only the training devices. Rates are
+chosen on validation devices, which train nothing; the unseen ones are evaluated once. The division is drawn anew for
+every seed. Training is resumable: finished runs are not repeated.
 
-Omniglot has no devices of its own here: one is ten characters that follow each other, numbered by itself, so its
-classes are new too; its time is the drawing's number, so the drawings that judge are by other people than those that
-are labelled. A class counts on a device when it has ``LEAST`` samples in the time before and in the time after.
+Omniglot has no devices of its own here: a device is ten consecutive characters with its own numbering, so its classes
+are new too. Its time is the number of the drawing, so query drawings are by other people than labelled ones. A class
+counts on a device if it has ``LEAST`` samples in the time before and in the time after.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ GRAPHS: Mapping[str, Callable[[graph_bundle.Graph], graph_bundle.Graph]] = {
     "all": lambda graph: with_adapt(graph, rates=False),
     "rates": lambda graph: with_adapt(graph, rates=True),
 }
-"""The bundles of a layout, by what their graph ``adapt`` moves."""
+"""The bundles of a layout, by the groups that their graph ``adapt`` moves."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Plan:
     """How a data set is divided and trained on.
 
     source: (samples, input) of the set. validation, unseen: numbers of devices. fraction: of a device's time, from
-    which its labels come; the rest judges. labels: of a class. without: a class that no training device has a sample
-    of. training: by method.
+    which its labels come; it is evaluated on the rest. labels: per class. without: a class that no training device
+    has a sample of. training: by method.
     """
 
     name: str
@@ -84,7 +85,8 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """pool: what labels are drawn from. query: what it is judged on. Of classes that count alone, see ``LEAST``."""
+    """pool: the samples that labels are drawn from. query: those to evaluate on. Only classes that count, see
+    ``LEAST``."""
 
     pool: Samples
     query: Samples
@@ -92,7 +94,7 @@ class Device:
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """train: the samples of the training devices, in the client's column."""
+    """train: the samples of the training devices, named in the client's column."""
 
     train: Samples
     validation: Mapping[str, Device]
@@ -106,7 +108,7 @@ def named(name: str) -> tuple[Samples, InputSpec]:
 
 
 def drawings() -> tuple[Samples, InputSpec]:
-    """Omniglot as devices of ``CHARACTERS`` characters each; a last one that is not full is left out."""
+    """Omniglot as devices of ``CHARACTERS`` characters each; an incomplete last one is left out."""
     found, spec = named("omniglot")
     number = np.empty(len(found), np.int64)
     for label in np.unique(found.y):
@@ -157,7 +159,7 @@ PLANS = {
 
 
 def divided(plan: Plan, seed: int) -> tuple[Division, InputSpec]:
-    """The devices of ``plan``. Judged are devices with two classes that count; the others all train."""
+    """The devices of ``plan``. Devices with two classes that count are evaluated; all others train."""
     everything, spec = plan.source()
     devices = {name: _device(everything.of_client(name), plan.fraction) for name in everything.clients}
     fit = [name for name, device in devices.items() if len(np.unique(device.query.y)) > 1]
@@ -179,7 +181,7 @@ def _clients(samples: Samples) -> Any:
 
 
 def _several(y: Any) -> bool:
-    """Whether two classes are there to be told apart."""
+    """Whether there are at least two classes."""
     return int((np.bincount(y) >= LEAST).sum()) > 1
 
 
@@ -209,8 +211,8 @@ def experiment(plan: Plan, method: str, seed: int, train: Path, spec: InputSpec)
 
 
 def trained(plan: Plan, seed: int, methods: Sequence[str], room: Path, say: Callable[[str], None]) -> Path:
-    """The folder of a seed, with ``layout.json`` and ``METHOD.safetensors``, the judged model's weights, for each of
-    ``methods``."""
+    """The folder of a seed, with ``layout.json`` and, for each of ``methods``, the served model's weights
+    ``METHOD.safetensors``."""
     folder = room / plan.folder / f"seed-{seed}"
     division, spec = divided(plan, seed)
     if not (folder / "train.npz").exists():
@@ -226,7 +228,7 @@ def trained(plan: Plan, seed: int, methods: Sequence[str], room: Path, say: Call
 
 
 def _run(asked: experiments.Experiment, folder: Path) -> tuple[Layout, Params, float]:
-    """Trains or goes on, and takes the judged model's weights from the last checkpoint."""
+    """Trains or resumes, and takes the served model's weights from the last checkpoint."""
     torch.set_num_threads(1)
     run = experiments.runs(asked)[0]
     (out,) = simulate(asked, folder, Options(jobs=1, device="cpu"))
@@ -237,12 +239,12 @@ def _run(asked: experiments.Experiment, folder: Path) -> tuple[Layout, Params, f
     first = wire.ordered({**models.initial(layout, run.seed), **wire.zeros(besides)})
     checkpoint = store.resume(first)
     assert checkpoint is not None
-    judged = trees.only(checkpoint.state.served, run.method.shared)
-    return layout, trees.apply(lambda a: np.asarray(a, np.float32), judged), store.result()["seconds"]
+    served = trees.only(checkpoint.state.served, run.method.shared)
+    return layout, trees.apply(lambda a: np.asarray(a, np.float32), served), store.result()["seconds"]
 
 
 def graphs(layout: Layout, kinds: Sequence[str], room: Path) -> dict[str, Path]:
-    """Files of the bundles of ``layout``, made where they are not there yet."""
+    """Files of the bundles of ``layout``, made if they are missing."""
     made = {kind: room / f"{layout.hash}-{kind}.bundle" for kind in kinds}
     for kind, path in made.items():
         if not path.exists():
@@ -252,7 +254,7 @@ def graphs(layout: Layout, kinds: Sequence[str], room: Path) -> dict[str, Path]:
 
 
 def put_devices(division: Division, folder: Path) -> None:
-    """``pool.npz`` and ``query.npz`` of all devices that are judged, ``division.json`` that says which is what."""
+    """``pool.npz`` and ``query.npz`` of all evaluated devices, ``division.json`` with the kind of each device."""
     found = {**division.validation, **division.unseen}
     for part in ("pool", "query"):
         each = [getattr(device, part) for device in found.values()]
@@ -265,5 +267,5 @@ def put_devices(division: Division, folder: Path) -> None:
 
 
 def withheld(plan: Plan, label: int) -> Plan:
-    """The same without the class ``label`` in training."""
+    """The same plan without the class ``label`` in training."""
     return replace(plan, without=label)

@@ -1,5 +1,5 @@
-"""Devices that have been served a model and given labelled samples, as folders that ``edge-agent`` takes; and the same
-graphs and weights as plain files, for the bare script."""
+"""Devices with a served model and labelled samples, as folders for ``edge-agent``; and the same graphs and weights as
+plain files, for the bare script."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ METHODS_OF: dict[str, tuple[str, dict[str, Any]]] = {
     "proto": ("pfldyn-proto", {}),
     "maml": ("per-fedavg-fo", {"inner_steps": STEPS, "inner_lr": LR}),
 }
-"""Whether a device answers by class means or after gradient steps: the method and its hyper-parameters."""
+"""The method and hyper-parameters of a device that answers by class means, or after gradient steps."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """homes: by ``METHODS_OF``. bare: the arguments of ``bare.py``, by what it does. x: ``.npy`` of one raw sample."""
+    """homes: by ``METHODS_OF``. bare: the arguments of ``bare.py``, by command. x: ``.npy`` of one raw sample."""
 
     homes: dict[str, Path]
     bare: dict[str, list[str]]
@@ -68,14 +68,14 @@ def _home(folder: Path, name: str, graph: Graph, weights: Any, x: Any, y: Any) -
     service = service_of(folder, settings_of(folder))
     service.known_classes()
     stored.append(service.local().added_path, Samples(x, y, classes=service.layout.classes))
-    judged = trees.only(weights, method.shared)
-    service.load(method, hyper, Weights(payloads.identity(judged), 1, judged))
+    served = trees.only(weights, method.shared)
+    service.load(method, hyper, Weights(payloads.identity(served), 1, served))
     relearn.personalize(service)
     return folder
 
 
 def _bare(folder: Path, kind: str, data: bytes, weights: Any, samples: str) -> list[str]:
-    """Arguments of ``bare.py`` but the first, which are files."""
+    """The arguments of ``bare.py`` after the command: the files."""
     (folder / f"{kind}.onnx").write_bytes(data)
     np.savez(folder / f"{kind}.npz", **storage.flatten(weights))
     return [str(folder / f"{kind}.onnx"), str(folder / f"{kind}.npz"), str(folder / samples)]

@@ -1,13 +1,13 @@
-"""What the quantized encoder is worth to a device: its size, its speed, and its answers from few labels.
+"""Size and speed of the quantized encoder, and the accuracy of its answers from few labels.
 
     METAFLEET_DATA=CACHE python -m benchmarks.on_device.int8 --out benchmarks/on_device/int8.json
 
-Accuracy: the judged models, devices and kinds of answer of ``accuracy.py`` (trained where they are not yet). The
-encoder is quantized as ``metafleet export --int8`` does it, with samples of the training devices; every device then
-embeds its labels and what it is asked by one encoder and by the other, the same labels for both. Size and speed: the
-four models of ``cases.py``, one sample a call, one thread, the sessions in turn in one process. What an int8 product
-costs depends on the processor: whether it has the instructions of VNNI is in the file. Sets that are not named by
-``--sets`` stay in the file as they are.
+Accuracy: the served models, devices and personalizers of ``accuracy.py`` (trained if needed). The encoder is quantized
+as in ``metafleet export --int8``, with samples of the training devices; every device then embeds its labels and its
+test samples with one encoder and with the other, the same labels for both. Size and speed: the four models of
+``cases.py``, one sample per call, one thread, the sessions in turn in one process. What an int8 product costs depends
+on the processor; the file says whether it has the VNNI instructions. Sets that ``--sets`` does not name stay in the
+file as they are.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 ENCODERS = ("fp32", "int8")
 OF_A_CLASS = 300
-"""Samples of the training devices that the quantizer is given, of each class."""
+"""Samples of each class, from the training devices, for the quantizer."""
 NEAR = 10
 
 
@@ -64,11 +64,12 @@ def _near(z: Array, y: Array, n_classes: int, asked: Array) -> Array:
 WAYS: Mapping[str, tuple[str, Callable[[Array, Array, int, Array], Array]]] = {
     "Proto": ("pfldyn-proto", _means), "head only": ("fedavg", _head), "kNN without a head": ("fedavg", _near),
 }  # fmt: skip
-"""way -> (the method that trains its encoder, probabilities [n, N] from embedded labels and embedded samples)."""
+"""personalizer -> (the method that trains its encoder, probabilities [n, N] from embedded labels and embedded
+samples)."""
 
 
 def encoders(plan: Plan, method: str, seed: int, room: Path, say: Say) -> dict[str, Session]:
-    """The encoder of a judged model as it is and quantized."""
+    """The encoder of a served model as it is and quantized."""
     folder = fleets.trained(plan, seed, [method], room, say)
     layout = Layout.from_json((folder / "layout.json").read_text())
     graph, weights = load(fleets.graphs(layout, ("plain",), room)["plain"], folder / f"{method}.safetensors")
@@ -78,8 +79,9 @@ def encoders(plan: Plan, method: str, seed: int, room: Path, say: Say) -> dict[s
     return {"fp32": open_kind(graph, "embed", body), "int8": open_session(quantized(graph, body, some, say)[0], {})}
 
 
-def judged(plan: Plan, seed: int, draws: int, room: Path, say: Say) -> dict[str, Any]:
-    """way -> labels -> encoder -> accuracy (mean over devices and draws) and macro-F1 (of all answers together)."""
+def evaluated(plan: Plan, seed: int, draws: int, room: Path, say: Say) -> dict[str, Any]:
+    """personalizer -> labels -> encoder -> accuracy (mean over devices and draws) and macro-F1 (of all answers
+    together)."""
     unseen = fleets.divided(plan, seed)[0].unseen
     embedded = {
         (method, name): {device: (encoder.run(one.pool.x), encoder.run(one.query.x)) for device, one in unseen.items()}
@@ -116,7 +118,8 @@ def _summary(confusions: Sequence[Array]) -> dict[str, float]:
 
 
 def table(plan: Plan, by_seed: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """way -> labels -> figure -> encoder, and ``difference`` (int8 less fp32), each with mean and deviation."""
+    """personalizer -> labels -> figure -> encoder, and ``difference`` (int8 less fp32), each with mean and
+    deviation."""
     def cell(way: str, labels: str, figure: str) -> dict[str, Any]:
         each = {name: [one[way][labels][name][figure] for one in by_seed] for name in ENCODERS}
         lost = [b - a for a, b in zip(each["fp32"], each["int8"], strict=True)]
@@ -127,8 +130,8 @@ def table(plan: Plan, by_seed: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def cost(case: Case, calls: int, say: Say) -> dict[str, Any]:
-    """Bytes of an encoder with its weights, and the median microseconds of an embedding. First weights: neither depends
-    on them."""
+    """Bytes of an encoder with its weights, and the median microseconds of an embedding. Uses first weights: neither
+    depends on them."""
     layout = case.layout()
     graph, body = plain(layout), trees.only(models.initial(layout, 0), ("body",))
     x, y = drawn(layout, 120, 1)
@@ -148,7 +151,7 @@ def cost(case: Case, calls: int, say: Say) -> dict[str, Any]:
 
 
 def vnni() -> bool | None:
-    """Whether the processor multiplies int8 in one instruction; None where that is not known."""
+    """Whether the processor multiplies int8 in one instruction; None if unknown."""
     try:
         return "vnni" in Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -159,8 +162,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", nargs="*", choices=PLANS, default=list(PLANS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--draws", type=int, default=2, help="sets of labels of each device")
-    parser.add_argument("--calls", type=int, default=2000, help="embeddings that are timed")
+    parser.add_argument("--draws", type=int, default=2, help="sets of labels per device")
+    parser.add_argument("--calls", type=int, default=2000, help="embeddings to time")
     parser.add_argument("--room", type=Path, default=fleets.ROOM)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -169,9 +172,9 @@ def main() -> None:
         print(line, file=sys.stderr, flush=True)
 
     alike = {"draws": options.draws, "vnni": vnni(), "environment": environment()}
-    beside(options.out, "sets", dict.fromkeys(options.sets), alike)  # refused before anything is computed
+    beside(options.out, "sets", dict.fromkeys(options.sets), alike)  # fails before anything is computed
     sets = {name: {"seeds": options.seeds, "labels": PLANS[name].labels, "table": table(PLANS[name], [
-        judged(PLANS[name], seed, options.draws, options.room, say) for seed in options.seeds
+        evaluated(PLANS[name], seed, options.draws, options.room, say) for seed in options.seeds
     ])} for name in options.sets}  # fmt: skip
     costs = {name: cost(case, options.calls, say) for name, case in CASES.items()}
     write_json(options.out, {"models": costs, **beside(options.out, "sets", sets, alike)})

@@ -1,16 +1,18 @@
-"""How long the agent takes to answer beside a bare session, and gradient steps without torch beside torch's.
+"""Latency of the agent's answers compared with a bare session, and of gradient steps without torch compared with
+torch's.
 
     python -m benchmarks.on_device.latency --out benchmarks/on_device/latency.json
 
-Answers: batch 1, one thread, in a process without torch (``timed.py``): in turn a bare onnxruntime session, the agent's
-``Service.predict``, and ``Service.answers`` with names and rounding, on a device that answers by class means and on one
-that does after gradient steps. Bar: the median of ``predict`` within 10 % or 50 µs of the session's, whichever is more.
+Answers: batch 1, one thread, in a process without torch (``timed.py``). A bare onnxruntime session, the agent's
+``Service.predict``, and ``Service.answers`` with names and rounding take turns, on a device that answers by class means
+and on one that answers after gradient steps. Limit: the median of ``predict`` within 10 % or 50 µs of the session's,
+whichever is more.
 
 Steps: 10 on 50 samples, one thread each, in turn in one process: the graph ``adapt`` through the agent's own call with
-its session open, and torch eager in a plain loop of ``torch.autograd.grad``, by the clock and in processor time.
-Bar: as fast as torch for the MLP, 0.9 × for the others.
+its session open, and torch eager in a plain loop of ``torch.autograd.grad``, in wall-clock and CPU time. Limit: as fast
+as torch for the MLP, 0.9 × for the others.
 
-What ``--out`` holds already of other models, or the other part, stays.
+Other models, or the other part, stay in ``--out`` as they are.
 """
 
 from __future__ import annotations
@@ -45,27 +47,27 @@ BARS = {"answer_us": 50.0, "answer_share": 0.10, "steps_mlp": 1.0, "steps_cnn": 
 Call = Callable[[], Any]
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-"""The processor's does not run while other work of the machine has the core."""
+"""CPU time does not count while other work has the core."""
 
 
 def answers(case: Case, calls: int) -> dict[str, Any]:
-    """way -> medians in microseconds of the bare session and the agent's calls."""
+    """personalizer -> medians in microseconds of the bare session and the agent's calls."""
     with tempfile.TemporaryDirectory() as room:
         return of_place(homes.made(case, Path(room) / "made"), calls)
 
 
 def of_place(place: Place, calls: int) -> dict[str, Any]:
-    """The same of what ``homes.made`` made."""
+    """The same for a ``Place`` of ``homes.made``."""
     found = {}
     for way, home in place.homes.items():
         graph, weights, _ = place.bare[f"predict {way}"]
         command = [sys.executable, "-m", "benchmarks.on_device.timed", str(home), graph, weights, str(place.x)]
-        found[way] = judged(json.loads(subprocess.check_output([*command, str(calls)])))
+        found[way] = with_limit(json.loads(subprocess.check_output([*command, str(calls)])))
     return found
 
 
-def judged(found: dict[str, Any]) -> dict[str, Any]:
-    """With how much the agent adds to the bare session, and the most that it may."""
+def with_limit(found: dict[str, Any]) -> dict[str, Any]:
+    """``found`` with what the agent adds to the bare session, and the limit."""
     added = found["predict_us"] - found["bare_us"]
     allowed = max(BARS["answer_us"], BARS["answer_share"] * found["bare_us"])
     return {**found, "added_us": added, "allowed_us": allowed, "met": added <= allowed}
@@ -91,7 +93,7 @@ def steps(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def _eager(network: models.Network, x: Any, y: Any) -> Call:
-    """Full-batch steps as one would write them in torch."""
+    """Full-batch steps as a user would write them in torch."""
     first = {name: parameter.detach() for name, parameter in network.named_parameters()}
     samples, labels = torch.tensor(x), torch.tensor(y)
 
@@ -108,8 +110,7 @@ def _eager(network: models.Network, x: Any, y: Any) -> Call:
 
 
 def in_turn(calls: dict[str, Call], repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Seconds of each call by each of ``CLOCKS``, one after the other ``repeats`` times, after three that do not count.
-    """
+    """Seconds of each call by each of ``CLOCKS``, taken in turn ``repeats`` times after three warm-up turns."""
     times: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
     for repeat in range(-3, repeats):
         for name, call in calls.items():
@@ -124,8 +125,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--parts", nargs="+", choices=("answers", "steps"), default=["answers", "steps"])
-    parser.add_argument("--calls", type=int, default=2000, help="answers of each kind that are timed")
-    parser.add_argument("--repeats", type=int, default=20, help="times that ten steps are timed")
+    parser.add_argument("--calls", type=int, default=2000, help="answers of each kind to time")
+    parser.add_argument("--repeats", type=int, default=20, help="repetitions of ten steps")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)

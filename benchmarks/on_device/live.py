@@ -1,4 +1,4 @@
-"""What a process that goes on living holds around one personalization: the agent's own service, as it runs and serves.
+"""Memory of a long-running process around one personalization, with the agent's own service.
 
     python -m benchmarks.on_device.live HOME SAMPLE.npy        prints JSON
 """

@@ -1,10 +1,10 @@
-"""Time and memory of one personalization in a process of its own, without torch.
+"""Time and memory of one personalization in a separate process, without torch.
 
     python -m benchmarks.on_device.measure WAY GRAPH WEIGHTS SUPPORT.npz SETTING        prints JSON
 
-SETTING is JSON. The seconds run from the support set in memory to a predictor that is ready: sessions are opened, steps
-taken, the adapted weights put into the graph that answers. The peak is the kernel's high-water mark of the whole
-process, interpreter and onnxruntime included.
+SETTING is JSON. The time runs from the support set in memory to a ready predictor: opening sessions, taking steps, and
+putting the adapted weights into the graph that answers. The peak is the kernel's high-water mark of the whole process,
+including interpreter and onnxruntime.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure(way_name: str, graph_path: str, weights_path: str, support: str, set
 
 
 def status_bytes(key: str) -> int:
-    """Of this process, from the kernel's own count. Linux only."""
+    """Memory of this process, from the kernel. Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
 

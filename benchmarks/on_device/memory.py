@@ -1,13 +1,13 @@
-"""Memory and cold start of the agent's commands beside a bare onnxruntime script, each in processes of its own.
+"""Memory and cold start of the agent's commands compared with a bare onnxruntime script, each in separate processes.
 
     python -m benchmarks.on_device.memory --out benchmarks/on_device/memory.json        Linux
 
 For every model, in turn and ``--repeats`` times: ``edge-agent predict`` of one sample and the bare script's;
-``edge-agent personalize`` (10 steps on 50 samples) and the bare script's; and a process that goes on living
-(``live.py``). Peaks are the kernel's high-water mark of the largest process of a command, seconds those from its start
-to its end; ``together`` is at most what all processes of a command held at one time, pages of files that they share
-counted once (``benchmarks/overhead/memory.py``). MB are 10^6 bytes. Bars: answering 65 MB and 0.8 s; adapting 1.10 ×
-the bare script's peak, and 80 MB after.
+``edge-agent personalize`` (10 steps on 50 samples) and the bare script's; and a long-running process (``live.py``).
+Peaks are the kernel's high-water mark of a command's largest process, seconds run from its start to its end.
+``together`` is at most what all processes of a command held at one time, with shared pages of files counted once
+(``benchmarks/overhead/memory.py``). MB are 10^6 bytes. Limits: answering 65 MB and 0.8 s; adapting 1.10 × the bare
+script's peak, and 80 MB after.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ seconds = time.perf_counter() - started
 print(json.dumps({"status": status, "seconds": seconds, "cpu_s": used.ru_utime + used.ru_stime,
                   "peak": used.ru_maxrss * 1024}), file=sys.stderr)
 """
-"""A launcher of little memory: a process inherits the high-water mark of the one that starts it."""
+"""A launcher of little memory: a process inherits the high-water mark of its parent."""
 
 
 def launched(command: Sequence[str]) -> dict[str, float]:
@@ -69,7 +69,7 @@ def together(command: Sequence[str]) -> int:
 
 
 def commands(place: Place) -> dict[str, list[str]]:
-    """What is compared, by name."""
+    """The compared commands, by name."""
     agents = {f"predict {name}": [*AGENT, "predict", str(place.x), "--home", str(home)]
               for name, home in place.homes.items()}
     agents |= {f"adapt {name}": [*AGENT, "personalize", "--home", str(home)] for name, home in place.homes.items()}
@@ -78,7 +78,7 @@ def commands(place: Place) -> dict[str, list[str]]:
 
 
 def living(home: Path, x: Path) -> dict[str, Any]:
-    """Of a process that goes on living, in bytes."""
+    """Bytes of a long-running process."""
     command = [sys.executable, "-m", "benchmarks.on_device.live", str(home), str(x)]
     found: dict[str, Any] = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
     assert not found.pop("torch")
@@ -86,14 +86,14 @@ def living(home: Path, x: Path) -> dict[str, Any]:
 
 
 def measured(place: Place, repeats: int) -> dict[str, Any]:
-    """Every figure of one model: its median, and what it was each time."""
+    """The figures of one model: median and each value."""
     runs: dict[str, list[dict[str, float]]] = {}
     alive: list[dict[str, Any]] = []
     whole: list[dict[str, Any]] = []
     for repeat in range(repeats + 1):
         for name, command in commands(place).items():
             cost = launched(command)
-            if repeat:  # the first fills the disk's cache
+            if repeat:  # the first run fills the disk cache
                 runs.setdefault(name, []).append(cost)
         if repeat:
             alive.append(living(place.homes["maml"], place.x))
@@ -110,8 +110,8 @@ def _medians(runs: list[dict[str, Any]], keys: Sequence[str]) -> dict[str, dict[
     return {key: {"median": statistics.median(values), "each": values} for key, values in each.items()}
 
 
-def judged(found: dict[str, Any]) -> dict[str, float]:
-    """The figures that have a bar, as ``BARS`` names them; the worse of the two ways to answer."""
+def against_limits(found: dict[str, Any]) -> dict[str, float]:
+    """The figures that have a limit, named as in ``BARS``; the worse of the two ways to answer."""
     def median(name: str, key: str) -> float:
         return float(found[name][key]["median"])
 
@@ -137,7 +137,7 @@ def main() -> None:
     for name in options.models:
         with tempfile.TemporaryDirectory() as room:
             found[name] = measured(homes.made(CASES[name], Path(room) / "made"), options.repeats)
-        found[name]["judged"] = judged(found[name])
+        found[name]["judged"] = against_limits(found[name])
         print(name, json.dumps({key: round(value, 3) for key, value in found[name]["judged"].items()}), flush=True)
     write_json(options.out, {"support": SUPPORT, "steps": STEPS, "repeats": options.repeats, "bars": BARS,
                              "environment": environment(), "models": found})

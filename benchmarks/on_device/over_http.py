@@ -1,13 +1,13 @@
-"""What HTTP costs: the latency of a request above that of the Python call, and the memory of ``edge-agent serve``.
+"""Cost of HTTP: the latency of a request compared with the Python call, and the memory of ``edge-agent serve``.
 
     python -m benchmarks.on_device.over_http --out benchmarks/on_device/over_http.json        memory: Linux
 
-One raw sample per request over one connection that is kept; a request, as JSON and as binary data, and a Python call of
-the same service in this process take turns. The memory is the kernel's high-water mark of the serving process, after
-the requests above and after eight clients at once. MB are 10^6 bytes. Bars: 2 ms above the call, 85 MB.
+One raw sample per request over one kept connection. A request as JSON, one as binary data, and a Python call of the
+same service in this process take turns. The memory is the kernel's high-water mark of the serving process, after these
+requests and after eight clients at once. MB are 10^6 bytes. Limits: 2 ms more than the call, 85 MB.
 
-Beside other work on the machine a request waits for its turn three times, and a call not once: ``--real-time`` gives
-client and server their turns at once, as a machine without other work would (Linux, root).
+Beside other work on the machine a request waits for a processor three times, and a call never: ``--real-time`` gives
+client and server real-time priority, as if the machine had no other work (Linux, root).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def requests(x: Any) -> dict[str, tuple[bytes, dict[str, str]]]:
 
 
 def timed(ways: dict[str, Callable[[], Any]], count: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each way, in turns."""
+    """Milliseconds of each, in turn."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(WARM + count):
         for name, way in ways.items():
@@ -82,7 +82,7 @@ def memory(pid: int) -> dict[str, float]:
 
 
 def measured(home: Path, sample: Path, count: int) -> dict[str, Any]:
-    """Every figure of one device."""
+    """The figures of one device."""
     x = np.load(sample)[None]
     service = service_of(home, settings_of(home))
     service.restore()
@@ -103,7 +103,7 @@ def measured(home: Path, sample: Path, count: int) -> dict[str, Any]:
 
 @contextmanager
 def real_time(wanted: bool) -> Iterator[None]:
-    """This process, and those that it starts meanwhile, before all others."""
+    """Real-time priority for this process and its new children."""
     if wanted:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
     try:
@@ -113,8 +113,8 @@ def real_time(wanted: bool) -> Iterator[None]:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-def judged(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """The figures that have a bar; medians over the runs."""
+def against_limits(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """The figures that have a limit; medians over the runs."""
     def above(form: str) -> float:
         each = [run["milliseconds"] for run in runs]
         return float(statistics.median(ms[form]["median"] - ms["call"]["median"] for ms in each))
@@ -141,8 +141,8 @@ def main() -> None:
             for way, home in place.homes.items():
                 with real_time(options.real_time):
                     runs = [measured(home, place.x, options.count) for _ in range(options.repeats)]
-                found[f"{model} {way}"] = {"judged": judged(runs), "runs": runs}
-                print(model, way, json.dumps({k: round(v, 3) for k, v in judged(runs).items()}), flush=True)
+                found[f"{model} {way}"] = {"judged": against_limits(runs), "runs": runs}
+                print(model, way, json.dumps({k: round(v, 3) for k, v in against_limits(runs).items()}), flush=True)
     if options.out:
         write_json(options.out, {"bars": BARS, "count": options.count, "real_time": options.real_time,
                                  "environment": environment(), "found": found})

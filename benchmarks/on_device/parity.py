@@ -1,16 +1,17 @@
-"""The same personalization by the device's path without torch and by the trainer's with it: how far apart they are.
+"""The same personalization by the device without torch and by the trainer with it: how far apart the results are.
 
     python -m benchmarks.on_device.parity --out benchmarks/on_device/parity.json
 
-Bars: probabilities by class means 1e-5; weights after one step 1e-6; logits after ten 1e-3 of the largest. The device's
-side runs in a process that must not import torch (``apart.py``); torch's is ``fleet_core.learning.personal_model``,
-which the trainer personalizes with. Every seed has first weights and samples of its own.
+Limits: probabilities by class means 1e-5; weights after one step 1e-6; logits after ten 1e-3 of the largest. The
+device's side runs in a process that must not import torch (``apart.py``); torch's is
+``fleet_core.learning.personal_model``, which the trainer personalizes with. Every seed has its own first weights and
+samples.
 
-Two values of a max-pool's window, or a value and ReLU's 0, can be so close that the last bit decides which way the
-gradient goes; ten steps later two right computations are then far apart. So torch in double precision is the referee:
-each side is compared with it too, and the file says of every figure for how many seeds it is within its bar. Beside
-that bar, and not in its place, ``no_farther`` counts the seeds for which a side is as near to the exact numbers as
-single precision can be asked to be: within the bar of them, or no farther from them than the other side is.
+Two values of a max-pool's window, or a value and ReLU's 0, can be so close that the last bit decides where the gradient
+goes; ten steps later two correct computations are far apart. So torch in double precision is the reference: each side
+is compared with it too, and the file says for every figure on how many seeds it is within its limit. In addition,
+``no_farther`` counts the seeds on which a side is as near to the exact numbers as can be asked of single precision:
+within the limit of them, or no farther from them than the other side.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ WAYS: dict[str, tuple[str, str, dict[str, float]]] = {
     "ten": ("MAML", "all", {"lr": LR, "steps": STEPS}),
     "learned": ("Meta-SGD", "rates", {}),
 }
-"""What is compared: the way of ``ways.py``, the bundle that it takes, its setting."""
+"""What is compared: the personalizer of ``ways.py``, its bundle, its setting."""
 MAML = {"one": 1, "ten": STEPS}
 RATE = 0.02
 """Learned rates lie between 0 and this."""
@@ -62,7 +63,7 @@ PAIRS = (("device", "torch"), ("device", "exact"), ("torch", "exact"))
 
 
 def bundles(layout: Layout, folder: Path) -> dict[str, Path]:
-    """The files of a layout's bundles, by what their ``adapt`` moves."""
+    """The files of a layout's bundles, by the groups that their ``adapt`` moves."""
     base = plain(layout)
     made = {"plain": base, "all": with_adapt(base, rates=False), "rates": with_adapt(base, rates=True)}
     paths = {kind: folder / f"{kind}.bundle" for kind in made}
@@ -74,7 +75,7 @@ def bundles(layout: Layout, folder: Path) -> dict[str, Path]:
 def differences(
     layout: Layout, paths: dict[str, Path], folder: Path, seed: int, support: int
 ) -> dict[str, dict[str, float]]:
-    """figure -> pair of ``PAIRS`` -> how far apart they are, for one seed's weights and samples."""
+    """figure -> pair of ``PAIRS`` -> their distance, for one seed's weights and samples."""
     weights = models.initial(layout, seed)
     wide = layout.extended(("rates",), ("body", "head"))
     rates = {n: (RATE * np.abs(a) / np.abs(a).max()).astype(np.float32) for n, a in wide.seeded(seed)["rates"].items()}
@@ -96,7 +97,7 @@ def differences(
 
 
 def _apart(folder: Path, paths: dict[str, Path], weights: Any, x: Array, y: Array, query: Array) -> dict[str, Array]:
-    """By the device's path."""
+    """The device's results."""
     storage.write_arrays(folder / "weights.safetensors", storage.flatten(weights))
     np.savez(folder / "data.npz", x=x, y=y, query=query)
     jobs = {name: {"way": way, "graph": str(paths[kind]), "weights": str(folder / "weights.safetensors"),
@@ -108,7 +109,7 @@ def _apart(folder: Path, paths: dict[str, Path], weights: Any, x: Array, y: Arra
 
 
 def _in_torch(layout: Layout, weights: Any, rates: Any, x: Array, y: Array, query: Array) -> dict[str, Array]:
-    """By the trainer's path, under the same names."""
+    """The trainer's results, under the same names."""
     network = models.build(layout).eval()
     maml, learned = METHODS["per-fedavg-fo"], METHODS["fedmeta-metasgd"]
     hyper = {name: replace(maml.hyper(), inner_lr=LR, inner_steps=steps) for name, steps in MAML.items()}
@@ -118,7 +119,7 @@ def _in_torch(layout: Layout, weights: Any, rates: Any, x: Array, y: Array, quer
 
 
 def _exactly(layout: Layout, weights: Any, rates: Any, x: Array, y: Array, query: Array) -> dict[str, Array]:
-    """In double precision, step by step."""
+    """The results in double precision, step by step."""
     network = models.build(layout).eval().double()
     w = trees.apply(torch.Tensor.double, to_torch(weights))
     learned = {g: {n: torch.tensor(rates[f"{g}.{n}"]).double() for n in named} for g, named in w.items()}
@@ -162,7 +163,7 @@ def _distance(one: Mapping[str, Array], other: Mapping[str, Array], names: Seque
 
 
 def measured(layout: Layout, seeds: Sequence[int], support: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """figure -> pair -> the largest and the median over ``seeds``, and for how many it is within its bar."""
+    """figure -> pair -> the largest and the median over ``seeds``, and on how many it is within its limit."""
     with tempfile.TemporaryDirectory() as name:
         paths = bundles(layout, Path(name))
         each = [differences(layout, paths, Path(name), seed, support) for seed in seeds]

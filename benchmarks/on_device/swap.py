@@ -1,11 +1,11 @@
-"""Eight clients ask without a pause while a device's model is swapped every second: no request may fail, and every
-answer must be that of one model, to the last digit.
+"""Eight clients send requests without a pause while a device's model is swapped every second: no request may fail, and
+every answer must be that of one model, to the last digit.
 
     python -m benchmarks.on_device.swap --out benchmarks/on_device/swap.json
 
 ``agent``: one process takes new weights and answers over HTTP, as ``edge-agent run`` does. ``beside``: this process
-takes them, and ``edge-agent serve`` follows what lies on the disk. What a model answers is taken from Python calls.
-The models are small steps away from each other, so that none is refused; each is made the device's own on 50 samples.
+takes them, and ``edge-agent serve`` follows the files on disk. A model's expected answers come from Python calls. The
+models are small steps away from each other, so that none is refused; each is personalized on 50 samples.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ AGENT = str(Path(sys.executable).with_name("edge-agent"))
 
 
 def opened(home: Path) -> tuple[Service, Weights]:
-    """A device as it was left, and the weights that it was served."""
+    """A device's service, and the weights that it was served."""
     service = service_of(home, settings_of(home))
     service.restore()
     held = service.slots.weights()
@@ -50,7 +50,7 @@ def opened(home: Path) -> tuple[Service, Weights]:
 
 
 def moved(held: Weights, number: int) -> Weights:
-    """The model of another round, ``number``: a small step away."""
+    """The model of round ``number``: a small step away."""
     rng = np.random.default_rng(number)
     params = trees.apply(lambda a: (a + STEP * rng.normal(size=a.shape)).astype(np.float32), held.params)
     return Weights(payloads.identity(params), held.round + number, params)
@@ -62,7 +62,7 @@ def print_of(answer: Answer) -> str:
 
 
 def swap(service: Service, held: Weights, x: Any, wanted: Callable[[], bool]) -> list[str]:
-    """A new model every second; the fingerprints of their answers. Raises RuntimeError for one that was refused."""
+    """Takes a new model every second; the fingerprints of their answers. Raises RuntimeError if one was refused."""
     prints, due = [print_of(service.answers(x))], time.monotonic()
     while wanted():
         due += EVERY_S
@@ -87,8 +87,8 @@ def agent(home: Path, sample: Path) -> None:
         server.stop()
 
 
-def judged(prints: list[str], found: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """What came of it."""
+def summary(prints: list[str], found: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """The figures of one run."""
     answers = sum((Counter(each["answers"]) for each in found), Counter[str]())
     milliseconds = sorted(ms for each in found for ms in each["milliseconds"])
     failed = [text for each in found for text in each["failed"]]
@@ -102,7 +102,7 @@ def judged(prints: list[str], found: list[dict[str, Any]], seconds: float) -> di
 
 
 def measured(way: str, home: Path, sample: Path, seconds: float) -> dict[str, Any]:
-    """One run, ``way``: agent or beside."""
+    """One run. way: ``agent`` or ``beside``."""
     x, body = np.load(sample)[None], home / "asked.json"
     tensor = {"name": "x", "datatype": "UINT8", "shape": list(x.shape), "data": x.ravel().tolist()}
     body.write_text(json.dumps({"inputs": [tensor]}))
@@ -121,7 +121,7 @@ def measured(way: str, home: Path, sample: Path, seconds: float) -> dict[str, An
             process.stdin.write(f"{seconds}\n")
             process.stdin.flush()
             prints = json.loads(process.stdout.readline())
-        return judged(prints, collected(asking), seconds)
+        return summary(prints, collected(asking), seconds)
 
 
 def main() -> None:
@@ -132,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.agent:
         return agent(*options.agent)
-    from benchmarks.on_device import homes  # torch makes the device's model; a serving process needs none
+    from benchmarks.on_device import homes  # only making the device's model needs torch
     from benchmarks.on_device.cases import CASES
     from cloud_server.reports.result import environment
 

@@ -18,13 +18,13 @@ from benchmarks.markdown import table as markdown
 from benchmarks.on_device.ways import WAYS
 
 HEADLINE = {"omniglot": "accuracy", "har": "accuracy", "heartbeat": "macro_f1"}
-"""What a set is judged by first: where one class is nearly all, macro-F1."""
+"""The first figure of a set: macro-F1 if nearly all samples are of one class."""
 NAMES = {"accuracy": "accuracy", "macro_f1": "macro-F1"}
 TITLES = {"omniglot": "Omniglot (Conv-4, 16 channels)", "har": "HAR (1-D CNN)", "heartbeat": "heartbeat-22 (1-D CNN)"}
 
 
 def _models(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Files have their keys in alphabetical order."""
+    """In this order; files have their keys in alphabetical order."""
     return [(name, found["models"][name]) for name in ("MLP", "1-D CNN", "LeNet", "Conv-4") if name in found["models"]]
 
 
@@ -37,7 +37,7 @@ def _by_number(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def accuracy(found: Mapping[str, Any]) -> str:
-    """By set: what each way reaches with each number of labels, then what it costs."""
+    """By set: the figures of each personalizer with each number of labels, then its cost."""
     parts = []
     for name, one in found["sets"].items():
         labels = [str(n) for n in one["labels"]]
@@ -65,7 +65,7 @@ def _cost(one: Mapping[str, float]) -> str:
 
 
 def unknown(found: Mapping[str, Any]) -> str:
-    """At every quantile: known samples that stay known, withheld ones that are called unknown."""
+    """For each quantile: the share of known samples that stay known, and of withheld ones that are called unknown."""
     quantiles = found["quantiles"]
     head = ["case", "labels a class", "AUROC", *(f"known / unseen at {q}" for q in quantiles)]
     rows = [
@@ -77,7 +77,7 @@ def unknown(found: Mapping[str, Any]) -> str:
 
 
 def parity(found: Mapping[str, Any]) -> str:
-    """The largest difference over seeds, and for how many seeds it is within its bar."""
+    """The largest difference over seeds, and on how many seeds it is within its limit."""
     figures = ["proto_probabilities", "weights_after_1", "logits_after_10"]
     n = len(found["seeds"])
     head = ["model", "samples", *(f"{figure.replace('_', ' ')} ≤ {found['bars'][figure]:.0e}" for figure in figures)]
@@ -102,13 +102,13 @@ def memory(found: Mapping[str, Any]) -> str:
     head = ["model", "predict, MB", "bare", "first answer, s", "bare", "adapt, MB", "bare", "ratio", "after, MB"]
     rows = []
     for name, one in _models(found):
-        judged = one["judged"]
+        limits = one["judged"]
         peak = [max(one[f"{who}predict {way}"]["peak"]["median"] for way in ("proto", "maml")) for who in ("", "bare ")]
         start = [max(one[f"{who}predict {way}"]["seconds"]["median"] for way in ("proto", "maml"))
                  for who in ("", "bare ")]
         adapt = [one[who]["peak"]["median"] for who in ("adapt maml", "bare adapt")]
         rows.append([name, *(f"{b / 1e6:.1f}" for b in peak), *(f"{s:.2f}" for s in start),
-                     *(f"{b / 1e6:.1f}" for b in adapt), f"{judged['adapt_ratio']:.2f}", f"{judged['after_mb']:.1f}"])
+                     *(f"{b / 1e6:.1f}" for b in adapt), f"{limits['adapt_ratio']:.2f}", f"{limits['after_mb']:.1f}"])
     return markdown(head, rows)
 
 
@@ -146,11 +146,11 @@ def _both(one: Mapping[str, Any]) -> str:
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "accuracy": accuracy, "unknown": unknown, "parity": parity, "memory": memory, "latency": latency, "int8": int8,
 }  # fmt: skip
-"""By the result file's name; other files have tables of their own."""
+"""By the result file's name; other files have other tables."""
 
 
 def figure(found: Mapping[str, Any], path: Path) -> None:
-    """One panel a set: the headline figure by labels of a class, with one deviation over seeds."""
+    """One panel per set: the headline figure by labels per class, with one deviation over seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -177,7 +177,7 @@ def figure(found: Mapping[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--figure", type=Path, help="PNG of accuracy.json, which is among the files")
+    parser.add_argument("--figure", type=Path, help="write a PNG of accuracy.json, which must be among the files")
     options = parser.parse_args()
     for path in options.files:
         found = json.loads(path.read_text())

@@ -1,13 +1,13 @@
-"""How well a device tells samples of classes that it has no label of: ``fleet_core.personalization.unknown_class`` on
-real data.
+"""How well a device recognizes samples of classes that it has no label of, with
+``fleet_core.personalization.unknown_class`` on real data.
 
     METAFLEET_DATA=CACHE python -m benchmarks.on_device.unknown --out benchmarks/on_device/unknown.json
 
-CACHE: as ``benchmarks/papers/prepare.py`` fills it. Devices that took no part in training label some of their classes;
-samples of those classes and of the withheld ones are then asked for. Omniglot: every character is new to the fleet's
-model, three of a device's ten are withheld. Heartbeat: ``S`` that no training device had either, and ``S`` or ``V``
-that the fleet knows and the device has no label of. The models are PFLDyn-Proto's, trained by the laboratory
-(``fleets.py``, resumable, under build/on-device). Cases that are not named by ``--cases`` stay in the file as they are.
+CACHE: as ``benchmarks/papers/prepare.py`` fills it. Devices that took no part in training label some of their classes,
+then answer samples of those classes and of the withheld ones. Omniglot: every character is new to the fleet's model,
+three of a device's ten are withheld. Heartbeat: ``S``, which no training device had either, and ``S`` or ``V``, which
+the fleet knows and the device has no label of. The models are PFLDyn-Proto's, trained in the laboratory (``fleets.py``,
+resumable, under build/on-device). Cases that ``--cases`` does not name stay in the file as they are.
 
 auroc: that a withheld sample lies farther from its nearest class mean than a known one, mean over devices. known,
 unseen: the share of either that is called unknown, over all samples of a device, mean over devices.
@@ -48,8 +48,7 @@ OF_TEN = 3
 
 @dataclass(frozen=True)
 class Case:
-    """withheld: of a device with classes int64 [N], those that it has no label of; None for a device that is no case.
-    """
+    """withheld: from a device's classes int64 [N] to those without labels; None for a device that is not used."""
 
     plan: Plan
     withheld: Callable[[Array, np.random.Generator], Array | None]
@@ -74,8 +73,8 @@ CASES = {
 }
 
 
-def judged(case: Case, seed: int, draws: int, room: Path, say: Callable[[str], None]) -> dict[str, dict[str, float]]:
-    """labels -> figures of one seed, means over the devices that took no part."""
+def evaluated(case: Case, seed: int, draws: int, room: Path, say: Callable[[str], None]) -> dict[str, dict[str, float]]:
+    """labels -> figures of one seed, means over the devices that took no part in training."""
     folder = fleets.trained(case.plan, seed, [METHOD], room, say)
     division, _ = fleets.divided(case.plan, seed)
     layout = Layout.from_json((folder / "layout.json").read_text())
@@ -104,7 +103,7 @@ def _of_device(
 
 
 def figures(z: Array, y: Array, means: Prototypes, asked: Array, unseen: Array) -> dict[str, float]:
-    """Of samples embedded as ``asked``, of which ``unseen`` bool [n] are of withheld classes."""
+    """The figures of samples embedded as ``asked``, of which ``unseen`` bool [n] are of withheld classes."""
     found = {"auroc": auroc(nearest(asked, means)[0], unseen)}
     for quantile in QUANTILES:
         called = Thresholds.calibrate(z, y, means, quantile).unknown(asked, means)
@@ -114,7 +113,7 @@ def figures(z: Array, y: Array, means: Prototypes, asked: Array, unseen: Array) 
 
 
 def auroc(score_n: Array, positive_n: Array) -> float:
-    """The chance that a positive sample has the higher score, ties counting half."""
+    """The probability that a positive sample has the higher score; ties count half."""
     _, place_n, counts = np.unique(score_n, return_inverse=True, return_counts=True)
     rank = (np.cumsum(counts) - (counts - 1) / 2)[place_n]
     positives = int(positive_n.sum())
@@ -128,7 +127,7 @@ def _mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def outcome(case: Case, seeds: Sequence[int], draws: int, room: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """labels -> figure -> mean, deviation and value of each seed."""
-    each = [judged(case, seed, draws, room, say) for seed in seeds]
+    each = [evaluated(case, seed, draws, room, say) for seed in seeds]
     return {labels: {key: spread([one[labels][key] for one in each]) for key in each[0][labels]}
             for labels in each[0]}
 
@@ -137,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--draws", type=int, default=3, help="sets of labels of each device")
+    parser.add_argument("--draws", type=int, default=3, help="sets of labels per device")
     parser.add_argument("--room", type=Path, default=fleets.ROOM)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -148,7 +147,7 @@ def main() -> None:
     started = time.monotonic()
     alike = {"method": METHOD, "seeds": options.seeds, "draws": options.draws, "quantiles": QUANTILES,
              "environment": environment()}
-    beside(options.out, "cases", dict.fromkeys(options.cases), alike)  # refused before anything is computed
+    beside(options.out, "cases", dict.fromkeys(options.cases), alike)  # fails before anything is computed
     found = {}
     for name in options.cases:
         found[name] = outcome(CASES[name], options.seeds, options.draws, options.room, say)

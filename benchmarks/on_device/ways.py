@@ -1,7 +1,7 @@
-"""The ways to personalize, as a device does it: onnxruntime and numpy, no torch.
+"""The ways to personalize on a device: onnxruntime and numpy, no torch.
 
-A way takes a bundle's graphs, the judged model's weights and a support set, and gives a predictor: ``edge_agent``'s own
-for class means, neighbours and heads; the gradient steps are those of the graph ``adapt``.
+A way takes a bundle's graphs, the served model's weights and a support set, and returns a predictor: ``edge_agent``'s
+own for class means, neighbours and heads; gradient steps are those of the graph ``adapt``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEAR: tuple[Setting, ...] = tuple({"neighbours": k} for k in (1, 3, 10))
 
 @dataclass(frozen=True)
 class Way:
-    """method: that trains the model. graph: the bundle that it takes. settings: what is chosen among."""
+    """method: trains the model. graph: the bundle. settings: to choose from."""
 
     name: str
     method: str
@@ -54,7 +54,7 @@ WAYS = (
 
 
 def predictor(way: Way, graph: Graph, weights: Params, x: Array, y: Array, setting: Setting) -> Predictor:
-    """What answers after personalizing on the raw samples x with labels y int64. Raises FleetError."""
+    """The predictor after personalizing on the raw samples x with labels y int64. Raises FleetError."""
     model = trees.only(weights, MODEL_GROUPS)
     if way.name == "Proto":
         own = Predictor.proto(graph, model, Prototypes.empty(len(graph.layout.classes), graph.layout.embedding))
@@ -70,7 +70,7 @@ def predictor(way: Way, graph: Graph, weights: Params, x: Array, y: Array, setti
 
 
 class Stepping:
-    """The graph ``adapt`` with the judged model's weights in it."""
+    """The graph ``adapt`` with the served model's weights in it."""
 
     def __init__(self, graph: Graph, weights: Params) -> None:
         assert graph.info.adapt is not None
@@ -80,7 +80,7 @@ class Stepping:
         self._keys = [output.name.removeprefix("adapted/") for output in self._session.get_outputs()]
 
     def after(self, x: Array, y: Array, setting: Setting) -> dict[str, dict[str, Any]]:
-        """The model's weights after the setting's steps; learned rates take one."""
+        """The model's weights after the setting's steps; learned rates take one step."""
         rate = {} if self._rates else {"lr": np.array(setting["lr"], np.float32)}
         steps = np.array(int(setting.get("steps", 1)), np.int64)
         found = self._session.run(None, {"support_x": x, "support_y": y, "steps": steps, **rate})
@@ -89,7 +89,7 @@ class Stepping:
 
 
 def _open(data: bytes, weights: Params) -> Any:
-    """As ``edge_agent.compute.onnx_session.open_session``, for a graph of several inputs."""
+    """Like ``edge_agent.compute.onnx_session.open_session``, for a graph of several inputs."""
     onnxruntime = runtime()
     flat = storage.flatten(weights)
     options = onnxruntime.SessionOptions()
@@ -106,7 +106,7 @@ def load(graph: Path, weights: Path) -> tuple[Graph, dict[str, dict[str, Any]]]:
 
 
 def drawn(y: Array, number: int, rng: np.random.Generator) -> Array:
-    """Rows of ``number`` samples of each class at random, all of a class that has fewer."""
+    """Rows of ``number`` random samples of each class; all of a class that has fewer."""
     rows = [rng.permutation(np.flatnonzero(y == label))[:number] for label in np.unique(y)]
     return np.sort(np.concatenate(rows))
 

@@ -1,17 +1,17 @@
-"""Thousands of devices that upload at once: what reaches the aggregator, how fast, and in how much memory.
+"""Thousands of devices that upload at once: how many updates reach the aggregator, how fast, and in how much memory.
 
-The aggregator is the real one, in a process of its own; mosquitto runs with its default configuration. Devices are
-connections of a few processes, each with the agents' own session and uploader: presence, upload manifest, chunks on
-``need``, heartbeats while they wait, a report in the end. They do not train: each sends one random update of about
-100 KB, the same in every round, as soon as a round opens; all do so at once. Linux only.
+The aggregator is the real one, in its own process; mosquitto runs with its default configuration. A few processes
+simulate the devices, each device with its own connection and with the agents' session and uploader: presence, upload
+manifest, chunks on ``need``, heartbeats while waiting, and a report at the end. They do not train: each sends one
+random update of about 100 KB, the same in every round, as soon as a round opens; all do so at once. Linux only.
 
     python benchmarks/overhead/fan_in.py --out benchmarks/overhead/fan_in.json [--devices 1000 5000] [--rounds 2]
     python benchmarks/overhead/fan_in.py --out benchmarks/overhead/at_once.json --at-once
 
-They join at ``--join-per-s`` once the aggregator is there; with ``--at-once``, all at the moment when it is started.
-Where more presences come than the aggregator takes, the broker's queue for it (1000 messages) runs over. A device that
-has seen nothing addressed to it (a word, or a round that asks for it) therefore says its presence again, after 5 to 30
-seconds drawn anew each time.
+They join at ``--join-per-s`` once the aggregator runs; with ``--at-once`` all join when it is started. If presences
+arrive faster than the aggregator takes them, the broker's queue for it (1000 messages) overflows. A device that has
+received nothing (neither a message of its own nor a round that asks it) therefore publishes its presence again, after 5
+to 30 seconds drawn anew each time.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ FLEET = "fan-in"
 PROCESSES = 2
 MEMORY_BAR_MIB = 120
 HEARTBEAT_S = 2.0
-AT_ONCE = 20  # connections between two looks at the others
+AT_ONCE = 20  # connections to open before the others are served
 TICK_S = 1.0
 OPEN_FILES = 12_000
-AGAIN_S = (5.0, 30.0)  # until a presence that nobody answered is said again
+AGAIN_S = (5.0, 30.0)  # until an unanswered presence is published again
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class Offered:
 
 
 class Device:
-    """An agent as far as the link goes; it is the link of its own uploader."""
+    """The part of an agent that uses the link; it is its own uploader's link."""
 
     def __init__(self, name: str, settings: Settings, fleet: Fleet, layout_hash: str, data: bytes):
         self.name, self._settings, self._fleet, self._layout = name, settings, fleet, layout_hash
         self._data, self._blob = data, Blob.of(data, fleet.config.link.chunk_bytes)
         self._events: deque[Any] = deque()
-        link: Any = self  # of a Link, an uploader asks only ``connected`` and ``publish``
+        link: Any = self  # an uploader uses only ``connected`` and ``publish`` of a Link
         self._uploader = Uploader(FLEET, name, link, time.monotonic, lambda sent: None)
         self._round, self._beaten_at = 0, 0.0
         self._heard, self._again_at = False, 0.0
@@ -110,7 +110,7 @@ class Device:
         self.session = Session(self._settings, 5, self.counters, self._events)
 
     def turn(self) -> None:
-        """Reads, writes and reacts."""
+        """Reads, writes and handles events."""
         assert self.session is not None
         self.session.work()
         while self._events:
@@ -123,11 +123,11 @@ class Device:
                     self._on_manifest(read_manifest(payload))
 
     def at_the_end(self) -> Counter[str]:
-        """What it saw, and what it still waits for."""
+        """What it counted, and what it still waits for."""
         return self.seen + Counter({"waits for a round": self._round == 0, "waits to upload": self._uploader.active})
 
     def tick(self) -> None:
-        """Heartbeats, and what got no answer, once a second."""
+        """Once a second: heartbeats, and publishing again what got no answer."""
         self._uploader.tick()
         if self.connected and not self._heard and time.monotonic() >= self._again_at:
             self.seen["presence repeated"] += 1
@@ -182,7 +182,7 @@ class Device:
 
 @functools.lru_cache(maxsize=4)
 def read_manifest(signed: bytes) -> Manifest:
-    """The round, read once for all devices of a process."""
+    """The round, decoded once for all devices of a process."""
     return messages.decode(Manifest, signed.partition(b"\n")[2], limit=1 << 24)
 
 
@@ -209,7 +209,8 @@ def devices(folder: Path, port: int, first: int, count: int) -> list[Device]:
 def clients(
     folder: Path, port: int, first: int, count: int, join_per_s: float, ended: Flag, out: Connection
 ) -> None:
-    """One process of ``count`` devices: says when all are made, and serves them from a word until ``ended``."""
+    """One process of ``count`` devices: reports when all are made, starts them on a message, and serves them until
+    ``ended``."""
     raise_limit()
     crowd = devices(folder, port, first, count)
     out.send("ready")
@@ -244,7 +245,7 @@ def clients(
 
 
 def watch(selector: selectors.BaseSelector, watched: dict[Device, tuple[int, int]], device: Device) -> None:
-    """Waits for what the device's session waits for."""
+    """Registers the device's socket for the events that its session waits for."""
     session = device.session
     sock = None if session is None or session.ended else session.socket()
     wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if session is not None and session.wants_write else 0)
@@ -261,7 +262,7 @@ def watch(selector: selectors.BaseSelector, watched: dict[Device, tuple[int, int
 
 
 def raise_limit() -> None:
-    """Room for every connection; the children inherit it."""
+    """Raises the limit of open files, for this process and its children."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -294,7 +295,7 @@ def used(pid: int) -> dict[str, float]:
 
 
 def start_broker(folder: Path) -> tuple[subprocess.Popen[bytes], int, Path]:
-    """mosquitto as it comes: a listener, and everything else at its default."""
+    """mosquitto with one listener and otherwise its defaults."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -308,7 +309,7 @@ def start_broker(folder: Path) -> tuple[subprocess.Popen[bytes], int, Path]:
 
 
 def wait_for(words: str, log: Path, process: subprocess.Popen[bytes]) -> None:
-    """Until ``log`` holds ``words``, while ``process`` runs."""
+    """Waits until ``log`` contains ``words``, while ``process`` runs."""
     until_s = time.monotonic() + 20
     while words not in log.read_text(errors="replace"):
         if process.poll() is not None or time.monotonic() > until_s:
@@ -319,7 +320,7 @@ def wait_for(words: str, log: Path, process: subprocess.Popen[bytes]) -> None:
 def measure(
     count: int, rounds: int, join_per_s: float, limit_s: float, profile: Path | None = None, *, at_once: bool = False
 ) -> dict[str, Any]:
-    """at_once: the devices do not wait for the aggregator, and ``join_per_s`` does not count."""
+    """at_once: the devices do not wait for the aggregator, and ``join_per_s`` is ignored."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         fleet = make(folder, count, rounds)
@@ -380,7 +381,7 @@ def start_profile(folder: Path | None, pid: int, count: int) -> subprocess.Popen
 def follow(
     fleet: Fleet, server: subprocess.Popen[bytes], broker: subprocess.Popen[bytes], rounds: int, limit_s: float
 ) -> dict[str, Any]:
-    """Until all rounds are closed or the time is up."""
+    """Waits until all rounds are closed or the time is up; the figures."""
     started = time.time()
     steps: list[dict[str, float]] = []
     with Ledger(fleet.ledger_path) as ledger:
@@ -418,7 +419,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[1000, 5000])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--join-per-s", type=float, default=250.0)
-    parser.add_argument("--at-once", action="store_true", help="everybody connects as the aggregator starts")
+    parser.add_argument("--at-once", action="store_true", help="all devices connect when the aggregator starts")
     parser.add_argument("--limit-s", type=float, default=420.0, help="of each run")
     parser.add_argument("--profile", type=Path, help="folder for py-spy's stacks of the aggregator")
     parser.add_argument("--out", type=Path, required=True)

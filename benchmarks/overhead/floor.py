@@ -1,6 +1,6 @@
 """The bare floor of the overhead benchmark: whole tensors over paho with the same training step, and nothing else.
 
-No codec, no check, no state, no record: what a round costs when only the work itself is done. ``run.py`` starts it.
+No codec, no checks, no state, no records: the cost of a round's bare work. ``run.py`` starts it.
 
     python -m benchmarks.overhead.floor server HOST PORT DEVICES ROUNDS    prints every round's end, Unix seconds
     python -m benchmarks.overhead.floor device HOST PORT INDEX
@@ -14,13 +14,18 @@ import time
 
 import numpy as np
 import paho.mqtt.client as mqtt
+from paho.mqtt.enums import CallbackAPIVersion
 
 
 def connect(host: str, port: int, *topics: str) -> tuple[mqtt.Client, queue.Queue[tuple[str, bytes]]]:
+    def subscribe(*_: object) -> None:
+        for topic in topics:
+            client.subscribe(topic, 1)
+
     inbox: queue.Queue[tuple[str, bytes]] = queue.Queue()
-    client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
-    client.on_message = lambda _client, _data, message: inbox.put((message.topic, message.payload))
-    client.on_connect = lambda *_: [client.subscribe(topic, 1) for topic in topics]
+    client = mqtt.Client(CallbackAPIVersion.VERSION2)
+    client.on_message = lambda _client, _data, message: inbox.put((message.topic, bytes(message.payload)))
+    client.on_connect = subscribe
     client.connect(host, port)
     client.loop_start()
     return client, inbox

@@ -1,9 +1,9 @@
 """Memory of a device as if it were alone on its board, from ``/proc/PID/smaps``. Linux only.
 
-A device is a process and those that it started (an agent and its trainer). Its memory is the anonymous memory of all
-of them, and every page of a file that one of them has mapped: in full, though processes of other devices map the same
-file here, and once, though two processes of this device map it. Two processes that map the same part of a file count
-with the larger of their two resident sizes.
+A device is a process and its child processes (an agent and its trainer). Its memory is the anonymous memory of all of
+them, and every page of a file that one of them has mapped: in full although processes of other devices map the same
+file here, and once although two processes of this device map it. Of two processes that map the same part of a file the
+larger resident size counts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ HEAD = re.compile(rb"^[0-9a-f]+-[0-9a-f]+ \S+ ([0-9a-f]+) (\S+) (\d+) ", re.MULT
 SIZES = re.compile(rb"^(Rss|Anonymous|Swap): +(\d+) kB", re.MULTILINE)
 
 Part = tuple[bytes, int, int]
-"""Of a file: its device, its inode, and the offset where a mapping of it begins."""
+"""Part of a file: its device, its inode, and the offset where a mapping of it begins."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """What one process holds, in bytes: memory of its own, and resident pages of files."""
+    """Bytes of one process: its own memory, and resident pages of files."""
 
     anonymous: int
     files: Mapping[Part, int]
@@ -37,8 +37,8 @@ class Pages:
 
 
 def parse(smaps: bytes) -> Pages:
-    """The text of a ``smaps``. Pages that were swapped out are memory too; pages of a file that the process has written
-    to are its own."""
+    """Parses a ``smaps``. Swapped pages count as memory; pages of a file that the process has written to are its
+    own."""
     anonymous, files = 0, dict[Part, int]()
     heads = list(HEAD.finditer(smaps))
     for head, after in zip_longest(heads, heads[1:]):
@@ -64,7 +64,7 @@ def together(processes: Iterable[Pages]) -> int:
 
 
 def read(pid: int) -> Pages | None:
-    """What a process holds now, or None when it is gone."""
+    """A process's memory now, or None if it is gone."""
     try:
         pages = parse(Path(f"/proc/{pid}/smaps").read_bytes())
     except OSError:
@@ -73,17 +73,17 @@ def read(pid: int) -> Pages | None:
 
 
 def family(pid: int) -> list[int]:
-    """A process and those below it, whichever of its threads started them."""
+    """A process and its descendants, whichever of its threads started them."""
     found = [pid]
     for thread in Path(f"/proc/{pid}/task").glob("*"):
-        with suppress(OSError):  # it ended meanwhile
+        with suppress(OSError):  # ended meanwhile
             for child in (thread / "children").read_text().split():
                 found += family(int(child))
     return found
 
 
 def high_water(pid: int) -> int:
-    """The most bytes that a process has had resident at one time; 0 when it is gone."""
+    """A process's peak resident bytes; 0 if it is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_bytes()
     except OSError:
@@ -99,10 +99,11 @@ def alone(pid: int) -> int:
 
 @dataclass
 class Watch:
-    """Samples one of ``devices`` (ids of their first processes) after the other, so that a look costs little.
+    """Samples one of ``devices`` (ids of their first processes) after the other, so that sampling costs little.
 
-    ``peak``: the most bytes seen of any device. A peak between two looks is missed; ``bound`` misses none: it adds the
-    high-water marks of a device's processes, as if they came at one time, less what the processes shared at the look.
+    ``peak``: the most bytes seen on any device. A peak between two samples is missed; ``bound`` misses none: it adds
+    the high-water marks of a device's processes, as if they came at one time, less what the processes shared when
+    sampled.
     """
 
     devices: Sequence[int]
@@ -127,5 +128,5 @@ class Watch:
 
 
 def both(size_bytes: int) -> dict[str, float]:
-    """A size in MiB (2^20) and in MB (10^6), so that nobody has to guess."""
+    """A size in MiB (2^20) and in MB (10^6)."""
     return {"mib": round(size_bytes / MIB, 1), "mb": round(size_bytes / 1e6, 1)}

@@ -1,14 +1,14 @@
-"""What a round costs beside the bare floor, in one run: seconds, start-up, memory, bytes.
+"""Cost of a round compared with the bare floor, in one run: seconds, start-up, memory, bytes.
 
 Workload: 8 agents as processes, the LeNet of Acar et al. with 1×32×32 input and ten classes (794,762 float32
-parameters), method fedavg, one step of batch 32 a round, 20 rounds, no evaluation, one thread each. Each device is in a
-network namespace of its own where allowed (Linux, root, iproute2).
+parameters), method fedavg, one step of batch 32 per round, 20 rounds, no evaluation, one thread each. Each device is in
+its own network namespace where allowed (Linux, root, iproute2).
 
     python -m benchmarks.overhead.run --out benchmarks/overhead/result.json [--repeat 3] [--no-namespaces]
 
-Floor and fleet (fp32, then int8 with error feedback) run in turn, ``--repeat`` times; written are medians and ratios.
-Bytes are counted in one further run of each, over wires that every segment leaves by itself (``rooms``). Memory is that
-of a device as if alone on its board (``memory``). Linux only.
+Floor and fleet (fp32, then int8 with error feedback) run in turn, ``--repeat`` times; the output has medians and
+ratios. Bytes are counted in one further run of each, in which every TCP segment is sent by itself (``networks``).
+Memory is what a device would need alone on its board (``memory``). Linux only.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.overhead import memory, rooms
-from benchmarks.overhead.crew import Crew, Process, cpu_s, end_in_order, start_broker
-from benchmarks.overhead.rooms import House, Passed
+from benchmarks.overhead import memory, networks
+from benchmarks.overhead.networks import Network, Traffic
+from benchmarks.overhead.processes import Process, Processes, cpu_s, end_in_order, start_broker
 from benchmarks.overhead.workload import PARAMETERS, RAW_BYTES, Workload, make_fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Evaluation
@@ -43,34 +43,34 @@ LOOK_S = 0.1
 CODECS = ("fp32", "int8")
 
 Figures = dict[str, float | None]
-"""Of one run. Names end in their unit; ``_bytes`` is memory and is shown in MiB and in MB."""
+"""Figures of one run. Names end in their unit; ``_bytes`` is memory, written in MiB and in MB."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run is made. counting: with wires for bytes, which cost time."""
+    """counting: count bytes, with links that cost time."""
 
     namespaces: bool
     counting: bool = False
 
 
 class Stage:
-    """A house with a broker in its hub (if wanted) and a crew: the context of one run."""
+    """The context of one run: a network with a broker in its hub (if wanted), and its processes."""
 
     def __init__(self, devices: int, setting: Setting, *, broker: bool = True):
         self._devices, self._setting, self._broker, self._stack = devices, setting, broker, ExitStack()
 
-    def __enter__(self) -> tuple[House, Crew, str]:
+    def __enter__(self) -> tuple[Network, Processes, str]:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             setting = self._setting
-            house = stack.enter_context(
-                rooms.house(self._devices, namespaces=setting.namespaces, one_by_one=setting.counting)
+            network = stack.enter_context(
+                networks.create(self._devices, namespaces=setting.namespaces, one_by_one=setting.counting)
             )
-            crew = stack.enter_context(Crew(folder))
-            url = start_broker(crew, house) if self._broker else ""
+            processes = stack.enter_context(Processes(folder))
+            url = start_broker(processes, network) if self._broker else ""
             self._stack = stack.pop_all()
-        return house, crew, url
+        return network, processes, url
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -78,14 +78,14 @@ class Stage:
 
 def run_floor(workload: Workload, setting: Setting) -> Figures:
     """The bare script."""
-    with Stage(workload.devices, setting) as (house, crew, url):
+    with Stage(workload.devices, setting) as (network, processes, url):
         where = url.removeprefix("mqtt://").split(":")
         script = "benchmarks.overhead.floor"
         started = time.time()
         counts = (str(workload.devices), str(workload.rounds))
-        server = crew.module(house.hub, script, "server", *where, *counts)
+        server = processes.module(network.hub, script, "server", *where, *counts)
         devices = [
-            crew.module(room, script, "device", *where, str(k)) for k, room in enumerate(house.rooms)
+            processes.module(node, script, "device", *where, str(k)) for k, node in enumerate(network.nodes)
         ]
         watch = memory.Watch([device.pid for device in devices])
         used, server_bytes = 0.0, 0
@@ -97,59 +97,61 @@ def run_floor(workload: Workload, setting: Setting) -> Figures:
             used = max(used, cpu_s([device.pid for device in devices]))
             return server.poll() is not None
 
-        crew.until(over, LIMIT_S, LOOK_S)
-        ends = [float(line) for line in crew.log(server).split()]
-        passed = house.passed()
+        processes.until(over, LIMIT_S, LOOK_S)
+        ends = [float(line) for line in processes.log(server).split()]
+        traffic = network.traffic()
         return {
             **pace(started, ends), "device_work_bytes": watch.peak, "device_work_bound_bytes": watch.bound,
             "server_bytes": server_bytes, "device_cpu_s": used / workload.devices,
-            "wire_ratio_to_raw": ratio(passed, workload),
+            "wire_ratio_to_raw": ratio(traffic, workload),
         }
 
 
 def run_fleet(workload: Workload, setting: Setting, codec: str) -> Figures:
-    """Our own, with ``codec`` both ways; after the last round the judged model is served, as it always is."""
-    with Stage(workload.devices, setting) as (house, crew, url):
-        fleet = make_fleet(crew.folder, workload, codec, url)
+    """Our fleet with ``codec`` both ways; after the last round the model is served, as always."""
+    with Stage(workload.devices, setting) as (network, processes, url):
+        fleet = make_fleet(processes.folder, workload, codec, url)
         started = time.time()
-        server = crew.module(
-            house.hub, "cloud_server.commands.cli", "server", "start", str(fleet.folder), "--quiet", "--broker", url
+        server = processes.module(
+            network.hub, "cloud_server.commands.cli", "server", "start", str(fleet.folder), "--quiet", "--broker", url
         )
-        homes = sorted((crew.folder / "devices").iterdir())
-        agents = [start_agent(crew, room, home) for room, home in zip(house.rooms, homes, strict=True)]
+        homes = sorted((processes.folder / "devices").iterdir())
+        agents = [start_agent(processes, node, home) for node, home in zip(network.nodes, homes, strict=True)]
         pids = [agent.pid for agent in agents]
         with Ledger(fleet.ledger_path) as ledger:
-            work = watched(crew, pids, lambda: len(ledger.rounds("closed")) >= workload.rounds)
+            work = watched(processes, pids, lambda: len(ledger.rounds("closed")) >= workload.rounds)
             at_end = {"server_cpu_s": cpu_s([server.pid]), "device_cpu_s": used_by(pids) / len(pids)}
-            adapting = watched(crew, pids, lambda: len(ledger.rows(Evaluation)) >= workload.devices and at_rest(pids))
-            session = settled(crew, pids)
-            passed, volume = house.passed(), ledger.totals().volume
+            adapting = watched(
+                processes, pids, lambda: len(ledger.rows(Evaluation)) >= workload.devices and at_rest(pids)
+            )
+            session = settled(processes, pids)
+            traffic, volume = network.traffic(), ledger.totals().volume
             ends = [row.closed_at for row in ledger.rounds("closed") if row.closed_at is not None]
-        counted = None if volume is None or volume.wire is None else Passed(volume.wire.up, volume.wire.down)
+        counted = None if volume is None or volume.wire is None else Traffic(volume.wire.up, volume.wire.down)
         return {
             **pace(started, ends), **at_end,
             "device_work_bytes": work.peak, "device_work_bound_bytes": work.bound,
             "device_adapting_bytes": adapting.peak, "agent_session_bytes": session.peak,
             "server_bytes": memory.high_water(server.pid),
-            "wire_ratio_to_raw": ratio(passed, workload),
+            "wire_ratio_to_raw": ratio(traffic, workload),
             "wire_ratio_to_raw_by_agents": ratio(counted, workload),
         }
 
 
 def run_idle(setting: Setting) -> Figures:
-    """An agent that is connected and has heard of no round: there is no aggregator."""
-    with Stage(1, setting) as (house, crew, url):
-        make_fleet(crew.folder, Workload(1, 1), "fp32", url)
-        agent = start_agent(crew, house.rooms[0], crew.folder / "devices" / "d0")
-        crew.says(agent, "is on")
-        return {"agent_idle_bytes": settled(crew, [agent.pid]).peak}
+    """An agent that is connected and has heard of no round, because there is no aggregator."""
+    with Stage(1, setting) as (network, processes, url):
+        make_fleet(processes.folder, Workload(1, 1), "fp32", url)
+        agent = start_agent(processes, network.nodes[0], processes.folder / "devices" / "d0")
+        processes.says(agent, "is on")
+        return {"agent_idle_bytes": settled(processes, [agent.pid]).peak}
 
 
-def start_agent(crew: Crew, room: rooms.Room, home: Path) -> Process:
-    return crew.module(room, "edge_agent.commands.cli", "run", "--home", str(home))
+def start_agent(processes: Processes, node: networks.Node, home: Path) -> Process:
+    return processes.module(node, "edge_agent.commands.cli", "run", "--home", str(home))
 
 
-def watched(crew: Crew, pids: Sequence[int], over: Callable[[], object]) -> memory.Watch:
+def watched(processes: Processes, pids: Sequence[int], over: Callable[[], object]) -> memory.Watch:
     """Their memory until ``over``."""
     watch = memory.Watch(pids)
 
@@ -157,12 +159,12 @@ def watched(crew: Crew, pids: Sequence[int], over: Callable[[], object]) -> memo
         watch.look()
         return over()
 
-    crew.until(look, LIMIT_S, LOOK_S)
+    processes.until(look, LIMIT_S, LOOK_S)
     return watch
 
 
-def settled(crew: Crew, pids: Sequence[int]) -> memory.Watch:
-    """Their memory now that nothing goes on: a look at each, after two seconds."""
+def settled(processes: Processes, pids: Sequence[int]) -> memory.Watch:
+    """Their memory at rest: each is sampled once, after two seconds."""
     time.sleep(SETTLE_S)
     watch = memory.Watch(pids, every_s=0.0)
     for _ in pids:
@@ -176,7 +178,7 @@ def at_rest(pids: Sequence[int]) -> bool:
 
 
 def used_by(pids: Sequence[int]) -> float:
-    """CPU seconds of devices, their trainers included."""
+    """CPU seconds of devices, including their trainers."""
     return cpu_s([each for pid in pids for each in memory.family(pid)])
 
 
@@ -185,12 +187,12 @@ def pace(started: float, ends: Sequence[float]) -> Figures:
     return {"first_round_s": ends[0] - started, "seconds_per_round": median(b - a for a, b in pairwise(ends))}
 
 
-def ratio(passed: Passed | None, workload: Workload) -> float | None:
-    """Bytes up and down to the raw float32 models, one way."""
-    return None if passed is None else passed.both / workload.raw_bytes()
+def ratio(traffic: Traffic | None, workload: Workload) -> float | None:
+    """Bytes up and down ÷ the raw float32 models, one way."""
+    return None if traffic is None else traffic.both / workload.raw_bytes()
 
 
-# Several runs, and what is written ------------------------------------------------------------------------------------
+# Several runs, and the output ------------------------------------------------------------------------------------
 
 
 def summary(runs: Sequence[Figures]) -> dict[str, Any]:
@@ -217,8 +219,8 @@ def say(kind: str, figures: Figures) -> None:
 def repeat(
     kinds: dict[str, Callable[[Setting], Figures]], times: int, namespaces: bool
 ) -> tuple[dict[str, list[Figures]], dict[str, Figures]]:
-    """(every kind's figures of ``times`` runs in turn, those of its one run for bytes); without namespaces there is no
-    such run, and the agents' own counters stand for it."""
+    """(figures of each kind's ``times`` runs, taken in turn; figures of its one run that counts bytes). Without
+    namespaces there is no such run, and the agents' own counters are used."""
     runs: dict[str, list[Figures]] = {kind: [] for kind in kinds}
     for _ in range(times):
         for kind, measure in kinds.items():
@@ -236,7 +238,7 @@ def repeat(
 def outcome(
     workload: Workload, runs: dict[str, list[Figures]], counted: dict[str, Figures], namespaces: bool
 ) -> dict[str, Any]:
-    """What is written: medians of times and memory, bytes of the run that counted them, ratios to the floor."""
+    """The output: medians of times and memory, bytes of the run that counted them, ratios to the floor."""
     medians = {kind: summary(of_kind) for kind, of_kind in runs.items()}
     for kind, figures in counted.items():
         medians[kind].update(summary([figures]))
@@ -253,29 +255,29 @@ def outcome(
 
 
 def rounds(text: str) -> int:
-    """A number of rounds that gives seconds per round."""
+    """An argument: enough rounds for seconds per round."""
     if (count := int(text)) < FEWEST_ROUNDS:
         raise argparse.ArgumentTypeError(
-            f"{count} is too few: seconds per round are told from the end of one to the end of the next; "
+            f"{count} is too few: seconds per round are measured between two rounds' ends; "
             f"expected at least {FEWEST_ROUNDS}"
         )
     return count
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The options that the benchmarks of this folder have in common."""
+    """The options that the benchmarks of this folder share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=rounds, default=20)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--no-namespaces", action="store_true", help="every process on the loopback interface")
+    parser.add_argument("--no-namespaces", action="store_true", help="run every process on the loopback interface")
     parser.add_argument("--out", type=Path, required=True)
     return parser
 
 
 def with_namespaces(refused: bool) -> bool:
-    """Whether there are rooms; says why not."""
-    reason = "--no-namespaces" if refused else rooms.unavailable()
+    """Whether namespaces are used; says why not."""
+    reason = "--no-namespaces" if refused else networks.unavailable()
     if reason is not None:
         print(f"every process on the loopback interface: {reason}", file=sys.stderr)
     return reason is None

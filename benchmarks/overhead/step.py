@@ -1,4 +1,4 @@
-"""The training step that floor and peers take, each in a process of its own: the only place where they load torch."""
+"""The training step of floor and peers; only the processes of devices import this module, because it loads torch."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class Step:
         losses.cross_entropy(self._network(self._x), self._y).backward()
         with torch.no_grad():
             for parameter in self._parameters:
-                parameter -= CLIENT_LR * parameter.grad
+                assert parameter.grad is not None
+                parameter.sub_(CLIENT_LR * parameter.grad)
                 parameter.grad = None
         return torch.cat([p.detach().flatten() for p in self._parameters]).numpy()

@@ -1,4 +1,4 @@
-"""The tables of benchmarks/README.md, from what the overhead benchmarks wrote.
+"""The tables of benchmarks/README.md, from the output of the overhead benchmarks.
 
     python -m benchmarks.overhead.table benchmarks/overhead/result.json [benchmarks/overhead/peers.json]
 """
@@ -16,7 +16,7 @@ ROWS = {
     "round_ratio": "ratio to the bare script",
     "first_round_s": "start to the end of the first round, s",
     "device_work": "a device at work, MB seen (at most)",
-    "device_adapting": "a device that adapts the judged model, MB",
+    "device_adapting": "a device that adapts the served model, MB",
     "agent_session": "an agent with a session, MB",
     "agent_idle": "an idle agent, MB",
     "server": "server, MB",
@@ -26,7 +26,7 @@ ROWS = {
 
 
 def cell(medians: Mapping[str, Any], row: str) -> str:
-    """A figure as it is written; a dash where it was not taken."""
+    """A figure as text; a dash if it was not measured."""
     found = medians.get(row)
     if found is None:
         return "-"

@@ -1,4 +1,4 @@
-"""What every side of the overhead benchmark does: the model, the step and the samples; and our fleet that does it."""
+"""The workload of the overhead benchmark: the model, the step and the samples; and our fleet for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH, STEP = 32, 0.01
 
 @dataclass(frozen=True)
 class Workload:
-    """``devices`` as processes of one thread each; every round one step of batch 32 on the LeNet of Acar et al. with
+    """``devices`` as processes of one thread each; one step of batch 32 per round on the LeNet of Acar et al. with
     1×32×32 input and ten classes (794,762 float32 parameters), method fedavg, no evaluation."""
 
     devices: int = 8
@@ -65,5 +65,5 @@ def _made(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
 
 @cache
 def _exported(spec: InputSpec, head: bool) -> tuple[bytes, bytes]:
-    """Graph and first weights: they are the same for every codec."""
+    """Graph and first weights, the same for every codec."""
     return first("lenet", spec, CLASSES, {}, head=head, seed=0)

@@ -33,7 +33,7 @@ def features(x: Array) -> Array:
 
 
 def nearest_mean(workload: Workload, support: float) -> float:
-    """Macro-F1 over the devices that train and the new ones; all devices have the same weight."""
+    """Macro-F1 over the devices that train and the new ones; all devices weigh the same."""
     groups = [[(workload.own(share), workload.later(share)) for share in workload.train],
               [workload.divided(share, support, 0) for share in workload.new]]
     scored = [(_macro_f1(group, len(workload.classes)), len(group)) for group in groups if group]

@@ -1,4 +1,4 @@
-"""Other ways to pool that were compared with those of ``ds-cnn``, as ``benchmarks.own_data.candidates:NAME``.
+"""Other ways to pool, compared with those of ``ds-cnn``, as ``benchmarks.own_data.candidates:NAME``.
 
 Shapes: N samples, C channels, P positions, D embedding width.
 """
@@ -18,7 +18,7 @@ SEGMENTS = 4
 
 
 class Mean(DsCnn):
-    """The mean of the last layer alone, as in the paper. parts: how many values are pooled of each channel."""
+    """The mean of the last layer alone, as in the paper. parts: values pooled per channel."""
 
     parts = 1
 
@@ -54,7 +54,7 @@ class MeanStd(Mean):
 
 
 class Pyramid(Mean):
-    """The mean of the last layer, and those of four segments of it."""
+    """The mean of the last layer, and of four segments of it."""
 
     parts = 1 + SEGMENTS
 
@@ -65,7 +65,7 @@ class Pyramid(Mean):
 
 
 class Place(MeanMax):
-    """Mean and maximum; the place in the window, from -1 to 1, is one more channel of the input."""
+    """Mean and maximum; the position in the window, from -1 to 1, is one more channel of the input."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, channels: Sequence[int]) -> None:
         super().__init__((shape[0] + 1, *shape[1:]), classes, channels)
@@ -76,7 +76,7 @@ class Place(MeanMax):
 
 
 class Depths(DsCnn):
-    """Mean and maximum of every layer, the first one's too."""
+    """Mean and maximum of every layer, including the first."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, channels: Sequence[int]) -> None:
         super().__init__(shape, classes, channels)

@@ -1,16 +1,15 @@
-"""Chooses the model that ``metafleet init`` takes by the shape of the samples; what is judged is not looked at.
+"""Chooses the model that ``metafleet init`` takes by the shape of the samples; test samples are not used.
 
     METAFLEET_DATA=CACHE nice python -m benchmarks.own_data.choose [--part series images rows] [--minutes M]
         [--out build/own-data] [--jobs 2]
 
-Validation: every candidate on every set with the default method, inside what the devices train on, whose time is cut
-once more and of which a quarter stands for new devices (``evaluation.within_training``). Test: the chosen model beside
-the former default on what was held out, by class means, by fine-tuning and by Per-FedAvg. The figure is that of
-``metafleet advise``: macro-F1 of the devices that train and of the new ones, each device counting the same.
+Validation: every candidate on every set with the default method, on the training samples alone, whose time is split
+once more and of whose devices a quarter takes the place of new devices (``evaluation.within_training``). Test: the
+chosen model and the former default on held-out samples, by class means, by fine-tuning and by Per-FedAvg. The figure is
+that of ``metafleet advise``: macro-F1 of the devices that train and of the new ones, each device weighing the same.
 
-Every run is a folder of ``metafleet simulate`` below OUT; the same command goes on where it was, and writes
-``result.json`` and the tables of README.md. CACHE has the sets har, spoken-digits and mnist; those that are not there
-are left out.
+Every run is a folder of ``metafleet simulate`` below OUT; the same command resumes, and writes ``result.json`` and the
+tables of README.md. CACHE has the sets har, spoken-digits and mnist; missing sets are left out.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Part:
-    """What is compared for samples of one form. candidates: by label, the former default first. chosen: the label of
-    the product's default."""
+    """Candidates for samples of one form. candidates: by label, the former default first. chosen: the label of the
+    product's default."""
 
     sets: tuple[str, ...]
     candidates: Mapping[str, Candidate]
@@ -128,7 +127,7 @@ class Job(NamedTuple):
         candidate, there = PARTS[self.part].candidates[self.label], sets.sections(self.set, out / "data")
         natural = {"split": "time", "train_fraction": 0.6, **there.get("partition", {}).get("options", {})}
         evaluation = {"every": 0, "within_training": self.stage == "validation", "new_devices": 0.25, "support": [0.33],
-                 "support_split": "time", **there.get("evaluation", {})}
+                      "support_split": "time", **there.get("evaluation", {})}
         return experiments.read({
             "seeds": [self.seed], "data": there["data"], "partition": {"options": natural}, "evaluation": evaluation,
             "model": {"name": candidate.model, "options": dict(candidate.options)}, "budget": {"rounds": ROUNDS},
@@ -141,7 +140,7 @@ class Job(NamedTuple):
 
 
 def jobs(name: str) -> Iterator[Job]:
-    """Of a part, the validation first."""
+    """The jobs of a part, the validation first."""
     part = PARTS[name]
     here = [one for one in part.sets if sets.is_here(one)]
     for seed in SEEDS:
@@ -157,7 +156,7 @@ def jobs(name: str) -> Iterator[Job]:
 
 
 def run(job: Job, out: Path, ends: float) -> dict[str, Any] | None:
-    """The figures of a run; None where the time is over. ends: in seconds since the epoch."""
+    """The figures of a run; None if the time is up. ends: in seconds since the epoch."""
     import torch
 
     torch.set_num_threads(1)
@@ -189,13 +188,13 @@ def main() -> None:
     ends, found = time.time() + 60 * options.minutes, json.loads(RESULT.read_text()) if RESULT.exists() else {}
     asked = [job for name in options.part for job in jobs(name)]
     for job in {job.set: job for job in asked}.values():
-        job.takes(options.out)  # makes the files, which the processes below would all make
+        job.takes(options.out)  # makes the files once, not in every process below
     with ProcessPoolExecutor(options.jobs) as pool:
         waiting = [pool.submit(run, job, options.out, ends) for job in asked]
         for job, made in zip(asked, waiting, strict=True):
             figures = made.result()
             if figures is None:
-                print("the time is over: the same command goes on", file=sys.stderr)
+                print("the time is up; the same command resumes", file=sys.stderr)
                 pool.shutdown(cancel_futures=True)
                 sys.exit(1)
             print(*job, figures["score"], file=sys.stderr, flush=True)

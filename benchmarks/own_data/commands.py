@@ -1,4 +1,4 @@
-"""Commands as a person gives them, as processes of this Python: each is noted with its exit code and what it said."""
+"""Runs commands as processes of this Python, as a user would, and records each with its exit code and output."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ COMMAND_S, STOP_S, LOOK_S = 300.0, 20.0, 0.2
 
 
 class Failed(RuntimeError):
-    """What failed, in full."""
+    """A failure, with the command's output."""
 
 
 @dataclass(eq=False)
 class Commands:
-    """Runs commands in ``folder`` and notes them."""
+    """Runs commands in ``folder`` and records them."""
 
     folder: Path
     noted: list[dict[str, Any]] = field(default_factory=list)
     running: list[tuple[subprocess.Popen[bytes], Path, dict[str, Any]]] = field(default_factory=list)
 
     def done(self, *command: object, refusal: str = "") -> subprocess.CompletedProcess[str]:
-        """The command, run to its end. Raises Failed for any exit code but 0, unless it said ``refusal``."""
+        """Runs a command to its end. Raises Failed for any exit code but 0, unless its output has ``refusal``."""
         words, begun = [str(word) for word in command], time.monotonic()
         found = subprocess.run(_python(words), cwd=self.folder, env=_environ(), stdin=subprocess.DEVNULL,
                                capture_output=True, text=True, timeout=COMMAND_S, check=False)
@@ -55,7 +55,7 @@ class Commands:
         return process, log
 
     def until(self, condition: Callable[[], object], what: str, timeout_s: float = COMMAND_S) -> None:
-        """Raises Failed when a program ends before, or after ``timeout_s`` seconds."""
+        """Raises Failed if a program ends before, or after ``timeout_s`` seconds."""
         until_s = time.monotonic() + timeout_s
         while not condition():
             for process, log, note in self.running:
@@ -70,7 +70,7 @@ class Commands:
         self.until(lambda: words in text(log), f"'{words}'")
 
     def stop(self, *processes: subprocess.Popen[bytes]) -> None:
-        """Ends programs as a person does, by SIGTERM. Raises Failed for any exit code but 0."""
+        """Ends programs with SIGTERM, as a user does. Raises Failed for any exit code but 0."""
         self._ask(processes)
         failed = []
         for process, log, note in self.running:
@@ -83,7 +83,7 @@ class Commands:
             raise Failed("\n".join(failed))
 
     def end(self) -> None:
-        """Ends what is left, whatever it says."""
+        """Ends all remaining processes, whatever their exit codes."""
         left = [process for process, _, _ in self.running if process.poll() is None]
         self._ask(left)
         for process in left:
@@ -104,7 +104,7 @@ def _python(words: list[str]) -> list[str]:
 
 
 def _environ() -> dict[str, str]:
-    """This environment without what would change the commands' defaults; programs end with this process."""
+    """This environment without variables that change the commands' defaults; programs end with this process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("METAFLEET_")}
     return kept | {WITH_PARENT: str(os.getpid())}
 

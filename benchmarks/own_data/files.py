@@ -1,13 +1,13 @@
-"""The files of a stranger: each set in the form in which a person may have it, for a fleet and for its devices.
+"""A stranger's files: each set in a form that a user may have, for a fleet and for its devices.
 
 | set | form |
 |---|---|
 | event-free | a wide .csv: a row is a window, its columns ax_0 … |
 | level-free | a long .csv: a row is a reading; ``--window`` says how many make a window |
 | chirp-free | .ndjson: a line is a whole window |
-| vibration-rows | a .csv of features: mean, deviation, least and largest value of each channel |
+| vibration-rows | a .csv of features: mean, deviation, minimum and maximum of each channel |
 | marks-image | .npz of grey images of 16 × 16 bytes: a disc, a cross or stripes, anywhere |
-| mixed-labels | .npz; vibration-free with its labels dealt anew, so that nothing can be learned |
+| mixed-labels | .npz; vibration-free with its labels shuffled, so that nothing can be learned |
 | the others | .npz, as ``benchmarks.own_data.series`` makes them |
 
 Shapes: N samples, C channels, T steps.
@@ -77,7 +77,7 @@ def made(name: str, devices: int, per_class: int, seed: int = 0) -> Part:
 
 
 def _images(devices: int, per_class: int, seed: int) -> Part:
-    """uint8 [N, 1, 16, 16]; every device has a brightness and a contrast of its own."""
+    """uint8 [N, 1, 16, 16]; every device has its own brightness and contrast."""
     parts = []
     across, down = np.meshgrid(np.arange(SIDE), np.arange(SIDE))
     for device in range(devices):
@@ -105,7 +105,7 @@ def form_of(name: str) -> str:
 
 
 def write(part: Part, stem: Path, form: str) -> Path:
-    """The samples as a file of this form; its path, which is ``stem`` with the form's suffix."""
+    """Writes the samples in this form; returns the path, which is ``stem`` with the form's suffix."""
     path = stem.with_name(stem.name + SUFFIXES[form])
     path.parent.mkdir(parents=True, exist_ok=True)
     if form == NPZ:
@@ -126,7 +126,7 @@ def _rows(part: Part) -> Any:
 
 
 def _short(value: float) -> float:
-    """As text of nine digits, more than float32 has."""
+    """Rounded to nine digits, more than float32 has."""
     return float(f"{value:.9g}")
 
 

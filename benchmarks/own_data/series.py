@@ -1,9 +1,9 @@
-"""Generated windows of sensors, by which models are compared: families of series, each cut freely or aligned.
+"""Generated windows of sensors, to compare models: families of series, each cut freely or aligned.
 
     python -m benchmarks.own_data.series --out build/own-data [--families vibration event] [--seed 0]
 
-writes FAMILY-free.npz and FAMILY-aligned.npz with x float32 [N, C, T], y (names), client (names) and time (seconds),
-as ``metafleet init --data`` takes them. Equal seeds give equal files; another seed gives other classes and devices.
+writes FAMILY-free.npz and FAMILY-aligned.npz with x float32 [N, C, T], y (names), client (names) and time (seconds), as
+``metafleet init --data`` takes them. Equal seeds give equal files; another seed gives other classes and devices.
 
 | family | a class is | free: drawn for every window |
 |---|---|---|
@@ -13,8 +13,8 @@ as ``metafleet init --data`` takes them. Equal seeds give equal files; another s
 | chirp | how the pitch moves: up, down, up and down | where the sweep begins, and its phase |
 | delay | how long after the trigger the answer comes | aligned only: the trigger is always at one place |
 
-In an aligned file what is drawn for free windows is the same in all of them, as in windows cut at a trigger. Every
-device has a mounting (its triples of channels are rotated), a gain and an offset of its own.
+In an aligned file the values drawn for free windows are the same in all of them, as in windows cut at a trigger. Every
+device has its own mounting (its triples of channels are rotated), gain and offset.
 
 Shapes: N windows, C channels, T steps.
 """
@@ -33,17 +33,17 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Window = Callable[[np.random.Generator, int], Array]
-"""Takes a generator and the number of a class; gives a clean window [C, T]."""
+"""(generator, number of a class) -> a clean window [C, T]."""
 
 DEVICES, PER_CLASS = 10, 40
-STEP_S = 1.0  # between the beginnings of two windows
+STEP_S = 1.0  # between the starts of two windows
 GAIN, OFFSET = 0.3, 0.5  # standard deviations over devices: of the gain's logarithm, and of the offset
 
 
 @dataclass(frozen=True)
 class Family:
-    """window: makes, from the family's own generator and ``aligned``, what draws the windows. noise: standard deviation
-    of the white noise. rotated: whether devices are mounted differently."""
+    """window: makes the function that draws the windows, from the family's own generator and ``aligned``. noise:
+    standard deviation of the white noise. rotated: whether devices are mounted differently."""
 
     classes: tuple[str, ...]
     shape: tuple[int, int]
@@ -145,7 +145,7 @@ FAMILIES = {
 
 
 def names() -> tuple[str, ...]:
-    """Of all files, without their ending."""
+    """The names of all files, without their suffix."""
     return tuple(f"{name}-{cut}" for name, family in FAMILIES.items() for cut in ("free", "aligned")
                  if family.free or cut == "aligned")
 
@@ -181,7 +181,7 @@ def generated(name: str, seed: int = 0, devices: int = DEVICES, per_class: int =
 
 
 def _mounting(rng: np.random.Generator, family: Family) -> Array:
-    """[C, C]: a rotation of every triple of channels; the identity where a family's devices are not rotated."""
+    """[C, C]: a rotation of every triple of channels; the identity if a family's devices are not rotated."""
     channels = family.shape[0]
     mounting = np.eye(channels)
     for first in range(0, channels - 2, 3) if family.rotated else ():
@@ -191,12 +191,12 @@ def _mounting(rng: np.random.Generator, family: Family) -> Array:
 
 
 def write(folder: Path, name: str, seed: int = 0) -> Path:
-    """The file of ``generated(name, seed)``, made where it does not exist."""
+    """The file of ``generated(name, seed)``, made if it is missing."""
     path = folder / f"{name}-{seed}.npz"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial.npz")
-        np.savez(partial, **generated(name, seed))
+        np.savez(partial, allow_pickle=False, **generated(name, seed))
         partial.replace(path)
     return path
 

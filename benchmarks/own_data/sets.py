@@ -1,4 +1,4 @@
-"""The sets that models are compared on: generated series, named sets, and what is made of these."""
+"""The sets that models are compared on: generated series, named sets, and sets made from these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SERIES = (*series.names(), "heartbeat", "har", "spoken-series")
 IMAGES = ("mnist", "mnist-14", "spoken-image")
 ROWS = ("har-rows", "heartbeat-rows", "vibration-free-rows", "event-free-rows")
 SOURCES = {"har": "har", "har-rows": "har", "spoken-series": "spoken-digits", "spoken-image": "spoken-digits",
-           "mnist": "mnist", "mnist-14": "mnist"}  # named sets that have to be fetched
+           "mnist": "mnist", "mnist-14": "mnist"}  # named sets that must be fetched
 NO_NEW = {"evaluation": {"new_devices": 0.0}}  # four speakers are too few to set some aside
 
 
@@ -31,7 +31,7 @@ def is_here(name: str) -> bool:
 
 
 def sections(name: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """What an experiment on the set has in ``data``, ``partition`` and ``judge``; files are made in ``folder``."""
+    """The ``data``, ``partition`` and ``evaluation`` of an experiment on the set; files are made in ``folder``."""
     few = {"options": {"max_clients": DEVICES}}
     if name in ("heartbeat", "har"):
         return {"data": {"set": name}, "partition": few}
@@ -50,7 +50,7 @@ def _recorded(path: str) -> Mapping[str, Any]:
 
 
 def _file(name: str, folder: Path) -> Path:
-    """The set as a file of one's own."""
+    """The set as a user's file."""
     if name in series.names():
         return series.write(folder, name)
     path = folder / f"{name}.npz"

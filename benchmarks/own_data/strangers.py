@@ -1,24 +1,24 @@
-"""Whether one's own sensor works at the first try: a fleet from each of the strangers' files, with no setting but the
-file's name, beside plain baselines.
+"""Does a user's own sensor work at the first try: a fleet from each stranger's file, with no setting but the file's
+name, compared with plain baselines.
 
     nice python -m benchmarks.own_data.strangers [--only NAME …] [--out build/strangers] [--quick] [--page]
 
 For each set (``benchmarks.own_data.files``) the commands of docs/first-fleet.md run as processes
 (``benchmarks.own_data.walk``): ``metafleet init`` with four devices' first 60 % in a file, the server with its own
 broker, four agents until the last round, two devices that join after it with 24 samples each, predict, samples add and
-personalize, HTTP, a bundle on another device. A command that fails ends it and is told.
+personalize, HTTP, a bundle on another device. A set ends at a command that fails, with its output.
 
-What is judged is the last 40 % of each device's recording, which is in no file that ``init`` sees and which no device
-learns from. Beside the fleet's answers stand the nearest class mean and logistic regression on spectrum and statistics
-(``fleet_core/personalization/plain_baseline.py``), fitted to what the four devices learn from together and to what each
-device has alone, and the most frequent class of each.
+Test samples are the last 40 % of each device's recording, which is in no file that ``init`` sees and from which no
+device learns. The fleet's answers are compared with the nearest class mean and logistic regression on spectrum and
+statistics (``fleet_core/personalization/plain_baseline.py``), fitted to the training samples of the four devices
+together and to those of each device alone, and with each device's most frequent class.
 
 The requirement: a fleet that ends more than 3 points (accuracy or macro-F1) below the best of these baselines comes
-with a warning of init, status, log or report, which compare it with something; a note that labels are few is none.
-A set that is done is not run again: OUT/NAME.json. ``strangers.json`` and the tables of ``strangers.md`` are written
-after each, and ``transcript.json``: what the commands said that docs/first-fleet.md shows. With ``--quick`` there are
-few samples and three rounds without a trial: whether the commands work, not what they are worth; only OUT is written.
-``--page`` makes the tables anew.
+with a warning of init, status, log or report that compares it with something; a note that labels are few does not
+count. A finished set is not run again: OUT/NAME.json. ``strangers.json`` and the tables of ``strangers.md`` are written
+after each set, and ``transcript.json``: the output of the commands that docs/first-fleet.md shows. ``--quick`` takes
+few samples and three rounds without a trial: it tests that the commands work, not how good the answers are, and only
+writes OUT. ``--page`` only rewrites the tables.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Array = NDArray[Any]
 HERE = Path(__file__).parent
 RESULT, PAGE, TRANSCRIPT = HERE / "strangers.json", HERE / "strangers.md", HERE / "transcript.json"
 SHOWN = ("level-free", files.MIXED)
-"""Sets whose commands docs/first-fleet.md shows with what they said."""
+"""Sets whose commands docs/first-fleet.md shows with their output."""
 OUT = Path("build/strangers")
 POINTS = 0.03
 DIGITS = 4
@@ -71,7 +71,7 @@ WHOLE, QUICK = Scale(), Scale(20, ("--rounds", "3", "--no-trial"))
 
 
 def run(name: str, out: Path, scale: Scale) -> dict[str, Any]:
-    """What strangers.json holds of a set. Raises Failed."""
+    """A set's part of strangers.json. Raises Failed."""
     every = files.made(name, TRAINING + LATE, scale.per_class)
     devices = devices_of(every)
     form = files.form_of(name)
@@ -144,17 +144,17 @@ def best(group: Mapping[str, Any]) -> tuple[str, list[float]]:
 
 
 def behind(group: Mapping[str, Any]) -> float:
-    """How far the fleet is behind the best baseline, by accuracy or by macro-F1; negative where it is ahead."""
+    """How far the fleet is below the best baseline, in accuracy or macro-F1; negative if it is better."""
     return max(max(group["scores"][name][k] for name in BASELINES) - group["scores"][FLEET][k] for k in (0, 1))
 
 
 def warned(found: Mapping[str, Any]) -> list[str]:
-    """Who warned: init, status, log, report."""
+    """Which warned: init, status, log, report."""
     return [who for who, texts in found["warnings"].items() if texts]
 
 
 def lagging(sets: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """(a sentence, who warned) of each group that is more than ``POINTS`` behind."""
+    """(a sentence, which warned) of each group that is more than ``POINTS`` behind."""
     return [
         (f"{name}, {WHO[group]}: {100 * behind(of):.1f} points behind the best baseline ({best(of)[0]})", warned(found))
         for name, found in sets.items() for group, of in found["groups"].items() if behind(of) > POINTS
@@ -162,7 +162,7 @@ def lagging(sets: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]
 
 
 def silent(sets: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The groups that are behind without a warning; none where the requirement holds."""
+    """The groups that are behind without a warning; none if the requirement holds."""
     return [sentence for sentence, by in lagging(sets) if not by]
 
 
@@ -240,7 +240,7 @@ def main() -> None:
 
 
 def _keep_transcript(name: str, out: Path) -> None:
-    """What the commands of a set said to a person."""
+    """Keeps the output of a set's commands for people."""
     noted = json.loads((out / name / "commands.json").read_text())
     kept: dict[str, Any] = json.loads(TRANSCRIPT.read_text()) if TRANSCRIPT.exists() else {}
     kept[name] = [{key: note[key] for key in ("command", "stdout", "stderr")} for note in noted
@@ -249,7 +249,7 @@ def _keep_transcript(name: str, out: Path) -> None:
 
 
 def _line(found: Mapping[str, Any]) -> str:
-    """The accuracies, for whoever waits."""
+    """The accuracies, as one line of progress."""
     each = (f"{group} {100 * of['scores'][FLEET][0]:.1f} %, best baseline {100 * best(of)[1][0]:.1f} %"
             for group, of in found["groups"].items())
     return f"{found['model']}; {'; '.join(each)}; warnings of {', '.join(warned(found)) or 'none'}"

@@ -24,7 +24,7 @@ def write(page: Path, found: Mapping[str, Any]) -> None:
 
 
 def validation(stage: Stage) -> str:
-    """Candidates down, sets across; the last rows are what needs no fleet."""
+    """Candidates down, sets across; the last rows need no fleet."""
     names = list(stage)
     labels = dict.fromkeys(label for one in stage.values() for label in one["runs"])
     rows = [[label, *(_score(stage[name], label) for name in names), _mean(stage, label), *_size(stage, label)]

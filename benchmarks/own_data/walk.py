@@ -1,8 +1,8 @@
 """A stranger's way with a file: the commands of docs/first-fleet.md as processes, with no setting but the file's name.
 
-``walk`` gives the commands with their exit codes, seconds and output, and what the devices answered. A command that
-fails ends it: ``Failed`` says which and what it said. Only the broker is chosen, so that every machine runs the same:
-the embedded one, on any port that is free.
+``walk`` returns the commands with their exit codes, seconds and output, and the devices' answers. It ends at a command
+that fails: ``Failed`` names it, with its output. Only the broker is chosen, so that every machine runs the same one:
+the embedded broker, on any free port.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from edge_agent.http.tensors import OF_NUMPY
 FLEET, BUNDLE, REPORT = "plant", "plant.bundle", "report.html"
 ROUNDS_S = 1200.0
 REFUSED = "not personalized, what answered before goes on"
-ASKED = 3  # samples of a question that a person reads, and of that over HTTP
+ASKED = 3  # samples in a question for a person, and over HTTP
 TRAINING, LATE = 4, 2
 LEARNED = 0.6  # of the recording: the default of device.toml
 LATE_WINDOWS, LATE_MORE = 24, 24
-"""Of a late joiner's recording: its file at first, and what is labelled by hand later."""
+"""Windows of a late joiner's recording: in its file at first, and labelled by hand later."""
 
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """recorded: in its file. later: the last 40 % of its recording, which it is asked about. more: windows that are
-    labelled by hand later, of a late joiner."""
+    """recorded: in its file. later: the last 40 % of its recording, its test samples. more: windows of a late joiner
+    that are labelled by hand later."""
 
     name: str
     recorded: Part
@@ -50,12 +50,12 @@ class Device:
 
     @property
     def learned(self) -> Part:
-        """What of its file a device learns from; the rest judges it."""
+        """The part of its file that a device learns from; it is evaluated on the rest."""
         return self.recorded.take(slice(0, round(LEARNED * len(self.recorded.y))))
 
 
 def devices_of(every: Part) -> list[Device]:
-    """The first four train on their whole recording; the others have little of it. Each is asked about its end."""
+    """The first four train on their whole recording; the others have little of it. Test samples are at the end."""
     found = []
     for k, name in enumerate(every.clients):
         own = every.of(name)
@@ -143,7 +143,7 @@ def _walked(commands: Commands, devices: list[Device], form: str, init: tuple[st
 
 
 def _joined(commands: Commands, devices: list[Device], form: str) -> list[subprocess.Popen[bytes]]:
-    """The devices' agents, which run, each with its own samples beside its device.toml."""
+    """Starts the devices' agents, each with its own samples beside its device.toml."""
     for device in devices:
         commands.done("metafleet", "devices", "enroll", FLEET, device.name, "--to", device.name)
         home = commands.folder / device.name
@@ -165,7 +165,7 @@ def _rounds(folder: Path) -> int:
 
 
 def _evaluated(commands: Commands, ledger: Ledger, rounds: int, names: list[str]) -> None:
-    """Waits until these devices have answered their held-back samples with the last round's model."""
+    """Waits until these devices have evaluated the last round's model on their held-back samples."""
     def there() -> bool:
         of_last = {row.device for row in ledger.rows(Evaluation, round=rounds)}
         return {row.device for row in ledger.rows(Alone)} & of_last >= set(names)
@@ -179,7 +179,7 @@ def _later(commands: Commands, device: Device) -> str:
 
 
 def _asked_today(commands: Commands, device: Device, form: str) -> None:
-    """Both ways to ask a device, as a person reads the answers."""
+    """Both ways to ask a device, with output for a person."""
     today = files.write(device.later.take(slice(0, ASKED)), commands.folder / "today", form)
     commands.done("edge-agent", "predict", today.name, "--home", device.name)
     commands.done("metafleet", "predict", FLEET, device.name, today.name)
@@ -187,7 +187,7 @@ def _asked_today(commands: Commands, device: Device, form: str) -> None:
 
 
 def _predicted(commands: Commands, device: Device, home: str | None = None) -> list[str]:
-    """The device's answers to what it was not given."""
+    """The device's answers to its test samples."""
     asked = ("edge-agent", "predict", _later(commands, device), "--home", home or device.name, "--json")
     labels = [str(label) for label in json.loads(commands.done(*asked).stdout)["labels"]]
     if len(labels) != len(device.later.y):
@@ -196,8 +196,8 @@ def _predicted(commands: Commands, device: Device, home: str | None = None) -> l
 
 
 def _taught(commands: Commands, device: Device, form: str) -> list[str]:
-    """The answers of a late joiner that was given more labelled samples by hand and personalized, unless it would then
-    answer its held-back samples worse."""
+    """The answers of a late joiner after more samples were labelled by hand and it was personalized, unless the answers
+    to its held-back samples would get worse."""
     assert device.more is not None
     for label in sorted(set(map(str, device.more.y))):
         few = device.more.take(device.more.y == label)

@@ -1,4 +1,4 @@
-"""What a paper's runs gave, as one result: figures by experiment, method and seed, and over seeds.
+"""Collects a paper's runs into one result: figures by experiment, method and seed, and over seeds.
 
     experiments
       EXPERIMENT
@@ -11,12 +11,12 @@
             curve: [[round, mean over seeds of the mean accuracy over devices, its spread], …]
             reached: [{target, seeds, at: {MEASURE: {value, sign, std}}, gain}, …]
 
-A figure is named as in a line of ``rounds.jsonl``: ``accuracy.mean``, ``before.accuracy.pooled`` (the judged model as
-it is), ``new_devices.0.2.accuracy.mean``. Runs that have not begun are absent. A seed has the [round, mean accuracy] of
-its judgements, and for every target that it reached {target, round, spent}: all that is over seeds comes from these, so
-that seeds can be run on different machines. ``over`` has the seeds that have ended; where none has, those that went
-furthest. ``reached`` is read as ``metafleet compare`` does, also of runs that have not ended, for the targets of the
-experiment.
+A figure is named as in a line of ``rounds.jsonl``: ``accuracy.mean``, ``before.accuracy.pooled`` (the served model as
+it is), ``new_devices.0.2.accuracy.mean``. ``judged`` is the last evaluated round. Runs that have not begun are absent.
+A seed has the [round, mean accuracy] of its evaluations, and for every target that it reached {target, round, spent}.
+Everything over seeds is computed from these, so that seeds can be run on different machines. ``over`` has the seeds
+that have ended; if none has, those that got furthest. ``reached`` is read as ``metafleet compare`` does, also for runs
+that have not ended, for the targets of the experiment.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ from fleet_core.base.errors import DataError
 
 FORMAT = 1
 NO_FIGURES = ("round", "loss", "participants", "refused", "models_transmitted", "models_transmitted_paper",
-              "payload_bytes", "flops", "energy_j", "errors", "seconds", "devices", "not_judged")
-"""Of a line of ``rounds.jsonl``: what is no figure of how well the devices do."""
+              "payload_bytes", "flops", "energy_j", "errors", "seconds", "devices", "not_evaluated", "not_judged")
+"""Keys of a line of ``rounds.jsonl`` that do not say how good the devices' answers are. Version 0.1 wrote
+``not_judged``."""
 
 Row = Mapping[str, Any]
 Methods = Mapping[str, Mapping[str, Any]]
 Details = Callable[[str, str, Sequence[Row]], Mapping[str, Any]]
-"""(experiment, label, judged rounds) -> what a paper wants of a run besides. A round has, besides the figures of its
-line, ``spent``: by measure, from the first round up to the end of this one."""
+"""(experiment, label, evaluated rounds) -> what a paper needs of a run besides. A round has, in addition to the figures
+of its line, ``spent``: by measure, from the first round up to the end of this one."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """A run that has begun, with the rounds that it has judged."""
+    """A run that has begun, with its evaluated rounds."""
 
     run: Run
     of: int
     ended: bool
     rounds: tuple[Row, ...]
-    judged: tuple[Row, ...]
+    evaluated: tuple[Row, ...]
     trial: FinishedRun | None
 
 
@@ -66,8 +67,8 @@ def collected(
 ) -> dict[str, Any]:
     """The result of a paper whose experiments are ``files`` and whose runs lie in ``out``/EXPERIMENT.
 
-    kept: an earlier result. What it has of runs that are not in ``out``, or went further than those there, stays; but
-    for experiments and methods that are set differently now, which ``say`` is told.
+    kept: an earlier result. Its runs stay if they are not in ``out``, or got further than those there, except for
+    experiments and methods whose settings have changed, which ``say`` reports.
     """
     found: dict[str, Any] = {"format": FORMAT, "experiments": {}}
     for path in files:
@@ -80,16 +81,16 @@ def collected(
 
 
 def _still_true(name: str, asked: Experiment, kept: Row | None, say: Callable[[str], None]) -> Methods:
-    """The kept methods that the experiment still asks for as they were run."""
+    """The kept methods that the experiment still has with the same settings."""
     if kept is None:
         return {}
     if kept["settings"] != _settings(asked):
-        say(f"{name} is set differently now: what was kept of it is dropped")
+        say(f"{name}: its settings have changed; its kept runs are dropped")
         return {}
     hyper = {run.label: _written(run.hyper) for run in experiments.runs(asked)}
     for label, method in kept["methods"].items():
         if method["hyper"] != hyper.get(label):
-            say(f"{name} has no {label} that is set as what was kept, which is dropped")
+            say(f"{name}: no {label} has the settings of the kept runs, which are dropped")
     return {label: method for label, method in kept["methods"].items() if method["hyper"] == hyper.get(label)}
 
 
@@ -99,7 +100,7 @@ def _settings(asked: Experiment) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """As it is read again from a result."""
+    """``value`` as a result's JSON has it."""
     return json.loads(json.dumps(schema.plain(value)))
 
 
@@ -108,15 +109,16 @@ def _made(asked: Experiment, folder: Path) -> Iterator[Made]:
         store = Store(folder / run.name)
         rounds = store.rounds()
         if rounds:
-            judged = tuple(row for row in rounds if "accuracy" in row)
-            trial = finished_runs.of_simulation(_data(run, store, rounds, judged), store.folder) if judged else None
-            yield Made(run, asked.budget.rounds, store.done, tuple(rounds), judged, trial)
+            evaluated = tuple(row for row in rounds if "accuracy" in row)
+            data = _data(run, store, rounds, evaluated) if evaluated else None
+            trial = finished_runs.of_simulation(data, store.folder) if data else None
+            yield Made(run, asked.budget.rounds, store.done, tuple(rounds), evaluated, trial)
 
 
-def _data(run: Run, store: Store, rounds: Sequence[Row], judged: Sequence[Row]) -> Row:
+def _data(run: Run, store: Store, rounds: Sequence[Row], evaluated: Sequence[Row]) -> Row:
     """A result, also of a run that has none yet."""
     return {"label": run.label, "method": run.method.name, "seed": run.seed, "config": store.asked(),
-            "devices": len(judged[-1]["devices"]), "rounds": list(rounds),
+            "devices": len(evaluated[-1]["devices"]), "rounds": list(rounds),
             "seconds": sum(row["seconds"] for row in rounds)}
 
 
@@ -138,7 +140,7 @@ def _of_experiment(
         elif any("judged" in one for one in method["seeds"].values()):
             counted = _counted(method["seeds"])
             if not all("curve" in one for one in counted.values()):
-                raise DataError(f"{label}: seeds from before each had its curve, and new ones", where=name,
+                raise DataError(f"{label}: some kept seeds have no curve of their own", where=name,
                                 hint="run all of its seeds again")
             method |= {"over": _over(counted), "curve": _curve(counted)}
     for label, reached in _reached(asked, methods).items():
@@ -152,17 +154,17 @@ def _of_run(name: str, one: Made, details: Details | None) -> dict[str, Any]:
         "seconds": round(sum(row["seconds"] for row in one.rounds), 1),
     }
     if one.trial is not None:
-        found |= {"judged": one.judged[-1]["round"], "figures": figures(one.judged[-1]), "spent": one.trial.spent,
+        found |= {"judged": one.evaluated[-1]["round"], "figures": figures(one.evaluated[-1]), "spent": one.trial.spent,
                   "curve": [[point.round, point.scores[DEVICES]["mean"]] for point in one.trial.points]}
         found |= {"costs": _costs(one.trial)} if one.trial.targets else {}
-        rows = [{**row, "spent": point.spent} for row, point in zip(one.judged, one.trial.points, strict=True)]
+        rows = [{**row, "spent": point.spent} for row, point in zip(one.evaluated, one.trial.points, strict=True)]
         more = details(name, one.run.label, rows) if details else {}
         found |= {"details": dict(more)} if more else {}
     return found
 
 
 def _costs(trial: FinishedRun) -> list[dict[str, Any]]:
-    """For every target that was reached, the first judgement that did."""
+    """For every target that was reached, the first evaluation that reached it."""
     return [{"target": target, "round": point.round, "spent": dict(point.spent)}
             for target in trial.targets if (point := comparison.first_at(trial, target)) is not None]
 
@@ -171,11 +173,11 @@ def _costs(trial: FinishedRun) -> list[dict[str, Any]]:
 
 
 def _counted(seeds: Methods) -> Methods:
-    """The seeds that have ended; where none has, those whose last judgement is the last of all."""
-    judged = {seed: one for seed, one in seeds.items() if "judged" in one}
-    ended = {seed: one for seed, one in judged.items() if one["ended"]}
-    last = max(one["judged"] for one in judged.values())
-    return ended or {seed: one for seed, one in judged.items() if one["judged"] == last}
+    """The seeds that have ended; if none has, those whose last evaluation is the last of all."""
+    evaluated = {seed: one for seed, one in seeds.items() if "judged" in one}
+    ended = {seed: one for seed, one in evaluated.items() if one["ended"]}
+    last = max(one["judged"] for one in evaluated.values())
+    return ended or {seed: one for seed, one in evaluated.items() if one["judged"] == last}
 
 
 def _over(seeds: Methods) -> dict[str, Any]:
@@ -195,7 +197,7 @@ def _curve(seeds: Methods) -> list[list[float | None]]:
 
 
 def _reached(asked: Experiment, methods: Methods) -> dict[str, Any]:
-    """By label, as ``metafleet compare`` tells it; of labels whose seeds all have their costs."""
+    """By label, as ``metafleet compare`` computes it, for labels whose seeds all have their costs."""
     known = [
         _trial(label, method["method"], int(seed), one) for label, method in methods.items()
         if all("costs" in one for one in method["seeds"].values()) for seed, one in method["seeds"].items()
@@ -207,7 +209,7 @@ def _reached(asked: Experiment, methods: Methods) -> dict[str, Any]:
 
 
 def _trial(label: str, method: str, seed: int, one: Row) -> FinishedRun:
-    """The run with the judgements alone that its costs and its end come from."""
+    """The run with only the evaluations from which its costs and its end come."""
     means = dict(one["curve"])
     spent = {found["round"]: found["spent"] for found in one["costs"]}
     points = [Point(number, {DEVICES: {"mean": means[number]}}, spent[number]) for number in sorted(spent)]
@@ -219,7 +221,7 @@ def _trial(label: str, method: str, seed: int, one: Row) -> FinishedRun:
 
 
 def figures(row: Row, at: str = "") -> dict[str, float]:
-    """The numbers of a judged round's line, by their path in it."""
+    """The numbers of an evaluated round's line, by their path in it."""
     found: dict[str, float] = {}
     for key, value in row.items():
         if key in NO_FIGURES:

@@ -1,15 +1,14 @@
-"""Makes a paper's page of what its runs gave: result.json, curves, and the tables of README.md.
+"""Makes a paper's page from its runs: result.json, curves, and the tables of README.md.
 
     python -m benchmarks.papers.page PAPER … [--out build/papers]
 
-It collects the runs below OUT/PAPER into PAPER/result.json (``collect``), beside those that it has from other machines;
-what is on the page comes from there and from PAPER/paper.json, the paper's own figures with their source. With
-``--kept`` nothing is collected: the page is made anew of the result.json that is there. PAPER/table.py has what is
-special about a paper:
+It collects the runs below OUT/PAPER into PAPER/result.json (``collect``), in addition to those from other machines. The
+page is made from that file and from PAPER/paper.json, the paper's own figures with their source. With ``--kept``
+nothing is collected: the page is made from the existing result.json. PAPER/table.py has what is special about a paper:
 
     tables(result, paper) -> {NAME: Markdown}     for the places <!-- table NAME --> … <!-- end --> of README.md
-    draw(result, folder)                          its pictures, where it has any (they need matplotlib)
-    details(experiment, label, judged rounds)     what result.json takes of a run besides, where it takes more
+    draw(result, folder)                          its pictures, if any (they need matplotlib)
+    details(experiment, label, evaluated rounds)  what result.json needs of a run besides, if anything
 
 A page can also have the table ``runs``: how far every run is.
 """
@@ -36,13 +35,13 @@ from fleet_core.base.storage import write_atomic, write_json
 RESULT, PAPER, PAGE = "result.json", "paper.json", "README.md"
 RUNS = "runs"
 PANELS = 2
-"""Of curves in a row, at the most."""
+"""Panels in a row, at most."""
 
 Result = Mapping[str, Any]
 
 
 def made(folder: Path, out: Path | None) -> None:
-    """The page in ``folder``; collected anew from ``out`` where it is given."""
+    """Writes the page in ``folder``; first collects ``out`` if it is not None."""
     special = importlib.import_module(f"benchmarks.papers.{folder.name}.table")
     if out is not None:
         before = json.loads((folder / RESULT).read_text()) if (folder / RESULT).exists() else None
@@ -56,7 +55,7 @@ def made(folder: Path, out: Path | None) -> None:
 
 
 def page(folder: Path, result: Result) -> str:
-    """README.md with the tables that ``result`` gives."""
+    """README.md with the tables from ``result``."""
     special = importlib.import_module(f"benchmarks.papers.{folder.name}.table")
     text = (folder / PAGE).read_text()
     paper = json.loads((folder / PAPER).read_text()) if (folder / PAPER).exists() else {}
@@ -81,7 +80,7 @@ def _runs(result: Result) -> Iterator[list[str]]:
 
 
 def progress(found: Mapping[str, Any]) -> str:
-    """800, or 120 of 800 where the run has not ended."""
+    """``800``, or ``120 of 800, unfinished`` for a run that has not ended."""
     return f"{found['round']:,}" if found["ended"] else f"{found['round']:,} of {found['of']:,}, unfinished"
 
 
@@ -89,19 +88,19 @@ def progress(found: Mapping[str, Any]) -> str:
 
 
 def method_of(result: Result, experiment: str, label: str) -> Mapping[str, Any] | None:
-    """What a label's runs gave; None where none has begun."""
+    """The figures of a label's runs; None if none has begun."""
     found: Mapping[str, Any] | None = result["experiments"].get(experiment, {}).get("methods", {}).get(label)
     return found
 
 
 def mean(result: Result, experiment: str, label: str, figure: str) -> float | None:
-    """Over seeds; None where it was not taken."""
+    """Over seeds; None if it was not measured."""
     one = (method_of(result, experiment, label) or {}).get("over", {}).get("figures", {}).get(figure)
     return None if one is None else float(one["mean"])
 
 
 def cell(result: Result, experiment: str, label: str, figure: str) -> str:
-    """A ``number`` in percent, with the round where the runs have not ended: ``91.20 (round 120 of 800)``."""
+    """A ``number`` in percent, with the round if the runs have not ended: ``91.20 (round 120 of 800)``."""
     text, method = number(result, experiment, label, figure), method_of(result, experiment, label)
     if method is None or text == ABSENT or whole(result, experiment, label):
         return text
@@ -126,7 +125,7 @@ def whole(result: Result, experiment: str, label: str) -> bool:
 
 
 def seeds(result: Result, experiment: str, label: str) -> str:
-    """How many seeds the figures are over."""
+    """The number of seeds in the figures."""
     method = method_of(result, experiment, label)
     return str(len(method["over"]["seeds"])) if method and "over" in method else "0"
 
@@ -135,9 +134,10 @@ Panels = dict[str, dict[str, list[list[Any]]]]
 
 
 def panels(result: Result, places: Mapping[str, Sequence[str]], names: Mapping[str, str] | None = None) -> Panels:
-    """What ``curves`` draws: {title: {name: curve}} of the experiments ``places[title]``, as far as there are any.
+    """The argument of ``curves``: {title: {name: curve}} of the experiments ``places[title]`` that have curves.
 
-    names: of labels, where not as they are. What two experiments of a panel have is named with the second one.
+    names: of labels, if they differ from the label. If two experiments of a panel have the same name, the second one
+    gets the experiment's name added.
     """
     found: Panels = {}
     for title, experiments in places.items():
@@ -165,7 +165,7 @@ def _line(panel: Any, curve: list[list[Any]], number: int, label: str) -> None:
 def curves(
     path: Path, panels: Mapping[str, Mapping[str, list[list[Any]]]], *, ylabel: str = "accuracy, mean over devices",
 ) -> None:
-    """A PNG with a panel for each title: accuracy by rounds, a band of one deviation over seeds.
+    """A PNG with a panel per title: accuracy by rounds, a band of one deviation over seeds.
 
     panels: {title: {label: [[round, mean, deviation], …]}}.
     """

@@ -1,9 +1,9 @@
-"""Brings the data sets of METAFLEET_SHARED into metafleet's cache, so that experiments can name them.
+"""Puts the data sets of METAFLEET_SHARED into metafleet's cache, so that experiments can name them.
 
     METAFLEET_SHARED=FOLDER python benchmarks/papers/prepare.py [NAME …] [--cache FOLDER]
 
 FOLDER/data holds converted copies, not the originals that ``metafleet datasets fetch`` checks: each note says so, and
-what differs. Without names all sets are made; without --cache they go where ``metafleet datasets`` looks.
+how they differ. Without names all sets are made; without --cache they go where ``metafleet datasets`` looks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def shared_folder() -> Path:
-    """FOLDER/data. Raises ConfigError when METAFLEET_SHARED names none."""
+    """FOLDER/data. Raises ConfigError if METAFLEET_SHARED is not set."""
     folder = os.environ.get(SHARED_VARIABLE)
     if not folder:
         raise ConfigError(f"{SHARED_VARIABLE} is not set", expected="the folder that holds data/",
@@ -91,7 +91,7 @@ def shared_folder() -> Path:
 
 
 def prepare(name: str, folder: Path) -> Note:
-    """Makes one set of the files in ``folder``, which must be the known ones, and keeps it. Raises FleetError."""
+    """Makes one set from the files in ``folder``, which must be the known ones, and stores it. Raises FleetError."""
     if name not in MAKERS:
         near = schema.suggest(name, MAKERS)
         raise ConfigError(f"no set '{name}' can be made" + (f" (did you mean '{near}'?)" if near else ""),
@@ -179,7 +179,7 @@ def shakespeare_roles(folder: Path) -> tuple[Parts, str]:
 
 
 def parted(speeches: list[str]) -> tuple[str, str]:
-    """The text of the first speeches that make up the training share, and of the rest."""
+    """The text of the first speeches, which make up the training share, and of the rest."""
     ends = np.cumsum([len(speech) for speech in speeches])
     count = int(np.searchsorted(ends, TRAIN_SHARE * ends[-1], side="right"))
     return "\n".join(speeches[:count]), "\n".join(speeches[count:])

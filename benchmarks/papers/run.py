@@ -1,11 +1,11 @@
-"""Runs a paper's experiments by the laboratory; the same command goes on where it was.
+"""Runs a paper's experiments in the laboratory; the same command resumes them.
 
     METAFLEET_DATA=CACHE python -m benchmarks.papers.run PAPER [--only EXPERIMENT …] [--methods LABEL …]
         [--seeds N …] [--set KEY=VALUE …] [--minutes M] [--out build/papers] [--jobs N] [--device auto|cpu|cuda]
 
-An experiment is a TOML file of the folder PAPER; its runs lie in OUT/PAPER/EXPERIMENT/LABEL-sSEED, as those of
-``metafleet simulate`` do. ``--methods`` and ``--seeds`` take some of its runs, ``--minutes`` ends after the rounds in
-flight when the time is over. A folder belongs to one experiment: what ``--set`` changes needs another ``--out``.
+An experiment is a TOML file of the folder PAPER; its runs lie in OUT/PAPER/EXPERIMENT/LABEL-sSEED, like those of
+``metafleet simulate``. ``--methods`` and ``--seeds`` choose some of its runs; ``--minutes`` ends after the rounds in
+progress when the time is up. A folder belongs to one experiment: ``--set`` needs another ``--out``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def papers() -> list[str]:
 
 
 def files(paper: str, only: Sequence[str] = ()) -> list[Path]:
-    """The experiments of a paper. Raises ConfigError for names that are none."""
+    """The experiments of a paper. Raises ConfigError for unknown names."""
     found = {path.stem: path for path in sorted((HERE / paper).glob("*.toml"))}
     for name in only:
         if name not in found:
@@ -43,7 +43,7 @@ def files(paper: str, only: Sequence[str] = ()) -> list[Path]:
 
 
 def taken(asked: Experiment, seeds: Sequence[int] = (), methods: Sequence[str] = ()) -> Experiment:
-    """The experiment with these seeds and methods alone; all without any. Raises ConfigError."""
+    """The experiment with only these seeds and methods; all if none are named. Raises ConfigError."""
     labels = [section.label or section.name for section in asked.method]
     for name in methods:
         if name not in labels:
@@ -53,7 +53,7 @@ def taken(asked: Experiment, seeds: Sequence[int] = (), methods: Sequence[str] =
 
 
 def told(name: str) -> Callable[[str, Mapping[str, Any]], None]:
-    """A line on stderr for every judged round."""
+    """Prints a line on stderr for every evaluated round."""
 
     def tell(run: str, row: Mapping[str, Any]) -> None:
         if "accuracy" in row:
@@ -84,7 +84,7 @@ def main() -> None:
             simulate(asked, options.out / options.paper / path.stem, how, on_round=told(path.stem),
                      say=lambda line: print(line, file=sys.stderr), stopped=lambda: time.monotonic() > ends)
     except Stopped:
-        print("the time is over: the same command goes on", file=sys.stderr)
+        print("the time is up; the same command resumes", file=sys.stderr)
     except FleetError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)

@@ -1,10 +1,10 @@
-"""What reading a power sensor costs, as a share of a core: the meter of an agent over a minute, by sensor.
+"""Cost of reading a power sensor, as a share of a core: an agent's meter over a minute, by sensor.
 
     python benchmarks/power/sampling.py [--seconds 60] > benchmarks/power/sampling.json
 
-The sensors are constructed file trees and a program that prints a constructed output (compiled where there is a C
-compiler, else a shell script, which costs more than vcgencmd does): no hardware. The second line of a sensor also books
-the bytes of forty chunks a second and a phase of work every five seconds, as an agent in a round does.
+No hardware: the sensors are constructed file trees and a program that prints a constructed output (compiled if there is
+a C compiler, otherwise a shell script, which costs more than vcgencmd does). For each sensor the second line also
+counts the bytes of forty chunks per second and a phase of work every five seconds, as an agent does in a round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 from edge_agent.rounds.costs import AgentCosts  # noqa: E402
 from fleet_core.board.profile import Power  # noqa: E402
 from fleet_core.power.choose_meter import sensor_of  # noqa: E402
-from fleet_core.power.sampled_meter import Sampled  # noqa: E402
+from fleet_core.power.sampled_meter import Sampled, SampledCounter  # noqa: E402
 from tests.support import boards  # noqa: E402
 
 PROGRAM = '#include <stdio.h>\nint main(void) {{ fputs({text}, stdout); return 0; }}\n'
@@ -47,20 +47,22 @@ def main() -> None:
 
 
 def measured(sensor: str, chunks_a_second: int, seconds: float) -> dict[str, object]:
-    """In a process of its own, so that nothing else is counted."""
+    """In a separate process, so that nothing else is counted."""
     program = f"from benchmarks.power.sampling import run; run({sensor!r}, {chunks_a_second}, {seconds})"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout))
 
 
 def run(sensor: str, chunks_a_second: int, seconds: float) -> None:
-    """share: CPU seconds of this process and its children ÷ seconds, less what the same loop costs without a meter."""
+    """share_of_a_core: CPU seconds of this process and its children ÷ seconds, less those of the same loop without a
+    meter."""
     with tempfile.TemporaryDirectory() as folder:
         root = tree(Path(folder), sensor)
         meter = Sampled(sensor_of(power_of(sensor), root), 1.0)
-        samples = meter._share._counter
+        counter = meter._share._counter
+        assert isinstance(counter, SampledCounter)
         with_meter = loop(AgentCosts(meter), chunks_a_second, seconds)
-        readings = getattr(samples, "readings", None)
+        readings = counter.readings
         without = loop(AgentCosts(None), chunks_a_second, seconds)
         print(json.dumps({
             "sensor": sensor, "chunks_a_second": chunks_a_second, "readings_a_second": round(readings / seconds, 2),
@@ -88,7 +90,7 @@ def cpu_s() -> float:
 
 
 def tree(root: Path, sensor: str) -> Path:
-    """The sensor's files, beside this machine's own /proc."""
+    """The sensor's files, with this machine's own /proc."""
     (root / "proc").symlink_to("/proc")
     if sensor == "ina3221":
         boards.orin(root, {"1-0040": {"VDD_IN": (5000, 1200), "VDD_CPU_GPU_CV": (5000, 300), "VDD_SOC": (5000, 250)}})

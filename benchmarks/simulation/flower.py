@@ -1,13 +1,13 @@
-"""The workload on Flower's Ray simulation; ``run`` starts it under the Python that Flower is installed for.
+"""The workload on Flower's Ray simulation; ``run`` starts it with the Python that has Flower.
 
     python -m benchmarks.simulation.flower WORKLOAD ROUNDS FORM      prints every round's end, Unix seconds
 
-No evaluation, one torch thread for a client, its samples made once in each of Ray's processes. FORM:
+No evaluation, one torch thread per client; each Ray process makes the samples once. FORM:
 
 * ``favourable``, the most favourable found: one float32 array down and up, the model made once in each process, one
-  processor for a client.
-* ``documented``, as in Flower's PyTorch quickstart: a state dict, loaded into a model that every message makes, and the
-  simulation's own default, two processors for a client.
+  processor per client.
+* ``documented``, as in Flower's PyTorch quickstart: a state dict, loaded into a new model for every message, and the
+  simulation's default of two processors per client.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Timed(FedAvg):
         kept = list(replies)
         found = super().aggregate_train(server_round, kept)
         if len(kept) < WORKLOADS[os.environ["SIMULATED"]].clients or any(reply.has_error() for reply in kept):
-            raise SystemExit("a client has failed")
+            raise SystemExit("a client failed")
         print("end", time.time(), flush=True)
         return found
 
@@ -96,6 +96,6 @@ def simulate(name: str, rounds: str, form: str) -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks.simulation import flower  # Ray's processes find the app in a module of its own name
+    from benchmarks.simulation import flower  # Ray's processes import the app by its module name
 
     flower.simulate(*sys.argv[1:])

@@ -42,8 +42,8 @@ def train(
 
 
 def serve(workload: Workload, kept: bool, pipe: Any) -> None:
-    """A process that does one round, of all clients, whenever it is told to, and answers with its seconds: by the
-    clock, and of processor time. kept: with the allocator's settings of the laboratory, PyTorch's default without."""
+    """Runs one round of all clients at each message, and answers with (wall-clock seconds, CPU seconds). kept: with the
+    laboratory's allocator settings instead of PyTorch's defaults."""
     torch.set_num_threads(1)
     if kept:
         allocator.keep_freed()

@@ -1,8 +1,8 @@
-"""The memory of a run with many devices, in this process: PFLDyn-Proto on LeNet, eight of 1,000 devices a round.
+"""The memory of a run with many devices, in this process: PFLDyn-Proto on LeNet, eight of 1,000 devices per round.
 
     python -m benchmarks.simulation.memory [DEVICES [ROUNDS]]       prints JSON
 
-Every device that took part has a dual of the encoder's size on the disk (3.2 MB); 500 rounds reach 98 % of them.
+Every device that took part has a dual of the encoder's size on disk (3.2 MB); 500 rounds reach 98 % of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAMPLES, COHORT = 12, 8
 
 
 def measure(devices: int, rounds: int) -> dict[str, Any]:
-    """The most that this process has held, and what lay on the disk at the end."""
+    """This process's peak memory, and the bytes on disk at the end."""
     rng = np.random.default_rng(0)
     y = np.tile(np.arange(SAMPLES) % 3, devices)
     x = rng.integers(0, 256, (len(y), 1, 32, 32)).astype(np.uint8)

@@ -1,4 +1,5 @@
-"""The laboratory at the benchmark's workload: FedAvg without clipping, without a codec, judged once at the end."""
+"""The benchmark's workload in the laboratory: FedAvg without clipping and without a codec, evaluated once at the
+end."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from cloud_server.laboratory.run.simulate import Options, simulate
 from fleet_core.data.samples import Samples, save
 
 OPTIONS = {"lenet": {}, "mlp": {"hidden": [80, 60]}}
-JUDGED = 4  # samples of each client, besides its own: an experiment wants some
+TEST = 4  # test samples of each client: an experiment needs some
 
 
 def experiment(workload: Workload, rounds: int, folder: Path) -> Experiment:
     """``rounds`` of the workload, its samples in ``folder``."""
     parts = [workload.data(k) for k in range(workload.clients)]
-    x = np.concatenate([np.concatenate([x, x[:JUDGED]]) for x, _ in parts])
-    y = np.concatenate([np.concatenate([y, y[:JUDGED]]) for _, y in parts])
-    names = np.repeat([f"client-{k:04}" for k in range(workload.clients)], [len(y) + JUDGED for _, y in parts])
-    time = np.concatenate([np.r_[np.zeros(len(y)), np.ones(JUDGED)] for _, y in parts])
+    x = np.concatenate([np.concatenate([x, x[:TEST]]) for x, _ in parts])
+    y = np.concatenate([np.concatenate([y, y[:TEST]]) for _, y in parts])
+    names = np.repeat([f"client-{k:04}" for k in range(workload.clients)], [len(y) + TEST for _, y in parts])
+    time = np.concatenate([np.r_[np.zeros(len(y)), np.ones(TEST)] for _, y in parts])
     save(folder / "samples.npz", Samples(x, y, names, time, tuple(map(str, range(CLASSES)))))
     hyper = {"local_steps": workload.local_steps, "batch": workload.batch, "client_lr": LR, "clip_norm": 0}
     return experiments.read({

@@ -1,16 +1,16 @@
-"""What a round of the laboratory costs beside the bare loop and beside Flower's Ray simulation, in one run.
+"""Cost of a round in the laboratory, compared with the bare loop and with Flower's Ray simulation, in one run.
 
     python -m benchmarks.simulation.run --out benchmarks/simulation/result.json [--repeat 3] [--without flower memory]
 
-* Beside the hand-written loop (``loop``): our round in this process and the loop's in another, in turn, with one thread
-  each; the ratio is that of the medians over ``pairs`` rounds, of seconds and of processor time, which other load on
-  the machine disturbs less. The loop runs as PyTorch comes, and again with the laboratory's settings of the allocator.
-* Beside Flower (``flower``): client updates per second of the median round and processor seconds of an update over all
-  processes, each with all processors of the machine, in turn. Flower is installed into a virtual environment of its own
-  under build/ at the first run (pinned in flower-simulation.txt), with torch from this Python.
-* Memory (``memory``): the most that the process of a run with 1,000 devices and their states on disk has held.
+* Hand-written loop (``loop``): our round in this process and the loop's in another, in turn, with one thread each. The
+  ratio is that of the medians over ``pairs`` rounds, of wall-clock seconds and of CPU seconds, which other load on the
+  machine disturbs less. The loop runs with PyTorch's defaults, and again with the laboratory's allocator settings.
+* Flower (``flower``): client updates per second in the median round and CPU seconds per update over all processes, each
+  with all processors of the machine, in turn. The first run installs Flower into its own virtual environment under
+  build/ (pinned in flower-simulation.txt), with torch from this Python.
+* Memory (``memory``): the peak of the process of a run with 1,000 devices and their states on disk.
 
-Written are medians of ``--repeat`` runs, and what else the machine had to do.
+Writes medians of ``--repeat`` runs, and the machine's other load.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.overhead.crew import cpu_s
 from benchmarks.overhead.memory import family
 from benchmarks.overhead.peers.venvs import python_of
+from benchmarks.overhead.processes import cpu_s
 from benchmarks.simulation import loop, ours
 from benchmarks.simulation.workload import WORKLOADS, Workload
 from fleet_core.base.storage import write_json
@@ -45,7 +45,7 @@ LIMIT_S = 900.0
 LOOP_BAR, FLOWER_BARS = 1.10, {"lenet": 4.0, "mlp": 20.0}
 
 Times = tuple[float, float]
-"""Seconds by the clock, and of processor time."""
+"""(wall-clock seconds, CPU seconds)."""
 
 
 def beside_loop(workload: Workload, *, kept: bool) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def beside_loop(workload: Workload, *, kept: bool) -> dict[str, Any]:
             pairs.append(((ended[0] - began[-1][0], ended[1] - began[-1][1]), beside))
         began.append(now())
 
-    ours.run(workload, workload.pairs + 2, 1, told)  # the first round warms up, the last one judges
+    ours.run(workload, workload.pairs + 2, 1, told)  # the first round warms up, the last one evaluates
     pipe.send(False)
     process.join()
     found: dict[str, Any] = {}
@@ -80,20 +80,19 @@ def now() -> Times:
 
 
 def own_updates(workload: Workload) -> dict[str, float]:
-    """With all processors."""
+    """Our updates, with all processors."""
     looks: list[Times] = []
     ours.run(workload, workload.rounds + 2, 0, lambda: looks.append((time.time(), cpu_s(family(os.getpid())))))
     return pace(workload, looks[:-1])
 
 
 def flower_updates(name: str, form: str) -> dict[str, float]:
-    """Flower's Ray simulation."""
     workload = WORKLOADS[name]
     with tempfile.TemporaryDirectory() as home:
         quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_HOME": home,
                  "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
         rounds = workload.rounds + 1
-        command = [python_of(PEER, HERE), "-m", "benchmarks.simulation.flower", name, str(rounds), form]
+        command = [str(python_of(PEER, HERE)), "-m", "benchmarks.simulation.flower", name, str(rounds), form]
         with subprocess.Popen(
             command, env={**os.environ, **quiet}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         ) as process:
@@ -104,7 +103,7 @@ def flower_updates(name: str, form: str) -> dict[str, float]:
 
 
 def followed(process: subprocess.Popen[str]) -> tuple[list[Times], str]:
-    """(the ends of rounds as it tells them, with the processor time of all its processes by then; all that it said)."""
+    """((time, CPU seconds of all its processes) at each round's end, its whole output)."""
     looks, said = list[Times](), list[str]()
     assert process.stdout is not None
     for line in process.stdout:
@@ -115,7 +114,7 @@ def followed(process: subprocess.Popen[str]) -> tuple[list[Times], str]:
 
 
 def pace(workload: Workload, looks: Sequence[Times]) -> dict[str, float]:
-    """Client updates per second of the median round, and processor seconds of an update, without the first round."""
+    """Client updates per second in the median round and CPU seconds per update, without the first round."""
     updates = workload.clients * (len(looks) - 1)
     return {
         "updates_per_second": workload.clients / median(after[0] - before[0] for before, after in pairwise(looks)),
@@ -124,7 +123,7 @@ def pace(workload: Workload, looks: Sequence[Times]) -> dict[str, float]:
 
 
 def memory() -> dict[str, Any]:
-    """What ``memory`` prints, in a process of its own."""
+    """The output of ``memory``, run in its own process."""
     command = [sys.executable, "-m", "benchmarks.simulation.memory"]
     said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S).stdout
     return dict(json.loads(said))
@@ -134,7 +133,7 @@ def memory() -> dict[str, Any]:
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of equal trees of numbers."""
+    """Medians of trees of numbers that have the same keys."""
     return {
         key: summary([run[key] for run in runs]) if isinstance(value, dict) else round(median(r[key] for r in runs), 5)
         for key, value in runs[0].items()

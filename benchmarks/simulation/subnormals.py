@@ -1,12 +1,12 @@
-"""What subnormal numbers cost where a gradient vanishes along a sequence, with them and without, in one run.
+"""Cost of subnormal numbers where a gradient vanishes along a sequence, with them and without, in one run.
 
     python -m benchmarks.simulation.subnormals --out benchmarks/simulation/subnormals.json [--pairs 5]
 
 One client's step of MAML with the exact second-order gradient, 20 + 20 windows of 80 characters, LEAF's two LSTM layers
 of 256, on one thread. The weights are the first ones with ``--forget`` added to the forget gates' biases: the less an
 LSTM keeps, the faster its gradient vanishes along the 80 characters. In turn with subnormals as they come and with
-``train.flushed``, which training and personalizing use; medians of the processor's seconds, which other load on the
-machine disturbs less than the clock's.
+``local_training.flushed``, which training and personalization use; medians of CPU seconds, which other load on the
+machine disturbs less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FORGET = (0.0, -0.5, -1.0, -2.0, -4.0)
 
 
 def step(forget: float, length: int = LENGTH) -> Callable[[], local_training.TrainResult]:
-    """One client's step from these weights, the same one every time. length: characters of a window."""
+    """One client's step from these weights, the same every time. length: characters per window."""
     method = METHODS["fedmeta-maml"]
     hyper = method.hyper(local_steps=1, support_batch=WINDOWS, query_batch=WINDOWS)
     classes = tuple(map(str, range(CHARACTERS)))
@@ -50,7 +50,7 @@ def step(forget: float, length: int = LENGTH) -> Callable[[], local_training.Tra
 
 
 def timed(work: Callable[[], Any], around: AbstractContextManager[Any]) -> float:
-    """Processor seconds."""
+    """CPU seconds."""
     with around:
         began = time.process_time()
         work()
@@ -60,7 +60,7 @@ def timed(work: Callable[[], Any], around: AbstractContextManager[Any]) -> float
 def beside(forget: float, pairs: int, length: int = LENGTH) -> dict[str, float]:
     """Medians of a step with subnormals and without, taken in turn, and their ratio."""
     work, found = step(forget, length), []
-    for _ in range(pairs + 1):  # the first warms up
+    for _ in range(pairs + 1):  # the first pair warms up
         kept = timed(work, patch.object(local_training, "flushed", contextlib.nullcontext))
         found.append((kept, timed(work, contextlib.nullcontext())))
     kept, flushed = (median(column) for column in zip(*found[1:], strict=True))

@@ -1,4 +1,4 @@
-"""What every side of the simulation benchmark does: plain SGD steps on a few clients, and nothing but training."""
+"""The workload of the simulation benchmark: plain SGD steps on a few clients, and nothing but training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Data = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 @dataclass(frozen=True)
 class Workload:
-    """``clients`` take ``local_steps`` SGD steps of ``batch`` samples a round, from shuffled passes over their own
-    ``samples``. pairs: rounds that are timed beside the hand-written loop; rounds: beside Flower. least: where it is
-    not 0, the first client has so few samples, the last ``samples``, those between a constant factor more each."""
+    """``clients`` take ``local_steps`` SGD steps of ``batch`` samples per round, from shuffled passes over their own
+    ``samples``. pairs: rounds timed against the hand-written loop. rounds: against Flower. least: if not 0, the first
+    client has this many samples, the last ``samples``, and sizes grow by a constant factor between them."""
 
     model: str
     shape: tuple[int, ...]
@@ -48,4 +48,4 @@ WORKLOADS = {
     "mlp, uneven": Workload("mlp", (60,), 100, 20, 20, 4000, pairs=20, rounds=10, least=40),
 }
 """LeNet of Acar et al. (794,762 parameters), as in ``benchmarks/overhead``; 784-80-60 of Fallah et al.; and a hundred
-uneven devices with 60-80-60, whose inputs and number are those of Dinh et al.'s Synthetic."""
+uneven devices with 60-80-60, with the inputs and number of Dinh et al.'s Synthetic."""

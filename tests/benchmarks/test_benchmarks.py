@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.overhead import fan_in, idle, memory, rooms, run
-from benchmarks.overhead.crew import Crew
+from benchmarks.overhead import fan_in, idle, memory, networks, run
 from benchmarks.overhead.peers.run import persisted
+from benchmarks.overhead.processes import Processes
 from benchmarks.overhead.run import Figures, Setting
 from benchmarks.overhead.workload import Workload
 from benchmarks.simulation import loop, ours, subnormals
@@ -149,13 +149,13 @@ def test_looks_are_spaced() -> None:
 def test_the_bytes_of_a_room_are_those_that_its_processes_send(tmp_path: Path) -> None:
     netns.need_namespaces()
     send = "import socket as s; s.socket(2, s.SOCK_DGRAM).sendto(bytes(1000), ('{}', 9))"
-    with rooms.separate_rooms(2) as house, Crew(tmp_path) as crew:
-        sender = crew.start(house.rooms[1], sys.executable, "-c", send.format(house.address))
-        crew.until(lambda: sender.poll() == 0, 20)
-        passed = house.passed()
-        assert house.rooms[0].passed() == rooms.Passed(0, 0)
-    assert passed is not None
-    assert passed.up == 1000 + 20 + 8
+    with networks.separate(2) as network, Processes(tmp_path) as processes:
+        sender = processes.start(network.nodes[1], sys.executable, "-c", send.format(network.address))
+        processes.until(lambda: sender.poll() == 0, 20)
+        traffic = network.traffic()
+        assert network.nodes[0].traffic() == networks.Traffic(0, 0)
+    assert traffic is not None
+    assert traffic.up == 1000 + 20 + 8
 
 
 @pytest.mark.needs("ip")
@@ -164,8 +164,8 @@ def test_rooms_are_gone_when_the_benchmark_is_interrupted() -> None:
     there: list[str] = []
 
     def interrupted() -> None:
-        with rooms.separate_rooms(2) as house:
-            there.extend(room.namespace or "" for room in (house.hub, *house.rooms))
+        with networks.separate(2) as network:
+            there.extend(node.namespace or "" for node in (network.hub, *network.nodes))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -176,10 +176,10 @@ def test_rooms_are_gone_when_the_benchmark_is_interrupted() -> None:
 
 
 def test_a_process_that_fails_ends_the_benchmark_with_its_words(tmp_path: Path) -> None:
-    with rooms.shared_room(1) as house, Crew(tmp_path) as crew:
-        crew.start(house.rooms[0], sys.executable, "-c", "raise SystemExit('no luck')")
+    with networks.shared(1) as network, Processes(tmp_path) as processes:
+        processes.start(network.nodes[0], sys.executable, "-c", "raise SystemExit('no luck')")
         with pytest.raises(SystemExit, match="ended with 1\nno luck"):
-            crew.until(lambda: False, 20)
+            processes.until(lambda: False, 20)
 
 
 # Small runs ----------------------------------------------------------------------------------------------------------

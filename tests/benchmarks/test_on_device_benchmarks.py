@@ -73,10 +73,10 @@ def test_answers_are_timed_on_a_device_that_took_its_steps(bundles: dict[str, Pa
 
 
 def test_what_an_answer_may_add_is_the_larger_of_both_bars() -> None:
-    assert latency.judged({"bare_us": 100.0, "predict_us": 149.0})["met"]
-    assert not latency.judged({"bare_us": 100.0, "predict_us": 151.0})["met"]
-    assert latency.judged({"bare_us": 1000.0, "predict_us": 1099.0})["met"]
-    assert not latency.judged({"bare_us": 1000.0, "predict_us": 1101.0})["met"]
+    assert latency.with_limit({"bare_us": 100.0, "predict_us": 149.0})["met"]
+    assert not latency.with_limit({"bare_us": 100.0, "predict_us": 151.0})["met"]
+    assert latency.with_limit({"bare_us": 1000.0, "predict_us": 1099.0})["met"]
+    assert not latency.with_limit({"bare_us": 1000.0, "predict_us": 1101.0})["met"]
 
 
 # Accuracy -------------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_every_way_is_evaluated_on_the_unseen_devices_without_torch(bundles: dic
     weights: Any = {**models.initial(layout, 0), "rates": {name: array + 0.05 for name, array in rates.items()}}
     for method in accuracy.METHODS:
         storage.write_arrays(folder / f"{method}.safetensors", storage.flatten(weights))
-    found = accuracy.judge(PLAN, 0, 1, tmp_path, print)
+    found = accuracy.evaluate(PLAN, 0, 1, tmp_path, print)
     assert set(found) == {way.name for way in ways.WAYS}
     for cells in found.values():
         assert set(cells) == {"1", "5"}
@@ -163,7 +163,7 @@ def test_the_quantized_encoder_answers_the_same_labels_as_the_encoder_as_it_is(
     x = division.train.x[:40]
     off = np.abs(encoders["int8"].run(x) - encoders["fp32"].run(x)).max()
     assert 0 < off < 0.1 * np.abs(encoders["fp32"].run(x)).max(), "another encoder, of the same weights"
-    found = int8.judged(PLAN, 0, 1, tmp_path, lambda line: None)
+    found = int8.evaluated(PLAN, 0, 1, tmp_path, lambda line: None)
     assert set(found) == set(int8.WAYS)
     for cells in found.values():
         assert cells["5"]["int8"]["accuracy"] > 0.8 < cells["5"]["fp32"]["accuracy"]

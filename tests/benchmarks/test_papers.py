@@ -231,7 +231,7 @@ def test_seeds_without_curves_are_not_put_together_with_new_ones(toml: Path, tmp
     first = collect.collected([toml], tmp_path / "first")
     del first["experiments"]["toy"]["methods"]["fedavg"]["seeds"]["0"]["curve"]
     gone(toml, tmp_path / "second", seeds=(1,))
-    with pytest.raises(DataError, match="from before each had its curve"):
+    with pytest.raises(DataError, match="no curve of their own"):
         collect.collected([toml], tmp_path / "second", kept=first)
 
 
@@ -250,8 +250,8 @@ def test_what_is_set_differently_now_is_not_kept(toml: Path, tmp_path: Path) -> 
     assert collect.collected([toml], tmp_path / "none", kept=kept, say=said.append)["experiments"] == {}
     toml.write_text(text.replace("every = 2", "every = 1"))
     assert collect.collected([toml], tmp_path / "none", kept=kept, say=said.append)["experiments"] == {}
-    assert "no fedavg that is set as what was kept" in said[0]
-    assert "toy is set differently now" in said[1]
+    assert "no fedavg has the settings of the kept runs" in said[0]
+    assert "toy: its settings have changed" in said[1]
 
 
 def read_again(result: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The overhead workload on Flower and NVFlare, beside the bare floor in the same run; the same figures as our own.
+"""The overhead workload on Flower and NVFlare, with the bare floor in the same run and the same figures as our own.
 
     python -m benchmarks.overhead.peers.run --out benchmarks/overhead/peers.json [--repeat 3] [--peers flower nvflare]
 
-Each is deployed as its makers do for devices of their own, in the most favourable way found: one float32 array down and
+Each is deployed as its authors do for separate devices, in the most favourable way found: one float32 array down and
 up, no evaluation, 8 clients as processes with one torch thread.
 
 * Flower 1.41: SuperLink and SuperNodes without TLS, ClientApps as processes (there is no other way outside simulation:
@@ -10,8 +10,8 @@ up, no evaluation, 8 clients as processes with one torch thread.
 * NVFlare 2.9: provisioned server and clients (mutual TLS over gRPC, its default), the numpy recipe, the script in the
   client's job process.
 
-They are installed into virtual environments of their own under build/ at the first run (pinned in flower.txt and
-nvflare.txt), with torch from this Python. Idle memory and idle traffic are those of a client before its first job.
+The first run installs them into their own virtual environments under build/ (pinned in flower.txt and nvflare.txt),
+with torch from this Python. Idle memory and idle traffic are those of a client before its first job.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.overhead import memory
-from benchmarks.overhead.crew import Crew, Process, end_in_order
+from benchmarks.overhead.networks import Network
 from benchmarks.overhead.peers.venvs import HERE, python_of
-from benchmarks.overhead.rooms import House
+from benchmarks.overhead.processes import Process, Processes, end_in_order
 from benchmarks.overhead.run import (
     LOOK_S,
     Figures,
@@ -53,40 +53,40 @@ READY_S = 60.0
 
 
 def run_flower(workload: Workload, setting: Setting) -> Figures:
-    """Flower: SuperLink in the hub, a SuperNode per room."""
+    """Flower: SuperLink in the hub, a SuperNode on each node."""
     programs = python_of("flower").parent
-    with Stage(workload.devices, setting, broker=False) as (house, crew, _):
-        ends = crew.folder / "ends"
+    with Stage(workload.devices, setting, broker=False) as (network, processes, _):
+        ends = processes.folder / "ends"
         ends.touch()
         quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "OVERHEAD_ENDS": str(ends),
                  "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "PATH": f"{programs}:{os.environ['PATH']}"}
-        address = f"{house.address}:8000"
+        address = f"{network.address}:8000"
         started = time.time()
-        home = crew.folder / "home"
+        home = processes.folder / "home"
         home.mkdir()
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{address}"\ninsecure = true\n'
         )
-        server = crew.start(
-            house.hub, str(programs / "flower-superlink"), "--insecure", "--disable-runtime-dependency-installation",
-            "--host", house.address, environ={**quiet, "FLWR_HOME": str(home)},
+        server = processes.start(
+            network.hub, str(programs / "flower-superlink"), "--insecure", "--disable-runtime-dependency-installation",
+            "--host", network.address, environ={**quiet, "FLWR_HOME": str(home)},
         )
         devices = [
-            crew.start(
-                room, str(programs / "flower-supernode"), "--insecure", "--superlink", address, "--port",
+            processes.start(
+                node, str(programs / "flower-supernode"), "--insecure", "--superlink", address, "--port",
                 str(9100 + k), "--node-config", f"device={k}",
-                environ={**quiet, "FLWR_HOME": str(crew.folder / f"home{k}")},
+                environ={**quiet, "FLWR_HOME": str(processes.folder / f"home{k}")},
             )
-            for k, room in enumerate(house.rooms)
+            for k, node in enumerate(network.nodes)
         ]
-        crew.says(server, "running", READY_S)
-        idle = idle_figures(crew, house, devices) if setting.counting else {}
+        processes.says(server, "running", READY_S)
+        idle = idle_figures(processes, network, devices) if setting.counting else {}
         settings = f"devices={workload.devices} rounds={workload.rounds}"
-        crew.start(
-            house.hub, str(programs / "flwr"), "run", str(HERE / "flower_app"), "here", "--run-config", settings,
+        processes.start(
+            network.hub, str(programs / "flwr"), "run", str(HERE / "flower_app"), "here", "--run-config", settings,
             environ={**quiet, "FLWR_HOME": str(home)},
         )
-        return {**idle, **followed(workload, crew, house, server, devices, started, lambda: lines(ends))}
+        return {**idle, **followed(workload, processes, network, server, devices, started, lambda: lines(ends))}
 
 
 def lines(path: Path) -> list[float]:
@@ -94,86 +94,89 @@ def lines(path: Path) -> list[float]:
 
 
 def run_nvflare(workload: Workload, setting: Setting) -> Figures:
-    """NVFlare: a provisioned server in the hub, a provisioned client per room."""
+    """NVFlare: a provisioned server in the hub, a provisioned client on each node."""
     python = str(python_of("nvflare"))
-    with Stage(workload.devices, setting, broker=False) as (house, crew, _):
-        kits = provision(crew, house, python, workload.devices)
-        weights = crew.folder / "weights.npy"
+    with Stage(workload.devices, setting, broker=False) as (network, processes, _):
+        kits = provision(processes, network, python, workload.devices)
+        weights = processes.folder / "weights.npy"
         np.save(weights, np.zeros(PARAMETERS, np.float32))
-        own = {"HOME": str(crew.folder)}
+        own = {"HOME": str(processes.folder)}
         started = time.time()
-        server = crew.start(house.hub, *party(python, "server", kits / house.address, "server"), environ=own)
+        server = processes.start(network.hub, *party(python, "server", kits / network.address, "server"), environ=own)
         devices = [
-            crew.start(room, *party(python, "client", kits / f"d{k}", f"d{k}"), environ=own)
-            for k, room in enumerate(house.rooms)
+            processes.start(node, *party(python, "client", kits / f"d{k}", f"d{k}"), environ=own)
+            for k, node in enumerate(network.nodes)
         ]
-        crew.says(server, f"Total clients: {workload.devices}", READY_S)
-        idle = idle_figures(crew, house, devices) if setting.counting else {}
+        processes.says(server, f"Total clients: {workload.devices}", READY_S)
+        idle = idle_figures(processes, network, devices) if setting.counting else {}
         counts = (str(workload.devices), str(workload.rounds))
         job = (str(HERE / "nvflare_job" / "submit.py"), str(kits / "admin@bench.org"), str(weights), *counts)
-        crew.start(house.hub, python, *job, environ=own)
-        found = followed(workload, crew, house, server, devices, started, lambda: persisted(crew.log(server)))
+        processes.start(network.hub, python, *job, environ=own)
+        found = followed(
+            workload, processes, network, server, devices, started, lambda: persisted(processes.log(server))
+        )
         return {**idle, **found}
 
 
-def provision(crew: Crew, house: House, python: str, devices: int) -> Path:
+def provision(processes: Processes, network: Network, python: str, devices: int) -> Path:
     """The startup kits of server, clients and admin, in one folder each."""
     clients = "".join(f"  - {{name: d{k}, type: client, org: bench}}\n" for k in range(devices))
-    project = crew.folder / "project.yml"
-    project.write_text((HERE / "nvflare_job" / "project.yml").read_text().format(server=house.address, clients=clients))
-    work = crew.folder / "kits"
-    made = crew.start(
-        house.hub, str(Path(python).parent / "nvflare"), "provision", "-p", str(project), "-w", str(work),
-        environ={"HOME": str(crew.folder)},
+    project = processes.folder / "project.yml"
+    template = (HERE / "nvflare_job" / "project.yml").read_text()
+    project.write_text(template.format(server=network.address, clients=clients))
+    work = processes.folder / "kits"
+    made = processes.start(
+        network.hub, str(Path(python).parent / "nvflare"), "provision", "-p", str(project), "-w", str(work),
+        environ={"HOME": str(processes.folder)},
     )
-    crew.until(lambda: made.poll() is not None, READY_S)
+    processes.until(lambda: made.poll() is not None, READY_S)
     return work / "overhead" / "prod_00"
 
 
 def party(python: str, role: str, kit: Path, name: str) -> tuple[str, ...]:
-    """The command that a kit's start.sh ends in."""
+    """The command that a kit's start.sh runs."""
     return (python, "-u", "-m", f"nvflare.private.fed.app.{role}.{role}_train", "-m", str(kit), "-s",
             f"fed_{role}.json", "--set", "secure_train=true", f"uid={name}", "org=bench", "config_folder=config")
 
 
 def persisted(log: str) -> list[float]:
-    """When each round's model was aggregated and kept, Unix seconds, from the server's own words."""
+    """When each round's model was aggregated and saved, Unix seconds, from the server's log."""
     found = re.findall(r"^(\S+ \S+),(\d{3}) - FedAvg - INFO - .*End persist model on server", log, re.MULTILINE)
     return [datetime.strptime(when, "%Y-%m-%d %H:%M:%S").timestamp() + int(ms) / 1000 for when, ms in found]
 
 
-def idle_figures(crew: Crew, house: House, devices: Sequence[Process]) -> Figures:
+def idle_figures(processes: Processes, network: Network, devices: Sequence[Process]) -> Figures:
     """Clients that wait for a job."""
     time.sleep(READY_S / 6)
-    before = house.passed()
+    before = network.traffic()
     time.sleep(IDLE_S)
-    after = house.passed()
-    found: Figures = {"agent_idle_bytes": settled(crew, [device.pid for device in devices]).peak}
+    after = network.traffic()
+    found: Figures = {"agent_idle_bytes": settled(processes, [device.pid for device in devices]).peak}
     if before is not None and after is not None:
         found["wire_idle_kb_per_hour"] = (after - before).both / 1000 / len(devices) * 3600 / IDLE_S
     return found
 
 
 def followed(
-    workload: Workload, crew: Crew, house: House, server: Process, devices: Sequence[Process], started: float,
-    ends: Callable[[], list[float]],
+    workload: Workload, processes: Processes, network: Network, server: Process, devices: Sequence[Process],
+    started: float, ends: Callable[[], list[float]],
 ) -> Figures:
-    """Until all rounds are over."""
+    """Waits until all rounds are over; the figures."""
     watch = memory.Watch([device.pid for device in devices])
     servers = memory.Watch([server.pid], every_s=1.0)
-    before = house.passed()
+    before = network.traffic()
 
     def over() -> bool:
         watch.look()
         servers.look()
         return len(ends()) >= workload.rounds
 
-    crew.until(over, LIMIT_S, LOOK_S)
-    after = house.passed()
-    passed = None if before is None or after is None else after - before
+    processes.until(over, LIMIT_S, LOOK_S)
+    after = network.traffic()
+    traffic = None if before is None or after is None else after - before
     return {
         **pace(started, ends()), "device_work_bytes": watch.peak, "device_work_bound_bytes": watch.bound,
-        "server_bytes": servers.peak, "wire_ratio_to_raw": ratio(passed, workload),
+        "server_bytes": servers.peak, "wire_ratio_to_raw": ratio(traffic, workload),
     }
 
 

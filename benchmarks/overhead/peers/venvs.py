@@ -1,4 +1,4 @@
-"""Virtual environments for the peers, beside our own, which they leave as it is: pinned, made once, kept in build/."""
+"""Virtual environments for the peers, separate from our own: pinned, made once, kept in build/."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sysconfig
 import venv
 from pathlib import Path
 
-from benchmarks.overhead.crew import ROOT
+from benchmarks.overhead.processes import ROOT
 
 HERE = Path(__file__).parent
 
 
 def python_of(peer: str, pins: Path = HERE) -> Path:
-    """The Python that ``peer`` is installed for, as its .txt among the ``pins`` says. What that does not bring (torch,
-    the step) it takes from this Python's packages and from this repository."""
+    """The Python with ``peer`` installed, as its .txt in ``pins`` says. Everything else (torch, the step) comes from
+    this Python's packages and from this repository."""
     folder = ROOT / "build" / "peers" / peer
     python, ready = folder / "bin" / "python", folder / "ready.txt"
     wanted = pins / f"{peer}.txt"

@@ -19,7 +19,7 @@ METHODS = {
     "pflscaf-proto": "PFLScaf (Proto)", "pflscaf-maml": "PFLScaf (MAML)", "p-avg-proto": "P-Avg (Proto)",
 }
 MAML = ("per-fedavg-exact", "pfldyn-maml", "pflscaf-maml")
-"""In experiments of their own, EXPERIMENT-maml."""
+"""In separate experiments, EXPERIMENT-maml."""
 FLOAT32 = "acid-5-float32"
 BASE, OURS = "per-fedavg-exact", "pfldyn-proto"
 ROUNDS = (5, 10, 15, 20, 40, 60, 100, 200, 500, 1000)
@@ -61,7 +61,7 @@ def place(name: str, label: str) -> str:
 
 
 def _at(result: Result, name: str, label: str, target: float) -> Mapping[str, Any] | None:
-    """The cost of an accuracy, in rounds of Per-FedAvg: {value, sign}; None where no round was judged."""
+    """The cost of an accuracy, in rounds of Per-FedAvg: {value, sign}; None if no round was evaluated."""
     reached = (page.method_of(result, place(name, label), label) or {}).get("reached", ())
     found = next((one for one in reached if one["target"] == target), None)
     return None if found is None else found["at"].get("fallah_rounds")
@@ -101,7 +101,7 @@ def _final(result: Result) -> Iterator[list[str]]:
 
 
 def _operations(result: Result, where: str, label: str) -> str:
-    """Of a round's training, over its devices, as counted from the layers' shapes."""
+    """The operations of a round's training, over its devices, as counted from the layers' shapes."""
     spent = [one["spent"] for one in (page.method_of(result, where, label) or {"seeds": {}})["seeds"].values()]
     each = [one["flops"] / one["rounds"] for one in spent if "flops" in one]
     return flops_text(fmean(each)) if each else ABSENT

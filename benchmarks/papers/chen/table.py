@@ -1,6 +1,6 @@
 """Chen's Table 2, Figure 3 and the last row of Figure 2 beside ours: accuracy on new devices, its cost, its spread.
 
-Accuracy is that over all samples of the new devices together, as the paper's appendix has it.
+Accuracy is that over all samples of the new devices together, as in the paper's appendix.
 """
 
 from __future__ import annotations
@@ -29,49 +29,50 @@ BESIDES = {
     "MAML, inner rate 0.1": "maml-0.1", "Meta-SGD, first rate 0.1": "metasgd-0.1",
     "MAML, the appendix's form": "maml-appendix",
 }
-"""At 20 % alone; not in the paper."""
+"""At 20 % only; not in the paper."""
 SPOKEN = {**LABELS, "FOMAML, inner rate 0.01": "fomaml-0.01", "FOMAML, the appendix's form": "fomaml-appendix"}
-"""The last two not in the paper."""
+"""The last two are not in the paper."""
 SHAKESPEARE = "shakespeare-20"
 FIRST = SUPPORTS[0]
 FINETUNE, FINETUNING = "mnist-finetune", ("finetune_lr", "finetune_steps")
 
 
 def experiment_of(label: str, support: str) -> str:
-    """FedAvg's training is the same whatever the support: what is not judged with 20 % is in one experiment."""
+    """FedAvg's training does not depend on the support: everything that is not evaluated with 20 % is in one
+    experiment."""
     together = label == "fedavg-meta" and support != FIRST
     return "mnist-fedavg" if together else f"mnist-{float(support):.0%}".rstrip("%")
 
 
 def kind_of(row: str) -> str:
-    """FedAvg's answers are those of the same run's model before it is fine-tuned."""
+    """FedAvg's answers are those of the same run's model before fine-tuning."""
     return AS_IT_IS if row == FEDAVG else OWN
 
 
-def details(experiment: str, label: str, judged: Sequence[Row]) -> dict[str, Any]:
-    """By support: the curve of both accuracies, what each target cost, and at 20 % every new device's accuracy at the
+def details(experiment: str, label: str, evaluated: Sequence[Row]) -> dict[str, Any]:
+    """By support: the curve of both accuracies, the cost of each target, and at 20 % every new device's accuracy at the
     end."""
     if experiment == FINETUNE:
         return {}
     targets = SPEECH if experiment.startswith("shakespeare") else TARGETS
-    return {support: _of_support(support, judged, targets) for support in judged[-1].get("new_devices", {})}
+    return {support: _of_support(support, evaluated, targets) for support in evaluated[-1].get("new_devices", {})}
 
 
-def _of_support(support: str, judged: Sequence[Row], targets: Sequence[float]) -> dict[str, Any]:
-    each = [(row, row["new_devices"][support]) for row in judged]
+def _of_support(support: str, evaluated: Sequence[Row], targets: Sequence[float]) -> dict[str, Any]:
+    each = [(row, row["new_devices"][support]) for row in evaluated]
     values = {OWN: [one["accuracy"]["pooled"] for _, one in each],
               AS_IT_IS: [one["before"]["accuracy"]["pooled"] for _, one in each]}
     reached = {
-        kind: {str(target): _cost(judged, found, target) for target in targets} for kind, found in values.items()
+        kind: {str(target): _cost(evaluated, found, target) for target in targets} for kind, found in values.items()
     }
-    curve = [list(point) for point in zip([row["round"] for row in judged], *values.values(), strict=True)]
+    curve = [list(point) for point in zip([row["round"] for row in evaluated], *values.values(), strict=True)]
     devices = each[-1][1]["devices"].values() if support == FIRST else ()
     return {"curve": curve, "reached": reached, "devices": sorted(round(v, 4) for v in devices)}
 
 
-def _cost(judged: Sequence[Row], values: Sequence[float], target: float) -> dict[str, Any]:
+def _cost(evaluated: Sequence[Row], values: Sequence[float], target: float) -> dict[str, Any]:
     first = next((k for k, value in enumerate(values) if value >= target), None)
-    row = judged[-1 if first is None else first]
+    row = evaluated[-1 if first is None else first]
     spent = {key: row["spent"][key] for key in ("payload_bytes", "flops") if key in row["spent"]}
     return {"reached": first is not None, "round": row["round"], **spent}
 
@@ -124,7 +125,7 @@ def _speech(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _finetunes(result: Result) -> Iterator[list[str]]:
-    """What is tried for FedAvg(Meta); all are the same model, so that its own answers are told once."""
+    """The fine-tunings tried for FedAvg(Meta); all are of the same model, so its own answers appear once."""
     methods = result["experiments"].get(FINETUNE, {}).get("methods", {})
     tried = dict(sorted(methods.items(), key=lambda one: [one[1]["hyper"][key] for key in FINETUNING]))
     for label in list(tried)[:1]:
@@ -141,7 +142,7 @@ def _spreads(result: Result, rows: Mapping[str, str], where: str = "") -> Iterat
     for row, label in rows.items():
         of, at = where or experiment_of(label, FIRST), f"new_devices.{FIRST}.accuracy"
         mean = page.cell(result, of, label, f"{at}.mean")
-        if row == FEDAVG or mean == ABSENT:  # of the model as it is only the mean is known
+        if row == FEDAVG or mean == ABSENT:  # only the mean is known for the model as it is
             continue
         ends = [page.number(result, of, label, f"{at}.{figure}") for figure in ("worst", "best")]
         variance = page.number(result, of, label, f"{at}.variance", percent=False)
@@ -170,7 +171,7 @@ def _cells(found: Mapping[str, Any]) -> list[str]:
 def _spent(
     result: Result, where: str, label: str, support: str, kind: str, target: float
 ) -> dict[str, Any] | None:
-    """The mean over seeds; where one has not reached the target, what all had spent by then at least."""
+    """The mean over seeds; if one has not reached the target, the least that all had spent by then."""
     method = page.method_of(result, where, label)
     each = [one["details"][support]["reached"][kind][str(target)] for one in (method or {}).get("seeds", {}).values()
             if support in one.get("details", {})]
@@ -184,7 +185,7 @@ def _spent(
 
 
 def _fewer(base: Mapping[str, Any] | None, found: Mapping[str, Any]) -> str:
-    """FedAvg's bytes by this one's."""
+    """FedAvg's bytes ÷ this one's."""
     if base is None or base == found or not (base["reached"] or found["reached"]):
         return ABSENT
     sign = ">" if not base["reached"] else "<" if not found["reached"] else ""
@@ -209,7 +210,7 @@ def draw(result: Result, folder: Path) -> None:
 def _curves(
     result: Result, support: str, where: str = "", rows: Mapping[str, str] = LABELS
 ) -> dict[str, list[list[Any]]]:
-    """The mean over the seeds that have begun, where all have judged."""
+    """The mean over the seeds that have begun, where all have evaluated."""
     found = {}
     for row, label in rows.items():
         method = page.method_of(result, where or experiment_of(label, support), label)

@@ -1,4 +1,4 @@
-"""Fallah's Table 1 beside ours: the step at test as the paper takes it, on test samples, and on the device's own."""
+"""Fallah's Table 1 beside ours: the step at test on test samples, as in the paper, and on the device's own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _rows(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _reached(result: Result, experiment: str, label: str, accuracy: float) -> str:
-    """The first judged round at which the mean over seeds is ``accuracy`` or more."""
+    """The first evaluated round at which the mean over seeds is ``accuracy`` or more."""
     method = page.method_of(result, experiment, label)
     if method is None or "over" not in method:
         return ABSENT
@@ -55,9 +55,9 @@ def _reached(result: Result, experiment: str, label: str, accuracy: float) -> st
     return ABSENT
 
 
-def details(experiment: str, label: str, judged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def details(experiment: str, label: str, evaluated: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """stepped: {round: mean accuracy over the devices after the step on test samples}."""
-    return {"stepped": {str(row["round"]): round(row["test_step"]["accuracy"]["mean"], 6) for row in judged}}
+    return {"stepped": {str(row["round"]): round(row["test_step"]["accuracy"]["mean"], 6) for row in evaluated}}
 
 
 def draw(result: Result, folder: Path) -> None:

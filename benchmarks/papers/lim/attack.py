@@ -1,24 +1,24 @@
-"""Gradient inversion: what an aggregator that is not honest can make of one device's gradient of one image.
+"""Gradient inversion: what a dishonest aggregator can reconstruct from one device's gradient of one image.
 
     METAFLEET_DATA=CACHE python -m benchmarks.papers.lim.attack [--data SET …] [--networks NAME …] [--cases CASE …]
         [--images N] [--restarts N] [--iterations 300] [--out FOLDER]
 
-Zhu, Liu, Han, "Deep Leakage from Gradients", NeurIPS 2019, as Lim et al. use it (Section 4.1, Figure 3): a dummy image
-is moved by L-BFGS, at rate 1, until its gradient is the one that was sent. The attacker knows the network, its weights
-and the image's class. Of several starts the one whose gradient comes nearest counts. It writes attack.json (distance
-of the gradients; mean square error of pixels in 0 to 1, that of a picture in each image's mean grey, and PSNR in dB;
-correlation of the pixels of the image and of what was found of it, which noise on top of an outline leaves),
-attack.safetensors (what the attacker found) and attack.png.
-Cases that are there, made with the same numbers of images, starts and iterations, are not made again.
+Zhu, Liu, Han, "Deep Leakage from Gradients", NeurIPS 2019, as Lim et al. use it (Section 4.1, Figure 3): L-BFGS, at
+rate 1, moves a dummy image until its gradient is the one that was sent. The attacker knows the network, its weights and
+the image's class. Of several starts the one whose gradient comes nearest counts. It writes attack.json (distance of the
+gradients; mean square error of pixels in 0 to 1, that of a picture in each image's mean grey, and PSNR in dB;
+correlation of the pixels of the image and of what was found of it, which remains high for an outline with noise on
+top), attack.safetensors (what the attacker found) and attack.png. Existing cases with the same numbers of images,
+starts and iterations are not repeated.
 
 What the device sends is, by case:
 
 * fedavg: the gradient of the cross-entropy of its head's logits.
 * proto, metavers: of the loss to class means, which stay on the device: the attacker moves dummy means too.
-* …-leak: the same, and the attacker has been told the means (the paper's "prototype leakage").
-* …-episode: what a device really sends, the gradient of a whole episode of five samples of each class beside the
-  image, through which the means move. The attacker moves as many images, and of each of the device's the nearest that
-  he found of its class counts.
+* …-leak: the same, with the means known to the attacker (the paper's "prototype leakage").
+* …-episode: what a device really sends, the gradient of a whole episode of five samples of each class beside the image,
+  through which the means move. The attacker moves as many images, and each of the device's images counts with the
+  nearest one found of its class.
 
 Networks: ``dlg`` is the LeNet of DLG's program (sigmoids, strides, weights from U(−1/2, 1/2)), ``lenet-lim`` the
 network of the table with its first weights, whose ReLUs and pools make the attack harder.
@@ -83,8 +83,8 @@ def network_of(name: str, shape: tuple[int, ...], seed: int) -> nn.Module:
 
 
 def loss_of(case: str, network: Any, label: Tensor, margin: Tensor) -> Loss:
-    """(images [n, C, H, W], class means [K, D]) -> the loss. n is 1, and of an episode all: the image, then the support
-    class by class; the means are not asked for there."""
+    """(images [n, C, H, W], class means [K, D]) -> the loss. n is 1, or a whole episode: the image, then the support
+    set class by class; the means are then not used."""
 
     def fedavg(x: Tensor, means: Tensor) -> Tensor:
         return losses.cross_entropy(network.head(network.embed(x)), label)
@@ -112,7 +112,7 @@ def episode_loss(case: str, support: Tensor, of: Tensor, query: Tensor, label: T
 
 
 def gradient(loss: Tensor, network: nn.Module, *, create_graph: bool = False) -> list[Tensor]:
-    """Of every array that the loss moves; zeros for the others."""
+    """The gradient of every array that affects the loss; zeros for the others."""
     return list(torch.autograd.grad(
         loss, list(network.parameters()), create_graph=create_graph, allow_unused=True, materialize_grads=True
     ))
@@ -125,7 +125,7 @@ def distance(found: Sequence[Tensor], sent: Sequence[Tensor]) -> Tensor:
 def sent_by_device(
     case: str, network: Any, images: Tensor, label: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(the gradient, the device's class means, its margin). images: [1 + K · shots, C, H, W], as loss_of's."""
+    """(the gradient, the device's class means, its margin). images: [1 + K · shots, C, H, W], as in loss_of."""
     z = network.embed(images)
     means = losses.prototypes(z[1:], SUPPORT, CLASSES)[0].detach()
     margin = losses.spread(z, torch.cat([label, SUPPORT]), CLASSES, "norm", True).detach()
@@ -136,7 +136,7 @@ def sent_by_device(
 def attacked(
     case: str, network: nn.Module, images: Tensor, label: Tensor, iterations: int, seed: int
 ) -> tuple[Tensor, float]:
-    """(the attacker's images [n, C, H, W], the squared distance of their gradient over that of nothing)."""
+    """(the attacker's images [n, C, H, W], the squared distance of their gradient ÷ the sent gradient's square)."""
     sent, means, margin = sent_by_device(case, network, images, label)
     shape = images.shape if case.endswith(EPISODE) else images[:1].shape
     generator = torch.Generator().manual_seed(seed)
@@ -176,15 +176,15 @@ def best(
 
 
 def matched(found: Tensor, asked: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(for each image the place of the nearest found one of its class, its mean square error)."""
+    """(for each image the index of the nearest found one of its class, its mean square error)."""
     errors = (asked.unsqueeze(1) - found.unsqueeze(0)).square().mean((2, 3, 4))
     least = errors.masked_fill(labels.unsqueeze(1) != labels.unsqueeze(0), math.inf).min(1)
     return least.indices, least.values
 
 
 def images_of(name: str, number: int, seed: int) -> Tensor:
-    """Images [n, 1 + K · shots, C, H, W] in 0 to 1, of two classes drawn for each n: one of the first, which is the
-    image that the attacker is after, then the support, class by class."""
+    """Images [n, 1 + K · shots, C, H, W] in 0 to 1, of two classes drawn for each n: the attacked image, of the first
+    class, then the support set, class by class."""
     samples = load_set(name).train
     rng = np.random.default_rng(seed)
     chosen = []
@@ -196,7 +196,7 @@ def images_of(name: str, number: int, seed: int) -> Tensor:
 
 
 def drawable(images: Tensor) -> Array:
-    """uint8 of images in 0 to 1; what lies outside is cut off."""
+    """uint8 of images in 0 to 1; values outside are clipped."""
     return (images.clamp(0, 1) * 255).round().to(torch.uint8).numpy()
 
 
@@ -221,7 +221,8 @@ def made(data: str, name: str, case: str, options: argparse.Namespace) -> tuple[
 
 
 def kept(folder: Path, how: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Array]]:
-    """(figures by title and case, pictures uint8 [n, C, H, W] by title/case) of the cases that were made before so."""
+    """(figures by title and case, pictures uint8 [n, C, H, W] by title/case) of the existing cases with the same
+    numbers."""
     if not (folder / ATTACK).exists() or not (folder / PICTURES).exists():
         return {}, {}
     found = json.loads((folder / ATTACK).read_text())
@@ -238,7 +239,7 @@ def kept(folder: Path, how: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]
 def write(
     folder: Path, how: Mapping[str, int], attacks: Mapping[str, Mapping[str, Any]], pictures: Mapping[str, Array]
 ) -> None:
-    """The pictures first: figures whose pictures are not there are made again."""
+    """Writes the pictures first: figures without pictures are made again."""
     write_atomic(folder / PICTURES, pack(dict(sorted(pictures.items()))))
     write_json(folder / ATTACK, {**how, "attacks": attacks})
 

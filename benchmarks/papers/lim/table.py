@@ -1,4 +1,4 @@
-"""MetaVers' tables beside ours: the mean over devices of each device's accuracy, as the paper has it."""
+"""MetaVers' tables beside ours: the mean over devices of each device's accuracy, as in the paper."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ METHODS = (
     "local", "fedavg", "lg-fedavg", "pfedme", "fedproto", "per-fedavg-fo", "per-fedavg-fo-0.01", "pfedhn", "pfedgp",
     "fedper", "fedrep", "knn-per", "fedbabu", "p-avg-proto", "metavers",
 )  # fmt: skip
-"""In the paper's order; p-avg-proto, which it has in Table 3 alone, before MetaVers, and a method at other rates after
-the one at those of the others."""
+"""In the paper's order. p-avg-proto, which is only in the paper's Table 3, comes before MetaVers, and a method at other
+rates after the one at the common rates."""
 SETTINGS = ("cifar-10-50", "cifar-10-100", "omniglot-50", "omniglot-100")
 PROGRAM = "-program"
-"""Experiments with MetaVers as its authors' program runs it: where not named, that is MetaVers here."""
+"""Experiments with MetaVers as its authors' program runs it, which is MetaVers here unless the label says otherwise."""
 PRINTED = {
     "loss and network as printed": ("", "metavers-printed"),
     "so, but the means of triplets and of centroids' distances": ("", "metavers-means"),
@@ -30,10 +30,10 @@ PRINTED = {
     "loss as printed, network of the program": (PROGRAM, "metavers-printed"),
     "loss and network of the program": (PROGRAM, "metavers"),
 }
-"""What is printed and what is not: (experiment, label)."""
+"""Variants as printed and as in the program: (experiment, label)."""
 LOSSES = {"metavers-entropy": "cross-entropy alone", "metavers-triplet": "triplets alone", "metavers": "both"}
 FINETUNED = ("cifar-10-50", "cifar-10-50-finetune")
-"""Experiments that differ in the steps of fine-tuning alone."""
+"""Experiments that differ only in the steps of fine-tuning."""
 NOVEL_SETTINGS = ("cifar-10-novel", "omniglot-50", "omniglot-100")
 ATTACK = "attack.json"
 CASES = ("fedavg", "proto", "proto-leak", "proto-episode", "metavers", "metavers-leak", "metavers-episode")
@@ -86,15 +86,15 @@ def _printed(result: Result) -> Iterator[list[str]]:
 
 
 def _loss(result: Result, experiment: str, label: str) -> str:
-    """Of the last judged round, the largest over seeds."""
+    """Of the last evaluated round, the largest over seeds."""
     method = page.method_of(result, experiment, label)
     each = [one["details"]["loss"] for one in (method or {"seeds": {}})["seeds"].values() if "details" in one]
     return f"{max(each):.1e}" if each else ABSENT
 
 
-def details(experiment: str, label: str, judged: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The training loss of the last judged round."""
-    return {"loss": judged[-1]["loss"]}
+def details(experiment: str, label: str, evaluated: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The training loss of the last evaluated round."""
+    return {"loss": evaluated[-1]["loss"]}
 
 
 def _losses(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -114,7 +114,7 @@ def _novel(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def attack(path: Path) -> str:
-    """Medians over the images, and the correlation of the one that came out best."""
+    """Medians over the images, and the correlation of the best one."""
     found = json.loads(path.read_text()) if path.exists() else {"attacks": {}}
     rows = [
         [where, case, f"{one['gradient']:.1e}", f"{one['mse']:.4f}", f"{one['flat']:.4f}", f"{one['psnr']:.1f}",

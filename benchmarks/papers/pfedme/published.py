@@ -2,17 +2,17 @@
 
     METAFLEET_SHARED=FOLDER python -m benchmarks.papers.pfedme.published [--out FOLDER]
 
-Written are ``pfedme-mnist.npz`` and ``pfedme-synthetic.npz``, every sample with the device that holds it.
+Writes ``pfedme-mnist.npz`` and ``pfedme-synthetic.npz``, every sample with the device that holds it.
 
 mnist (``data/Mnist/generate_niid_20users.py`` of the program): 20 devices with the digits i and i + 1. Every digit's
-images are cut into four sizes, drawn one after the other between a fifth and a half of what is left; but all four
-pieces begin at the digit's first or second image, since the place where the next one should begin is kept in a mask of
-truth values. So the devices of a digit share images, and nearly all that a device is judged on others train on. Only
-with this do the sizes come to the paper's 1165 to 3834 training samples (``MNIST_SIZES``). Not repeated: one wrong
-label on most devices, for their labels are one or two more than their images; the order of the images.
+images are cut into four sizes, drawn one after the other between a fifth and a half of the rest. But all four pieces
+begin at the digit's first or second image, because the place where the next one should begin is kept in a mask of truth
+values. So the devices of a digit share images, and other devices train on nearly everything that a device is evaluated
+on. Only in this way do the sizes become the paper's 1165 to 3834 training samples (``MNIST_SIZES``). Not reproduced:
+one wrong label on most devices, which have one or two more labels than images; the order of the images.
 
-synthetic (``data/Synthetic/generate_synthetic_05_05.py``): Synthetic(0.5, 0.5) of Li et al. 2020 with 100 devices,
-0.5 being deviations, drawn with seed 0 by numpy's legacy generator in the program's order.
+synthetic (``data/Synthetic/generate_synthetic_05_05.py``): Synthetic(0.5, 0.5) of Li et al. 2020 with 100 devices, 0.5
+being deviations, drawn with seed 0 by numpy's legacy generator in the program's order.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from fleet_core.data.samples import Samples, save
 OUT = Path("build/papers/cache")
 DIGITS, DEVICES, PIECES = 10, 20, 4
 MNIST_SIZES = (1165, 3834)
-"""Training samples of the smallest and the largest device, 75 % of its samples, as the paper has them."""
+"""Training samples of the smallest and the largest device, 75 % of its samples, in the paper."""
 FIRST_NINE = 4
-"""The place of the first nine among the first ten images of MNIST. The program's mask is that of the nines."""
+"""The index of the first nine among the first ten images of MNIST. The program's mask is that of the nines."""
 FEATURES, SPREAD, SYNTHETIC_DEVICES = 60, 0.5, 100
 
 
@@ -75,7 +75,7 @@ def mnist(x: NDArray[np.uint8], y: NDArray[np.int64]) -> Samples:
 
 
 def common(samples: Samples) -> tuple[int, float]:
-    """(how many samples differ from each other, the share of samples that another device has too)."""
+    """(the number of different samples, the share of samples that another device has too)."""
     flat = np.ascontiguousarray(samples.x).reshape(len(samples), -1)
     rows = flat.view(np.dtype((np.void, flat.dtype.itemsize * flat.shape[1])))[:, 0]
     kind_N = np.unique(rows, return_inverse=True)[1]
@@ -85,7 +85,7 @@ def common(samples: Samples) -> tuple[int, float]:
 
 
 def pieces(counts: list[int]) -> list[int]:
-    """How many images the devices take, two numbers a device: the first piece of every digit, the second of every
+    """How many images the devices take, two numbers per device: the first piece of every digit, the second of every
     digit, …, for digits of ``counts`` images. The legacy generator with the program's seed."""
     rng = np.random.RandomState(1)
     by_digit = []

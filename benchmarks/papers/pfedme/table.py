@@ -46,7 +46,7 @@ def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _beside(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The difference is that of the best round, which the paper's table has."""
+    """The difference is that of the best round, which is also the paper's figure."""
     for setting, title in EXPERIMENTS.items():
         for row, label, form, figure, name in ROWS:
             experiment = setting + form
@@ -84,14 +84,14 @@ def _text(best: Stat | None) -> str:
     return f"{100 * best.mean:.2f}" + ("" if best.std is None else f" ± {100 * best.std:.2f}")
 
 
-def details(experiment: str, label: str, judged: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The best judged round: the authors' program averages the largest accuracy of each run."""
-    each = [collect.figures(row) for row in judged]
+def details(experiment: str, label: str, evaluated: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The best evaluated round: the authors' program averages the largest accuracy of each run."""
+    each = [collect.figures(row) for row in evaluated]
     return {name: max(row[name] for row in each) for name in (PERSONAL, GLOBAL, TEST_STEP) if name in each[0]}
 
 
 def draw(result: Result, folder: Path) -> None:
-    """The accuracy by rounds on the devices of the authors' program, as far as ``result`` has curves."""
+    """The accuracy by rounds on the devices of the authors' program, for the available curves."""
     places = {title: (setting + PUBLISHED, setting + ALL) for setting, title in EXPERIMENTS.items()}
     if panels := page.panels(result, places):
         page.curves(folder / "curves.png", panels)

@@ -1,13 +1,14 @@
-"""Chooses every method's hyper-parameters from a small grid; nothing that the page judges is looked at.
+"""Chooses every method's hyper-parameters from a small grid; the page's test samples are not used.
 
     METAFLEET_DATA=CACHE python -m benchmarks.papers.sensors.choose [--only heartbeat|har] [--minutes M]
         [--out build/papers/sensors-grid] [--jobs N]
 
-``grid/SET.toml`` are experiments with ``evaluation.within_training``: what the devices train on is split once more, in
-time, and a part of those devices stands for new ones. The measure is that of ``metafleet advise``: macro-F1 of the
-devices that train and of the new ones, each device counting the same; of equals the first. The same command goes on
-where it was. When a set's grid is done, ``chosen.json`` has all its candidates, and SET.toml the chosen settings below
-its line. """
+``grid/SET.toml`` are experiments with ``evaluation.within_training``: the training samples are split once more, in
+time, and some of the training devices take the place of new ones. The measure is that of ``metafleet advise``: macro-F1
+of the devices that train and of the new ones, each device weighing the same; of equal candidates the first. The same
+command resumes. When a set's grid is done, ``chosen.json`` has all its candidates, and SET.toml the chosen settings
+below its line.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def candidates(folders: Sequence[Path]) -> dict[str, list[Candidate]]:
 
 
 def differing(method: str, hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not the method's own default."""
+    """The settings that differ from the method's defaults."""
     own = schema.plain(METHODS[method].hyper())
     return {key: value for key, value in hyper.items() if own[key] != value}
 
@@ -95,7 +96,7 @@ def main() -> None:
                                                 "methods": found}})
             written(HERE / f"{name}.toml", found)
     except Stopped:
-        print("the time is over: the same command goes on", file=sys.stderr)
+        print("the time is up; the same command resumes", file=sys.stderr)
         sys.exit(1)
     except FleetError as error:
         print(error, file=sys.stderr)

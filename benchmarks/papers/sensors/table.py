@@ -1,7 +1,7 @@
-"""Which method on sensors: how well devices do, old and new, and what it costs.
+"""Which method on sensors: how good the answers are on old and new devices, and what they cost.
 
 The measure is that of ``metafleet advise``: macro-F1 of the devices that train and of the new ones, each device
-counting the same. Two methods are told apart as there: by more than the spread of their difference over seeds.
+weighing the same. Two methods are distinguished as there: by more than the spread of their difference over seeds.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ Row = Mapping[str, Any]
 
 SETS = {"heartbeat": "Heart beats", "har": "Human activity"}
 TARGETS = {"heartbeat": 0.7, "har": 0.9}
-"""Macro-F1 whose cost is told."""
+"""The macro-F1 that costs are given for."""
 DRAWN = ("fedavg", "fedavg-meta", "pfldyn-proto", "p-avg-proto", "per-fedavg-fo", "fedrep", "knn-per", "local")
 BASE = "fedavg-meta"
 MEASURES: tuple[tuple[str, Callable[[float], str]], ...] = (("payload_bytes", bytes_text), ("flops", flops_text))
 
 
-def details(experiment: str, label: str, judged: Sequence[Row]) -> dict[str, Any]:
+def details(experiment: str, label: str, evaluated: Sequence[Row]) -> dict[str, Any]:
     """score: [[round, macro-F1 of all devices], …]. devices: those that train; all of them take part in every round."""
-    return {"score": [[row["round"], round(score(row), 6)] for row in judged], "devices": len(judged[-1]["devices"])}
+    scores = [[row["round"], round(score(row), 6)] for row in evaluated]
+    return {"score": scores, "devices": len(evaluated[-1]["devices"])}
 
 
 def score(row: Row) -> float:
-    """Of a judged round: each device, old or new, weighs the same."""
+    """Of an evaluated round: each device, old or new, weighs the same."""
     parts = [row, *row.get("new_devices", {}).values()]
     weighed = sum(float(one["macro_f1"]) * len(one["devices"]) for one in parts)
     return weighed / sum(len(one["devices"]) for one in parts)
@@ -49,7 +50,7 @@ def score(row: Row) -> float:
 
 
 def final(method: Result) -> Stat | None:
-    """The score at the end over the seeds that have ended; None where none has."""
+    """The final score over the seeds that have ended; None if none has."""
     values = [one["details"]["score"][-1][1] for one in _ended(method)]
     return comparison.stat(values) if values else None
 
@@ -59,7 +60,7 @@ def _ended(method: Result) -> list[Result]:
 
 
 def ranked(result: Result, name: str) -> list[tuple[str, Result, Stat]]:
-    """(label, what its runs gave, score) of an experiment, the best first."""
+    """(label, the figures of its runs, score) of an experiment, the best first."""
     methods = result["experiments"].get(name, {}).get("methods", {})
     scored = [(label, method, final(method)) for label, method in methods.items()]
     found = [(label, method, one) for label, method, one in scored if one is not None]
@@ -67,15 +68,15 @@ def ranked(result: Result, name: str) -> list[tuple[str, Result, Stat]]:
 
 
 def apart(best: Stat, other: Stat) -> bool:
-    """Whether two scores are told apart."""
+    """Whether two scores can be distinguished."""
     if best.std is None or other.std is None:
         return best.mean - other.mean > GAP_OF_ONE_SEED
     return best.mean - other.mean > max(LEAST_GAP, math.hypot(best.std, other.std))
 
 
 def cost(method: Result, target: float, key: str) -> comparison.Bound | None:
-    """The mean over seeds of what a device that trains spent up to the first judged round that reaches ``target``; what
-    it spent in all where a seed does not. Every round of a run costs the same. None where it was not counted."""
+    """The mean over seeds of what a training device spent up to the first evaluated round that reaches ``target``, or
+    in all if a seed does not reach it. Every round of a run costs the same. None if it was not counted."""
     spent, all_reach = [], True
     for one in _ended(method):
         if key not in one["spent"]:
@@ -140,7 +141,7 @@ def _both(result: Result) -> Iterator[list[str]]:
 
 
 def _edges() -> Iterator[list[str]]:
-    """Methods of which more may be had: several rates were tried, and the largest was chosen."""
+    """Methods that may still be better: several rates were tried, and the largest was chosen."""
     chosen = json.loads(choose.CHOSEN.read_text()) if choose.CHOSEN.exists() else {}
     for name, title in SETS.items():
         found = []

@@ -506,7 +506,7 @@ def test_the_benchmark_of_swaps_counts_what_fails_and_what_no_model_answers() ->
     half = asking.fingerprint("m", {**outputs, "probabilities": [0.75, 0.250001]})
     noted = [{"answers": {good: 5, half: 2}, "failed": ["503: no"], "milliseconds": [1.0] * 7},
              {"answers": {good: 1}, "failed": [], "milliseconds": [3.0]}]
-    found = swap.judged([good, "another"], noted, 60)
+    found = swap.summary([good, "another"], noted, 60)
     assert {key: found[key] for key in ("requests", "failed", "answers_of_no_model", "models_seen", "swaps")} == {
         "requests": 8, "failed": 1, "answers_of_no_model": 2, "models_seen": 1, "swaps": 1,
     }

@@ -1,10 +1,11 @@
-"""How far PFLDyn's judged model, a running mean, is from what Acar et al. judge: the mean of all latest device models.
+"""How far PFLDyn's served model, a running mean, is from what Acar et al. evaluate: the mean of all latest device
+models.
 
-    python benchmarks/judged_model.py [--active 4 --rounds 30 --seed 0]
+    python benchmarks/served_model.py [--active 4 --rounds 30 --seed 0]
 
-The eight patients of the heartbeat set as devices, in one process. Every five rounds: the distance of the two models
-relative to how far the mean has come from the first weights, and for both the accuracy and macro-F1 of prototypes on
-the pooled later 40 % of every patient. With --active 8 the two are the same.
+The eight patients of the heartbeat set as devices, in one process. Every five rounds it prints the distance of the two
+models relative to the distance of the mean from the first weights, and for both models the accuracy and macro-F1 of
+class means on the pooled later 40 % of every patient. With --active 8 the two are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import numpy as np
 import torch
 
-from edge_agent.inference.predictor import Prototypes
 from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import ClientState, Payload, Update
 from fleet_core.algorithms.methods.registry import METHODS
@@ -25,6 +25,7 @@ from fleet_core.data.samples import Samples
 from fleet_core.data.time_split import by_time
 from fleet_core.learning import local_training, models
 from fleet_core.model.layout import InputSpec
+from fleet_core.personalization.nearest import Prototypes
 
 METHOD = METHODS["pfldyn-proto"]
 NETWORK = models.build(LAYOUT := models.describe("cnn1d", InputSpec((3, 128)), heartbeat.CLASSES, {}))
@@ -67,11 +68,11 @@ def compare(parts: dict[str, tuple[Samples, Samples]], active: int, rounds: int,
             for model in latest.values():
                 total = trees.axpy(1 / len(latest), model, total)
             gap = trees.norm(trees.subtract(state.served, total)) / trees.norm(trees.subtract(total, first))
-            (a, f), (b, g) = judge(parts, state.served), judge(parts, total)
+            (a, f), (b, g) = evaluate(parts, state.served), evaluate(parts, total)
             print(f"{number:>5} {gap:>9.1e}   {a:>22.4f}, {f:.4f}   {b:>24.4f}, {g:.4f}", flush=True)
 
 
-def judge(parts: dict[str, tuple[Samples, Samples]], model: Params) -> tuple[float, float]:
+def evaluate(parts: dict[str, tuple[Samples, Samples]], model: Params) -> tuple[float, float]:
     """Accuracy and macro-F1 over the pooled test beats, each device with its own prototypes."""
     params = trees.apply(lambda a: a.astype(np.float32), model)
     said, true = [], []

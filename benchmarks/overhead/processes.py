@@ -1,4 +1,4 @@
-"""The processes of one benchmark run: started in rooms, listened to, their CPU time read, and all ended."""
+"""Starts the processes of one benchmark run in its network, reads their output and CPU time, and ends them all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.overhead.rooms import House, Room
+from benchmarks.overhead.networks import Network, Node
 from cloud_server.broker.private_broker import MOSQUITTO_CONFIG, find_mosquitto
 from fleet_core.base.processes import WITH_PARENT
 
@@ -23,51 +23,51 @@ ROOT = Path(__file__).resolve().parents[2]
 Process = subprocess.Popen[bytes]
 
 
-class Crew:
-    """Starts processes; each one's output is in a file of ``folder``. A context that ends all of them."""
+class Processes:
+    """Starts processes, each with its output in a file of ``folder``. A context that ends all of them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._logs: dict[Process, Path] = {}
         self._dismissed: set[Process] = set()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end(*self._logs)
 
     def start(
-        self, room: Room, *command: str, cwd: Path | None = None, environ: Mapping[str, str] | None = None
+        self, node: Node, *command: str, cwd: Path | None = None, environ: Mapping[str, str] | None = None
     ) -> Process:
-        """``command`` in ``room``. environ: beside this process's own, which loses what would change defaults; plain
-        MQTT may go from one namespace of this machine to another."""
+        """Starts ``command`` on ``node``. environ: added to this process's own without METAFLEET_ variables, which
+        would change defaults. Plain MQTT between this machine's namespaces is allowed."""
         log = self.folder / f"process-{len(self._logs)}.log"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("METAFLEET_")}
         with log.open("wb") as output:
             process = subprocess.Popen(
-                room.command(*command), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=cwd,
+                node.command(*command), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=cwd,
                 env={**clean, WITH_PARENT: str(os.getpid()), PLAIN: "1", **(environ or {})},
-                start_new_session=True,  # Ctrl-C comes to the benchmark, which ends them in order
+                start_new_session=True,  # Ctrl-C reaches only the benchmark, which ends them in order
             )
         self._logs[process] = log
         return process
 
     def module(
-        self, room: Room, name: str, *arguments: str, environ: Mapping[str, str] | None = None
+        self, node: Node, name: str, *arguments: str, environ: Mapping[str, str] | None = None
     ) -> Process:
-        """A module of this repository, under this Python."""
-        return self.start(room, sys.executable, "-m", name, *arguments, cwd=ROOT, environ=environ)
+        """Starts a module of this repository with this Python."""
+        return self.start(node, sys.executable, "-m", name, *arguments, cwd=ROOT, environ=environ)
 
     def log(self, process: Process) -> str:
         return self._logs[process].read_text(errors="replace")
 
     def says(self, process: Process, words: str, timeout_s: float = START_S) -> None:
-        """Waits until the process has said ``words``."""
+        """Waits until the process has printed ``words``."""
         self.until(lambda: words in self.log(process), timeout_s)
 
     def until(self, condition: Callable[[], object], timeout_s: float, every_s: float = 0.05) -> None:
-        """Waits until ``condition()`` holds. Ends the benchmark when a process failed, or after ``timeout_s``."""
+        """Waits until ``condition()`` holds. Ends the benchmark if a process failed, or after ``timeout_s``."""
         until_s = time.monotonic() + timeout_s
         while not condition():
             failed = [p for p in self._logs if p not in self._dismissed and p.poll() not in (None, 0)]
@@ -78,7 +78,7 @@ class Crew:
             time.sleep(every_s)
 
     def end(self, *processes: Process) -> None:
-        """Asks them to end, waits, and kills what does not."""
+        """Asks them to end, waits, and kills those that do not."""
         self._dismissed.update(processes)
         for process in processes:
             if process.poll() is None:
@@ -92,19 +92,19 @@ class Crew:
                 process.wait()
 
 
-def start_broker(crew: Crew, house: House) -> str:
-    """A mosquitto in the hub with the configuration of the private broker; its URL as every room sees it."""
+def start_broker(processes: Processes, network: Network) -> str:
+    """Starts mosquitto in the hub with the private broker's configuration; returns its URL, the same for every node."""
     program = find_mosquitto()
     if program is None:
         raise SystemExit("mosquitto is not installed")
-    folder = crew.folder / "broker"
+    folder = processes.folder / "broker"
     folder.mkdir()
-    port = 1883 if house.hub.namespace else _free_port()
+    port = 1883 if network.hub.namespace else _free_port()
     config = folder / "mosquitto.conf"
-    text = MOSQUITTO_CONFIG.format(port=port, host=house.address, data=folder)
+    text = MOSQUITTO_CONFIG.format(port=port, host=network.address, data=folder)
     config.write_text(text + "log_type information\n" + ("user root\n" if os.geteuid() == 0 else ""))
-    crew.says(crew.start(house.hub, program, "-c", str(config)), "running")
-    return f"mqtt://{house.address}:{port}"
+    processes.says(processes.start(network.hub, program, "-c", str(config)), "running")
+    return f"mqtt://{network.address}:{port}"
 
 
 def _free_port() -> int:
@@ -114,7 +114,7 @@ def _free_port() -> int:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """CPU time that processes have used so far, with that of their children that ended; those that are gone are 0."""
+    """CPU seconds of processes so far, with those of their ended children; 0 for processes that are gone."""
     ticks = 0
     for pid in pids:
         with suppress(OSError):
