@@ -40,7 +40,7 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``fleet`` after two rounds and the homes of its devices; tests that change it copy it."""
-    from tests.support.desk import finished_fleet
+    from tests.support.programs import finished_fleet
 
     return finished_fleet(tmp_path_factory.mktemp("finished"))
 

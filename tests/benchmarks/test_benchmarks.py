@@ -272,7 +272,7 @@ def test_the_laboratory_and_the_loop_take_the_same_steps(tmp_path: Path, threads
     """One client, two steps on all of its samples, from the same weights."""
     workload = replace(WORKLOADS[name], clients=1, samples=6, batch=6, local_steps=2)
     asked = ours.experiment(workload, 1, tmp_path)
-    store = lab.go(asked, tmp_path / "run")
+    store = lab.run_first(asked, tmp_path / "run")
     layout = workloads.layout_of(asked, workloads.build(asked))
     first = [torch.tensor(array) for named in models.initial(layout, 0).values() for array in named.values()]
     assert experiments.runs(asked)[0].seed == 0

@@ -30,7 +30,7 @@ PAUSE = device_package.INSTALL.with_name("pause.sh")
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    return wheels.index(tmp_path_factory.mktemp("wheels") / "index")
+    return wheels.wheel_folder(tmp_path_factory.mktemp("wheels") / "index")
 
 
 @pytest.fixture(scope="module", autouse=True)

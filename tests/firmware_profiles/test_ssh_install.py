@@ -24,7 +24,7 @@ from firmware_profiles.ssh.release import Release, Setting
 from firmware_profiles.ssh.remote import Found, Remote, refuse
 from firmware_profiles.ssh.remote_install import Outcome
 from fleet_core.base.errors import FlashError
-from tests.support.loopback_board import DEAF, DIES, GOOD, USER, Board, a_program, until
+from tests.support.loopback_board import DEAF, DIES, GOOD, USER, Board, make_program, until
 
 pytestmark = [pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill"), pytest.mark.slow]
 
@@ -44,7 +44,7 @@ def a_machine() -> Machine:
 
 def a_release(folder: Path, version: str = "1.0-aaa", agent: str = GOOD, settings: bytes = DEVICE_TOML,
               **home: bytes) -> Release:
-    program = a_program(folder, version, agent)
+    program = make_program(folder, version, agent)
     named = {"device.toml": settings, "enrol.token": b"secret", **home}
     return releases.of(device_package.make("kitchen", a_machine(), program, named))
 
@@ -191,7 +191,7 @@ def test_a_refused_system_is_left_unchanged(board: Board, tmp_path: Path) -> Non
         ("python3 --version", "Python 3.6.9", "Python 3.6.9"), ("getconf LONG_BIT", "32", "32-bit"),
         ("uname -m", "armv7l", "armv7l"),
     ):
-        board.says(command, answer)
+        board.answer_with(command, answer)
         with pytest.raises(FlashError, match=expected):
             flash(board, a_release(tmp_path))
     assert not board.path("/opt/metafleet").exists()

@@ -27,7 +27,7 @@ COREUTILS = (
     "sleep sort split stat stdbuf stty sum sync tac tail tee test timeout touch tr true truncate tsort tty uname "
     "unexpand uniq unlink users vdir wc who whoami yes"
 )
-HELPERS = "brokers|certified|desk|disks|faults|loopback_board|netns|wheels"
+HELPERS = "brokers|pki|programs|disks|faults|fleet_processes|loopback_board|netns|stepped_fleet|wheels"
 STARTS = re.compile(rf"subprocess|shutil\.which|tests\.support\.({HELPERS})")
 SYSTEM_FOLDERS = ("/usr/sbin", "/usr/local/sbin")
 HIDE = 'mount=$1; for folder in $2; do "$mount" -t tmpfs -o size=64k none "$folder" || exit 1; done; shift 2; exec "$@"'

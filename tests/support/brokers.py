@@ -36,7 +36,7 @@ def private_broker(folder: Path, kind: str = "any") -> Iterator[Broker]:
         broker.stop()
 
 
-class Watched:
+class RecordingLink:
     """A link with everything that it reported so far."""
 
     def __init__(self, link: Link):
@@ -53,7 +53,7 @@ class Watched:
         return [message.topic for message in self.of(Message)]
 
 
-def until(condition: Callable[[], object], *watched: Watched) -> None:
+def until(condition: Callable[[], object], *watched: RecordingLink) -> None:
     """Poll the links until the condition holds; fail with what they saw when it does not."""
 
     def pump() -> None:
@@ -63,7 +63,12 @@ def until(condition: Callable[[], object], *watched: Watched) -> None:
     waiting.until(condition, pump, lambda: [each.events for each in watched])
 
 
-def answers(port: int) -> bool:
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def accepts_connections(port: int) -> bool:
     """Whether a connection is taken."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S).close()
@@ -72,7 +77,7 @@ def answers(port: int) -> bool:
     return True
 
 
-def refuses(port: int) -> bool:
+def refuses_connections(port: int) -> bool:
     """Whether a connection is refused. While a broker ends it hangs up, or resets; only a refusal says that it has."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S).close()
@@ -88,7 +93,7 @@ class ScriptedBroker:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"mqtt://127.0.0.1:{self.listener.getsockname()[1]}"
 
-    def meet(self, watched: Watched) -> Peer:
+    def accept(self, watched: RecordingLink) -> Peer:
         """The link's next connection, its CONNECT not yet read; what happens until then is in ``watched.events``."""
         self.listener.setblocking(False)
         accepted: list[socket.socket] = []

@@ -57,7 +57,7 @@ def graph_for(method: str) -> Graph:
     return replace(graph, first=trees.only(models.initial(layout(), 0), made.personal))
 
 
-def evaluated(method: str, seed: int = 1, factor: float = 2.0) -> Params:
+def served_weights(method: str, seed: int = 1, factor: float = 2.0) -> Params:
     """Weights as far from uncertain as a trained model's; learned rates that differ."""
     shared = METHODS[method].shared
     wire = layout().extended(shared, ("body", "head"))
@@ -81,18 +81,18 @@ def home(folder: Path, samples: Samples | None = None, *, toml: str = "") -> Pat
     return folder
 
 
-def fresh(place: Path) -> Service:
+def reopened(place: Path) -> Service:
     """As another process sees the folder."""
     return service_of(place, settings_of(place))
 
 
 def restored(place: Path) -> Service:
-    service = fresh(place)
+    service = reopened(place)
     service.restore()
     return service
 
 
-def furnished(
+def service_with_model(
     place: Path, method: str, *, params: Params | None = None, hyper: Mapping[str, Any] | None = None,
     graph: Graph | None = None, load: bool = True,
 ) -> Service:
@@ -100,8 +100,8 @@ def furnished(
     made = graph or graph_for(method)
     data, name = graph_bundle.pack(made), f"{METHODS[method].personalizer:0>32}"
     DeviceState(place).save_graph(name, data)
-    service = fresh(place)
+    service = reopened(place)
     service.install(name, graph_bundle.unpack(data))
     if load:
-        service.load(METHODS[method], hyper or {}, weights_of(params or evaluated(method)))
+        service.load(METHODS[method], hyper or {}, weights_of(params or served_weights(method)))
     return service

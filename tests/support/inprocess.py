@@ -62,7 +62,7 @@ class Clock:
         return int(self.wall() * 1000)
 
 
-class Bench:
+class ReplaceableTrainer:
     """A device's trainer; a test may put another one in its place (``inner``) at any time."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class World:
     broker: LoopbackBroker
     clock: Clock = field(default_factory=Clock)
     agents: dict[str, Any] = field(default_factory=dict)
-    trainers: dict[str, Bench] = field(default_factory=dict)
+    trainers: dict[str, ReplaceableTrainer] = field(default_factory=dict)
     server: Any = None
     lines: list[str] = field(default_factory=list)
     lives: int = 0
@@ -146,7 +146,7 @@ class World:
         boot = f"{name}{self.lives}"
         topic, payload = will(settings, boot)
         link = LoopbackLink(self.broker, boot, Will(topic, payload))
-        trainer = Bench() if torch_is_there else None
+        trainer = ReplaceableTrainer() if torch_is_there else None
         agent = Agent(
             settings, home, link, service_of(home.folder, settings), AgentCosts(), trainer, boot=boot,
             limits=limits, adapter=InlineAdapter(), clock=self.clock, now_ms=self.clock.ms,
@@ -210,7 +210,7 @@ class World:
         """The last closed round."""
         return 0 if self.server is None else self.server.checkpoint.round
 
-    def told(self, text: str) -> bool:
+    def logged(self, text: str) -> bool:
         """Whether somebody logged a line with ``text`` in it."""
         return any(text in line for line in self.lines)
 

@@ -72,7 +72,7 @@ def laboratory(asked: Experiment, run: Run, folder: Path, executor: Executor | N
     return replace(lab, **more)
 
 
-def go(asked: Experiment, folder: Path, **more: Any) -> Store:
+def run_first(asked: Experiment, folder: Path, **more: Any) -> Store:
     """The first run of the experiment, to its end, in this process."""
     run = experiments.runs(asked)[0]
     store = Store(folder)
@@ -81,7 +81,7 @@ def go(asked: Experiment, folder: Path, **more: Any) -> Store:
     return store
 
 
-def go_killed(write: int, asked: Experiment, folder: Path) -> None:
+def run_first_and_die(write: int, asked: Experiment, folder: Path) -> None:
     """``go``; kills this process before its ``write``-th change of a file or folder. For a process of its own."""
     without_fsync(pytest.MonkeyPatch())
     sys.dont_write_bytecode = True
@@ -93,17 +93,17 @@ def go_killed(write: int, asked: Experiment, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    go(asked, folder, clock=ticking(0.5))
+    run_first(asked, folder, clock=ticking(0.5))
 
 
-def server(store: Store) -> dict[str, bytes]:
+def server_state(store: Store) -> dict[str, bytes]:
     """All of the last checkpoint but the time: arrays by name, and the rest."""
     path = sorted((store.folder / "state").glob("round-*"))[-1]
     arrays, metadata = storage.unpack(path.read_bytes())
     return {**{name: bits(array) for name, array in arrays.items()}, "metadata": json.dumps(metadata).encode()}
 
 
-def device(store: Store, name: str) -> dict[str, bytes]:
+def device_state(store: Store, name: str) -> dict[str, bytes]:
     """The state of a device on the disk, by role, group and name."""
     return flat(store.clients.load(name, 1 << 30))
 
@@ -116,14 +116,15 @@ def bits(array: np.ndarray[Any, Any]) -> bytes:
     return f"{array.dtype}{array.shape}".encode() + array.tobytes()
 
 
-def figures(store: Store) -> list[dict[str, Any]]:
+def rounds_without_times(store: Store) -> list[dict[str, Any]]:
     """The rounds without their times."""
     return [{key: value for key, value in row.items() if key != "seconds"} for row in store.rounds()]
 
 
-def everything(store: Store, devices: Iterable[str] = ("d0", "d1", "d2")) -> dict[str, Any]:
+def comparable(store: Store, devices: Iterable[str] = ("d0", "d1", "d2")) -> dict[str, Any]:
     """What two equal runs have in common."""
-    return {"server": server(store), "rounds": figures(store), **{name: device(store, name) for name in devices}}
+    states = {name: device_state(store, name) for name in devices}
+    return {"server": server_state(store), "rounds": rounds_without_times(store), **states}
 
 
 def ticking(step_s: float) -> Callable[[], float]:

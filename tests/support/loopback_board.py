@@ -25,6 +25,7 @@ import pytest
 
 from firmware_profiles.package.program import Program, sha256_of
 from tests.support import waiting
+from tests.support.brokers import free_port
 from tests.support.waiting import PATIENCE_S
 
 SBIN = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
@@ -128,7 +129,7 @@ class Board:
         """A path on the board, as this process sees it."""
         return self.root / path.lstrip("/")
 
-    def says(self, command: str, text: str) -> None:
+    def answer_with(self, command: str, text: str) -> None:
         """What ``uname -m``, ``getconf ...`` or ``python3 --version`` answers until ``as_new``."""
         program, arguments = command.split(maxsplit=1)
         self.path(f"/run/stand-in/{program}{arguments}").write_text(f"{text}\n")
@@ -178,7 +179,7 @@ def board(folder: Path) -> Iterator[Board]:
     _key(folder / "host_key")
     _key(folder / "key")
     shutil.copy(folder / "key.pub", folder / "authorized")
-    port = _free_port()
+    port = free_port()
     (folder / "sshd_config").write_text(SSHD_CONFIG.format(port=port, folder=folder, path=SBIN))
     (folder / "config").write_text(CLIENT_CONFIG.format(folder=folder))
     sshd = shutil.which("sshd", path=SBIN)
@@ -199,7 +200,7 @@ def board(folder: Path) -> Iterator[Board]:
         process.wait()
 
 
-def a_program(folder: Path, version: str, agent: str = GOOD) -> Program:
+def make_program(folder: Path, version: str, agent: str = GOOD) -> Program:
     """A program of three files for this machine, whose agent is a script that only says that it has come up."""
     files = {
         "bin/edge-agent": agent.replace("VERSION", version).encode(),
@@ -227,12 +228,6 @@ def _tellers() -> dict[str, str]:
 
 def _key(path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(path)], check=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return int(made.getsockname()[1])
 
 
 def _answers(port: int) -> bool:

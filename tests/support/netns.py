@@ -32,7 +32,7 @@ FOLDERS = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 
 
 @dataclass(frozen=True)
-class Passed:
+class WireTraffic:
     """What crossed an interface: bytes from the IP header on, and packets, as the namespace sent and received them."""
 
     sent: int
@@ -40,8 +40,8 @@ class Passed:
     sent_packets: int
     received_packets: int
 
-    def __sub__(self, before: Passed) -> Passed:
-        return Passed(
+    def __sub__(self, before: WireTraffic) -> WireTraffic:
+        return WireTraffic(
             self.sent - before.sent, self.received - before.received, self.sent_packets - before.sent_packets,
             self.received_packets - before.received_packets,
         )
@@ -59,13 +59,13 @@ class Wire:
         """The command that runs ``command`` inside."""
         return within(self.namespace, *command)
 
-    def passed(self) -> Passed:
+    def passed(self) -> WireTraffic:
         """Since the wire was made."""
         answer = _ip("-n", self.namespace, "-s", "-j", "link", "show", "dev", "eth")
         counts = json.loads(answer)[0]["stats64"]
         tx, rx = counts["tx"], counts["rx"]
         assert tx["dropped"] == tx["errors"] == rx["dropped"] == rx["errors"] == 0, counts
-        return Passed(
+        return WireTraffic(
             tx["bytes"] - ETHERNET_BYTES * tx["packets"], rx["bytes"] - ETHERNET_BYTES * rx["packets"],
             tx["packets"], rx["packets"],
         )

@@ -100,7 +100,7 @@ def exact(own: Params, residual: Params | None) -> Sent:
     return Sent(b"", own, None, None)
 
 
-def whole(groups: Params) -> Params:
+def unchanged(groups: Params) -> Params:
     """Devices hold what the server sends as it is."""
     return groups
 
@@ -127,7 +127,7 @@ class Device:
 
 
 @dataclass
-class Cohort:
+class QuadraticFleet:
     """A fleet. ``send`` encodes updates; ``publish`` gives what devices decode of what the server sends down.
 
     down, given, personal: the groups that go down, to all alike or one device's own, and those that stay on a device,
@@ -143,7 +143,7 @@ class Cohort:
     hyper: Any
     losses: Mapping[str, Quadratic]
     send: Send = exact
-    publish: Callable[[Params], Params] = whole
+    publish: Callable[[Params], Params] = unchanged
     down: tuple[str, ...] = GROUPS
     given: tuple[str, ...] = ()
     personal: tuple[str, ...] = ()
@@ -259,10 +259,10 @@ class Cohort:
         return (held.state, held.residual) if held.epoch == self.state.dual_epoch else ({}, None)
 
 
-def fleet_of(name: str, hyper: Any, losses: Mapping[str, Quadratic], **how: Any) -> Cohort:
+def fleet_of(name: str, hyper: Any, losses: Mapping[str, Quadratic], **how: Any) -> QuadraticFleet:
     """A fleet that runs the named method."""
     method = METHODS[name]
-    return Cohort(
+    return QuadraticFleet(
         method.client, method.server, hyper, losses, down=method.down, given=method.per_device,
         personal=method.personal,
         measures=int("prototypes" in method.shared), **how,
@@ -272,24 +272,24 @@ def fleet_of(name: str, hyper: Any, losses: Mapping[str, Quadratic], **how: Any)
 DEVICES = quadratics(8, seed=0, mu=MU, smoothness=SMOOTHNESS)
 
 
-def dyn(penalty: float = 2.0, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> Cohort:
+def dyn(penalty: float = 2.0, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> QuadraticFleet:
     """Eight devices that run PFLDyn at a rate below 2/(L + α)."""
     return _built(Dyn, {"penalty": penalty, "client_lr": 1 / (SMOOTHNESS + penalty)}, "feddyn", losses, how)
 
 
-def scaf(local_steps: int = 5, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> Cohort:
+def scaf(local_steps: int = 5, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> QuadraticFleet:
     """Eight devices that run PFLScaf with Kβ = K/L."""
     return _built(Scaf, {"local_steps": local_steps}, "scaffold", losses, {"role": "control", **how})
 
 
-def average(local_steps: int, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> Cohort:
+def average(local_steps: int, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> QuadraticFleet:
     """Eight devices that run FedAvg."""
     return _built(Averaging, {"local_steps": local_steps}, "fedavg", losses, how)
 
 
 def _built(
     hyper: type[Any], known: Mapping[str, Any], name: str, losses: Mapping[str, Quadratic], how: dict[str, Any]
-) -> Cohort:
+) -> QuadraticFleet:
     """``how``: hyper-parameters, and what a ``Cohort`` takes."""
     ours = {field.name for field in fields(hyper)}
     settings = {"local_steps": 10, "client_lr": 1 / SMOOTHNESS, "clip_norm": 0.0, **known}
@@ -297,7 +297,7 @@ def _built(
     return fleet_of(name, changed, losses, **how)
 
 
-def draws(names: Iterable[str], count: int, rounds: int, seed: int) -> list[list[str]]:
+def random_cohorts(names: Iterable[str], count: int, rounds: int, seed: int) -> list[list[str]]:
     """``count`` different devices for each of ``rounds`` rounds."""
     rng, listed = np.random.default_rng(seed), sorted(names)
     return [[listed[i] for i in rng.choice(len(listed), count, replace=False)] for _ in range(rounds)]

@@ -24,7 +24,7 @@ def waves(
     return x[:, None].astype(np.float32), rng.permutation(y) if mixed_up else y
 
 
-def written(path: Path, clients: int = 6, rows: int = 48, mixed_up: bool = False) -> Path:
+def write_waves(path: Path, clients: int = 6, rows: int = 48, mixed_up: bool = False) -> Path:
     """A file of such windows, ``rows`` of each client."""
     x, y = waves(clients * rows, seed=0, mixed_up=mixed_up)
     client = np.repeat(np.array([f"pump-{k}" for k in range(clients)], dtype=np.str_), rows)

@@ -29,7 +29,7 @@ def wheel(folder: Path, name: str, version: str, tag: str = "py3-none-any", requ
     return path
 
 
-def index(folder: Path) -> tuple[str, ...]:
+def wheel_folder(folder: Path) -> tuple[str, ...]:
     """All that the agent needs, for the boards' Pythons and architectures; uv's options that lead to them."""
     folder.mkdir()
     for name, version, requires in NEEDED:

@@ -14,8 +14,8 @@ import pytest
 from fleet_core.link import Message
 from fleet_core.link.mqtt import parse_url
 from fleet_core.protocol import topics
-from tests.support.brokers import answers, refuses
-from tests.support.faults import FLEET, Processes, check_end, found_tiny, free_port, processes, said, undisturbed
+from tests.support.brokers import accepts_connections, free_port, refuses_connections
+from tests.support.fleet_processes import FLEET, Processes, check_end, json_of, processes, reference_run, tiny_fleet
 
 pytestmark = pytest.mark.slow
 
@@ -25,25 +25,25 @@ ROUNDS = 6  # two for each step: one may be over before it is awaited
 Step = Callable[[Message], bool]
 
 STEPS: dict[str, Step] = {
-    "it trains": lambda m: m.topic == topics.presence(FLEET, DEVICE) and said(m).get("ph") == "train",
+    "it trains": lambda m: m.topic == topics.presence(FLEET, DEVICE) and json_of(m).get("ph") == "train",
     "the first chunk comes": lambda m: m.topic.startswith(f"fl1/{FLEET}/a/{DEVICE}/up/") and m.topic.endswith("/0"),
-    "it is told done": lambda m: m.topic == topics.down(FLEET, DEVICE) and said(m).get("t") == "done",
+    "it is told done": lambda m: m.topic == topics.down(FLEET, DEVICE) and json_of(m).get("t") == "done",
 }
 
 
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return found_tiny(tmp_path_factory.mktemp("founded"), rounds=ROUNDS)
+    return tiny_fleet(tmp_path_factory.mktemp("founded"), rounds=ROUNDS)
 
 
 @pytest.fixture(scope="module")
 def whole(founded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return undisturbed(founded, tmp_path_factory.mktemp("whole") / "run")
+    return reference_run(founded, tmp_path_factory.mktemp("whole") / "run")
 
 
 def start_server(running: Processes) -> None:
     running.start("server")
-    running.until(lambda: answers(parse_url(running.url).port), "the embedded broker")
+    running.until(lambda: accepts_connections(parse_url(running.url).port), "the embedded broker")
     running.watcher.link.abort()
     running.watcher.renew()
 
@@ -53,7 +53,7 @@ def end_one(running: Processes, victim: str) -> None:
     running.kill(victim)
     if victim != "server":
         return running.start(victim)
-    running.until(lambda: refuses(parse_url(running.url).port), "the end of the broker with its aggregator")
+    running.until(lambda: refuses_connections(parse_url(running.url).port), "the end of the broker with its aggregator")
     start_server(running)
 
 
@@ -73,5 +73,5 @@ def test_a_kill_changes_nothing(
             running.message(STEPS[name], what=name)
             end_one(running, victim)
         running.finish()
-        assert "broker: amqtt at" in running.desk.started[0].text()
+        assert "broker: amqtt at" in running.programs.started[0].text()
     check_end(folder, whole)

@@ -21,8 +21,17 @@ from fleet_core.data.samples import save
 from fleet_core.personalization import device_bundle
 from tests.support.brokers import private_broker
 from tests.support.bundles import bundle_of, samples
-from tests.support.desk import CLASSES, Program, closed_rounds, desk_in, device, edge_agent, found_fleet, write_samples
 from tests.support.paths import ROOT
+from tests.support.programs import (
+    CLASSES,
+    Program,
+    closed_rounds,
+    device,
+    edge_agent,
+    programs_in,
+    small_fleet,
+    write_samples,
+)
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow  # the first of these tests builds and installs
@@ -135,21 +144,21 @@ def test_a_fleet_is_not_made_without_torch_and_the_extra_is_named(torchless: Tor
 
 
 def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(torchless: Torchless, tmp_path: Path) -> None:
-    fleet = found_fleet(tmp_path / "fleet")
+    fleet = small_fleet(tmp_path / "fleet")
     trains, serves = (device(fleet, name, tmp_path / name) for name in ("d0", "d1"))
     np.save(tmp_path / "raw.npy", np.eye(3, 8, dtype=np.float32) * 3)
-    with private_broker(tmp_path / "broker") as broker, desk_in(tmp_path) as desk:
+    with private_broker(tmp_path / "broker") as broker, programs_in(tmp_path) as programs:
         at = ("--broker", broker.url)
 
         def start(program: str, *arguments: object) -> Program:
             command = [str(torchless.bin / program), *map(str, arguments), *at]
-            return desk.start(*command, environ=torchless.environ, cwd=torchless.folder)
+            return programs.start(*command, environ=torchless.environ, cwd=torchless.folder)
 
         server = start("metafleet", "server", "start", fleet.folder)
         agent = start("edge-agent", "run", "--home", serves)
-        agent.says("torch is not installed: this device serves and does not train")
-        agent.says("d1 is on")
-        trainer = desk.start(*edge_agent("run", "--home", trains, *at))
+        agent.wait_for("torch is not installed: this device serves and does not train")
+        agent.wait_for("d1 is on")
+        trainer = programs.start(*edge_agent("run", "--home", trains, *at))
         trainer.until(lambda: closed_rounds(fleet.folder) == [1, 2])
 
         with Ledger(fleet.ledger_path, create=False) as ledger:

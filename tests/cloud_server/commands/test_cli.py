@@ -38,8 +38,8 @@ from fleet_core.data.samples import load, save
 from fleet_core.link.interface import Connected, Message
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import topics
-from tests.support.desk import called, desk_in, found_fleet, metafleet, write_samples
 from tests.support.paths import ROOT
+from tests.support.programs import metafleet, programs_in, run_to_end, small_fleet, write_samples
 from tests.support.waiting import PATIENCE_S
 
 NOBODY = "mqtt://127.0.0.1:9"  # the discard port, where no broker is
@@ -249,7 +249,7 @@ def test_the_version_is_told(run: Run, program: str) -> None:
 
 @pytest.mark.parametrize(("environ", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
 def test_no_color_is_honoured(environ: dict[str, str], coloured: bool) -> None:
-    done = called(metafleet("serve"), environ={"FORCE_COLOR": "1", **environ})
+    done = run_to_end(metafleet("serve"), environ={"FORCE_COLOR": "1", **environ})
     assert done.returncode == 2
     assert "server" in done.stderr
     assert bool(COLOUR.search(done.stderr)) is coloured
@@ -275,8 +275,8 @@ def test_samples_that_were_added_count_at_once(run: Run, place: Path) -> None:
 
 
 def test_a_real_process_says_its_error_on_stderr_and_shows_a_traceback_when_asked(tmp_path: Path) -> None:
-    plain = called(metafleet("server", "status", tmp_path))
-    verbose = called(metafleet("server", "status", tmp_path, "--verbose"))
+    plain = run_to_end(metafleet("server", "status", tmp_path))
+    verbose = run_to_end(metafleet("server", "status", tmp_path, "--verbose"))
     assert (plain.returncode, plain.stdout, verbose.returncode, verbose.stdout) == (2, "", 2, "")
     assert plain.stderr == f"error: {tmp_path}: there is no fleet here\nhint: metafleet init {tmp_path}\n"
     assert "Traceback" in verbose.stderr
@@ -458,9 +458,9 @@ def test_a_device_that_is_not_on_does_not_keep_one_waiting_for_ever(run: Run, pl
     with Ledger(place / "fleet" / "ledger.sqlite") as ledger:
         seen = datetime(2026, 1, 2, 3, 4, 5).timestamp()
         ledger.put(replace(ledger.rows(Device, name="d0")[0], state="off", last_seen=seen))
-    with desk_in(place) as desk:
-        server = desk.start(*metafleet("server", "start", place / "fleet", "--port", 0, "--quiet"))
-        server.says("broker: ")
+    with programs_in(place) as programs:
+        server = programs.start(*metafleet("server", "start", place / "fleet", "--port", 0, "--quiet"))
+        server.wait_for("broker: ")
         url = re.search(r"mqtt://\S+", server.text())
         assert url is not None
         with closing(MqttLink(url[0], client_id="somebody")) as other:
@@ -588,7 +588,7 @@ def test_the_graph_of_another_model_is_refused(run: Run, place: Path) -> None:
 
 
 def test_the_first_weights_of_another_model_are_refused(run: Run, place: Path, tmp_path: Path) -> None:
-    fleet = found_fleet(tmp_path / "young").folder
+    fleet = small_fleet(tmp_path / "young").folder
     assert run("metafleet", "init", tmp_path / "other", "--data", wide(tmp_path)).code == 0
     shutil.copy(tmp_path / "other" / "weights.safetensors", fleet)
     before = contents(fleet)

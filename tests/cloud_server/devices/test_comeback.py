@@ -13,7 +13,7 @@ from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Presence
-from tests.support.certified import bare_fleet, papers, secured_broker
+from tests.support.pki import credentials_for, fleet_without_model, secured_broker
 from tests.support.waiting import until
 
 TOPIC = topics.presence("lab", "kitchen")
@@ -111,10 +111,10 @@ def test_the_operators_certificate_sees_a_device_come_back_over_tls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(back_online, "CONNECT_S", 30.0)
-    fleet, other = bare_fleet(tmp_path / "fleet"), Asked()
+    fleet, other = fleet_without_model(tmp_path / "fleet"), Asked()
     name = fleet.config.fleet.name
     with secured_broker(fleet) as (broker, _), fleet_certificates.as_operator(fleet, broker.url) as tls:
-        device = papers(fleet, "kitchen", tmp_path / "kitchen").link(broker.url, "kitchen")
+        device = credentials_for(fleet, "kitchen", tmp_path / "kitchen").link(broker.url, "kitchen")
         device.open()
         watch = MqttWatch(name, "kitchen", MqttLink(broker.url, client_id="flash", **tls), other)
         watch.before()

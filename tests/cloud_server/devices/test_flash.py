@@ -24,8 +24,8 @@ from fleet_core.base.errors import ConfigError, FlashError
 from fleet_core.board import catalogue
 from fleet_core.protocol import enrolment_token
 from tests.support import disks, wheels
-from tests.support.certified import lab
 from tests.support.disks import MIB
+from tests.support.pki import lab_fleet
 
 PASSWORD = "hunter2-and-more"
 PROGRAMS = ("mcopy", "mkfs.vfat", "mke2fs", "debugfs", "sfdisk")
@@ -48,7 +48,7 @@ samples = "/srv/samples.npz"
 def desk(tmp_path_factory):
     """A fleet with its certificates, a device file and a file for an image, side by side."""
     folder = tmp_path_factory.mktemp("desk")
-    lab(folder)
+    lab_fleet(folder)
     (folder / "os.img").write_bytes(bytes(MIB))
     return folder
 

@@ -16,8 +16,8 @@ from firmware_profiles.ssh import remote_install
 from fleet_core import __version__
 from fleet_core.base.errors import ConfigError, FlashError
 from fleet_core.protocol import enrolment_token
-from tests.support.certified import lab
-from tests.support.loopback_board import DEAF, Board, a_program
+from tests.support.loopback_board import DEAF, Board, make_program
+from tests.support.pki import lab_fleet
 
 pytestmark = [pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill"), pytest.mark.slow]
 
@@ -34,7 +34,7 @@ samples = "/srv/samples.npz"
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A fleet with its certificates, a device file beside it, and a program that was made already."""
-    lab(tmp_path)
+    lab_fleet(tmp_path)
     (tmp_path / "kitchen.toml").write_text(DEVICE)
     monkeypatch.setattr(remote_install, "POLL_S", 0.05)
     monkeypatch.setattr(back_online, "CONNECT_S", 0.1)
@@ -44,7 +44,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(patch: pytest.MonkeyPatch, folder: Path, build: str, **agent: str) -> None:
-    built = a_program(folder, f"{__version__}-{build}", **agent)
+    built = make_program(folder, f"{__version__}-{build}", **agent)
     patch.setattr(program, "make", lambda *_, **__: built)
 
 
@@ -89,7 +89,7 @@ def test_a_device_gets_its_token_last_and_it_is_said_nowhere(
 
 
 def test_a_device_that_is_refused_costs_no_token(desk: Path, board: Board) -> None:
-    board.says("getconf LONG_BIT", "32")
+    board.answer_with("getconf LONG_BIT", "32")
     with pytest.raises(FlashError, match="32-bit"):
         flash(desk, board)
     assert invitations(desk) == []

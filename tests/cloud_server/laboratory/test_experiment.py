@@ -359,7 +359,7 @@ def test_devices_that_can_draw_no_episode_are_refused_by_name(tmp_path: Path) ->
         "poorer: no class has two training samples, which pfldyn-proto needs",
         "hint: leave such devices out with the partition's min_samples, or use another partition",
     ]
-    lab.go(lab.experiment(data, "fedavg", {"local_steps": 1, "finetune_steps": 1}), tmp_path / "run")
+    lab.run_first(lab.experiment(data, "fedavg", {"local_steps": 1, "finetune_steps": 1}), tmp_path / "run")
 
 
 def test_a_new_device_without_a_support_set_is_refused_by_name(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def place(tmp_path: Path) -> Path:
     (home / "readings.csv").write_text(lines(HEADER, *rows))
     graph = export_graph(layout, kinds=("embed", "predict"))
     params = layout.ordered(trees.scale(models.initial(layout, 1), np.float32(2)))
-    homes.furnished(home, "fedavg", graph=graph, params=params)
+    homes.service_with_model(home, "fedavg", graph=graph, params=params)
     return home
 
 

@@ -25,8 +25,8 @@ from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.simulate import Options, simulate
 from fleet_core.base.errors import ConfigError, RoundError
 from tests.support import lab
-from tests.support.desk import descendants
 from tests.support.inprocess import Killed
+from tests.support.programs import descendants
 from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def setting(asked: Experiment, folder: Path) -> Setting:
 @pytest.fixture(scope="module")
 def wanted(asked: Experiment, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("wanted")
-    return lab.everything(lab.go(asked, folder, side_by_side=2), DEVICES)
+    return lab.comparable(lab.run_first(asked, folder, side_by_side=2), DEVICES)
 
 
 def go_on_after_a_death(
@@ -80,17 +80,17 @@ def go_on_after_a_death(
             kill()
 
     with pytest.raises(RoundError, match=says) as caught:
-        lab.go(asked, folder, executor=executor, told=told)
+        lab.run_first(asked, folder, executor=executor, told=told)
     assert "goes on where this run was" in str(caught.value)
     assert len(rows) == 2
-    return lab.everything(lab.go(asked, folder, side_by_side=2), DEVICES)
+    return lab.comparable(lab.run_first(asked, folder, side_by_side=2), DEVICES)
 
 
 def test_processes_give_what_one_gives_and_a_run_goes_on_after_the_death_of_one(
     tmp_path: Path, asked: Experiment, wanted: Any
 ) -> None:
     executor = Processes(setting(asked, tmp_path / "whole"), 2)
-    assert lab.everything(lab.go(asked, tmp_path / "whole", executor=executor), DEVICES) == wanted
+    assert lab.comparable(lab.run_first(asked, tmp_path / "whole", executor=executor), DEVICES) == wanted
     executor.close()
     executor = Processes(setting(asked, tmp_path / "died"), 2)
 
@@ -110,7 +110,7 @@ def test_ray_gives_what_one_process_gives_and_a_run_goes_on_after_the_death_of_a
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would be written into the home of whoever runs this
     try:
         executor = RayExecutor(setting(asked, tmp_path / "whole"), 2)
-        assert lab.everything(lab.go(asked, tmp_path / "whole", executor=executor), DEVICES) == wanted
+        assert lab.comparable(lab.run_first(asked, tmp_path / "whole", executor=executor), DEVICES) == wanted
         executor.close()
         executor = RayExecutor(setting(asked, tmp_path / "died"), 2)
         found = go_on_after_a_death(
@@ -147,7 +147,7 @@ def test_a_task_is_a_fixed_group_of_devices_side_by_side(
         return whole(*arguments, **more)
 
     monkeypatch.setattr(local_training, "train_side_by_side", counted)
-    assert lab.everything(lab.go(asked, tmp_path, side_by_side=2), DEVICES) == wanted
+    assert lab.comparable(lab.run_first(asked, tmp_path, side_by_side=2), DEVICES) == wanted
     assert sizes == [2, 2] * 4
 
 
@@ -169,8 +169,8 @@ def ended(folder: Path) -> dict[str, Any]:
         result = Store(run).result()
         rows = [{k: v for k, v in row.items() if k != "seconds"} for row in result["rounds"]]
         found[run.name] = {k: v for k, v in result.items() if k != "seconds"} | {"rounds": rows}
-        found[run.name + " lines"] = lab.figures(Store(run)) == rows
-        found[run.name + " server"] = lab.server(Store(run))
+        found[run.name + " lines"] = lab.rounds_without_times(Store(run)) == rows
+        found[run.name + " server"] = lab.server_state(Store(run))
     return found
 
 

@@ -171,7 +171,7 @@ def test_new_devices_are_held_out_and_evaluated_after_learning_from_a_share_of_t
         data, "fedavg", hyper, cohort=0, partition={"kind": "iid", "options": {"devices": 6}, "seed": 4},
         evaluation={"every": 0, "new_devices": 0.3, "support": [0.2, 0.5]},
     )
-    store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
+    store, work = lab.run_first(asked, data.parent / "run"), workload.build(asked)
     last = store.rounds()[-1]
     assert len(work.new) == 2
     assert {share.name for share in work.new}.isdisjoint(last["devices"])
@@ -202,7 +202,7 @@ def test_a_new_device_can_learn_from_the_first_of_its_time(data: Path) -> None:
     np.testing.assert_array_equal(support.x, work.samples.x[early])
     end = 0.75 * time[rows].min() + 0.25 * time[rows].max()
     assert time[early].max() < end <= np.setdiff1d(time[rows], time[early]).min()
-    last = lab.go(asked, data.parent / "run").rounds()[-1]
+    last = lab.run_first(asked, data.parent / "run").rounds()[-1]
     answers = Plain(evaluated(Store(data.parent / "run"))).answers(query.x)
     assert last["new_devices"]["0.25"]["devices"][share.name] == pytest.approx((answers == query.y).mean())
 
@@ -235,7 +235,7 @@ def test_within_training_nothing_that_is_evaluated_otherwise_is_looked_at(
 
 def test_the_served_model_as_it_is_stands_beside_what_devices_make_of_it(data: Path) -> None:
     asked = lab.experiment(data, "fedavg", {**FEDAVG, "finetune_steps": 20}, cohort=0)
-    store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
+    store, work = lab.run_first(asked, data.parent / "run"), workload.build(asked)
     last, pairs = store.rounds()[-1], []
     for share in work.train:
         x, y = of(work, share, share.test)
@@ -243,12 +243,12 @@ def test_the_served_model_as_it_is_stands_beside_what_devices_make_of_it(data: P
     assert last["before"]["accuracy"]["pooled"] == pytest.approx(np.mean([truth == answer for truth, answer in pairs]))
     assert last["before"]["macro_f1"] == pytest.approx(plain_f1(pairs))
     assert last["before"]["accuracy"] != last["accuracy"]
-    assert "before" not in lab.go(lab.experiment(data), data.parent / "proto").rounds()[-1]
+    assert "before" not in lab.run_first(lab.experiment(data), data.parent / "proto").rounds()[-1]
 
 
 def test_normalized_variance_is_taken_under_the_evaluated_encoder_over_all_devices(data: Path) -> None:
     asked = lab.experiment(data, cohort=0)
-    store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
+    store, work = lab.run_first(asked, data.parent / "run"), workload.build(asked)
     rows = np.concatenate([share.test for share in work.train])
     with torch.no_grad():
         z_ND = Plain(evaluated(store)).embed(work.samples.x[rows]).double().numpy()
@@ -260,7 +260,7 @@ def test_the_gradient_step_at_test_takes_the_test_samples_where_that_is_asked(da
     accuracies = []
     for test_step in (False, True):
         asked = lab.experiment(data, "per-fedavg-fo", hyper, evaluation={"every": 0, "test_step": test_step})
-        store, work = lab.go(asked, data.parent / f"run{test_step}"), workload.build(asked)
+        store, work = lab.run_first(asked, data.parent / f"run{test_step}"), workload.build(asked)
         for share in work.train:
             later, model = of(work, share, share.test), Plain(evaluated(store))
             model.step(*(later if test_step else of(work, share, share.train)), 0.7)
@@ -276,7 +276,7 @@ def test_novel_classes_are_kept_from_training_and_learned_by_new_devices(tmp_pat
         partition={"kind": "natural"}, cohort=0, evaluation={"every": 0, "novel_classes": [1, 4, 7], "novel": {
             "devices": 2, "classes_per_device": 3, "shots": 3, "queries": 5}},
     )
-    store, work = lab.go(asked, tmp_path / "run"), workload.build(asked)
+    store, work = lab.run_first(asked, tmp_path / "run"), workload.build(asked)
     assert not {1, 4, 7} & {int(k) for share in work.train for k in work.samples.y[share.rows]}
     found = store.rounds()[-1]["novel_classes"]
     for share in work.novel:
@@ -289,7 +289,7 @@ def test_novel_classes_are_kept_from_training_and_learned_by_new_devices(tmp_pat
 def test_permuted_labels_are_evaluated_in_the_numbers_of_the_set(data: Path) -> None:
     options = {"devices": 3, "classes_per_device": 2, "train_per_device": 20, "test_per_device": 12}
     asked = lab.experiment(data, cohort=0, partition={"kind": "alid", "options": options, "seed": 2})
-    store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
+    store, work = lab.run_first(asked, data.parent / "run"), workload.build(asked)
     pairs = []
     for share in work.train:
         assert share.labels is not None
@@ -315,7 +315,7 @@ SENT = {  # values up and down, models transmitted per device and round
 def test_without_a_codec_a_value_takes_four_bytes(data: Path, name: str) -> None:
     hyper = {"local_steps": 1, "batch": 9} if hasattr(METHODS[name].hyper(), "batch") else {"local_steps": 1}
     asked = lab.experiment(data, name, hyper, budget={"rounds": 1}, evaluation={"every": 0})
-    (row,) = lab.go(asked, data.parent / "run").rounds()
+    (row,) = lab.run_first(asked, data.parent / "run").rounds()
     up, down, models_transmitted = SENT[name]
     assert row["payload_bytes"] == {"up": 2 * 4 * up, "down": 2 * 4 * down}
     assert row["models_transmitted"] == 2 * models_transmitted
@@ -323,7 +323,7 @@ def test_without_a_codec_a_value_takes_four_bytes(data: Path, name: str) -> None
 
 
 def test_flops_are_those_of_the_steps(data: Path) -> None:
-    (row,) = lab.go(lab.experiment(data, "fedavg", FEDAVG, budget={"rounds": 1}), data.parent / "run").rounds()
+    (row,) = lab.run_first(lab.experiment(data, "fedavg", FEDAVG, budget={"rounds": 1}), data.parent / "run").rounds()
     forward = 2 * (8 * 6 + 6 * 3)
     assert row["flops"] == 2 * 2 * 12 * 3 * forward  # devices, steps, samples, a backward pass as two forward ones
 
@@ -353,17 +353,17 @@ def board(tmp_path: Path) -> Path:
 
 def test_joules_are_modelled_from_the_constants_of_the_board(data: Path, board: Path) -> None:
     asked = lab.experiment(data, "fedavg", FEDAVG, board=str(board))
-    for row in lab.go(asked, data.parent / "run", costs=costs_of(asked)).rounds():
+    for row in lab.run_first(asked, data.parent / "run", costs=costs_of(asked)).rounds():
         moved = sum(row["payload_bytes"].values())
         assert row["energy_j"]["value"] == pytest.approx(4e-9 * row["flops"] + 1e-6 * moved)
         assert row["energy_j"]["source"] == "model of bench (test)"
-    assert "energy_j" not in lab.go(lab.experiment(data, "fedavg", FEDAVG), data.parent / "none").rounds()[0]
+    assert "energy_j" not in lab.run_first(lab.experiment(data, "fedavg", FEDAVG), data.parent / "none").rounds()[0]
 
 
 def test_a_figure_that_cannot_be_taken_is_absent(data: Path, tmp_path: Path) -> None:
     pi = lab.experiment(data, "fedavg", FEDAVG, board="raspberry-pi-4b", budget={"rounds": 1})
     assert costs_of(pi).joules(1.0, 1.0) is None
-    (row,) = lab.go(pi, tmp_path / "run", costs=costs_of(pi)).rounds()
+    (row,) = lab.run_first(pi, tmp_path / "run", costs=costs_of(pi)).rounds()
     assert "energy_j" not in row
     assert Costs(1.0, 1.0).joules(None, 5) is None
 
@@ -377,9 +377,9 @@ def test_a_budget_ends_a_run_in_the_round_that_reaches_it(
     joules = 1e-6 * payload + 4e-9 * 2 * 2 * 12 * 3 * 132
     budget = {"rounds": 9, what: of_rounds * (payload if what == "payload_bytes" else joules)}
     asked = lab.experiment(data, "fedavg", FEDAVG, board=str(board), budget=budget, evaluation={"every": 0})
-    store = lab.go(asked, data.parent / "run", costs=costs_of(asked))
+    store = lab.run_first(asked, data.parent / "run", costs=costs_of(asked))
     assert [("accuracy" in row) for row in store.rounds()] == [False] * (ends - 1) + [True]
-    assert [row["round"] for row in lab.go(asked, store.folder, costs=costs_of(asked)).rounds()][-1] == ends
+    assert [row["round"] for row in lab.run_first(asked, store.folder, costs=costs_of(asked)).rounds()][-1] == ends
 
 
 # Devices that fail ----------------------------------------------------------------------------------------------------
@@ -405,14 +405,14 @@ def test_a_device_that_diverges_is_refused_counted_and_named_and_the_others_go_o
     hyper = {"local_steps": 1, "support_batch": 9, "query_batch": 9, "clip_norm": 0, "client_lr": lr}
     data = with_a_wild_one(tmp_path / "wild.npz", scale)
     asked = lab.experiment(data, "pfldyn-proto", hyper, cohort=0, codec_up=codec, budget={"rounds": 1})
-    store = lab.go(asked, tmp_path / "run", side_by_side=side_by_side)
+    store = lab.run_first(asked, tmp_path / "run", side_by_side=side_by_side)
     (row,) = store.rounds()
     assert (row["participants"], row["refused"]) == (2, 1)
     assert why in row["errors"]["d1"]
     assert np.isfinite(row["loss"])
     assert all(np.isfinite(array.numpy()).all() for array in evaluated(store).values())
-    assert lab.device(store, "d1") == {}
-    roles = {name.partition("/")[0] for name in lab.device(store, "d0")}
+    assert lab.device_state(store, "d1") == {}
+    roles = {name.partition("/")[0] for name in lab.device_state(store, "d0")}
     assert roles == ({"dual", "residual"} if codec == "int8" else {"dual"})
 
 
@@ -437,9 +437,9 @@ def test_memory_does_not_grow_with_the_number_of_devices(tmp_path: Path) -> None
             evaluation={"every": 0, "devices": 1},
         )
         tracemalloc.start()
-        store = lab.go(asked, tmp_path / str(devices))
+        store = lab.run_first(asked, tmp_path / str(devices))
         peaks[devices] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        took_part = sum(bool(lab.device(store, f"d{n:03}")) for n in range(devices))
+        took_part = sum(bool(lab.device_state(store, f"d{n:03}")) for n in range(devices))
         assert took_part > 0.7 * devices
     assert peaks[120] - peaks[20] < 100 * 36_000 / 10

@@ -41,7 +41,7 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture
 def samples(tmp_path: Path) -> Samples:
-    return load(waves.written(tmp_path / "pumps.npz"))
+    return load(waves.write_waves(tmp_path / "pumps.npz"))
 
 
 def tried(samples: Samples, **more: Any) -> Outcome:
@@ -193,7 +193,7 @@ def test_devices_that_do_not_train_are_evaluated_with_few_labels_too(
 ) -> None:
     monkeypatch.setattr(model_trial, "MAX_ROUNDS", 2)
     assert tried(samples).few is None, "a fifth of 48 samples is few"
-    found = tried(load(waves.written(tmp_path / "more.npz", rows=120)))
+    found = tried(load(waves.write_waves(tmp_path / "more.npz", rows=120)))
     assert found.few is not None
     assert found.few.number == 5 * len(waves.CLASSES)
     assert found.tried[0].few is not None
@@ -205,7 +205,7 @@ def test_a_model_that_only_memorises_real_samples_is_warned_of_and_a_good_one_is
 ) -> None:
     wide = (Model("mlp", "mlp", {"hidden": [64, 64]}),)
     for mixed_up in (True, False):
-        samples = load(waves.written(tmp_path / f"{mixed_up}.npz", clients=8, rows=120, mixed_up=mixed_up))
+        samples = load(waves.write_waves(tmp_path / f"{mixed_up}.npz", clients=8, rows=120, mixed_up=mixed_up))
         found = tried(samples, models=wide, method="pfldyn-proto")
         said = [text for text in found.warnings if "memorised: loss 0.0" in text]
         assert bool(said) == mixed_up, (found.rows(), found.warnings)
@@ -224,7 +224,7 @@ def test_tokens_have_no_plain_baseline(monkeypatch: Any) -> None:
 def test_init_writes_the_chosen_model_shows_the_table_and_keeps_the_fleet_the_second_time(
     tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, fleet = str(waves.written(tmp_path / "pumps.npz")), tmp_path / "fleet"
+    data, fleet = str(waves.write_waves(tmp_path / "pumps.npz")), tmp_path / "fleet"
     monkeypatch.setattr(model_trial, "MAX_ROUNDS", 1)
     monkeypatch.setattr(model_trial, "models_for", lambda samples: SMALL[:1])
     cli.init(fleet, data)

@@ -240,14 +240,14 @@ def test_a_real_disk_that_runs_full_holds_the_round_open_until_there_is_space(co
     ballast = fill(small_disk)
     assert w.pump(lambda: held_up(w) != "")
     assert "No space left on device" in held_up(w) or "disk is full" in held_up(w)
-    assert w.told(f"waiting for the disk: {small_disk}")
+    assert w.logged(f"waiting for the disk: {small_disk}")
     for _ in range(150):
         w.step(TICK_S)
     assert b'"st":"off"' in w.broker.retained["fl1/t/srv"], "the devices know that it is away"
     assert [r.status for r in w.server.ledger.rounds()] == ["open"]
     ballast.unlink()
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
-    assert w.told("the disk takes writes again")
+    assert w.logged("the disk takes writes again")
     assert outcome(w) == wanted
     check_duals(w, feedback=True)
 
@@ -379,7 +379,7 @@ def test_a_served_model_that_is_damaged_is_set_aside_and_made_again(copy, damage
     path = w.fleet.folder / "state" / "served.safetensors"
     damage(path)
     w.start_server()
-    assert w.told(f"{path} is damaged: set aside as served.damaged")
+    assert w.logged(f"{path} is damaged: set aside as served.damaged")
     assert path.with_suffix(".damaged").exists()
     assert w.server._parts.models.served == served
 
@@ -399,7 +399,7 @@ def test_a_damaged_shelf_costs_only_the_brokers_memory(copy, text):
     end(w)
     (w.fleet.folder / "state" / "published.json").write_text(text)
     run(w)
-    assert w.told("published.json is damaged") or text == '{"x": "y"}'
+    assert w.logged("published.json is damaged") or text == '{"x": "y"}'
 
 
 def test_a_damaged_key_is_named(copy):
@@ -427,11 +427,11 @@ def test_an_update_that_the_disk_does_not_give_is_kept_until_it_does(copy, monke
     with monkeypatch.context() as patch:
         patch.setattr(Spool, "check", refused)
         w.start_server()
-        assert w.pump(lambda: w.told("waiting for the disk: d0.update: cannot be read"), tick_s=TICK_S)
+        assert w.pump(lambda: w.logged("waiting for the disk: d0.update: cannot be read"), tick_s=TICK_S)
     w.broker.faults = lambda client, m: [m]
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     assert outcome(w) == wanted
-    assert not w.told("the kept update of d0 is dropped")
+    assert not w.logged("the kept update of d0 is dropped")
 
 
 @pytest.mark.parametrize("name", ["d0.update", "d0.json"])
@@ -452,4 +452,4 @@ def test_a_damaged_update_in_the_spool_is_asked_for_again(copy, name, restarted)
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     assert outcome(w) == wanted
     if name == "d0.update":
-        assert w.told("the kept update of d0 is dropped")
+        assert w.logged("the kept update of d0 is dropped")

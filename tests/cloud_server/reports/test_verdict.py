@@ -225,9 +225,9 @@ def test_a_fleet_whose_labels_mean_nothing_is_warned_of_in_log_and_status_and_a_
     fleet: Callable[..., World], capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad, good = fleet(mixed_up=True), fleet(mixed_up=False)
-    assert bad.told("warning: after round 2: accuracy near chance")
-    assert bad.told("labels are mixed up")
-    assert not good.told("warning: ")
+    assert bad.logged("warning: after round 2: accuracy near chance")
+    assert bad.logged("labels are mixed up")
+    assert not good.logged("warning: ")
     found = of_ledger(good.server.ledger)
     assert found is not None
     assert found.alone is not None
@@ -246,7 +246,7 @@ def test_a_fleet_whose_labels_mean_nothing_is_warned_of_in_log_and_status_and_a_
 def test_a_device_measures_what_it_does_alone_once_for_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = homes.furnished(homes.home(tmp_path / "d0", toy(1, 200)), "pfldyn-proto")
+    service = homes.service_with_model(homes.home(tmp_path / "d0", toy(1, 200)), "pfldyn-proto")
     found = service.alone()
     assert found is not None
     assert (np.sum(found.confusion), len(found.confusion)) == (80, 3)

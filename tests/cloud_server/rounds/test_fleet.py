@@ -281,7 +281,7 @@ def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round(fleet, co
     assert all("norm" in u.reason for u in rows if u.status == "refused")
     assert max(u.round for u in rows if u.device == "d1" and u.status == "counted") <= 6
     assert any(u.device == "d3" and u.status == "counted" for u in rows)
-    assert w.told("d2 lost its training state")
+    assert w.logged("d2 lost its training state")
 
 
 def test_devices_that_commit_without_being_counted_would_be_noticed(fleet):
@@ -567,7 +567,7 @@ def test_a_broker_without_retained_messages_is_named_as_the_cause(fleet):
     server = w.start_server()
     server.link.inbox.append(Disconnected("the broker refused the connection: Retain not supported"))
     server.step(0)
-    assert w.told("Retain not supported: a fleet needs a broker with retained messages")
+    assert w.logged("Retain not supported: a fleet needs a broker with retained messages")
 
 
 def test_a_broker_that_refuses_is_quoted_when_the_aggregator_gives_up(fleet):
@@ -670,7 +670,7 @@ def test_an_offer_that_does_not_fit_the_round_is_refused_and_named(liar, change,
     assert reason in liar.downs()[-1].reason
     assert liar.downs()[-1].t == "reject"
     assert [(u.status, reason in u.reason) for u in liar.w.server.ledger.rows(Update)] == [("refused", True)]
-    assert liar.w.told(reason)
+    assert liar.w.logged(reason)
 
 
 def nan_update(w: World) -> bytes:
@@ -715,7 +715,7 @@ def test_a_chunk_with_another_hash_is_refused_and_asked_for_again(liar):
     liar.w.step()
     liar.send(upload, 1, bytes(len(data)))
     liar.w.step()
-    assert liar.w.told("does not match its hash")
+    assert liar.w.logged("does not match its hash")
     assert liar.w.closed() == 0
     asked = len(liar.downs())
     for _ in range(30):
@@ -759,7 +759,7 @@ def test_a_device_that_is_not_in_the_cohort_or_not_enrolled_is_refused(fleet):
     stranger.offer(stranger.update(b"x" * 3000), 1)
     stranger.link.publish(topics.report(w.name, "stranger"), b'{"round":1}')
     w.step()
-    assert w.told("stranger: is not enrolled")
+    assert w.logged("stranger: is not enrolled")
     assert w.server.ledger.device("stranger") is None
     assert opened(w, 1), "nobody else was disturbed"
 
@@ -837,7 +837,7 @@ def test_an_agent_refuses_a_signed_round_that_is_not_for_it_now(fleet, change, r
     signed = w.fleet.signer().sign(messages.encode(replace(now, **{"seq": now.seq + 1000, **change})))
     w.broker.publish(topics.current(w.name), signed)
     w.step()
-    assert w.told(refusal)
+    assert w.logged(refusal)
     assert w.agents["d0"].manifest == now
 
 
@@ -874,7 +874,7 @@ def test_a_restarted_agent_still_refuses_what_it_has_outgrown(fleet):
     w.start_agent("d0")
     for _ in range(3):
         w.step()
-    assert w.told("old sequence number")
+    assert w.logged("old sequence number")
     assert w.agents["d0"].manifest is None
 
 
@@ -970,7 +970,7 @@ def test_a_late_update_is_recorded_as_late_and_its_state_discarded(fleet):
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     assert statuses(w, 1) == {"d0": "late", "d1": "counted", "d2": "counted"}
     assert statuses(w, 2) == dict.fromkeys(("d0", "d1", "d2"), "counted")
-    assert w.told("d0: round 1: the update was not counted, its state is discarded")
+    assert w.logged("d0: round 1: the update was not counted, its state is discarded")
     check_duals(w, feedback=True)
 
 
@@ -1185,7 +1185,7 @@ def test_below_quorum_the_round_waits_on_beyond_its_deadline(fleet):
     for _ in range(100):
         w.step(TICK_S)
     assert w.closed() == 0
-    assert w.told("2 of 3 updates at the deadline, waiting on d2 (off for ")
+    assert w.logged("2 of 3 updates at the deadline, waiting on d2 (off for ")
     assert "waiting on d2 (off for " in w.server.ledger.facts()["stalled"]
     assert "metafleet devices revoke" in w.server.stalled
     w.start_agent("d2")
@@ -1300,8 +1300,8 @@ def test_a_device_that_cannot_personalize_says_so_and_lives(fleet):
     assert w.pump(lambda: w.server.finished)
     for _ in range(5):
         w.step()
-    assert w.told("new: serve: ")
-    assert w.told("round 2: new: serve: "), "the aggregator heard of it"
+    assert w.logged("new: serve: ")
+    assert w.logged("round 2: new: serve: "), "the aggregator heard of it"
     assert {j.device for j in w.server.ledger.rows(Evaluation)} == {"d0", "d1", "d2"}
 
 
@@ -1468,7 +1468,7 @@ def test_weights_that_changed_on_the_disk_are_noticed_and_fetched_whole(fleet):
     held = agent.home.weights("model")
     agent.home.save_weights("model", replace(held, params=trees.apply(lambda a: a * np.float32(1.5), held.params)))
     assert w.pump(lambda: finished(w), tick_s=TICK_S)
-    assert w.told("d1: the delta does not fit")
+    assert w.logged("d1: the delta does not fit")
     assert statuses(w, 4)["d1"] == "counted"
 
 
@@ -1584,7 +1584,7 @@ def test_a_revoked_device_is_heard_no_more_and_can_be_let_in_again(fleet):
     w.server.ledger.request("revoke/d2", "yes")
     assert w.pump(lambda: w.closed() >= 4, tick_s=TICK_S)
     assert set(statuses(w, 4)) == {"d0", "d1"}
-    assert w.told("d2: is not enrolled") or "d2" not in statuses(w, 3)
+    assert w.logged("d2: is not enrolled") or "d2" not in statuses(w, 3)
     assert "d2" not in w.agents, "it was told, and has ended"
     w.server.ledger.request("enroll/d2", "yes")
     w.start_agent("d2")
@@ -1628,7 +1628,7 @@ def test_an_agent_that_lacks_the_rounds_method_says_so_and_waits(fleet):
     newer = replace(now, seq=now.seq + 1, open=True, round=2, method=replace(now.method, version=99))
     w.broker.publish(topics.current(w.name), w.fleet.signer().sign(messages.encode(newer)))
     w.step()
-    assert w.told("d0: method: method pfldyn-proto version 99")
+    assert w.logged("d0: method: method pfldyn-proto version 99")
     w.broker.publish(topics.current(w.name), w.fleet.signer().sign(messages.encode(replace(now, seq=now.seq + 2))))
     w.step()
     assert w.agents["d0"].manifest.seq == now.seq + 2
@@ -1746,7 +1746,7 @@ def test_a_model_that_is_served_while_devices_train_is_personalized_and_evaluate
     evaluated = {(j.round, j.device) for j in w.server.ledger.rows(Evaluation, stage="after")}
     assert evaluated >= {(4, f"d{n}") for n in range(3)}
     assert len(evaluated) >= 9, "also in mid-run"
-    assert not w.told("serve: ")
+    assert not w.logged("serve: ")
     assert [len(statuses(w, n)) for n in range(1, 5)] == [3] * 4
 
 
@@ -1760,7 +1760,7 @@ def test_what_was_trained_for_a_round_that_is_over_is_not_offered_for_the_next(f
     assert w.pump(lambda: finished(w) and settled(w), tick_s=0.1)
     assert set(statuses(w, 1)) == {"d0", "d1"}
     assert statuses(w, 3)["d2"] == "counted"
-    assert not w.told("refused")
+    assert not w.logged("refused")
     check_duals(w, feedback=True)
 
 
@@ -1827,8 +1827,8 @@ def test_devices_that_know_more_than_a_restored_backup_start_their_duals_again(f
     w.start_server()
     w.start_agent("d0")
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
-    assert w.told("d0 learned in round 4 what this ledger did not count")
-    assert w.told("every device's dual starts again from zero")
+    assert w.logged("d0 learned in round 4 what this ledger did not count")
+    assert w.logged("every device's dual starts again from zero")
     assert len([line for line in w.lines if "d0 learned in round" in line]) == 1
     check_duals(w, feedback=True)
 
@@ -1879,5 +1879,5 @@ def test_a_device_that_answers_by_few_labelled_samples_says_so_once(tmp_path: Pa
     assert w.pump(lambda: finished(w) and settled(w))
     (line,) = (line for line in w.lines if "few labelled samples" in line)
     assert line.startswith("some: note: few labelled samples (")
-    assert w.told("edge-agent samples add")
+    assert w.logged("edge-agent samples add")
     w.close()

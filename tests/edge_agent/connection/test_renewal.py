@@ -31,8 +31,8 @@ from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import certificates, messages
 from fleet_core.protocol.device_messages import Down, RenewalRequest, Report
 from tests.support.brokers import NEEDS_MOSQUITTO
-from tests.support.certified import bare_fleet, of_aggregator, reload, secured_broker
 from tests.support.inprocess import config_text, world
+from tests.support.pki import aggregator_credentials, fleet_without_model, reload_broker, secured_broker
 from tests.support.powercut import cut_at
 from tests.support.waiting import until
 
@@ -42,7 +42,7 @@ DUE_S = 2.6 * YEAR_S  # after this every certificate of five years, less one at 
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Fleet:
-    return bare_fleet(tmp_path / "fleet")
+    return fleet_without_model(tmp_path / "fleet")
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_an_agent_renews_over_mosquitto_comes_back_with_the_new_one_and_a_revoke
     with secured_broker(made) as (broker, _), Ledger(made.ledger_path) as ledger:
         homes = {name: tmp_path / name for name in ("d0", "d1")}
         holders = {name: issued(made, ledger, name, home, broker.url) for name, home in homes.items()}
-        server_link = of_aggregator(made).link(broker.url, "aggregator")
+        server_link = aggregator_credentials(made).link(broker.url, "aggregator")
         said = list[str]()
         server = Coordinator(made, server_link, ledger, boot="s", now=lambda: time.time() + later, log=said.append)
         server_link.open()
@@ -373,7 +373,7 @@ def test_an_agent_renews_over_mosquitto_comes_back_with_the_new_one_and_a_revoke
         ledger.put(*(Certificate(**{**rows[holder.serial].__dict__, "revoked_at": 1.0}) for holder in holders.values()))
         ledger.request("revoke/d1", repr(time.time() + later))
         until(lambda: "d1 revoked" in said, meanwhile)
-        reload(broker, made)
+        reload_broker(broker, made)
         assert left <= {"d1"}, "told before the broker denies it, if it was quick"
         for name, back in (("d0", True), ("d1", False)):
             agents.pop(name).link.close()

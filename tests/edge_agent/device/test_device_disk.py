@@ -111,8 +111,8 @@ def test_a_disk_that_is_full_at_any_write_changes_nothing_once_there_is_space(co
         counted = [(u.round, u.device, u.status) for u in w.server.ledger.rows(Update)]
         assert counted == [(n, d, "counted") for n in (1, 2) for d in ("d0", "d1")], full.where
         assert all_evaluated(w, 2), full.where
-        assert w.told("No space left on device"), full.where
-        assert w.told(f"{DEVICE}: the disk can be written again"), full.where
+        assert w.logged("No space left on device"), full.where
+        assert w.logged(f"{DEVICE}: the disk can be written again"), full.where
 
 
 def test_a_device_without_space_stays_on_reports_it_and_does_not_train_for_nothing(copy, monkeypatch):
@@ -136,7 +136,7 @@ def test_a_device_without_space_stays_on_reports_it_and_does_not_train_for_nothi
             w.step(TICK_S)
         assert trainings == []
         assert w.agents[DEVICE].link.connected
-        assert w.told("No space left on device")
+        assert w.logged("No space left on device")
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     check_duals(w, feedback=True)
 
@@ -180,7 +180,7 @@ def test_a_damaged_file_is_set_aside_and_the_run_goes_on(copy, name, how):
     w.start_agent(DEVICE)
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     check_duals(w, feedback=True)
-    assert w.told(f"{DEVICE} lost its training state") == (name == "state.safetensors")
+    assert w.logged(f"{DEVICE} lost its training state") == (name == "state.safetensors")
     assert bool(list(home.rglob("*.damaged"))) == (name != "serve.safetensors"), "which is only replaced"
 
 

@@ -36,8 +36,8 @@ from fleet_core.protocol.device_messages import Answer, Question
 from tests.cloud_server.rounds.test_fleet import FakeDevice
 from tests.cloud_server.rounds.test_fleet import finished as fleet_finished
 from tests.support import homes
-from tests.support.desk import CLASSES, Desk, desk_in, edge_agent
 from tests.support.inprocess import World, config_text, toy, world
+from tests.support.programs import CLASSES, Programs, edge_agent, programs_in
 from tests.support.waiting import PATIENCE_S
 
 X = np.random.default_rng(0).normal(size=(70, 8)).astype(np.float32)  # more than one batch of the session
@@ -456,14 +456,14 @@ def test_a_file_that_another_process_damages_is_logged_once_and_the_old_model_an
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    with desk_in(tmp_path) as made:
+def programs(tmp_path: Path) -> Iterator[Programs]:
+    with programs_in(tmp_path) as made:
         yield made
 
 
-def test_edge_agent_serve_answers_follows_and_ends_in_order(desk: Desk, home: Path, service: Service) -> None:
-    program = desk.start(*edge_agent("serve", "--home", home, "--port", 0))
-    program.says("answers at http://127.0.0.1:")
+def test_edge_agent_serve_answers_follows_and_ends_in_order(programs: Programs, home: Path, service: Service) -> None:
+    program = programs.start(*edge_agent("serve", "--home", home, "--port", 0))
+    program.wait_for("answers at http://127.0.0.1:")
     port = int(program.text().partition("http://127.0.0.1:")[2].partition("/")[0])
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
         same(client.infer("desk", [tensor_of(X)]), service.answers(X))
@@ -475,22 +475,22 @@ def test_edge_agent_serve_answers_follows_and_ends_in_order(desk: Desk, home: Pa
     if Path("/proc/self/maps").exists():
         assert "torch" not in Path(f"/proc/{program.process.pid}/maps").read_text()
     program.process.send_signal(signal.SIGTERM)
-    assert program.ends() == 0
+    assert program.exit_code() == 0
     assert "Traceback" not in program.text()
 
 
-def test_edge_agent_run_answers_over_http_if_a_port_is_set(desk: Desk, home: Path) -> None:
+def test_edge_agent_run_answers_over_http_if_a_port_is_set(programs: Programs, home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with (home / "device.toml").open("a") as file:
         file.write(f"\n[serve]\nport = {port}\n")
-    program = desk.start(*edge_agent("run", "--home", home, "--broker", "mqtt://127.0.0.1:1"))
-    program.says(f"answers at http://127.0.0.1:{port}/v2/models/desk")
+    program = programs.start(*edge_agent("run", "--home", home, "--broker", "mqtt://127.0.0.1:1"))
+    program.wait_for(f"answers at http://127.0.0.1:{port}/v2/models/desk")
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
         assert client.is_server_live()
         assert client.is_server_ready(), "from its disk, before the fleet is there"
     program.process.send_signal(signal.SIGTERM)
-    program.ends()
+    program.exit_code()
     assert "Traceback" not in program.text()
 
 

@@ -14,7 +14,7 @@ from edge_agent.inference import relearn
 from edge_agent.inference.service import Service
 from fleet_core.base.errors import DataError
 from fleet_core.board.device_settings import settings_of
-from tests.support.desk import finished_fleet
+from tests.support.programs import finished_fleet
 
 
 @pytest.fixture

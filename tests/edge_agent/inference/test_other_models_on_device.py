@@ -94,7 +94,7 @@ def device(folder: Path, family: str) -> Service:
     weights = homes.weights_of(models.initial(layout, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, "bring_mine")
-        service = homes.fresh(place)
+        service = homes.reopened(place)
         service.install("a" * 32, graph_bundle.unpack(data))
         service.load(METHODS[METHOD], {}, weights)
     return service

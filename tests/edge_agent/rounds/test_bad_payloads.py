@@ -81,7 +81,7 @@ def refused(liar: FakeDevice, reason: str, status: str = "refused") -> None:
     rows = liar.w.server.ledger.rows(Update)
     assert [(row.device, row.status, reason in row.reason) for row in rows] == [("liar", status, True)]
     assert (liar.downs()[-1].t, reason in liar.downs()[-1].reason) == ("reject", True)
-    assert liar.w.told("liar: update refused: ")
+    assert liar.w.logged("liar: update refused: ")
     assert not list((liar.w.fleet.folder / "spool").glob("*/*.update"))
 
 
@@ -106,7 +106,7 @@ def test_an_offer_of_too_many_chunks_is_refused_as_a_message(liar: FakeDevice) -
     offer = liar.update(b"x", blob=replace(consistent(4096, 1024), n=1_000_001))
     liar.offer(offer, 1)
     liar.w.step()
-    assert liar.w.told("refused fl1/t/a/liar/up/1/m: a malformed UploadManifest: blob.n: 1000001 is over the limit")
+    assert liar.w.logged("refused fl1/t/a/liar/up/1/m: a malformed UploadManifest: blob.n: 1000001 is over the limit")
     assert liar.w.server.ledger.rows(Update) == []
     assert [down.t for down in liar.downs()] == ["heard"]
 
@@ -186,7 +186,7 @@ def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(l
     for k, part in ((0, bytes(len(right[0]))), (0, right[0] + b"x"), (upload.blob.n, b"x")):
         liar.link.publish(topics.upload(liar.w.name, "liar", 1, k), part)
     liar.w.step()
-    assert liar.w.told("refused fl1/t/a/liar/up/1/0: blob ")
+    assert liar.w.logged("refused fl1/t/a/liar/up/1/0: blob ")
     counted = liar.w.server._parts.receiver._uploads.wrong_chunks
     assert counted == {"liar": 3}
     liar.send(upload, 1, data)
@@ -332,7 +332,7 @@ def test_a_model_that_is_none_is_refused_and_the_aggregator_told(
     announce(w, data)
     with taking_little():
         assert w.pump(lambda: device.phase == "failed")
-    assert w.told(reason)
+    assert w.logged(reason)
     assert any(reason in why for why in ear.failures())
     assert device.home.weights("model").model == held, "what it had is untouched"
 
@@ -350,7 +350,7 @@ def test_a_model_whose_blob_cannot_be_takes_no_memory(w: World, blob: Blob, reas
     with taking_little():
         announce(w, b"", blob=blob)
         w.step()
-    assert w.told(reason)
+    assert w.logged(reason)
     assert any(reason in why for why in ear.failures())
 
 
@@ -362,10 +362,10 @@ def test_a_chunk_of_other_bytes_is_refused_and_the_right_one_taken(w: World) -> 
     announce(w, data)
     right = w.broker.retained[topic]
     w.broker.retained[topic] = bytes(len(right))
-    assert w.pump(lambda: w.told(f"d0: refused {topic}: "))
-    assert w.told("chunk 0 does not match its hash")
+    assert w.pump(lambda: w.logged(f"d0: refused {topic}: "))
+    assert w.logged("chunk 0 does not match its hash")
     w.broker.retained[topic] = right
-    assert w.pump(lambda: w.told("the decoded model is not the one that was announced")), "all chunks are here"
+    assert w.pump(lambda: w.logged("the decoded model is not the one that was announced")), "all chunks are here"
 
 
 def test_a_record_of_what_was_counted_that_another_key_signed_settles_nothing(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_a_record_of_what_was_counted_that_another_key_signed_settles_nothing(tm
     w.broker.publish(topics.down(w.name, "d0"), Signer(bytes(32)).sign(messages.encode(forged)))
     agent.step(0)
     assert agent._updates.pending is pending
-    assert w.told("is signed by key")
+    assert w.logged("is signed by key")
     w.close()
 
 

@@ -21,7 +21,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.base.trees import Params
 from fleet_core.model.layout import MODEL_GROUPS as GROUPS
-from tests.support.quadratics import DEVICES, LAYOUT, SIZE, Cohort, bits, draws, fleet_of, tree
+from tests.support.quadratics import DEVICES, LAYOUT, SIZE, QuadraticFleet, bits, fleet_of, random_cohorts, tree
 
 FORMS: dict[str, dict[str, Any]] = {
     **{name: {} for name in METHODS},
@@ -35,7 +35,7 @@ FORMS: dict[str, dict[str, Any]] = {
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
-def play(form: str) -> Cohort:
+def play(form: str) -> QuadraticFleet:
     """A fleet of quadratics that runs this form of a method."""
     name = form.partition(",")[0]
     options = {"local_steps": 3, "client_lr": 0.02, "head_steps": 1, **FORMS[form]}
@@ -108,7 +108,7 @@ def everything(state: ServerState) -> tuple[Any, ...]:
     return (*trees_, memory, state.dual_epoch, dict(state.scalars))
 
 
-def made_up(fleet: Cohort, name: str) -> list[Update]:
+def made_up(fleet: QuadraticFleet, name: str) -> list[Update]:
     """Updates of sizes so different that the order of a sum shows, in what the method sends."""
     rng, method = np.random.default_rng(0), METHODS[name]
     shapes = LAYOUT.extended(method.down, method.shared).zeros(method.shared)
@@ -133,11 +133,11 @@ def test_every_method_closes_to_the_same_bits_for_any_arrival(form: str) -> None
     assert name == "local" or everything(one) != everything(fleet.state)
 
 
-def from_disk(folder: Path) -> Callable[[Cohort], None]:
+def from_disk(folder: Path) -> Callable[[QuadraticFleet], None]:
     """Writes and reads all that server and devices remember, as a restart does."""
     checkpoints = Checkpoints(folder)
 
-    def restart(fleet: Cohort) -> None:
+    def restart(fleet: QuadraticFleet) -> None:
         order = LAYOUT.extended(fleet.down, GROUPS).seeded(0)
         checkpoints.save(Checkpoint(fleet.number, fleet.state))
         fleet.state = checkpoints.load(fleet.number, order).state
@@ -152,10 +152,10 @@ def ordered(params: Params, order: Params) -> ClientState:
     return {g: {n: params[g][n] for n in named} for g, named in order.items() if g in params}
 
 
-def rounds(fleet: Cohort, between: Callable[[Cohort], None]) -> list[Any]:
+def rounds(fleet: QuadraticFleet, between: Callable[[QuadraticFleet], None]) -> list[Any]:
     """What the server and all devices hold after every round."""
     held = []
-    for active in draws(DEVICES, 3, 5, seed=1):
+    for active in random_cohorts(DEVICES, 3, 5, seed=1):
         fleet.round(active)
         between(fleet)
         devices = {n: storage.pack(storage.flatten_roles(d.state)) for n, d in fleet.devices.items()}

@@ -244,7 +244,7 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def evaluated_or_unable(w: World, name: str) -> bool:
     as_received = any(j.device == name for j in w.server.ledger.rows(Evaluation, round=w.closed()))
-    return as_received or w.told(f"round {w.closed()}: {name}: ")
+    return as_received or w.logged(f"round {w.closed()}: {name}: ")
 
 
 def test_a_live_fleet_computes_what_a_plain_loop_of_the_same_functions_does(played: Played) -> None:
@@ -326,27 +326,27 @@ def expected_answer(plain: Plain, own: Samples, state: ClientState | None, x: An
 def test_a_device_without_torch_answers_as_far_as_it_can_and_says_what_it_cannot(played: Played) -> None:
     w, method = played.w, played.plain.method
     service = w.agents["bare"].service
-    said = w.told(f"bare: {method.name} makes a device's own weights by gradient steps, and there is no trainer here")
+    said = w.logged(f"bare: {method.name} makes a device's own weights by gradient steps, and there is no trainer here")
     stated = method_catalogue.without_torch(method)
     if stated in ("class means", "embedded samples"):
         assert service.answers(toy(5).x[:4]).personalization == method.personalizer
         assert not said
         return
     assert said
-    assert w.told("pip install \"metafleet[train]\"")
+    assert w.logged("pip install \"metafleet[train]\"")
     # the fleets here have no graph of steps
     stated = stated.removeprefix("tuned weights; ").removesuffix(" where its steps are no graph")
     if stated == "the fleet's model":
         assert service.answers(toy(5).x[:4]).personalization == "none"
-        assert w.told("the fleet's model answers as it is")
+        assert w.logged("the fleet's model answers as it is")
     else:
         assert stated == "nothing"
         with pytest.raises(
             StateError, match=f"with {method.name} a device answers with weights of its own, which are not made yet"
         ):
             service.predict(toy(5).x[:4])
-        assert w.told(f"round {ROUNDS}: bare: {method.name}"), "the aggregator heard of it"
-        assert w.told("there are no answers")
+        assert w.logged(f"round {ROUNDS}: bare: {method.name}"), "the aggregator heard of it"
+        assert w.logged("there are no answers")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -477,7 +477,8 @@ def test_control_variates_go_down_and_one_model_comes_up(method: str) -> None:
 
 def test_prototypes_travel_in_full_precision_whatever_the_link_says_and_a_person_is_told(fleet) -> None:
     w = fleet("fedproto", "int8")
-    assert w.told("fedproto sends sums over samples, which a lossy codec would spoil: all goes as fp32, not as int8 up")
+    assert w.logged("fedproto sends sums over samples, which a lossy codec would spoil: "
+                    "all goes as fp32, not as int8 up")
     assert w.pump(lambda: finished(w))
     (told,) = fleet("fedproto", "fp32").fleet.remarks()
     assert told.startswith("fedproto sends every device's class means")
@@ -500,7 +501,7 @@ def test_prototypes_of_many_samples_are_no_update_of_a_large_norm(fleet) -> None
     assert trees.norm({"prototypes": {"total": total}}) / len(NAMES) > 9.0
     low = fleet("fedproto", rounds=1, link="max_update_norm = 0.5")
     assert low.pump(lambda: low.server.stalled != "")
-    assert low.told("an update of norm")
+    assert low.logged("an update of norm")
 
 
 def test_a_round_of_a_method_that_shares_nothing_costs_a_few_bytes(fleet) -> None:
@@ -511,7 +512,8 @@ def test_a_round_of_a_method_that_shares_nothing_costs_a_few_bytes(fleet) -> Non
     assert by_kind["model"].down == nothing * len(NAMES), "once: it is the same in every round"
     assert by_kind["update"].up == nothing * len(NAMES) * ROUNDS
     assert nothing < 32
-    assert w.told(f"local shares nothing: a device fetches a model of {nothing} bytes once, and sends as many a round")
+    expected = f"local shares nothing: a device fetches a model of {nothing} bytes once, and sends as many a round"
+    assert w.logged(expected)
 
 
 @pytest.mark.parametrize(
@@ -701,12 +703,12 @@ def test_a_device_whose_trainer_died_over_its_own_weights_makes_them_when_it_is_
     w.kill_server()
     w.start_server()
     w.trainers["d0"].inner = Dies()
-    assert w.pump(lambda: w.told("d0: serve: personalization failed: the trainer process ended with exit code -9"))
+    assert w.pump(lambda: w.logged("d0: serve: personalization failed: the trainer process ended with exit code -9"))
     assert w.pump(lambda: w.agents["d0"].service.personalization == "own")
     assert w.pump(lambda: finished(w))
     late = w.start_agent("late", toy(9), train=False)
     w.trainers["late"].inner = Dies()
-    assert w.pump(lambda: w.told("late: serve: personalization failed"))
+    assert w.pump(lambda: w.logged("late: serve: personalization failed"))
     w.broker.drop(late.link.client_id)
     assert w.pump(lambda: late.service.personalization == "own"), "also when nothing new is announced"
 

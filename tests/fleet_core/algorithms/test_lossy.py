@@ -27,35 +27,35 @@ from tests.support.quadratics import (
     DEVICES,
     LAYOUT,
     SIZE,
-    Cohort,
     Quadratic,
+    QuadraticFleet,
     Send,
     average,
-    draws,
     dyn,
     int8,
+    random_cohorts,
     scaf,
     top_k,
 )
 
 pytestmark = pytest.mark.slow
 
-Build = Callable[..., Cohort]
+Build = Callable[..., QuadraticFleet]
 both = pytest.mark.parametrize("build", [dyn, scaf])
 PLAIN, FEEDBACK = int8("int8-plain"), int8("int8")
 WIRE = LAYOUT.extended((*GROUPS, "control"), GROUPS)
-HALF = draws(DEVICES, 4, 130, seed=1)
+HALF = random_cohorts(DEVICES, 4, 130, seed=1)
 ALL: list[list[str]] = [[]] * 130
 
 
-def gap_of_duals(fleet: Cohort) -> float:
+def gap_of_duals(fleet: QuadraticFleet) -> float:
     """How far g is from what it should be; without feedback the residuals are zero."""
     hyper = fleet.hyper
     per_residual = hyper.penalty if isinstance(hyper, Dyn) else 1 / distance(hyper, fleet.number)
     return float(np.abs(fleet.server_dual - fleet.mean_dual() - per_residual * fleet.mean_residual()).max())
 
 
-def lossy(fleet: Cohort, active: list[list[str]]) -> tuple[float, float]:
+def lossy(fleet: QuadraticFleet, active: list[list[str]]) -> tuple[float, float]:
     """(error at the end, largest gap of the duals after any round)."""
     gaps = []
     for names in active:
@@ -181,7 +181,7 @@ def strayed(build: Build, codec: str, **how: Any) -> float:
     devices = steep_and_flat()
     fleet, reference = (build(local_steps=5, client_lr=0.2, losses=devices, **how) for _ in range(2))
     fleet.publish, distances = Downlink(codec), []
-    for active in draws(devices, 2, 120, seed=1):
+    for active in random_cohorts(devices, 2, 120, seed=1):
         fleet.round(active)
         reference.round(active)
         distances.append(float(np.linalg.norm(fleet.model - reference.model)))

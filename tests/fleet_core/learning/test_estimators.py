@@ -20,7 +20,7 @@ from fleet_core.learning import gradients, losses, models
 from fleet_core.learning.gradient_estimators import PADDED, Episode, Estimators
 from fleet_core.learning.gradients import Gradient
 from fleet_core.model.layout import InputSpec
-from tests.support.quadratics import DEVICES, SIZE, Cohort, Quadratic, average, dyn, scaf, tree, vector
+from tests.support.quadratics import DEVICES, SIZE, Quadratic, QuadraticFleet, average, dyn, scaf, tree, vector
 
 CLASSES, WIDTH = 3, 5
 HYPER: dict[str, Any] = {
@@ -365,7 +365,7 @@ def hessian_free(loss: gradients.Loss, lr: float) -> Gradient:
     ids=["pfldyn", "pflscaf", "pfldyn, hessian-free", "pfldyn, first-order", "per-fedavg"],
 )
 def test_with_maml_the_minimiser_of_the_mean_loss_after_adaptation_is_found(
-    build: Callable[..., Cohort], estimate: Callable[[gradients.Loss, float], Gradient], found: bool
+    build: Callable[..., QuadraticFleet], estimate: Callable[[gradients.Loss, float], Gradient], found: bool
 ) -> None:
     """Acar's objective (OPT), in closed form; first-order and averaging stop elsewhere."""
     losses = {name: adapted(DEVICES[name], 0.05, estimate) for name in list(DEVICES)[:3]}

@@ -25,7 +25,17 @@ from fleet_core.learning import local_training, models, personal_model, round_pl
 from fleet_core.learning.flops import flops_per_sample
 from fleet_core.learning.local_training import TrainResult
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
-from tests.support.playing import SEED, TOY, Fleet, flat, gap, hyper_of, same, toy_layout, toy_samples
+from tests.support.simulation import (
+    SEED,
+    TOY,
+    Fleet,
+    equal_bits,
+    flat,
+    hyper_of,
+    max_difference,
+    toy_layout,
+    toy_samples,
+)
 
 every_method = pytest.mark.parametrize("name", METHODS)
 SMALL: dict[str, Any] = {
@@ -210,9 +220,9 @@ def test_equal_generators_give_equal_bits(name: str) -> None:
     first, again = one.trained()[1], other.trained()[1]
     other.number += 1
     later = other.trained()[1]
-    assert same(first.update.groups, again.update.groups)
+    assert equal_bits(first.update.groups, again.update.groups)
     assert first.update.scalars == again.update.scalars
-    assert all(same(first.pending[role], again.pending[role]) for role in first.pending)
+    assert all(equal_bits(first.pending[role], again.pending[role]) for role in first.pending)
     assert (first.loss, first.flops, first.steps) == (again.loss, again.flops, again.steps)
     assert first.loss != later.loss
 
@@ -260,10 +270,10 @@ def test_a_device_keeps_what_the_method_says_in_float32_through_a_file(name: str
     arrays, _ = storage.unpack(storage.pack(storage.flatten_roles(state)))
     back = storage.unflatten_roles(arrays)
     assert storage.flatten_roles(back).keys() == storage.flatten_roles(state).keys()
-    assert all(same(played.layout.ordered(back[role]), played.layout.ordered(state[role])) for role in state)
+    assert all(equal_bits(played.layout.ordered(back[role]), played.layout.ordered(state[role])) for role in state)
     expected = played.trained()[0]
     played.states[0] = back
-    assert same(played.trained()[0].update.groups, expected.update.groups)
+    assert equal_bits(played.trained()[0].update.groups, expected.update.groups)
 
 
 LOCAL: dict[str, dict[str, Any]] = {
@@ -283,14 +293,15 @@ def test_clients_side_by_side_do_what_each_does_alone(name: str, local: str, pad
     for played in (alone, together):
         played.states[1] = {}
         played.round([0, 2, 1, 4, 3])
-    assert gap(alone.broadcast().groups, together.broadcast().groups) < 1e-4 * biggest(alone.broadcast().groups)
+    expected = alone.broadcast().groups
+    assert max_difference(expected, together.broadcast().groups) < 1e-4 * biggest(expected)
     together.state, together.states = alone.state, alone.states
     one, many = alone.trained(), together.trained()
     assert one.keys() == many.keys()
     for i, result in one.items():
-        assert gap(result.update.groups, many[i].update.groups) < 1e-5 * biggest(result.update.groups)
+        assert max_difference(result.update.groups, many[i].update.groups) < 1e-5 * biggest(result.update.groups)
         for role, tree in result.pending.items():
-            assert gap(tree, many[i].pending[role]) < 1e-5 * biggest(tree)
+            assert max_difference(tree, many[i].pending[role]) < 1e-5 * biggest(tree)
         assert many[i].loss == pytest.approx(result.loss, rel=1e-4)
         assert many[i].update.scalars == pytest.approx(dict(result.update.scalars), rel=1e-5)
         assert replace(many[i], **unlike(result)) == result
@@ -385,8 +396,8 @@ def test_a_models_own_random_layers_draw_from_the_rounds_generator_and_rest_when
     first, again = (fleet.trained()[0].update.groups for _ in range(2))
     assert torch.equal(torch.rand(1), expected), "the caller's random numbers are left alone"
     fleet.number += 1
-    assert same(first, again)
-    assert not same(first, fleet.trained()[0].update.groups)
+    assert equal_bits(first, again)
+    assert not equal_bits(first, fleet.trained()[0].update.groups)
     assert not fleet.model.training
 
 
@@ -406,8 +417,8 @@ def test_what_a_round_is_given_is_left_as_it_was(name: str) -> None:
         played.method, played.model, played.layout, sent, played.states[0], *played.data[0], played.hyper,
         np.random.default_rng(0),
     )  # fmt: skip
-    assert same(before, sent.groups)
-    assert all(same(kept[role], played.states[0][role]) for role in kept)
+    assert equal_bits(before, sent.groups)
+    assert all(equal_bits(kept[role], played.states[0][role]) for role in kept)
 
 
 def test_progress_counts_the_steps() -> None:

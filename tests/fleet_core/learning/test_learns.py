@@ -15,7 +15,7 @@ import pytest
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.learning import local_training, models
 from fleet_core.model.layout import InputSpec
-from tests.support.playing import Fleet, Samples, hyper_of
+from tests.support.simulation import Fleet, Samples, hyper_of
 
 pytestmark = pytest.mark.slow
 

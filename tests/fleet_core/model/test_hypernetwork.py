@@ -25,7 +25,7 @@ from fleet_core.protocol import messages
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import PerDevice
 from tests.support.inprocess import config_text
-from tests.support.playing import Fleet, flat, gap, hyper_of, same, toy_samples
+from tests.support.simulation import Fleet, equal_bits, flat, hyper_of, max_difference, toy_samples
 
 MODEL: dict[str, dict[str, Any]] = {
     "body": {"a": np.arange(6.0).reshape(2, 3), "b": np.ones(2)}, "head": {"c": np.zeros((1, 2))},
@@ -88,7 +88,7 @@ def test_products_are_finite_differences_of_the_generated_weights() -> None:
 def test_every_devices_first_model_is_the_fleets() -> None:
     state = RULE.init(MODEL, hyper_of("pfedhn"))
     for device in ("a", "b"):
-        assert same(RULE.per_device(state, device), trees.widened(MODEL))
+        assert equal_bits(RULE.per_device(state, device), trees.widened(MODEL))
     assert not np.array_equal(embedding_of(state, "a"), embedding_of(state, "b"))
     np.testing.assert_array_equal(embedding_of(state, "a"), embedding_of(RULE.init(MODEL, hyper_of("pfedhn")), "a"))
 
@@ -109,7 +109,7 @@ def test_a_round_moves_the_network_by_the_mean_of_the_products_and_each_embeddin
     for name, v in moved.items():
         np.testing.assert_allclose(embeddings(after)[name], v, rtol=1e-12)
     middle = (moved["a"] + moved["b"]) / 2
-    assert gap(after.served, hypernetwork.generate(expected, middle, MODEL)) < 1e-12
+    assert max_difference(after.served, hypernetwork.generate(expected, middle, MODEL)) < 1e-12
     assert embedding_of(after, "c").tolist() == embedding_of(state, "c").tolist()
 
 
@@ -193,7 +193,7 @@ def test_a_device_fetches_the_list_and_then_its_own_blob_and_no_other(tmp_path: 
     assert here.is_here(manifest)
     held = DeviceState(tmp_path).weights(device_payload.NAME)
     assert held is not None
-    assert same(fleet.wire.ordered(held.params), fleet.wire.ordered(made["a"]))
+    assert equal_bits(fleet.wire.ordered(held.params), fleet.wire.ordered(made["a"]))
     stranger = device_payload.DevicePayload("c", DeviceState(tmp_path / "c"), service, asked)
     stranger.take(manifest, manifest.per_device.id, data)
     with pytest.raises(MessageError, match="no weights for this device"):

@@ -42,7 +42,7 @@ def write_samples(path: Path) -> Path:
     return path
 
 
-def found_fleet(folder: Path, *, rounds: int = 2, name: str = "desk", method: str = "pfldyn-proto") -> Fleet:
+def small_fleet(folder: Path, *, rounds: int = 2, name: str = "desk", method: str = "pfldyn-proto") -> Fleet:
     """What ``metafleet init`` makes of the tiny samples."""
     everything = load(write_samples(folder.with_name("all.npz")))
     text = fleet_toml(everything, name, method, None, rounds=rounds, seed=0, min_devices=1)
@@ -61,7 +61,7 @@ def device(fleet: Fleet, name: str, home: Path, *, train: bool = True) -> Path:
 
 def finished_fleet(folder: Path) -> Path:
     """``fleet`` and the homes ``d0`` (trains) and ``d1`` (answers only) after two rounds, in one process."""
-    fleet = found_fleet(folder / "fleet")
+    fleet = small_fleet(folder / "fleet")
     homes = [device(fleet, name, folder / name, train=name == "d0") for name in ("d0", "d1")]
     in_one_process.run(fleet, {home.name: (home, settings_of(home)) for home in homes})
     return folder
@@ -90,14 +90,14 @@ class Program:
 
         waiting.until(condition, wait, self.text)
 
-    def says(self, words: str) -> None:
+    def wait_for(self, words: str) -> None:
         self.until(lambda: words in self.text())
 
-    def ends(self) -> int:
+    def exit_code(self) -> int:
         return self.process.wait(PATIENCE_S)
 
 
-class Desk:
+class Programs:
     """Starts programs and ends those that are left; nobody else's."""
 
     def __init__(self, folder: Path):
@@ -128,12 +128,12 @@ class Desk:
 
 
 @contextmanager
-def desk_in(folder: Path) -> Iterator[Desk]:
-    desk = Desk(folder)
+def programs_in(folder: Path) -> Iterator[Programs]:
+    programs = Programs(folder)
     try:
-        yield desk
+        yield programs
     finally:
-        desk.stop()
+        programs.stop()
 
 
 def clean_environ(**more: str) -> dict[str, str]:
@@ -149,7 +149,7 @@ def edge_agent(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "edge_agent.commands.cli", *map(str, arguments)]
 
 
-def called(command: list[str], *, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_to_end(command: list[str], *, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """The command, run to its end, with ``environ`` beside this environment."""
     return subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE_S, env=clean_environ(**(environ or {})), check=False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,13 +29,13 @@ from fleet_core.protocol import certificates, enrolment_token, messages
 from fleet_core.protocol.device_messages import EnrolAnswer, EnrolRequest
 from fleet_core.protocol.enrolment_token import Token
 from fleet_core.protocol.signing import Signer
-from tests.support.brokers import until
+from tests.support.brokers import free_port, until
 from tests.support.inprocess import config_text
 
 HOURS_S = 3600.0
 
 
-def bare_fleet(folder: Path) -> Fleet:
+def fleet_without_model(folder: Path) -> Fleet:
     """A fleet ``t`` with keys, certificates and a ledger, and without a model."""
     text = config_text()
     settings = config.parse(FleetConfig, text, "text")
@@ -60,7 +59,7 @@ input = {shape = [1, 8], dtype = "float32"}
 """
 
 
-def lab(folder: Path) -> None:
+def lab_fleet(folder: Path) -> None:
     """A fleet in ``folder``/lab with keys, certificates, a ledger and a broker's folder, and without a model."""
     (folder / "lab").mkdir()
     (folder / "lab/fleet.toml").write_text(LAB)
@@ -69,11 +68,6 @@ def lab(folder: Path) -> None:
     with Ledger(fleet.ledger_path) as ledger:
         fleet_certificates.create_missing(fleet, ledger)
         fleet_certificates.configure(fleet, ledger, BrokerSetup(("192.0.2.7",)))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -90,35 +84,35 @@ def secured_broker(fleet: Fleet) -> Iterator[tuple[Broker, BrokerSetup]]:
         broker.stop()
 
 
-def reload(broker: Broker, fleet: Fleet) -> None:
+def reload_broker(broker: Broker, fleet: Fleet) -> None:
     """The broker's, waited for: mosquitto looks at its signals when it has something to do or every 0.1 s, and whom it
     accepts before meets the certificates as they were."""
-    before = readings(fleet)
+    before = reload_count(fleet)
     broker.reload()
-    until(lambda: readings(fleet) > before)
+    until(lambda: reload_count(fleet) > before)
 
 
-def readings(fleet: Fleet) -> int:
+def reload_count(fleet: Fleet) -> int:
     """How often the broker has begun to read its files again."""
     return (fleet.folder / "mosquitto/broker.log").read_bytes().count(b"Reloading config")
 
 
 @dataclass
-class Office:
+class Enroller:
     """The aggregator's side of enrolment, without an aggregator. sent: (topic, payload) of every answer."""
 
     fleet: Fleet
     ledger: Ledger
     now: Callable[[], float]
     sent: list[tuple[str, bytes]] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     changes: list[bool] = field(default_factory=list)
 
     def enrolments(self) -> Enrolments:
         link = SimpleNamespace(publish=lambda topic, payload: self.sent.append((topic, payload)))
         return Enrolments(
             self.fleet, self.ledger, cast("Any", link), admit=self.admit, changed=lambda: self.changes.append(True),
-            now=self.now, log=self.told.append,
+            now=self.now, log=self.lines.append,
         )
 
     def admit(self, name: str) -> None:
@@ -130,7 +124,7 @@ class Office:
         return made
 
 
-def asked_with(made: Token, key: certificates.PrivateKey, *, fleet: str | None = None, token_id: str = "",
+def signed_request(made: Token, key: certificates.PrivateKey, *, fleet: str | None = None, token_id: str = "",
                signer: certificates.PrivateKey | None = None) -> bytes:
     """The request that ``made``'s bearer sends for ``key``, or one that is wrong in one point."""
     csr = certificates.request(key, made.device)
@@ -139,12 +133,12 @@ def asked_with(made: Token, key: certificates.PrivateKey, *, fleet: str | None =
     return messages.encode(EnrolRequest(certificates.encoded(csr), signature))
 
 
-def answer_of(payload: bytes) -> EnrolAnswer:
+def answer_in(payload: bytes) -> EnrolAnswer:
     return messages.decode(EnrolAnswer, payload)
 
 
 @dataclass(frozen=True)
-class Papers:
+class Credentials:
     """The files of somebody who connects."""
 
     ca: Path
@@ -155,30 +149,30 @@ class Papers:
         return MqttLink(url, client_id=client_id, ca=self.ca, cert=self.cert, key=self.key, **options)
 
 
-def papers(fleet: Fleet, name: str, folder: Path, authority: Any = None) -> Papers:
+def credentials_for(fleet: Fleet, name: str, folder: Path, authority: Any = None) -> Credentials:
     """A valid certificate for ``name``, as the fleet's authority gives it; or as another does."""
     folder.mkdir(parents=True, exist_ok=True)
     key = certificates.new_key()
     signed = (authority or fleet_certificates.authority(fleet.folder)).client(name, key.public_key())
     certificates.save_key(folder / "own.key", key)
     (folder / "own.pem").write_bytes(certificates.certificate_pem(signed))
-    return Papers(fleet.folder / "ca.pem", folder / "own.pem", folder / "own.key")
+    return Credentials(fleet.folder / "ca.pem", folder / "own.pem", folder / "own.key")
 
 
-def of_aggregator(fleet: Fleet) -> Papers:
-    return Papers(fleet.folder / "ca.pem", fleet.folder / "aggregator.pem", fleet.folder / "aggregator.key")
+def aggregator_credentials(fleet: Fleet) -> Credentials:
+    return Credentials(fleet.folder / "ca.pem", fleet.folder / "aggregator.pem", fleet.folder / "aggregator.key")
 
 
-def bearer(made: Token, fleet: Fleet, folder: Path) -> Papers:
+def token_credentials(made: Token, fleet: Fleet, folder: Path) -> Credentials:
     """What a token's certificate and key open."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "token.pem").write_bytes(certificates.pem("CERTIFICATE", made.certificate))
     (folder / "token.key").write_bytes(certificates.pem("PRIVATE KEY", made.private_key))
-    return Papers(fleet.folder / "ca.pem", folder / "token.pem", folder / "token.key")
+    return Credentials(fleet.folder / "ca.pem", folder / "token.pem", folder / "token.key")
 
 
 @dataclass(frozen=True)
-class OwnAuthority:
+class UserPki:
     """PEM files. server, device: (certificate, key)."""
 
     ca: Path
@@ -186,7 +180,7 @@ class OwnAuthority:
     device: tuple[Path, Path]
 
 
-def own_authority(folder: Path, addresses: list[str]) -> OwnAuthority:
+def user_pki(folder: Path, addresses: list[str]) -> UserPki:
     """Of a user with a broker of their own, for ``addresses``: without the key identifiers that RFC 5280 asks for, as
     the commands of mosquitto-tls(7) make them."""
     now = datetime.datetime.now(datetime.UTC)
@@ -217,4 +211,4 @@ def own_authority(folder: Path, addresses: list[str]) -> OwnAuthority:
 
     names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address)) for address in addresses])
     ca = issue("authority", authority, x509.BasicConstraints(ca=True, path_length=None))
-    return OwnAuthority(ca, pair("broker", names), pair("device"))
+    return UserPki(ca, pair("broker", names), pair("device"))

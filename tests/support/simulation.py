@@ -169,13 +169,13 @@ def flat(tree: Params) -> list[Any]:
     return [array for named in tree.values() for array in named.values()]
 
 
-def same(left: Params, right: Params) -> bool:
+def equal_bits(left: Params, right: Params) -> bool:
     """To the bit."""
     return {g: list(named) for g, named in left.items()} == {g: list(named) for g, named in right.items()} and all(
         np.array_equal(a, b) for a, b in zip(flat(left), flat(right), strict=True)
     )
 
 
-def gap(left: Params, right: Params) -> float:
+def max_difference(left: Params, right: Params) -> float:
     """The largest difference of two values."""
     return max((float(np.abs(a - b).max()) for a, b in zip(flat(left), flat(right), strict=True)), default=0.0)
