@@ -36,7 +36,7 @@ log_type notice
 
 
 class Mosquitto:
-    """A mosquitto on a port of its own that a test configures, kills and starts again; end it with ``stop``."""
+    """A mosquitto on its own port that a test configures, kills and restarts. Call ``stop`` at the end."""
 
     def __init__(self, folder: Path, extra: str = ""):
         self.folder = folder.resolve()
@@ -61,7 +61,7 @@ class Mosquitto:
         return accepts_connections(self.port)
 
     def kill(self, *, forget: bool) -> None:
-        """SIGKILL. forget: what it had saved of its retained messages is gone too."""
+        """Send SIGKILL. forget: also delete the saved retained messages."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
@@ -96,12 +96,12 @@ RETRANSMIT_S = 0.2
 
 @dataclass
 class NetworkFaults:
-    """What the network does. Changed while it runs.
+    """What goes wrong on the network; may be changed at any time.
 
-    loss: share of TCP segments that are lost; each costs its stream one retransmission timeout, and twice that when it
-    is lost again. resets: share of segments that end their connection instead. bytes_per_s: of each direction of a
-    connection, 0 for no limit. half_open: connections stay and nothing passes. closed: no connection stays or comes.
-    twice, swapped: shares of PUBLISH packets that come twice, or after the one that follows them.
+    loss: share of lost TCP segments; each costs its stream one retransmission timeout, doubled when it is lost again.
+    reset_every: every n-th segment resets its connection instead, 0 for never. bytes_per_s: limit per direction of a
+    connection, 0 for none. half_open: connections stay open and nothing passes. closed: no connection is accepted.
+    duplicated, reordered: shares of PUBLISH packets that arrive twice, or after the next one.
     """
 
     loss: float = 0.0
@@ -115,7 +115,7 @@ class NetworkFaults:
 
 @dataclass
 class Counts:
-    """What the network did so far."""
+    """What the proxy has done so far."""
 
     connections: int = 0
     segments: int = 0
@@ -127,7 +127,7 @@ class Counts:
 
 
 class Proxy:
-    """Stands between clients and the broker at ``port``; use it as a context manager. Works in a thread of its own."""
+    """A context manager that stands between clients and the broker at ``port``, in its own thread."""
 
     def __init__(self, port: int, faults: NetworkFaults | None = None, seed: int = 0):
         self.faults, self.counts = faults or NetworkFaults(), Counts()
@@ -151,7 +151,7 @@ class Proxy:
         self._loop.close()
 
     def cut(self) -> None:
-        """Every connection is reset, and none is let in until ``faults.closed`` is false again."""
+        """Reset every connection and accept none until ``faults.closed`` is False again."""
         self.faults.closed = True
         asyncio.run_coroutine_threadsafe(self._reset_all(), self._loop).result(10)
 
@@ -184,7 +184,7 @@ class Proxy:
             self._tasks.discard(task)
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Both directions until one of them ends."""
+        """Pass both directions on until one ends."""
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
         ways = [asyncio.ensure_future(self._pass(reader, far_writer)),
                 asyncio.ensure_future(self._pass(far_reader, writer))]
@@ -194,7 +194,7 @@ class Proxy:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            while self.faults.half_open:  # the other side does not learn of it
+            while self.faults.half_open:  # the other side does not notice
                 await asyncio.sleep(0.05)
             far_writer.close()
 
@@ -205,7 +205,7 @@ class Proxy:
                     return
 
     async def _segment(self, data: bytes, writer: asyncio.StreamWriter) -> bool:
-        """One TCP segment through this faults; False when it was the connection's last."""
+        """Pass one TCP segment on; return False if it was the connection's last."""
         faults, wait_s = self.faults, RETRANSMIT_S
         self.counts.segments += 1
         while self._random.random() < faults.loss:
@@ -225,11 +225,11 @@ class Proxy:
         return True
 
     async def _pieces(self, reader: asyncio.StreamReader) -> Any:
-        """What comes, as it comes; in whole packets, some twice or swapped, where the faults says so."""
+        """Yield data as it arrives; while packets are duplicated or reordered, whole packets."""
         held: bytes | None = None
         while self.faults.duplicated or self.faults.reordered:
             packet = await _packet(reader, 0.05 if held else None)
-            if packet is None:  # nothing follows: it cannot be swapped
+            if packet is None:  # nothing follows, so it cannot be reordered
                 yield held
                 held = None
                 continue
@@ -252,7 +252,7 @@ class Proxy:
 
 
 async def _packet(reader: asyncio.StreamReader, timeout_s: float | None) -> bytes | None:
-    """A whole MQTT packet, or None when none begins within ``timeout_s``. Raises OSError at the end."""
+    """A whole MQTT packet, or None if none begins within ``timeout_s``. Raises OSError at the end of the stream."""
     try:
         head = await asyncio.wait_for(reader.readexactly(1), timeout_s)
         size, shift = 0, 0

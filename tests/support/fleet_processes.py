@@ -1,4 +1,4 @@
-"""A fleet of real processes that can be killed, and what must hold when it has finished."""
+"""A fleet of real processes that a test can kill, and what must hold when all rounds are closed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FLEET = "t"
 
 def tiny_fleet(folder: Path, *, rounds: int, devices: int = 2, quorum: float = 1.0, deadline_s: float = 3.0,
                hidden: int = 256, chunk_bytes: int = 1024, codec: str = "int8") -> Path:
-    """A fleet (``fleet``) with homes (``d0`` …), for one-second rounds with uploads of several chunks."""
+    """A fleet (``fleet``) and homes (``d0`` …) for one-second rounds and uploads of several chunks."""
     text = config_text(
         rounds=rounds, devices=devices, hyper="support_batch = 8\nquery_batch = 8",
         link=f'chunk_bytes = {chunk_bytes}\nup = "{codec}"',
@@ -51,7 +51,7 @@ def tiny_fleet(folder: Path, *, rounds: int, devices: int = 2, quorum: float = 1
 
 
 def reference_run(founded: Path, folder: Path) -> Path:
-    """The same fleet, run to its end in one process where nothing goes wrong."""
+    """A copy of the fleet, run to its end in one process without faults."""
     shutil.copytree(founded, folder)
     homes = {home.name: (home, settings_of(home)) for home in sorted(folder.glob("d*"))}
     in_one_process.run(Fleet.load(folder / "fleet"), homes)
@@ -59,7 +59,7 @@ def reference_run(founded: Path, folder: Path) -> Path:
 
 
 class BrokerMonitor:
-    """A client of the test's own that sees what passes at the broker, and remembers it."""
+    """A client that records what passes through the broker."""
 
     def __init__(self, url: str):
         self._url = url
@@ -67,21 +67,21 @@ class BrokerMonitor:
         self.renew()
 
     def renew(self) -> None:
-        """A new connection at once: after the broker's death it is back before those that it watches."""
+        """Connect at once: after the broker's restart the monitor must be back before the clients that it monitors."""
         self.link = MqttLink(self._url, client_id="watcher")
         self.link.subscribe(topics.current(FLEET), topics.server(FLEET), f"fl1/{FLEET}/a/+/st",
                             f"fl1/{FLEET}/a/+/dn", f"fl1/{FLEET}/a/+/up/+/+")
         self.link.open()
 
     def look(self, timeout_s: float = 0.02) -> list[Message]:
-        """What came since the last look."""
+        """Return the messages since the last call."""
         new = [event for event in self.link.poll(timeout_s) if isinstance(event, Message)]
         self.seen += new
         return new
 
 
 def json_of(message: Message) -> dict[str, Any]:
-    """The JSON of a message; of a signed one, what was signed."""
+    """The JSON body of a message, without its signature."""
     body = message.payload.split(b"\n", 1)[-1] if message.payload.startswith(b"ed25519:") else message.payload
     try:
         decoded = json.loads(body)
@@ -92,9 +92,9 @@ def json_of(message: Message) -> dict[str, Any]:
 
 @dataclass
 class Processes:
-    """One fleet as real processes at ``url``; each can be killed, and is started again.
+    """One fleet as real processes that can be killed and restarted.
 
-    urls: of a device whose way to the broker is another. hosts_broker: the aggregator runs the embedded broker.
+    urls: broker URL of devices that use another than ``url``. hosts_broker: the aggregator runs the embedded broker.
     """
 
     folder: Path
@@ -119,7 +119,7 @@ class Processes:
         return sorted(home.name for home in self.folder.glob("d*"))
 
     def kill(self, name: str) -> None:
-        """SIGKILL; a trainer (``d1's trainer``) is not started again, that is its agent's business."""
+        """Send SIGKILL. name: a process, or a trainer (``d1's trainer``), which its agent restarts."""
         if name.endswith("'s trainer"):
             for pid in self.trainers(name.removesuffix("'s trainer")):
                 with suppress(ProcessLookupError):
@@ -134,7 +134,7 @@ class Processes:
         return [pid for pid in sorted(children) if "edge_agent.compute.trainer" in command_of(pid)]
 
     def until(self, condition: Callable[[], object], what: str = "") -> None:
-        """Looks on until ``condition`` holds; fails when a process ended that nobody killed."""
+        """Wait until ``condition`` holds; fail if a process ended that the test did not kill."""
 
         def look() -> None:
             for name, program in self.running.items():
@@ -144,7 +144,7 @@ class Processes:
         waiting.until(condition, look, lambda: f"{what}\n{self.report()}")
 
     def message(self, wanted: Callable[[Message], bool], what: str = "") -> Message:
-        """The next message that is ``wanted``, from now on."""
+        """Wait for the next message that ``wanted`` accepts."""
         found: list[Message] = []
         waiting.until(
             lambda: found, lambda: found.extend(filter(wanted, self.watcher.look())), lambda: f"{what}\n{self.report()}"
@@ -155,7 +155,7 @@ class Processes:
         return last_closed_round(self.folder)
 
     def settled(self) -> bool:
-        """All rounds are closed, every device was evaluated on the last one and holds nothing that is pending."""
+        """All rounds are closed, every device was evaluated on the last one, and no update is pending."""
         rounds = Fleet.load(self.folder / "fleet").config.fleet.rounds
         if self.closed() < rounds or list(self.folder.glob("d*/methods/*/pending.safetensors")):
             return False
@@ -169,7 +169,7 @@ class Processes:
             assert "Traceback" not in program.text(), program.text()
 
     def log_of(self, name: str) -> str:
-        """What the process that runs under ``name`` logged in its present life."""
+        """The log of the current process called ``name``."""
         return self.running[name].text()
 
     def report(self) -> str:
@@ -180,7 +180,7 @@ class Processes:
 
 @contextmanager
 def processes(folder: Path, url: str, *, hosts_broker: bool = False) -> Iterator[Processes]:
-    """Of the fleet in ``folder``; none is left at the end."""
+    """The processes of the fleet in ``folder``; all are ended at the end."""
     programs, watcher = Programs(folder), BrokerMonitor(url)
     try:
         yield Processes(folder, url, programs, watcher, hosts_broker)
@@ -201,13 +201,13 @@ def last_closed_round(folder: Path) -> int:
 
 
 def checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """(arrays, facts) of the last checkpoint of the fleet in ``folder``."""
+    """Arrays and metadata of the fleet's last checkpoint."""
     path = max((folder / "fleet" / "state").glob("round-*.safetensors"))
     return storage.unpack(path.read_bytes(), where=str(path))
 
 
 def check_same_end(folder: Path, wanted: Path) -> None:
-    """Bit for bit: model, served model, duals, what was published, what was lost, and who belongs."""
+    """Both fleets have the same last checkpoint, bit for bit."""
     arrays, facts = checkpoint(folder)
     expected, expected_facts = checkpoint(wanted)
     assert facts == expected_facts
@@ -216,7 +216,7 @@ def check_same_end(folder: Path, wanted: Path) -> None:
 
 
 def check_counted_once(folder: Path) -> None:
-    """Every round closed with one counted update of every device."""
+    """Every round closed with exactly one counted update per device."""
     names = sorted(home.name for home in folder.glob("d*"))
     rounds = Fleet.load(folder / "fleet").config.fleet.rounds
     with closing(Ledger(folder / "fleet" / "ledger.sqlite", create=False)) as ledger:
@@ -228,7 +228,7 @@ def check_counted_once(folder: Path) -> None:
 
 def check_duals(folder: Path) -> None:
     """Identity 4: m · h is the sum of the devices' duals and the residuals of what they sent. It holds after every
-    round, with what was counted and its device has not heard of; at any moment at which no round can close."""
+    round, and whenever no round can close; counted updates that their device has not heard of are included."""
     fleet = Fleet.load(folder / "fleet")
     arrays, facts = checkpoint(folder)
     server = trees.scale(storage.unflatten_roles(arrays)["memory.dual"], int(facts["members"]))
@@ -243,8 +243,8 @@ def check_duals(folder: Path) -> None:
 
 
 def state_after_round(folder: Path, home: Path) -> ClientState:
-    """The device's training state with what the last closed round counted of it, from its files. Its agent may be at
-    work meanwhile: what is pending becomes the state, so it is looked for first."""
+    """The device's training state including what the last closed round counted, from its files. The agent may be
+    running: the pending file is read first, because it becomes the state file."""
     with Ledger(folder / "fleet" / "ledger.sqlite", create=False) as ledger:
         counted = {row.update_id for row in ledger.rows(Update, status="counted")}
     for kind in ("pending", "state"):

@@ -1,4 +1,5 @@
-"""A fleet's certificates for tests: devices' own, tokens, and a mosquitto that asks for them; and a user's own."""
+"""Certificates for tests: a fleet's authority, devices and tokens, a mosquitto that requires them, and a user's own
+PKI."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ HOURS_S = 3600.0
 
 
 def fleet_without_model(folder: Path) -> Fleet:
-    """A fleet ``t`` with keys, certificates and a ledger, and without a model."""
+    """A fleet ``t`` with keys, certificates and a ledger, without a model."""
     text = config_text()
     settings = config.parse(FleetConfig, text, "text")
     fleet = Fleet(folder, settings, *method_of(settings, folder / "fleet.toml"))
@@ -60,7 +61,7 @@ input = {shape = [1, 8], dtype = "float32"}
 
 
 def lab_fleet(folder: Path) -> None:
-    """A fleet in ``folder``/lab with keys, certificates, a ledger and a broker's folder, and without a model."""
+    """A fleet in ``folder``/lab with keys, certificates, a ledger and a broker's folder, without a model."""
     (folder / "lab").mkdir()
     (folder / "lab/fleet.toml").write_text(LAB)
     (folder / "lab/fleet.pub").write_text(Signer.create(folder / "lab/fleet.key").public)
@@ -72,11 +73,11 @@ def lab_fleet(folder: Path) -> None:
 
 @contextmanager
 def secured_broker(fleet: Fleet) -> Iterator[tuple[Broker, BrokerSetup]]:
-    """A mosquitto with the fleet's own configuration, on free ports of this machine."""
+    """A mosquitto with the fleet's configuration, on free ports."""
     place = BrokerSetup(("127.0.0.1",), free_port(), free_port(), listen="127.0.0.1")
     with Ledger(fleet.ledger_path) as ledger:
         path = fleet_certificates.configure(fleet, ledger, place)
-    path.write_text(path.read_text() + "log_type information\n")  # for ``reload``
+    path.write_text(path.read_text() + "log_type information\n")  # for ``reload_broker``
     broker = start_secured(path, place)
     try:
         yield broker, place
@@ -85,21 +86,21 @@ def secured_broker(fleet: Fleet) -> Iterator[tuple[Broker, BrokerSetup]]:
 
 
 def reload_broker(broker: Broker, fleet: Fleet) -> None:
-    """The broker's, waited for: mosquitto looks at its signals when it has something to do or every 0.1 s, and whom it
-    accepts before meets the certificates as they were."""
+    """Reload the broker and wait for it. mosquitto checks for signals when it has work or every 0.1 s; clients that it
+    accepts before meet the old certificates."""
     before = reload_count(fleet)
     broker.reload()
     until(lambda: reload_count(fleet) > before)
 
 
 def reload_count(fleet: Fleet) -> int:
-    """How often the broker has begun to read its files again."""
+    """How often the broker has started to reload its files."""
     return (fleet.folder / "mosquitto/broker.log").read_bytes().count(b"Reloading config")
 
 
 @dataclass
 class Enroller:
-    """The aggregator's side of enrolment, without an aggregator. sent: (topic, payload) of every answer."""
+    """The aggregator's side of enrolment. sent: (topic, payload) of every answer."""
 
     fleet: Fleet
     ledger: Ledger
@@ -126,7 +127,7 @@ class Enroller:
 
 def signed_request(made: Token, key: certificates.PrivateKey, *, fleet: str | None = None, token_id: str = "",
                signer: certificates.PrivateKey | None = None) -> bytes:
-    """The request that ``made``'s bearer sends for ``key``, or one that is wrong in one point."""
+    """The request for ``key`` signed with the token's key, or a request that is wrong in one field."""
     csr = certificates.request(key, made.device)
     body = enrolment_token.to_sign(fleet or made.fleet, token_id or made.id, csr)
     signature = certificates.sign(signer or certificates.private_of(made.private_key, "token"), body)
@@ -139,7 +140,7 @@ def answer_in(payload: bytes) -> EnrolAnswer:
 
 @dataclass(frozen=True)
 class Credentials:
-    """The files of somebody who connects."""
+    """PEM files of an MQTT client."""
 
     ca: Path
     cert: Path
@@ -150,7 +151,7 @@ class Credentials:
 
 
 def credentials_for(fleet: Fleet, name: str, folder: Path, authority: Any = None) -> Credentials:
-    """A valid certificate for ``name``, as the fleet's authority gives it; or as another does."""
+    """A valid certificate for ``name``, signed by the fleet's authority or by ``authority``."""
     folder.mkdir(parents=True, exist_ok=True)
     key = certificates.new_key()
     signed = (authority or fleet_certificates.authority(fleet.folder)).client(name, key.public_key())
@@ -164,7 +165,7 @@ def aggregator_credentials(fleet: Fleet) -> Credentials:
 
 
 def token_credentials(made: Token, fleet: Fleet, folder: Path) -> Credentials:
-    """What a token's certificate and key open."""
+    """The certificate and key that a token carries."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "token.pem").write_bytes(certificates.pem("CERTIFICATE", made.certificate))
     (folder / "token.key").write_bytes(certificates.pem("PRIVATE KEY", made.private_key))
@@ -181,8 +182,8 @@ class UserPki:
 
 
 def user_pki(folder: Path, addresses: list[str]) -> UserPki:
-    """Of a user with a broker of their own, for ``addresses``: without the key identifiers that RFC 5280 asks for, as
-    the commands of mosquitto-tls(7) make them."""
+    """A user's own PKI for a broker at ``addresses``. It lacks the key identifiers that RFC 5280 asks for, as
+    certificates made with mosquitto-tls(7)'s commands do."""
     now = datetime.datetime.now(datetime.UTC)
     authority = ec.generate_private_key(ec.SECP256R1())
 

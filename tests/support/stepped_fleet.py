@@ -26,9 +26,9 @@ from tests.support.fleet_processes import FLEET
 
 
 class SteppedFleet:
-    """The aggregator and the agents of the fleet in ``folder``, stepped in turn by the test, on links of their own.
+    """Steps the aggregator and the agents of the fleet in ``folder`` in turn, each with its own link.
 
-    ``url`` of an actor may be a proxy's. ``lines`` is what they logged. protocol: 5 or 3 (3.1.1), for all.
+    ``lines`` is their log. A ``url`` may be a proxy's. protocol: MQTT 5 or 3 (3.1.1), for all.
     """
 
     def __init__(self, folder: Path, url: str, *, protocol: Literal[3, 5] | None = None, keepalive_s: int = 60):
@@ -82,7 +82,7 @@ class SteppedFleet:
             actors[0].step(0.005)
 
     def until(self, condition: Callable[[], object], what: str = "") -> None:
-        """Steps everybody until ``condition`` holds."""
+        """Step everybody until ``condition`` holds."""
         waiting.until(condition, self.step, lambda: f"{what}\n{self.report()}")
 
     def closed(self) -> int:

@@ -236,8 +236,8 @@ def test_what_is_no_request_is_refused_and_answered_with_the_reason(enroller: En
     builder = x509.CertificateSigningRequestBuilder().subject_name(certificates.subject_name("d0"))
     for csr in (b"", b"no request", builder.sign(weak, SHA256()).public_bytes(serialization.Encoding.DER)):
         signature = certificates.sign(bearer, enrolment_token.to_sign("t", made.id, csr))
+        request = EnrolRequest(certificates.encoded(csr), signature)
         with pytest.raises(MessageError, match="is not a signing request"):
-            request = EnrolRequest(certificates.encoded(csr), signature)
             enroller.enrolments().on_request(made.id, messages.encode(request))
     for payload in (b"{", b"[]", bytes(9000), b'{"csr":"%%","signature":""}'):
         with pytest.raises(MessageError):
