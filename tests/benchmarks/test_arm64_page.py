@@ -1,5 +1,5 @@
-"""The page of the proofs on emulated ARM64 says what result.json has, what failed and what was not played; and what a
-wait for the emulated board counts."""
+"""The page of the emulated ARM64 runs shows what result.json holds, what failed and what was not run; and how a wait
+for the emulated board is counted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_failed_is_said() -> None:
 
 
 class Busy:
-    """A board on a machine with other work."""
+    """A board on a machine that is also doing other work."""
 
     def __init__(self) -> None:
         self.now, self.console = 0.0, ""

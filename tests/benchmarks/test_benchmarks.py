@@ -1,5 +1,5 @@
-"""The overhead benchmarks in small, so that they still run when they are wanted: two devices, two rounds, as processes;
-and how memory is counted, on constructed tables."""
+"""Small versions of the overhead benchmarks, so that they keep working: two devices and two rounds, as processes; and
+how memory is counted, on made-up tables."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ SMALL = Workload(devices=2, rounds=2)
 TIMES = ("first_round_s", "seconds_per_round")
 
 
-# Memory as if alone --------------------------------------------------------------------------------------------------
+# Memory of a device as if it ran alone --------------------------------------------------------------------------------
 
 
 def mapping(name: str, inode: int, *, rss: int, anonymous: int = 0, swap: int = 0, offset: int = 0) -> str:
-    """One mapping of a smaps, sizes in kB."""
+    """One mapping of a smaps file, sizes in kB."""
     return (
         f"7f0000000000-7f0000100000 r-xp {offset:08x} fe:00 {inode}                     {name}\n"
         f"Size:               1024 kB\nKernelPageSize:        4 kB\nRss:                {rss} kB\n"
@@ -65,7 +65,7 @@ def test_pages_of_a_file_that_two_processes_map_count_once() -> None:
 
 
 def test_pages_that_other_devices_share_count_in_full() -> None:
-    """Rss and not Pss, which divides by the number of processes that map a page."""
+    """Rss, not Pss, which divides by the number of processes that map a page."""
     assert kib(memory.together([pages(mapping("/lib/a.so", 7, rss=100))])) == 100
 
 
@@ -108,7 +108,7 @@ def test_a_look_sees_a_process_and_its_child_as_one_device() -> None:
         both = memory.Watch([os.getpid()], every_s=0.0)
         both.look()
         child.communicate()
-    assert 64 << 20 < both.peak - ours.peak < 80 << 20  # python and libc are there once
+    assert 64 << 20 < both.peak - ours.peak < 80 << 20  # python and libc are counted once
     assert both.peak <= both.bound
 
 
@@ -261,7 +261,7 @@ def test_the_ends_of_rounds_are_read_from_the_words_of_a_server() -> None:
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Workers set it for the whole process; given back at the end."""
+    """Workers set the number of threads for the whole process; reset it at the end."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""What a fleet is made of where nobody named a model: the choice by shape; it suits sensors that run freely."""
+"""The default model for a user's data: chosen by shape, and suited to sensor windows with free phase."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The strangers' files: each form is read back as the samples that were written, the requirement tells who is behind
-without a warning, and the whole way from a file to a bundle works as processes."""
+"""The strangers' benchmark: every file form reads back as the samples that were written, the requirement finds fleets
+that are behind without a warning, and the way from a file to a bundle works as processes."""
 
 from __future__ import annotations
 

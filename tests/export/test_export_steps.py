@@ -1,4 +1,4 @@
-"""What ``metafleet init`` exports of a method's steps on a device, and what it says of those that do not become a
+"""What ``metafleet init`` exports for a method's gradient steps, and what it reports where they cannot become a
 graph."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Asked = list[tuple[tuple[str, ...], bool]]
 def made_of(
     monkeypatch: pytest.MonkeyPatch, name: str, refused: tuple[tuple[str, ...], ...] = (), **hyper: Any
 ) -> tuple[Graph, Asked, list[str]]:
-    """(what ``with_steps`` makes of a method, the graphs that it tried, what it said); steps that move ``refused``
-    groups become no graph."""
+    """(result of ``with_steps``, the graphs it tried, what it logged); steps that move ``refused`` groups cannot become
+    a graph."""
     asked: Asked = []
 
     def fake(graph: Graph, *, rates: bool, groups: tuple[str, ...]) -> Graph:
@@ -183,7 +183,7 @@ def test_first_values_that_are_no_whole_group_are_refused() -> None:
 # Every family ---------------------------------------------------------------------------------------------------------
 
 def test_the_steps_of_a_whole_lenet_pass_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other families: ``test_export_adapt``, and all of them with every method on record."""
+    """test_export_adapt tests the other families; a record holds all of them with every method."""
     monkeypatch.setattr(adapt, "PASS_BYTES", 20_000)
     options = {"channels": [2, 3], "hidden": [6, 5]}
     layout = models.describe("lenet-lim", InputSpec((1, 8, 8)), ("a", "b", "c"), options)

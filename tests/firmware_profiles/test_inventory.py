@@ -1,4 +1,4 @@
-"""Many devices from one file: what is wrong with it, and what becomes of each."""
+"""Flashing many devices from one file: mistakes in the file, and the result of each device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_unknown_key_is_reported_with_the_nearest_known_one(tmp_path: Path) -
 
 
 def work(entry: Entry, tell: Tell) -> Outcome:
-    """The cellar fails."""
+    """The device in the cellar fails."""
     tell("uploading", "1 of 2 MB")
     tell("uploading", "2 of 2 MB")
     if entry.name == "cellar":

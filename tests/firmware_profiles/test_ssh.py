@@ -1,4 +1,4 @@
-"""One connection to a device over OpenSSH: addresses, host keys, refusals, bounds."""
+"""A connection to a device over OpenSSH: addresses, host keys, errors, limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Death anywhere, of real processes on a real mosquitto: the run ends as an undisturbed one does, bit for bit."""
+"""Real processes on a real mosquitto are killed at any moment: the run ends as an undisturbed one does, bit for bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Step = Callable[[Message], bool]
 
 
 def _part(part: int | str) -> Step:
-    """A message of the device's upload, of any round."""
+    """A message of the device's upload, in any round."""
     return lambda m: m.topic.startswith(f"fl1/{FLEET}/a/{DEVICE}/up/") and m.topic.endswith(f"/{part}")
 
 
@@ -65,13 +65,13 @@ STEPS: dict[str, Step] = {
 
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fleet of two that nobody has used yet."""
+    """A fleet of two devices that has not run yet."""
     return tiny_fleet(tmp_path_factory.mktemp("founded"), rounds=ROUNDS)
 
 
 @pytest.fixture(scope="module")
 def whole(founded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same fleet after a run in which nothing went wrong."""
+    """The same fleet after a run without faults."""
     return reference_run(founded, tmp_path_factory.mktemp("whole") / "run")
 
 
@@ -84,7 +84,7 @@ def fleet_of(founded: Path, folder: Path, *, without: str = "") -> Iterator[tupl
 
 
 def end_one(broker: Mosquitto, running: Processes, victim: str, *, forget: bool = True) -> None:
-    """SIGKILL, and what a service manager does next."""
+    """SIGKILL and restart, as a service manager does."""
     if victim == "broker":
         broker.kill(forget=forget)
         broker.start()
@@ -146,7 +146,7 @@ GATE = "d2"
 
 
 def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round_whoever_dies(tmp_path: Path) -> None:
-    """No round closes without the third device, and that one goes on only when the test has looked at all disks."""
+    """No round closes without the third device, which continues only after the test has read all disks."""
     founded = tiny_fleet(tmp_path / "founded", rounds=len(VICTIMS), devices=3)
     folder, draw = tmp_path / "run", random.Random(SEED)
     with fleet_of(founded, folder, without=GATE) as (broker, running), stepped(folder, broker.url) as gate:
@@ -165,7 +165,7 @@ def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round_whoever_d
 
 
 def gate_at_work(running: Processes, gate: SteppedFleet, condition: Callable[[], bool]) -> None:
-    """The third device takes part until ``condition`` holds."""
+    """Let the third device take part until ``condition`` holds."""
 
     def after_a_step() -> bool:
         gate.step()
@@ -179,7 +179,7 @@ def announced(running: Processes, number: int) -> bool:
 
 
 def reached(running: Processes, number: int, moment: str) -> bool:
-    """Whether the device has come so far in the round: an upload's part, or what it was told."""
+    """Whether the device has reached this point of the round: part of an upload, or a message to it."""
     return any(
         m.topic == topics.upload(FLEET, DEVICE, number, moment)
         or (m.topic == topics.down(FLEET, DEVICE) and (json_of(m).get("t"), json_of(m).get("r")) == (moment, number))
@@ -191,8 +191,9 @@ def reached(running: Processes, number: int, moment: str) -> bool:
 
 
 def test_dead_devices_are_noticed_and_the_round_closes_on_quorum(tmp_path: Path) -> None:
-    """Killed: by its will. Without a word, as in a power cut: by its silence at work. The deadline is an hour away;
-    within how many seconds by the aggregator's clock is in tests/cloud_server/rounds/test_fleet.py."""
+    """A killed device is noticed by its will; a silent one, as after a power cut, by its silence at work. The deadline
+    is an hour away. tests/cloud_server/rounds/test_fleet.py tests how many seconds it takes by the aggregator's
+    clock."""
     founded = tiny_fleet(tmp_path / "founded", rounds=5, quorum=0.5, deadline_s=3600.0)
     trains = STEPS["it trains"]
     with fleet_of(founded, tmp_path / "run") as (_, running):
@@ -216,8 +217,8 @@ def test_dead_devices_are_noticed_and_the_round_closes_on_quorum(tmp_path: Path)
 
 
 def test_an_update_that_comes_after_the_close_is_late_and_without_effect(tmp_path: Path) -> None:
-    """What the device sent is held up by the network, not lost: it arrives when the next round is under way. The other
-    device is held up until then, for a round ends without one that still trains."""
+    """The network delays the update, it does not lose it: the update arrives during the next round. The other device is
+    delayed until then, because a round ends without a device that still trains."""
     folder = tiny_fleet(tmp_path / "run", rounds=3, quorum=0.5, deadline_s=2.0)
     with (
         mosquitto(tmp_path / "broker") as broker,
@@ -243,12 +244,12 @@ def test_an_update_that_comes_after_the_close_is_late_and_without_effect(tmp_pat
 
 
 def seen(running: Processes, step: str) -> Callable[[], bool]:
-    """Whether there was such a message since the processes began."""
+    """Whether such a message has been seen since the processes started."""
     return lambda: any(STEPS[step](message) for message in running.watcher.seen)
 
 
 def fate(folder: Path, number: int, device: str) -> str | None:
-    """What the ledger says of a device's update."""
+    """The status of a device's update in the ledger."""
     with Ledger(folder / "fleet" / "ledger.sqlite", create=False) as ledger:
         rows = ledger.rows(Update, round=number, device=device)
     return rows[0].status if rows else None

@@ -1,7 +1,5 @@
-"""Death of an agent and of the aggregator on the embedded broker: the run ends as an undisturbed one, bit for bit.
-
-The broker is the aggregator's child: it dies with it, and comes back without what it had retained.
-"""
+"""An agent or the aggregator with the embedded broker is killed: the run ends as an undisturbed one, bit for bit. The
+broker is the aggregator's child: it dies with it and restarts without retained messages."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def start_server(running: Processes) -> None:
 
 
 def end_one(running: Processes, victim: str) -> None:
-    """SIGKILL, and what a service manager does next."""
+    """SIGKILL and restart, as a service manager does."""
     running.kill(victim)
     if victim != "server":
         return running.start(victim)
@@ -59,7 +57,7 @@ def end_one(running: Processes, victim: str) -> None:
 
 @pytest.mark.parametrize(
     ("victim", "steps"),
-    [(DEVICE, tuple(STEPS)), *(("server", (step,)) for step in list(STEPS)[1:])],  # each death lengthens the back-off
+    [(DEVICE, tuple(STEPS)), *(("server", (step,)) for step in list(STEPS)[1:])],  # each death lengthens the backoff
     ids=lambda part: part if isinstance(part, str) else ", ".join(part),
 )
 def test_a_kill_changes_nothing(

@@ -1,5 +1,5 @@
-"""The base install, without any extra, from the wheel that is published: it has no torch, and it runs the aggregator
-and an agent that personalizes and answers."""
+"""The base install from the published wheel, without extras and so without torch, runs the aggregator and an agent that
+personalizes and answers."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ pytestmark = pytest.mark.slow  # the first of these tests builds and installs
 
 @dataclass(frozen=True)
 class Torchless:
-    """A virtual environment with the wheel's base install, away from the checkout."""
+    """A virtual environment with the wheel's base install, outside the checkout."""
 
     bin: Path
     folder: Path  # an empty working directory: nothing is imported from the checkout
-    first: Path | None = None  # what lies there is imported before the environment's own
+    first: Path | None = None  # a folder that comes first on the import path
 
     def run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """``program`` of this environment, run to its end."""
+        """Run ``program`` of this environment to its end."""
         command = [str(self.bin / program), *arguments]
         return subprocess.run(
             command, cwd=self.folder, env=self.environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False
@@ -54,7 +54,7 @@ class Torchless:
 
     @property
     def environ(self) -> dict[str, str]:
-        """For processes started here: this environment's programs first, and no path of another Python."""
+        """Environment for processes: this environment's programs first, and no PYTHONPATH."""
         others = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         first = {} if self.first is None else {"PYTHONPATH": str(self.first)}
         return others | first | {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
@@ -71,7 +71,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def torchless(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Torchless:
-    """The wheel and its base dependencies, pinned, in an environment of their own."""
+    """An environment with the wheel and its pinned base dependencies."""
     environment = tmp_path_factory.mktemp("torchless") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = str(environment / "bin" / "python")
@@ -81,14 +81,14 @@ def torchless(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Torchles
 
 @pytest.fixture(scope="session")
 def oldest(torchless: Torchless, tmp_path_factory: pytest.TempPathFactory) -> Torchless:
-    """The same with the least onnxruntime, which is also the boards'."""
+    """The same with the oldest onnxruntime that is supported, which boards use."""
     folder = tmp_path_factory.mktemp("oldest")
     pip("install", "--no-deps", "--target", str(folder), f"onnxruntime=={MIN_ONNXRUNTIME}")
     return replace(torchless, first=folder)
 
 
 def pip(*arguments: str) -> None:
-    """This environment's pip; what it says is shown when it fails."""
+    """Run this environment's pip; a failure shows its output."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr

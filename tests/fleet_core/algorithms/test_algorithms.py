@@ -1,7 +1,7 @@
-"""The algebra of the methods: what must hold to rounding, and what a wrong rule would do, on quadratics in float64.
+"""The algebra of the methods on quadratics in float64: what holds up to rounding, and what wrong rules would do.
 
-The numbers of the wrong rules were measured here with the same seeds; each is a bound that the right rule meets with
-orders of magnitude to spare. What concerns a dual (PFLDyn) concerns a control (PFLScaf) alike.
+The errors of the wrong rules were measured here with the same seeds; the right rule stays orders of magnitude below
+them. What is said of a dual (PFLDyn) holds for a control (PFLScaf) as well.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_after_an_exact_local_minimisation_the_dual_is_the_gradient_there() -> N
 
 
 def test_a_control_is_the_mean_gradient_along_the_devices_way() -> None:
-    """With one local step, the gradient where it started."""
+    """With one local step, the gradient at the start."""
     fleet = scaf(1)
     for active in random_cohorts(DEVICES, 2, 20, seed=1):
         here = fleet.model
@@ -333,7 +333,7 @@ def test_adam_on_a_device_starts_anew_in_every_round() -> None:
 
 
 def test_the_minimiser_is_where_the_mean_gradient_vanishes() -> None:
-    """The helper that the tests above trust."""
+    """Checks the helper that the tests above rely on."""
     at = minimiser(DEVICES.values())
     np.testing.assert_allclose(sum(loss.slope(at) for loss in DEVICES.values()), np.zeros(SIZE), atol=1e-12)
     assert replace(DEVICES["device-0"], minimum=at).slope(at).tolist() == [0.0] * SIZE

@@ -1,5 +1,5 @@
-"""Closing a round gives the same bits whatever the order and the number of workers, and a run that goes on from the
-disk is the run that never stopped, for every method and every form of its server rule (identity 7)."""
+"""Closing a round gives the same bits for any order of arrival and any number of workers, and a run resumed from disk
+equals one that never stopped, for every method and every form of its server rule (identity 7)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Closed:
 
 @pytest.fixture(scope="module")
 def closed() -> Closed:
-    """Updates of sizes so different that another order of the sum gives other bits."""
+    """Updates of such different sizes that another order of the sum gives other bits."""
     rng = np.random.default_rng(0)
     updates = [
         Update(f"pi-{i}", Payload(tree(rng.normal(size=SIZE) * 10.0 ** rng.integers(-9, 9, SIZE)))) for i in range(90)
@@ -66,7 +66,7 @@ def groups(update: Update) -> Params:
 
 
 def arrange(updates: list[Update]) -> list[Update]:
-    """As the spool reads them: in closing order, whatever the order of arrival."""
+    """In closing order, whatever the order of arrival, as the spool reads them."""
     names = {update.device: update for update in updates}
     return [names[name] for name in aggregation.order(names)]
 
@@ -102,14 +102,14 @@ def test_a_sum_of_no_updates_is_an_error() -> None:
 
 
 def everything(state: ServerState) -> tuple[Any, ...]:
-    """All that a server remembers, to the bit."""
+    """Everything that a server remembers, as bytes."""
     memory = {role: storage.pack(storage.flatten(kept)) for role, kept in state.memory.items()}
     trees_ = [storage.pack(storage.flatten(params)) for params in (state.model, state.served)]
     return (*trees_, memory, state.dual_epoch, dict(state.scalars))
 
 
 def made_up(fleet: QuadraticFleet, name: str) -> list[Update]:
-    """Updates of sizes so different that the order of a sum shows, in what the method sends."""
+    """Updates of what the method sends, of such different sizes that the order of a sum shows."""
     rng, method = np.random.default_rng(0), METHODS[name]
     shapes = LAYOUT.extended(method.down, method.shared).zeros(method.shared)
     return [
@@ -134,7 +134,7 @@ def test_every_method_closes_to_the_same_bits_for_any_arrival(form: str) -> None
 
 
 def from_disk(folder: Path) -> Callable[[QuadraticFleet], None]:
-    """Writes and reads all that server and devices remember, as a restart does."""
+    """Write and read all that server and devices remember, as a restart does."""
     checkpoints = Checkpoints(folder)
 
     def restart(fleet: QuadraticFleet) -> None:

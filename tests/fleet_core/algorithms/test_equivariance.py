@@ -1,4 +1,4 @@
-"""Methods that compare representations do not know the numbers of labels: what a device draws, learns and answers is
+"""Methods that compare representations do not depend on label numbers: what a device draws, learns and answers is
 permuted with them (identity 6, the ALID setting of Acar et al.)."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_an_independent_hessian_batch_is_drawn_beside_the_episode() -> None:
 
 
 def fleets(name: str, **hyper: Any) -> tuple[Fleet, Fleet]:
-    """Two devices whose labels are the fleet's, and the same devices with labels of their own."""
+    """Two devices with the fleet's labels, and the same devices with labels of their own."""
     data = [toy_samples(60, 5, seed) for seed in (1, 2)]
     chosen = hyper_of(name, **{"support_batch": 20, "query_batch": 20, "shots": 4, "query_shots": 6, **hyper})
     layout = toy_layout(5)

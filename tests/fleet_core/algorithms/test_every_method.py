@@ -1,6 +1,5 @@
-"""Every method on a whole fleet in one process: it computes what a plain loop of the same pure functions does, bit for
-bit, sends what it states, and every device is evaluated and answers; and what methods with state of their own live
-through."""
+"""Every method on a whole fleet in one process equals a plain loop over the same pure functions, bit for bit; it sends
+what it declares, every device is evaluated and answers; and methods with state survive deaths and losses."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ SMALL = {
 
 @pytest.fixture(autouse=True, scope="module")
 def one_machine_that_keeps_its_power() -> Iterator[None]:
-    """Nothing waits for the disk; the trainers' number of threads is given back."""
+    """Nothing waits for the disk; the number of torch threads is reset at the end."""
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         without_fsync(patch)
@@ -90,7 +89,7 @@ def text_of(method: str, codec: str = "int8", *, down: str = "", link: str = "",
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    """Makes worlds with a running server and three devices, and ends them."""
+    """Make worlds with a running server and three devices, and end them."""
     made: list[World] = []
 
     def make(method: str, codec: str = "int8", *, broker: LoopbackBroker | None = None, **options: Any) -> World:
@@ -110,7 +109,7 @@ def begin(w: World) -> None:
 
 
 class Plain:
-    """What a fleet computes, as a loop of the same pure functions and nothing else."""
+    """What a fleet computes, as a plain loop over the same pure functions."""
 
     def __init__(self, w: World, names: Collection[str] = NAMES):
         self.fleet, self.method, self.hyper = w.fleet, w.fleet.method, w.fleet.hyper
@@ -123,7 +122,7 @@ class Plain:
         self.after = Checkpoint(0, self.method.server.init(trees.widened(first), self.hyper))
 
     def round(self, lost: Collection[str] = ()) -> None:
-        """One round; the updates of ``lost`` are not counted."""
+        """One round; updates of ``lost`` are not counted."""
         rule, before = self.method.server, self.after
         sent = rule.broadcast(before.state)
         made = encode_model(sent.groups, before, self.fleet.codec_down, self.wire, self.method.down)
@@ -166,7 +165,7 @@ class Plain:
         return trees.apply(lambda a: a.astype(np.float32), self.after.state.served)
 
     def own_weights(self, own: Samples, state: ClientState | None) -> trees.Params:
-        """A device's own weights, where the method's personalizer makes some."""
+        """A device's own weights, if the method's personalizer makes any."""
         return personal_model.adapt(
             self.method, self.network, self.layout, self.served, own.x, own.y, self.hyper, state,
             self.scalars(self.after.round),
@@ -260,7 +259,7 @@ def bits_of_tree(tree: trees.Params) -> dict[str, bytes]:
 
 
 def test_something_is_learned_in_every_round_and_by_every_device(played: Played) -> None:
-    """Else equal bits would say little."""
+    """Otherwise equal bits would prove little."""
     before, after = Plain(played.w), played.plain
     if after.method.received:
         assert state_bits(before.after.state) != state_bits(after.after.state)
@@ -301,7 +300,7 @@ def test_an_answer_is_what_torch_makes_of_the_devices_own_model(played: Played) 
 
 
 def expected_answer(plain: Plain, own: Samples, state: ClientState | None, x: Any) -> Any:
-    """Probabilities, computed with torch from what the plain loop ends with."""
+    """Probabilities computed with torch from the result of the plain loop."""
     method, network, served = plain.method, plain.network, plain.served
     if method.personalizer == "proto":
         z_own, z = (torch.tensor(local_training.embed(network, served, samples)) for samples in (own.x, x))
@@ -351,7 +350,7 @@ def test_a_device_without_torch_answers_as_far_as_it_can_and_says_what_it_cannot
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_hyper_parameter_that_may_be_none_is_none_by_default(method: str) -> None:
-    """What is none does not travel, and is the default again where it arrives."""
+    """A value of None is not sent, and becomes the default again on arrival."""
     hyper = METHODS[method].hyper
     kinds = typing.get_type_hints(hyper)
     for field in fields(hyper):
@@ -469,13 +468,13 @@ def test_what_crosses_the_wire_is_what_the_method_states(played: Played) -> None
 
 @pytest.mark.parametrize("method", ["pflscaf-proto", "pflscaf-maml", "scaffold"])
 def test_control_variates_go_down_and_one_model_comes_up(method: str) -> None:
-    """Both papers send two up; the change of a device's control is made of what the server has."""
+    """Both papers send two up; the server can compute the change of a device's control itself."""
     row = METHODS[method]
     assert (row.down, row.shared) == ((*row.shared, "control"), row.shared)
     assert (row.models_down, row.models_up, row.paper_models) == (2, 1, (2, 2))
 
 
-def test_prototypes_travel_in_full_precision_whatever_the_link_says_and_a_person_is_told(fleet) -> None:
+def test_prototypes_travel_in_full_precision_whatever_the_link_says_with_a_log_line(fleet) -> None:
     w = fleet("fedproto", "int8")
     assert w.logged("fedproto sends sums over samples, which a lossy codec would spoil: "
                     "all goes as fp32, not as int8 up")
@@ -493,7 +492,7 @@ def test_a_shared_body_that_is_never_trained_is_said(tmp_path: Path, head_steps:
 
 
 def test_prototypes_of_many_samples_are_no_update_of_a_large_norm(fleet) -> None:
-    """They are sums over a device's samples, and the bound is for each of these."""
+    """They are sums over a device's samples, and the norm limit is per sample."""
     w = fleet("fedproto", rounds=1, link="max_update_norm = 9.0")
     assert w.pump(lambda: finished(w))
     assert statuses(w, 1) == dict.fromkeys(NAMES, "counted")
@@ -544,7 +543,7 @@ def test_scalars_that_are_not_the_methods_are_refused_and_named(tmp_path, scalar
 
 
 def test_a_device_that_joins_when_the_delta_is_the_whole_model_too_takes_it_as_that(fleet) -> None:
-    """FedProto starts from zeros: what moves these is byte for byte what gives the model to one without them."""
+    """FedProto starts from zeros: the delta from zeros has the same bytes as the whole model."""
     w = fleet("fedproto", "fp32", rounds=4)
     assert w.pump(lambda: opened(w, 1))
     w.start_agent("d3", toy(3))
@@ -558,11 +557,11 @@ def test_a_device_that_joins_when_the_delta_is_the_whole_model_too_takes_it_as_t
 # What devices keep, through deaths and losses -------------------------------------------------------------------------
 
 KEEPERS = ("pflscaf-proto", "fedrep", "metavers", "fedmeta-maml", "fedproto", "local", "pfedhn")
-"""A control; a head of one's own; scalars; a server's moments; prototypes; nothing shared; a model for each device."""
+"""A control; a personal head; scalars; a server's moments; prototypes; nothing shared; a model for each device."""
 
 
 def pending_of(w: World, name: str) -> int:
-    """The round of the update whose fate is open on a device; 0 for none."""
+    """The round of the device's pending update; 0 for none."""
     pending = w.agents[name]._updates.pending
     return 0 if pending is None else pending.round
 
@@ -604,7 +603,7 @@ def test_an_update_that_was_not_counted_leaves_its_device_as_it_was(fleet, metho
 
 
 def test_two_devices_with_equal_updates_are_told_apart_in_what_was_counted(fleet) -> None:
-    """Those of a method that shares nothing are all alike."""
+    """With a method that shares nothing all updates are equal."""
     w = fleet("local", rounds=1)
     assert w.pump(lambda: finished(w) and settled(w))
     rows = w.server.ledger.rows(Update, round=1)
@@ -642,14 +641,14 @@ def test_a_fleet_with_rounds_keeps_its_method(fleet) -> None:
 
 
 def test_what_a_device_keeps_is_as_after_the_round_that_is_evaluated(fleet, monkeypatch) -> None:
-    """Also where the list of what was counted comes later than the model, which of this method is always here."""
+    """Also where the list of counted updates comes later than the model, as it always does with this method."""
     monkeypatch.setattr(manifest, "LISTED_IDS", 1)
     faults = Faults()
     w = fleet("local", broker=LoopbackBroker(faults=faults))
     held: list[str] = []
 
     def rule(client: str, message: Message) -> list[Message] | None:
-        """The list of round 3 comes to d0 after all else."""
+        """The list of round 3 reaches d0 last."""
         manifest = w.agents["d0"].manifest
         late = {r.blob.id for r in manifest.counted if r.round == 3 and r.blob} if manifest else set()
         if client != w.agents["d0"].boot or not any(f"/b/{blob}/" in message.topic for blob in late):
@@ -696,7 +695,7 @@ class Dies(InlineTrainer):
             self.died, self._done = True, Done(job.kind, {}, error="the trainer process ended with exit code -9")
 
 
-def test_a_device_whose_trainer_died_over_its_own_weights_makes_them_when_it_is_asked_again(fleet) -> None:
+def test_a_device_whose_trainer_died_while_personalizing_retries_when_it_is_asked_again(fleet) -> None:
     w = fleet("fedper", rounds=2)
     path = w.fleet.folder / "fleet.toml"
     path.write_text(path.read_text().replace("serve_every = 2", "serve_every = 1"))
@@ -717,7 +716,7 @@ def test_a_device_whose_trainer_died_over_its_own_weights_makes_them_when_it_is_
 
 
 def check_controls(w: World) -> None:
-    """The server's control is the mean of the devices' (and of what error feedback has still to bring)."""
+    """The server's control is the mean of the devices' (and of what error feedback still owes)."""
     state, facts, hyper = w.server.checkpoint.state, w.server.checkpoint.facts, w.server.hyper
     total = trees.zeros_like(state.memory["control"])
     for name in w.server._members.members():
@@ -760,7 +759,7 @@ def test_the_servers_control_is_the_mean_of_the_devices_after_every_round(fleet,
 
 
 def test_a_round_that_is_opened_again_after_a_device_joined_is_the_same_round(fleet) -> None:
-    """The newcomer changes the server's control, which is not to change what was sent already."""
+    """The newcomer changes the server's control, but must not change what was already sent."""
     faults = Faults()
     w = fleet("pflscaf-proto", rounds=3, broker=LoopbackBroker(faults=faults), fleet="quorum = 1.0")
     assert w.pump(lambda: w.closed() == 1)

@@ -1,4 +1,5 @@
-"""A method that another installed package brings: found by its entry point, known to all commands, told where wrong."""
+"""A method from another installed package: found by its entry point, known to all commands, and reported where it is
+wrong."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ hyper = {{ local_steps = 2, pull = 0.5 }}
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of installed packages with one that brings the method of seam.md."""
+    """A folder of installed packages, one of which brings the method of seam.md."""
     folder = tmp_path_factory.mktemp("packages")
     (folder / "my_lab").mkdir()
     (folder / "my_lab" / "__init__.py").touch()
@@ -115,7 +116,7 @@ ROW: Any = replace(PRODUCT["fedper"], name="mine")
 
 
 def found(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> tuple[dict[str, Any], list[str]]:
-    """What the entry points ``name=row`` of the module ``rows`` bring, and what is said."""
+    """What the entry points ``name=row`` of the module ``rows`` bring, and what is logged."""
     module = ModuleType("rows")
     module.__dict__.update({f"row{n}": row for n, row in enumerate(rows.values())})
     monkeypatch.setitem(sys.modules, "rows", module)

@@ -1,7 +1,5 @@
-"""The methods against each other: what two of them must have in common where their choices agree (identities 1 and 5).
-
-On quadratics in float64, and with the real client loop on toy samples where the draws of samples matter.
-"""
+"""What two methods have in common where their choices agree (identities 1 and 5): on quadratics in float64, and with
+the real client loop on toy samples where the draws matter."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def quadratic(name: str, **hyper: Any) -> QuadraticFleet:
 
 
 def toys(name: str, **hyper: Any) -> Fleet:
-    """Three devices with samples of their own, one of them with more than the others."""
+    """Three devices with their own samples, one of them with more than the others."""
     data = [toy_samples(n, seed=n) for n in (60, 61, 90)]
     return Fleet(name, hyper_of(name, **{**STEPS, **hyper}), data, toy_layout())
 
@@ -207,7 +205,7 @@ def test_meta_sgd_starts_as_maml_with_one_step_at_the_first_rate() -> None:
 
 
 def first_model(name: str, **hyper: Any) -> Params:
-    """What the device 0 has made of the first weights after one round, whatever it sends of it."""
+    """What device 0 has after one round from the first weights, whatever it sends of it."""
     fleet = toys(name, **hyper)
     result, start = fleet.trained()[0], trees.only(fleet.broadcast().groups, ("body", "head"))
     sent = trees.add(start, result.update.groups) if start else {}
@@ -275,7 +273,7 @@ def test_a_device_that_keeps_groups_goes_on_from_its_own() -> None:
 
 
 def margins(hyper: Margins, reports: list[list[float]]) -> list[float]:
-    """The margin that goes down before each round, and after the last."""
+    """The margin that is sent before each round, and after the last."""
     rule, found = VersServer(), []
     state = rule.init(tree(np.zeros(SIZE)), hyper)
     for number, reported in enumerate(reports, start=1):

@@ -1,4 +1,4 @@
-"""Files of named arrays as they are streamed, looked into and tried for room; and waits that differ by device."""
+"""Named arrays in files: streaming, mapping, checking for free space; and waits that differ by device."""
 
 from __future__ import annotations
 

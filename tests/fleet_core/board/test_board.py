@@ -1,4 +1,5 @@
-"""Profiles, what a machine has, and what follows for the agent. The machines are made up: no board is at hand."""
+"""Board profiles, what a machine has, and what the agent decides from both. The machines are made up; no board is at
+hand."""
 
 from __future__ import annotations
 
@@ -326,7 +327,7 @@ def test_a_wish_that_the_board_cannot_grant_is_wrong_and_one_not_to_train_is_not
     assert complaint.what == "threads"
 
 
-# What the agent makes of it -------------------------------------------------------------------------------------------
+# What the agent does with it ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", METHODS)

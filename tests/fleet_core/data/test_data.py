@@ -144,7 +144,7 @@ def test_what_is_wrong_with_an_npz_is_said_with_file_array_and_row(tmp_path: Pat
 
 
 def member(shape: tuple[int, ...], dtype: str, body: bytes) -> bytes:
-    """A .npy file whose header says what it likes."""
+    """A .npy file with any header."""
     buffer = io.BytesIO()
     np.lib.format.write_array_header_1_0(buffer, {"shape": shape, "fortran_order": False, "descr": dtype})
     return buffer.getvalue() + body

@@ -1,4 +1,4 @@
-"""The named data sets: the registry, downloads from a server on this machine, local copies, the cache, the command."""
+"""The named data sets: the registry, downloads from a local server, local copies, the cache, the command."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ CUT = 3000
 
 
 class Places:
-    """Public places on this machine. answers: what a path does, one entry a request, the last for all further ones.
-
-    asked: (path, Range) of every request.
-    """
+    """A local download server. answers: what a path does, one entry per request, the last for all further ones. asked:
+    (path, Range) of every request."""
 
     def __init__(self) -> None:
         self.answers: dict[str, list[Callable[[BaseHTTPRequestHandler], None]]] = {}
@@ -62,7 +60,7 @@ class Places:
 
 
 def whole(content: bytes = CONTENT) -> Callable[[BaseHTTPRequestHandler], None]:
-    """Sends the content, from where the request wants it."""
+    """Send the content from the requested offset."""
 
     def answer(to: BaseHTTPRequestHandler) -> None:
         wanted = to.headers.get("Range")
@@ -78,7 +76,7 @@ def whole(content: bytes = CONTENT) -> Callable[[BaseHTTPRequestHandler], None]:
 
 
 def cut(to: BaseHTTPRequestHandler) -> None:
-    """Announces the rest of the content, and goes away after CUT bytes of it."""
+    """Announce the rest of the content, and hang up after CUT bytes of it."""
     begin = int((to.headers.get("Range") or "bytes=0-").removeprefix("bytes=").removesuffix("-"))
     to.send_response(206 if begin else 200)
     if begin:
@@ -90,7 +88,7 @@ def cut(to: BaseHTTPRequestHandler) -> None:
 
 
 def plain(content: bytes) -> Callable[[BaseHTTPRequestHandler], None]:
-    """Sends the content from its beginning, whatever is wanted, without saying how much it is."""
+    """Send the whole content, whatever range is requested, without its length."""
 
     def answer(to: BaseHTTPRequestHandler) -> None:
         to.send_response(200)
@@ -134,7 +132,7 @@ def original(*urls: str, content: bytes = CONTENT) -> Original:
 
 
 class Waits(list[float]):
-    """In place of ``time.sleep``: remembers what it was told."""
+    """Replaces ``time.sleep`` and records its arguments."""
 
     def __call__(self, seconds: float) -> None:
         self.append(seconds)
@@ -636,7 +634,7 @@ def test_the_listing_names_every_set_and_what_may_not_be_passed_on() -> None:
 
 @pytest.fixture
 def listed(known: Entry, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """The small set as the listing has it."""
+    """The small set's row in the listing."""
     monkeypatch.setattr(registry, "entries", lambda: {"small": known})
     return lambda: json.loads(ask("--json").stdout)[0]
 

@@ -1,4 +1,4 @@
-"""How raw samples become a model's input, where nobody has said it."""
+"""How raw samples become a model's input when nothing is configured."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_heart_beats_are_standardized_by_what_the_demos_training_patients_learn_
 
 
 def test_a_device_reads_whole_numbers_as_its_fleets_readings(tmp_path: Path) -> None:
-    """Though all of them are below the number of classes, which a fleet would be made from as text."""
+    """Although all are below the number of classes, which would make a new fleet read them as text."""
     path = tmp_path / "samples.npz"
     np.savez(path, x=np.ones((10, 3), np.int16), y=np.arange(10) % 2)
     data = LocalData(path, ("off", "on"), "float32")

@@ -275,7 +275,7 @@ NUMBERS = st.floats(-1e6, 1e6, width=32)
 
 @st.composite
 def stretches(draw: st.DrawFn) -> Samples:
-    """Windows of which every one is a stretch of its own, for its time begins anew."""
+    """Windows that are each a stretch of their own, because their time starts again."""
     windows, channels, steps = draw(st.integers(1, 4)), draw(st.integers(2, 3)), draw(st.integers(2, 4))
     size = windows * channels * steps
     x = np.array(draw(st.lists(NUMBERS, min_size=size, max_size=size)), np.float32)

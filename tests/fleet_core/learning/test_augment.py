@@ -1,4 +1,4 @@
-"""Random crops and flips of training images: against a loop, and as a part of a device's round."""
+"""Random crops and flips of training images: compared with a loop, and in a device's round."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def images(number: int, dtype: str = "uint8", seed: int = 0) -> Array:
 
 
 def choices(image: Array) -> list[Array]:
-    """Every crop of the image's size out of the image in its black frame, and each of them mirrored."""
+    """Every crop of the image's size from the image in its black frame, and its mirror image."""
     around = np.pad(image, ((0, 0), (PADDING, PADDING), (PADDING, PADDING)))
     _, height, width = image.shape
     crops = [

@@ -1,4 +1,4 @@
-"""Models and the client's loop: what a device's round takes, gives and keeps, for every method."""
+"""Models and the client's loop: what a device's round receives, returns and keeps, for every method."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_first_weights_depend_on_the_seed_alone() -> None:
 
 
 class PersonalFiles(nn.Module):
-    """A model of one's own, with what a test wants in it."""
+    """A user's model with test-specific parts."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, *layers: nn.Module) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
-def test_a_model_of_ones_own_is_imported_by_name(package: types.ModuleType) -> None:
+def test_a_users_own_model_is_imported_by_name(package: types.ModuleType) -> None:
     package.__dict__["build"] = lambda shape, classes, width=1: PersonalFiles(shape, classes)
     layout = models.describe("bring_own:build", TOY, ("a", "b"), {"width": 3})
     assert layout.embedding == 4
@@ -158,7 +158,7 @@ def test_running_statistics_are_refused(package: types.ModuleType) -> None:
         (lambda shape, classes: 1 / 0, "cannot be built"),
     ],
 )
-def test_a_model_of_ones_own_that_does_not_fit_is_refused(
+def test_a_users_own_model_that_does_not_fit_is_refused(
     package: types.ModuleType, build: Callable[..., Any], complaint: str
 ) -> None:
     package.__dict__["build"] = build
@@ -202,7 +202,7 @@ def test_another_version_of_the_model_is_refused() -> None:
 
 
 def fleet(name: str, *data: Any, together: bool = False, layout: Layout | None = None, **hyper: Any) -> Fleet:
-    """A fleet that has played a round, so that nothing that it sends down is still zero."""
+    """A fleet after one round, so that nothing that it sends down is still zero."""
     chosen = hyper_of(name, **{**SMALL, **hyper})
     made = Fleet(name, chosen, data or [toy_samples(), toy_samples(90, seed=1)], layout or toy_layout(), together)
     made.round()
@@ -247,7 +247,7 @@ def method_steps(name: str) -> int:
 
 @every_method
 def test_the_models_that_a_method_transmits_are_counted_in_values(name: str) -> None:
-    """Prototypes are no model; what remains is so many times the model's shared groups."""
+    """Prototypes are no model; what remains is a multiple of the model's shared groups."""
     played = fleet(name)
     method, layout = played.method, played.layout
     model = layout.parameters(tuple(g for g in method.shared if g in MODEL_GROUPS))
@@ -286,7 +286,7 @@ LOCAL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("local", LOCAL)
 def test_clients_side_by_side_do_what_each_does_alone(name: str, local: str, padded: bool) -> None:
-    """Five devices, two of which have batches of other sizes than the rest; some took part before, some did not."""
+    """Five devices, two with other batch sizes than the rest; some took part before, some did not."""
     data = [toy_samples(n, seed=i) for i, n in enumerate((80, 80, 9, 85, 12))]
     alone, together = (fleet(name, *data, together=way, **LOCAL[local]) for way in (False, True))
     together.padded = padded
@@ -309,7 +309,7 @@ def test_clients_side_by_side_do_what_each_does_alone(name: str, local: str, pad
 
 @pytest.mark.parametrize(("padded", "stacks"), [(False, [[0, 1, 3], [2], [4]]), (True, [[2, 4], [0, 1, 3]])])
 def test_padded_clients_of_similar_sizes_are_one_stack(padded: bool, stacks: list[list[int]]) -> None:
-    """And those who draw more than twice as much are another."""
+    """Those that draw more than twice as much form another stack."""
     data = [toy_samples(n, seed=i) for i, n in enumerate((80, 80, 9, 85, 12))]
     fleet = Fleet("fedavg", hyper_of("fedavg", local_steps=2, batch=30), data, toy_layout())
     plans = [round_plans.plan_of(fleet.method, one, fleet.hyper) for one in fleet.participants()]
@@ -321,14 +321,14 @@ def biggest(tree: trees.Params) -> float:
 
 
 def unlike(result: TrainResult) -> dict[str, Any]:
-    """What two ways of computing may differ in."""
+    """Figures that may differ between the two ways of computing."""
     return {key: getattr(result, key) for key in ("update", "pending", "loss", "seconds")}
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's device without numbers stands for a GPU: it refuses arrays of another device as a GPU does. What comes
-    back from it is zeros."""
+    """torch's meta device stands for a GPU: it refuses arrays of another device as a GPU does. What comes back from it
+    is zeros."""
     cpu, number = Tensor.cpu, Tensor.__float__
     monkeypatch.setattr(Tensor, "cpu", lambda self: torch.zeros_like(self, device="cpu") if self.is_meta else cpu(self))
     monkeypatch.setattr(Tensor, "__float__", lambda self: 1.0 if self.is_meta else number(self))
@@ -366,7 +366,7 @@ def test_side_by_side_the_client_that_diverges_is_found_as_alone() -> None:
 
 
 def test_a_round_is_sgd_on_one_batch_after_the_other() -> None:
-    """FedAvg's, written out: the same draws, three batches of a pass and one of the next."""
+    """FedAvg written out: the same draws, three batches of a pass and one of the next."""
     x, y = toy_samples(50)
     fleet = Fleet("fedavg", hyper_of("fedavg", local_steps=4, client_lr=0.1, batch=20, clip_norm=0.0), [(x, y)])
     rng = np.random.default_rng([SEED, 1, 0])

@@ -1,7 +1,8 @@
-"""Bad networks and brokers with limits: the run ends with the right sums, or says why it cannot.
+"""Bad networks and brokers with limits: the run ends with the right sums, or says why it cannot. Real aggregator,
+agents, links and mosquitto.
 
-Real aggregator, agents, links and mosquitto; the network is a proxy of the tests' own, which needs no rights and no
-tools. A lost segment is one that comes a retransmission later, as TCP would have it.
+The network is the tests' own proxy, which needs no rights and no tools. A lost segment arrives one retransmission
+later, as with TCP.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def test_a_queue_of_a_hundred_messages_overflows_and_nothing_is_lost(tmp_path: P
 
 @pytest.mark.parametrize("protocol", [5, 3])
 def test_more_than_a_thousand_chunks_pass_a_queue_of_a_hundred_messages(tmp_path: Path, protocol: int) -> None:
-    """Credit keeps what is under way below what the broker may hold."""
+    """Credit keeps the chunks on the way below what the broker may hold."""
     folder = tiny_fleet(tmp_path / "run", rounds=1, hidden=25_000, codec="fp32")
     with mosquitto(tmp_path / "broker", "max_queued_messages 100\nmax_inflight_messages 10\n") as broker:
         with stepped(folder, broker.url, protocol=protocol) as running:
@@ -195,7 +196,7 @@ def test_more_than_a_thousand_chunks_pass_a_queue_of_a_hundred_messages(tmp_path
 
 
 def asleep_until(running: SteppedFleet, condition: Callable[[], bool]) -> None:
-    """The aggregator does nothing meanwhile."""
+    """The aggregator does nothing until ``condition`` holds."""
     running.server_sleeps = True
     running.until(condition)
     running.server_sleeps = False
@@ -258,7 +259,7 @@ def test_a_broker_whose_packets_are_too_small_for_a_chunk_is_named(tmp_path: Pat
 
 @pytest.mark.parametrize("limit", ["max_packet_size 61440", "message_size_limit 50000"])
 def test_a_broker_of_3_1_1_that_takes_no_chunk_is_named(tmp_path: Path, limit: str) -> None:
-    """It cannot say so: it hangs up, or takes the chunk and drops it."""
+    """It cannot say so: it hangs up, or accepts the chunk and drops it."""
     folder = tiny_fleet(tmp_path / "run", rounds=1, devices=1, hidden=8000, chunk_bytes=61440, codec="fp32",
                         deadline_s=0.5)
     with mosquitto(tmp_path / "broker", limit + "\n") as broker, stepped(folder, broker.url, protocol=3) as running:

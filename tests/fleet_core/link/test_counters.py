@@ -1,4 +1,4 @@
-"""The link's and the ledger's bytes against what the kernel counted on a wire that carries nothing else."""
+"""The bytes that link and ledger count, compared with the kernel's counters on a wire that carries nothing else."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def star_with_broker(programs: Programs, devices: int) -> Iterator[tuple[Star, U
         try:
             yield star, files
         finally:
-            programs.stop()  # before its namespaces go
+            programs.stop()  # before its namespaces are removed
 
 
 def link_over(wire: Wire, files: UserPki, *, tls: bool) -> MqttLink:
@@ -74,7 +74,7 @@ def link_over(wire: Wire, files: UserPki, *, tls: bool) -> MqttLink:
 
 
 def work(link: MqttLink) -> None:
-    """What an agent does in a round, as far as bytes go: presence, a model up in chunks, the same down, heartbeats."""
+    """An agent's bytes in a round: presence, a model up in chunks, the same down, heartbeats."""
     watched = RecordingLink(link)
     link.open()
     until(lambda: link.connected, watched)
@@ -90,7 +90,7 @@ def work(link: MqttLink) -> None:
 
 
 def as_passed(wire: Wire) -> WireTraffic:
-    """What passed, once nothing does any more."""
+    """The wire's traffic once nothing is sent any more."""
     readings = [wire.passed()]
     waiting.until(
         lambda: readings[-QUIET_READINGS:] == [readings[-1]] * QUIET_READINGS,
@@ -124,7 +124,7 @@ def test_wire_bytes_are_summed_over_connections_that_broke(programs: Programs) -
 
 
 def test_mqtt_bytes_are_what_the_segments_carried(programs: Programs) -> None:
-    """Without TLS nothing but MQTT is in them, so this is exact but for the options of the SYN."""
+    """Without TLS the segments carry only MQTT, so this is exact but for the options of the SYN."""
     with star_with_broker(programs, 1) as (star, files), netns.entered(star.wires[0].namespace):
         link = link_over(star.wires[0], files, tls=False)
         work(link)
@@ -137,7 +137,7 @@ def test_mqtt_bytes_are_what_the_segments_carried(programs: Programs) -> None:
 
 
 def carried(passed_bytes: int, packets: int) -> int:
-    """What ``packets`` segments of ``passed_bytes`` carried of TCP's payload."""
+    """TCP payload in ``packets`` segments of ``passed_bytes``."""
     return passed_bytes - packets * TCP_HEADERS_BYTES
 
 
@@ -173,7 +173,7 @@ local_steps = 1
 
 
 def two_devices(folder: Path, star: Star, files: UserPki) -> Fleet:
-    """A fleet of about 260,000 parameters and the homes ``d0`` and ``d1``, each with its own end of the hub; d1 speaks
+    """A fleet of about 260,000 parameters and the homes ``d0`` and ``d1``, each with its own end of the hub; d1 uses
     TLS."""
     tls = {"ca": str(files.ca), "certificate": str(files.device[0]), "key": str(files.device[1])}
     fleet = create_fleet(folder / "fleet", FLEET, lambda settings, head: first(
@@ -213,8 +213,7 @@ def test_the_ledger_says_what_passed_each_devices_wire_under_tls_as_well(program
 
 
 def assert_booked(volume: Volume, passed: WireTraffic, *, tls: bool) -> None:
-    """The wire's figures, and MQTT's as the segments' payload, of which TLS takes its share; what is missing is the
-    last report."""
+    """The wire's figures, and MQTT's as the segments' payload, minus TLS; only the last report is missing."""
     assert volume.wire is not None
     assert volume.mqtt is not None
     assert volume.wire.missing is volume.mqtt.missing is None

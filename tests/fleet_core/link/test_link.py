@@ -1,4 +1,4 @@
-"""Every link keeps the same promises, over a real broker in both versions of MQTT and inside one process."""
+"""Every link keeps the same promises: over a real broker with both versions of MQTT, and inside one process."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ from tests.support.faults import mosquitto
 from tests.support.pki import user_pki
 from tests.support.waiting import PATIENCE_S
 
-ENDLESS_S = 36_000.0  # a wait that does not end is ended by pytest
+ENDLESS_S = 36_000.0  # pytest ends a wait that does not end
 WILL = Will("fleet/a/st", b"gone")
 
 
 class Stage(Protocol):
-    """One kind of broker, with the accidents that can happen to it and its links."""
+    """One kind of broker and its links, with ways to break them."""
 
     def link(self, client_id: str, will: Will | None = None, max_queued: int = 2000) -> Link: ...
     def kill(self, link: Link) -> None: ...
@@ -356,7 +356,7 @@ def test_filters_match_as_the_standard_says(pattern: str, topic: str, expected: 
     assert paho.topic_matches_sub(pattern, topic) is expected
 
 
-# What only a connection over a socket has.
+# Only for a connection over a socket.
 
 
 @pytest.fixture
@@ -398,7 +398,7 @@ def identifier(body: bytes) -> bytes:
 def test_a_publish_that_a_broker_passes_over_is_given_up_and_said(
     scripted: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Acknowledgements come in order; what waits on a slow link is left alone."""
+    """Acknowledgements come in order; a message that waits on a slow link is not given up."""
     watched, peer = met(scripted)
     watched.link.publish("passed/over", b"1")
     first = identifier(peer.read()[1])
@@ -503,8 +503,8 @@ def test_the_brokers_limits_are_told_and_kept(scripted: ScriptedBroker) -> None:
 
 
 def hang_up(scripted: ScriptedBroker, watched: RecordingLink, *, accept: bool, take: int = 0) -> str:
-    """Why the link's next connection ended: at its CONNECT, or after ``take`` publishes were acknowledged and one came.
-    """
+    """Why the link's next connection ended: at its CONNECT, or after ``take`` publishes were acknowledged and one more
+    arrived."""
     peer = scripted.accept(watched)
     peer.read()
     if accept:
@@ -571,7 +571,7 @@ def test_a_hang_up_that_is_noticed_in_writing_is_one(scripted: ScriptedBroker) -
 @NEEDS_MOSQUITTO
 @pytest.mark.parametrize("retain", [True, False])
 def test_a_mosquitto_without_retained_messages_is_suspected_over_3_1_1(tmp_path: Path, retain: bool) -> None:
-    """It hangs up on a will that is retained, and on a publish."""
+    """It hangs up on a retained will, and on a retained publish."""
     with mosquitto(tmp_path / "broker", "retain_available false\n") as broker:
         watched = RecordingLink(MqttLink(broker.url, client_id="a", protocol=3, will=replace(WILL, retain=retain)))
         watched.link.open()
@@ -764,7 +764,7 @@ def self_signed(folder: Path) -> tuple[Path, Path]:
 
 
 class TlsServer(threading.Thread):
-    """Plays one TLS connection: accepts, sends two large messages in one go, and then reads to the end."""
+    """Plays one TLS connection: accepts, sends two large messages at once, and reads to the end."""
 
     def __init__(self, cert: Path, key: Path):
         super().__init__(daemon=True)

@@ -1,5 +1,5 @@
-"""pFedHN: the hypernetwork's products against autograd in float64, its rule against the paper's steps in a plain loop,
-and what a fleet fetches for each device."""
+"""pFedHN: the hypernetwork's products compared with autograd in float64, its rule with the paper's steps in a plain
+loop, and what a fleet fetches for each device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def random_like(tree: trees.Params, seed: int) -> dict[str, dict[str, Any]]:
 
 
 def network(seed: int = 0) -> hypernetwork.Weights:
-    """None of its weights zero."""
+    """A network without zero weights."""
     made = hypernetwork.initial(MODEL, 4, 5, 3, np.random.default_rng(seed))
     return {n: a + 0.3 * np.random.default_rng([seed, i]).normal(size=a.shape) for i, (n, a) in enumerate(made.items())}
 
@@ -126,8 +126,8 @@ def test_a_step_draws_the_generated_model_towards_what_its_device_has_found() ->
 
 
 def test_devices_whose_classes_are_swapped_come_to_models_of_their_own() -> None:
-    """One model for all cannot answer both; a device's own can. Those that the server makes are evaluated as they come,
-    before any step on the device."""
+    """One model cannot answer for both devices; a model per device can. The server's models are evaluated as they
+    arrive, before any step on the device."""
     x, y = toy_samples(90)
     data = [(x, y), (x, (y + 1) % 3), (x, y), (x, (y + 1) % 3)]
     fleet = Fleet("pfedhn", hyper_of("pfedhn", local_steps=5, batch=30, client_lr=0.1), data)
@@ -163,7 +163,7 @@ def test_a_list_of_what_is_given_names_each_devices_blob_and_is_bounded() -> Non
 
 
 class Asked:
-    """A fetcher that fetches nothing and remembers what it was asked for."""
+    """A fetcher that fetches nothing and records requests."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
@@ -200,7 +200,7 @@ def test_a_device_fetches_the_list_and_then_its_own_blob_and_no_other(tmp_path: 
         stranger.is_here(manifest)
 
 
-def test_a_person_is_told_that_a_devices_model_can_be_read_by_others(tmp_path: Path) -> None:
+def test_the_operator_is_told_that_a_devices_model_can_be_read_by_others(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text(config_text("pfedhn"))
     (told,) = LiveFleet.load(tmp_path).remarks()
     assert told.startswith("pfedhn makes a model for each device, which every device of the fleet may read")

@@ -1,4 +1,4 @@
-"""The plain baseline: what it answers right, that it is bounded, and that equal samples give an equal one."""
+"""The plain baseline: what it answers correctly, its limits, and that equal samples give an equal baseline."""
 
 from __future__ import annotations
 

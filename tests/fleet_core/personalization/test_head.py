@@ -1,4 +1,4 @@
-"""The head that a device fits on its embedded samples, against torch's own optimizer and by what must hold of it."""
+"""The head that a device fits on its embedded samples: compared with torch's optimizer, and its invariants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Neighbours on a device (kNN-Per): against brute force, with ties, with few samples, with a share found on them."""
+"""Neighbours on a device (kNN-Per): compared with brute force, with ties, with few samples, and with a fitted share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples that are of none of a device's classes: thresholds by hand, against leaving out, and over many draws."""
+"""Samples of none of a device's classes: thresholds by hand, by leaving one out, and over many draws."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def calibrated(z: Array, y: Array, classes: int, quantile: float = 0.95) -> tupl
 
 
 def clouds(each: int, rng: np.random.Generator, classes: int = 5, width: int = 16) -> tuple[Array, Array]:
-    """``each`` samples of every class, spread 1 around centres that lie 40 or more apart."""
+    """``each`` samples of every class, with spread 1 around centres at least 40 apart."""
     y = np.repeat(np.arange(classes), each)
     return (40.0 * np.eye(classes, width)[y] + rng.normal(size=(len(y), width))).astype(np.float32), y
 

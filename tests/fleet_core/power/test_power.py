@@ -1,5 +1,5 @@
-"""Meters, the model and the book. No sensor is at hand: the counters and processes are file trees built in tmp_path,
-in the shape of /sys/class/powercap and /proc, and the clocks are numbers."""
+"""Energy meters, the model and the book. No sensor is at hand: counters and processes are file trees shaped like
+/sys/class/powercap and /proc, and clocks are numbers."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_the_cpu_time_of_children_running_and_ended_is_the_processs(machine: Mac
 
 
 def test_two_processes_that_read_at_different_moments_do_not_exceed_the_sensor(machine: Machine) -> None:
-    """A reads over 10 s, B over the later 5 s, in which most joules were spent: by each one's own two readings A's half
+    """A reads over 10 s, B over the later 5 s, in which most joules were spent. By each one's own two readings A's half
     of 100 J and B's 80 J would make 130 J."""
     a = machine.rapl(A, idle_w=0)
     machine.run(5, 20, {A: 5})
@@ -177,7 +177,7 @@ steps = st.lists(
         st.floats(0, 20),  # CPU seconds of A, of B and of others
         st.floats(0, 20),
         st.floats(0, 20),
-        st.sampled_from(["", "A", "B", "AB"]),  # who settles
+        st.sampled_from(["", "A", "B", "AB"]),  # who reads the shared account
     ),
     min_size=1,
     max_size=12,
@@ -250,7 +250,7 @@ def test_the_account_is_for_its_user_alone(machine: Machine) -> None:
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Reading a file of this name is refused, as it is to a user who is not root."""
+    """Reading a file of this name is refused, as it is to a user other than root."""
     os_open = os.open
 
     def guarded(path: Any, *args: Any, **options: Any) -> int:
@@ -421,7 +421,7 @@ def test_phases_open_at_once_share_evenly(machine: Machine) -> None:
 
 
 class OneJoule:
-    """A meter that knows no lock: one joule a reading, counted in two steps."""
+    """A meter without a lock: one joule per reading, counted in two steps."""
 
     source, measured, absent_terms = "one joule a reading", True, MappingProxyType[str, str]({})
 
@@ -514,7 +514,7 @@ def test_a_phase_closes_when_its_work_fails(machine: Machine) -> None:
 
 @pytest.fixture
 def this_machine(machine: Machine) -> Machine:
-    """A tree on which this very process runs."""
+    """A tree on which this process runs."""
     machine.process(os.getpid())
     return machine
 

@@ -1,5 +1,5 @@
-"""Sensors of watts on constructed file trees and outputs (``tests/support/boards.py``), and joules from them. No
-hardware was tried; the clocks are numbers."""
+"""Power sensors on constructed file trees and outputs (``tests/support/boards.py``), and joules from their watts. No
+hardware was tried; clocks are numbers."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_current_that_flows_back_is_no_negative_power(tmp_path: Path) -> None:
 
 @dataclass
 class Dial:
-    """A sensor that says what it is told to."""
+    """A sensor whose value the test sets."""
 
     watts: float = 0.0
     name: str = "dial"
@@ -221,7 +221,7 @@ def machine(tmp_path: Path) -> Machine:
 
 @pytest.fixture(autouse=True)
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading costs nothing: every settling reads."""
+    """Reading costs nothing, so every settling reads."""
     monkeypatch.setattr("fleet_core.power.sampled_meter.cpu_s", lambda: 0.0)
 
 
