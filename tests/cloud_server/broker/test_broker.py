@@ -1,4 +1,4 @@
-"""A private broker starts, stays on loopback, says why it cannot, and never outlives its parent."""
+"""A private broker starts, listens on loopback only, says why it cannot start, and never outlives its parent."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from tests.support.waiting import PATIENCE_S
 
 @pytest.fixture(params=[pytest.param("mosquitto", marks=NEEDS_MOSQUITTO), "amqtt"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Both brokers in turn."""
+    """Each broker in turn."""
     return str(request.param)
 
 
 PROGRAM = {"mosquitto": "mosquitto -c", "amqtt": "broker.embedded"}
-"""What is in the command of each broker's process."""
+"""A part of each broker's command line."""
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ sys.stdin.read()
 
 
 def ended(sock: socket.socket) -> bool:
-    """Waits for the peer's end, orderly or not."""
+    """Wait until the peer closes or resets."""
     try:
         return sock.recv(1) == b""
     except ConnectionResetError:

@@ -1,4 +1,4 @@
-"""``metafleet export`` and ``metafleet bundle verify``: what is written, what is refused, what is said."""
+"""``metafleet export`` and ``metafleet bundle verify``: what is written, refused and printed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """``metafleet`` in this process: (exit code, stdout, stderr)."""
+    """Run ``metafleet`` in this process: (exit code, stdout, stderr)."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["metafleet", *map(str, arguments)])

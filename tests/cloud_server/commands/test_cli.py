@@ -1,4 +1,4 @@
-"""The two command lines: what goes where, with which exit code, and that bad input leaves nothing half-written."""
+"""Both command lines: stdout, stderr and exit codes; bad input leaves nothing half-written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*[34][0-7]")
 
 @dataclass(frozen=True)
 class Ran:
-    """What one command came to."""
+    """The result of one command."""
 
     code: int
     out: str
@@ -60,7 +60,7 @@ Run = Callable[..., Ran]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process through its own ``main``."""
+    """Run a command in this process through its own ``main``."""
     for name in ("METAFLEET_BROKER", "METAFLEET_HOME", "METAFLEET_WITH_PARENT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(processes, "exec_module", become_child)
@@ -82,7 +82,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def become_child(module: str, *arguments: str) -> None:
-    """In place of ``processes.exec_module``, which would end the tests."""
+    """Replaces ``processes.exec_module``, which would end the tests."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -103,7 +103,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below ``folder``, a ledger as what it says; lock files and a ledger's shared memory are none."""
+    """Every file below ``folder``; a ledger as its rows, without lock files and the ledger's shared memory."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     return {
         str(path.relative_to(folder)): said(path) if path.suffix == ".sqlite" else path.read_bytes()
@@ -118,7 +118,7 @@ def said(ledger: Path) -> bytes:
 
 
 def refused(ran: Ran, code: int, *words: str) -> None:
-    """The command said why on stderr, in words and not in a traceback, and nothing on stdout."""
+    """The command explained the error on stderr, without a traceback, and printed nothing on stdout."""
     assert (ran.code, ran.out) == (code, ""), ran.err
     assert "Traceback" not in ran.err
     for word in words:
@@ -429,7 +429,7 @@ def test_a_demo_whose_broker_does_not_answer_writes_nothing(
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that somebody else listens on."""
+    """A port that another socket listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
@@ -464,7 +464,7 @@ def test_a_device_that_is_not_on_does_not_keep_one_waiting_for_ever(run: Run, pl
         url = re.search(r"mqtt://\S+", server.text())
         assert url is not None
         with closing(MqttLink(url[0], client_id="somebody")) as other:
-            # amqtt sends a new client what was retained for the subscriptions of others.
+            # amqtt sends a new client the retained messages of other clients' subscriptions.
             other.open()
             server.until(lambda: any(isinstance(event, Connected) for event in other.poll(0.1)))
             other.subscribe(topics.server("desk"))
@@ -760,7 +760,7 @@ def test_a_listing_that_nobody_reads_to_its_end_ends_quietly() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-# Processes of its own -------------------------------------------------------------------------------------------------
+# Processes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no switch for it")

@@ -20,7 +20,7 @@ TOPIC = topics.presence("lab", "kitchen")
 
 
 class Asked:
-    """A watch that notes what it is asked."""
+    """A watch that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -1,4 +1,4 @@
-"""``metafleet flash``: what is refused before a token is made, what a dry run shows, and what is on the image."""
+"""``metafleet flash``: what is refused before a token is made, what a dry run shows, and what the image contains."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ samples = "/srv/samples.npz"
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
-    """A fleet with its certificates, a device file and a file for an image, side by side."""
+    """A fleet with certificates, a device file and an image file in one folder."""
     folder = tmp_path_factory.mktemp("desk")
     lab_fleet(folder)
     (folder / "os.img").write_bytes(bytes(MIB))
@@ -55,13 +55,13 @@ def desk(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def system(desk):
-    """The image holds a system."""
+    """The image contains a system."""
     disks.card(desk / "os.img")
 
 
 @pytest.fixture(autouse=True)
 def built(tmp_path, monkeypatch):
-    """A program that was made already."""
+    """A program in the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for variable in ("METAFLEET_WIFI_PASSWORD", "METAFLEET_SSH_KEY", "METAFLEET_PROFILES"):
         monkeypatch.delenv(variable, raising=False)
@@ -85,7 +85,7 @@ def flash(desk: Path, to: str, path: Path | None = None, **options) -> None:
 
 
 def invitations(desk: Path) -> list[str]:
-    """The tokens that the fleet knows of."""
+    """The fleet's tokens."""
     with Ledger(desk / "lab/ledger.sqlite", create=False) as ledger:
         return [key for key in ledger.requests() if key.startswith("invite/")]
 
@@ -339,7 +339,7 @@ def test_progress_tells_share_speed_and_time_left():
 
 
 def test_what_a_plan_does_not_hold_cannot_be_shown(desk):
-    """A package that is shown is made without the token."""
+    """The package in a dry run is made without the token."""
     made = prepare_flash.prepare(device(desk))
     packed = prepare_flash.package_of(made, program.make(made.machine, say=print), None)
     secret = next(file for file in packed.files if file.path == "home/enrol.token")

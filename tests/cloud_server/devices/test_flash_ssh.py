@@ -1,4 +1,4 @@
-"""``metafleet flash`` over SSH as a whole: device file, fleet, token, package, a real sshd, and an inventory."""
+"""``metafleet flash`` over SSH from end to end: device file, fleet, token, package, a real sshd, and an inventory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ samples = "/srv/samples.npz"
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fleet with its certificates, a device file beside it, and a program that was made already."""
+    """A fleet with certificates, a device file and a cached program."""
     lab_fleet(tmp_path)
     (tmp_path / "kitchen.toml").write_text(DEVICE)
     monkeypatch.setattr(remote_install, "POLL_S", 0.05)

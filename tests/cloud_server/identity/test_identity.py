@@ -1,4 +1,4 @@
-"""The fleet's certificates, tokens, and the aggregator's answer to who holds one."""
+"""The fleet's certificates, tokens, and the aggregator's answer to enrolment requests."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_token_of_another_fleet_is_unknown(enroller: Enroller, tmp_path: Path)
 
 
 def test_a_request_that_the_tokens_key_did_not_sign_is_refused(enroller: Enroller) -> None:
-    """So that a broker that was taken over, which reads every request, cannot ask in the token's name."""
+    """So that a compromised broker, which reads every request, cannot send requests in the token's name."""
     made, other = enroller.token("d0"), enroller.token("d1")
     key = certificates.new_key()
     forged = [
@@ -273,7 +273,7 @@ def test_a_revoked_device_loses_its_certificate_and_its_tokens(enroller: Enrolle
     with pytest.raises(MessageError, match="used before"):
         enroller.enrolments().certificate(unused.id, signed_request(unused, certificates.new_key()))
     again = enroller.token("d0")
-    enroller.enrolments().revoke("d0", time.time() - 60)  # was asked before, and is heard of late
+    enroller.enrolments().revoke("d0", time.time() - 60)  # requested before, and heard late
     assert enroller.enrolments().certificate(again.id, signed_request(again, certificates.new_key()))
     assert "user d0" not in (folder / "acl").read_text()
 
@@ -288,7 +288,7 @@ def test_the_ledger_keeps_no_secret_of_a_token(enroller: Enroller) -> None:
     assert made.private_key.encode() not in kept
 
 
-# A device checks what it is given -------------------------------------------------------------------------------------
+# A device checks what it receives -------------------------------------------------------------------------------------
 
 
 def test_a_device_takes_no_certificate_but_its_own_of_the_fleets_authority(enroller: Enroller, tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_token_of_another_device_is_refused_by_a_home_that_has_one(enroller: E
 
 @dataclass
 class Correspondence:
-    """What a device asks the enroller in place of a broker. asked: the public key of every request."""
+    """A device's requests reach the enroller without a broker. asked: the public key of every request."""
 
     enroller: Enroller
     asked: list[str] = field(default_factory=list)
@@ -352,7 +352,7 @@ DAMAGED = {
 def test_a_damaged_token_is_refused_before_it_is_spent(
     enroller: Enroller, correspondence: Correspondence, tmp_path: Path, name: str, text: str, said: str
 ) -> None:
-    """``system`` is what the system trusts, so that nothing else reads the fleet's own authority before the answer."""
+    """``system`` is what the operating system trusts; nothing else reads the fleet's authority before the answer."""
     path, found = tmp_path / enrolment_token.FILE, replace(enroller.token("d0"), broker_authority=enrolment.SYSTEM)
     damaged: dict[str, Any] = {name: text}
     enrolment_token.save(path, replace(found, **damaged))
@@ -385,7 +385,7 @@ def test_a_token_makes_a_whole_device_and_is_erased(
 
 
 def load_key_pair(cert: Path, key: Path) -> bool:
-    """Whether they are of one pair."""
+    """Raise unless certificate and key are a pair."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_cert_chain(cert, key)
     return True
@@ -437,7 +437,7 @@ def test_plain_mqtt_leaves_a_machine_only_when_it_is_asked_for_by_name(enroller:
 
 
 def test_a_token_of_this_moment_is_known_and_one_that_was_revoked_in_it_is_not(tmp_path: Path) -> None:
-    """The aggregator looks for what the command line asks four times a second; a device is not made to wait for it."""
+    """The aggregator polls the command line's requests four times a second; a device must not wait for that."""
     w = world(tmp_path, config_text())
     server, device = w.start_server(), LoopbackLink(w.broker, "bearer")
     assert w.pump(lambda: server.link.connected)

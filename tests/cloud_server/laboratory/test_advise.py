@@ -1,4 +1,4 @@
-"""Advice: data that cannot be evaluated, what a budget allows, the decision, and the words for it."""
+"""Advice: data that cannot be evaluated, what a budget allows, the decision and its text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS = 30
 
 
 def written(path: Path, clients: int = 6, rows: int = ROWS, kinds: int = 3, **changes: Any) -> str:
-    """A file of separable classes in four features, alike in all clients but for a shift."""
+    """A file of separable classes in four features; clients differ only by a shift."""
     rng = np.random.default_rng(0)
     y = np.tile(np.arange(rows) % kinds, clients)
     client = np.repeat(np.array([f"d{i}" for i in range(clients)], dtype=np.str_), rows)
@@ -308,7 +308,7 @@ ACCURACY = {
 
 
 class Bench:
-    """In place of the engine: results from a table, seconds from a clock that each run moves."""
+    """Replaces the engine: results come from a table, and each run advances the clock."""
 
     def __init__(self, run_s: float = 1.0) -> None:
         self.asked: list[tuple[str, Experiment]] = []

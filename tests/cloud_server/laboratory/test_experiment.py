@@ -1,4 +1,4 @@
-"""Experiments as people write them: what they ask for, and every mistake before anything is computed."""
+"""Experiment files: their meaning, and that every mistake is found before anything is computed."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ hyper.penalty = 0.2
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file with an experiment that works."""
+    """A file with a valid experiment."""
     (tmp_path / "lab.toml").write_text(SYNTHETIC)
     return tmp_path / "lab.toml"
 
 
 def mistakes(path: Path, changes: Mapping[str, str], *settings: str) -> list[str]:
-    """What is said about the file with old text changed to new."""
+    """The errors of the file after replacing old text with new."""
     text = path.read_text()
     for old, new in changes.items():
         assert old in text
@@ -271,7 +271,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def refused(tmp_path: Path, values: Mapping[str, Any]) -> str:
-    """Why the experiment is not begun: nothing is trained, and nothing is written."""
+    """Why the experiment does not start; nothing is trained or written."""
     with pytest.raises(FleetError) as caught:
         laboratory.simulate(experiments.read(values), tmp_path / "out", Options(jobs=1))
     assert caught.value.exit_code == 2
@@ -344,7 +344,7 @@ def test_a_method_that_needs_an_encoder_is_refused_for_logistic_regression(tmp_p
 
 
 def sparse(path: Path, labels: Mapping[str, list[int]]) -> Path:
-    """Devices with one sample of each label that is named, in that order of time."""
+    """Devices with one sample of each given label, in that order of time."""
     y = np.array([label for own in labels.values() for label in own])
     names = np.array([name for name, own in labels.items() for _ in own])
     save(path, Samples(np.ones((len(y), 8), np.float32) * y[:, None], y, names, np.arange(len(y), dtype=float)))

@@ -1,5 +1,5 @@
-"""Samples that do not fit a fleet are told with the way to convert them; recordings of readings on a device and for a
-fleet."""
+"""Samples that do not fit a fleet are refused with the way to convert them; recordings of readings on a device and for
+a fleet."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_bytes_are_refused_where_the_fleet_has_floats(tmp_path: Path, name: str)
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A device of a fleet of windows [2, 3], served a model and with a recording of readings."""
+    """A device of a fleet with windows [2, 3], with a served model and a recording of readings."""
     layout = models.describe("mlp", InputSpec((2, 3)), ("off", "on"), {"hidden": [4]})
     home = homes.home(tmp_path / "home", toml='[data]\nsamples = "readings.csv"\nstride = 1\n[serve]\nworse_by = 1.0\n')
     rows = [*readings("d0", "off", range(20)), *readings("d0", "on", range(20, 40), 5)]

@@ -1,4 +1,4 @@
-"""The laboratory's figures against plain loops: what was spent, and how the devices' models did."""
+"""The laboratory's figures compared with plain loops: costs, and how the devices' models did."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.inprocess import without_fsync
 Array = np.ndarray[Any, Any]
 FEDAVG = {"local_steps": 2, "batch": 12, "finetune_steps": 0}
 BODY, HEAD, MEANS = 8 * 6 + 6, 6 * 3 + 3, 3 * 6 + 3
-"""Values of the tiny model, and of totals and counts of three class means."""
+"""Number of values of the tiny model, and of totals and counts of three class means."""
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def plain_nvar(z_ND: Array, y_N: Array) -> float:
 
 def test_normalized_variance_is_that_of_a_plain_loop() -> None:
     rng = np.random.default_rng(1)
-    y_N = rng.integers(0, 4, 60) * 2  # classes that nobody has do not count
+    y_N = rng.integers(0, 4, 60) * 2  # classes without samples do not count
     z_ND = rng.normal(size=(60, 3)) + y_N[:, None]
     evaluations = []
     for rows in np.array_split(np.arange(60), 3):
@@ -386,7 +386,7 @@ def test_a_budget_ends_a_run_in_the_round_that_reaches_it(
 
 
 def with_a_wild_one(path: Path, scale: float) -> Path:
-    """d1's samples are ``scale`` times as large as they were."""
+    """The samples of d1 are scaled by ``scale``."""
     from fleet_core.data.samples import load
 
     tame = load(lab.recordings(path))
@@ -428,7 +428,7 @@ def many(path: Path, devices: int) -> Path:
 
 
 def test_memory_does_not_grow_with_the_number_of_devices(tmp_path: Path) -> None:
-    """States of 36 kB each are on the disk; of a device more, what remains is a few names and rows."""
+    """States of 36 kB each are on disk; a further device adds a few names and rows to memory."""
     peaks, hyper = dict[int, int](), {"local_steps": 1, "support_batch": 2, "query_batch": 2}
     for devices in (20, 120):
         asked = lab.experiment(

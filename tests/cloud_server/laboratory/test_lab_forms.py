@@ -1,4 +1,4 @@
-"""Forms that papers have and a fleet has not: devices that train and are not averaged, a step on the test samples."""
+"""What papers do and a fleet does not: devices that train and are not averaged, a step on the test samples."""
 
 from __future__ import annotations
 

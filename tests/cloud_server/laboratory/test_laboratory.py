@@ -1,4 +1,4 @@
-"""A run of the laboratory: it computes what the fleet computes, and goes on where it was ended."""
+"""A laboratory run computes what a fleet computes, and resumes where it was stopped."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ LONG = os.environ.get("METAFLEET_LONG") == "1"
 
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes die here, the machine does not."""
+    """Processes die here, but the machine keeps its power."""
     without_fsync(monkeypatch)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def threads() -> Iterator[None]:
-    """Workers set it for the whole process; given back at the end."""
+    """Workers set the number of threads for the whole process; reset it at the end."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -49,7 +49,7 @@ def threads() -> Iterator[None]:
 
 
 def run_fleet(folder: Path, method: str, hyper: dict[str, Any], codec: str) -> World:
-    """Three devices, of which two are asked in each round, until all is counted and evaluated."""
+    """Three devices, two per round, until everything is counted and evaluated."""
     values = "\n".join(f"{name} = {value}" for name, value in hyper.items() if name != "local_steps")
     w = world(folder, config_text(
         method, rounds=ROUNDS, hyper=values, link=f'up = "{codec}"\ndown = "{codec}"', fleet="cohort = 2\nseed = 3",
@@ -139,11 +139,9 @@ def resumable(tmp_path: Path, method: str, hyper: dict[str, Any], codec: str) ->
 
 
 def killed_at(write: int, asked: Experiment, folder: Path) -> bool:
-    """Runs in a process that is killed before its ``write``-th change of a file or folder; False when it had fewer.
-
-    A fork server starts it: torch refuses autograd in a fork of a process that had autograd's threads, as this one has
-    after an export where torch is built for CUDA.
-    """
+    """Run in a process that is killed before its ``write``-th change of a file or folder; False if it had fewer. A fork
+    server starts it: torch refuses autograd in a fork of a process that had autograd threads, as this one has after an
+    export where torch is built for CUDA."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.lab"])
     process = context.Process(target=lab.run_first_and_die, args=(write, asked, folder))

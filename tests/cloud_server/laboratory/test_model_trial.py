@@ -1,4 +1,4 @@
-"""The trial before a fleet is made: what is tried on what, what is chosen and said, and that its time is bounded."""
+"""Trying models before a fleet is made: which models on which samples, the choice and its text, and the time limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GOOD = Score(accuracy=0.93, macro_f1=0.93, method="nearest mean on spectrum and 
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """A run sets it for the whole process; given back at the end."""
+    """A run sets the number of threads for the whole process; reset it at the end."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""A fleet is backed up while it works, and put back: what the devices learned since is in their duals, not in the
+"""A fleet is backed up while it runs, and restored: what devices learned since is in their duals, not in the
 server's."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
 
 def back_up(w: World) -> None:
-    """While the aggregator is at work."""
+    """While the aggregator runs."""
     backup(w.fleet, w.folder / "backup")
 
 
@@ -62,7 +62,7 @@ def done(w: World) -> bool:
 
 
 def duals(w: World, name: str) -> list[str]:
-    """The dual epochs of which a device has training state on its disk."""
+    """The dual epochs for which a device has training state on disk."""
     states = (w.folder / "devices" / name).glob("methods/*/state.safetensors")
     return sorted(path.parent.name.rpartition("-e")[2] for path in states)
 
@@ -85,7 +85,7 @@ def test_a_backup_that_is_one_round_old_is_noticed(fleet):
 
 
 def test_duals_that_started_again_after_the_backup_do_not_come_back(fleet):
-    """The epoch that follows the backup's has the number of one that devices hold already."""
+    """The number of the restored fleet's next epoch is one that devices already hold."""
     w = fleet(rounds=9, devices=3)
     assert w.pump(lambda: opened(w, 2))
     back_up(w)
@@ -99,7 +99,7 @@ def test_duals_that_started_again_after_the_backup_do_not_come_back(fleet):
 
 
 def test_a_device_that_comes_long_after_the_backup_was_put_back_is_noticed(fleet):
-    """By then the rounds have passed the one that it knows."""
+    """By then the rounds have passed the one that the device knows."""
     w = fleet(rounds=9, devices=3)
     assert w.pump(lambda: opened(w, 2) and settled(w))
     back_up(w)
@@ -147,7 +147,7 @@ def test_a_fleet_of_the_same_name_founded_anew_starts_with_duals_of_its_own(flee
 
 
 def test_a_device_keeps_the_state_of_one_epoch(fleet):
-    """Every device that leaves starts an epoch: a disk that kept them all would be full one day."""
+    """Every device that leaves starts an epoch: keeping them all would fill the disk one day."""
     w = fleet(rounds=12, devices=4)
     for gone, number in (("d3", 3), ("d2", 6), ("d1", 9)):
         assert w.pump(lambda number=number: opened(w, number) and settled(w), tick_s=TICK_S)
@@ -181,7 +181,7 @@ def test_a_backup_of_any_moment_can_be_put_back(fleet):
 
 
 def test_a_backup_waits_for_a_moment_when_ledger_and_checkpoint_belong_together(fleet, monkeypatch):
-    """Rounds are closed, or a leave is made up for, between the copy of one and of the other."""
+    """Rounds are closed, or a leave is made up for, between the copies of the two files."""
     w = fleet(rounds=40, devices=3)
     assert w.pump(lambda: opened(w, 2), tick_s=TICK_S)
     meanwhile: list[Callable[[], None]] = []
@@ -269,7 +269,7 @@ def test_a_backup_belongs_to_whom_the_fleet_belongs(fleet):
 
 
 def test_a_device_that_does_not_say_what_its_update_follows_is_not_suspected(fleet, monkeypatch):
-    """A missing key has its default: it may be another version."""
+    """A missing key has its default: the agent may be of another version."""
     w = fleet(rounds=6, devices=2)
     keep = DeviceState.leave_made
 

@@ -1,4 +1,5 @@
-"""The aggregator's disk: full, read-only, damaged or of a newer version. Nothing good is lost, and it is said."""
+"""The aggregator's disk is full, read-only, damaged or written by a newer version: nothing good is lost, and a message
+says so."""
 
 from __future__ import annotations
 
@@ -41,12 +42,12 @@ TICK_S = 0.1
 
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here asks what a power cut leaves."""
+    """These tests do not ask what a power cut leaves."""
     without_fsync(monkeypatch)
 
 
 class Kept:
-    """Stands where a world has its coordinator: the one that an aggregator keeps."""
+    """Takes the place of a world's coordinator: the one that an aggregator process keeps."""
 
     def __init__(self, aggregator: Aggregator):
         self.aggregator = aggregator
@@ -63,7 +64,7 @@ class Kept:
 
 @dataclass
 class KeptWorld(World):
-    """A world whose aggregator is the whole one."""
+    """A world with the whole aggregator."""
 
     def start_server(self) -> Any:
         fleet = Fleet.load(self.fleet.folder)
@@ -88,7 +89,7 @@ class KeptWorld(World):
 
 @pytest.fixture
 def founded(tmp_path: Path) -> Path:
-    """The folder of a fleet that nobody has used yet, and of two devices with samples."""
+    """The folder of a fleet that has not run yet and of two devices with samples."""
     folder = tmp_path / "founded"
     world(folder, config_text(**MORTAL)).broker.stop()
     for n in range(2):
@@ -100,7 +101,7 @@ def founded(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def copy(founded: Path, tmp_path: Path) -> Iterator[Callable[..., KeptWorld]]:
-    """Worlds that begin alike, bit for bit. place: of the fleet's folder, the only one that an aggregator writes."""
+    """Make worlds that start alike, bit for bit. place: the fleet's folder, the only one that an aggregator writes."""
     made: list[KeptWorld] = []
 
     def make(place: Path | None = None) -> KeptWorld:
@@ -116,7 +117,6 @@ def copy(founded: Path, tmp_path: Path) -> Iterator[Callable[..., KeptWorld]]:
 
 
 def run(w: KeptWorld) -> KeptWorld:
-    """To the end."""
     start(w)
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     return w
@@ -130,7 +130,7 @@ def start(w: KeptWorld) -> KeptWorld:
 
 
 def end(w: KeptWorld) -> None:
-    """Everything stops; the world can be started again."""
+    """Stop everything; the world can be started again."""
     w.close()
     w.server = None
     w.agents.clear()
@@ -144,7 +144,7 @@ def held_up(w: KeptWorld) -> str:
 
 
 class Full:
-    """No write of the aggregator succeeds from its ``at``-th one on, for eleven seconds; ``writes`` counts them."""
+    """For eleven seconds, all writes of the aggregator from its ``at``-th one on fail; ``writes`` counts them."""
 
     def __init__(self, w: KeptWorld, at: int | None, patch: pytest.MonkeyPatch):
         self.w, self.at, self.writes, self.where, self.until = w, at, 0, "", 0.0
@@ -200,7 +200,7 @@ def test_a_disk_that_is_full_at_any_write_changes_nothing_once_there_is_space(co
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a disk of its own, 8 MiB large."""
+    """A folder on its own disk of 8 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount("-t", "tmpfs", "-o", "size=8m", "none", str(folder))
@@ -209,7 +209,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def mount(*arguments: str) -> None:
-    """Skips the test, with its reason, where nothing can be mounted."""
+    """Skip the test, with a reason, where nothing can be mounted."""
     if shutil.which("mount") is None:
         pytest.skip("needs mount, which is not on this machine")
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
@@ -225,7 +225,7 @@ def command(*words: str) -> None:
 
 
 def fill(folder: Path) -> Path:
-    """Takes all the space there is."""
+    """Use up all free space."""
     ballast = folder / "ballast"
     with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
         while True:
@@ -254,7 +254,7 @@ def test_a_real_disk_that_runs_full_holds_the_round_open_until_there_is_space(co
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Callable[[Path], Callable[[], None]]]:
-    """Makes a folder read-only, as a file system with errors becomes, until the function that is returned is called."""
+    """Make a folder read-only, as a file system with errors becomes; returns a function that undoes it."""
     mounted: list[str] = []
 
     def make(folder: Path) -> Callable[[], None]:
@@ -306,7 +306,7 @@ def test_a_log_on_the_full_disk_stops_nobody():
 
 
 def flipped(path: Path) -> None:
-    """One bit of the last array is another."""
+    """Flip one bit of the last array."""
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

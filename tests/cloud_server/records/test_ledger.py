@@ -1,4 +1,4 @@
-"""The ledger: what it keeps, what it refuses, and what a crash leaves."""
+"""The ledger: what it stores, what it refuses, and what a crash leaves."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
 
 
 def with_former_names(ledger: Ledger) -> None:
-    """Undoes what version 5 renamed."""
+    """Undo what version 5 renamed."""
     ledger._db.execute("ALTER TABLE evaluations RENAME TO judgements")
     ledger._db.execute("ALTER TABLE rounds RENAME COLUMN served_id TO judged_id")
 

@@ -1,4 +1,4 @@
-"""What people see: the report, the live view and the closing table, of whole, partial and hostile runs."""
+"""Report, live view and closing table of complete, partial and hostile runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
 class Page(HTMLParser):
-    """The page's words and tags; fails on a tag that does not close."""
+    """The page's words and tags; fails on a tag that is not closed."""
 
     def __init__(self, text: str):
         super().__init__()

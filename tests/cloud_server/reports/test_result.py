@@ -198,7 +198,7 @@ def test_the_newest_round_is_that_of_the_last_row_that_fits(ledger: Ledger) -> N
 
 
 def long_run(ledger: Ledger, rounds: int, evaluated: int) -> None:
-    """As ``fill`` leaves it, and then closed ones, of which ``evaluated`` is one more that was evaluated."""
+    """The ledger that ``fill`` makes, with more closed rounds, of which ``evaluated`` was evaluated too."""
     fill(ledger)
     for number in range(3, rounds + 1):
         ledger.put(

@@ -1,4 +1,4 @@
-"""Whether a fleet is any good: the rule by hand, and real fleets that learn something and that only memorise."""
+"""Whether a fleet is any good: the rule by hand, and real fleets that learn and that only memorise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAMPLES = 3000
 
 
 def counts(shares: list[float], right: float, samples: int = SAMPLES) -> np.ndarray[Any, Any]:
-    """Confusion counts: classes with these shares of the samples, ``right`` of each answered right and the other
+    """Confusion counts of classes with these shares of the samples, ``right`` of each answered correctly and the other
     answers spread over the other classes."""
     n = len(shares)
     wrong = (1 - right) / max(1, n - 1)
@@ -98,8 +98,8 @@ def test_counts_are_pooled_so_that_tiny_devices_weigh_little() -> None:
 
 
 def test_one_class_that_is_nearly_all_of_the_samples_is_evaluated_by_macro_f1_too() -> None:
-    """Heart beats: 91 % are normal. The fleet that finds the rare ones is good though its accuracy is that of the class
-    alone; the fleet that always says normal is not."""
+    """Heartbeats: 91 % are normal. The fleet that finds the rare ones is good although its accuracy equals always
+    answering normal; the fleet that always answers normal is not."""
     finds = np.array([[510, 20, 16], [4, 26, 0], [4, 0, 20]])
     always = np.array([[546, 0, 0], [30, 0, 0], [24, 0, 0]])
     assert np.trace(finds) / finds.sum() < 0.93

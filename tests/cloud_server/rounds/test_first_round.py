@@ -1,4 +1,5 @@
-"""A first fleet does not stall: the wait before round 1, devices that come one by one, and devices that break in it."""
+"""A first fleet does not stall: the wait before round 1, devices that arrive one by one, and devices that fail in
+it."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
 
 class Never(InlineTrainer):
-    """A trainer that works on and on."""
+    """A trainer that never finishes."""
 
     def submit(self, job: Job) -> None:
         pass
@@ -212,7 +213,7 @@ def test_one_that_is_on_and_silent_is_waited_for_until_the_deadline(fleet):
 
 
 def test_others_take_the_places_of_the_gone_and_as_many_updates_are_needed_as_before(fleet):
-    """Of four, three die: one update and one newcomer are below the quorum of two, and enough together."""
+    """Of four, three die: one update and one newcomer are each below the quorum of two, and enough together."""
     w = fleet(rounds=1, devices=4)
     w.start_server()
     for n in range(4):

@@ -1,4 +1,4 @@
-"""Whole fleets in one process: the real aggregator and the real agents, through everything that can happen to them."""
+"""Whole fleets in one process: the real aggregator and real agents, through everything that can happen to them."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ TICK_S = 0.25
 
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes die here, the machine does not: the order of writes matters, their reaching the disk does not."""
+    """Processes die here, but the machine keeps its power: the order of writes matters, fsync does not."""
     without_fsync(monkeypatch)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def threads() -> Iterator[None]:
-    """The trainers here set it for the whole process; given back at the end."""
+    """Trainers set the number of threads for the whole process; reset it at the end."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -67,7 +67,7 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    """Makes worlds, and ends them."""
+    """Make worlds and end them."""
     made: list[World] = []
 
     def make(method: str = "pfldyn-proto", *, broker: LoopbackBroker | None = None, **options: Any) -> World:
@@ -102,10 +102,8 @@ def statuses(w: World, number: int) -> dict[str, str]:
 
 
 class Faults:
-    """What a broker does to deliveries: each rule takes (client, message) and gives what arrives, or None for itself.
-
-    ``seen`` is every delivery as it was sent.
-    """
+    """What a broker does to deliveries: each rule takes (client, message) and returns what arrives, or None to pass.
+    ``seen`` holds every delivery as it was sent."""
 
     def __init__(self) -> None:
         self.rules: list[Callable[[str, Message], list[Message] | None]] = []
@@ -120,7 +118,7 @@ class Faults:
         return [message]
 
     def drop(self, *parts: str) -> Callable[[], None]:
-        """Loses messages whose topic has all ``parts``, until the function that is returned is called."""
+        """Drop messages whose topic has all ``parts``; returns a function that stops it."""
 
         def rule(client: str, message: Message) -> list[Message] | None:
             return [] if all(part in message.topic for part in parts) else None
@@ -139,7 +137,7 @@ QUICK = {
     "fedrep": "head_steps = 1\nclient_lr = 0.3\nfinetune_lr = 0.3",
     "pfedme": "client_lr = 0.04\npersonal_lr = 0.05",
 }
-"""What lets a method get somewhere in eight rounds of three steps."""
+"""Settings with which a method gets somewhere in eight rounds of three steps."""
 
 
 @pytest.mark.slow
@@ -156,7 +154,7 @@ def test_every_method_learns_and_every_device_is_evaluated(fleet, method):
     assert {name for name, j in after.items() if j.new} == {"late"}
     assert min(j.accuracy for j in after.values()) > 0.6, "chance is a third"
     assert all(sum(map(sum, j.confusion)) > 20 for j in after.values())
-    alone = set(METHODS[method].shared) >= {"body", "head"}  # the fleet's model answers before it is anyone's own
+    alone = set(METHODS[method].shared) >= {"body", "head"}  # the fleet's model answers before a device has its own
     assert len(evaluated) == (8 if alone else 4)
     assert w.agents["late"].service.personalization == METHODS[method].personalizer
     assert statuses(w, 8) == dict.fromkeys(("d0", "d1", "d2"), "counted")
@@ -182,7 +180,7 @@ def state_key(w: World, epoch: int) -> str:
 
 
 def devices_dual(w: World, feedback: bool) -> trees.Params | None:
-    """Σ g_i (+ α Σ e_i) over the devices that belong to the fleet, from their disks; None for nothing committed."""
+    """Σ g_i (+ α Σ e_i) over the enrolled devices, from their disks; None if none has committed."""
     penalty, total = w.server.hyper.penalty, None
     for name in w.server._members.members():
         state = DeviceState(w.folder / "devices" / name).state(state_key(w, w.server.checkpoint.state.dual_epoch))
@@ -196,7 +194,7 @@ def devices_dual(w: World, feedback: bool) -> trees.Params | None:
 
 
 def settled(w: World) -> bool:
-    """Nothing that belongs to a closed round is pending on a device."""
+    """No device has a pending update of a closed round."""
     return all(a._updates.pending is None or a._updates.pending.round > w.closed() for a in w.agents.values())
 
 
@@ -214,7 +212,7 @@ def assert_close(left: trees.Params, right: trees.Params, limit: float) -> None:
 
 
 class Tampered(TrainerJobs):
-    """Sends a million times what it learned in the rounds that are named."""
+    """Sends a million times what it learned, in the given rounds."""
 
     def __init__(self, *rounds: int) -> None:
         super().__init__()
@@ -228,7 +226,7 @@ class Tampered(TrainerJobs):
 
 
 def rough_sea(faults: Faults, w: World, seed: int) -> None:
-    """Uploads and what is said about them are lost, doubled or held back; a held message comes with a later one."""
+    """Uploads and messages about them are lost, duplicated or delayed; a delayed message arrives with a later one."""
     rng = np.random.default_rng(seed)
     held: dict[str, list[Message]] = {}
 
@@ -346,7 +344,7 @@ MORTAL: dict[str, Any] = {"rounds": 2, "devices": 2, "hyper": "support_batch = 8
 
 @pytest.fixture
 def founded(tmp_path: Path) -> World:
-    """A fleet that nobody has used yet, with two devices' samples."""
+    """A fleet that has not run yet, with two devices' samples."""
     w = world(tmp_path / "founded", config_text(**MORTAL))
     start(w, "d0", "d1")
     w.close()
@@ -355,8 +353,8 @@ def founded(tmp_path: Path) -> World:
 
 
 def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[World, Death, list[tuple[str, str]]]:
-    """A run in which ``actor`` dies once, at its ``at``-th act, and comes back. Also: chunks that were sent although
-    the aggregator had the whole update on its disk when it died."""
+    """A run in which ``actor`` dies once, at its ``at``-th act, and restarts. Also returns the chunks that were sent
+    although the aggregator had the whole update on disk when it died."""
     shutil.copytree(founded.folder, folder)
     faults = Faults()
     broker = LoopbackBroker(faults=faults)
@@ -456,7 +454,7 @@ def test_a_broker_that_comes_back_without_its_memory_is_given_everything_again(f
 
 
 class Recorded(LoopbackLink):
-    """A link that remembers the topics of what it published."""
+    """A link that records the topics that it published."""
 
     sent: list[str]
 
@@ -467,7 +465,7 @@ class Recorded(LoopbackLink):
 
 @dataclass
 class StoredModels:
-    """A publisher on a broker of its own."""
+    """A publisher with its own broker."""
 
     folder: Path
     now: float = 0.0
@@ -486,7 +484,7 @@ class StoredModels:
         self.turn()
 
     def turn(self) -> list[str]:
-        """The topics that it publishes now."""
+        """The topics that it publishes in one turn."""
         for event in self.link.poll(0):
             if isinstance(event, Message):
                 self.publisher.heard(event.topic, event.payload)
@@ -631,7 +629,7 @@ class FakeDevice:
 
 @pytest.fixture
 def liar(fleet) -> FakeDevice:
-    """A fleet of one device that lies, in its first round."""
+    """A fleet of one lying device, in its first round."""
     w = fleet(devices=1, link='up = "fp32"\nmax_update_norm = 50.0')
     w.start_server()
     fake = FakeDevice(w, "liar")
@@ -727,7 +725,7 @@ def test_a_chunk_with_another_hash_is_refused_and_asked_for_again(liar):
 
 
 def test_an_offer_of_a_counted_update_is_answered_with_done_again(liar):
-    """The first 'done' was lost, and meanwhile the round closed."""
+    """The first 'done' was lost, and the round closed meanwhile."""
     data = codecs.encode("fp32", weights(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
@@ -896,7 +894,8 @@ def test_words_from_the_broker_alone_cannot_settle_what_is_pending(fleet):
 
 
 class Senders:
-    """Devices that answer every grant, but the ``dead``. most: chunks under way, of one device and of all."""
+    """Devices that answer every grant, except the ``dead``. most: the most chunks under way, of one device and of
+    all."""
 
     def __init__(self, number: int):
         self.now = 0.0
@@ -917,7 +916,7 @@ class Senders:
         self.most = [max(self.most[0], *now), max(self.most[1], sum(now))]
 
     def run(self, steps: int = 10_000) -> None:
-        """Every grant is answered with its chunks, in turn; time passes when nothing is left to send."""
+        """Answer every grant with its chunks, in turn; time passes when nothing is left to send."""
         for _ in range(steps):
             if len(self.whole) + len(self.dead) == len(self.data):
                 return
@@ -934,7 +933,7 @@ class Senders:
 
 def test_credit_bounds_what_is_under_way_and_every_upload_ends():
     senders = Senders(150)
-    senders.dead = {f"d{n}" for n in range(70)}  # more than hold all the credit there is
+    senders.dead = {f"d{n}" for n in range(70)}  # more than all the credit there is
     senders.run()
     assert senders.whole == {name: data for name, data in senders.data.items() if name not in senders.dead}
     assert senders.most == [8, 100]
@@ -1048,7 +1047,7 @@ def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet
 
 
 def test_a_round_that_is_taken_up_again_waits_for_devices_that_are_starting_too(fleet):
-    """Everybody left in order with two of three updates received, which is a quorum: all three are counted."""
+    """Every device left in order after two of three updates, which is a quorum; all three are still counted."""
     faults = Faults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="quorum = 0.5\ndeadline_s = 1000")
     unheld = faults.drop("/a/d2/up/1/")
@@ -1555,7 +1554,7 @@ def test_a_listed_fleet_takes_only_whom_it_was_told_to(fleet):
         w.step(TICK_S)
     assert w.server.ledger.devices() == []
     assert w.server.open is None
-    w.server.ledger.request("enroll/d1", "yes")  # it has announced itself long ago
+    w.server.ledger.request("enroll/d1", "yes")  # it announced itself long ago
     assert w.pump(lambda: w.server.finished, tick_s=TICK_S)
     assert [d.name for d in w.server.ledger.devices()] == ["d1"]
     assert statuses(w, 2) == {"d1": "counted"}
@@ -1794,7 +1793,8 @@ def test_a_round_that_opens_while_a_device_still_fetches_the_last_is_joined_at_o
 
 
 def test_what_is_pending_when_the_rounds_went_back_is_discarded(fleet):
-    """The aggregator's folder was restored from a backup: the device's update belongs to a round that is not there."""
+    """The aggregator's folder was restored from a backup: the device's update belongs to a round that does not exist
+    there."""
     w = fleet(rounds=6, devices=2)
     start(w, "d0", "d1")
     assert w.pump(lambda: opened(w, 2))

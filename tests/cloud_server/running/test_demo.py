@@ -1,5 +1,5 @@
-"""The whole path as real processes: a demo from nothing to its report, stopped, killed and gone on with; and the desk
-of the README, command by command."""
+"""The whole path as real processes: a demo from nothing to its report, also stopped, killed and resumed; and the
+README's walkthrough, command by command."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_the_same_command_on_a_finished_run_changes_no_round(demo: Run, tmp_path
 
 
 def started(programs: Programs, *arguments: object, closed: int = 1, **environ: str) -> tuple[Program, Path, set[int]]:
-    """A demo with ``closed`` closed rounds, its folder, and the ids of all that it started."""
+    """A demo with ``closed`` closed rounds, its folder, and the ids of all processes that it started."""
     out = programs.folder / "run"
     data = write_samples(programs.folder / "data.npz")
     command = metafleet("demo", *FEW, "--data", data, "--out", out, *arguments)
@@ -181,7 +181,7 @@ def test_a_demo_that_was_interrupted_leaves_nobody_and_goes_on_to_its_end(progra
 
 
 def check_baseline(result: dict[str, Any]) -> None:
-    """FedAvg as it is and fine-tuned stand before and beside what the method came to."""
+    """FedAvg as it is and fine-tuned stand before and beside the method's result."""
     assert [row["device"] for row in result["personalization"]] == ["d0", "d1", "d2", "d3"]
     for row in result["personalization"]:
         methods = {stage: row[stage]["method"] for stage in ("before", "fine_tuned", "after")}
@@ -193,7 +193,7 @@ def check_baseline(result: dict[str, Any]) -> None:
 def test_a_demo_that_is_killed_takes_its_processes_with_it(programs: Programs) -> None:
     program, _, pids = started(programs, "--rounds", 500, "--no-baseline")
     program.process.kill()
-    witness = programs.start("sleep", "60")  # a process to wait beside
+    witness = programs.start("sleep", "60")  # a process to wait for beside it
     witness.until(lambda: not alive(pids))
 
 
@@ -212,7 +212,7 @@ def test_a_demo_on_the_embedded_broker_survives_the_death_of_an_agent(programs: 
     assert alive(pids) == set()
 
 
-# The desk of the README ----------------------------------------------------------------------------------------------
+# The README's walkthrough ---------------------------------------------------------------------------------------------
 
 
 def test_a_fleet_of_ones_own_is_made_by_the_commands_of_the_readme(programs: Programs) -> None:

@@ -1,4 +1,4 @@
-"""A bundle on a device: checked, then it answers with no broker; a failing one changes nothing."""
+"""Installing a bundle on a device: it is checked, then it answers without a broker; one that fails changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """``edge-agent`` in this process: (exit code, stdout, stderr)."""
+    """Run ``edge-agent`` in this process: (exit code, stdout, stderr)."""
     monkeypatch.delenv("METAFLEET_HOME", raising=False)
 
     def run(*arguments: object) -> tuple[int, str, str]:
@@ -55,7 +55,7 @@ def home_with(folder: Path, recorded: Samples | None = None) -> Path:
 
 
 def held(home: Path) -> dict[str, bytes]:
-    """Every file of a home but the locks, which hold nothing."""
+    """Every file of a home except the locks."""
     return {str(p.relative_to(home)): p.read_bytes() for p in sorted(home.rglob("*")) if p.is_file() and p.suffix}
 
 
@@ -120,7 +120,7 @@ def test_the_next_bundle_replaces_the_last(run: Run, tmp_path: Path) -> None:
 
 
 def broken(made: Bundle) -> dict[str, Callable[[Path], None]]:
-    """Ways to spoil a bundle that lies in a folder."""
+    """Ways to damage a bundle in a folder."""
 
     def turned(folder: Path) -> None:
         data = bytearray((folder / "embed.onnx").read_bytes())
@@ -136,7 +136,7 @@ def broken(made: Bundle) -> dict[str, Callable[[Path], None]]:
 
 
 def wrong_numbers(made: Bundle) -> Bundle:
-    """Whole by its hashes, but with golden outputs that its graphs do not give."""
+    """Its hashes are correct, but its graphs do not give its golden outputs."""
     golden = {**made.graph.golden, "embed": made.graph.golden["embed"] + np.float32(0.5)}
     return replace(made, graph=replace(made.graph, golden=golden))
 

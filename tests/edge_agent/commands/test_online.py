@@ -1,4 +1,4 @@
-"""An agent that has reached its broker says so in its home."""
+"""An agent that has reached its broker records that in its home."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain ``predict`` or ``personalize`` does without the command line's libraries what it does with them."""
+"""``predict`` and ``personalize`` give the same result without the command line's libraries as with them."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def device(folder: Path, method: str, hyper: dict[str, Any] | None = None, sampl
 
 
 def order(service: Any, **other: Any) -> Job:
-    """The job that the service would give."""
+    """The job that the service would submit."""
     served = service.stored.served()
     plan = service.plan(served.method, served.hyper, trainer=False)
     made = service.steps(plan)

@@ -1,4 +1,4 @@
-"""A fleet over TLS as processes: from tokens to a round, and nothing secret in anything that it says or leaves."""
+"""A fleet over TLS as processes, from tokens to a round; no secret appears in its output or files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 
 
 def secrets_in(folder: Path) -> dict[str, bytes]:
-    """What nobody may read anywhere else: name -> a text that the secret cannot be written without."""
+    """Name -> text that occurs in every encoding of the secret; no one may read it elsewhere."""
     found = {}
     for path in folder.rglob("*.key"):
         text = path.read_text()
@@ -53,7 +53,7 @@ def secrets_in(folder: Path) -> dict[str, bytes]:
 
 
 def commands_of(programs: Programs) -> str:
-    """What the process list shows of everything that the desk started."""
+    """The command lines of all processes that ``programs`` started."""
     pids = {pid for program in programs.started for pid in (program.process.pid, *descendants(program.process.pid))}
     return "".join(command_of(pid) for pid in pids)
 
@@ -132,7 +132,7 @@ def test_two_devices_enrol_by_token_train_and_answer_over_tls_and_no_secret_leak
 
 
 def assert_untold(programs: Programs, secrets: dict[str, bytes], said: list[bytes]) -> None:
-    """No secret is in what was said, nor in any file but its own."""
+    """No secret is in the output, nor in any file but its own."""
     texts = {f"output {n}": text for n, text in enumerate(said)}
     for path in (path for path in programs.folder.rglob("*") if path.is_file()):
         if path.suffix not in (".key", ".token") and path.name != "stolen":

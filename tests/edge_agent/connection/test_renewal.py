@@ -1,4 +1,5 @@
-"""A certificate is renewed before it ends: with the present one as proof, by the device alone, over mosquitto too."""
+"""A certificate is renewed before it expires: with the present one as proof, by the device alone, also over
+mosquitto."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from tests.support.powercut import cut_at
 from tests.support.waiting import until
 
 YEAR_S = 365 * DAY_S
-DUE_S = 2.6 * YEAR_S  # after this every certificate of five years, less one at most, is past its middle
+DUE_S = 2.6 * YEAR_S  # after this every certificate of five years, less at most one, is past its middle
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ class Holder:
 
 
 def issued(fleet: Fleet, ledger: Ledger, name: str, home: Path | None = None, broker: str = "mqtts://h:1") -> Holder:
-    """A device as enrolment leaves it; its home as well, where one is given."""
+    """A device after enrolment, with its home if one is given."""
     key = certificates.new_key()
     signed = fleet_certificates.authority(fleet.folder).client(
         name, key.public_key(), certificate_authority.devices_until()
@@ -337,7 +338,7 @@ def test_a_power_cut_at_any_write_leaves_an_identity_that_is_whole_and_the_next_
 
 
 def pair_of(home: Path, settings: Settings) -> str:
-    """The name of the device's certificate; it and its key are a pair that OpenSSL takes."""
+    """The name of the device's certificate; OpenSSL accepts it and its key as a pair."""
     MqttLink(settings.device.broker, client_id="d0", **tls_files(home, settings))
     return str(settings.tls.certificate)
 

@@ -1,4 +1,4 @@
-"""Against mosquitto with the fleet's own configuration: who has which certificate reads and writes what, no more."""
+"""Access on a mosquitto with the fleet's configuration: what each certificate may read and write, and nothing more."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ WILDCARDS = (
 
 @dataclass
 class Yard:
-    """A broker with the fleet's configuration, and who connects to it."""
+    """A broker with the fleet's configuration, and clients that connect to it."""
 
     fleet: Fleet
     broker: Broker
@@ -95,7 +95,8 @@ class Yard:
                 watched.link.close()
 
     def turned_away(self, link: MqttLink, why: str = "") -> None:
-        """Fails when the broker lets it in, or never says ``why`` not: its word may be lost when it hangs up."""
+        """Fails when the broker accepts the link, or the link never reports ``why`` not: the reason may be lost when
+        the broker hangs up."""
         watched = RecordingLink(link)
         link.open()
         until(lambda: any(why in gone.reason for gone in watched.of(Disconnected)) or watched.of(Connected), watched)
@@ -124,7 +125,7 @@ def yard(tmp_path: Path) -> Iterator[Yard]:
 
 
 def came_through(watched: RecordingLink, *others: RecordingLink) -> None:
-    """Waits until all that was published before has been answered."""
+    """Wait until everything published before has been answered."""
     until(lambda: not watched.link.unacknowledged, watched, *others)
 
 
@@ -307,7 +308,7 @@ def test_a_revoked_device_is_cut_off_at_once_and_does_not_come_back(yard: Yard) 
 def test_sighup_is_sent_twice_because_mosquitto_loses_one_that_arrives_during_a_reload(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a device that is revoked in that moment would be let in until the next revocation."""
+    """Otherwise a device that is revoked at that moment would be accepted until the next revocation."""
     begun, sent = reload_count(yard.fleet), list[int]()
     send = yard.broker.process.send_signal
 
@@ -332,7 +333,7 @@ def test_a_link_over_tls_requires_1_2_or_later(yard: Yard, tmp_path: Path) -> No
 
 
 def test_a_device_whose_clock_is_wrong_gets_an_error_with_its_time(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The certificates begin a day ago; a clock that is further behind cannot be helped, but named."""
+    """Certificates start a day ago; a clock that is further behind cannot be corrected, but the error names it."""
     monkeypatch.setattr(authority_module, "BACK_DATED", -datetime.timedelta(days=2))
     folder = yard.fleet.folder / "mosquitto"
     key = certificates.load_key(folder / "server.key").public_key()

@@ -1,4 +1,5 @@
-"""A device's disk: full, read-only, damaged or of a newer version. Nothing good is lost, and it is said."""
+"""A device's disk is full, read-only, damaged or written by a newer version: nothing good is lost, and a message says
+so."""
 
 from __future__ import annotations
 
@@ -32,13 +33,13 @@ TICK_S = 0.1
 
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here asks what a power cut leaves."""
+    """These tests do not ask what a power cut leaves."""
     without_fsync(monkeypatch)
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Iterator[Callable[[], World]]:
-    """Worlds that begin alike, bit for bit: a fleet that nobody has used yet, and two devices with samples."""
+    """Make worlds that start alike, bit for bit: a fleet that has not run yet, and two devices with samples."""
     founded = tmp_path / "founded"
     made: list[World] = []
     world(founded, config_text(**MORTAL)).broker.stop()
@@ -67,7 +68,7 @@ def run(w: World) -> World:
 
 
 class Full:
-    """No write of the device succeeds from its ``at``-th one on, for eleven seconds; ``writes`` counts them."""
+    """For eleven seconds, all writes of the device from its ``at``-th one on fail; ``writes`` counts them."""
 
     def __init__(self, w: World, at: int | None, patch: pytest.MonkeyPatch):
         self.w, self.at, self.writes, self.where, self.until = w, at, 0, "", 0.0
@@ -142,7 +143,7 @@ def test_a_device_without_space_stays_on_reports_it_and_does_not_train_for_nothi
 
 
 def refused(w: World, write: Callable[..., None]) -> Callable[..., None]:
-    """As on a disk that has room for the small clock file alone."""
+    """As on a disk with room for only the small clock file."""
 
     def write_parts(path: Path, parts: Any, **options: Any) -> None:
         if w.acting == DEVICE and path.name != "clock.json":

@@ -1,4 +1,5 @@
-"""What answers lies in one slot or the other: killed at any moment it is whole, and what is worse is rolled back."""
+"""The model that answers lies in one of two slots: it is whole whenever the process is killed, and a worse one is
+rolled back."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_new_weights_go_to_the_slot_that_does_not_answer(tmp_path: Path) -> None
 
 
 def dying(monkeypatch: pytest.MonkeyPatch, moment: int) -> list[int]:
-    """From now on the process dies at the ``moment``-th rename or deletion, before it is done."""
+    """From now on the process dies at its ``moment``-th rename or deletion, before it happens."""
     count = [0]
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:

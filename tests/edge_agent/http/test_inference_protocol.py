@@ -1,5 +1,5 @@
-"""The Open Inference Protocol as a function of requests: what it answers, what it refuses, and that nothing else comes
-of any bytes."""
+"""The Open Inference Protocol as a function of requests: what it answers, what it refuses, and that arbitrary bytes do
+nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLASSES = ("a", "b", "c")
 
 
 class Sums:
-    """A model whose class is the sign of a sample's sum; the class of what is positive is told to be unknown."""
+    """A model whose class is the sign of a sample's sum; positive samples count as unknown."""
 
     name = "sums"
 
@@ -77,7 +77,7 @@ def outputs(response: Response) -> dict[str, Any]:
 
 
 def refused(response: Response, words: str, status: int = 400) -> None:
-    """The error object of the protocol, with ``words`` in it."""
+    """The protocol's error object, with ``words`` in it."""
     assert response.status == status, response.body
     assert response.headers["Content-Type"] == "application/json"
     said = json.loads(response.body)
@@ -424,5 +424,5 @@ def test_any_body_is_answered_or_refused(path: str, body: bytes, tail: bytes, le
 
 def test_a_head_full_of_blanks_costs_no_more_than_it_is_long() -> None:
     blanks = b" " * 15_000
-    for _ in range(50):  # each would take a second, were it read again from every blank
+    for _ in range(50):  # each would take a second if it were read again from every blank
         parse_head(b"GET / HTTP/1.1\r\nHost: h\r\na: b" + blanks + b"c\r\nConnection: x" + blanks + b"y")

@@ -1,5 +1,5 @@
-"""Answers over HTTP, asked by a client that is not ours and by plain HTTP: as over MQTT and as in Python, while models
-are swapped and samples are taught."""
+"""Answers over HTTP, requested by a third-party client and by plain HTTP, equal those over MQTT and in Python, while
+models are swapped and samples are taught."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def service(home: Path) -> Service:
 
 
 def restored(home: Path) -> Service:
-    """What the device answers with; the models of these tests may be as bad as they like."""
+    """The device's service; the models in these tests may be worse than the ones before."""
     settings = settings_of(home)
     found = service_of(home, replace(settings, serve=replace(settings.serve, worse_by=1.0)))
     found.restore()
@@ -82,7 +82,7 @@ def client(server: HttpServer) -> Iterator[triton.InferenceServerClient]:
 
 
 def said(server: HttpServer, verb: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
-    """One request by the standard library."""
+    """One request with the standard library."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=PATIENCE_S)
     try:
         connection.request(verb, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
@@ -104,7 +104,7 @@ def tensor_of(x: np.ndarray, binary: bool = True, name: str = "x", datatype: str
 
 
 def same(result: triton.InferResult, answer: Answer) -> None:
-    """To the last bit of the six digits."""
+    """Equal in all six digits."""
     wanted = np.array(answer.probabilities, np.float32)
     np.testing.assert_array_equal(result.as_numpy("probabilities"), wanted)
     labels = [label.decode() if isinstance(label, bytes) else label for label in result.as_numpy("label")]
@@ -304,7 +304,7 @@ def test_an_agent_answers_alike_over_mqtt_and_over_http_and_learns_at_once(tmp_p
 
 
 def taught(server: HttpServer, name: str, x: np.ndarray, label: str) -> Any:
-    """What the device says of samples that it was taught."""
+    """The device's answers about samples that it was taught."""
     inputs = [{"name": "x", "datatype": "FP32", "shape": list(x.shape), "data": x.tolist()},
               {"name": "label", "datatype": "BYTES", "shape": [len(x)], "data": [label] * len(x)}]
     status, found = said(server, "POST", f"/v2/models/{name}/samples", json.dumps({"inputs": inputs}).encode())
@@ -313,12 +313,12 @@ def taught(server: HttpServer, name: str, x: np.ndarray, label: str) -> Any:
 
 
 def settings_with(w: World) -> Settings:
-    """Those of a device of ``w``, for serving."""
+    """Settings to serve as a device of ``w``."""
     return Settings(Identity("d0", w.name, w.fleet.public_key()))
 
 
 def asked(w: World, x: np.ndarray) -> Answer:
-    """What d0 answers over MQTT."""
+    """The answer of d0 over MQTT."""
     asker = FakeDevice(w, "asker")
     asker.link.subscribe(topics.answer(w.name, "d0", "+"))
     question = Question(x.shape, str(x.dtype), base64.b64encode(x.tobytes()).decode())
@@ -332,7 +332,7 @@ def asked(w: World, x: np.ndarray) -> Answer:
 
 
 def rounds_of(home: Path, count: int) -> list[Weights]:
-    """Models of later rounds, each of other weights."""
+    """Models of later rounds with different weights."""
     held = Slots(DeviceState(home)).weights()
     assert held is not None
     made = []
@@ -344,7 +344,7 @@ def rounds_of(home: Path, count: int) -> list[Weights]:
 
 
 class Clients:
-    """Threads that ask the same, each over a connection of its own, until they are told to stop."""
+    """Threads that repeat the same request, each over its own connection, until they are stopped."""
 
     def __init__(self, server: HttpServer, count: int = CLIENTS):
         tensor = {"name": "x", "datatype": "FP32", "shape": [5, 8], "data": X[:5].ravel().tolist()}
@@ -367,7 +367,7 @@ class Clients:
             thread.join()
 
     def await_answers(self, count: int) -> None:
-        """So many more, or a failure."""
+        """Wait for that many more answers, or fail."""
         with self._came:
             until = sum(self.answers.values()) + count
             assert self._came.wait_for(lambda: self.wrong or sum(self.answers.values()) >= until, PATIENCE_S)

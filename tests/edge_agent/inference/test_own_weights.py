@@ -45,7 +45,7 @@ def first(fleet: Fleet) -> Params:
 
 
 def stepped(fleet: Fleet, start: Params, lr: float, steps: int, moving: tuple[str, ...]) -> Params:
-    """Full-batch SGD on all of the device's samples, by torch at once; the other groups stay."""
+    """Full-batch SGD on all of the device's samples, in one torch loop; the other groups stay."""
     w = models.to_torch(start)
     loss = gradient_estimators.entropy(fleet.model, torch.tensor(MINE[0]), torch.tensor(MINE[1]))
     for _ in range(steps):
@@ -68,7 +68,7 @@ def test_personal_weights_are_the_same_every_time_and_leave_the_served_model_unc
 
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.personalizer == "sgd"])
 def test_sgd_takes_full_batch_steps_on_all_groups_however_many_samples_there_are(name: str) -> None:
-    """MAML's inner steps, or else fine-tuning; FedBABU's head moves here, from where it always stood."""
+    """MAML's inner steps, or else fine-tuning; FedBABU's head moves here, from its first value."""
     fleet = played(name)
     maml = hasattr(fleet.hyper, "inner_steps")
     lr, steps = (0.2, 3) if maml else (0.1, 3)
@@ -137,7 +137,7 @@ def test_pfedmes_own_weights_are_those_of_a_round_from_the_served_model() -> Non
     fleet = played("pfedme", envelope=5.0)
     evaluated, found = fleet.evaluated, fleet.own(MINE)
     assert max_difference(found, evaluated) > 1e-3
-    assert equal_bits(fleet.own(MINE, fleet.states[0]), found)  # what an earlier round found is not asked
+    assert equal_bits(fleet.own(MINE, fleet.states[0]), found)  # what an earlier round found is not used
     tight = played("pfedme", envelope=500.0, personal_lr=1e-3)
     assert max_difference(tight.own(MINE), tight.evaluated) < max_difference(found, evaluated) / 2
 
@@ -148,7 +148,7 @@ def test_a_fedproto_device_answers_with_its_own_encoder() -> None:
 
 
 def test_a_fedproto_device_that_never_took_part_trains_towards_the_fleets_class_means() -> None:
-    """Under cross-entropy alone its representations would have nothing to do with the fleet's."""
+    """With cross-entropy alone its representations would be independent of the fleet's."""
     distances = {}
     for pull in (0.0, 1.0):
         fleet = played("fedproto", pull=pull, finetune_steps=40)

@@ -1,5 +1,5 @@
-"""Every way to personalize on a device: what it gives, what it costs, what it needs, and what is said where it cannot
-be."""
+"""Every way to personalize on a device: its result, its cost, its requirements, and the message where it is
+impossible."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EMBED = ("proto", "head", "knn")
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child process is ``test_adapter``'s."""
+    """test_adapter tests the child process."""
     monkeypatch.setattr(adapter, "run", adapter.handle)
 
 
@@ -59,14 +59,14 @@ def by(service: Service, way: str, **more: Any) -> relearn.Personalized:
 
 
 def embedded(service: Service, method: str, x: Any) -> Any:
-    """By torch."""
+    """With torch."""
     weights = {**models.initial(homes.layout(), 0), **homes.served_weights(method)}
     return local_training.embed(models.build(homes.layout()), weights, x)
 
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many samples each run of a session was given."""
+    """The number of samples in each run of a session."""
     seen: list[int] = []
     run = Session.run
 

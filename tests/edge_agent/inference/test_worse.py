@@ -1,5 +1,5 @@
-"""What a person chooses or teaches is held to the rule of a new round: what answers the held-back samples worse does
-not take the place of what answered before; it is refused with its reason, and nothing has changed."""
+"""What a user chooses or teaches must pass the same check as a new round: what answers the held-back samples worse does
+not replace what answered before. It is refused with a reason, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def device(folder: Path, method: str = "pfldyn-proto", toml: str = "") -> Service:
-    """One that answers by what its method says, made from its recording."""
+    """A device that answers as its method does, from its recording."""
     service = homes.service_with_model(homes.home(folder / "d0", toy(1), toml=toml), method)
     relearn.personalize(service)
     return service
@@ -53,7 +53,7 @@ def wrong(number: int = 100) -> tuple[Array, list[str]]:
 
 
 def held(service: Service) -> dict[str, bytes]:
-    """Every file of the device but the locks, which hold nothing."""
+    """Every file of the device except the locks."""
     home = service.slots.folder.parent
     return {str(path.relative_to(home)): path.read_bytes() for path in sorted(home.rglob("*"))
             if path.is_file() and path.suffix}

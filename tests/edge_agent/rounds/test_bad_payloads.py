@@ -1,7 +1,7 @@
-"""Payloads that are none, up and down: refused before memory is taken, named with their device, without after-effect.
+"""Malformed payloads, up and down: refused before memory is taken, reported with their device, without after-effects.
 
-Most of what an aggregator refuses of a device is in ``test_fleet``; here are the rest, the memory that it takes, and
-what a device refuses: of a broker that lies, and of an aggregator that has the fleet's key and is wrong.
+test_fleet tests most of what an aggregator refuses; this file tests the rest, the memory it takes, and what a device
+refuses: from a broker that lies, and from an aggregator that has the fleet's key and is wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HUGE_BYTES = 1 << 32  # the largest that a message can name
 
 @contextmanager
 def taking_little() -> Iterator[None]:
-    """Fails when what is done inside holds more than ``SMALL_BYTES`` at any moment."""
+    """Fails when the block holds more than ``SMALL_BYTES`` at any moment."""
     tracemalloc.start()
     try:
         yield
@@ -56,7 +56,7 @@ def started(folder: Path, **options: Any) -> World:
 
 
 def consistent(size: int, chunk: int) -> Blob:
-    """Of ``size`` bytes that nobody has; all that it says fits together."""
+    """A consistent manifest of ``size`` bytes that do not exist."""
     count = -(-size // chunk)
     return Blob("0" * 32, "0" * 64, size, chunk, count, "0" * 16 * count)
 
@@ -66,7 +66,7 @@ def consistent(size: int, chunk: int) -> Blob:
 
 @pytest.fixture
 def liar(tmp_path: Path) -> Iterator[FakeDevice]:
-    """A fleet of one device that lies, in its first round."""
+    """A fleet of one lying device, in its first round."""
     w = started(tmp_path, link='up = "fp32"\nmax_update_norm = 50.0')
     fake = FakeDevice(w, "liar")
     fake.announce()
@@ -77,7 +77,7 @@ def liar(tmp_path: Path) -> Iterator[FakeDevice]:
 
 
 def refused(liar: FakeDevice, reason: str, status: str = "refused") -> None:
-    """Counted in the ledger under the device's name, told to it, and in the log."""
+    """Counted in the ledger under the device's name, reported to the device, and logged."""
     rows = liar.w.server.ledger.rows(Update)
     assert [(row.device, row.status, reason in row.reason) for row in rows] == [("liar", status, True)]
     assert (liar.downs()[-1].t, reason in liar.downs()[-1].reason) == ("reject", True)
@@ -123,7 +123,7 @@ def delivered(liar: FakeDevice, data: bytes, **changes: Any) -> None:
 
 
 def with_first(value: float) -> Callable[[World], bytes]:
-    """An update whose first number is ``value``, past the codec that would not send it."""
+    """An update whose first number is ``value``, bypassing the codec, which would not send it."""
 
     def make(w: World) -> bytes:
         bad = weights(w)
@@ -134,7 +134,7 @@ def with_first(value: float) -> Callable[[World], bytes]:
 
 
 def bomb(w: World) -> bytes:
-    """A few kilobytes that become sixteen million."""
+    """A few kilobytes that decompress to sixteen million."""
     return compress(bytes(1 << 24))
 
 
@@ -176,7 +176,7 @@ def test_an_offer_for_a_round_that_is_over_is_late_and_takes_no_memory(liar: Fak
 
 
 def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(liar: FakeDevice) -> None:
-    """Of other bytes, of another length, of none; a chunk of nothing that was asked for is not one of them."""
+    """Of other bytes, of another length, of none; a chunk that was not requested does not count."""
     data = codecs.encode("fp32", weights(liar.w))
     upload = liar.update(data)
     right = cut(data, upload.blob)
@@ -211,7 +211,7 @@ def test_an_update_of_many_wrong_chunks_is_refused_and_booked_with_the_reason(li
 
 
 def test_a_wrong_chunk_is_no_sign_of_life() -> None:
-    """Else one that sends nothing but those would never be asked again, nor let go of."""
+    """Otherwise a device that sends nothing but those would never be asked again, nor let go of."""
     now, granted = [0.0], list[Down]()
     intake = Uploads(lambda device, message: granted.append(message), lambda: now[0], 1 << 20)
     intake.offer("liar", 1, UploadManifest(
@@ -226,7 +226,7 @@ def test_a_wrong_chunk_is_no_sign_of_life() -> None:
 
 @pytest.fixture
 def spool(tmp_path: Path) -> Spool:
-    """Of one layout, with the update ``whole`` in round 1."""
+    """A spool of one layout, with the update ``whole`` in round 1."""
     layout = Layout("m", InputSpec((1,)), ("a",), 1, ())
     made = Spool(tmp_path, layout, ())
     offer = UploadManifest(blob=Blob.of(b"x", 1024), codec="fp32", base="0" * 32, method="fedavg", layout=layout.hash)
@@ -272,7 +272,7 @@ def w(tmp_path: Path) -> Iterator[World]:
 
 
 def announce(w: World, data: bytes, **changes: Any) -> Manifest:
-    """Round 2 with ``data`` as its model, at the broker and signed with the fleet's key."""
+    """Publish round 2 with ``data`` as its model, signed with the fleet's key."""
     now = w.agents["d0"].manifest
     blob = Blob.of(data, 1024)
     model = ModelRef("f" * 32, changes.pop("blob", blob), "fp32", round=2)
@@ -285,7 +285,7 @@ def announce(w: World, data: bytes, **changes: Any) -> Manifest:
 
 
 class Ear:
-    """Hears what a device reports."""
+    """Receives a device's reports."""
 
     def __init__(self, w: World):
         self.link = LoopbackLink(w.broker, "ear")
@@ -355,7 +355,7 @@ def test_a_model_whose_blob_cannot_be_takes_no_memory(w: World, blob: Blob, reas
 
 
 def test_a_chunk_of_other_bytes_is_refused_and_the_right_one_taken(w: World) -> None:
-    """The broker lies once; what it has retained is right."""
+    """The broker lies once; its retained messages are correct."""
     data = another_model(w)
     blob = Blob.of(data, 1024)
     topic = topics.chunk(w.name, blob.id, 0)

@@ -1,4 +1,4 @@
-"""A device that was taken out is told so with the fleet's signature, stops, and can be let in again."""
+"""A revoked device is told so with the fleet's signature, stops, and can be enrolled again."""
 
 from __future__ import annotations
 
