@@ -20,6 +20,7 @@ settings.load_profile("untimed")
 
 if TYPE_CHECKING:
     from tests.support.loopback_board import Board
+    from tests.support.programs import Programs
 
 SHARED_VARIABLE = "METAFLEET_SHARED"
 NOT_HERE = "reads data that is not in the repository"
@@ -62,6 +63,40 @@ def board(ssh_machine: Board) -> Board:
     """The SSH machine with nothing installed."""
     ssh_machine.as_new()
     return ssh_machine
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Programs]:
+    """Starts programs in the test's folder and ends them after the test."""
+    from tests.support.programs import programs_in
+
+    with programs_in(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fsync: processes may die in the test, but the machine keeps its power."""
+    from tests.support.inprocess import without_fsync
+
+    without_fsync(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def torch_threads() -> Iterator[None]:
+    """Trainers and workers set torch's number of threads for the whole process; reset it at the end."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_torch_thread(torch_threads: None) -> None:
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(optionalhook=True)

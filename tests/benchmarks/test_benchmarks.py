@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -259,16 +258,8 @@ def test_the_ends_of_rounds_are_read_from_the_words_of_a_server() -> None:
 # The simulation benchmark ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Workers set the number of threads for the whole process; reset it at the end."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", ["lenet, 1 step", "mlp, 10 steps"])
-def test_the_laboratory_and_the_loop_take_the_same_steps(tmp_path: Path, threads: None, name: str) -> None:
+def test_the_laboratory_and_the_loop_take_the_same_steps(tmp_path: Path, torch_threads: None, name: str) -> None:
     """One client, two steps on all of its samples, from the same weights."""
     workload = replace(WORKLOADS[name], clients=1, samples=6, batch=6, local_steps=2)
     asked = ours.experiment(workload, 1, tmp_path)
@@ -298,7 +289,7 @@ def test_uneven_clients_have_from_the_least_to_the_most() -> None:
     assert sizes == sorted(sizes)
 
 
-def test_rounds_beside_the_loop_give_seconds_of_both_and_their_ratio(threads: None) -> None:
+def test_rounds_beside_the_loop_give_seconds_of_both_and_their_ratio(torch_threads: None) -> None:
     workload = replace(WORKLOADS["mlp, 10 steps"], clients=2, samples=8, batch=4, local_steps=1, pairs=2)
     for found in simulated.beside_loop(workload, kept=True).values():
         assert min(found.values()) > 0
@@ -324,7 +315,7 @@ def test_what_subnormals_cost_is_of_the_same_step_in_turn() -> None:
     assert found["ratio"] == pytest.approx(found["kept"] / found["flushed"], rel=0.1)
 
 
-def test_the_memory_of_many_devices_is_told_with_the_states_on_the_disk(threads: None) -> None:
+def test_the_memory_of_many_devices_is_told_with_the_states_on_the_disk(torch_threads: None) -> None:
     found = simulated_memory.measure(9, 2)
     assert found["peak_bytes"] > 100 << 20
     assert found["devices_with_state"] in (8, 9)

@@ -32,10 +32,10 @@ from fleet_core.learning import models
 from fleet_core.learning.architectures import MODELS, TOKENS
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import InputSpec
-from tests.cloud_server.rounds.test_fleet import finished, settled, statuses
 from tests.support.inprocess import config_text, toy, without_fsync, world
 from tests.support.paths import ROOT
 from tests.support.quadratics import SIZE, quadratics, tree, vector
+from tests.support.world_checks import finished, settled, statuses
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

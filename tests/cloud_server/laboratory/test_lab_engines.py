@@ -8,7 +8,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,11 @@ from tests.support.inprocess import Killed
 from tests.support.programs import descendants
 from tests.support.waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_threads")]
 
 NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: the extra 'ray'")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="waits on process descriptors")
 DEVICES = tuple(f"d{n}" for n in range(5))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    """Workers set the number of threads for the whole process; reset it at the end."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

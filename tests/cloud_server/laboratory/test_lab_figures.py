@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +22,13 @@ from fleet_core.base import storage
 from fleet_core.data.partitions import Share, support_query
 from fleet_core.data.samples import Samples, save
 from tests.support import lab
-from tests.support.inprocess import without_fsync
+
+pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
 
 Array = np.ndarray[Any, Any]
 FEDAVG = {"local_steps": 2, "batch": 12, "finetune_steps": 0}
 BODY, HEAD, MEANS = 8 * 6 + 6, 6 * 3 + 3, 3 * 6 + 3
 """Number of values of the tiny model, and of totals and counts of three class means."""
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_fsync(monkeypatch)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -6,13 +6,11 @@ import itertools
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.experiment import Experiment
@@ -22,27 +20,15 @@ from edge_agent.device.state import DeviceState, read_state
 from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.base.trees import Params
 from tests.support import lab
-from tests.support.inprocess import World, config_text, toy, without_fsync, world
+from tests.support.inprocess import World, config_text, toy, world
 from tests.support.lab import EPISODES
+
+pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
 
 PLAIN = {"local_steps": 3, "batch": 12}
 ONE_EPISODE = {**EPISODES, "local_steps": 1}
 ROUNDS = 4
 LONG = os.environ.get("METAFLEET_LONG") == "1"
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes die here, but the machine keeps its power."""
-    without_fsync(monkeypatch)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    """Workers set the number of threads for the whole process; reset it at the end."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 # The same as the fleet ------------------------------------------------------------------------------------------------

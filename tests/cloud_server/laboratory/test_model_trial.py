@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cloud_server.commands import cli, lab
 from cloud_server.laboratory.compare import model_trial, simple_baselines
@@ -25,18 +23,12 @@ from fleet_core.data.samples import Samples, load
 from tests.support import waves
 from tests.support.lab import ticking
 
+pytestmark = pytest.mark.usefixtures("torch_threads")
+
 SMALL = (Model("mlp", "mlp", {"hidden": [8]}), Model("logistic", "logistic"))
 TRUTH = np.array([1000, 1000, 1000])
 CHANCE = Score(accuracy=0.36, macro_f1=0.33)
 GOOD = Score(accuracy=0.93, macro_f1=0.93, method="nearest mean on spectrum and statistics")
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """A run sets the number of threads for the whole process; reset it at the end."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

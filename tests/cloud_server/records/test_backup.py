@@ -19,13 +19,12 @@ from cloud_server.running.backup import backup
 from edge_agent.device.state import DeviceState
 from fleet_core.base.errors import StateError
 from fleet_core.protocol.round_messages import UploadManifest
-from tests.cloud_server.rounds.test_fleet import TICK_S, check_duals, opened, settled
-from tests.support.inprocess import World, config_text, toy, without_fsync, world
+from tests.support.inprocess import World, config_text, toy, world
+from tests.support.world_checks import check_duals, opened, settled
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_fsync(monkeypatch)
+TICK_S = 0.25
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from cloud_server.commands.cli import app
 from cloud_server.records import checkpoint, disk_errors
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Update
 from cloud_server.records.spool import Spool
 from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
@@ -32,18 +31,22 @@ from fleet_core.base.errors import StateError
 from fleet_core.data.samples import save
 from fleet_core.link.interface import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
-from tests.cloud_server.rounds.test_fleet import MORTAL, all_evaluated, check_duals, finished, opened, outcome, settled
-from tests.support.inprocess import World, config_text, toy, without_fsync, world
+from tests.support.inprocess import World, config_text, toy, world
 from tests.support.waiting import PATIENCE_S
+from tests.support.world_checks import (
+    TWO_ROUNDS,
+    check_duals,
+    check_two_rounds,
+    checkpoint_bits,
+    finished,
+    opened,
+    settled,
+)
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 NO_SPACE_S = 2 * RETRY_S + 1  # so that the second attempt fails too
 TICK_S = 0.1
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests do not ask what a power cut leaves."""
-    without_fsync(monkeypatch)
 
 
 class Kept:
@@ -91,7 +94,7 @@ class KeptWorld(World):
 def founded(tmp_path: Path) -> Path:
     """The folder of a fleet that has not run yet and of two devices with samples."""
     folder = tmp_path / "founded"
-    world(folder, config_text(**MORTAL)).broker.stop()
+    world(folder, config_text(**TWO_ROUNDS)).broker.stop()
     for n in range(2):
         home = folder / "devices" / f"d{n}"
         home.mkdir(parents=True)
@@ -180,18 +183,14 @@ def test_a_disk_that_is_full_at_any_write_changes_nothing_once_there_is_space(co
     whole = copy()
     with monkeypatch.context() as patch:
         none = Full(whole, None, patch)
-        wanted = outcome(run(whole))
+        wanted = checkpoint_bits(run(whole))
     assert none.writes > 20
     for at in range(1, none.writes + 1):
         w = copy()
         with monkeypatch.context() as patch:
             full = Full(w, at, patch)
             run(w)
-        assert outcome(w) == wanted, full.where
-        check_duals(w, feedback=True)
-        counted = [(u.round, u.device, u.status) for u in w.server.ledger.rows(Update)]
-        assert counted == [(n, d, "counted") for n in (1, 2) for d in ("d0", "d1")], full.where
-        assert all_evaluated(w, 2), full.where
+        check_two_rounds(w, wanted, full.where)
         assert len([line for line in w.lines if "waiting for the disk" in line]) == 1, f"{full.where}: said once"
         assert not w.server.ledger.fact("stalled")
         end(w)
@@ -234,7 +233,7 @@ def fill(folder: Path) -> Path:
 
 
 def test_a_real_disk_that_runs_full_holds_the_round_open_until_there_is_space(copy, small_disk):
-    wanted = outcome(run(copy()))
+    wanted = checkpoint_bits(run(copy()))
     w = start(copy(small_disk))
     assert w.pump(lambda: opened(w, 1))
     ballast = fill(small_disk)
@@ -248,7 +247,7 @@ def test_a_real_disk_that_runs_full_holds_the_round_open_until_there_is_space(co
     ballast.unlink()
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     assert w.logged("the disk takes writes again")
-    assert outcome(w) == wanted
+    assert checkpoint_bits(w) == wanted
     check_duals(w, feedback=True)
 
 
@@ -269,7 +268,7 @@ def read_only(tmp_path: Path) -> Iterator[Callable[[Path], Callable[[], None]]]:
 
 
 def test_a_folder_that_becomes_read_only_is_named_in_the_status_until_it_can_be_written(copy, read_only):
-    wanted = outcome(run(copy()))
+    wanted = checkpoint_bits(run(copy()))
     w = start(copy())
     assert w.pump(lambda: opened(w, 2))
     writable = read_only(w.fleet.folder / "state")
@@ -282,7 +281,7 @@ def test_a_folder_that_becomes_read_only_is_named_in_the_status_until_it_can_be_
     assert w.pump(lambda: not held_up(w), tick_s=TICK_S)
     assert "stalled" not in CliRunner().invoke(app, ["server", "status", str(w.fleet.folder)]).stdout
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
-    assert outcome(w) == wanted
+    assert checkpoint_bits(w) == wanted
 
 
 def test_a_disk_that_cannot_be_written_at_the_start_is_said_at_once(copy, read_only):
@@ -354,12 +353,12 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_refused_and_not_guessed(c
 
 def test_a_checkpoint_that_the_ledger_does_not_know_yet_may_be_damaged(copy):
     """The aggregator died between the two; the round is still open."""
-    wanted = outcome(run(copy()))
+    wanted = checkpoint_bits(run(copy()))
     w = start(copy())
     assert w.pump(lambda: opened(w, 2))
     end(w)
     (w.fleet.folder / "state" / "round-000000002.safetensors").write_bytes(b"torn")
-    assert outcome(run(w)) == wanted
+    assert checkpoint_bits(run(w)) == wanted
 
 
 def test_writes_that_a_power_cut_ended_are_cleared(copy):
@@ -411,7 +410,7 @@ def test_a_damaged_key_is_named(copy):
 
 
 def test_an_update_that_the_disk_does_not_give_is_kept_until_it_does(copy, monkeypatch):
-    wanted = outcome(run(copy()))
+    wanted = checkpoint_bits(run(copy()))
     w = copy()
     w.broker.faults = lambda client, m: [m] if "/a/d1/up/" not in m.topic else []
     start(w)
@@ -430,14 +429,14 @@ def test_an_update_that_the_disk_does_not_give_is_kept_until_it_does(copy, monke
         assert w.pump(lambda: w.logged("waiting for the disk: d0.update: cannot be read"), tick_s=TICK_S)
     w.broker.faults = lambda client, m: [m]
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
-    assert outcome(w) == wanted
+    assert checkpoint_bits(w) == wanted
     assert not w.logged("the kept update of d0 is dropped")
 
 
 @pytest.mark.parametrize("name", ["d0.update", "d0.json"])
 @pytest.mark.parametrize("restarted", [True, False])
 def test_a_damaged_update_in_the_spool_is_asked_for_again(copy, name, restarted):
-    wanted = outcome(run(copy()))
+    wanted = checkpoint_bits(run(copy()))
     w = copy()
     lift = [False]
     w.broker.faults = lambda client, m: [m] if lift[0] or "/a/d1/up/" not in m.topic else []
@@ -450,6 +449,6 @@ def test_a_damaged_update_in_the_spool_is_asked_for_again(copy, name, restarted)
         w.start_server()
     lift[0] = True
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
-    assert outcome(w) == wanted
+    assert checkpoint_bits(w) == wanted
     if name == "d0.update":
         assert w.logged("the kept update of d0 is dropped")

@@ -18,17 +18,14 @@ from cloud_server.running.first_settings import HEAD
 from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Job
 from fleet_core.base import config, schema
-from tests.cloud_server.rounds.test_fleet import check_duals, settled
-from tests.support.inprocess import World, config_text, toy, without_fsync, world
+from tests.support.inprocess import World, config_text, toy, world
 from tests.support.paths import ROOT
 from tests.support.programs import small_fleet
+from tests.support.world_checks import check_duals, settled
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 TICK_S = 0.1
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_fsync(monkeypatch)
 
 
 @pytest.fixture

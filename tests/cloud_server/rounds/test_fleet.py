@@ -9,14 +9,13 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 
 from cloud_server.broker.publisher import RETAINED_S, Publisher
 from cloud_server.records.ledger import Ledger
@@ -46,23 +45,24 @@ from fleet_core.protocol.chunks import Blob, cut
 from fleet_core.protocol.device_messages import Answer, Down, Presence, Question
 from fleet_core.protocol.round_messages import Manifest, UploadManifest
 from fleet_core.protocol.signing import Signer
-from tests.support.inprocess import CLASSES, Killed, World, config_text, toy, without_fsync, world
+from tests.support.inprocess import CLASSES, Killed, World, config_text, toy, world
+from tests.support.stand_ins import BrokerFaults, FakeDevice, SlowTrainer, constant_update
+from tests.support.world_checks import (
+    TWO_ROUNDS,
+    all_evaluated,
+    check_duals,
+    checkpoint_bits,
+    finished,
+    opened,
+    settled,
+    start,
+    state_key,
+    statuses,
+)
+
+pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
 
 TICK_S = 0.25
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes die here, but the machine keeps its power: the order of writes matters, fsync does not."""
-    without_fsync(monkeypatch)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    """Trainers set the number of threads for the whole process; reset it at the end."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -77,54 +77,6 @@ def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
     yield make
     for each in made:
         each.close()
-
-
-def start(w: World, *names: str, shift: float = 0.0) -> None:
-    w.start_server()
-    for n, name in enumerate(names):
-        w.start_agent(name, toy(n, shift=shift * n))
-
-
-def opened(w: World, number: int) -> bool:
-    return w.server is not None and w.server.open is not None and w.server.open.number == number
-
-
-def all_evaluated(w: World, number: int) -> bool:
-    return {j.device for j in w.server.ledger.rows(Evaluation, round=number)} >= set(w.agents)
-
-
-def finished(w: World) -> bool:
-    return w.server is not None and w.server.finished and all_evaluated(w, w.closed())
-
-
-def statuses(w: World, number: int) -> dict[str, str]:
-    return {u.device: u.status for u in w.server.ledger.rows(Update, round=number)}
-
-
-class Faults:
-    """What a broker does to deliveries: each rule takes (client, message) and returns what arrives, or None to pass.
-    ``seen`` holds every delivery as it was sent."""
-
-    def __init__(self) -> None:
-        self.rules: list[Callable[[str, Message], list[Message] | None]] = []
-        self.seen: list[tuple[str, Message]] = []
-
-    def __call__(self, client: str, message: Message) -> list[Message]:
-        self.seen.append((client, message))
-        for rule in self.rules:
-            changed = rule(client, message)
-            if changed is not None:
-                return changed
-        return [message]
-
-    def drop(self, *parts: str) -> Callable[[], None]:
-        """Drop messages whose topic has all ``parts``; returns a function that stops it."""
-
-        def rule(client: str, message: Message) -> list[Message] | None:
-            return [] if all(part in message.topic for part in parts) else None
-
-        self.rules.append(rule)
-        return lambda: self.rules.remove(rule)
 
 
 # a. every method, to the end ----------------------------------------------------------------------------------------
@@ -175,42 +127,6 @@ def test_a_fleet_that_is_done_goes_on_when_more_rounds_are_wanted(fleet):
 # b. the server's dual stays the mean of the devices' ----------------------------------------------------------------
 
 
-def state_key(w: World, epoch: int) -> str:
-    return f"{w.name}.{w.server.method.name}-v{w.server.method.version}-{w.server.layout.hash}-e{epoch}"
-
-
-def devices_dual(w: World, feedback: bool) -> trees.Params | None:
-    """Σ g_i (+ α Σ e_i) over the enrolled devices, from their disks; None if none has committed."""
-    penalty, total = w.server.hyper.penalty, None
-    for name in w.server._members.members():
-        state = DeviceState(w.folder / "devices" / name).state(state_key(w, w.server.checkpoint.state.dual_epoch))
-        if state is None:
-            continue
-        mine = trees.apply(lambda a: a.astype(np.float64), state["dual"])
-        if feedback:
-            mine = trees.axpy(penalty, state["residual"], mine)
-        total = mine if total is None else trees.add(total, mine)
-    return total
-
-
-def settled(w: World) -> bool:
-    """No device has a pending update of a closed round."""
-    return all(a._updates.pending is None or a._updates.pending.round > w.closed() for a in w.agents.values())
-
-
-def check_duals(w: World, feedback: bool) -> None:
-    facts, state = w.server.checkpoint.facts, w.server.checkpoint.state
-    server = trees.scale(state.memory["dual"], int(facts["members"]))
-    devices = devices_dual(w, feedback)
-    if devices is None:
-        return assert_close(server, trees.zeros_like(server), 1e-12)
-    assert_close(server, devices, 3e-6 * max(1.0, trees.norm(devices)))
-
-
-def assert_close(left: trees.Params, right: trees.Params, limit: float) -> None:
-    assert trees.norm(trees.subtract(left, right)) <= limit
-
-
 class Tampered(TrainerJobs):
     """Sends a million times what it learned, in the given rounds."""
 
@@ -225,7 +141,7 @@ class Tampered(TrainerJobs):
         return replace(result, update=replace(result.update, groups=trees.scale(result.update.groups, 1e6)))
 
 
-def rough_sea(faults: Faults, w: World, seed: int) -> None:
+def rough_sea(faults: BrokerFaults, w: World, seed: int) -> None:
     """Uploads and messages about them are lost, duplicated or delayed; a delayed message arrives with a later one."""
     rng = np.random.default_rng(seed)
     held: dict[str, list[Message]] = {}
@@ -248,7 +164,7 @@ def rough_sea(faults: Faults, w: World, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", codecs.CODECS)
 def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round(fleet, codec):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(
         rounds=11, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 20", hyper="penalty = 0.1",
         link=f'up = "{codec}"\ndown = "int8"\nmax_update_norm = 100.0\nchunk_bytes = 1024',
@@ -338,25 +254,21 @@ def deadly(monkeypatch: pytest.MonkeyPatch, death: Death) -> None:
     monkeypatch.setattr(LoopbackLink, "publish", publish_message)
 
 
-MORTAL: dict[str, Any] = {"rounds": 2, "devices": 2, "hyper": "support_batch = 8\nquery_batch = 8",
-          "link": "chunk_bytes = 1024", "fleet": "quorum = 1.0"}
-
-
 @pytest.fixture
 def founded(tmp_path: Path) -> World:
     """A fleet that has not run yet, with two devices' samples."""
-    w = world(tmp_path / "founded", config_text(**MORTAL))
+    w = world(tmp_path / "founded", config_text(**TWO_ROUNDS))
     start(w, "d0", "d1")
     w.close()
     shutil.rmtree(w.fleet.folder)
-    return world(tmp_path / "founded", config_text(**MORTAL))
+    return world(tmp_path / "founded", config_text(**TWO_ROUNDS))
 
 
 def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[World, Death, list[tuple[str, str]]]:
     """A run in which ``actor`` dies once, at its ``at``-th act, and restarts. Also returns the chunks that were sent
     although the aggregator had the whole update on disk when it died."""
     shutil.copytree(founded.folder, folder)
-    faults = Faults()
+    faults = BrokerFaults()
     broker = LoopbackBroker(faults=faults)
     w = World(folder, replace(founded.fleet, folder=folder / "fleet"), broker)
     death = Death(actor, at, w)
@@ -388,18 +300,11 @@ def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[Worl
     return w, death, asked_twice
 
 
-def outcome(w: World) -> dict[str, bytes]:
-    """The last checkpoint, bit for bit."""
-    state = w.server.checkpoint.state
-    roles = {"model": state.model, "evaluated": state.served, **state.memory}
-    return {key: np.asarray(a).tobytes() for key, a in storage.flatten_roles(roles).items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("actor", ["server", "d1"])
 def test_a_death_at_any_moment_changes_nothing(founded, tmp_path, actor):
     undisturbed, none, _ = live(founded, tmp_path / "whole", actor, None)
-    wanted = outcome(undisturbed)
+    wanted = checkpoint_bits(undisturbed)
     assert undisturbed.server.finished
     assert none.points > 20
     undisturbed.close()
@@ -407,7 +312,7 @@ def test_a_death_at_any_moment_changes_nothing(founded, tmp_path, actor):
         w, death, asked_twice = live(founded, tmp_path / "killed", actor, at)
         assert w.server.finished, f"killed at {death.where}"
         assert settled(w), death.where
-        assert outcome(w) == wanted, death.where
+        assert checkpoint_bits(w) == wanted, death.where
         assert not asked_twice, death.where
         check_duals(w, feedback=True)
         rounds = w.server.ledger.rounds()
@@ -579,54 +484,6 @@ def test_a_broker_that_refuses_is_quoted_when_the_aggregator_gives_up(fleet):
 # d. what is refused -------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class FakeDevice:
-    """Speaks the protocol by hand, and lies."""
-
-    w: World
-    name: str
-    link: LoopbackLink = field(init=False)
-    inbox: list[Message] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.link = LoopbackLink(self.w.broker, f"fake-{self.name}")
-        self.link.open()
-        self.poll()
-        self.link.subscribe(topics.current(self.w.name), topics.down(self.w.name, self.name))
-
-    def poll(self) -> None:
-        self.inbox += [event for event in self.link.poll(0) if isinstance(event, Message)]
-
-    def announce(self, **changes: Any) -> None:
-        versions = {name: method.version for name, method in METHODS.items()}
-        presence = Presence(st="on", boot="b", methods=versions, codecs=tuple(codecs.CODECS))
-        said = messages.encode(replace(presence, **changes))
-        self.link.publish(topics.presence(self.w.name, self.name), said, retain=True)
-
-    def manifest(self) -> Manifest:
-        self.poll()
-        signed = [m.payload for m in self.inbox if m.topic == topics.current(self.w.name)][-1]
-        return messages.decode(Manifest, signed.partition(b"\n")[2])
-
-    def downs(self) -> list[Down]:
-        self.poll()
-        said = [m.payload for m in self.inbox if m.topic.endswith("/dn") and m.payload[:1] == b"{"]
-        return [messages.decode(Down, payload) for payload in said]
-
-    def update(self, data: bytes, **changes: Any) -> UploadManifest:
-        now = self.manifest()
-        made = UploadManifest(Blob.of(data, 1024), "fp32", now.model.model, now.method.name, now.layout,
-                              dual_epoch=now.dual_epoch, samples=5, metrics={"loss": 1.0})
-        return replace(made, **changes)
-
-    def offer(self, upload: UploadManifest, number: int) -> None:
-        self.link.publish(topics.upload(self.w.name, self.name, number, "m"), messages.encode(upload))
-
-    def send(self, upload: UploadManifest, number: int, data: bytes) -> None:
-        for k, part in enumerate(cut(data, upload.blob)):
-            self.link.publish(topics.upload(self.w.name, self.name, number, k), part)
-
-
 @pytest.fixture
 def liar(fleet) -> FakeDevice:
     """A fleet of one lying device, in its first round."""
@@ -637,11 +494,6 @@ def liar(fleet) -> FakeDevice:
     assert w.pump(lambda: opened(w, 1))
     w.step()
     return fake
-
-
-def weights(w: World, value: float = 0.01) -> trees.Params:
-    layout = w.server.layout
-    return trees.apply(lambda a: np.full_like(a, value), trees.only(layout.seeded(0), ("body",)))
 
 
 BLOB = Blob.of(b"x" * 3000, 1024)
@@ -672,7 +524,7 @@ def test_an_offer_that_does_not_fit_the_round_is_refused_and_named(liar, change,
 
 
 def nan_update(w: World) -> bytes:
-    bad = weights(w)
+    bad = constant_update(w)
     first = next(iter(bad["body"].values()))
     first.reshape(-1)[0] = np.nan
     return codecs.payload("fp32", storage.pack(storage.flatten(bad)))
@@ -682,9 +534,9 @@ def nan_update(w: World) -> bytes:
     ("make", "reason"),
     [
         (nan_update, "not finite"),
-        (lambda w: codecs.encode("fp32", weights(w, 1e6)), "norm"),
+        (lambda w: codecs.encode("fp32", constant_update(w, 1e6)), "norm"),
         (lambda w: codecs.encode("fp32", {"body": {"other": np.zeros(3, np.float32)}}), "has shape"),
-        (lambda w: codecs.encode("int8", weights(w)), "not a multiple of 4"),
+        (lambda w: codecs.encode("int8", constant_update(w)), "not a multiple of 4"),
         (lambda w: b"no update at all", "not a zstd frame"),
         (lambda w: compress(bytes(1 << 22)), "not a zstd frame of at most"),
         (lambda w: codecs.payload("fp32", b"\xff" * 64), "not safetensors"),
@@ -707,7 +559,7 @@ def test_a_whole_update_that_is_none_is_refused_and_named(liar, make, reason):
 
 
 def test_a_chunk_with_another_hash_is_refused_and_asked_for_again(liar):
-    data = codecs.encode("fp32", weights(liar.w))
+    data = codecs.encode("fp32", constant_update(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
     liar.w.step()
@@ -726,7 +578,7 @@ def test_a_chunk_with_another_hash_is_refused_and_asked_for_again(liar):
 
 def test_an_offer_of_a_counted_update_is_answered_with_done_again(liar):
     """The first 'done' was lost, and the round closed meanwhile."""
-    data = codecs.encode("fp32", weights(liar.w))
+    data = codecs.encode("fp32", constant_update(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
     liar.w.step()
@@ -805,7 +657,7 @@ def test_any_bytes_on_any_topic_leave_the_aggregator_standing(liar, topic):
     for payload in (b"", b"{}", b"null", b"\x00" * 99, b'{"st":"on","beat":true}', b"[" * 9999):
         liar.link.publish(f"fl1/{liar.w.name}/a/liar/{topic}", payload)
         liar.w.step()
-    data = codecs.encode("fp32", weights(liar.w))
+    data = codecs.encode("fp32", constant_update(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
     liar.w.step()
@@ -878,7 +730,7 @@ def test_a_restarted_agent_still_refuses_what_it_has_outgrown(fleet):
 
 def test_words_from_the_broker_alone_cannot_settle_what_is_pending(fleet):
     """Only the signed record does: a forged or stray 'reject' or 'counted' costs nothing."""
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults))
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: w.agents["d0"]._updates.pending is not None)
@@ -951,7 +803,7 @@ def test_memory_for_uploads_is_bounded_and_the_rest_wait(monkeypatch):
 
 
 def test_a_late_update_is_recorded_as_late_and_its_state_discarded(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 5", link="chunk_bytes = 1024")
     w.start_server()
     lift = faults.drop("/a/d0/up/1/")
@@ -974,7 +826,7 @@ def test_a_late_update_is_recorded_as_late_and_its_state_discarded(fleet):
 
 
 def test_an_upload_that_is_cut_off_by_the_end_of_the_round_is_late(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=2, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 5", link="chunk_bytes = 1024")
     lift = faults.drop("/a/d0/up/1/0")
     start(w, "d0", "d1", "d2")
@@ -987,7 +839,7 @@ def test_an_upload_that_is_cut_off_by_the_end_of_the_round_is_late(fleet):
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_device_that_was_away_for_long_asks_what_became_of_its_update(fleet, counted):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=9, devices=2, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 3")
     unheld = faults.drop("/a/d1/up/2/")
     if not counted:
@@ -1021,7 +873,7 @@ def test_a_device_that_was_away_for_long_asks_what_became_of_its_update(fleet, c
 
 def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet):
     """The open round is in the ledger, not yet in memory: its updates are not decided."""
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=2, broker=LoopbackBroker(faults=faults))
     unheld = faults.drop("/a/d2/up/1/")
     start(w, "d0", "d1", "d2")
@@ -1048,7 +900,7 @@ def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet
 
 def test_a_round_that_is_taken_up_again_waits_for_devices_that_are_starting_too(fleet):
     """Every device left in order after two of three updates, which is a quorum; all three are still counted."""
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="quorum = 0.5\ndeadline_s = 1000")
     unheld = faults.drop("/a/d2/up/1/")
     start(w, "d0", "d1", "d2")
@@ -1067,7 +919,7 @@ def test_a_round_that_is_taken_up_again_waits_for_devices_that_are_starting_too(
 
 
 def test_a_round_that_is_taken_up_again_ends_at_its_deadline_without_those_that_do_not_come_back(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="quorum = 0.5\ndeadline_s = 20")
     faults.drop("/a/d2/up/1/")
     start(w, "d0", "d1", "d2")
@@ -1138,7 +990,7 @@ def test_a_dead_device_holds_up_nobody(fleet):
 
 def test_a_device_that_falls_silent_at_work_holds_up_nobody(fleet):
     """A power cut while training: no last will comes before the keepalive ends."""
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=2, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 1000")
     w.start_server()
     for n in range(2):
@@ -1164,7 +1016,7 @@ def test_a_device_that_is_killed_is_off_within_a_second_by_its_will(fleet):
 
 
 def test_an_upload_that_waits_for_its_turn_is_not_taken_for_dead(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 1000")
     lift = faults.drop("/a/d0/dn")
     start(w, "d0", "d1", "d2")
@@ -1197,7 +1049,7 @@ def test_below_quorum_the_round_waits_on_beyond_its_deadline(fleet):
     [("/up/1/m", "no offer came"), ("/up/1/0", "offered, but no chunk came after [2-9] grants")],
 )  # fmt: skip
 def test_a_device_whose_publishes_the_broker_swallows_is_named_with_the_likely_cause(fleet, lost, said):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 15\nquorum = 1.0",
               link="chunk_bytes = 65536")
     lift = faults.drop(f"/a/d2{lost}")
@@ -1360,7 +1212,7 @@ def test_a_trainer_process_that_cannot_be_started_ends_its_job_with_an_error(mon
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_the_booked_payload_is_what_the_broker_delivered(fleet, codec):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=4, broker=LoopbackBroker(faults=faults), fleet="cohort = 2",
               link=f'up = "{codec}"\ndown = "{codec}"\nchunk_bytes = 1024')
     start(w, "d0", "d1", "d2")
@@ -1389,7 +1241,7 @@ def test_the_booked_payload_is_what_the_broker_delivered(fleet, codec):
 
 
 def test_a_report_that_comes_twice_or_late_is_booked_once(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults))
     first: list[Message] = []
 
@@ -1442,7 +1294,7 @@ def test_a_device_that_lacks_the_base_gets_the_whole_model_and_ends_with_the_sam
 
 
 def test_a_device_that_lost_its_weights_asks_for_the_whole_model(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=4, broker=LoopbackBroker(faults=faults))
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: w.closed() == 2)
@@ -1532,7 +1384,7 @@ def test_a_question_over_mqtt_is_answered_by_the_personalized_model(fleet, metho
 
 
 def test_a_device_that_enrols_in_mid_round_takes_part_in_the_next(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults))
     start(w, "d0", "d1", "d2")
     lift = faults.drop("/a/d0/up/2/")
@@ -1634,7 +1486,7 @@ def test_an_agent_that_lacks_the_rounds_method_says_so_and_waits(fleet):
 
 
 def test_a_graph_that_fails_its_check_is_fetched_once_and_said(fleet, monkeypatch):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 1000")
     start(w, "d0", "d1", "d2")
 
@@ -1717,21 +1569,6 @@ def test_the_served_model_is_evaluated_in_mid_run_too_and_survives_a_restart(fle
     assert [r.served_id is not None for r in w.server.ledger.rounds()] == [False, True, False, True, False, True]
 
 
-class Slow(InlineTrainer):
-    """Works for some steps of the loop, as the child process does."""
-
-    left = 0
-
-    def submit(self, job: Job) -> None:
-        assert not self.busy
-        super().submit(job)
-        self.left = 5
-
-    def poll(self) -> Done | None:
-        self.left -= 1
-        return None if self.left > 0 else super().poll()
-
-
 @pytest.mark.parametrize("method", ["per-fedavg-fo", "pfldyn-proto"])
 def test_a_model_that_is_served_while_devices_train_is_personalized_and_evaluated_all_the_same(fleet, method):
     w = fleet(method, rounds=4)
@@ -1740,7 +1577,7 @@ def test_a_model_that_is_served_while_devices_train_is_personalized_and_evaluate
     w.start_server()
     for n in range(3):
         w.start_agent(f"d{n}", toy(n))
-        w.trainers[f"d{n}"].inner = Slow()
+        w.trainers[f"d{n}"].inner = SlowTrainer()
     assert w.pump(lambda: finished(w) and settled(w))
     evaluated = {(j.round, j.device) for j in w.server.ledger.rows(Evaluation, stage="after")}
     assert evaluated >= {(4, f"d{n}") for n in range(3)}
@@ -1752,7 +1589,7 @@ def test_a_model_that_is_served_while_devices_train_is_personalized_and_evaluate
 def test_what_was_trained_for_a_round_that_is_over_is_not_offered_for_the_next(fleet):
     w = fleet(rounds=3, devices=2, fleet="deadline_s = 2")
     start(w, "d0", "d1", "d2")
-    slow = Slow()
+    slow = SlowTrainer()
     w.trainers["d2"].inner = slow
     assert w.pump(lambda: w.agents["d2"].phase == "train")
     slow.left = 25
@@ -1773,7 +1610,7 @@ def test_updates_are_read_in_closing_order_whatever_order_they_came_in(fleet):
 
 
 def test_a_round_that_opens_while_a_device_still_fetches_the_last_is_joined_at_once(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 5", link="chunk_bytes = 1024")
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: opened(w, 2) and w.agents["d0"].manifest.round == 2)

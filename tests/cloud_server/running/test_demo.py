@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from tests.support.programs import (
     descendants,
     edge_agent,
     metafleet,
-    programs_in,
     run_to_end,
     write_samples,
 )
@@ -59,12 +57,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
     done = run_to_end(metafleet("demo", *FEW, "--rounds", 2, "--no-baseline", "--data", data, "--out", out))
     assert done.returncode == 0, done.stderr
     return Run(out, done)
-
-
-@pytest.fixture
-def programs(tmp_path: Path) -> Iterator[Programs]:
-    with programs_in(tmp_path) as programs:
-        yield programs
 
 
 # A demo --------------------------------------------------------------------------------------------------------------

@@ -25,11 +25,11 @@ from fleet_core.base.errors import DataError, RoundError
 from fleet_core.data.samples import Samples, stratified
 from fleet_core.learning import models, personal_model
 from fleet_core.model import graph_bundle
-from tests.cloud_server.rounds.test_fleet import finished
 from tests.support import homes
 from tests.support.inprocess import config_text, toy, world
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE_S
+from tests.support.world_checks import finished
 
 STEPPING = {
     "per-fedavg-fo": {"inner_steps": 1, "inner_lr": 0.2},

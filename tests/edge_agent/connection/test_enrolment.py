@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,19 +25,12 @@ from tests.support.programs import (
     descendants,
     edge_agent,
     metafleet,
-    programs_in,
     small_fleet,
 )
 
 __all__ = ["place", "run"]  # fixtures
 pytestmark = NEEDS_MOSQUITTO
 ROUNDS = 2
-
-
-@pytest.fixture
-def programs(tmp_path: Path) -> Iterator[Programs]:
-    with programs_in(tmp_path) as made:
-        yield made
 
 
 def secrets_in(folder: Path) -> dict[str, bytes]:

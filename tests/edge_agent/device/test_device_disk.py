@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger_tables import Update
 from edge_agent.compute.worker import Job
 from edge_agent.device.full_disk import RETRY_S, Disk
 from edge_agent.device.state import DeviceState, Weights
@@ -23,18 +22,21 @@ from fleet_core.base import storage
 from fleet_core.base.errors import StateError
 from fleet_core.data.samples import save
 from fleet_core.link.loopback import LoopbackBroker
-from tests.cloud_server.rounds.test_fleet import MORTAL, all_evaluated, check_duals, finished, outcome, settled
-from tests.support.inprocess import World, config_text, toy, without_fsync, world
+from tests.support.inprocess import World, config_text, toy, world
+from tests.support.world_checks import (
+    TWO_ROUNDS,
+    check_duals,
+    check_two_rounds,
+    checkpoint_bits,
+    finished,
+    settled,
+)
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 DEVICE = "d1"
 FULL_S = 2 * RETRY_S + 1  # so that the second attempt fails too
 TICK_S = 0.1
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests do not ask what a power cut leaves."""
-    without_fsync(monkeypatch)
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def copy(tmp_path: Path) -> Iterator[Callable[[], World]]:
     """Make worlds that start alike, bit for bit: a fleet that has not run yet, and two devices with samples."""
     founded = tmp_path / "founded"
     made: list[World] = []
-    world(founded, config_text(**MORTAL)).broker.stop()
+    world(founded, config_text(**TWO_ROUNDS)).broker.stop()
     for n in range(2):
         home = founded / "devices" / f"d{n}"
         home.mkdir(parents=True)
@@ -100,18 +102,14 @@ def test_a_disk_that_is_full_at_any_write_changes_nothing_once_there_is_space(co
     whole = copy()
     with monkeypatch.context() as patch:
         none = Full(whole, None, patch)
-        wanted = outcome(run(whole))
+        wanted = checkpoint_bits(run(whole))
     assert none.writes > 10
     for at in range(1, none.writes + 1):
         w = copy()
         with monkeypatch.context() as patch:
             full = Full(w, at, patch)
             run(w)
-        assert outcome(w) == wanted, full.where
-        check_duals(w, feedback=True)
-        counted = [(u.round, u.device, u.status) for u in w.server.ledger.rows(Update)]
-        assert counted == [(n, d, "counted") for n in (1, 2) for d in ("d0", "d1")], full.where
-        assert all_evaluated(w, 2), full.where
+        check_two_rounds(w, wanted, full.where)
         assert w.logged("No space left on device"), full.where
         assert w.logged(f"{DEVICE}: the disk can be written again"), full.where
 

@@ -26,9 +26,9 @@ from fleet_core.board.device_settings import Personalize
 from fleet_core.learning import models
 from fleet_core.model import codecs, graph_bundle
 from fleet_core.protocol.round_messages import ModelRef
-from tests.cloud_server.rounds.test_fleet import finished
 from tests.support import homes
 from tests.support.inprocess import Killed, config_text, toy, world
+from tests.support.world_checks import finished
 
 X = toy(5).x[:6]
 PROTO = METHODS["pfldyn-proto"]

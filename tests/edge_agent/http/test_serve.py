@@ -33,12 +33,12 @@ from fleet_core.board.device_settings import Identity, Settings, settings_of
 from fleet_core.model import codecs, graph_bundle
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Answer, Question
-from tests.cloud_server.rounds.test_fleet import FakeDevice
-from tests.cloud_server.rounds.test_fleet import finished as fleet_finished
 from tests.support import homes
 from tests.support.inprocess import World, config_text, toy, world
-from tests.support.programs import CLASSES, Programs, edge_agent, programs_in
+from tests.support.programs import CLASSES, Programs, edge_agent
+from tests.support.stand_ins import FakeDevice
 from tests.support.waiting import PATIENCE_S
+from tests.support.world_checks import finished as fleet_finished
 
 X = np.random.default_rng(0).normal(size=(70, 8)).astype(np.float32)  # more than one batch of the session
 CLIENTS = 8
@@ -453,12 +453,6 @@ def test_a_file_that_another_process_damages_is_logged_once_and_the_old_model_an
 
 
 # As a process ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def programs(tmp_path: Path) -> Iterator[Programs]:
-    with programs_in(tmp_path) as made:
-        yield made
 
 
 def test_edge_agent_serve_answers_follows_and_ends_in_order(programs: Programs, home: Path, service: Service) -> None:

@@ -31,8 +31,8 @@ from fleet_core.protocol.chunks import Blob, cut
 from fleet_core.protocol.device_messages import Down, Report
 from fleet_core.protocol.round_messages import Manifest, ModelRef, UploadManifest
 from fleet_core.protocol.signing import Signer
-from tests.cloud_server.rounds.test_fleet import FakeDevice, weights
 from tests.support.inprocess import World, config_text, toy, world
+from tests.support.stand_ins import FakeDevice, constant_update
 
 SMALL_BYTES = 2 << 20  # of Python's memory, for what is refused
 HUGE_BYTES = 1 << 32  # the largest that a message can name
@@ -126,7 +126,7 @@ def with_first(value: float) -> Callable[[World], bytes]:
     """An update whose first number is ``value``, bypassing the codec, which would not send it."""
 
     def make(w: World) -> bytes:
-        bad = weights(w)
+        bad = constant_update(w)
         next(iter(bad["body"].values())).reshape(-1)[0] = value
         return codecs.payload("fp32", storage.pack(storage.flatten(bad)))
 
@@ -155,7 +155,7 @@ def test_an_update_whose_numbers_or_size_are_absurd_is_refused(
 
 
 def test_a_whole_of_right_chunks_that_is_not_the_announced_blob_is_refused(liar: FakeDevice) -> None:
-    data = codecs.encode("fp32", weights(liar.w))
+    data = codecs.encode("fp32", constant_update(liar.w))
     right = Blob.of(data, 1024)
     whole = right.id + "0" * 32
     wrong = Blob(right.id, whole, right.size, right.chunk, right.n, right.hashes)
@@ -164,10 +164,10 @@ def test_a_whole_of_right_chunks_that_is_not_the_announced_blob_is_refused(liar:
 
 
 def test_an_offer_for_a_round_that_is_over_is_late_and_takes_no_memory(liar: FakeDevice) -> None:
-    data = codecs.encode("fp32", weights(liar.w))
+    data = codecs.encode("fp32", constant_update(liar.w))
     delivered(liar, data)
     assert liar.w.pump(lambda: liar.w.closed() == 1)
-    other = codecs.encode("fp32", weights(liar.w, 0.02))
+    other = codecs.encode("fp32", constant_update(liar.w, 0.02))
     with taking_little():
         liar.offer(liar.update(other), 1)
         liar.w.step()
@@ -177,7 +177,7 @@ def test_an_offer_for_a_round_that_is_over_is_late_and_takes_no_memory(liar: Fak
 
 def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(liar: FakeDevice) -> None:
     """Of other bytes, of another length, of none; a chunk that was not requested does not count."""
-    data = codecs.encode("fp32", weights(liar.w))
+    data = codecs.encode("fp32", constant_update(liar.w))
     upload = liar.update(data)
     right = cut(data, upload.blob)
     liar.send(upload, 1, data)
@@ -196,7 +196,7 @@ def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(l
 
 
 def test_an_update_of_many_wrong_chunks_is_refused_and_booked_with_the_reason(liar: FakeDevice) -> None:
-    data = codecs.encode("fp32", weights(liar.w))
+    data = codecs.encode("fp32", constant_update(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
     liar.w.step()

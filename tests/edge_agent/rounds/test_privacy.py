@@ -37,8 +37,9 @@ from fleet_core.model.layout import Layout
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Question
 from fleet_core.protocol.round_messages import UploadManifest
-from tests.cloud_server.rounds.test_fleet import FakeDevice, finished
 from tests.support.inprocess import CLASSES, World, config_text, toy, world
+from tests.support.stand_ins import FakeDevice
+from tests.support.world_checks import finished
 
 pytestmark = pytest.mark.slow
 

@@ -47,19 +47,11 @@ from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, softmax
 from fleet_core.protocol import messages, round_messages, topics
 from fleet_core.protocol.round_messages import Manifest, PerDevice, UploadManifest
-from tests.cloud_server.rounds.test_fleet import (
-    FakeDevice,
-    Faults,
-    Slow,
-    finished,
-    opened,
-    settled,
-    state_key,
-    statuses,
-)
 from tests.support.inprocess import CLASSES, World, config_text, toy, without_fsync, world
 from tests.support.paths import ROOT
+from tests.support.stand_ins import BrokerFaults, FakeDevice, SlowTrainer
 from tests.support.waiting import PATIENCE_S
+from tests.support.world_checks import finished, opened, settled, state_key, statuses
 
 NAMES = ("d0", "d1", "d2")
 ROUNDS = 3
@@ -227,7 +219,7 @@ class Played:
 @pytest.fixture(scope="module", params=[f"{codec} {method}" for method in METHODS for codec in ("fp32", "int8")])
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     codec, method = request.param.split()
-    faults = Faults()
+    faults = BrokerFaults()
     text = text_of(method, codec, link="chunk_bytes = 1024")
     w = world(tmp_path_factory.mktemp(method), text, LoopbackBroker(faults=faults))
     begin(w)
@@ -586,7 +578,7 @@ def test_deaths_in_every_round_change_no_bit(fleet, method) -> None:
 
 @pytest.mark.parametrize("method", KEEPERS)
 def test_an_update_that_was_not_counted_leaves_its_device_as_it_was(fleet, method) -> None:
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(method, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 5")
     lift = faults.drop("/a/d0/up/2/")
     assert w.pump(lambda: w.closed() == 1 and pending_of(w, "d0") == 2)
@@ -643,7 +635,7 @@ def test_a_fleet_with_rounds_keeps_its_method(fleet) -> None:
 def test_what_a_device_keeps_is_as_after_the_round_that_is_evaluated(fleet, monkeypatch) -> None:
     """Also where the list of counted updates comes later than the model, as it always does with this method."""
     monkeypatch.setattr(manifest, "LISTED_IDS", 1)
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet("local", broker=LoopbackBroker(faults=faults))
     held: list[str] = []
 
@@ -670,7 +662,7 @@ def test_a_device_answers_with_what_it_had_until_its_own_weights_are_made(fleet)
     path.write_text(path.read_text().replace("serve_every = 2", "serve_every = 1"))
     w.kill_server()
     w.start_server()
-    w.trainers["d0"].inner = Slow()
+    w.trainers["d0"].inner = SlowTrainer()
     service = w.agents["d0"].service
     assert w.pump(lambda: service.answering is not None)
     first = service.answers(toy(5).x[:4])
@@ -731,7 +723,7 @@ def check_controls(w: World) -> None:
 
 @pytest.mark.parametrize(("up", "down"), [("fp32", "int8-plain"), ("int8", "int8"), ("int8-plain", "fp32")])
 def test_the_servers_control_is_the_mean_of_the_devices_after_every_round(fleet, up, down) -> None:
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet("pflscaf-proto", up, down=down, rounds=9, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 20",
               hyper="support_batch = 10\nquery_batch = 10")
     epochs, moved = [], []
@@ -760,7 +752,7 @@ def test_the_servers_control_is_the_mean_of_the_devices_after_every_round(fleet,
 
 def test_a_round_that_is_opened_again_after_a_device_joined_is_the_same_round(fleet) -> None:
     """The newcomer changes the server's control, but must not change what was already sent."""
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet("pflscaf-proto", rounds=3, broker=LoopbackBroker(faults=faults), fleet="quorum = 1.0")
     assert w.pump(lambda: w.closed() == 1)
     lift = faults.drop("/a/d0/up/2/")

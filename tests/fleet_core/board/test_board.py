@@ -25,8 +25,8 @@ from fleet_core.board.limits import Limits, Wish
 from fleet_core.board.probe import Machine
 from fleet_core.board.profile import Can, Profile
 from fleet_core.learning import local_training
-from tests.cloud_server.rounds.test_fleet import finished, statuses
 from tests.support.inprocess import World, config_text, toy, world
+from tests.support.world_checks import finished, statuses
 
 FILES = sorted(firmware_profiles.folder().glob("*.toml"))
 WHOLE = 'name = "b"\ntitle = "B"\narch = "aarch64"\n'

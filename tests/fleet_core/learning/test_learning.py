@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,19 +37,13 @@ from tests.support.simulation import (
     toy_samples,
 )
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 every_method = pytest.mark.parametrize("name", METHODS)
 SMALL: dict[str, Any] = {
     "local_steps": 4, "client_lr": 0.1, "batch": 20, "support_batch": 10, "query_batch": 10, "head_steps": 2,
     "shots": 3, "query_shots": 4, "inner_steps": 2, "personal_steps": 2,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # Models

@@ -3,7 +3,7 @@ clients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from fleet_core.learning import architectures, losses, models
 from fleet_core.learning.flops import flops_per_sample
 from fleet_core.model.layout import InputSpec, Layout
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 TEN = tuple(map(str, range(10)))
 SMALL: dict[str, tuple[InputSpec, dict[str, Any]]] = {
     "char-lstm": (InputSpec((5,), "int64"), {"vocabulary": 7, "character_width": 3, "width": 4}),
@@ -35,14 +37,6 @@ SMALL: dict[str, tuple[InputSpec, dict[str, Any]]] = {
 EVERY = pytest.mark.parametrize("model", sorted(architectures.MODELS))
 
 Loss = Callable[[Any], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def small(model: str) -> Layout:

@@ -38,13 +38,6 @@ SLACK_BYTES = 100  # options of a SYN, a FIN and its acknowledgement
 pytestmark = NEEDS_MOSQUITTO
 
 
-@pytest.fixture
-def programs(tmp_path: Path) -> Iterator[Programs]:
-    made = Programs(tmp_path)
-    yield made
-    made.stop()
-
-
 @contextmanager
 def star_with_broker(programs: Programs, devices: int) -> Iterator[tuple[Star, UserPki]]:
     """Wires to a hub with a mosquitto: plain at 1883, with mutual TLS at 8883."""
