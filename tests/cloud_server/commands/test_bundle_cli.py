@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,25 +29,12 @@ from fleet_core.personalization import device_bundle
 from fleet_core.personalization.bundle_format import Bundle
 from fleet_core.personalization.gradient_steps import steps_of
 from tests.support.bundles import bundle_of, graph_of, plain, samples, served_fleet, served_params
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.support.cli import Run, runner
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run ``metafleet`` in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["metafleet", *map(str, arguments)])
-        capsys.readouterr()
-        code: Any = 0
-        try:
-            operator_cli.main()
-        except SystemExit as leaving:
-            code = leaving.code
-        return (int(code or 0), *capsys.readouterr())
-
-    return run
+    return runner(monkeypatch, capsys, "metafleet", operator_cli.main)
 
 
 @pytest.fixture(scope="module")

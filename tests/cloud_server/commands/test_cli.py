@@ -11,9 +11,9 @@ import sqlite3
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,24 +38,13 @@ from fleet_core.data.samples import load, save
 from fleet_core.link.interface import Connected, Message
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import topics
+from tests.support.cli import Ran, Run, runner
 from tests.support.paths import ROOT
 from tests.support.programs import metafleet, programs_in, run_to_end, small_fleet, write_samples
 from tests.support.waiting import PATIENCE_S
 
 NOBODY = "mqtt://127.0.0.1:9"  # the discard port, where no broker is
 COLOUR = re.compile(r"\x1b\[[0-9;]*[34][0-7]")
-
-
-@dataclass(frozen=True)
-class Ran:
-    """The result of one command."""
-
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
 
 
 @pytest.fixture
@@ -66,19 +55,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     monkeypatch.setattr(processes, "exec_module", become_child)
     monkeypatch.setattr(lab, "choose_model", lambda *arguments: None)  # tested in test_model_trial
 
-    def run(program: str, *arguments: object) -> Ran:
-        main = {"metafleet": operator_cli.main, "edge-agent": device_cli.main}[program]
-        monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
-        capsys.readouterr()
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return Ran(int(code or 0), said.out, said.err)
-
-    return run
+    runners = {
+        "metafleet": runner(monkeypatch, capsys, "metafleet", operator_cli.main),
+        "edge-agent": runner(monkeypatch, capsys, "edge-agent", device_cli.main),
+    }
+    return lambda program, *arguments: runners[program](*arguments)
 
 
 def become_child(module: str, *arguments: str) -> None:

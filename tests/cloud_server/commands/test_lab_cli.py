@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,12 @@ from cloud_server.records.fleet_folder import FleetConfig
 from fleet_core.base import config, processes
 from fleet_core.data.partitions import PARTITIONS, Newcomers
 from fleet_core.learning.architectures import MODELS
-from tests.cloud_server.commands.test_cli import Ran
 from tests.cloud_server.laboratory.test_advise import written
 from tests.cloud_server.laboratory.test_compare import ended
+from tests.support.cli import Run, runner
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "laboratory.md").read_text(encoding="utf-8")
-Run = Callable[..., Ran]
 
 SMALL = """
 seeds = [0, 1]
@@ -55,21 +53,8 @@ hyper = {{ local_steps = 2 }}
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a metafleet command in this process."""
     monkeypatch.delenv("METAFLEET_WITH_PARENT", raising=False)
-
-    def run(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["metafleet", *map(str, arguments)])
-        capsys.readouterr()
-        code: Any = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return Ran(int(code or 0), said.out, said.err)
-
-    return run
+    return runner(monkeypatch, capsys, "metafleet", cli.main)
 
 
 @pytest.fixture

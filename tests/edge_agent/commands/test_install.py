@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,26 +20,13 @@ from fleet_core.model import codecs
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.bundle_format import Bundle
 from tests.support.bundles import CLASSES, KEY, bundle_of, samples
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.support.cli import Run, runner
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run ``edge-agent`` in this process: (exit code, stdout, stderr)."""
     monkeypatch.delenv("METAFLEET_HOME", raising=False)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["edge-agent", *map(str, arguments)])
-        capsys.readouterr()
-        code: Any = 0
-        try:
-            device_cli.main()
-        except SystemExit as leaving:
-            code = leaving.code
-        return (int(code or 0), *capsys.readouterr())
-
-    return run
+    return runner(monkeypatch, capsys, "edge-agent", device_cli.main)
 
 
 def written(folder: Path, made: Bundle, name: str = "b.bundle") -> Path:

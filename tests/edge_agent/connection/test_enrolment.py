@@ -15,8 +15,9 @@ from cloud_server.records.ledger_tables import Evaluation
 from fleet_core.base.errors import ConfigError
 from fleet_core.data.samples import load, save
 from fleet_core.protocol import certificates, enrolment_token
-from tests.cloud_server.commands.test_cli import Run, place, run
+from tests.cloud_server.commands.test_cli import place, run
 from tests.support.brokers import NEEDS_MOSQUITTO, free_port
+from tests.support.cli import Run
 from tests.support.pki import fleet_without_model
 from tests.support.programs import (
     Programs,
