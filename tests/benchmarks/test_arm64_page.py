@@ -12,22 +12,22 @@ from benchmarks.arm64.machine import Patience
 
 
 def test_the_page_has_the_tables_of_the_result() -> None:
-    told = json.loads(prove.RESULT.read_text())
+    result = json.loads(prove.RESULT.read_text())
     page = prove.PAGE.read_text()
-    assert markdown.filled(page, prove.tables(told)) == page
+    assert markdown.filled(page, prove.tables(result)) == page
 
 
 def test_a_proof_that_was_not_played_is_on_the_page_as_such() -> None:
-    told = json.loads(prove.RESULT.read_text())
-    rows = prove.tables({**told, "proofs": {}})["proofs"]
+    result = json.loads(prove.RESULT.read_text())
+    rows = prove.tables({**result, "proofs": {}})["proofs"]
     assert rows.count("not played") == len(prove.PROOFS)
 
 
 def test_what_failed_is_said() -> None:
-    told = json.loads(prove.RESULT.read_text())
-    assert "emulated" in told["label"]
-    assert set(told["proofs"]) <= set(prove.PROOFS)
-    for name, each in told["proofs"].items():
+    result = json.loads(prove.RESULT.read_text())
+    assert "emulated" in result["label"]
+    assert set(result["proofs"]) <= set(prove.PROOFS)
+    for name, each in result["proofs"].items():
         assert each["passed"] != ("failed" in each), name
         assert each["held"] or not each["passed"], name
 

@@ -30,6 +30,7 @@ from fleet_core.learning import models, personal_model
 from fleet_core.learning.local_training import CHUNK, first_personal
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
+from tests.support.bundles import node_of
 from tests.support.waiting import PATIENCE_S
 
 aten = torch.ops.aten
@@ -195,16 +196,6 @@ def test_a_bundle_that_cannot_answer_with_adapted_weights_is_refused() -> None:
 NEXT = "next/head/head.bias"
 
 
-def node_of(model: onnx.ModelProto, output: str) -> onnx.NodeProto:
-    """The node that computes a value, in whichever loop."""
-    graphs, found = [model.graph], []
-    for graph in graphs:
-        found += [node for node in graph.node if output in node.output]
-        graphs += [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
-    (node,) = found
-    return node
-
-
 def becomes(output: str, kind: str, *inputs: str) -> Callable[[onnx.ModelProto], None]:
     """Compute one value in another way."""
 
@@ -353,6 +344,7 @@ from pathlib import Path
 import numpy as np, onnxruntime
 from fleet_core.model import graph_bundle
 from fleet_core.base import storage
+from tests.support.bundles import node_of
 
 def session(data, weights):
     options = onnxruntime.SessionOptions()

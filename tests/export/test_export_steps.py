@@ -199,16 +199,16 @@ def test_a_recurrent_family_steps_its_head_alone_or_says_that_it_has_no_answers(
     options = {"width": 5, "layers": 1}
     layout = models.describe("char-lstm", InputSpec((4,), "int64"), ("a", "b", "c"), options)
     graph, initial = export_graph(layout, kinds=("embed", "predict"), seed=3), models.initial(layout, 0)
-    said = list[str]()
+    lines = list[str]()
     maml, own = METHODS["pfldyn-maml"], METHODS["lg-fedavg"]
-    made = with_steps(graph, maml, maml.hyper(), initial, said.append)
+    made = with_steps(graph, maml, maml.hyper(), initial, lines.append)
     assert made.info.adapt is not None
     assert made.info.adapt.groups == ("head",)
-    assert said[1] == "the model 'char-lstm' has recurrent layers (LSTM), whose steps cannot be exported"
-    assert said[-1] == "a device without torch adapts only the head; pfldyn-maml adapts body and head"
-    said.clear()
-    assert with_steps(graph, own, own.hyper(), initial, said.append).adapt == b""
-    assert said[-1] == "a device without torch cannot answer"
+    assert lines[1] == "the model 'char-lstm' has recurrent layers (LSTM), whose steps cannot be exported"
+    assert lines[-1] == "a device without torch adapts only the head; pfldyn-maml adapts body and head"
+    lines.clear()
+    assert with_steps(graph, own, own.hyper(), initial, lines.append).adapt == b""
+    assert lines[-1] == "a device without torch cannot answer"
 
 
 def recorded() -> dict[str, Any]:

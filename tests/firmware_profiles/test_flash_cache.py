@@ -122,8 +122,8 @@ def test_two_keys_of_one_archive_are_removed_together(tmp_path: Path) -> None:
 def test_the_command_lists_the_cache_and_clears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     add(Cache(tmp_path / "metafleet" / "programs"), 1)
-    told = json.loads(CliRunner().invoke(app, ["programs", "--json"]).stdout)
-    assert [(one["version"], one["python"], one["in_use"]) for one in told] == [("0.1.0-1", "3.13", False)]
+    result = json.loads(CliRunner().invoke(app, ["programs", "--json"]).stdout)
+    assert [(one["version"], one["python"], one["in_use"]) for one in result] == [("0.1.0-1", "3.13", False)]
     assert "0.1.0-1" in CliRunner().invoke(app, ["programs"]).stdout
     assert "1 deleted" in CliRunner().invoke(app, ["programs", "clear"]).stdout
     assert json.loads(CliRunner().invoke(app, ["programs", "--json"]).stdout) == []

@@ -76,8 +76,8 @@ def test_the_program_holds_the_agent_and_the_boards_own_pinned_wheels(made):
 def test_it_says_what_the_agent_was_built_from_and_its_licences(made):
     assert made.built_from == agent_wheel._source()
     assert ("onnxruntime", "1.23.2", "MIT", "0.0") in program.listing(made)
-    told = json.loads(content(made, "manifest.json"))
-    assert (told["version"], told["python"], told["built_from"]) == (made.version, "3.13", made.built_from)
+    result = json.loads(content(made, "manifest.json"))
+    assert (result["version"], result["python"], result["built_from"]) == (made.version, "3.13", made.built_from)
 
 
 def test_torch_is_included_only_if_the_board_trains_and_as_pinned(cache, index, made):

@@ -41,10 +41,10 @@ def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path: Path) -> N
            '[[devices]]\nfile = "a.toml"\nto = "image:b.img"\n'
     with pytest.raises(ConfigError) as error:
         inventory.load(written(tmp_path, text, "a.toml"))
-    told = str(error.value)
+    message = str(error.value)
     for part in (":6: devices[1].file: there is no file", ":7: devices[1].to: 'ssh://pi@a' is there twice",
                  ":10: devices[2].file: '", ":11: devices[2].to: 'image:b.img' is no address"):
-        assert part in told, told
+        assert part in message, message
 
 
 def test_an_unknown_key_is_reported_with_the_nearest_known_one(tmp_path: Path) -> None:

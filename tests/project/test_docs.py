@@ -122,10 +122,10 @@ def test_the_users_own_model_on_the_page_becomes_a_fleet_with_steps_without_torc
     module = ModuleType("models_page")
     exec(compile(PAGES["models"], "models.md", "exec"), module.__dict__)
     monkeypatch.setitem(sys.modules, "models_page", module)
-    said: list[str] = []
+    lines: list[str] = []
     method = METHODS["per-fedavg-fo"]
     data, _ = first("models_page:Dilated", InputSpec((2, 24)), ("off", "on"), {"width": 8}, head=True, seed=0,
-                    method=method, hyper=method.hyper(), say=said.append)
+                    method=method, hyper=method.hyper(), say=lines.append)
     graph = graph_bundle.unpack(data)
     assert graph.info.adapt is not None
     assert graph.layout.embedding == 8

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints
@@ -92,6 +93,16 @@ def served_fleet(folder: Path, name: str = "pfldyn-proto", **hyper: Any) -> Flee
     later = trees.widened(served_params(fleet.method, layout, 10))
     states.save(Checkpoint(3, ServerState(trees.scale(later, 2.0), later), facts={"method": name}))
     return fleet
+
+
+def node_of(model: onnx.ModelProto, output: str) -> onnx.NodeProto:
+    """The node that computes a value, in whichever loop."""
+    graphs, found = [model.graph], []
+    for graph in graphs:
+        found += [node for node in graph.node if output in node.output]
+        graphs += [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
+    (node,) = found
+    return node
 
 
 @cache

@@ -140,23 +140,18 @@ class Board:
         self.known.write_text(f"[127.0.0.1]:{self.port} {kind} {key}\n")
 
     def fingerprint(self) -> str:
-        told = subprocess.run(["ssh-keygen", "-lf", str(self.folder / "host_key.pub")], check=True,
+        done = subprocess.run(["ssh-keygen", "-lf", str(self.folder / "host_key.pub")], check=True,
                               capture_output=True, text=True).stdout
-        return told.split()[1]
-
-    def new_host_key(self) -> None:
-        for path in (self.folder / "host_key", self.folder / "host_key.pub"):
-            path.unlink()
-        _key(self.folder / "host_key")
+        return done.split()[1]
 
     def sh(self, command: str) -> str:
         """Run a command on the board without SSH; return stdout and stderr."""
         pid = self.root.parent.name
-        told = subprocess.run(
+        done = subprocess.run(
             ["nsenter", "-t", pid, "-m", "-p", "env", f"PATH={self.folder}/bin:{SBIN}", "sh", "-c", command],
             capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )
-        return told.stdout + told.stderr
+        return done.stdout + done.stderr
 
     def as_new(self) -> None:
         """Remove all versions, settings and units; the operator knows the host key."""

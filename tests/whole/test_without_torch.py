@@ -198,11 +198,11 @@ def test_a_device_installs_personalizes_and_answers_without_torch_under_the_olde
         save(home / "samples.npz", samples())
         done = device_.run("edge-agent", "install", str(path), "--home", str(home), "--json")
         assert done.returncode == 0, done.stderr
-        told = json.loads(done.stdout)
-        assert (told["passed"]["onnxruntime"] == MIN_ONNXRUNTIME) == (runtime == "oldest")
-        assert told["passed"]["steps"].keys() == steps
-        assert (told["passed"]["int8"] is not None) == (method == "pfldyn-proto")
-        assert told["personalized"]["how"] == how
+        result = json.loads(done.stdout)
+        assert (result["passed"]["onnxruntime"] == MIN_ONNXRUNTIME) == (runtime == "oldest")
+        assert result["passed"]["steps"].keys() == steps
+        assert (result["passed"]["int8"] is not None) == (method == "pfldyn-proto")
+        assert result["personalized"]["how"] == how
         done = device_.run("edge-agent", "predict", str(tmp_path / "raw.npy"), "--home", str(home), "--json")
         answer = json.loads(done.stdout)
         assert (answer["round"], answer["personalization"]) == (7, how), done.stderr
@@ -214,8 +214,8 @@ def test_an_operator_without_torch_verifies_a_bundle_and_a_device_refuses_a_brok
     device_bundle.write(tmp_path / "b", bundle_of("fedmeta-metasgd"))
     done = oldest.run("metafleet", "bundle", "verify", str(tmp_path / "b"), "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["torch"], told["onnxruntime"]) == (False, MIN_ONNXRUNTIME)
+    result = json.loads(done.stdout)
+    assert (result["torch"], result["onnxruntime"]) == (False, MIN_ONNXRUNTIME)
     broken = bundle_of("fedmeta-metasgd")
     golden = {**broken.graph.golden, "adapt": broken.graph.golden["adapt"] + np.float32(0.01)}
     device_bundle.write(tmp_path / "broken", replace(broken, graph=replace(broken.graph, golden=golden)))

@@ -50,20 +50,20 @@ def layout_of(fleet: Path) -> Layout:
 def test_a_fleets_served_model_is_written_and_found_sound(fleet: Path, run: Run, tmp_path: Path) -> None:
     code, out, err = run("export", fleet, "--to", tmp_path / "b", "--json")
     assert code == 0, err
-    told = json.loads(out)
+    result = json.loads(out)
     found = device_bundle.read(tmp_path / "b")
     wanted = served_params(METHODS["pfldyn-proto"], layout_of(fleet))
-    assert (told["round"], told["model"]) == (2, codecs.identity(wanted))
+    assert (result["round"], result["model"]) == (2, codecs.identity(wanted))
     for key, array in storage.flatten(wanted).items():
         np.testing.assert_array_equal(storage.flatten(found.params)[key], array)
     assert found.manifest.key == (fleet / "fleet.pub").read_text().strip()
-    assert told["graphs"].keys() == {"embed", "predict"}
+    assert result["graphs"].keys() == {"embed", "predict"}
 
     code, out, err = run("bundle", "verify", tmp_path / "b", "--json")
     assert (code, err) == (0, "")
     verified = json.loads(out)
     assert verified["torch"] is True
-    assert verified["onnxruntime"] == told["onnxruntime"]
+    assert verified["onnxruntime"] == result["onnxruntime"]
     code, out, err = run("bundle", "verify", tmp_path / "b")
     assert (code, err) == (0, "")
     assert "sound; pfldyn-proto, mlp of round 2, no gradient steps" in out

@@ -162,12 +162,12 @@ def test_init_says_what_a_method_makes_of_the_link(
         settings["fleet"]["method"], settings["hyper"] = method, {}
         (tmp_path / name).mkdir()
         (tmp_path / name / "fleet.toml").write_text(config.toml(settings))
-    said = run("metafleet", "init", tmp_path / "fleet")
-    assert said.code == 0, said.err
-    assert "all goes as fp32, not as int8 up and int8 down" in said.err
-    assert "class means and their counts: they leave it by this method's design" in said.err
-    said = run("metafleet", "init", tmp_path / "other")
-    assert (said.code, "all goes as" in said.err, "class means" in said.err) == (0, False, False)
+    done = run("metafleet", "init", tmp_path / "fleet")
+    assert done.code == 0, done.err
+    assert "all goes as fp32, not as int8 up and int8 down" in done.err
+    assert "class means and their counts: they leave it by this method's design" in done.err
+    done = run("metafleet", "init", tmp_path / "other")
+    assert (done.code, "all goes as" in done.err, "class means" in done.err) == (0, False, False)
 
 
 # What there is to see ------------------------------------------------------------------------------------------------
@@ -209,9 +209,9 @@ def test_the_status_of_many_devices_that_are_away_is_one_line(run: Run, place: P
     with Ledger(place / "fleet" / "ledger.sqlite") as ledger:
         for n in range(40):
             ledger.put(Device(name=f"away{n:02}", took_part=True))
-    said = run("metafleet", "server", "status", place / "fleet").out
-    assert "away00, away01, " in said
-    assert "and 30 more; one that never comes back" in said
+    printed = run("metafleet", "server", "status", place / "fleet").out
+    assert "away00, away01, " in printed
+    assert "and 30 more; one that never comes back" in printed
     facts = json.loads(run("metafleet", "server", "status", place / "fleet", "--json").out)
     assert len(facts["off"]) == 40
 

@@ -103,11 +103,11 @@ def test_a_flashed_image_holds_a_token_of_the_fleet_and_nothing_secret_is_said(d
     settings = disks.on_fat(out, "metafleet/etc/device.toml").decode()
     assert settings == '\n[data]\nsamples = "/srv/samples.npz"\n\n[board]\nprofile = "profile.toml"\n'
     assert disks.on_fat(out, "metafleet/etc/profile.toml") == catalogue.path_of("raspberry-pi-4b").read_bytes()
-    told = capsys.readouterr()
-    told_facts = json.loads(told.out)
-    assert (told_facts["written"], told_facts["device"]) == (True, "kitchen")
+    printed = capsys.readouterr()
+    facts = json.loads(printed.out)
+    assert (facts["written"], facts["device"]) == (True, "kitchen")
     for secret in (PASSWORD, issued.private_key, issued.certificate):
-        assert secret not in told.out + told.err
+        assert secret not in printed.out + printed.err
 
 
 @pytest.mark.needs(*PROGRAMS)
@@ -170,9 +170,9 @@ def test_a_card_is_written_after_its_name_was_given_and_not_without(desk, tmp_pa
     (killed / "card.img").write_bytes(b"a token")
     os.utime(killed, (0, 0))
     flash(desk, str(path), rehearse=True, yes_erase="sdx")
-    told = capsys.readouterr()
-    assert "a plain file in place of a card, 0.1 GB: everything on it will be erased" in told.err
-    done = json.loads(told.out)["card"]
+    printed = capsys.readouterr()
+    assert "a plain file in place of a card, 0.1 GB: everything on it will be erased" in printed.err
+    done = json.loads(printed.out)["card"]
     assert done["bytes"] == (desk / "os.img").stat().st_size
     assert "metafleet/install.sh" in disks.names_on_fat(path)
     assert list((tmp_path / "cache").rglob("*.img")) == []

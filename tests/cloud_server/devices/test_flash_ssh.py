@@ -68,19 +68,19 @@ def test_a_device_gets_its_token_last_and_it_is_said_nowhere(
     assert 'samples = "/srv/samples.npz"' in shown["settings"]["/etc/metafleet/device.toml"]
     assert "NoNewPrivileges=yes" in shown["settings"]["/etc/systemd/system/metafleet.service"]
     flash_cli.flash(desk / "kitchen.toml", board.url(), ssh_config=board.config, dry_run=True)
-    said = capfd.readouterr().out
-    assert "kitchen at ssh://root@127.0.0.1" in said
-    assert "\n--- /etc/metafleet/device.toml\n" in said
+    plan = capfd.readouterr().out
+    assert "kitchen at ssh://root@127.0.0.1" in plan
+    assert "\n--- /etc/metafleet/device.toml\n" in plan
     assert invitations(desk) == []
     assert not board.path("/opt/metafleet").exists()
     flash(desk, board)
-    told = capfd.readouterr()
-    assert json.loads(told.out)["version"] == f"{__version__}-aaa"
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["version"] == f"{__version__}-aaa"
     issued = enrolment_token.load(board.path("/var/lib/metafleet/enrol.token"))
     assert invitations(desk) == [issued.id]
     assert issued.device == "kitchen"
     for secret in (issued.private_key, issued.certificate):
-        assert secret not in told.out + told.err
+        assert secret not in printed.out + printed.err
     assert board.sh("readlink /var/lib/metafleet/device.toml") == "/etc/metafleet/device.toml\n"
     assert '[data]\nsamples = "/srv/samples.npz"\n' in board.path("/etc/metafleet/device.toml").read_text()
     flash(desk, board)
@@ -105,9 +105,9 @@ def test_an_inventory_goes_on_where_one_fails_and_again_does_the_rest(
     for changed in (True, False):
         with pytest.raises(FlashError, match=r"1 of 2 devices failed:\nnowhere: .*no connection"):
             flash_cli.flash(inventory=path, jobs=2, ssh_config=board.config, as_json=True)
-        told = json.loads(capfd.readouterr().out)
-        assert [(each["device"], each["ok"]) for each in told] == [("nowhere", False), ("kitchen", True)]
-        assert told[1]["changed"] is changed
+        result = json.loads(capfd.readouterr().out)
+        assert [(each["device"], each["ok"]) for each in result] == [("nowhere", False), ("kitchen", True)]
+        assert result[1]["changed"] is changed
 
 
 def test_a_broken_update_is_taken_back_and_the_command_fails(

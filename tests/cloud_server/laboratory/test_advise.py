@@ -413,10 +413,10 @@ def test_a_real_advice_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
     for name, value in fewer.items():
         monkeypatch.setattr(advising, name, value)
     monkeypatch.setattr("cloud_server.laboratory.run.recordings.models_for", lambda *_: (Model("mlp", "mlp"),))
-    told: list[str] = []
+    lines: list[str] = []
 
     def engine(asked: Experiment, folder: Path, title: str) -> tuple[list[Path], list[str]]:
-        told.append(title)
+        lines.append(title)
         return simulate.simulate(asked, folder, simulate.Options(jobs=1, device="cpu")), []
 
     found = advising.advise(Options(written(tmp_path / "mine.npz"), 60), tmp_path / "out", engine, cores=1)
@@ -426,4 +426,4 @@ def test_a_real_advice_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.facts["plain"]["accuracy"] > 0.9 > found.facts["frequent"]["accuracy"]
     assert found.facts["warnings"] == []
     assert found.advice.ranked[0].loss is not None
-    assert [title for title in told if "int8" in title] == [f"{federated(found.advice).name}, int8"]
+    assert [title for title in lines if "int8" in title] == [f"{federated(found.advice).name}, int8"]

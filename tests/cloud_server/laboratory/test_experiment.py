@@ -232,8 +232,8 @@ def test_a_method_that_there_is_not_is_told_with_the_nearest(path: Path) -> None
 def test_a_label_that_is_too_long_for_a_folder_is_told(path: Path) -> None:
     names = ("client_lr", "finetune_lr", "clip_norm", "weight_decay", "server_lr")
     grid = ", ".join(f"{name} = [0.12345678901234567]" for name in names)
-    said = mistakes(path, {METHOD: f'label = "{"x" * 90}"\ngrid = {{{grid}}}'})
-    assert said == [f"9: method: '{'x' * 40}…' has 245 characters: give it a shorter label"]
+    message = mistakes(path, {METHOD: f'label = "{"x" * 90}"\ngrid = {{{grid}}}'})
+    assert message == [f"9: method: '{'x' * 40}…' has 245 characters: give it a shorter label"]
 
 
 # Mistakes of the command line -----------------------------------------------------------------------------------------
@@ -324,8 +324,8 @@ def test_what_cannot_work_is_refused_before_the_first_round(
 
 def test_a_method_that_needs_a_head_is_refused_for_a_model_without_one(tmp_path: Path, data: Path) -> None:
     headless = {"name": "tests.support.lab:Headless"}
-    said = refused(tmp_path, lab.settings(data, "fedavg", {}, model=headless))
-    assert said.startswith("fedavg trains the head of a model, and 'tests.support.lab:Headless' has none\nhint: ")
+    message = refused(tmp_path, lab.settings(data, "fedavg", {}, model=headless))
+    assert message.startswith("fedavg trains the head of a model, and 'tests.support.lab:Headless' has none\nhint: ")
     laboratory.simulate(lab.experiment(data, model=headless, budget={"rounds": 1}), tmp_path / "proto", Options(jobs=1))
 
 
@@ -337,8 +337,8 @@ def test_logistic_regression_is_trained_whole(tmp_path: Path, data: Path) -> Non
 
 
 def test_a_method_that_needs_an_encoder_is_refused_for_logistic_regression(tmp_path: Path, data: Path) -> None:
-    said = refused(tmp_path, lab.settings(data, "fedproto", {"local_steps": 1}, model={"name": "logistic"}))
-    assert "fedproto trains the body of a model, and 'logistic' has none" in said
+    message = refused(tmp_path, lab.settings(data, "fedproto", {"local_steps": 1}, model={"name": "logistic"}))
+    assert "fedproto trains the body of a model, and 'logistic' has none" in message
     asked = lab.experiment(data, "fedavg", {"local_steps": 1}, model={"name": "logistic"}, budget={"rounds": 1})
     laboratory.simulate(asked, tmp_path / "whole", Options(jobs=1))
 
@@ -353,8 +353,8 @@ def sparse(path: Path, labels: Mapping[str, list[int]]) -> Path:
 
 def test_devices_that_can_draw_no_episode_are_refused_by_name(tmp_path: Path) -> None:
     data = sparse(tmp_path / "few.npz", {"rich": [0, 0, 1, 1, 0, 1], "poor": [0, 1, 1, 1], "poorer": [1, 0]})
-    said = refused(tmp_path, lab.settings(data, cohort=0))
-    assert said.splitlines() == [
+    message = refused(tmp_path, lab.settings(data, cohort=0))
+    assert message.splitlines() == [
         "poor: no class has two training samples, which pfldyn-proto needs",
         "poorer: no class has two training samples, which pfldyn-proto needs",
         "hint: leave such devices out with the partition's min_samples, or use another partition",
@@ -364,8 +364,8 @@ def test_devices_that_can_draw_no_episode_are_refused_by_name(tmp_path: Path) ->
 
 def test_a_new_device_without_a_support_set_is_refused_by_name(tmp_path: Path) -> None:
     data = sparse(tmp_path / "few.npz", {f"d{k}": [0, 1, 2] for k in range(4)})
-    said = refused(tmp_path, lab.settings(data, "fedavg", {}, evaluation={"new_devices": 0.5}))
-    lines = said.splitlines()
+    message = refused(tmp_path, lab.settings(data, "fedavg", {}, evaluation={"new_devices": 0.5}))
+    lines = message.splitlines()
     assert len(lines) == 3
     assert all(line.endswith(", a new device: no class has two samples among 3") for line in lines[:2])
 

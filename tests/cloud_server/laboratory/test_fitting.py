@@ -124,15 +124,15 @@ def test_a_device_answers_and_adds_readings_and_tells_what_is_left_over(
 ) -> None:
     path = write(tmp_path, lines("time,ax,ay", *[f"{n},{n},{-n}" for n in (0, 1, 2, 3, 5)]))
     device_commands.predict(path, place, as_json=True)
-    said = capsys.readouterr()
-    assert len(json.loads(said.out)["labels"]) == 2, "windows of 3, one every reading, none across the gap"
-    assert "1 readings are left over" in said.err
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)["labels"]) == 2, "windows of 3, one every reading, none across the gap"
+    assert "1 readings are left over" in printed.err
     device_commands.add(path, "on", place, new_class=False)
     assert "2 samples of class on added" in capsys.readouterr().out
     device_commands.list_samples(place, as_json=True)
-    said = capsys.readouterr()
-    assert [row["recorded"] + row["held_back"] for row in json.loads(said.out)] == [18, 18]
-    assert "40 readings give 36 windows of 3, one every 1" in said.err
+    printed = capsys.readouterr()
+    assert [row["recorded"] + row["held_back"] for row in json.loads(printed.out)] == [18, 18]
+    assert "40 readings give 36 windows of 3, one every 1" in printed.err
 
 
 def test_every_way_to_a_device_tells_how_samples_that_do_not_fit_are_converted(place: Path, tmp_path: Path) -> None:
@@ -157,11 +157,11 @@ def test_init_demo_and_advise_cut_readings(tmp_path: Path) -> None:
     rows = [row for client in "abcd" for k, label in enumerate(("on", "off"))
             for row in readings(client, label, np.arange(60) + 60 * k, 7 * k)]
     path = write(tmp_path, lines(HEADER, *rows))
-    said: list[str] = []
-    found, spec = load_data(str(path), said.append, window=4, stride=2)
+    log_lines: list[str] = []
+    found, spec = load_data(str(path), log_lines.append, window=4, stride=2)
     assert (len(found), spec.shape) == (4 * 2 * 29, (2, 4))
-    assert "480 readings give 232 windows of 4, one every 2" in said[0]
-    assert "left over" not in said[0]
+    assert "480 readings give 232 windows of 4, one every 2" in log_lines[0]
+    assert "left over" not in log_lines[0]
     advised = recordings(str(path), 4, 2)
     assert (advised.section["window"], advised.section["stride"]) == (4, 2)
     assert "480 readings give" in advised.remarks[0]

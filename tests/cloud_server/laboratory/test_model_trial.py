@@ -56,11 +56,11 @@ def outcome(chosen: TriedModel, plain: Score | None = GOOD) -> Outcome:
 
 def test_devices_that_do_not_train_evaluate_and_the_others_choose(samples: Samples, monkeypatch: Any) -> None:
     monkeypatch.setattr(model_trial, "MAX_ROUNDS", 3)
-    said: list[str] = []
-    found = tried(samples, say=said.append)
+    lines: list[str] = []
+    found = tried(samples, say=lines.append)
     assert found.on == "1 client that did not train"
-    assert [line.partition(" on ")[0] for line in said[:1]] == ["a trial of mlp"]
-    assert "6 of 6 clients, 288 of 288 samples" in said[0]
+    assert [line.partition(" on ")[0] for line in lines[:1]] == ["a trial of mlp"]
+    assert "6 of 6 clients, 288 of 288 samples" in lines[0]
     (mlp,) = found.tried
     assert (found.chosen, mlp.rounds, mlp.parameters) == (mlp, 3, 64 * 8 + 8 + 8 * 3 + 3)
     assert 0 < mlp.payload < 8 * mlp.parameters
@@ -220,11 +220,11 @@ def test_init_writes_the_chosen_model_shows_the_table_and_keeps_the_fleet_the_se
     monkeypatch.setattr(model_trial, "MAX_ROUNDS", 1)
     monkeypatch.setattr(model_trial, "models_for", lambda samples: SMALL[:1])
     cli.init(fleet, data)
-    told = capsys.readouterr()
-    assert "model " in told.out
-    assert "mlp *" in told.out
-    assert "nearest mean on spectrum" in told.out
-    assert "--no-trial" in told.err
+    printed = capsys.readouterr()
+    assert "model " in printed.out
+    assert "mlp *" in printed.out
+    assert "nearest mean on spectrum" in printed.out
+    assert "--no-trial" in printed.err
     made = config.load(FleetConfig, fleet / "fleet.toml").model
     assert (made.name, dict(made.options)) == ("mlp", {"hidden": [8]})
     monkeypatch.setattr(lab, "choose_model", lambda *arguments: pytest.fail("a fleet that is there keeps its model"))

@@ -168,19 +168,19 @@ def test_the_last_evaluations_of_devices_that_said_what_they_do_alone_are_taken(
 def test_the_log_has_each_warning_once_when_the_devices_have_reported_and_half_of_the_rounds_are_done(
     ledger: Ledger,
 ) -> None:
-    said: list[str] = []
-    watch = WarningLog(ledger, 4, said.append)
+    lines: list[str] = []
+    watch = WarningLog(ledger, 4, lines.append)
     book(ledger, "a", 0.3, number=1)
     watch.reported("a", 1, {"a"})
-    assert said == []
+    assert lines == []
     book(ledger, "a", 0.3)
     watch.reported("a", 2, {"a", "b"})
-    assert said == []
+    assert lines == []
     book(ledger, "b", 0.3)
     for _ in range(2):
         watch.reported("b", 2, {"a", "b"})
-    assert [text.partition(": ")[0] for text in said] == ["warning"] * 2
-    assert "after round 2: memorised: loss 0.001, accuracy near chance" in said[0]
+    assert [text.partition(": ")[0] for text in lines] == ["warning"] * 2
+    assert "after round 2: memorised: loss 0.001, accuracy near chance" in lines[0]
 
 
 def test_report_result_and_closing_table_show_the_warnings(ledger: Ledger) -> None:
@@ -236,8 +236,8 @@ def test_a_fleet_whose_labels_mean_nothing_is_warned_of_in_log_and_status_and_a_
     server.status(bad.fleet.folder)
     assert "warning: accuracy near chance: 0." in capsys.readouterr().out
     server.status(good.fleet.folder, as_json=True)
-    told = json.loads(capsys.readouterr().out)["verdict"]
-    assert (told["devices"], told["warnings"]) == (2, [])
+    result = json.loads(capsys.readouterr().out)["verdict"]
+    assert (result["devices"], result["warnings"]) == (2, [])
 
 
 # On the device, and on the wire ---------------------------------------------------------------------------------------

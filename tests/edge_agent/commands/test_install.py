@@ -62,9 +62,9 @@ def test_a_new_device_answers_from_a_bundle_alone(
     path = written(tmp_path, bundle_of(method), form)
     code, out, err = run("install", path, "--home", home, "--json")
     assert (code, err) == (0, "")
-    told = json.loads(out)
-    assert (told["round"], told["personalized"]["how"], told["left"]) == (7, how, "")
-    assert told["personalized"]["samples"] == 36
+    result = json.loads(out)
+    assert (result["round"], result["personalized"]["how"], result["left"]) == (7, how, "")
+    assert result["personalized"]["samples"] == 36
     settings = settings_of(home)
     assert (settings.device.name, settings.device.fleet, settings.device.key) == ("d1", "desk", KEY)
     np.save(np_input, np.eye(3, 8, dtype=np.float32) * 3)

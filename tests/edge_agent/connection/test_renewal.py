@@ -354,10 +354,10 @@ def test_an_agent_renews_over_mosquitto_comes_back_with_the_new_one_and_a_revoke
         homes = {name: tmp_path / name for name in ("d0", "d1")}
         holders = {name: issued(made, ledger, name, home, broker.url) for name, home in homes.items()}
         server_link = aggregator_credentials(made).link(broker.url, "aggregator")
-        said = list[str]()
-        server = Coordinator(made, server_link, ledger, boot="s", now=lambda: time.time() + later, log=said.append)
+        lines = list[str]()
+        server = Coordinator(made, server_link, ledger, boot="s", now=lambda: time.time() + later, log=lines.append)
         server_link.open()
-        agents = {name: an_agent(home, said, later) for name, home in homes.items()}
+        agents = {name: an_agent(home, lines, later) for name, home in homes.items()}
         left = set[str]()
 
         def meanwhile() -> None:
@@ -373,7 +373,7 @@ def test_an_agent_renews_over_mosquitto_comes_back_with_the_new_one_and_a_revoke
         rows = {row.serial: row for row in ledger.rows(Certificate)}
         ledger.put(*(Certificate(**{**rows[holder.serial].__dict__, "revoked_at": 1.0}) for holder in holders.values()))
         ledger.request("revoke/d1", repr(time.time() + later))
-        until(lambda: "d1 revoked" in said, meanwhile)
+        until(lambda: "d1 revoked" in lines, meanwhile)
         reload_broker(broker, made)
         assert left <= {"d1"}, "told before the broker denies it, if it was quick"
         for name, back in (("d0", True), ("d1", False)):

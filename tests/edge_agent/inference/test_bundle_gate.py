@@ -19,7 +19,7 @@ from fleet_core.base import trees
 from fleet_core.base.errors import BundleError
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.bundle_format import Bundle
-from tests.support.bundles import bundle_of
+from tests.support.bundles import bundle_of, node_of
 from tests.support.waiting import PATIENCE_S
 
 METHOD = "fedmeta-metasgd"
@@ -46,16 +46,6 @@ def edited(name: str, edit: Edit) -> Bundle:
     if name == "adapt":
         return replace(made, graph=replace(made.graph, adapt=data))
     return replace(made, graph=replace(made.graph, graphs={**made.graph.graphs, name: data}))
-
-
-def node_of(model: onnx.ModelProto, output: str) -> onnx.NodeProto:
-    """The node that computes a value, in whichever loop."""
-    graphs, found = [model.graph], []
-    for graph in graphs:
-        found += [node for node in graph.node if output in node.output]
-        graphs += [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
-    (node,) = found
-    return node
 
 
 def becomes(output: str, kind: str, *inputs: str) -> Edit:

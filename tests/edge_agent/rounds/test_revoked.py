@@ -161,10 +161,10 @@ def test_nobody_else_can_stop_a_device(fleet, tmp_path, wrong):
 
 
 def test_a_word_of_an_earlier_life_does_not_end_the_one_after_it_was_let_in_again(fleet):
-    said: list[Message] = []
+    lines: list[Message] = []
 
     def record(client: str, message: Message) -> list[Message]:
-        said.extend([message] if b'"t":"revoked"' in message.payload else [])
+        lines.extend([message] if b'"t":"revoked"' in message.payload else [])
         return [message]
 
     w = fleet(LoopbackBroker(faults=record))
@@ -173,7 +173,7 @@ def test_a_word_of_an_earlier_life_does_not_end_the_one_after_it_was_let_in_agai
     pump(w, lambda: stopped(w, "d1"))
     w.server.ledger.request("enroll/d1", repr(w.clock.wall()))
     w.start_agent("d1")
-    w.broker.publish(said[-1].topic, said[-1].payload, retain=True)
+    w.broker.publish(lines[-1].topic, lines[-1].payload, retain=True)
     pump(w, lambda: w.server.ledger.device("d1").state == "on")
     for _ in range(10):
         w.step(TICK_S)

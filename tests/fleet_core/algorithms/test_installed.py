@@ -123,10 +123,10 @@ def found(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> tuple[dict[str, Any],
     points = [importlib.metadata.EntryPoint(name.rstrip("_"), f"rows:row{n}", plugins.GROUP)
               for n, name in enumerate(rows)]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [p for p in points if p.group == group])
-    said: list[str] = []
-    methods = Methods(PRODUCT, said.append)
+    lines: list[str] = []
+    methods = Methods(PRODUCT, lines.append)
     assert len(methods) == len(list(methods))
-    return {name: row for name, row in methods.items() if name not in PRODUCT}, said
+    return {name: row for name, row in methods.items() if name not in PRODUCT}, lines
 
 
 def test_a_name_of_the_products_is_never_looked_for_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,9 +222,9 @@ def test_a_package_that_ends_the_process_at_its_import_is_left_out(
     monkeypatch.syspath_prepend(tmp_path)
     point = importlib.metadata.EntryPoint("mine", "leaving:ROW", plugins.GROUP)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [point])
-    said: list[str] = []
-    assert "mine" not in Methods(PRODUCT, said.append)
-    assert said == ["the method 'mine' of the installed package leaving is left out: leaving:ROW cannot be imported: "
+    lines: list[str] = []
+    assert "mine" not in Methods(PRODUCT, lines.append)
+    assert lines == ["the method 'mine' of the installed package leaving is left out: leaving:ROW cannot be imported: "
                     "SystemExit: 3"]
 
 

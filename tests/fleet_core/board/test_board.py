@@ -88,11 +88,11 @@ def mistakes(tmp_path: Path, text: str) -> str:
 
 
 def test_all_mistakes_of_a_profile_are_told_at_once_in_order_with_line_key_and_suggestion(tmp_path: Path) -> None:
-    told = mistakes(tmp_path, (
+    message = mistakes(tmp_path, (
         'name = "b"\ntitle = "B"\narch = "aarch65"\nmemory = [512]\n[[images]]\nname = "x"\nfirst_boot = "cloudinit"\n'
         '[wheels]\npins = { troch = "2.9.1" }\nsource = "s"\n[power]\nsensor = "ina32"\nidle_w = 9\nbusy_w = 3\n'
     ))
-    lines = [line.replace(f"{tmp_path}/", "") for line in told.splitlines()]
+    lines = [line.replace(f"{tmp_path}/", "") for line in message.splitlines()]
     assert [line.partition(": ")[0] for line in lines] == [
         "board.toml:3", "board.toml:4", "board.toml:7", "board.toml:9", "board.toml:12", "board.toml:13",
         "board.toml:14",
@@ -100,7 +100,7 @@ def test_all_mistakes_of_a_profile_are_told_at_once_in_order_with_line_key_and_s
     for expected in ("did you mean 'aarch64'", "unknown key (did you mean 'memory_mib'", "did you mean 'cloud-init'",
                      "did you mean 'torch'", "did you mean 'ina3221'", "power.idle_w: has no source",
                      "power.busy_w: 3 is below idle_w, 9"):
-        assert expected in told
+        assert expected in message
 
 
 @pytest.mark.parametrize(("lines", "expected"), [
@@ -127,10 +127,10 @@ def test_a_sensor_that_would_count_wrongly_is_refused(tmp_path: Path, lines: str
 
 @pytest.mark.parametrize("arch", ["armv7l", "armv6l", "armhf", "i686"])
 def test_a_32_bit_system_is_refused_with_the_reason_and_once(tmp_path: Path, arch: str) -> None:
-    told = mistakes(tmp_path, WHOLE.replace("aarch64", arch))
-    assert told.count("\n") == 0
-    assert "board.toml:3: arch: " in told
-    assert "32-bit system, for which there is no torch and no onnxruntime wheel" in told
+    message = mistakes(tmp_path, WHOLE.replace("aarch64", arch))
+    assert message.count("\n") == 0
+    assert "board.toml:3: arch: " in message
+    assert "32-bit system, for which there is no torch and no onnxruntime wheel" in message
 
 
 @pytest.mark.parametrize(

@@ -169,11 +169,11 @@ def test_windows_over_the_limit_are_refused_before_they_are_made(write: Any) -> 
 
 
 def test_what_is_asked_about_is_cut_without_labels_and_says_what_is_left_over(write: Any) -> None:
-    said: list[str] = []
+    log_lines: list[str] = []
     path = write(lines("time,ax,ay", *[f"{n},{n},{-n}" for n in range(7)]))
-    x = asked.load(path, SERIES, say=said.append)
+    x = asked.load(path, SERIES, say=log_lines.append)
     assert x.tolist() == [[[0, 1, 2], [0, -1, -2]], [[3, 4, 5], [-3, -4, -5]]]
-    assert "1 readings are left over" in said[0]
+    assert "1 readings are left over" in log_lines[0]
     assert len(asked.load(path, SERIES, stride=1)) == 5
     mixed = write(lines("label,ax,ay", "on,0,0", "off,1,1", "?,2,2"))
     assert len(asked.load(mixed, SERIES)) == 1, "labels are ignored"
