@@ -23,7 +23,7 @@ def test_a_proof_that_was_not_played_is_on_the_page_as_such() -> None:
     assert rows.count("not played") == len(prove.PROOFS)
 
 
-def test_what_failed_is_said() -> None:
+def test_what_failed_is_reported() -> None:
     result = json.loads(prove.RESULT.read_text())
     assert "emulated" in result["label"]
     assert set(result["proofs"]) <= set(prove.PROOFS)
@@ -51,7 +51,7 @@ class Busy:
             self.threads[thread.removeprefix("t")] += s
 
 
-def test_a_wait_for_the_board_leaves_out_what_others_computed_and_begins_again_with_its_words() -> None:
+def test_a_wait_for_the_board_ignores_other_processes_time_and_restarts_with_its_output() -> None:
     board: Any = Busy()
     patience = Patience(board, lambda: board.now)
     board.passes(10, t1=7, t2=6)

@@ -92,7 +92,7 @@ def test_a_process_that_ends_meanwhile_holds_nothing() -> None:
     assert memory.parse(b"").resident == 0
 
 
-def test_both_units_are_told() -> None:
+def test_both_units_are_reported() -> None:
     assert memory.both(350_000_000) == {"mib": 333.8, "mb": 350.0}
 
 
@@ -296,7 +296,7 @@ def test_rounds_beside_the_loop_give_seconds_of_both_and_their_ratio(torch_threa
         assert found["ratio"] == pytest.approx(found["ours"] / found["loop"], rel=0.1)
 
 
-def test_updates_per_second_are_those_of_the_median_round_and_processor_time_that_of_all_but_the_first() -> None:
+def test_updates_per_second_use_the_median_round_and_processor_time_all_rounds_but_the_first() -> None:
     code = "print('INFO: starting', flush=True)\nfor end in (10.0, 10.5, 12.5, 13.0): print('end', end, flush=True)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         looks, said = simulated.followed(process)
@@ -315,7 +315,7 @@ def test_what_subnormals_cost_is_of_the_same_step_in_turn() -> None:
     assert found["ratio"] == pytest.approx(found["kept"] / found["flushed"], rel=0.1)
 
 
-def test_the_memory_of_many_devices_is_told_with_the_states_on_the_disk(torch_threads: None) -> None:
+def test_the_memory_of_many_devices_is_reported_with_the_states_on_the_disk(torch_threads: None) -> None:
     found = simulated_memory.measure(9, 2)
     assert found["peak_bytes"] > 100 << 20
     assert found["devices_with_state"] in (8, 9)

@@ -95,7 +95,7 @@ PLAN = Plan("tiny", recordings, "mlp", validation=1, unseen=2, options={"hidden"
             training={method: fleets.Training(1) for method in accuracy.METHODS})  # fmt: skip
 
 
-def test_who_is_evaluated_trains_nothing_and_a_class_that_is_withheld_is_in_no_training_sample() -> None:
+def test_evaluated_devices_do_not_train_and_a_withheld_class_is_in_no_training_sample() -> None:
     division, _ = fleets.divided(fleets.withheld(PLAN, 2), 0)
     evaluated = {*division.validation, *division.unseen}
     assert (len(division.validation), len(division.unseen)) == (1, 2)
@@ -143,7 +143,7 @@ def test_a_set_that_is_made_again_leaves_the_others_where_the_environment_is_the
         accuracy.beside(out, "sets", {"har": 3}, other)
 
 
-def test_macro_f1_is_the_mean_over_the_classes_that_are_asked_for() -> None:
+def test_macro_f1_is_the_mean_over_the_classes_that_are_requested() -> None:
     counts = np.array([[8, 2, 0], [0, 0, 0], [5, 0, 5]])
     assert answers.macro_f1(counts) == pytest.approx((16 / 23 + 10 / 15) / 2)
 

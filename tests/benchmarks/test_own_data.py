@@ -100,7 +100,7 @@ def score_of(model: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> float:
     return float(figures["score"])
 
 
-def test_a_fleet_tells_vibrations_of_any_phase_apart_with_the_default_and_not_with_a_model_of_places(
+def test_the_default_model_separates_vibrations_of_any_phase_and_a_position_bound_model_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "ROUNDS", 6)

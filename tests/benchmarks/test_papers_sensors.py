@@ -173,7 +173,7 @@ def test_the_tables_have_the_best_first_and_mark_what_is_not_told_apart() -> Non
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_the_advice_tries_a_method_that_is_not_told_apart_from_the_best_or_the_page_says_what_is_missing(
+def test_the_advice_tries_a_method_that_ties_with_the_best_or_the_page_says_what_is_missing(
     name: str,
 ) -> None:
     path = choose.HERE / page.RESULT

@@ -97,7 +97,7 @@ def test_one_model_for_all_steps_where_it_is_told_to(monkeypatch: pytest.MonkeyP
     assert made_of(monkeypatch, "fedavg", finetune_steps=3)[0].adapt
 
 
-def test_where_the_whole_does_not_become_a_graph_the_head_alone_steps_and_that_is_said(
+def test_where_the_whole_does_not_become_a_graph_the_head_alone_steps_and_that_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graph, asked, said = made_of(monkeypatch, "pfldyn-maml", (MODEL_GROUPS,))
@@ -115,7 +115,7 @@ def test_where_the_whole_does_not_become_a_graph_the_head_alone_steps_and_that_i
         ("local", (MODEL_GROUPS,), "cannot answer"),
     ],
 )
-def test_where_nothing_becomes_a_graph_it_is_said_what_a_device_does_then(
+def test_where_nothing_becomes_a_graph_it_is_reported_what_a_device_does_then(
     monkeypatch: pytest.MonkeyPatch, name: str, refused: tuple[tuple[str, ...], ...], last: str
 ) -> None:
     graph, asked, said = made_of(monkeypatch, name, refused)
@@ -224,7 +224,7 @@ def test_the_record_of_every_method_on_every_family_is_complete() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_on_every_family_a_method_has_its_graph_or_it_is_said_why_not(family: str) -> None:
+def test_on_every_family_a_method_has_its_graph_or_it_is_reported_why_not(family: str) -> None:
     for name, found in recorded()[family]["methods"].items():
         method = METHODS[name]
         how = steps_of(method, method.hyper())

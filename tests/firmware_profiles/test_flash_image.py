@@ -417,7 +417,7 @@ def test_an_image_of_another_system_is_refused_before_anything_is_written(tmp_pa
 
 @NEEDS
 @pytest.mark.parametrize("packing", ["img", "xz"])
-def test_an_image_of_another_system_is_refused_by_a_rehearsal_too_and_before_the_token_is_asked_for(tmp_path, packing):
+def test_an_image_of_another_system_is_refused_by_a_rehearsal_too_and_before_the_token_is_requested(tmp_path, packing):
     card = with_system(tmp_path / "plain.img", None, "arm-linux-gnueabihf")
     source = tmp_path / f"card.{packing}"
     source.write_bytes(card.read_bytes() if packing == "img" else lzma.compress(card.read_bytes(), preset=0))

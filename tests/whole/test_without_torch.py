@@ -183,7 +183,7 @@ def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(torchles
 
 
 @pytest.mark.parametrize("runtime", ["torchless", "oldest"])
-def test_a_device_installs_personalizes_and_answers_without_torch_under_the_oldest_and_the_newest_onnxruntime(
+def test_a_device_without_torch_installs_and_answers_with_the_oldest_and_newest_onnxruntime(
     request: pytest.FixtureRequest, runtime: str, tmp_path: Path
 ) -> None:
     device_: Torchless = request.getfixturevalue(runtime)

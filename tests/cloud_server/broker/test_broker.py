@@ -122,7 +122,7 @@ def test_an_address_that_others_can_reach_is_refused(tmp_path: Path) -> None:
             start_broker(tmp_path, host=host)
 
 
-def test_an_address_that_others_can_reach_is_taken_when_plain_mqtt_is_asked_for_by_name(
+def test_an_address_that_others_can_reach_is_taken_when_plain_mqtt_is_requested_by_name(
     tmp_path: Path, embedded: bool
 ) -> None:
     broker = start_broker(tmp_path, host="0.0.0.0", embedded=embedded, plain=True)
@@ -236,7 +236,7 @@ def test_a_private_brokers_log_does_not_grow_for_ever(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_fleet_goes_on_when_its_private_broker_was_killed(tmp_path: Path, kind: str, embedded: bool) -> None:
+def test_a_fleet_continues_when_its_private_broker_was_killed(tmp_path: Path, kind: str, embedded: bool) -> None:
     fleet = small_fleet(tmp_path / "fleet", rounds=100)
     chosen = {"METAFLEET_BROKER": "embedded"} if embedded else {}
     with programs_in(tmp_path) as programs:

@@ -209,7 +209,7 @@ def test_a_fleet_whose_graph_has_no_steps_yet_gets_them_at_export(monkeypatch: p
     assert asked == ["fedper"]
 
 
-def test_a_method_that_was_told_not_to_step_has_no_steps_in_its_bundle(tmp_path: Path) -> None:
+def test_a_method_that_must_not_step_has_no_steps_in_its_bundle(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="cannot answer with fedper"):
         whole_of(graph_of("fedper"), "fedper", finetune_steps=0)
     made = whole_of(graph_of("pfldyn-maml"), "fedavg", finetune_steps=0)
@@ -219,7 +219,7 @@ def test_a_method_that_was_told_not_to_step_has_no_steps_in_its_bundle(tmp_path:
     assert device_bundle.read(tmp_path / "b").manifest.graph.adapt is None
 
 
-def test_a_bundle_that_is_not_sound_is_told(run: Run, tmp_path: Path) -> None:
+def test_a_bundle_that_is_not_sound_is_reported(run: Run, tmp_path: Path) -> None:
     device_bundle.write(tmp_path / "b", bundle_of("pfldyn-proto"))
     data = bytearray((tmp_path / "b" / "embed.onnx").read_bytes())
     data[-1] ^= 1
@@ -229,7 +229,7 @@ def test_a_bundle_that_is_not_sound_is_told(run: Run, tmp_path: Path) -> None:
     assert "embed.onnx has another sha256" in err
 
 
-def test_where_there_is_no_torch_it_is_said_that_nothing_was_compared(
+def test_where_there_is_no_torch_it_is_reported_that_nothing_was_compared(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device_bundle.write(tmp_path / "b", bundle_of("fedper"))

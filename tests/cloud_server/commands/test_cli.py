@@ -145,7 +145,7 @@ def test_a_method_is_shown_in_full_with_its_pages_and_all_that_can_be_set(run: R
         assert len(page) > 100
 
 
-def test_deviations_from_a_paper_are_told_with_the_method(run: Run) -> None:
+def test_deviations_from_a_paper_are_reported_with_the_method(run: Run) -> None:
     assert "Deviation: every device makes the same number of steps" in run("metafleet", "methods", "fedprox").out
     assert "in print  2 models down, 2 up" in run("metafleet", "methods", "pflscaf-maml").out
     assert "codecs    fp32 alone" in run("metafleet", "methods", "fedproto").out
@@ -224,7 +224,7 @@ def test_an_answer_names_its_class_and_where_it_comes_from(run: Run, place: Path
 
 
 @pytest.mark.parametrize("program", ["metafleet", "edge-agent"])
-def test_the_version_is_told(run: Run, program: str) -> None:
+def test_the_version_is_reported(run: Run, program: str) -> None:
     assert run(program, "--version") == Ran(0, f"{__version__}\n", "")
 
 
@@ -336,7 +336,7 @@ def test_a_demo_takes_no_folder_that_holds_something_else(run: Run, data: Path, 
     assert sorted(contents(out)) == ["demo.json", "letter.txt"]
 
 
-def test_every_mistake_in_fleet_toml_is_told_at_once_with_its_line(run: Run, place: Path) -> None:
+def test_every_mistake_in_fleet_toml_is_reported_at_once_with_its_line(run: Run, place: Path) -> None:
     path = place / "fleet" / "fleet.toml"
     text = path.read_text().replace("rounds = 2\n", "ruonds = 2\n").replace("quorum = 0.5", "quorum = 7")
     text = text.replace('up = "int8"', 'up = "int9"')
@@ -361,7 +361,7 @@ def test_a_hyper_parameter_that_the_method_does_not_have_is_refused(run: Run, pl
     refused(ran, 2, f"{path}:{len(path.read_text().splitlines())}: hyper.penlty: unknown key", "'penalty'")
 
 
-def test_every_mistake_in_device_toml_is_told_at_once(run: Run, place: Path) -> None:
+def test_every_mistake_in_device_toml_is_reported_at_once(run: Run, place: Path) -> None:
     path = place / "d0" / "device.toml"
     path.write_text(path.read_text().replace('name = "d0"', 'name = "d 0"') + "[trian]\nthreads = 2\n")
     ran = run("edge-agent", "run", "--home", place / "d0")
@@ -415,7 +415,7 @@ def port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_a_port_in_use_is_told(run: Run, place: Path, port: int) -> None:
+def test_a_port_in_use_is_reported(run: Run, place: Path, port: int) -> None:
     before = contents(place)
     ran = run("metafleet", "server", "start", place / "fleet", "--port", port)
     refused(ran, 1, f"127.0.0.1:{port}: the port is in use", "hint: choose another port")
@@ -492,7 +492,7 @@ def test_pause_and_resume_say_what_they_did(run: Run, place: Path) -> None:
     )
 
 
-def test_a_fleet_whose_rounds_are_done_says_how_it_goes_on(run: Run, place: Path) -> None:
+def test_a_fleet_whose_rounds_are_done_says_how_it_continues(run: Run, place: Path) -> None:
     done = "all 2 rounds are done; to train on, raise rounds in fleet.toml and start the server again\n"
     assert done in run("metafleet", "server", "status", place / "fleet").out
     assert run("metafleet", "server", "resume", place / "fleet").out == f"was not paused: {done}"
@@ -624,7 +624,7 @@ def test_enrolling_again_changes_the_broker_and_keeps_what_a_person_wrote(run: R
     assert (settings.device.broker, settings.power.busy_w) == ("mqtt://[::1]", 6.1)
 
 
-def test_plain_mqtt_to_another_machine_is_asked_for_by_name(run: Run, place: Path) -> None:
+def test_plain_mqtt_to_another_machine_is_requested_by_name(run: Run, place: Path) -> None:
     enroll = ("metafleet", "devices", "enroll", place / "fleet", "d0", "--to", place / "d0", "--broker", "mqtt://pi")
     before = contents(place)
     refused(run(*enroll), 2, "mqtt://pi: is plain MQTT that leaves this machine", "--plain")

@@ -80,7 +80,7 @@ def test_a_device_that_was_never_there_is_back_when_it_comes() -> None:
     assert watch.missing("1.0") == ""
 
 
-def test_a_presence_that_is_none_is_no_sign_of_life() -> None:
+def test_an_invalid_presence_is_no_sign_of_life() -> None:
     broker = LoopbackBroker()
     watch = watching(broker)
     watch.before()
@@ -98,7 +98,7 @@ def test_without_a_broker_the_device_itself_is_asked() -> None:
     assert other.calls == ["well", "before", "missing 1.0"]
 
 
-def test_a_broker_that_goes_away_while_waiting_is_said() -> None:
+def test_a_broker_that_goes_away_while_waiting_is_reported() -> None:
     broker = LoopbackBroker()
     watch = watching(broker)
     watch.before()

@@ -92,7 +92,7 @@ def invitations(desk: Path) -> list[str]:
 
 @pytest.mark.needs(*PROGRAMS)
 @pytest.mark.usefixtures("system")
-def test_a_flashed_image_holds_a_token_of_the_fleet_and_nothing_secret_is_said(desk, tmp_path, capsys):
+def test_a_flashed_image_holds_a_token_of_the_fleet_and_nothing_secret_is_printed(desk, tmp_path, capsys):
     out, before = tmp_path / "out.img", len(invitations(desk))
     flash(desk, f"image:{out}")
     (tmp_path / "kitchen.token").write_bytes(disks.on_fat(out, "metafleet/home/enrol.token"))
@@ -212,7 +212,7 @@ def test_what_cannot_work_is_refused_before_a_token_is_made(desk, tmp_path, chan
     assert invitations(desk) == before
 
 
-def test_a_model_or_a_method_of_ones_own_does_not_leave_without_its_package(desk, tmp_path):
+def test_a_users_own_model_or_method_is_not_exported_without_its_package(desk, tmp_path):
     made = prepare_flash.prepare(device(desk))
     config = made.fleet.config
     model = dataclasses.replace(config, model=dataclasses.replace(config.model, name="my_lab:build"))
@@ -243,7 +243,7 @@ def test_a_model_or_a_method_of_ones_own_does_not_leave_without_its_package(desk
         checked(model, training, dataclasses.replace(described, wheels=(str(wheels.wheel(tmp_path, "my", "1")),)))
 
 
-def test_all_mistakes_of_a_device_file_are_told_at_once_and_by_line(desk, tmp_path):
+def test_all_mistakes_of_a_device_file_are_reported_at_once_and_by_line(desk, tmp_path):
     text = DEVICE.replace('"kitchen"', '"kit chen"').replace('"lab"', '"lap"').replace("raspberry", "rasberry")
     text = text.replace("mqtts://", "https://").replace(PASSWORD, "short").replace('"DE"', '"Germany"')
     text = text.replace("samples =", "sampels =") + '\n[ssh]\nuser = "root"\nauthorized_keys = ["none.pub"]\n'
@@ -279,7 +279,7 @@ def test_a_32_bit_board_is_refused_with_the_reason(desk, tmp_path):
         flash(desk, f"image:{tmp_path / 'out.img'}", path)
 
 
-def test_an_image_that_is_not_there_is_said_before_anything_is_made(desk, tmp_path, monkeypatch):
+def test_an_image_that_is_not_there_is_reported_before_anything_is_made(desk, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "make", lambda *_, **__: pytest.fail("a program was made"))
     with pytest.raises(ConfigError, match=r"none\.img: there is no image here"):
         flash(desk, f"image:{tmp_path / 'out.img'}", source=tmp_path / "none.img")
@@ -291,7 +291,7 @@ def test_without_a_named_broker_the_device_is_given_the_fleets_own(desk):
 
 
 @pytest.mark.parametrize("to", ["sdb", "usb:/dev/sdb", ""])
-def test_a_target_that_is_none_is_refused(desk, to):
+def test_an_invalid_target_is_refused(desk, to):
     with pytest.raises(ConfigError, match="is not a target"):
         flash(desk, to)
 

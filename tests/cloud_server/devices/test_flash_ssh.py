@@ -58,7 +58,7 @@ def invitations(desk: Path) -> list[str]:
         return [key.removeprefix("invite/") for key in ledger.requests() if key.startswith("invite/")]
 
 
-def test_a_device_gets_its_token_last_and_it_is_said_nowhere(
+def test_a_device_gets_its_token_last_and_it_is_printed_nowhere(
     desk: Path, board: Board, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flash(desk, board, dry_run=True)
@@ -95,7 +95,7 @@ def test_a_device_that_is_refused_costs_no_token(desk: Path, board: Board) -> No
     assert invitations(desk) == []
 
 
-def test_an_inventory_goes_on_where_one_fails_and_again_does_the_rest(
+def test_an_inventory_continues_where_one_fails_and_again_does_the_rest(
     desk: Path, board: Board, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (desk / "nowhere.toml").write_text(DEVICE.replace("kitchen", "nowhere"))

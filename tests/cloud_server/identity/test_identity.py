@@ -425,7 +425,7 @@ def test_a_second_token_replaces_the_certificate_and_leaves_no_old_key(
     assert tls_files(tmp_path / "home", settings_of(tmp_path / "home"))["key"].exists()
 
 
-def test_plain_mqtt_leaves_a_machine_only_when_it_is_asked_for_by_name(enroller: Enroller) -> None:
+def test_plain_mqtt_leaves_a_machine_only_when_it_is_requested_by_name(enroller: Enroller) -> None:
     for url in ("mqtt://10.0.0.7", "mqtt://pi.local:1883", "mqtt://localhost.evil"):
         settings = Settings(Identity("d0", "t", "0" * 64, url))
         with pytest.raises(ConfigError, match=r"plain MQTT that leaves this machine(.|\n)*--plain"):

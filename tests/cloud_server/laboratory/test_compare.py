@@ -219,7 +219,7 @@ def test_a_target_can_be_of_macro_f1(tmp_path: Path) -> None:
     assert compared(tmp_path).entries[0].reached[0].at["rounds"].value == 1
 
 
-def test_gains_are_over_exact_per_fedavg_then_any_form_then_the_label_asked_for(tmp_path: Path) -> None:
+def test_gains_are_over_exact_per_fedavg_then_any_form_then_the_label_requested(tmp_path: Path) -> None:
     ended(tmp_path, "first-order", [0.9], method="per-fedavg-fo")
     assert compared(tmp_path).baseline == "first-order"
     ended(tmp_path, "worse", [0.3], method="per-fedavg-exact")

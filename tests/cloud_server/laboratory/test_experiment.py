@@ -103,7 +103,7 @@ def test_the_former_name_of_a_table_is_read_and_told(path: Path, capsys: pytest.
     assert f"{path}:15: judge: is now 'evaluation'" in capsys.readouterr().err
 
 
-def test_unknown_keys_are_told_at_once_with_their_lines_and_suggestions(path: Path) -> None:
+def test_unknown_keys_are_reported_at_once_with_their_lines_and_suggestions(path: Path) -> None:
     changes = {"rounds = 2": "round = 2", "cohort": "cohrot", "[model]": "[model]\noption = {}"}
     assert mistakes(path, changes) == [
         "1: cohrot: unknown key (did you mean 'cohort'?)",
@@ -113,7 +113,7 @@ def test_unknown_keys_are_told_at_once_with_their_lines_and_suggestions(path: Pa
     ]
 
 
-def test_a_hyper_parameter_that_the_method_lacks_is_told_with_the_line_of_that_method(path: Path) -> None:
+def test_a_hyper_parameter_that_the_method_lacks_is_reported_with_the_line_of_that_method(path: Path) -> None:
     changes = {"hyper.penalty = 0.2": "hyper.local_step = 5", "hyper.local_steps": "hyper.local_step"}
     assert mistakes(path, changes) == [
         "11: method[0].hyper.local_step: unknown key (did you mean 'local_steps'?)",
@@ -219,17 +219,17 @@ MANY = list(range(1, 600))
         (METHOD, 'label = "a/b"', r"11: method[0].label: 'a/b' does not match [A-Za-z0-9_.=,+-]{1,100}"),
     ],
 )
-def test_a_mistake_is_told_with_its_line(path: Path, old: str, new: str, said: str) -> None:
+def test_a_mistake_is_reported_with_its_line(path: Path, old: str, new: str, said: str) -> None:
     assert mistakes(path, {old: new}) == [said]
 
 
-def test_a_method_that_there_is_not_is_told_with_the_nearest(path: Path) -> None:
+def test_a_method_that_there_is_not_is_reported_with_the_nearest(path: Path) -> None:
     (said,) = mistakes(path, {'name = "fedavg"': 'name = "fedagv"'})
     assert said.startswith("10: method[0].name: unknown value 'fedagv'")
     assert said.endswith("(did you mean 'fedavg'?)")
 
 
-def test_a_label_that_is_too_long_for_a_folder_is_told(path: Path) -> None:
+def test_a_label_that_is_too_long_for_a_folder_is_reported(path: Path) -> None:
     names = ("client_lr", "finetune_lr", "clip_norm", "weight_decay", "server_lr")
     grid = ", ".join(f"{name} = [0.12345678901234567]" for name in names)
     message = mistakes(path, {METHOD: f'label = "{"x" * 90}"\ngrid = {{{grid}}}'})

@@ -58,7 +58,7 @@ def write(tmp_path: Path, text: str) -> Path:
         ((5, 4, 3, 5), (3, 4, 5), None),
     ],
 )
-def test_a_shape_that_does_not_fit_is_told_with_the_way_to_convert_it(
+def test_a_shape_that_does_not_fit_is_reported_with_the_way_to_convert_it(
     found: tuple[int, ...], wanted: tuple[int, ...], said: str | None
 ) -> None:
     hint = model_input.conversion(found, wanted)

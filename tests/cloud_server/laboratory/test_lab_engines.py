@@ -78,7 +78,7 @@ def go_on_after_a_death(
     return lab.comparable(lab.run_first(asked, folder, side_by_side=2), DEVICES)
 
 
-def test_processes_give_what_one_gives_and_a_run_goes_on_after_the_death_of_one(
+def test_processes_give_what_one_gives_and_a_run_continues_after_the_death_of_one(
     tmp_path: Path, asked: Experiment, wanted: Any
 ) -> None:
     executor = Processes(setting(asked, tmp_path / "whole"), 2)
@@ -95,7 +95,7 @@ def test_processes_give_what_one_gives_and_a_run_goes_on_after_the_death_of_one(
 
 
 @NEEDS_RAY
-def test_ray_gives_what_one_process_gives_and_a_run_goes_on_after_the_death_of_an_actor(
+def test_ray_gives_what_one_process_gives_and_a_run_continues_after_the_death_of_an_actor(
     tmp_path: Path, asked: Experiment, wanted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip("ray")
@@ -118,7 +118,7 @@ def test_ray_gives_what_one_process_gives_and_a_run_goes_on_after_the_death_of_a
         ray.shutdown()
 
 
-def test_ray_that_is_not_installed_is_asked_for(tmp_path: Path, asked: Experiment, monkeypatch: Any) -> None:
+def test_a_missing_ray_is_named(tmp_path: Path, asked: Experiment, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match="Ray is not installed") as caught:
         RayExecutor(setting(asked, tmp_path), 2)
@@ -208,7 +208,7 @@ def test_another_experiment_in_the_same_folder_is_refused_before_anything_is_wri
     assert ended(tmp_path) == before
 
 
-def test_a_stopped_experiment_goes_on_to_the_same_result(tmp_path: Path, data: Path) -> None:
+def test_a_stopped_experiment_continues_to_the_same_result(tmp_path: Path, data: Path) -> None:
     asked, rows = grid(data), list[str]()
     simulate(asked, tmp_path / "whole", Options(jobs=1))
     with pytest.raises(Stopped):
@@ -251,7 +251,7 @@ if __name__ == "__main__":
 
 @LINUX
 @pytest.mark.parametrize(("runs", "processes"), [(2, 2), (1, 2)])
-def test_a_killed_simulation_leaves_no_process_and_goes_on_to_the_same_bits(
+def test_a_killed_simulation_leaves_no_process_and_continues_to_the_same_bits(
     tmp_path: Path, data: Path, runs: int, processes: int
 ) -> None:
     """Two runs in one process each, and one run with two processes for its devices, whose model trains one device at a

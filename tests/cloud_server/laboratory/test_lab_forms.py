@@ -91,7 +91,7 @@ def test_both_ways_to_take_the_step_are_evaluated_in_one_run(data: Path) -> None
     assert rows["own"]["devices"] != rows["theirs"]["devices"]
 
 
-def test_a_run_that_is_older_than_a_key_goes_on_where_the_key_has_its_default(data: Path) -> None:
+def test_a_run_that_is_older_than_a_key_continues_where_the_key_has_its_default(data: Path) -> None:
     asked, out = lab.experiment(data, "pfedme", PFEDME), data.parent / "out"
     simulate(asked, out, Options(jobs=1, device="cpu"))
     run = out / experiments.runs(asked)[0].name

@@ -139,7 +139,7 @@ def killed_at(write: int, asked: Experiment, folder: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", RESUMED)
-def test_a_run_killed_between_any_two_writes_goes_on_to_the_same_bits(tmp_path: Path, what: str) -> None:
+def test_a_run_killed_between_any_two_writes_continues_to_the_same_bits(tmp_path: Path, what: str) -> None:
     asked = resumable(tmp_path, *RESUMED[what])
     wanted = lab.comparable(lab.run_first(asked, tmp_path / "undisturbed", clock=lab.ticking(0.5)))
     first, every = (1, 1) if LONG else (1 + list(RESUMED).index(what), 5)
@@ -150,7 +150,7 @@ def test_a_run_killed_between_any_two_writes_goes_on_to_the_same_bits(tmp_path: 
     assert write > 20
 
 
-def test_a_run_killed_again_and_again_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_killed_again_and_again_continues_to_the_same_bits(tmp_path: Path) -> None:
     asked = resumable(tmp_path, *RESUMED["a device's dual and what its codec left over"])
     wanted = lab.comparable(lab.run_first(asked, tmp_path / "undisturbed"))
     rng, lives = np.random.default_rng(0), 1
@@ -169,7 +169,7 @@ def test_a_round_s_line_that_was_torn_is_written_again(tmp_path: Path) -> None:
     assert lab.comparable(lab.run_first(asked, tmp_path / "run")) == wanted
 
 
-def test_a_run_that_is_stopped_has_kept_its_last_round_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_has_kept_its_last_round_and_continues_to_the_same_bits(tmp_path: Path) -> None:
     asked = resumable(tmp_path, *RESUMED["a scalar and its window"])
     wanted = lab.comparable(lab.run_first(asked, tmp_path / "undisturbed"))
     rows: list[Any] = []
@@ -204,7 +204,7 @@ def test_a_state_after_a_round_that_does_not_count_is_neither_taken_nor_kept(tmp
     assert rounds() == ["3"]
 
 
-def test_what_a_killed_run_wrote_for_a_round_that_does_not_count_is_gone_when_it_goes_on(tmp_path: Path) -> None:
+def test_what_a_killed_run_wrote_for_a_round_that_does_not_count_is_gone_when_it_continues(tmp_path: Path) -> None:
     asked, rows = lab.experiment(lab.recordings(tmp_path / "all.npz"), cohort=0), list[Any]()
     wanted = lab.comparable(lab.run_first(asked, tmp_path / "undisturbed"))
     with pytest.raises(Stopped):

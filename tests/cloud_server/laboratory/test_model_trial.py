@@ -101,7 +101,7 @@ def test_large_data_are_cut_to_a_few_clients_and_samples(samples: Samples, monke
     assert np.array_equal(part.x, model_trial._subset(samples, seed=0).x)
 
 
-def test_a_model_that_the_method_or_the_samples_do_not_take_is_told_and_the_others_are_tried(
+def test_a_model_that_the_method_or_the_samples_do_not_take_is_reported_and_the_others_are_tried(
     samples: Samples, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(model_trial, "MAX_ROUNDS", 1)
@@ -231,7 +231,7 @@ def test_init_writes_the_chosen_model_shows_the_table_and_keeps_the_fleet_the_se
     cli.init(fleet, data)
 
 
-def test_nothing_is_tried_for_a_named_model_or_set_or_without_trial_unless_it_is_asked_for() -> None:
+def test_nothing_is_tried_for_a_named_model_or_set_or_without_trial_unless_it_is_requested() -> None:
     assert cli._wants_trial("mine.npz", None, None)
     assert not cli._wants_trial("mine.npz", "mlp", None)
     assert not cli._wants_trial("mine.npz", None, False)
@@ -239,7 +239,7 @@ def test_nothing_is_tried_for_a_named_model_or_set_or_without_trial_unless_it_is
     assert cli._wants_trial("heartbeat", None, True)
 
 
-def test_that_nothing_was_tried_is_said_with_the_reason(samples: Samples, capsys: pytest.CaptureFixture[str]) -> None:
+def test_when_nothing_is_tried_the_reason_is_reported(samples: Samples, capsys: pytest.CaptureFixture[str]) -> None:
     few = replace(samples.take(range(6)), client=None)
     assert lab.choose_model(few, model_input.plain(few.x), "fedavg", 0) is None
     assert "no model was tried: 6 samples of one client are too few" in capsys.readouterr().err

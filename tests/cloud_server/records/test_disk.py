@@ -284,7 +284,7 @@ def test_a_folder_that_becomes_read_only_is_named_in_the_status_until_it_can_be_
     assert checkpoint_bits(w) == wanted
 
 
-def test_a_disk_that_cannot_be_written_at_the_start_is_said_at_once(copy, read_only):
+def test_a_disk_that_cannot_be_written_at_the_start_is_reported_at_once(copy, read_only):
     w = copy()
     w.fleet.folder.joinpath("state").mkdir()
     read_only(w.fleet.folder / "state")
@@ -435,7 +435,7 @@ def test_an_update_that_the_disk_does_not_give_is_kept_until_it_does(copy, monke
 
 @pytest.mark.parametrize("name", ["d0.update", "d0.json"])
 @pytest.mark.parametrize("restarted", [True, False])
-def test_a_damaged_update_in_the_spool_is_asked_for_again(copy, name, restarted):
+def test_a_damaged_update_in_the_spool_is_requested_again(copy, name, restarted):
     wanted = checkpoint_bits(run(copy()))
     w = copy()
     lift = [False]

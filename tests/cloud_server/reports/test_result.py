@@ -140,7 +140,7 @@ def test_the_curve_is_of_the_devices_that_train_and_the_evaluated_are_all(ledger
     assert data["new_devices"]["accuracy"] == pytest.approx(0.8)
 
 
-def test_pooled_before_is_told_only_of_the_same_devices(ledger: Ledger) -> None:
+def test_pooled_before_is_reported_only_of_the_same_devices(ledger: Ledger) -> None:
     fill(ledger)
     data = build(ledger, {"a": {"before": POOR}, "b": {"before": POOR}, "n": {"before": POOR, "fine_tuned": FAIR}})
     assert data["evaluated"]["before"]["accuracy"] == pytest.approx(0.8)

@@ -49,7 +49,7 @@ EVEN = [1 / 3] * 3
 # The rule -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_fleet_at_chance_is_warned_of_and_what_it_memorised_is_said() -> None:
+def test_a_fleet_at_chance_is_warned_of_and_what_it_memorised_is_reported() -> None:
     found = evaluated(counts(EVEN, 0.395), loss=4.6e-6)
     (warning,) = found.warnings
     assert warning.startswith("memorised: loss 4.6e-06, accuracy near chance: 0.39")
@@ -165,7 +165,7 @@ def test_the_last_evaluations_of_devices_that_said_what_they_do_alone_are_taken(
     assert again.devices == 1
 
 
-def test_the_log_has_each_warning_once_when_the_devices_have_reported_and_half_of_the_rounds_are_done(
+def test_each_warning_is_logged_once_devices_have_reported_and_half_of_the_rounds_are_done(
     ledger: Ledger,
 ) -> None:
     lines: list[str] = []
@@ -260,7 +260,7 @@ def test_a_device_measures_what_it_does_alone_once_for_the_same_samples(
     assert service.alone() is None
 
 
-def test_reports_of_agents_that_do_not_measure_it_and_for_aggregators_that_do_not_know_it_are_read() -> None:
+def test_reports_of_older_agents_are_read_and_absent_values_are_not_sent() -> None:
     old = b'{"round": 1, "boot": "x", "judged_round": 1, "judgements": []}'
     assert messages.decode(Report, old).alone is None
     assert messages.decode(Report, old).evaluated_round == 1

@@ -128,7 +128,7 @@ def test_nothing_waits_where_nobody_was_enrolled_or_the_wait_is_0(fleet, wait):
     assert not w.logged("waits up to")
 
 
-def test_what_min_devices_waits_for_is_said_once(fleet):
+def test_what_min_devices_waits_for_is_reported_once(fleet):
     w = fleet(devices=3)
     w.start_server()
     w.start_agent("d0", toy(0))
@@ -229,7 +229,7 @@ def test_others_take_the_places_of_the_gone_and_as_many_updates_are_needed_as_be
     assert counted(w, 1) == {"d0", "d4"}
 
 
-def test_a_round_whose_cohort_changed_goes_on_after_a_kill_with_what_was_received(fleet):
+def test_a_round_whose_cohort_changed_continues_after_a_kill_with_what_was_received(fleet):
     w = fleet(rounds=1, devices=2, fleet="quorum = 1.0")
     w.start_server()
     for n in range(2):

@@ -112,7 +112,7 @@ def test_every_method_learns_and_every_device_is_evaluated(fleet, method):
     assert statuses(w, 8) == dict.fromkeys(("d0", "d1", "d2"), "counted")
 
 
-def test_a_fleet_that_is_done_goes_on_when_more_rounds_are_wanted(fleet):
+def test_a_fleet_that_is_done_continues_when_more_rounds_are_wanted(fleet):
     w = fleet(rounds=2)
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: finished(w))
@@ -542,7 +542,7 @@ def nan_update(w: World) -> bytes:
         (lambda w: codecs.payload("fp32", b"\xff" * 64), "not safetensors"),
     ],
 )
-def test_a_whole_update_that_is_none_is_refused_and_named(liar, make, reason):
+def test_a_complete_but_invalid_update_is_refused_and_named(liar, make, reason):
     data = make(liar.w)
     upload = liar.update(data)
     liar.offer(upload, 1)
@@ -558,7 +558,7 @@ def test_a_whole_update_that_is_none_is_refused_and_named(liar, make, reason):
     assert not list((liar.w.fleet.folder / "spool").glob("*/*.json"))
 
 
-def test_a_chunk_with_another_hash_is_refused_and_asked_for_again(liar):
+def test_a_chunk_with_another_hash_is_refused_and_requested_again(liar):
     data = codecs.encode("fp32", constant_update(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
@@ -898,7 +898,7 @@ def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet
     check_duals(w, feedback=True)
 
 
-def test_a_round_that_is_taken_up_again_waits_for_devices_that_are_starting_too(fleet):
+def test_a_round_that_is_resumed_waits_for_devices_that_are_starting_too(fleet):
     """Every device left in order after two of three updates, which is a quorum; all three are still counted."""
     faults = BrokerFaults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="quorum = 0.5\ndeadline_s = 1000")
@@ -918,7 +918,7 @@ def test_a_round_that_is_taken_up_again_waits_for_devices_that_are_starting_too(
     assert statuses(w, 1) == dict.fromkeys(("d0", "d1", "d2"), "counted")
 
 
-def test_a_round_that_is_taken_up_again_ends_at_its_deadline_without_those_that_do_not_come_back(fleet):
+def test_a_round_that_is_resumed_ends_at_its_deadline_without_those_that_do_not_come_back(fleet):
     faults = BrokerFaults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="quorum = 0.5\ndeadline_s = 20")
     faults.drop("/a/d2/up/1/")
@@ -1112,7 +1112,7 @@ def test_a_round_whose_whole_cohort_was_revoked_is_opened_for_others(fleet):
     assert (row.status, row.cohort) == ("closed", ("d1",))
 
 
-def test_a_fleet_in_which_every_device_fails_says_why_and_goes_on_when_they_are_mended(fleet):
+def test_a_fleet_in_which_every_device_fails_says_why_and_continues_when_they_are_mended(fleet):
     w = fleet(rounds=2, fleet="deadline_s = 5")
     start(w, "d0", "d1", "d2")
     files = {name: w.folder / "devices" / name / "samples.npz" for name in w.agents}
@@ -1531,7 +1531,7 @@ def test_damaged_training_state_is_set_aside_and_the_fleet_told(fleet):
     check_duals(w, feedback=True)
 
 
-def test_a_paused_fleet_closes_its_round_tells_what_was_counted_and_goes_on_later(fleet):
+def test_a_paused_fleet_closes_its_round_tells_what_was_counted_and_continues_later(fleet):
     w = fleet(rounds=4)
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: opened(w, 2))
@@ -1570,7 +1570,7 @@ def test_the_served_model_is_evaluated_in_mid_run_too_and_survives_a_restart(fle
 
 
 @pytest.mark.parametrize("method", ["per-fedavg-fo", "pfldyn-proto"])
-def test_a_model_that_is_served_while_devices_train_is_personalized_and_evaluated_all_the_same(fleet, method):
+def test_a_model_that_is_served_while_devices_train_is_personalized_and_evaluated_anyway(fleet, method):
     w = fleet(method, rounds=4)
     path = w.fleet.folder / "fleet.toml"
     path.write_text(path.read_text().replace("serve_every = 4", "serve_every = 1"))

@@ -148,7 +148,7 @@ def started(programs: Programs, *arguments: object, closed: int = 1, **environ: 
 
 
 @pytest.mark.slow
-def test_a_demo_that_was_interrupted_leaves_nobody_and_goes_on_to_its_end(programs: Programs) -> None:
+def test_a_demo_that_was_interrupted_leaves_nobody_and_continues_to_its_end(programs: Programs) -> None:
     rounds = 16
     program, out, pids = started(programs, "--rounds", rounds)
     assert len(pids) >= 5, "the broker, the aggregator and three agents"
@@ -207,7 +207,7 @@ def test_a_demo_on_the_embedded_broker_survives_the_death_of_an_agent(programs: 
 # The README's walkthrough ---------------------------------------------------------------------------------------------
 
 
-def test_a_fleet_of_ones_own_is_made_by_the_commands_of_the_readme(programs: Programs) -> None:
+def test_a_users_own_fleet_is_made_by_the_commands_of_the_readme(programs: Programs) -> None:
     fleet, data = programs.folder / "greenhouse", write_samples(programs.folder / "samples.npz")
     done = run_to_end(metafleet("init", fleet, "--data", data, "--rounds", 2))
     assert done.returncode == 0, done.stderr

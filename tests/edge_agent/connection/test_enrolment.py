@@ -166,7 +166,7 @@ def test_a_fleet_that_was_made_without_certificates_gets_them(run: Run, place: P
 
 
 @pytest.mark.parametrize("valid", ["0h", "1y", "-3h", "400d", "h", "", "3 h"])
-def test_a_time_that_is_none_is_refused(valid: str) -> None:
+def test_an_invalid_time_is_refused(valid: str) -> None:
     with pytest.raises(ConfigError, match="is not a duration"):
         _seconds(valid)
     assert [_seconds(text) for text in ("30m", "24h", "7d")] == [1800, 86_400, 604_800]

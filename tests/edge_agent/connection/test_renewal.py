@@ -310,7 +310,7 @@ def test_the_doctor_reports_an_expired_certificate_and_a_clock_that_is_behind(
     assert "devices enroll" in complaint.hint
 
 
-def test_a_power_cut_at_any_write_leaves_an_identity_that_is_whole_and_the_next_try_renews_it(
+def test_a_power_cut_at_any_write_leaves_a_whole_identity_and_the_next_attempt_renews_it(
     fleet: Fleet, ledger: Ledger, tmp_path: Path
 ) -> None:
     writes = 0
@@ -347,7 +347,7 @@ def pair_of(home: Path, settings: Settings) -> str:
 
 
 @NEEDS_MOSQUITTO
-def test_an_agent_renews_over_mosquitto_comes_back_with_the_new_one_and_a_revoked_one_does_not(tmp_path: Path) -> None:
+def test_an_agent_renews_over_mosquitto_and_a_revoked_one_does_not(tmp_path: Path) -> None:
     made = world(tmp_path, config_text(devices=2)).fleet
     later = DUE_S
     with secured_broker(made) as (broker, _), Ledger(made.ledger_path) as ledger:

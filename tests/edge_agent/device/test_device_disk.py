@@ -162,7 +162,7 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["empty", "short", "zeros", "text"])
 @pytest.mark.parametrize("name", ["model.safetensors", "serve.safetensors", "state.safetensors"])
-def test_a_damaged_file_is_set_aside_and_the_run_goes_on(copy, name, how):
+def test_a_damaged_file_is_set_aside_and_the_run_continues(copy, name, how):
     w = copy()
     path = w.fleet.folder / "fleet.toml"
     text = re.sub("(?m)^serve_every = .*", "serve_every = 1", path.read_text())

@@ -75,7 +75,7 @@ def wanted(way: str, x: Any, labels: Any, at: Any) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_devices_samples_and_those_that_are_asked_for_are_embedded_by_the_same_graph(
+def test_the_devices_samples_and_those_that_are_requested_are_embedded_by_the_same_graph(
     tmp_path: Path, way: str
 ) -> None:
     service = device(tmp_path)

@@ -163,7 +163,7 @@ def mislabelled(service: Service) -> None:
 
 
 @pytest.mark.parametrize("change", [ran_away, mislabelled])
-def test_a_personalization_that_answers_worse_is_refused_and_the_model_before_goes_on(
+def test_a_personalization_that_answers_worse_is_refused_and_the_model_before_continues(
     tmp_path: Path, change: Callable[[Service], None]
 ) -> None:
     service = device(tmp_path, "fedavg-meta")

@@ -249,7 +249,7 @@ def test_a_manifest_in_the_spool_that_the_disk_does_not_give_is_not_taken_for_a_
     assert storage.is_disk_error(caught.value)
 
 
-def test_a_public_key_that_is_none_is_named(liar: FakeDevice) -> None:
+def test_an_invalid_public_key_is_named(liar: FakeDevice) -> None:
     path = liar.w.fleet.folder / "fleet.pub"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(StateError, match="holds no Ed25519 key") as caught:
@@ -324,7 +324,7 @@ def another_model(w: World) -> bytes:
         (lambda w: codecs.payload("fp32", b"\xff" * 64), "not safetensors"),
     ],
 )
-def test_a_model_that_is_none_is_refused_and_the_aggregator_told(
+def test_an_invalid_model_is_refused_and_the_aggregator_told(
     w: World, make: Callable[[World], bytes], reason: str
 ) -> None:
     device, ear, data = w.agents["d0"], Ear(w), make(w)

@@ -180,7 +180,7 @@ def test_a_word_of_an_earlier_life_does_not_end_the_one_after_it_was_let_in_agai
     assert "d1" in w.agents
 
 
-def test_a_strangers_device_that_was_never_enrolled_goes_on(fleet):
+def test_a_strangers_device_that_was_never_enrolled_continues(fleet):
     w = fleet(fleet='enrolment = "listed"\n')
     for _ in range(20):
         w.step(TICK_S)

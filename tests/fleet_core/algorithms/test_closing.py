@@ -164,7 +164,7 @@ def rounds(fleet: QuadraticFleet, between: Callable[[QuadraticFleet], None]) -> 
 
 
 @every_form
-def test_a_run_that_goes_on_from_the_disk_is_the_run_that_never_stopped(form: str, tmp_path: Path) -> None:
+def test_a_run_that_continues_from_the_disk_is_the_run_that_never_stopped(form: str, tmp_path: Path) -> None:
     never, always = rounds(play(form), lambda fleet: None), rounds(play(form), from_disk(tmp_path))
     assert always == never
     assert len({repr(held) for held in never}) == 5

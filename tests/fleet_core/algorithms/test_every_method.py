@@ -476,7 +476,7 @@ def test_prototypes_travel_in_full_precision_whatever_the_link_says_with_a_log_l
 
 
 @pytest.mark.parametrize(("head_steps", "said"), [(4, True), (3, False)])
-def test_a_shared_body_that_is_never_trained_is_said(tmp_path: Path, head_steps: int, said: bool) -> None:
+def test_a_shared_body_that_is_never_trained_is_reported(tmp_path: Path, head_steps: int, said: bool) -> None:
     text = config_text("fedrep", hyper=f"head_steps = {head_steps}").replace("local_steps = 3", "local_steps = 4")
     (tmp_path / "fleet.toml").write_text(text)
     text = "fedrep never trains what is shared: head_steps = 4 of local_steps = 4 move the head alone"

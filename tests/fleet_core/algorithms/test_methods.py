@@ -219,7 +219,7 @@ def test_in_the_first_round_all_that_train_the_whole_model_make_the_same_steps(n
     assert max_difference(first_model(name, **hyper), first_model("fedavg")) < 1e-6
 
 
-def test_fedrep_without_head_steps_is_fedbabu_for_that_round_and_with_head_steps_alone_sends_nothing() -> None:
+def test_fedrep_without_head_steps_equals_fedbabu_and_with_head_steps_alone_sends_nothing() -> None:
     body_only = toys("fedrep", head_steps=0).trained()[0]
     assert max_difference(body_only.update.groups, toys("fedbabu").trained()[0].update.groups) == 0
     head_only = toys("fedrep", head_steps=4).trained()[0]
@@ -258,7 +258,7 @@ def test_fedbabus_head_is_the_first_one_in_every_round_and_on_every_device() -> 
     assert all(equal_bits(head, seen[0]) for head in seen)
 
 
-def test_a_device_that_keeps_groups_goes_on_from_its_own() -> None:
+def test_a_device_that_keeps_groups_continues_from_its_own() -> None:
     loss, hyper = DEVICES["device-0"], LocalSgd(local_steps=1, client_lr=0.1, clip_norm=0.0)
     own = trees.only(tree(np.full(SIZE, 3.0)), ("head",))
     body = trees.only(tree(np.ones(SIZE)), ("body",))
@@ -326,7 +326,7 @@ def test_metavers_warms_up_with_the_cross_entropy_alone() -> None:
     assert given == [1, 1, 0.4]
 
 
-def test_fedproto_measures_once_after_its_steps_and_a_class_that_nobody_had_keeps_what_it_had() -> None:
+def test_fedproto_measures_once_after_its_steps_and_an_absent_class_keeps_its_mean() -> None:
     """Tan, eq. 6 without its second division: means weighted by counts are totals over counts."""
     first = {"prototypes": {"total": np.array([[9.0, 9], [2, 4], [7, 7]]), "count": np.array([9.0, 2, 7])}}
     hyper, calls = Pull(local_steps=3, client_lr=0.1, clip_norm=0.0), []

@@ -111,7 +111,7 @@ def test_room_is_tried_with_the_largest_file_and_nothing_stays(tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
 
 
-def test_waits_double_up_to_their_limit_differ_by_device_and_begin_again_after_an_answer() -> None:
+def test_waits_double_up_to_a_limit_differ_by_device_and_reset_after_an_answer() -> None:
     now = [0.0]
     waits = {}
     for name in ("a", "b"):

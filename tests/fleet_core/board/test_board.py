@@ -87,7 +87,7 @@ def mistakes(tmp_path: Path, text: str) -> str:
     return str(told.value)
 
 
-def test_all_mistakes_of_a_profile_are_told_at_once_in_order_with_line_key_and_suggestion(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_profile_are_reported_at_once_in_order_with_line_key_and_suggestion(tmp_path: Path) -> None:
     message = mistakes(tmp_path, (
         'name = "b"\ntitle = "B"\narch = "aarch65"\nmemory = [512]\n[[images]]\nname = "x"\nfirst_boot = "cloudinit"\n'
         '[wheels]\npins = { troch = "2.9.1" }\nsource = "s"\n[power]\nsensor = "ina32"\nidle_w = 9\nbusy_w = 3\n'
@@ -172,7 +172,7 @@ def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: p
     assert catalogue.load("b").title == "B"
 
 
-def test_the_mistakes_of_all_files_in_a_folder_are_told_at_once(tmp_path: Path) -> None:
+def test_the_mistakes_of_all_files_in_a_folder_are_reported_at_once(tmp_path: Path) -> None:
     folder = own_folder(tmp_path, one=WHOLE, two="arch = 3\n", three="arch = [\n")
     with pytest.raises(ConfigError) as told:
         catalogue.all_of(folder)
@@ -181,7 +181,7 @@ def test_the_mistakes_of_all_files_in_a_folder_are_told_at_once(tmp_path: Path) 
         assert expected in str(told.value)
 
 
-def test_an_unknown_board_and_a_folder_that_is_none_are_refused_with_a_suggestion(tmp_path: Path) -> None:
+def test_an_unknown_board_and_an_invalid_folder_are_refused_with_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'raspberry-pi-4b'"):
         catalogue.load("rasberry-pi-4b")
     with pytest.raises(ConfigError, match="is not a folder"):
@@ -233,7 +233,7 @@ def test_memory_and_the_boards_own_name_are_read_from_files(tmp_path: Path) -> N
     assert machine.bits in (32, 64)
 
 
-def test_a_machine_that_says_nothing_is_read_all_the_same(tmp_path: Path) -> None:
+def test_a_machine_that_says_nothing_is_read_anyway(tmp_path: Path) -> None:
     machine = probe.machine(tmp_path)
     assert machine.model is None
     assert machine.cores >= 1
@@ -364,7 +364,7 @@ def test_a_board_too_small_for_the_model_answers_and_does_not_train_and_the_oper
     assert {j.device for j in evaluated} == {"d0", "d1", "small"}
 
 
-def test_a_trainer_is_told_the_boards_batch(fleet: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_receives_the_boards_batch(fleet: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, set[int]] = {}
     trained = local_training.train_round
 

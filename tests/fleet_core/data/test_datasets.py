@@ -165,7 +165,7 @@ def test_a_cut_connection_is_taken_up_where_it_ended(places: Places, tmp_path: P
     assert waits == [1.0, 2.0]
 
 
-def test_a_later_call_goes_on_where_an_earlier_one_stopped(places: Places, tmp_path: Path) -> None:
+def test_a_later_call_continues_where_an_earlier_one_stopped(places: Places, tmp_path: Path) -> None:
     url = places.put("/a", cut, status(403), whole())
     with pytest.raises(LinkError, match="403"):
         get(original(url), tmp_path)
@@ -186,7 +186,7 @@ def test_a_server_that_cannot_resume_is_read_from_the_beginning(places: Places, 
     assert len(places.asked) == 2
 
 
-def test_a_mirror_goes_on_where_the_first_place_was_cut(places: Places, tmp_path: Path) -> None:
+def test_a_mirror_continues_where_the_first_place_was_cut(places: Places, tmp_path: Path) -> None:
     first, second = places.put("/a", cut, status(404)), places.put("/b", whole())
     content, origin, _ = get(original(first, second), tmp_path)
     assert (content, origin) == (CONTENT, second)
@@ -303,7 +303,7 @@ def test_the_proxy_of_the_environment_is_used(places: Places, tmp_path: Path, mo
     assert get(original(url), tmp_path)[0] == CONTENT
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StateError, match="cannot be written"):
         get(original("http://127.0.0.1:9/a"), tmp_path / "file")
@@ -550,7 +550,7 @@ def test_a_copy_in_metafleets_form_that_does_not_fit_is_refused(
     assert note_of(known) is None
 
 
-def test_a_local_copy_that_cannot_be_read_is_said(
+def test_a_local_copy_that_cannot_be_read_is_reported(
     known: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(path: Path) -> str:

@@ -62,7 +62,7 @@ def test_bytes_tokens_and_many_channels_are_taken_as_they_are(x: Any, scale: flo
         ((20,), "float32", None),
     ],
 )
-def test_what_a_person_may_not_have_meant_is_said(shape: tuple[int, ...], dtype: str, said: str | None) -> None:
+def test_what_a_person_may_not_have_meant_is_reported(shape: tuple[int, ...], dtype: str, said: str | None) -> None:
     found = model_input.remarks(np.zeros((2, *shape), dtype))
     assert (found == []) if said is None else (len(found) == 1 and f"x is read as {said}" in found[0])
 

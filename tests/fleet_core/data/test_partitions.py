@@ -534,7 +534,7 @@ def test_parts_that_are_no_whole_are_refused(count: int, fractions: tuple[float,
     seed=st.integers(0, 9),
     cut_at=st.integers(1, 60),
 )
-def test_every_class_that_is_asked_for_was_shown(y: list[int], fraction: float, seed: int, cut_at: int) -> None:
+def test_every_class_that_is_requested_was_shown(y: list[int], fraction: float, seed: int, cut_at: int) -> None:
     offset = 4
     labels = np.array([99] * offset + y)
     rows = np.arange(offset, offset + len(y))

@@ -377,7 +377,7 @@ def test_a_round_is_sgd_on_one_batch_after_the_other() -> None:
         np.testing.assert_allclose(found, a.detach().numpy() - b, atol=1e-6)
 
 
-def test_a_models_own_random_layers_draw_from_the_rounds_generator_and_rest_when_it_is_over(
+def test_random_layers_draw_from_the_rounds_generator_and_are_off_outside_training(
     package: types.ModuleType,
 ) -> None:
     """One sample, so that nothing but the dropout is drawn."""
@@ -452,7 +452,7 @@ def test_a_class_with_one_sample_is_left_out_and_named(name: str) -> None:
 
 
 @every_method
-def test_answers_made_of_a_devices_own_samples_alone_take_a_label_that_the_fleet_does_not_know(name: str) -> None:
+def test_answers_from_own_samples_alone_accept_a_label_that_the_fleet_does_not_know(name: str) -> None:
     x, y = toy_samples()
     if METHODS[name].personalizer in ("proto", "gp"):
         assert round_of(name, (x, y + 4)).loss > 0
@@ -517,7 +517,7 @@ def test_layers_of_unknown_cost_are_not_guessed(package: types.ModuleType) -> No
 # Answers
 
 
-def test_logits_do_not_depend_on_how_many_samples_are_asked_for() -> None:
+def test_logits_do_not_depend_on_how_many_samples_are_requested() -> None:
     layout, (x, _) = toy_layout(), toy_samples(local_training.CHUNK + 3)
     network, weights = models.build(layout), models.initial(layout, 0)
     logits = local_training.predict_logits(network, weights, x)

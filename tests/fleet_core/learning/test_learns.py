@@ -110,7 +110,7 @@ def test_the_defaults_of_maml_learn_as_well_where_labels_are_shared(name: str) -
     assert accuracy > local("shared") + 0.05
 
 
-def test_where_labels_are_permuted_one_model_for_all_is_at_chance_and_class_means_are_not_affected() -> None:
+def test_with_permuted_labels_one_model_for_all_is_at_chance_and_class_means_are_not_affected() -> None:
     """The claim of Acar et al. for their ALID setting."""
     fleet, _ = learned("fedavg", "permuted", 12, **QUICK, finetune_steps=0)
     right = []

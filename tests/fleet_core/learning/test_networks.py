@@ -78,7 +78,7 @@ def test_a_run_through_a_bad_network_ends_as_an_undisturbed_one(
     check_end(folder, whole)
 
 
-def test_a_half_open_link_is_noticed_by_its_silence_and_the_run_goes_on(
+def test_a_half_open_link_is_noticed_by_its_silence_and_the_run_continues(
     founded: Path, whole: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(founded, tmp_path / "run")
@@ -119,7 +119,7 @@ def uploads_second(agent: Agent) -> bool:
     return agent.phase == "upload" and agent.manifest is not None and agent.manifest.round == 2
 
 
-def test_an_aggregator_that_is_cut_off_goes_on_where_it_was(founded: Path, whole: Path, tmp_path: Path) -> None:
+def test_an_aggregator_that_is_cut_off_continues_where_it_was(founded: Path, whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(founded, tmp_path / "run")
     with mosquitto(tmp_path / "broker") as broker, Proxy(broker.port) as proxy, stepped(folder, broker.url) as running:
         running.start_server(proxy.url)

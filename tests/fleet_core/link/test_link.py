@@ -212,7 +212,7 @@ def test_an_orderly_close_sends_what_waits_and_publishes_no_will(stage: Stage) -
     assert leaving.link.poll(0) == []
 
 
-def test_a_lost_connection_is_told_and_renewed_with_its_subscriptions(stage: Stage) -> None:
+def test_a_lost_connection_is_reported_and_renewed_with_its_subscriptions(stage: Stage) -> None:
     writer, reader = opened(stage, "writer"), opened(stage, "reader", "x/#", will=WILL)
     fence(writer, reader, "x/1")
     stage.cut(reader.link)
@@ -468,7 +468,7 @@ def test_a_broker_without_mqtt_5_is_asked_again_in_3_1_1(scripted: ScriptedBroke
     assert watched.events == [Connected(mqtt_version=3, max_packet_bytes=None, receive_max=None)]
 
 
-def test_a_refused_login_is_told_and_is_no_reason_to_fall_back(scripted: ScriptedBroker) -> None:
+def test_a_refused_login_is_reported_and_is_no_reason_to_fall_back(scripted: ScriptedBroker) -> None:
     watched = RecordingLink(MqttLink(scripted.url, client_id="a", username="u", password="p"))
     watched.link.open()
     peer = scripted.accept(watched)
@@ -480,7 +480,7 @@ def test_a_refused_login_is_told_and_is_no_reason_to_fall_back(scripted: Scripte
     assert scripted.accept(watched).read()[1][6] == 5
 
 
-def test_the_brokers_limits_are_told_and_kept(scripted: ScriptedBroker) -> None:
+def test_the_brokers_limits_are_reported_and_kept(scripted: ScriptedBroker) -> None:
     limits = b"\x21" + struct.pack("!H", 2) + b"\x27" + struct.pack("!I", 1000)
     watched, peer = met(scripted, bytes([CONNACK, 3 + len(limits), 0, 0, len(limits)]) + limits)
     assert watched.events == [Connected(mqtt_version=5, max_packet_bytes=1000, receive_max=2)]
@@ -625,7 +625,7 @@ def test_garbage_ends_the_connection_and_never_the_link(scripted: ScriptedBroker
     assert scripted.accept(watched).read()[0] == CONNECT
 
 
-def test_an_exception_in_a_callback_is_told_logged_and_survived(
+def test_an_exception_in_a_callback_is_reported_logged_and_survived(
     scripted: ScriptedBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> None:
@@ -655,7 +655,7 @@ def test_a_silent_broker_is_noticed_by_the_keepalive(scripted: ScriptedBroker) -
     assert watched.of(Disconnected) == [Disconnected("the broker is silent (keepalive timeout)")]
 
 
-def test_a_silent_broker_is_told_of_though_paho_closes_at_its_first_look(
+def test_a_silent_broker_is_reported_although_paho_closes_at_its_first_look(
     scripted: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """paho looks twice at the time; where only the first look finds it over, loop_misc closes and returns success."""
@@ -817,7 +817,7 @@ def test_a_broker_whose_certificate_is_not_trusted_is_left(tmp_path: Path) -> No
     server.join(PATIENCE_S)
 
 
-def test_a_broker_of_ones_own_needs_no_certificates_that_are_strict(
+def test_a_users_own_broker_needs_no_strict_certificates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = ssl.create_default_context

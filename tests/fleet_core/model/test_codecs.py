@@ -142,7 +142,7 @@ def test_with_feedback_everything_that_was_meant_arrives_in_the_end() -> None:
     assert trees.norm(trees.subtract(missing, residual)) < 1e-5
 
 
-def test_without_feedback_the_error_is_said_and_a_residual_is_not_added() -> None:
+def test_without_feedback_the_error_is_reported_and_a_residual_is_not_added() -> None:
     own, other = model(), model(1)
     sent = codecs.send("int8-plain", own, other, LAYOUT, GROUPS)
     assert sent.residual is None

@@ -111,7 +111,7 @@ def test_the_sensor_counts_joules_since_it_was_opened(machine: Machine) -> None:
     assert meter.read_j() == pytest.approx(12.75)
 
 
-def test_a_counter_that_wraps_goes_on_counting(tmp_path: Path) -> None:
+def test_a_counter_that_wraps_continues_counting(tmp_path: Path) -> None:
     machine = Machine(tmp_path, start_uj=WRAP_UJ - 3_000_000)
     meter = machine.rapl()
     machine.run(2, 10, {A: 1})
@@ -489,7 +489,7 @@ def test_a_meter_that_stops_reading_stops_no_work_and_every_figure_says_so(
     assert "energy is no longer measured" in caplog.text
 
 
-def test_a_phase_that_is_none_is_refused() -> None:
+def test_an_invalid_phase_is_refused() -> None:
     with pytest.raises(PowerError, match="'idle'"), JoulesByPhase(None).phase("idle"):
         pass
 
@@ -525,7 +525,7 @@ def test_a_sensor_that_reads_is_chosen_before_the_users_watts(this_machine: Mach
     assert "idle" not in meter.absent_terms  # the user's idle watts tell it apart
 
 
-def test_a_sensor_that_refuses_is_said_and_the_users_watts_are_taken(
+def test_a_sensor_that_refuses_is_reported_and_the_users_watts_are_taken(
     this_machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refuse(monkeypatch, "energy_uj")
