@@ -1,4 +1,4 @@
-"""What all tests share: the shared data folder, the programs that a test needs, and no silent skip in CI."""
+"""Shared fixtures, skips for programs that are missing, and no silent skip in CI."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A busy machine is no failure: neither an example nor the making of one is timed.
+# No time limits for Hypothesis: a busy machine must not fail a test.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 if TYPE_CHECKING:
     from tests.support.loopback_board import Board
+    from tests.support.programs import Programs
 
 SHARED_VARIABLE = "METAFLEET_SHARED"
 NOT_HERE = "reads data that is not in the repository"
@@ -30,7 +31,8 @@ SYSTEM_FOLDERS = os.pathsep.join(["/usr/sbin", "/usr/local/sbin", "/opt/homebrew
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of data sets that are not in the repository, read-only. A test that asks for it is skipped without."""
+    """Read-only folder of data sets that are not in the repository. Tests that use it are skipped where it is not
+    set."""
     folder = Path(os.environ[SHARED_VARIABLE])
     if not folder.is_dir():
         raise pytest.UsageError(f"{SHARED_VARIABLE}={folder} is no folder; unset it to skip its tests")
@@ -39,15 +41,15 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``fleet`` after two rounds and the homes of its devices; tests that change it copy it."""
-    from tests.support.desk import finished_fleet
+    """A folder with ``fleet`` after two rounds and the homes of its devices. Copy it before changing it."""
+    from tests.support.programs import finished_fleet
 
     return finished_fleet(tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture(scope="module")
 def ssh_machine() -> Iterator[Board]:
-    """A machine with an SSH server on loopback, in namespaces of its own."""
+    """A machine with an SSH server on loopback, in its own namespaces."""
     from tests.support.loopback_board import board
 
     with tempfile.TemporaryDirectory(prefix="mf-b-") as folder:
@@ -58,20 +60,54 @@ def ssh_machine() -> Iterator[Board]:
 
 @pytest.fixture
 def board(ssh_machine: Board) -> Board:
-    """The same with nothing installed."""
+    """The SSH machine with nothing installed."""
     ssh_machine.as_new()
     return ssh_machine
 
 
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Programs]:
+    """Starts programs in the test's folder and ends them after the test."""
+    from tests.support.programs import programs_in
+
+    with programs_in(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fsync: processes may die in the test, but the machine keeps its power."""
+    from tests.support.inprocess import without_fsync
+
+    without_fsync(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def torch_threads() -> Iterator[None]:
+    """Trainers and workers set torch's number of threads for the whole process; reset it at the end."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_torch_thread(torch_threads: None) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """A worker more than there are processors: many tests wait for processes."""
+    """One worker more than there are processors, because many tests wait for processes."""
     return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips, with the reason, what this machine cannot run. Files with slow tests come first: the quick ones at the end
-    keep every worker busy to the last."""
+    """Skip, with a reason, what this machine cannot run. Files with slow tests run first, so that quick tests keep all
+    workers busy at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     for item in items:
@@ -85,7 +121,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """In CI a test that is skipped counts as failed, unless it is for a reason that its mark allowed_skip tells."""
+    """In CI a skipped test counts as failed, unless its ``allowed_skip`` mark names the reason."""
     report = yield
     allowed = [reason for mark in item.iter_markers("allowed_skip") for reason in mark.args]
     if not hasattr(report, "wasxfail") and not any(reason in _reason(report) for reason in allowed):
@@ -95,21 +131,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """In CI a test file that skips itself as a whole counts as failed."""
+    """In CI a test file that skips itself counts as failed."""
     report = yield
     fail_if_skipped(report)
     return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Ends the run with what was not tested on this machine, and the command that changes it."""
+    """Print what was not tested on this machine and how to change that."""
     reasons = Counter(_reason(report).removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
     for line in not_tested(reasons, slow_left_out=config.option.markexpr == "not slow"):
         terminalreporter.write_line(line)
 
 
 def not_tested(reasons: Counter[str], *, slow_left_out: bool) -> list[str]:
-    """Five lines at most. reasons: of the tests that were skipped, and how many tests have each."""
+    """At most five lines. reasons: skip reason -> number of skipped tests."""
     programs: Counter[str] = Counter()
     data, other = 0, 0
     for reason, count in reasons.items():

@@ -1,8 +1,6 @@
-"""A card that ``metafleet flash`` has made, booted on an emulated Cortex-A53 with 512 MB: emulated ARM64, no board.
-
-The device enrols with its token, appears over MQTT with TLS, fetches the meta-model, personalizes it without torch on a
-recording of its own, and answers as the same software does on this machine.
-"""
+"""A card made by ``metafleet flash``, booted on an emulated Cortex-A53 with 512 MB (no board). The device enrols with
+its token, appears over MQTT with TLS, fetches the meta-model, personalizes it without torch on its recording, and
+answers as the same software does on this machine."""
 
 from __future__ import annotations
 

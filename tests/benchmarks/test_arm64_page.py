@@ -1,5 +1,5 @@
-"""The page of the proofs on emulated ARM64 says what result.json has, what failed and what was not played; and what a
-wait for the emulated board counts."""
+"""The page of the emulated ARM64 runs shows what result.json holds, what failed and what was not run; and how a wait
+for the emulated board is counted."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from benchmarks.arm64.machine import Patience
 
 
 def test_the_page_has_the_tables_of_the_result() -> None:
-    told = json.loads(prove.RESULT.read_text())
+    result = json.loads(prove.RESULT.read_text())
     page = prove.PAGE.read_text()
-    assert markdown.filled(page, prove.tables(told)) == page
+    assert markdown.filled(page, prove.tables(result)) == page
 
 
 def test_a_proof_that_was_not_played_is_on_the_page_as_such() -> None:
-    told = json.loads(prove.RESULT.read_text())
-    rows = prove.tables({**told, "proofs": {}})["proofs"]
+    result = json.loads(prove.RESULT.read_text())
+    rows = prove.tables({**result, "proofs": {}})["proofs"]
     assert rows.count("not played") == len(prove.PROOFS)
 
 
-def test_what_failed_is_said() -> None:
-    told = json.loads(prove.RESULT.read_text())
-    assert "emulated" in told["label"]
-    assert set(told["proofs"]) <= set(prove.PROOFS)
-    for name, each in told["proofs"].items():
+def test_what_failed_is_reported() -> None:
+    result = json.loads(prove.RESULT.read_text())
+    assert "emulated" in result["label"]
+    assert set(result["proofs"]) <= set(prove.PROOFS)
+    for name, each in result["proofs"].items():
         assert each["passed"] != ("failed" in each), name
         assert each["held"] or not each["passed"], name
 
 
 class Busy:
-    """A board on a machine with other work."""
+    """A board on a machine that is also doing other work."""
 
     def __init__(self) -> None:
         self.now, self.console = 0.0, ""
@@ -51,7 +51,7 @@ class Busy:
             self.threads[thread.removeprefix("t")] += s
 
 
-def test_a_wait_for_the_board_leaves_out_what_others_computed_and_begins_again_with_its_words() -> None:
+def test_a_wait_for_the_board_ignores_other_processes_time_and_restarts_with_its_output() -> None:
     board: Any = Busy()
     patience = Patience(board, lambda: board.now)
     board.passes(10, t1=7, t2=6)

@@ -1,5 +1,5 @@
-"""The overhead benchmarks in small, so that they still run when they are wanted: two devices, two rounds, as processes;
-and how memory is counted, on constructed tables."""
+"""Small versions of the overhead benchmarks, so that they keep working: two devices and two rounds, as processes; and
+how memory is counted, on made-up tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,11 +34,11 @@ SMALL = Workload(devices=2, rounds=2)
 TIMES = ("first_round_s", "seconds_per_round")
 
 
-# Memory as if alone --------------------------------------------------------------------------------------------------
+# Memory of a device as if it ran alone --------------------------------------------------------------------------------
 
 
 def mapping(name: str, inode: int, *, rss: int, anonymous: int = 0, swap: int = 0, offset: int = 0) -> str:
-    """One mapping of a smaps, sizes in kB."""
+    """One mapping of a smaps file, sizes in kB."""
     return (
         f"7f0000000000-7f0000100000 r-xp {offset:08x} fe:00 {inode}                     {name}\n"
         f"Size:               1024 kB\nKernelPageSize:        4 kB\nRss:                {rss} kB\n"
@@ -65,7 +64,7 @@ def test_pages_of_a_file_that_two_processes_map_count_once() -> None:
 
 
 def test_pages_that_other_devices_share_count_in_full() -> None:
-    """Rss and not Pss, which divides by the number of processes that map a page."""
+    """Rss, not Pss, which divides by the number of processes that map a page."""
     assert kib(memory.together([pages(mapping("/lib/a.so", 7, rss=100))])) == 100
 
 
@@ -93,7 +92,7 @@ def test_a_process_that_ends_meanwhile_holds_nothing() -> None:
     assert memory.parse(b"").resident == 0
 
 
-def test_both_units_are_told() -> None:
+def test_both_units_are_reported() -> None:
     assert memory.both(350_000_000) == {"mib": 333.8, "mb": 350.0}
 
 
@@ -108,7 +107,7 @@ def test_a_look_sees_a_process_and_its_child_as_one_device() -> None:
         both = memory.Watch([os.getpid()], every_s=0.0)
         both.look()
         child.communicate()
-    assert 64 << 20 < both.peak - ours.peak < 80 << 20  # python and libc are there once
+    assert 64 << 20 < both.peak - ours.peak < 80 << 20  # python and libc are counted once
     assert both.peak <= both.bound
 
 
@@ -259,20 +258,12 @@ def test_the_ends_of_rounds_are_read_from_the_words_of_a_server() -> None:
 # The simulation benchmark ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Workers set it for the whole process; given back at the end."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", ["lenet, 1 step", "mlp, 10 steps"])
-def test_the_laboratory_and_the_loop_take_the_same_steps(tmp_path: Path, threads: None, name: str) -> None:
+def test_the_laboratory_and_the_loop_take_the_same_steps(tmp_path: Path, torch_threads: None, name: str) -> None:
     """One client, two steps on all of its samples, from the same weights."""
     workload = replace(WORKLOADS[name], clients=1, samples=6, batch=6, local_steps=2)
     asked = ours.experiment(workload, 1, tmp_path)
-    store = lab.go(asked, tmp_path / "run")
+    store = lab.run_first(asked, tmp_path / "run")
     layout = workloads.layout_of(asked, workloads.build(asked))
     first = [torch.tensor(array) for named in models.initial(layout, 0).values() for array in named.values()]
     assert experiments.runs(asked)[0].seed == 0
@@ -298,14 +289,14 @@ def test_uneven_clients_have_from_the_least_to_the_most() -> None:
     assert sizes == sorted(sizes)
 
 
-def test_rounds_beside_the_loop_give_seconds_of_both_and_their_ratio(threads: None) -> None:
+def test_rounds_beside_the_loop_give_seconds_of_both_and_their_ratio(torch_threads: None) -> None:
     workload = replace(WORKLOADS["mlp, 10 steps"], clients=2, samples=8, batch=4, local_steps=1, pairs=2)
     for found in simulated.beside_loop(workload, kept=True).values():
         assert min(found.values()) > 0
         assert found["ratio"] == pytest.approx(found["ours"] / found["loop"], rel=0.1)
 
 
-def test_updates_per_second_are_those_of_the_median_round_and_processor_time_that_of_all_but_the_first() -> None:
+def test_updates_per_second_use_the_median_round_and_processor_time_all_rounds_but_the_first() -> None:
     code = "print('INFO: starting', flush=True)\nfor end in (10.0, 10.5, 12.5, 13.0): print('end', end, flush=True)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         looks, said = simulated.followed(process)
@@ -324,7 +315,7 @@ def test_what_subnormals_cost_is_of_the_same_step_in_turn() -> None:
     assert found["ratio"] == pytest.approx(found["kept"] / found["flushed"], rel=0.1)
 
 
-def test_the_memory_of_many_devices_is_told_with_the_states_on_the_disk(threads: None) -> None:
+def test_the_memory_of_many_devices_is_reported_with_the_states_on_the_disk(torch_threads: None) -> None:
     found = simulated_memory.measure(9, 2)
     assert found["peak_bytes"] > 100 << 20
     assert found["devices_with_state"] in (8, 9)

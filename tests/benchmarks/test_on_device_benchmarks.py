@@ -1,4 +1,4 @@
-"""The benchmarks of a device's personalization in small, so that they still run when they are wanted."""
+"""Small versions of the personalization benchmarks, so that they keep working."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TINY = Case("tiny", "mlp", SPEC, {"hidden": [5]})
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The files of the tiny model's bundles, by what their ``adapt`` moves."""
+    """Files of the tiny model's bundles, by what their ``adapt`` moves."""
     return parity.bundles(TINY.layout(), tmp_path_factory.mktemp("bundles"))
 
 
@@ -83,7 +83,7 @@ def test_what_an_answer_may_add_is_the_larger_of_both_bars() -> None:
 
 
 def recordings() -> tuple[Samples, InputSpec]:
-    """Six devices with 30 samples of each of three classes of ten, which a threshold tells apart."""
+    """Six devices with 30 samples of each of three of ten classes, separable by a threshold."""
     rng = np.random.default_rng(0)
     y = np.tile(np.arange(3), 180)
     x = (80 * y[:, None] + rng.integers(0, 40, (540, 6))).astype(np.uint8).reshape(-1, 1, 2, 3)
@@ -95,7 +95,7 @@ PLAN = Plan("tiny", recordings, "mlp", validation=1, unseen=2, options={"hidden"
             training={method: fleets.Training(1) for method in accuracy.METHODS})  # fmt: skip
 
 
-def test_who_is_evaluated_trains_nothing_and_a_class_that_is_withheld_is_in_no_training_sample() -> None:
+def test_evaluated_devices_do_not_train_and_a_withheld_class_is_in_no_training_sample() -> None:
     division, _ = fleets.divided(fleets.withheld(PLAN, 2), 0)
     evaluated = {*division.validation, *division.unseen}
     assert (len(division.validation), len(division.unseen)) == (1, 2)
@@ -110,7 +110,7 @@ def test_who_is_evaluated_trains_nothing_and_a_class_that_is_withheld_is_in_no_t
 
 
 def test_every_way_is_evaluated_on_the_unseen_devices_without_torch(bundles: dict[str, Path], tmp_path: Path) -> None:
-    """With first weights in place of trained ones."""
+    """With untrained weights."""
     division, layout = fleets.divided(PLAN, 0)[0], TINY.layout()
     for kind, path in bundles.items():
         (tmp_path / f"{layout.hash}-{kind}.bundle").write_bytes(path.read_bytes())
@@ -143,7 +143,7 @@ def test_a_set_that_is_made_again_leaves_the_others_where_the_environment_is_the
         accuracy.beside(out, "sets", {"har": 3}, other)
 
 
-def test_macro_f1_is_the_mean_over_the_classes_that_are_asked_for() -> None:
+def test_macro_f1_is_the_mean_over_the_classes_that_are_requested() -> None:
     counts = np.array([[8, 2, 0], [0, 0, 0], [5, 0, 5]])
     assert answers.macro_f1(counts) == pytest.approx((16 / 23 + 10 / 15) / 2)
 

@@ -1,4 +1,4 @@
-"""What a fleet is made of where nobody named a model: the choice by shape; it suits sensors that run freely."""
+"""The default model for a user's data: chosen by shape, and suited to sensor windows with free phase."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def score_of(model: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> float:
     return float(figures["score"])
 
 
-def test_a_fleet_tells_vibrations_of_any_phase_apart_with_the_default_and_not_with_a_model_of_places(
+def test_the_default_model_separates_vibrations_of_any_phase_and_a_position_bound_model_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "ROUNDS", 6)

@@ -1,4 +1,4 @@
-"""The papers' experiments in small, on made samples of the sets' shapes, and their pages."""
+"""Small versions of the papers' experiments, on made-up samples of the same shapes, and their pages."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tests.support.lab import recordings
 TOMLS = [path for paper in run.papers() for path in run.files(paper)]
 PAGES = [folder for folder in sorted(run.HERE.iterdir()) if (folder / page.RESULT).exists()]
 CLIENTS = {"mnist": 12, "shakespeare": 12, "heartbeat-22": 12, "har": 12, "omniglot": 0, "cifar-10": 0}
-"""Clients of the made sets."""
+"""Clients of the made-up sets."""
 OWN = "own.npz"
-"""In place of what an experiment names by its path."""
+"""Replaces what an experiment names by its path."""
 DEVICES: dict[str, dict[str, int]] = {
     "acid": {"devices": 10, "train_per_device": 20, "test_per_device": 10},
     "alid": {"devices": 10, "train_per_device": 20, "test_per_device": 10},
@@ -51,7 +51,7 @@ HYPER = {"local_steps": 1, "personal_steps": 1, "inner_steps": 1, "finetune_step
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with a small made set of every name."""
+    """A cache with a small made-up set of every name."""
     folder = tmp_path_factory.mktemp("sets")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(set_cache.FOLDER_VARIABLE, str(folder))
@@ -63,7 +63,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(wanted: Entry, clients: int, seed: int) -> Samples:
-    """Thirty samples of each of the first ten classes, dealt to the clients in turn, every client's in time."""
+    """Thirty samples of each of the first ten classes, dealt to the clients in turn, in time order for every client."""
     rng = np.random.default_rng(seed)
     y = np.tile(np.arange(min(10, wanted.classes)), 30)
     x = rng.integers(0, min(20, wanted.classes + 10), (len(y), *wanted.shape)).astype(wanted.dtype)
@@ -105,7 +105,7 @@ def small(path: Path) -> tuple[str, ...]:
 
 
 def ran(path: Path, out: Path) -> Path:
-    """The experiment in small, below ``out``."""
+    """The small experiment, run below ``out``."""
     asked = experiments.load(path, small(path))
     simulate(asked, out / path.parent.name / path.stem, Options(jobs=1, device="cpu"))
     return out / path.parent.name
@@ -174,7 +174,7 @@ def toml(tmp_path: Path) -> Path:
 
 
 def gone(path: Path, out: Path, *, ends_after: int = 99, seeds: tuple[int, ...] = (0, 1)) -> dict[str, Any]:
-    """The experiment, stopped after some rounds; what was collected of it."""
+    """The experiment, stopped after some rounds, and what was collected of it."""
     rounds: list[int] = []
     asked = run.taken(experiments.load(path), seeds)
     with contextlib.suppress(Stopped):
@@ -305,7 +305,7 @@ def test_the_attackers_gradient_is_the_devices_where_image_and_means_are(name: s
 
 
 def test_an_image_comes_back_from_the_gradient_of_fedavg() -> None:
-    """On eight pixels a side; from noise, whose error is about a sixth."""
+    """On eight pixels a side. Noise alone has an error of about a sixth."""
     network, label = attack.network_of("dlg", (1, 8, 8), 0), torch.zeros(1, dtype=torch.int64)
     image = torch.linspace(0, 1, 64).double().reshape(1, 1, 8, 8)
     found, left = attack.attacked("fedavg", network, torch.cat([image, torch.rand(10, 1, 8, 8)]), label, 200, 0)

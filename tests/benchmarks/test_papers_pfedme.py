@@ -1,4 +1,4 @@
-"""The devices of pFedMe's paper as the authors' program draws them."""
+"""The devices of pFedMe's paper, as the authors' program draws them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from benchmarks.papers.pfedme import published
 
 MNIST = (6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958)
-"""Images of every digit, those for training and those for testing."""
+"""Number of training and test images of every digit."""
 
 
 def test_the_devices_of_mnist_have_the_papers_sizes_and_digits_and_share_images() -> None:

@@ -1,5 +1,5 @@
-"""Sensors: the grid looks at nothing that is evaluated and gives every method the same work; its choice is what is
-run."""
+"""The sensor experiments: the grid search never sees evaluation data, gives every method the same work, and its choice
+is what runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_method_makes_as_many_gradient_steps_on_as_many_samples(name: str)
 
 
 def of_the_grid(name: str, result: float) -> dict[str, list[dict[str, Any]]]:
-    """Every candidate of a grid, all of them as good."""
+    """Every candidate of a grid, all with the same result."""
     every: dict[str, list[dict[str, Any]]] = {}
     for one in experiments.runs(grid(name)):
         hyper = choose.differing(one.method.name, schema.plain(one.hyper))
@@ -98,7 +98,7 @@ def test_the_choice_is_the_best_candidate_and_of_equals_the_first(tmp_path: Path
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with devices, new ones too."""
+    """The folder of a finished run with devices, including new ones."""
     from tests.support.lab import recordings
 
     folder = tmp_path_factory.mktemp("sensors")
@@ -173,7 +173,7 @@ def test_the_tables_have_the_best_first_and_mark_what_is_not_told_apart() -> Non
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_the_advice_tries_a_method_that_is_not_told_apart_from_the_best_or_the_page_says_what_is_missing(
+def test_the_advice_tries_a_method_that_ties_with_the_best_or_the_page_says_what_is_missing(
     name: str,
 ) -> None:
     path = choose.HERE / page.RESULT

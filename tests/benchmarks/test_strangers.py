@@ -1,5 +1,5 @@
-"""The strangers' files: each form is read back as the samples that were written, the requirement tells who is behind
-without a warning, and the whole way from a file to a bundle works as processes."""
+"""The strangers' benchmark: every file form reads back as the samples that were written, the requirement finds fleets
+that are behind without a warning, and the way from a file to a bundle works as processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def result(
     }
 
 
-def test_a_fleet_more_than_three_points_behind_the_best_baseline_without_a_warning_is_told() -> None:
+def test_a_fleet_more_than_three_points_behind_the_best_baseline_without_a_warning_is_reported() -> None:
     assert strangers.silent({"a": result(0.9, 0.92), "b": result(0.8, 0.84, warnings=("worse",))}) == []
     assert strangers.silent({"c": result(0.8, 0.84)}) == [
         f"c, {who}: 4.0 points behind the best baseline ({BASELINES[-1]})"
@@ -62,7 +62,7 @@ def test_the_tables_name_every_set_with_its_warning_and_say_what_the_requirement
     assert "| good | .npz | 6 by 64 | ds-cnn | 60 | 90 | 200 | 4,000 | 9,000 | 50.0 → 60.0 |" in made["cost"]
 
 
-def test_the_page_is_that_of_the_committed_result_and_tells_of_all_that_are_behind_without_a_warning() -> None:
+def test_the_page_shows_the_committed_result_and_all_sets_that_are_behind_without_a_warning() -> None:
     kept = json.loads(strangers.RESULT.read_text())
     text = strangers.PAGE.read_text()
     assert markdown.filled(text, strangers.tables(kept)) == text
@@ -93,7 +93,7 @@ def test_late_joiners_have_few_samples_and_nobody_learns_from_what_is_asked() ->
         assert max(part.time[-1] for part in known) < device.later.time[0]
 
 
-def test_a_command_that_fails_is_told_with_what_it_said(tmp_path: Path) -> None:
+def test_a_command_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
     here = commands.Commands(tmp_path)
     with pytest.raises(commands.Failed, match=r"metafleet server status nowhere: exit code \d+\n.*nowhere"):
         here.done("metafleet", "server", "status", "nowhere")

@@ -1,4 +1,4 @@
-"""Graphs, the gate that they pass, and the bundle's bytes."""
+"""ONNX graphs, the checks that a graph must pass, and the bundle's bytes."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def test_the_golden_outputs_belong_to_the_seeded_weights(graph: graph_bundle.Gra
 
 
 def edited(graph: graph_bundle.Graph, edit: Any) -> graph_bundle.Graph:
-    """The bundle with an embed graph that ``edit`` changed."""
+    """The bundle with its embed graph changed by ``edit``."""
     model = onnx.load_model_from_string(graph.graphs["embed"])
     edit(model)
     return replace(graph, graphs={"embed": model.SerializeToString()})
 
 
 def fold(name: str) -> Any:
-    """A parameter's value becomes part of the file, as the exporter's optimizer would have it."""
+    """Fold a parameter's value into the file, as the exporter's optimizer would."""
 
     def edit(model: onnx.ModelProto) -> None:
         (tensor,) = (t for t in model.graph.initializer if t.name == name)
@@ -109,7 +109,7 @@ def another_activation(model: onnx.ModelProto) -> None:
 
 
 def exchanged(model: onnx.ModelProto) -> None:
-    """Two parameters of equal shape change places."""
+    """Exchange two parameters of equal shape."""
     names = {"body/norms.1.weight": "body/norms.1.bias", "body/norms.1.bias": "body/norms.1.weight"}
     for node in model.graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
@@ -142,7 +142,7 @@ def test_the_gate_refuses_a_graph_that_would_give_wrong_numbers(
 
 
 class Odd(nn.Module):
-    """A model of one's own that cannot become a graph."""
+    """A user's model that cannot become a graph."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def test_a_bundle_survives_its_bytes(graph: graph_bundle.Graph) -> None:
 
 
 def repacked(graph: graph_bundle.Graph, metadata: dict[str, str] | None = None, **arrays: Any) -> bytes:
-    """The bundle's bytes with other arrays (None leaves one out) or metadata; two underscores stand for a slash."""
+    """The bundle's bytes with other arrays (None removes one) or metadata; two underscores stand for a slash."""
     parts, head = storage.unpack(graph_bundle.pack(graph))
     parts |= {name.replace("__", "/"): array for name, array in arrays.items()}
     return storage.pack({n: a for n, a in parts.items() if a is not None}, head if metadata is None else metadata)

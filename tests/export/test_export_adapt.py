@@ -1,4 +1,4 @@
-"""The graph ``adapt``: its steps are torch's, its gate refuses what is not, and a device needs no torch for it."""
+"""The graph ``adapt``: its steps equal torch's, the check refuses wrong steps, and a device needs no torch for it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from fleet_core.learning import models, personal_model
 from fleet_core.learning.local_training import CHUNK, first_personal
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
+from tests.support.bundles import node_of
 from tests.support.waiting import PATIENCE_S
 
 aten = torch.ops.aten
@@ -49,7 +50,7 @@ CASES: dict[str, tuple[str, InputSpec, dict[str, Any], tuple[str, ...], bool]] =
 
 
 class OwnModel(nn.Module):
-    """Ordinary layers of a model of one's own; ``fault`` makes it one whose steps become no graph."""
+    """A user's model of ordinary layers; ``fault`` makes its steps impossible to export."""
 
     def __init__(self, classes: int, fault: str) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class OwnModel(nn.Module):
 
 @pytest.fixture(scope="module", autouse=True)
 def small_passes() -> Iterator[None]:
-    """A model of one's own, and passes so small that a few samples take several."""
+    """A user's model, with passes so small that a few samples take several."""
     module = types.ModuleType("bring_own")
     module.__dict__["build"] = lambda shape, classes, fault="": OwnModel(classes, fault)
     with pytest.MonkeyPatch.context() as patch:
@@ -195,18 +196,8 @@ def test_a_bundle_that_cannot_answer_with_adapted_weights_is_refused() -> None:
 NEXT = "next/head/head.bias"
 
 
-def node_of(model: onnx.ModelProto, output: str) -> onnx.NodeProto:
-    """The node, in whichever loop, that makes a value."""
-    graphs, found = [model.graph], []
-    for graph in graphs:
-        found += [node for node in graph.node if output in node.output]
-        graphs += [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
-    (node,) = found
-    return node
-
-
 def becomes(output: str, kind: str, *inputs: str) -> Callable[[onnx.ModelProto], None]:
-    """One value is made in another way."""
+    """Compute one value in another way."""
 
     def edit(model: onnx.ModelProto) -> None:
         model.graph.initializer.append(numpy_helper.from_array(np.array(1), "one"))
@@ -353,6 +344,7 @@ from pathlib import Path
 import numpy as np, onnxruntime
 from fleet_core.model import graph_bundle
 from fleet_core.base import storage
+from tests.support.bundles import node_of
 
 def session(data, weights):
     options = onnxruntime.SessionOptions()
@@ -388,7 +380,7 @@ lowered: Any = lowering
 
 
 def value(found: Any) -> Any:
-    """numpy, of what an ONNX operation gives when it is called outside of an export."""
+    """The numpy value of an ONNX operation that is called outside an export."""
     return getattr(found, "value", found)
 
 

@@ -1,4 +1,4 @@
-"""What ``metafleet init`` exports of a method's steps on a device, and what it says of those that do not become a
+"""What ``metafleet init`` exports for a method's gradient steps, and what it reports where they cannot become a
 graph."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Asked = list[tuple[tuple[str, ...], bool]]
 def made_of(
     monkeypatch: pytest.MonkeyPatch, name: str, refused: tuple[tuple[str, ...], ...] = (), **hyper: Any
 ) -> tuple[Graph, Asked, list[str]]:
-    """(what ``with_steps`` makes of a method, the graphs that it tried, what it said); steps that move ``refused``
-    groups become no graph."""
+    """(result of ``with_steps``, the graphs it tried, what it logged); steps that move ``refused`` groups cannot become
+    a graph."""
     asked: Asked = []
 
     def fake(graph: Graph, *, rates: bool, groups: tuple[str, ...]) -> Graph:
@@ -97,7 +97,7 @@ def test_one_model_for_all_steps_where_it_is_told_to(monkeypatch: pytest.MonkeyP
     assert made_of(monkeypatch, "fedavg", finetune_steps=3)[0].adapt
 
 
-def test_where_the_whole_does_not_become_a_graph_the_head_alone_steps_and_that_is_said(
+def test_where_the_whole_does_not_become_a_graph_the_head_alone_steps_and_that_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graph, asked, said = made_of(monkeypatch, "pfldyn-maml", (MODEL_GROUPS,))
@@ -115,7 +115,7 @@ def test_where_the_whole_does_not_become_a_graph_the_head_alone_steps_and_that_i
         ("local", (MODEL_GROUPS,), "cannot answer"),
     ],
 )
-def test_where_nothing_becomes_a_graph_it_is_said_what_a_device_does_then(
+def test_where_nothing_becomes_a_graph_it_is_reported_what_a_device_does_then(
     monkeypatch: pytest.MonkeyPatch, name: str, refused: tuple[tuple[str, ...], ...], last: str
 ) -> None:
     graph, asked, said = made_of(monkeypatch, name, refused)
@@ -183,7 +183,7 @@ def test_first_values_that_are_no_whole_group_are_refused() -> None:
 # Every family ---------------------------------------------------------------------------------------------------------
 
 def test_the_steps_of_a_whole_lenet_pass_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other families: ``test_export_adapt``, and all of them with every method on record."""
+    """test_export_adapt tests the other families; a record holds all of them with every method."""
     monkeypatch.setattr(adapt, "PASS_BYTES", 20_000)
     options = {"channels": [2, 3], "hidden": [6, 5]}
     layout = models.describe("lenet-lim", InputSpec((1, 8, 8)), ("a", "b", "c"), options)
@@ -199,16 +199,16 @@ def test_a_recurrent_family_steps_its_head_alone_or_says_that_it_has_no_answers(
     options = {"width": 5, "layers": 1}
     layout = models.describe("char-lstm", InputSpec((4,), "int64"), ("a", "b", "c"), options)
     graph, initial = export_graph(layout, kinds=("embed", "predict"), seed=3), models.initial(layout, 0)
-    said = list[str]()
+    lines = list[str]()
     maml, own = METHODS["pfldyn-maml"], METHODS["lg-fedavg"]
-    made = with_steps(graph, maml, maml.hyper(), initial, said.append)
+    made = with_steps(graph, maml, maml.hyper(), initial, lines.append)
     assert made.info.adapt is not None
     assert made.info.adapt.groups == ("head",)
-    assert said[1] == "the model 'char-lstm' has recurrent layers (LSTM), whose steps cannot be exported"
-    assert said[-1] == "a device without torch adapts only the head; pfldyn-maml adapts body and head"
-    said.clear()
-    assert with_steps(graph, own, own.hyper(), initial, said.append).adapt == b""
-    assert said[-1] == "a device without torch cannot answer"
+    assert lines[1] == "the model 'char-lstm' has recurrent layers (LSTM), whose steps cannot be exported"
+    assert lines[-1] == "a device without torch adapts only the head; pfldyn-maml adapts body and head"
+    lines.clear()
+    assert with_steps(graph, own, own.hyper(), initial, lines.append).adapt == b""
+    assert lines[-1] == "a device without torch cannot answer"
 
 
 def recorded() -> dict[str, Any]:
@@ -224,7 +224,7 @@ def test_the_record_of_every_method_on_every_family_is_complete() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_on_every_family_a_method_has_its_graph_or_it_is_said_why_not(family: str) -> None:
+def test_on_every_family_a_method_has_its_graph_or_it_is_reported_why_not(family: str) -> None:
     for name, found in recorded()[family]["methods"].items():
         method = METHODS[name]
         how = steps_of(method, method.hyper())

@@ -1,4 +1,5 @@
-"""Programs that flashing keeps: the newest few of a kind, never one in use, beside other runs, and a command for it."""
+"""The cache of programs that flashing keeps: the newest of each kind, never one in use, safe beside other runs, and its
+command."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from firmware_profiles.package.program_cache import NEWEST, Cache, sha256_of
 
 
 @pytest.fixture(autouse=True)
-def let_go() -> Iterator[None]:
-    """A test is a process of its own: what it holds is let go at its end."""
+def release_locks() -> Iterator[None]:
+    """Release what the test holds, as the end of a process would."""
     yield
-    _let_go()
+    _release_locks()
 
 
-def _let_go() -> None:
+def _release_locks() -> None:
     while program_cache._LOCKED:
         os.close(program_cache._LOCKED.pop())
 
@@ -40,7 +41,7 @@ def add(kept: Cache, number: int, *, arch: str = "aarch64", python: str = "3.13"
     path = kept.add(f"{arch}{python}{number}", packed, told)
     os.utime(kept.folder / f"{arch}{python}{number}.json", (number, number))
     if not hold:
-        _let_go()
+        _release_locks()
     return path
 
 
@@ -62,7 +63,7 @@ def test_a_program_that_was_used_again_is_kept_before_one_that_was_not(tmp_path:
     for number in range(1, NEWEST + 1):
         add(kept, number)
     assert kept.take("aarch643.131") is not None
-    _let_go()
+    _release_locks()
     add(kept, 50)
     assert "0.1.0-1" in versions(kept)
     assert "0.1.0-2" not in versions(kept)
@@ -112,7 +113,7 @@ def test_two_keys_of_one_archive_are_removed_together(tmp_path: Path) -> None:
     path = add(kept, 1)
     (tmp_path / "second.json").write_bytes((tmp_path / "aarch643.131.json").read_bytes())
     assert kept.take("second") is not None
-    _let_go()
+    _release_locks()
     assert len(kept.clear()) == 1
     assert not path.exists()
     assert list(tmp_path.glob("*.json")) == []
@@ -121,8 +122,8 @@ def test_two_keys_of_one_archive_are_removed_together(tmp_path: Path) -> None:
 def test_the_command_lists_the_cache_and_clears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     add(Cache(tmp_path / "metafleet" / "programs"), 1)
-    told = json.loads(CliRunner().invoke(app, ["programs", "--json"]).stdout)
-    assert [(one["version"], one["python"], one["in_use"]) for one in told] == [("0.1.0-1", "3.13", False)]
+    result = json.loads(CliRunner().invoke(app, ["programs", "--json"]).stdout)
+    assert [(one["version"], one["python"], one["in_use"]) for one in result] == [("0.1.0-1", "3.13", False)]
     assert "0.1.0-1" in CliRunner().invoke(app, ["programs"]).stdout
     assert "1 deleted" in CliRunner().invoke(app, ["programs", "clear"]).stdout
     assert json.loads(CliRunner().invoke(app, ["programs", "--json"]).stdout) == []

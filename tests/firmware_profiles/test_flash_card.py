@@ -1,7 +1,5 @@
-"""Cards: what is refused, that every block is written, and that what arrives damaged is found.
-
-A plain file, and a loop device where the machine gives one, stand for the card.
-"""
+"""Cards: which devices are refused, that every block is written, and that damage is found. A plain file stands for the
+card, and a loop device where the machine has one."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ MIB = 1 << 20
 
 
 class System:
-    """A /sys and a /proc with one card, sdx, of two partitions, which nothing uses."""
+    """A /sys and a /proc with one unused card, sdx, with two partitions."""
 
     def __init__(self, folder: Path):
         self.sys, self.proc, self.path = folder / "sys", folder / "proc", Path("/dev/sdx")
@@ -127,7 +125,7 @@ def test_a_path_that_is_no_block_device_is_refused_and_a_file_is_accepted_only_i
 
 
 def picture(folder: Path, size: int = 6 * MIB + 512) -> Path:
-    """An image with a hole in it."""
+    """An image with a hole."""
     path = folder / "image.img"
     with path.open("wb") as file:
         file.write(os.urandom(2 * MIB))
@@ -138,14 +136,14 @@ def picture(folder: Path, size: int = 6 * MIB + 512) -> Path:
 
 
 NO_LOOP = "no loop device can be had"
-"""The kernel of a machine of CI may have none; the program that makes one is there."""
+"""The CI machine's kernel may have no loop devices although losetup is installed."""
 
 
 @pytest.fixture(params=[
     "file", pytest.param("loop", marks=[pytest.mark.needs("losetup"), pytest.mark.allowed_skip(NO_LOOP)]),
 ])
 def used(request, tmp_path):
-    """A card that is full of something else."""
+    """A card full of other data."""
     path = tmp_path / "card"
     path.write_bytes(b"\xaa" * (8 * MIB))
     if request.param == "file":
@@ -171,7 +169,7 @@ def test_every_block_is_on_the_card_holes_too_and_no_more(used, tmp_path):
     assert held[:size] == image.read_bytes()
     assert set(held[size:]) == {0xAA}
     assert done.bytes == size
-    assert used.is_file or done.compared_by == "O_DIRECT"  # not every file system of a plain file has it
+    assert used.is_file or done.compared_by == "O_DIRECT"  # not every file system supports it for a plain file
     assert ("writing", size, size) in seen
     assert seen[-1] == ("verifying", size, size)
 
@@ -214,7 +212,7 @@ def test_a_card_that_is_too_small_is_refused_before_it_is_touched(used, tmp_path
 
 
 def test_a_card_that_lies_about_its_size_is_found(tmp_path):
-    """It takes every block, and keeps the last ones at the place of the first."""
+    """The card accepts every block, but stores the last ones over the first."""
     path = tmp_path / "card"
     path.write_bytes(bytes(8 * MIB))
     liar = Card(path, "32 GB!", 8 * MIB, is_file=True)

@@ -1,4 +1,4 @@
-"""DEVICE.toml: read whole, or refused with every mistake at once; the Wi-Fi password is never shown."""
+"""DEVICE.toml is accepted whole, or refused with all mistakes at once; the Wi-Fi password is never shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECRET = "hunter2-and-more"
 
 
 def public_key(kind: str = "ssh-ed25519") -> str:
-    """As long as a real one: RSA of 4096 bits."""
+    """As long as a real key: RSA with 4096 bits."""
     name, size = kind.encode(), 524 if kind == "ssh-rsa" else 36
     return f"{kind} {base64.b64encode(len(name).to_bytes(4, 'big') + name + bytes(size)).decode()} me@laptop"
 

@@ -1,4 +1,5 @@
-"""Images made from images: the original stays, the file systems stay sound, what is cut off does not look finished."""
+"""Flashing into an image: the original stays, the file systems stay sound, and an interrupted run leaves nothing that
+looks finished."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def test_a_network_with_wpa3_only_gets_the_password_itself():
 
 @pytest.mark.parametrize("machine", [TRIXIE, BOOKWORM])
 def test_what_grows_the_root_at_the_first_start_stays_in_the_kernels_line(machine):
-    """As pi-gen writes it; firstboot grows the root, and takes itself out of the line."""
+    """As pi-gen writes it: firstboot grows the root and removes itself from the line."""
     line = ("console=tty1 root=PARTUUID=4f5e-02 rootfstype=ext4 fsck.repair=yes rootwait quiet resize "
             "init=/usr/lib/raspberrypi-sys-mods/firstboot")
     assert files(machine, cmdline=line + "\n")["cmdline.txt"].startswith(line + " ")
@@ -138,13 +139,13 @@ def test_the_scripts_are_plain_shell(tmp_path, shell):
 
 
 def in_folder(text: str, root: Path) -> str:
-    """A script with all absolute places below ``root``."""
+    """A script with all absolute paths below ``root``."""
     return re.sub(r"(?<![A-Za-z0-9_.}\"/])/(boot|etc|run|home|usr|var)\b", rf"{root}/\1", text)
 
 
 @pytest.fixture
 def system(tmp_path):
-    """A folder in place of /, and an environment whose system programs write down how they were called."""
+    """A folder in place of /, and an environment whose system programs log their calls."""
     programs = tmp_path / "programs"
     programs.mkdir()
     for name in ("systemctl", "mount", "umount", "useradd", "usermod", "chown", "rfkill", "getent"):
@@ -251,7 +252,7 @@ def test_an_image_that_unpacks_to_more_than_any_card_is_refused(tmp_path, monkey
 
 
 @NEEDS
-def test_the_package_is_on_the_first_partition_the_systems_are_sound_and_the_original_is_as_it_was(tmp_path, card):
+def test_the_package_is_on_the_first_partition_both_systems_are_sound_and_the_original_is_unchanged(tmp_path, card):
     before, made = card.read_bytes(), packed(tmp_path)
     out = tmp_path / "out.img"
     plan = card_image.write(card, out, made, DEVICE)
@@ -396,7 +397,7 @@ def test_a_plan_is_what_is_written_and_shows_no_secret(tmp_path, card, packing):
 
 
 def with_system(path: Path, python: str | None, library: str) -> Path:
-    """A card whose root has these two marks of a system."""
+    """A card whose root carries these two marks of a system."""
     links = {"usr/bin/python3": python} if python else {}
     return disks.card(path, folders=("etc", f"usr/lib/{library}", "usr/bin"), links=links)
 
@@ -416,7 +417,7 @@ def test_an_image_of_another_system_is_refused_before_anything_is_written(tmp_pa
 
 @NEEDS
 @pytest.mark.parametrize("packing", ["img", "xz"])
-def test_an_image_of_another_system_is_refused_by_a_rehearsal_too_and_before_the_token_is_asked_for(tmp_path, packing):
+def test_an_image_of_another_system_is_refused_by_a_rehearsal_too_and_before_the_token_is_requested(tmp_path, packing):
     card = with_system(tmp_path / "plain.img", None, "arm-linux-gnueabihf")
     source = tmp_path / f"card.{packing}"
     source.write_bytes(card.read_bytes() if packing == "img" else lzma.compress(card.read_bytes(), preset=0))

@@ -1,4 +1,4 @@
-"""What a board gets: the program with its wheels, the unit, the package, and what installs it."""
+"""What a board gets: the program with its wheels, the unit, the package, and the installer."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PAUSE = device_package.INSTALL.with_name("pause.sh")
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    return wheels.index(tmp_path_factory.mktemp("wheels") / "index")
+    return wheels.wheel_folder(tmp_path_factory.mktemp("wheels") / "index")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _modules_as_they_are_now():
-    """An edit of the source while the tests run makes another program."""
+    """Freeze the modules: an edit of the source during the tests would make another program."""
     files = list(agent_wheel._modules())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agent_wheel, "_modules", lambda: files)
@@ -76,8 +76,8 @@ def test_the_program_holds_the_agent_and_the_boards_own_pinned_wheels(made):
 def test_it_says_what_the_agent_was_built_from_and_its_licences(made):
     assert made.built_from == agent_wheel._source()
     assert ("onnxruntime", "1.23.2", "MIT", "0.0") in program.listing(made)
-    told = json.loads(content(made, "manifest.json"))
-    assert (told["version"], told["python"], told["built_from"]) == (made.version, "3.13", made.built_from)
+    result = json.loads(content(made, "manifest.json"))
+    assert (result["version"], result["python"], result["built_from"]) == (made.version, "3.13", made.built_from)
 
 
 def test_torch_is_included_only_if_the_board_trains_and_as_pinned(cache, index, made):
@@ -172,8 +172,8 @@ def test_systemd_reads_the_unit_without_a_complaint(tmp_path):
     assert [line for line in done.stderr.splitlines() if systemd_unit.NAME in line] == []
 
 
-def paused(folder: Path, seconds: int) -> str:
-    """What the pause before a start is, ``seconds`` after the kernel's."""
+def pause_at(folder: Path, seconds: int) -> str:
+    """The pause before a start at an uptime of ``seconds``."""
     (folder / "uptime").write_text(f"{seconds}.25 17.0\n")
     (folder / "slept").write_text("")
     (folder / "sleep").write_text(f'#!/bin/sh\necho "$1" >{folder}/slept\n')
@@ -185,16 +185,16 @@ def paused(folder: Path, seconds: int) -> str:
     return (folder / "slept").read_text().strip()
 
 
-def test_pauses_between_starts_grow_and_a_long_life_begins_anew(tmp_path):
-    """Five seconds of each are the unit's own RestartSec."""
-    assert [paused(tmp_path, 20 + n) for n in range(9)] == ["", "", "5", "15", "35", "75", "155", "295", "295"]
-    assert paused(tmp_path, 28 + 599) == "295"
-    assert [paused(tmp_path, 1227), paused(tmp_path, 1300), paused(tmp_path, 1400)] == ["", "", "5"]
+def test_pauses_between_starts_grow_and_a_long_run_resets_them(tmp_path):
+    """Five seconds of each pause are the unit's RestartSec."""
+    assert [pause_at(tmp_path, 20 + n) for n in range(9)] == ["", "", "5", "15", "35", "75", "155", "295", "295"]
+    assert pause_at(tmp_path, 28 + 599) == "295"
+    assert [pause_at(tmp_path, 1227), pause_at(tmp_path, 1300), pause_at(tmp_path, 1400)] == ["", "", "5"]
     (tmp_path / "starts").write_text("no number\n")
-    assert paused(tmp_path, 1401) == ""
+    assert pause_at(tmp_path, 1401) == ""
 
 
-def test_an_end_that_was_meant_begins_the_pauses_anew_and_a_crash_does_not(tmp_path):
+def test_an_intended_end_resets_the_pauses_and_a_crash_does_not(tmp_path):
     starts = tmp_path / "starts"
     for result, there in (("watchdog", True), ("success", False), ("success", False)):
         if there:
@@ -262,7 +262,7 @@ def test_an_installation_that_was_cut_off_is_finished_by_the_next(packed, made, 
 
 
 def test_what_was_installed_starts_the_agent_without_pip(made, tmp_path):
-    """The program's own start, with this machine's wheels in place of the board's, which another processor runs."""
+    """The program's own start, with this machine's wheels, because the board's are for another processor."""
     with tarfile.open(made.path) as archive:
         archive.extractall(tmp_path, filter="data")
     lib = tmp_path / made.version / "lib"

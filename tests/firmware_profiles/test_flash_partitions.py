@@ -1,4 +1,4 @@
-"""Partition tables and FAT, against tables drawn at random, sfdisk's and mkfs.vfat's; damaged ones are refused."""
+"""Partition tables and FAT, compared with random tables, sfdisk and mkfs.vfat; damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECTORS = st.sampled_from(disk_partitions.SECTOR_BYTES)
 
 
 def mbr(entries: list[tuple[int, int, int]]) -> bytearray:
-    """A first sector of (type, start, count) in sectors."""
+    """An MBR with entries (type, start, count) in sectors."""
     sector = bytearray(512)
     for number, (kind, start, count) in enumerate(entries):
         struct.pack_into("<4xB3xII", sector, 446 + 16 * number, kind, start, count)
@@ -30,7 +30,7 @@ def mbr(entries: list[tuple[int, int, int]]) -> bytearray:
 
 
 def gpt(entries: list[tuple[int, int]], sector: int, each: int = 128) -> bytearray:
-    """MBR, header and 128 entries of (first, last) in sectors."""
+    """MBR, header and 128 entries (first, last) in sectors."""
     table = bytearray(128 * each)
     for number, (first, last) in enumerate(entries):
         struct.pack_into("<16s16sQQ", table, number * each, b"t" * 16, b"u" * 16, first, last)
@@ -50,7 +50,7 @@ def read(image: bytes, size: int | None = None) -> tuple[Partition, ...]:
 
 @st.composite
 def layouts(draw, least: int, most: int):
-    """Some (first, count), in order, not over each other."""
+    """Random (first, count), in order and without overlap."""
     found, at = [], least
     for _ in range(draw(st.integers(1, 4))):
         at += draw(st.integers(0, most))

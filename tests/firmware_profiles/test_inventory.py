@@ -1,4 +1,4 @@
-"""Many devices from one file: what is wrong with it, and what becomes of each."""
+"""Flashing many devices from one file: mistakes in the file, and the result of each device."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path: Path) -> N
            '[[devices]]\nfile = "a.toml"\nto = "image:b.img"\n'
     with pytest.raises(ConfigError) as error:
         inventory.load(written(tmp_path, text, "a.toml"))
-    told = str(error.value)
+    message = str(error.value)
     for part in (":6: devices[1].file: there is no file", ":7: devices[1].to: 'ssh://pi@a' is there twice",
                  ":10: devices[2].file: '", ":11: devices[2].to: 'image:b.img' is no address"):
-        assert part in told, told
+        assert part in message, message
 
 
 def test_an_unknown_key_is_reported_with_the_nearest_known_one(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_an_unknown_key_is_reported_with_the_nearest_known_one(tmp_path: Path) -
 
 
 def work(entry: Entry, tell: Tell) -> Outcome:
-    """The cellar fails."""
+    """The device in the cellar fails."""
     tell("uploading", "1 of 2 MB")
     tell("uploading", "2 of 2 MB")
     if entry.name == "cellar":

@@ -1,4 +1,4 @@
-"""One connection to a device over OpenSSH: addresses, host keys, refusals, bounds."""
+"""A connection to a device over OpenSSH: addresses, host keys, errors, limits."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_output_without_end_is_cut_and_a_step_without_end_is_ended(board: Board)
 
 
 @needs_board
-def test_a_connection_that_is_lost_is_said_with_the_step(board: Board) -> None:
+def test_a_connection_that_is_lost_is_reported_with_the_step(board: Board) -> None:
     with (
         ssh_connection.Connection(target(board)) as device,
         pytest.raises(FlashError, match="connection was lost: a try"),
@@ -128,7 +128,7 @@ def test_a_changed_host_key_is_refused_even_when_its_fingerprint_is_given(board:
 
 
 @needs_board
-def test_a_refused_login_is_said(board: Board) -> None:
+def test_a_refused_login_is_reported(board: Board) -> None:
     with pytest.raises(FlashError, match=r"refused the login.*\n.*ssh-copy-id"), ssh_connection.Connection(
         target(board, "nobody-here")
     ):
@@ -136,7 +136,7 @@ def test_a_refused_login_is_said(board: Board) -> None:
 
 
 @pytest.mark.needs("ssh")
-def test_a_machine_that_does_not_answer_is_said(tmp_path: Path) -> None:
+def test_a_machine_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # bound and not listening: refused
         port = silent.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A running device is installed and updated over SSH, and comes back by itself: against a real sshd."""
+"""Installing and updating a running device over a real sshd, with rollback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from firmware_profiles.ssh.release import Release, Setting
 from firmware_profiles.ssh.remote import Found, Remote, refuse
 from firmware_profiles.ssh.remote_install import Outcome
 from fleet_core.base.errors import FlashError
-from tests.support.loopback_board import DEAF, DIES, GOOD, USER, Board, a_program, until
+from tests.support.loopback_board import DEAF, DIES, GOOD, USER, Board, make_program, until
 
 pytestmark = [pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill"), pytest.mark.slow]
 
@@ -44,7 +44,7 @@ def a_machine() -> Machine:
 
 def a_release(folder: Path, version: str = "1.0-aaa", agent: str = GOOD, settings: bytes = DEVICE_TOML,
               **home: bytes) -> Release:
-    program = a_program(folder, version, agent)
+    program = make_program(folder, version, agent)
     named = {"device.toml": settings, "enrol.token": b"secret", **home}
     return releases.of(device_package.make("kitchen", a_machine(), program, named))
 
@@ -77,7 +77,7 @@ def online(board: Board) -> str:
 
 
 def tree(board: Board) -> dict[str, float]:
-    """{path: when it was changed} of all that flashing may write."""
+    """{path: modification time} of everything that flashing may write."""
     roots = [board.path(path) for path in ("/opt", "/etc/metafleet", "/etc/systemd/system")]
     return {str(path): path.lstat().st_mtime for root in roots for path in root.rglob("*")}
 
@@ -86,7 +86,7 @@ def kept(board: Board) -> set[str]:
     return {path.name for path in board.path("/opt/metafleet").iterdir() if not path.name.startswith(".")} - {"current"}
 
 
-# It goes well
+# Success
 
 
 def test_a_first_install_puts_everything_in_its_place_and_again_writes_nothing(board: Board, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_refused_system_is_left_unchanged(board: Board, tmp_path: Path) -> Non
         ("python3 --version", "Python 3.6.9", "Python 3.6.9"), ("getconf LONG_BIT", "32", "32-bit"),
         ("uname -m", "armv7l", "armv7l"),
     ):
-        board.says(command, answer)
+        board.answer_with(command, answer)
         with pytest.raises(FlashError, match=expected):
             flash(board, a_release(tmp_path))
     assert not board.path("/opt/metafleet").exists()
@@ -207,7 +207,7 @@ def test_an_archive_with_a_link_or_a_name_that_a_shell_misreads_is_refused(tmp_p
             assert replace(a_release(tmp_path), archive=tmp_path / "bad.tar.gz").content
 
 
-# It does not go well
+# Failure
 
 
 def test_an_update_that_does_not_come_back_is_rolled_back_with_its_settings(board: Board, tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_device_that_restarts_before_it_is_confirmed_rolls_back(board: Board, 
 def test_a_connection_that_is_lost_while_waiting_is_opened_again(
     board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
-    """Before the device is told that all is well, or after, when only its answer is lost."""
+    """The connection breaks before the device is told that all is well, or after, so that only its answer is lost."""
     flash(board, a_release(tmp_path))
     step, said, broken = Remote.step, list[str](), list[str]()
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md: its pictures have every room, are drawn by the committed script, and agree with the imports."""
+"""docs/architecture.md: its pictures show every room, match the imports, and are what the committed script draws."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def script() -> ModuleType:
 
 
 def room_of(file: str) -> str:
-    """The package of a file, with dots."""
+    """A file's package, as a dotted name."""
     return file.rpartition("/")[0].replace("/", ".")
 
 
 def rooms() -> set[str]:
-    """The sub-packages of the repository that hold modules."""
+    """The sub-packages that hold modules."""
     files = {file.relative_to(ROOT).as_posix() for package in PACKAGES for file in (ROOT / package).rglob("*.py")
              if file.name != "__init__.py"}
     return {room_of(file) for file in files} - set(PACKAGES)
 
 
 def drawn(script: ModuleType) -> dict[str, tuple[str, int]]:
-    """{room: (package, row)}; row 0 is the highest."""
+    """{room: (package, row)}; row 0 is at the top."""
     return {f"{package}.{room}": (package, row) for package, rows in script.ROOMS.items()
             for row, names in enumerate(rows) for room, _ in names}
 

@@ -1,5 +1,5 @@
-"""The documentation's code type-checks and its imports exist, the method of seam.md does what it says and runs on a
-fleet, and methods.md says of every method what the code does."""
+"""Code in the docs type-checks and its imports exist, the method of seam.md runs on a fleet, and methods.md agrees with
+the code."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from fleet_core.learning import models
 from fleet_core.learning.architectures import MODELS, TOKENS
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import InputSpec
-from tests.cloud_server.rounds.test_fleet import finished, settled, statuses
 from tests.support.inprocess import config_text, toy, without_fsync, world
 from tests.support.paths import ROOT
 from tests.support.quadratics import SIZE, quadratics, tree, vector
+from tests.support.world_checks import finished, settled, statuses
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def code(page: Path) -> str:
-    """The page's python blocks, each on the lines where it stands, so that a complaint names the page's own line."""
+    """The page's Python blocks at their own line numbers, so that an error names the page's line."""
     text = page.read_text(encoding="utf-8")
     lines = [""] * (text.count("\n") + 1)
     for block in BLOCK.finditer(text):
@@ -116,16 +116,16 @@ def test_the_page_of_models_has_all_of_them_with_their_sizes_and_options() -> No
         assert re.findall(r"`(\w+)`", options) == known, name
 
 
-def test_the_model_of_ones_own_that_is_shown_becomes_a_fleet_with_steps_without_torch(
+def test_the_users_own_model_on_the_page_becomes_a_fleet_with_steps_without_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = ModuleType("models_page")
     exec(compile(PAGES["models"], "models.md", "exec"), module.__dict__)
     monkeypatch.setitem(sys.modules, "models_page", module)
-    said: list[str] = []
+    lines: list[str] = []
     method = METHODS["per-fedavg-fo"]
     data, _ = first("models_page:Dilated", InputSpec((2, 24)), ("off", "on"), {"width": 8}, head=True, seed=0,
-                    method=method, hyper=method.hyper(), say=said.append)
+                    method=method, hyper=method.hyper(), say=lines.append)
     graph = graph_bundle.unpack(data)
     assert graph.info.adapt is not None
     assert graph.layout.embedding == 8
@@ -152,7 +152,7 @@ def test_a_file_that_the_documentation_names_is_there(path: str) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the page's headings, as GitHub makes them."""
+    """The anchors that GitHub makes for the page's headings."""
     titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"),
                                              flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
@@ -185,7 +185,7 @@ EXACT: dict[str, Any] = {"local_steps": 10, "client_lr": 1 / 8, "clip_norm": 0.0
 
 @pytest.fixture(scope="module")
 def page() -> Any:
-    """The module that the blocks of seam.md make."""
+    """The module made of seam.md's code blocks."""
     module = ModuleType("seam_page")
     sys.modules["seam_page"] = module  # dataclasses look their module up
     exec(compile(PAGES["seam"], "docs/seam.md", "exec"), module.__dict__)
@@ -193,7 +193,7 @@ def page() -> Any:
 
 
 def run(rule: Any, hyper: Any, groups: Any, state: Any = None) -> tuple[Payload, Any]:
-    """One round of device-0 from ``groups``."""
+    """One round of device-0 starting from ``groups``."""
     steps = [DEVICES["device-0"].gradient] * hyper.local_steps
     return rule.run(Payload(groups, {"round": 1.0}), state or rule.init(groups, {}, hyper), steps, hyper)
 
@@ -221,7 +221,7 @@ def test_dittos_own_model_ends_between_the_devices_minimum_and_the_fleets_model(
 
 @pytest.fixture
 def in_the_product(page: Any) -> Iterator[None]:
-    """The row under a name that configurations know, and nobody waits for a disk."""
+    """seam.md's method is registered as ``fedavg``, and nothing waits for the disk."""
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRODUCT, "fedavg", replace(page.DITTO, name="fedavg"))

@@ -1,5 +1,5 @@
-"""docs/first-fleet.md: its commands are commands with those options, and what it shows them saying is what they said
-in the strangers' benchmark, shortened at "…"."""
+"""docs/first-fleet.md: its commands and options exist, and the output it shows is what they printed in the strangers'
+benchmark, shortened at "…"."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_a_command_of_the_page_exists_with_its_options(command: str) -> None:
     assert set(options) <= set(known), command
 
 
-def said_by(command: str) -> list[str]:
-    """The lines that this very command said, or, where nobody gave it, the command with other options."""
+def output_of(command: str) -> list[str]:
+    """The recorded output of this command; if it was not recorded, of the command with other options."""
     path = parsed(command)[0] if command.split()[0] in PROGRAMS else ["POST"]  # curl
     notes = [note for note in SAID if note["command"] == command] or [
         note for note in SAID if note["command"].split()[: len(path)] == path]
@@ -56,7 +56,7 @@ def said_by(command: str) -> list[str]:
 
 
 def shown() -> list[tuple[str, str]]:
-    """(command, a line that it is shown to say)."""
+    """(command, a line of output that the page shows for it)."""
     found, command = [], ""
     for line in (line for block in BLOCKS for line in block.splitlines()):
         if line.startswith("$ "):
@@ -66,8 +66,8 @@ def shown() -> list[tuple[str, str]]:
     return found
 
 
-def test_what_the_commands_are_shown_to_say_is_what_they_said() -> None:
+def test_the_output_on_the_page_is_the_recorded_output() -> None:
     assert len(shown()) > 40
     for command, line in shown():
         pattern = re.compile(".*".join(re.escape(part.strip()) for part in line.split("…")))
-        assert any(pattern.fullmatch(said) for said in said_by(command)), f"{command}: {line}"
+        assert any(pattern.fullmatch(said) for said in output_of(command)), f"{command}: {line}"

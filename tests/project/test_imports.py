@@ -1,4 +1,4 @@
-"""Who may import whom, read off the syntax trees, so that a device or an aggregator never needs torch by accident."""
+"""Import rules, read from the syntax trees, so that no device or aggregator needs torch by accident."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from tests.support.waiting import PATIENCE_S
 CORE = "fleet_core"
 PACKAGES = (CORE, "edge_agent", "cloud_server", "export", "firmware_profiles")
 
-# Rooms and files that compose the other packages: the operator's command lines, the simulation and the demo with its
-# baseline.
+# Rooms and files that may compose several packages: the operator's commands, the simulation, the demo and its baseline.
 COMPOSERS = (
     "cloud_server/commands/", "cloud_server/devices/", "cloud_server/running/demo.py",
     "cloud_server/running/fedavg_baseline.py", "cloud_server/running/in_one_process.py",
 )
 
-# A heavy module, and the files (or folders, with a slash at the end) that may import it.
+# Heavy modules and the files (or folders, ending in a slash) that may import them.
 TORCH_HOMES = ("fleet_core/learning/", "export/", "edge_agent/compute/trainer.py", "cloud_server/laboratory/")
 HOMES = {
     "torch": TORCH_HOMES,
@@ -38,19 +37,19 @@ HOMES = {
     "yaml": ("firmware_profiles/image/first_boot.py",),
 }
 
-# What a folder may import beside the standard library and fleet_core: at the top of a file, and inside a function.
+# What a folder may import besides the standard library and fleet_core: at the top of a file, and inside functions.
 BOUNDS = {
     "fleet_core/algorithms/": (set[str](), set[str]()),
     "fleet_core/data/": ({"numpy"}, {"numpy", "PIL"}),
 }
 
-# What starts, with all that lies below it, without these modules. Inside functions only COMPOSERS and the homes of
-# torch may reach torch.
+# Modules that must start without these, including everything that they import. Inside functions only COMPOSERS and the
+# homes of torch may reach torch.
 OPERATOR = {"torch", "onnx", "onnxscript", "matplotlib", "ray", "yaml"}
 LIGHT = {
     "cloud_server.commands.cli": OPERATOR | {"numpy", "cryptography", "paho"},
     **dict.fromkeys(
-        # What the operator's commands import when they are called.
+        # Imported by the operator's commands when they run.
         (
             "cloud_server.running.aggregator_process", "cloud_server.identity.create_fleet",
             "cloud_server.commands.predict", "cloud_server.reports.html_report", "cloud_server.running.backup",
@@ -71,7 +70,7 @@ LIGHT = {
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name: ``import a.b`` and ``from a import b`` are both a.b."""
+    """One imported name: ``import a.b`` and ``from a import b`` both give a.b."""
 
     file: str
     line: int
@@ -96,17 +95,17 @@ class Tree:
         self.imports = [found for path in files for found in imports_of(path, path.relative_to(root))]
 
     def files_of(self, name: str) -> set[str]:
-        """The files that run when ``name`` is imported: its module and the packages around it."""
+        """The files that run when ``name`` is imported: its module and its parent packages."""
         parts = name.split(".")
         prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         return {self.modules[prefix] for prefix in prefixes if prefix in self.modules}
 
     def within(self, package: str) -> list[str]:
-        """``package``'s own module and all below it."""
+        """``package`` and everything below it."""
         return [module for module in self.modules if f"{module}.".startswith(f"{package}.")]
 
     def at_start(self, *modules: str) -> list[Import]:
-        """All imports that importing ``modules`` runs, through as many files as it takes."""
+        """All imports that run when ``modules`` are imported, transitively."""
         files, todo = set[str](), {file for module in modules for file in self.files_of(module)}
         while todo:
             files |= todo
@@ -139,7 +138,7 @@ def imports_of(path: Path, relative: Path) -> Iterator[Import]:
 
 
 def names_in(node: ast.AST, package: list[str]) -> list[str]:
-    """The absolute names that one statement or call imports."""
+    """The absolute names that a statement or call imports."""
     match node:
         case ast.Import(names=aliases):
             return [alias.name for alias in aliases]
@@ -156,7 +155,7 @@ def allowed(file: str, places: Iterable[str]) -> bool:
 
 
 def wrong_layers(tree: Tree) -> list[str]:
-    """fleet_core imports none of the other packages; they import fleet_core and not each other, COMPOSERS excepted."""
+    """fleet_core imports no other package; the others import fleet_core and not each other, except COMPOSERS."""
     return [
         str(found)
         for found in tree.imports
@@ -167,7 +166,7 @@ def wrong_layers(tree: Tree) -> list[str]:
 
 
 def circles(tree: Tree) -> list[list[str]]:
-    """The rooms that import each other in a circle, imports inside functions and for annotations included."""
+    """Import circles between rooms, including imports in functions and for annotations."""
     imports: dict[str, set[str]] = {}
     for found in tree.imports:
         files = tree.files_of(found.name)
@@ -186,7 +185,7 @@ def circles(tree: Tree) -> list[list[str]]:
 
 
 def away_from_home(tree: Tree) -> list[str]:
-    """Heavy modules are imported by their homes only, inside functions too."""
+    """Heavy modules that are imported outside their homes, also inside functions."""
     return [
         str(found)
         for found in tree.imports
@@ -195,7 +194,7 @@ def away_from_home(tree: Tree) -> list[str]:
 
 
 def out_of_bounds(tree: Tree) -> list[str]:
-    """The folders of BOUNDS import what they may."""
+    """Imports in the folders of BOUNDS that BOUNDS does not allow."""
     return [
         str(found)
         for folder, (at_top, in_functions) in BOUNDS.items()
@@ -207,7 +206,7 @@ def out_of_bounds(tree: Tree) -> list[str]:
 
 
 def heavy_at_start(tree: Tree, module: str, heavy: set[str]) -> list[str]:
-    """Importing ``module`` imports none of ``heavy``, and of what it runs only functions of COMPOSERS reach torch."""
+    """Imports of ``heavy`` when ``module`` is imported, and functions outside COMPOSERS that reach torch."""
     found_here = tree.at_start(*tree.within(module))
     return [
         *(str(found) for found in found_here if found.top in heavy and not found.lazy and not found.typing_only),
@@ -257,7 +256,7 @@ def test_light_modules_start_without_the_heavy_ones(product: Tree, module: str) 
     assert heavy_at_start(product, module, LIGHT[module]) == []
 
 
-# The checks themselves, on small trees that break one rule each.
+# The checks themselves, on small trees that each break one rule.
 
 
 def tree_of(root: Path, files: dict[str, str]) -> Tree:
@@ -399,7 +398,7 @@ print(len(shown), *{"numpy", "cryptography", "paho", "torch", "onnxruntime"} & s
 
 
 @pytest.mark.parametrize("start", ["import edge_agent.compute.onnx_session as s; s.runtime()", "import export.gate"])
-def test_onnxruntime_is_told_not_to_report_its_use_before_it_is_imported(start):
+def test_onnxruntimes_telemetry_is_disabled_before_it_is_imported(start):
     program = f"""
 import os, sys
 class Look:

@@ -1,4 +1,4 @@
-"""What prepares .venv, what is pinned, and that no test is skipped in CI without leave."""
+"""Preparing .venv, the pinned versions, and no silent skips in CI."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENVIRONMENTS = [
 ]
 
 
-# The preparation, against a Python that writes down what it was asked to do.
+# Preparation, with a Python that logs what it is asked to do.
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def prepare_venv() -> ModuleType:
 
 
 class Checkout:
-    """A folder to prepare, whose .venv has a Python that logs its arguments and fails where they hold ``failing``."""
+    """A folder whose .venv has a Python that logs its arguments and fails if they contain ``failing``."""
 
     def __init__(self, root: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch):
         self.root, self.script = root, script
@@ -68,7 +68,7 @@ class Checkout:
         (self.root / "verdict").write_text(f'case "$*" in\n{cases}esac\n')
 
     def prepare(self) -> list[str]:
-        """The installations that preparing asked for."""
+        """The installations that preparing requested."""
         log = self.root / "log"
         log.unlink(missing_ok=True)
         self.script.prepare(self.root)
@@ -220,7 +220,7 @@ def test_make_prepares_first_and_passes_options_on(target: str) -> None:
 
 
 def project() -> dict[str, list[str]]:
-    """{extra: requirements}, the base under ''."""
+    """{extra: requirements}; '' holds the base requirements."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return {"": table["dependencies"], **table["optional-dependencies"]}
 
@@ -268,7 +268,7 @@ def test_every_dependency_has_its_reason() -> None:
     assert [name for name in sorted(names) if f"| {name} |" not in page] == []
 
 
-# Programs beside Python.
+# Programs besides Python.
 
 
 def tools() -> ModuleType:
@@ -309,7 +309,7 @@ def test_what_is_missing_is_installed_by_the_systems_own_packages(
     assert [" ".join(command) for command in made.commands(wanted, system, root=root)] == planned
 
 
-def test_nothing_is_installed_unless_somebody_says_yes(
+def test_nothing_is_installed_without_consent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = tools()
@@ -363,7 +363,7 @@ def test_six(): pass
 
 
 def run_pytest(folder: Path, text: str, **environment: str) -> str:
-    """What pytest prints for one test file, with our conftest.py and options."""
+    """pytest's output for one test file with our conftest.py and the options."""
     (folder / "test_it.py").write_text(text)
     shutil.copy(ROOT / "tests" / "conftest.py", folder)
     kept = {name: value for name, value in os.environ.items() if name not in ("CI", "METAFLEET_SHARED")}
@@ -385,7 +385,7 @@ def test_skips_are_reported_outside_ci(tmp_path: Path) -> None:
     assert "3 more were skipped" in others
 
 
-def test_a_skip_without_leave_fails_in_ci(tmp_path: Path) -> None:
+def test_a_skip_without_allowed_skip_fails_in_ci(tmp_path: Path) -> None:
     out = run_pytest(tmp_path, SKIPS, CI="true")
     assert "2 skipped, 1 xfailed, 3 errors" in out
     assert "a skip is a failure in CI" in out

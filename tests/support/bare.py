@@ -1,10 +1,9 @@
-"""Runs the tests as a machine would that has Python and coreutils alone: `python -m tests.support.bare [pytest's
-arguments]`.
+"""Run the tests as on a machine with only Python and coreutils: `python -m tests.support.bare [pytest arguments]`.
 
-Of the files of tests it takes those that start programs: the others do not depend on what is installed.
+Only test files that start programs run; the others do not depend on what is installed.
 
-PATH is one folder with coreutils and this Python. As root on Linux the folders of system programs, in which the
-product looks beside PATH, are empty too.
+PATH is one folder with coreutils and this Python. As root on Linux the system program folders, which the product also
+searches, are empty.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ COREUTILS = (
     "sleep sort split stat stdbuf stty sum sync tac tail tee test timeout touch tr true truncate tsort tty uname "
     "unexpand uniq unlink users vdir wc who whoami yes"
 )
-HELPERS = "brokers|certified|desk|disks|faults|loopback_board|netns|wheels"
+HELPERS = "brokers|pki|programs|disks|faults|fleet_processes|loopback_board|netns|stepped_fleet|wheels"
 STARTS = re.compile(rf"subprocess|shutil\.which|tests\.support\.({HELPERS})")
 SYSTEM_FOLDERS = ("/usr/sbin", "/usr/local/sbin")
 HIDE = 'mount=$1; for folder in $2; do "$mount" -t tmpfs -o size=64k none "$folder" || exit 1; done; shift 2; exec "$@"'
 
 
 def bare_path(folder: Path) -> str:
-    """A PATH with coreutils and this machine's Python alone, made in ``folder``."""
+    """A PATH with only coreutils and this machine's Python, made in ``folder``."""
     found = {name: shutil.which(name) for name in COREUTILS.split()}
     python = str(Path(sys.executable).resolve())
     for name, program in {**found, "python3": python, "python": python}.items():
@@ -44,7 +43,7 @@ def bare_path(folder: Path) -> str:
 
 
 def hidden(command: list[str]) -> list[str]:
-    """``command`` where the folders of system programs are empty; as it is where that is not allowed."""
+    """``command`` with the system program folders hidden; unchanged where mounting is not allowed."""
     programs = [shutil.which(name) for name in ("unshare", "sh", "mount")]
     if sys.platform != "linux" or os.geteuid() != 0 or None in programs:
         return command
@@ -56,12 +55,12 @@ def hidden(command: list[str]) -> list[str]:
 
 
 def starting_programs(folder: Path) -> list[str]:
-    """The files of tests in ``folder`` that start programs, or use what does."""
+    """Test files in ``folder`` that start programs, directly or through a support module."""
     return [str(path) for path in sorted(folder.rglob("test_*.py")) if STARTS.search(path.read_text())]
 
 
 def main(arguments: list[str]) -> int:
-    """pytest's exit code. CI is not set: there a skip for want of a program would be a failure."""
+    """Return pytest's exit code. CI is unset, because there a skip for a missing program is a failure."""
     with tempfile.TemporaryDirectory(prefix="mf-bare-") as folder:
         command = hidden([sys.executable, "-m", "pytest", *arguments, *starting_programs(ROOT / "tests")])
         if command[0] == sys.executable:

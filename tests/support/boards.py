@@ -1,4 +1,4 @@
-"""Constructed file trees and outputs of power sensors, after their documented layouts. No hardware was at hand."""
+"""Files and outputs of power sensors, built from their documentation; no hardware was at hand."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def write(folder: Path, files: Mapping[str, object]) -> Path:
 
 
 def hwmon(root: Path, number: int, name: str, **files: object) -> Path:
-    """One device of /sys/class/hwmon."""
+    """One /sys/class/hwmon device."""
     return write(root / f"sys/class/hwmon/hwmon{number}", {"name": name, **files})
 
 
 def ina219(root: Path, number: int, power_uw: int, name: str = "ina219", **files: object) -> Path:
-    """Shunt voltage in in0, bus voltage in in1, as Linux's ina2xx driver has it."""
+    """Shunt voltage in in0, bus voltage in in1, as Linux's ina2xx driver writes them."""
     readings = {"in0_input": 3, "in1_input": 5000, "curr1_input": power_uw // 5000, "power1_input": power_uw}
     return hwmon(root, number, name, **readings, **files)
 
 
 def orin(root: Path, chips: Mapping[str, Mapping[str, tuple[int, int]]]) -> list[Path]:
-    """{i2c address: {label: (mV, mA)}} in JetPack 6's layout, shunt voltages and sums among them."""
+    """JetPack 6's layout of {I2C address: {label: (mV, mA)}}, including shunt voltages and sums."""
     folders = []
     for at, (address, rails) in enumerate(chips.items()):
         files: dict[str, object] = {"name": "ina3221", "in7_label": "sum of shunt voltages", "curr4_input": 99_999}
@@ -58,7 +58,7 @@ def nano(root: Path, *milliwatts: int, names: tuple[str, ...] = ()) -> Path:
 
 
 def vcgencmd(root: Path, text: str = PMIC, code: int = 0) -> Path:
-    """A program in its place that prints ``text`` and ends with ``code``."""
+    """A stand-in for vcgencmd that prints ``text`` and exits with ``code``."""
     program = root / "usr/bin/vcgencmd"
     program.parent.mkdir(parents=True, exist_ok=True)
     (program.parent / "said").write_text(text)

@@ -1,4 +1,4 @@
-"""Brokers for tests: a private mosquitto, one that is scripted byte by byte, and links that remember what they saw."""
+"""A private broker, a scripted broker, and links that record their events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEEDS_MOSQUITTO = pytest.mark.needs("mosquitto")
 
 @contextmanager
 def private_broker(folder: Path, kind: str = "any") -> Iterator[Broker]:
-    """A broker on a free loopback port. kind: ``mosquitto``, which needs NEEDS_MOSQUITTO; ``amqtt``; or ``any``:
+    """A broker on a free loopback port. kind: ``mosquitto`` (mark the test NEEDS_MOSQUITTO), ``amqtt``, or ``any``:
     mosquitto where it is installed, else amqtt."""
     broker = start_broker(folder, embedded={"mosquitto": False, "amqtt": True}.get(kind))
     assert kind in ("any", broker.kind)
@@ -36,8 +36,8 @@ def private_broker(folder: Path, kind: str = "any") -> Iterator[Broker]:
         broker.stop()
 
 
-class Watched:
-    """A link with everything that it reported so far."""
+class RecordingLink:
+    """A link and all events that it has reported."""
 
     def __init__(self, link: Link):
         self.link = link
@@ -53,8 +53,8 @@ class Watched:
         return [message.topic for message in self.of(Message)]
 
 
-def until(condition: Callable[[], object], *watched: Watched) -> None:
-    """Poll the links until the condition holds; fail with what they saw when it does not."""
+def until(condition: Callable[[], object], *watched: RecordingLink) -> None:
+    """Poll the links until the condition holds; a failure shows their events."""
 
     def pump() -> None:
         for each in watched:
@@ -63,8 +63,12 @@ def until(condition: Callable[[], object], *watched: Watched) -> None:
     waiting.until(condition, pump, lambda: [each.events for each in watched])
 
 
-def answers(port: int) -> bool:
-    """Whether a connection is taken."""
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def accepts_connections(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S).close()
     except OSError:
@@ -72,8 +76,8 @@ def answers(port: int) -> bool:
     return True
 
 
-def refuses(port: int) -> bool:
-    """Whether a connection is refused. While a broker ends it hangs up, or resets; only a refusal says that it has."""
+def refuses_connections(port: int) -> bool:
+    """True only for a refused connection. A broker that is stopping may still accept and then close or reset."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S).close()
     except ConnectionError as error:
@@ -82,14 +86,14 @@ def refuses(port: int) -> bool:
 
 
 class ScriptedBroker:
-    """A listening socket on which the test itself plays the broker."""
+    """A listening socket; the test sends and receives the packets."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"mqtt://127.0.0.1:{self.listener.getsockname()[1]}"
 
-    def meet(self, watched: Watched) -> Peer:
-        """The link's next connection, its CONNECT not yet read; what happens until then is in ``watched.events``."""
+    def accept(self, watched: RecordingLink) -> Peer:
+        """Accept the link's next connection, leaving its CONNECT unread. Events until then go to ``watched.events``."""
         self.listener.setblocking(False)
         accepted: list[socket.socket] = []
 
@@ -103,7 +107,7 @@ class ScriptedBroker:
 
 
 class Peer:
-    """One accepted connection, read and written in whole packets."""
+    """One accepted connection; reads and writes whole packets."""
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
@@ -112,7 +116,7 @@ class Peer:
         self.sent_bytes = 0
 
     def read(self) -> tuple[int, bytes]:
-        """(first byte, body) of the next packet."""
+        """Return (first byte, body) of the next packet."""
         first, size, shift = self._take(1)[0], 0, 0
         while True:
             digit = self._take(1)[0]

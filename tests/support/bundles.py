@@ -1,4 +1,4 @@
-"""Small bundles for tests, each made once per test run; and fleets that have come to a served model without a round."""
+"""Small bundles, each made once per test run, and fleets with a served model that ran no round."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints
@@ -43,7 +44,7 @@ def samples(number: int = 60, seed: int = 0) -> Samples:
 
 
 def served_params(method: Method, layout: Layout, seed: int = 9) -> Params:
-    """Weights of what the fleet shares; learned rates are small and above 0."""
+    """Random weights of the shared groups; learned rates are small and positive."""
     params = trees.only(layout.extended(method.down, method.shared).seeded(seed), method.shared)
     if "rates" in params:
         params["rates"] = {name: np.abs(array) / 100 for name, array in params["rates"].items()}
@@ -62,7 +63,7 @@ def stepping(rates: bool, groups: tuple[str, ...]) -> Graph:
 
 @cache
 def graph_of(name: str) -> Graph:
-    """As ``metafleet init`` makes it."""
+    """The graph that ``metafleet init`` makes for this method."""
     method, initial = METHODS[name], models.initial(LAYOUT, 1)
     how = steps_of(method, method.hyper())
     if how is None:
@@ -72,7 +73,7 @@ def graph_of(name: str) -> Graph:
 
 @cache
 def bundle_of(name: str, *, stored: str = "fp32", int8: bool = False) -> Bundle:
-    """What ``metafleet export`` makes of a fleet of this method after round 7."""
+    """The bundle that ``metafleet export`` makes for this method after round 7."""
     method = METHODS[name]
     served = Served("desk", KEY, method, method.hyper(), 7, served_params(method, LAYOUT), models.initial(LAYOUT, 1))
     data = samples() if int8 else None
@@ -80,7 +81,7 @@ def bundle_of(name: str, *, stored: str = "fp32", int8: bool = False) -> Bundle:
 
 
 def served_fleet(folder: Path, name: str = "pfldyn-proto", **hyper: Any) -> Fleet:
-    """A fleet with a model that was served after round 2 and a checkpoint of round 3, whose served model is another."""
+    """A fleet with the model served after round 2, and a checkpoint of round 3 with a different served model."""
     folder.mkdir(parents=True, exist_ok=True)
     save(folder.with_name("all.npz"), samples())
     text = fleet_toml(samples(), "desk", name, "mlp", rounds=3, seed=0, min_devices=1)
@@ -92,6 +93,16 @@ def served_fleet(folder: Path, name: str = "pfldyn-proto", **hyper: Any) -> Flee
     later = trees.widened(served_params(fleet.method, layout, 10))
     states.save(Checkpoint(3, ServerState(trees.scale(later, 2.0), later), facts={"method": name}))
     return fleet
+
+
+def node_of(model: onnx.ModelProto, output: str) -> onnx.NodeProto:
+    """The node that computes a value, in whichever loop."""
+    graphs, found = [model.graph], []
+    for graph in graphs:
+        found += [node for node in graph.node if output in node.output]
+        graphs += [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
+    (node,) = found
+    return node
 
 
 @cache

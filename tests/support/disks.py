@@ -1,4 +1,4 @@
-"""Disk images with a partition table of sfdisk's, and a FAT and an ext4 file system, made without root and mount."""
+"""Disk images with an sfdisk partition table, FAT and ext4, made without root and without mounting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 def call(*command: str | int | Path, text: str | None = None) -> str:
-    """What a program prints; its output is in the error when it fails."""
+    """Run a program and return its output; a failure shows it."""
     done = subprocess.run([str(part) for part in command], input=text, capture_output=True, text=True,
                           env={**os.environ, "PATH": PATH})
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
@@ -20,7 +20,7 @@ def call(*command: str | int | Path, text: str | None = None) -> str:
 
 
 def table(path: Path, size: int, lines: str) -> Path:
-    """An empty image of ``size`` bytes with the table that sfdisk makes of ``lines``."""
+    """An empty image of ``size`` bytes with the partition table that sfdisk makes from ``lines``."""
     with path.open("wb") as file:
         file.truncate(size)
     call("sfdisk", "--quiet", path, text=lines)
@@ -29,7 +29,7 @@ def table(path: Path, size: int, lines: str) -> Path:
 
 def card(path: Path, *, boot_mib: int = 16, root_mib: int = 24, label: str = "dos", bits: int = 0,
          folders: tuple[str, ...] = ("etc", "opt"), links: Mapping[str, str] | None = None) -> Path:
-    """An image as boards have: FAT at 1 MiB with config.txt and cmdline.txt, then ext4."""
+    """A board's image: FAT at 1 MiB with config.txt and cmdline.txt, then ext4."""
     fat_type, root_type = ("c", "83") if label == "dos" else ("EBD0A0A2-B9E5-4433-87C0-68B6B72699C7", "L")
     lines = (f"label: {label}", f"start=2048, size={boot_mib * 2048}, type={fat_type}",
              f"start={(boot_mib + 1) * 2048}, size={root_mib * 2048}, type={root_type}")
@@ -51,7 +51,7 @@ def card(path: Path, *, boot_mib: int = 16, root_mib: int = 24, label: str = "do
 
 
 def check(path: Path, boot_mib: int = 16, root_mib: int = 24) -> None:
-    """Both file systems are sound, by their own programs, on copies."""
+    """Check copies of both file systems with fsck.vfat and e2fsck."""
     with path.open("rb") as file:
         file.seek(MIB)
         fat, ext = path.with_suffix(".fat"), path.with_suffix(".ext")
@@ -64,13 +64,12 @@ def check(path: Path, boot_mib: int = 16, root_mib: int = 24) -> None:
 
 
 def on_fat(path: Path, name: str) -> bytes:
-    """A file of the FAT partition."""
     done = subprocess.run(["mtype", "-i", f"{path}@@{MIB}", f"::{name}"], capture_output=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def names_on_fat(path: Path) -> set[str]:
-    """Every file and folder of the FAT partition."""
+    """Every file and folder on the FAT partition."""
     listed = call("mdir", "-b", "-/", "-a", "-i", f"{path}@@{MIB}", "::")
     return {line.removeprefix("::/").rstrip("/") for line in listed.splitlines()}

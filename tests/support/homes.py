@@ -1,5 +1,4 @@
-"""Devices as folders on a disk, furnished without a fleet: a graph, a served model, samples. Eight values, three
-classes."""
+"""Device folders without a fleet: a graph, a served model, samples with eight values and three classes."""
 
 from __future__ import annotations
 
@@ -33,24 +32,24 @@ DEVICE = f'[device]\nname = "d0"\nfleet = "t"\nkey = "{"0" * 64}"\n'
 
 @cache
 def layout() -> Layout:
-    """As of ``tests.support.inprocess.config_text``."""
+    """The layout of ``tests.support.inprocess.config_text``."""
     return models.describe("mlp", InputSpec((8,)), CLASSES, {"hidden": [6]})
 
 
 @cache
 def plain() -> Graph:
-    """Embeds and predicts; takes no steps."""
+    """Without gradient steps."""
     return export_graph(layout(), kinds=("embed", "predict"))
 
 
 @cache
 def stepping(rates: bool = False) -> Graph:
-    """Takes gradient steps as well, also from first values of groups that a device keeps."""
+    """With gradient steps."""
     return with_adapt(plain(), rates=rates)
 
 
 def graph_for(method: str) -> Graph:
-    """With the steps of the method, where it takes some, as a fleet makes it."""
+    """The graph that a fleet makes for the method, with gradient steps if it takes any."""
     made = METHODS[method]
     if made.personalizer not in ("sgd", "meta-sgd", "own"):
         return plain()
@@ -58,8 +57,8 @@ def graph_for(method: str) -> Graph:
     return replace(graph, first=trees.only(models.initial(layout(), 0), made.personal))
 
 
-def evaluated(method: str, seed: int = 1, factor: float = 2.0) -> Params:
-    """Weights as far from uncertain as a trained model's; learned rates that differ."""
+def served_weights(method: str, seed: int = 1, factor: float = 2.0) -> Params:
+    """Weights that give confident answers, as a trained model does; learned rates differ."""
     shared = METHODS[method].shared
     wire = layout().extended(shared, ("body", "head"))
     rng = np.random.default_rng(seed)
@@ -74,7 +73,7 @@ def weights_of(params: Params, round_number: int = 1) -> Weights:
 
 
 def home(folder: Path, samples: Samples | None = None, *, toml: str = "") -> Path:
-    """A device's folder. samples: its recording, or none."""
+    """A device's folder, with recorded samples if given."""
     folder.mkdir(parents=True)
     (folder / "device.toml").write_text(DEVICE + toml)
     if samples is not None:
@@ -82,27 +81,27 @@ def home(folder: Path, samples: Samples | None = None, *, toml: str = "") -> Pat
     return folder
 
 
-def fresh(place: Path) -> Service:
-    """As another process sees the folder."""
+def reopened(place: Path) -> Service:
+    """A service that reads the folder as a new process does."""
     return service_of(place, settings_of(place))
 
 
 def restored(place: Path) -> Service:
-    service = fresh(place)
+    service = reopened(place)
     service.restore()
     return service
 
 
-def furnished(
+def service_with_model(
     place: Path, method: str, *, params: Params | None = None, hyper: Mapping[str, Any] | None = None,
     graph: Graph | None = None, load: bool = True,
 ) -> Service:
-    """A service for the folder that was served a model of round 1."""
+    """A service that has loaded the served model of round 1."""
     made = graph or graph_for(method)
     data, name = graph_bundle.pack(made), f"{METHODS[method].personalizer:0>32}"
     DeviceState(place).save_graph(name, data)
-    service = fresh(place)
+    service = reopened(place)
     service.install(name, graph_bundle.unpack(data))
     if load:
-        service.load(METHODS[method], hyper or {}, weights_of(params or evaluated(method)))
+        service.load(METHODS[method], hyper or {}, weights_of(params or served_weights(method)))
     return service

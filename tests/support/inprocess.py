@@ -1,4 +1,4 @@
-"""A whole fleet in one process on the loopback link, for tests: real aggregator, real agents, trainer inline."""
+"""A whole fleet in one process on the loopback link: real aggregator, real agents, inline trainers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CLASSES = ("a", "b", "c")
 
 
 def toy(seed: int, count: int = 90, shift: float = 0.0) -> Samples:
-    """Three separable classes in eight dimensions; ``shift`` moves a device's own distribution."""
+    """Three separable classes in eight dimensions; ``shift`` moves the distribution of a device."""
     rng = np.random.default_rng(seed)
     y = rng.integers(0, 3, count)
     centres = np.eye(3, 8) * 3 + shift
@@ -48,7 +48,7 @@ def toy(seed: int, count: int = 90, shift: float = 0.0) -> Samples:
 
 @dataclass
 class Clock:
-    """Time that only moves when a test says so."""
+    """A clock that only a test moves."""
 
     seconds: float = 1000.0
 
@@ -62,8 +62,8 @@ class Clock:
         return int(self.wall() * 1000)
 
 
-class Bench:
-    """A device's trainer; a test may put another one in its place (``inner``) at any time."""
+class ReplaceableTrainer:
+    """A device's trainer; a test may replace ``inner`` at any time."""
 
     def __init__(self) -> None:
         self.inner: Trainer = InlineTrainer()
@@ -86,7 +86,7 @@ class Bench:
 
 
 def without_fsync(patch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for the disk: for tests in which the machine never loses its power."""
+    """Turn fsync off, for tests without power cuts."""
     patch.setattr(os, "fsync", lambda descriptor: None)
     opened_ledger = Ledger._open
 
@@ -98,19 +98,19 @@ def without_fsync(patch: pytest.MonkeyPatch) -> None:
 
 
 class Killed(BaseException):
-    """The process died here."""
+    """The process dies here."""
 
 
 @dataclass
 class World:
-    """A founded fleet with its broker; agents and aggregators come and go. server: a Coordinator, or None."""
+    """A fleet and its broker. A test starts and kills agents and aggregators. server: a Coordinator, or None."""
 
     folder: Path
     fleet: Fleet
     broker: LoopbackBroker
     clock: Clock = field(default_factory=Clock)
     agents: dict[str, Any] = field(default_factory=dict)
-    trainers: dict[str, Bench] = field(default_factory=dict)
+    trainers: dict[str, ReplaceableTrainer] = field(default_factory=dict)
     server: Any = None
     lines: list[str] = field(default_factory=list)
     lives: int = 0
@@ -121,7 +121,7 @@ class World:
         return self.fleet.config.fleet.name
 
     def start_server(self) -> Coordinator:
-        """Also after a death: the same folder, another life."""
+        """Start or restart the aggregator on the same folder."""
         self.lives += 1
         boot = f"server{self.lives}"
         topic, payload = server_will(self.name, boot)
@@ -134,8 +134,8 @@ class World:
         return self.server
 
     def start_agent(self, name: str, samples: Samples | None = None, **data: Any) -> Agent:
-        """``train=False``: a device that only personalizes and answers. ``trainer=False``: one without torch.
-        ``limits``: of its board. Other keywords are of ``[data]``."""
+        """train=False: the device only personalizes and answers. trainer=False: it has no torch. limits: of its board.
+        Other keywords belong to ``[data]``."""
         self.lives += 1
         home = DeviceState(self.folder / "devices" / name)
         if samples is not None:
@@ -146,7 +146,7 @@ class World:
         boot = f"{name}{self.lives}"
         topic, payload = will(settings, boot)
         link = LoopbackLink(self.broker, boot, Will(topic, payload))
-        trainer = Bench() if torch_is_there else None
+        trainer = ReplaceableTrainer() if torch_is_there else None
         agent = Agent(
             settings, home, link, service_of(home.folder, settings), AgentCosts(), trainer, boot=boot,
             limits=limits, adapter=Inline(adapter.handle), clock=self.clock, now_ms=self.clock.ms,
@@ -172,11 +172,11 @@ class World:
         link.opened = False
 
     def lose_disk(self, name: str) -> None:
-        """The device's training state is gone; its samples are not."""
+        """Delete the device's training state; its samples stay."""
         shutil.rmtree(self.folder / "devices" / name / "methods", ignore_errors=True)
 
     def step(self, tick_s: float = 0.02) -> None:
-        """One step of everybody; ``acting`` says whose it is: a device's name, or ``server``."""
+        """Step everybody once. ``acting`` names the current one: a device, or ``server``."""
         self.acting = "server"
         if self.server is not None:
             self.server.step(0)
@@ -184,14 +184,14 @@ class World:
             self.acting = name
             try:
                 agent.step(0)
-            except RevokedError as error:  # as a process: it leaves with the reason
+            except RevokedError as error:  # a process would exit with this reason
                 self.lines.append(f"{name}: {error}")
                 self.agents.pop(name).close()
         self.acting = ""
         self.clock.seconds += tick_s
 
     def pump(self, until: Callable[[], bool], *, steps: int = 2000, tick_s: float = 0.02) -> bool:
-        """Steps everybody until ``until`` holds; False when ``steps`` did not suffice."""
+        """Step everybody until ``until`` holds; return False after ``steps`` steps."""
         for _ in range(steps):
             if until():
                 return True
@@ -199,7 +199,6 @@ class World:
         return until()
 
     def close(self) -> None:
-        """Ends everything in order."""
         for agent in self.agents.values():
             agent.close()
         if self.server is not None:
@@ -207,11 +206,11 @@ class World:
             self.server.ledger.close()
 
     def closed(self) -> int:
-        """The last closed round."""
+        """The number of the last closed round."""
         return 0 if self.server is None else self.server.checkpoint.round
 
-    def told(self, text: str) -> bool:
-        """Whether somebody logged a line with ``text`` in it."""
+    def logged(self, text: str) -> bool:
+        """Whether any log line contains ``text``."""
         return any(text in line for line in self.lines)
 
 
@@ -246,7 +245,7 @@ def _first(model: str, spec: InputSpec, classes: tuple[str, ...], options: str, 
 
 
 def world(folder: Path, text: str, broker: LoopbackBroker | None = None) -> World:
-    """A fleet of ``text`` (fleet.toml) in ``folder``; graphs and first weights are made once per test run."""
+    """A fleet from ``text`` (fleet.toml); graphs and first weights are made once per test run."""
 
     def make(settings: Any, head: bool) -> tuple[bytes, bytes]:
         model = settings.model

@@ -1,4 +1,4 @@
-"""Tiny experiments for the laboratory's tests: three devices with three classes in eight dimensions."""
+"""Tiny laboratory experiments: three devices, three classes, eight dimensions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EPISODES = {"local_steps": 3, "support_batch": 12, "query_batch": 12}
 
 
 def recordings(path: Path, devices: int = 3, count: int = 90) -> Path:
-    """One file with the recordings of d0, d1, … as ``toy`` makes them."""
+    """One file with the samples that ``toy`` makes for d0, d1, …"""
     parts = [toy(n, count, shift=0.3 * n) for n in range(devices)]
     names = np.repeat([f"d{n}" for n in range(devices)], [len(part) for part in parts])
     x, y = np.concatenate([part.x for part in parts]), np.concatenate([part.y for part in parts])
@@ -45,7 +45,7 @@ def recordings(path: Path, devices: int = 3, count: int = 90) -> Path:
 
 
 def settings(path: Path, name: str = "pfldyn-proto", hyper: Mapping[str, Any] | None = None, **more: Any) -> Any:
-    """Plain values of an experiment with the method ``name``; ``more`` are tables or settings of their own."""
+    """The settings of an experiment with the method ``name``; ``more`` replaces tables or settings."""
     return {
         "data": {"path": str(path)},
         "partition": {"kind": "natural", "options": {"split": "time", "train_fraction": 0.6}},
@@ -63,7 +63,7 @@ def experiment(*arguments: Any, **more: Any) -> Experiment:
 
 
 def laboratory(asked: Experiment, run: Run, folder: Path, executor: Executor | None = None, **more: Any) -> Laboratory:
-    """What a run needs. side_by_side: of the crew that is made; ``more``: of ``Laboratory``."""
+    """side_by_side: clients that the inline executor trains together. more: replaces fields of ``Laboratory``."""
     work = workload.build(asked)
     layout = workload.layout_of(asked, work)
     side = more.pop("side_by_side", 1)
@@ -72,8 +72,8 @@ def laboratory(asked: Experiment, run: Run, folder: Path, executor: Executor | N
     return replace(lab, **more)
 
 
-def go(asked: Experiment, folder: Path, **more: Any) -> Store:
-    """The first run of the experiment, to its end, in this process."""
+def run_first(asked: Experiment, folder: Path, **more: Any) -> Store:
+    """Run the experiment's first run to its end in this process."""
     run = experiments.runs(asked)[0]
     store = Store(folder)
     with store.begun({"run": run.name}):
@@ -81,8 +81,9 @@ def go(asked: Experiment, folder: Path, **more: Any) -> Store:
     return store
 
 
-def go_killed(write: int, asked: Experiment, folder: Path) -> None:
-    """``go``; kills this process before its ``write``-th change of a file or folder. For a process of its own."""
+def run_first_and_die(write: int, asked: Experiment, folder: Path) -> None:
+    """As ``run_first``, but kill this process before the ``write``-th change of a file or folder. Call it in a child
+    process."""
     without_fsync(pytest.MonkeyPatch())
     sys.dont_write_bytecode = True
     left = itertools.count(write - 1, -1)
@@ -93,18 +94,18 @@ def go_killed(write: int, asked: Experiment, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    go(asked, folder, clock=ticking(0.5))
+    run_first(asked, folder, clock=ticking(0.5))
 
 
-def server(store: Store) -> dict[str, bytes]:
-    """All of the last checkpoint but the time: arrays by name, and the rest."""
+def server_state(store: Store) -> dict[str, bytes]:
+    """Everything in the last checkpoint but the time: arrays by name, and the metadata."""
     path = sorted((store.folder / "state").glob("round-*"))[-1]
     arrays, metadata = storage.unpack(path.read_bytes())
     return {**{name: bits(array) for name, array in arrays.items()}, "metadata": json.dumps(metadata).encode()}
 
 
-def device(store: Store, name: str) -> dict[str, bytes]:
-    """The state of a device on the disk, by role, group and name."""
+def device_state(store: Store, name: str) -> dict[str, bytes]:
+    """A device's state on disk by role, group and name."""
     return flat(store.clients.load(name, 1 << 30))
 
 
@@ -116,24 +117,24 @@ def bits(array: np.ndarray[Any, Any]) -> bytes:
     return f"{array.dtype}{array.shape}".encode() + array.tobytes()
 
 
-def figures(store: Store) -> list[dict[str, Any]]:
-    """The rounds without their times."""
+def rounds_without_times(store: Store) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in store.rounds()]
 
 
-def everything(store: Store, devices: Iterable[str] = ("d0", "d1", "d2")) -> dict[str, Any]:
-    """What two equal runs have in common."""
-    return {"server": server(store), "rounds": figures(store), **{name: device(store, name) for name in devices}}
+def comparable(store: Store, devices: Iterable[str] = ("d0", "d1", "d2")) -> dict[str, Any]:
+    """What two equal runs have in common: server state, rounds and device states."""
+    states = {name: device_state(store, name) for name in devices}
+    return {"server": server_state(store), "rounds": rounds_without_times(store), **states}
 
 
 def ticking(step_s: float) -> Callable[[], float]:
-    """A clock that moves on by ``step_s`` whenever it is read."""
+    """A clock that advances by ``step_s`` at every reading."""
     now = iter(range(1 << 60))
     return lambda: next(now) * step_s
 
 
 class Headless(nn.Module):
-    """A model of one's own without a head."""
+    """A user's model without a head."""
 
     def __init__(self, shape: tuple[int, ...], classes: int):
         super().__init__()

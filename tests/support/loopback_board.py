@@ -1,8 +1,8 @@
-"""A stand-in for a board, for tests of flashing over SSH: a real sshd on a random port of loopback, in namespaces of
-its own (mounts and processes), where /etc is a copy and /opt, /var/lib, /var/cache and /run are empty. systemctl,
-uname, getconf, python3 and sudo are stand-ins; systemd-run fails there as it does wherever systemd does not run.
+"""A stand-in for a board that is flashed over SSH: a real sshd on a random loopback port in its own mount and process
+namespaces, where /etc is a copy and /opt, /var/lib, /var/cache and /run are empty. systemctl, uname, getconf,
+python3 and sudo are stand-ins; systemd-run fails, as it does where systemd does not run.
 
-All that it started ends with it. Needs Linux, root, openssh-server and util-linux.
+Everything that it started ends with it. Needs Linux, root, openssh-server and util-linux.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import pytest
 
 from firmware_profiles.package.program import Program, sha256_of
 from tests.support import waiting
+from tests.support.brokers import free_port
 from tests.support.waiting import PATIENCE_S
 
 SBIN = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
@@ -84,7 +85,7 @@ is-active) [ -e "$pid" ] && kill -0 "$(cat "$pid")" 2>/dev/null && echo active |
 esac
 """
 
-# "uname -m" says what is in /run/stand-in/uname-m, where that is.
+# For example "uname -m" prints /run/stand-in/uname-m if that file exists.
 TELLER = """#!/bin/sh
 [ -e "/run/stand-in/{name}$*" ] && {{ cat "/run/stand-in/{name}$*"; exit; }}
 exec {real} "$@"
@@ -107,7 +108,7 @@ DIES = "#!/bin/sh\nexit 1\n"
 
 @dataclass(frozen=True)
 class Board:
-    """folder: keys and configuration. config: for the client's ``ssh -F``. root: the board's own file system."""
+    """folder: keys and configuration. config: for ``ssh -F``. root: the board's root file system."""
 
     folder: Path
     port: int
@@ -128,37 +129,32 @@ class Board:
         """A path on the board, as this process sees it."""
         return self.root / path.lstrip("/")
 
-    def says(self, command: str, text: str) -> None:
-        """What ``uname -m``, ``getconf ...`` or ``python3 --version`` answers until ``as_new``."""
+    def answer_with(self, command: str, text: str) -> None:
+        """Set what ``uname -m``, ``getconf ...`` or ``python3 --version`` prints until ``as_new``."""
         program, arguments = command.split(maxsplit=1)
         self.path(f"/run/stand-in/{program}{arguments}").write_text(f"{text}\n")
 
     def trust(self) -> None:
-        """The operator knows the host's key."""
+        """Put the board's key into the operator's known_hosts."""
         kind, key, *_ = (self.folder / "host_key.pub").read_text().split()
         self.known.write_text(f"[127.0.0.1]:{self.port} {kind} {key}\n")
 
     def fingerprint(self) -> str:
-        told = subprocess.run(["ssh-keygen", "-lf", str(self.folder / "host_key.pub")], check=True,
+        done = subprocess.run(["ssh-keygen", "-lf", str(self.folder / "host_key.pub")], check=True,
                               capture_output=True, text=True).stdout
-        return told.split()[1]
-
-    def new_host_key(self) -> None:
-        for path in (self.folder / "host_key", self.folder / "host_key.pub"):
-            path.unlink()
-        _key(self.folder / "host_key")
+        return done.split()[1]
 
     def sh(self, command: str) -> str:
-        """What a command says on the board, without ssh."""
+        """Run a command on the board without SSH; return stdout and stderr."""
         pid = self.root.parent.name
-        told = subprocess.run(
+        done = subprocess.run(
             ["nsenter", "-t", pid, "-m", "-p", "env", f"PATH={self.folder}/bin:{SBIN}", "sh", "-c", command],
             capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )
-        return told.stdout + told.stderr
+        return done.stdout + done.stderr
 
     def as_new(self) -> None:
-        """No version, no settings, no unit; the host's key is known."""
+        """Remove all versions, settings and units; the operator knows the host key."""
         self.sh("for f in /run/stand-in/*.pid; do [ -e $f ] && kill -9 $(cat $f); done;"
                 "pkill -9 -f '[d]evice.sh linger';"
                 "rm -rf /opt/* /var/lib/* /etc/metafleet /etc/systemd/system/metafleet* /run/stand-in/* /run/metafleet")
@@ -167,8 +163,7 @@ class Board:
 
 @contextmanager
 def board(folder: Path) -> Iterator[Board]:
-    """A board that answers; ``folder``: an empty one, on a short path. Skips the test, with its reason, without root.
-    """
+    """A running board. folder: empty, with a short path. Skips the test without root."""
     if os.geteuid() != 0:
         pytest.skip("namespaces of mounts and processes need root")
     (folder / "bin").mkdir()
@@ -178,7 +173,7 @@ def board(folder: Path) -> Iterator[Board]:
     _key(folder / "host_key")
     _key(folder / "key")
     shutil.copy(folder / "key.pub", folder / "authorized")
-    port = _free_port()
+    port = free_port()
     (folder / "sshd_config").write_text(SSHD_CONFIG.format(port=port, folder=folder, path=SBIN))
     (folder / "config").write_text(CLIENT_CONFIG.format(folder=folder))
     sshd = shutil.which("sshd", path=SBIN)
@@ -195,12 +190,12 @@ def board(folder: Path) -> Iterator[Board]:
         made.trust()
         yield made
     finally:
-        process.kill()  # its child ends with it, and with that one all in its namespace
+        process.kill()  # its child dies with it, and so does every process in the namespace
         process.wait()
 
 
-def a_program(folder: Path, version: str, agent: str = GOOD) -> Program:
-    """A program of three files for this machine, whose agent is a script that only says that it has come up."""
+def make_program(folder: Path, version: str, agent: str = GOOD) -> Program:
+    """An agent program of three files for this machine; the agent is a script that only reports that it started."""
     files = {
         "bin/edge-agent": agent.replace("VERSION", version).encode(),
         "lib/same.py": b"same\n" * 10_000, "lib/with blank (1).py": version.encode(),
@@ -227,12 +222,6 @@ def _tellers() -> dict[str, str]:
 
 def _key(path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(path)], check=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return int(made.getsockname()[1])
 
 
 def _answers(port: int) -> bool:

@@ -1,9 +1,8 @@
-"""Network namespaces for tests: devices on wires of their own to one hub, every byte counted by the kernel.
+"""Network namespaces: a star of devices around one hub, where the kernel counts every byte.
 
-A wire carries nothing but IPv4: neighbours are fixed, IPv6 is off. Segments leave one by one (``gso_max_segs 1``), as
-on a real network card, so that an interface's packets are TCP's segments. One processor takes what arrives, so that
-order is kept, and tail-loss probes are off: else a busy machine sends again what was not lost. Needs Linux, root and
-iproute2.
+A wire carries only IPv4: neighbours are fixed and IPv6 is off. Segments leave one by one (``gso_max_segs 1``), as on a
+real network card, so that an interface's packets are TCP segments. One processor receives, which keeps the order, and
+tail-loss probes are off; otherwise a busy machine retransmits what was not lost. Needs Linux, root and iproute2.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ FOLDERS = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 
 
 @dataclass(frozen=True)
-class Passed:
-    """What crossed an interface: bytes from the IP header on, and packets, as the namespace sent and received them."""
+class WireTraffic:
+    """Traffic of an interface as its namespace sent and received it; bytes count from the IP header on."""
 
     sent: int
     received: int
     sent_packets: int
     received_packets: int
 
-    def __sub__(self, before: Passed) -> Passed:
-        return Passed(
+    def __sub__(self, before: WireTraffic) -> WireTraffic:
+        return WireTraffic(
             self.sent - before.sent, self.received - before.received, self.sent_packets - before.sent_packets,
             self.received_packets - before.received_packets,
         )
@@ -49,23 +48,23 @@ class Passed:
 
 @dataclass(frozen=True)
 class Wire:
-    """A namespace with one interface, ``eth``, that leads to the hub. address: its own. hub: the hub's end of it."""
+    """A namespace with one interface, ``eth``, that leads to the hub. address: its own. hub: the hub's."""
 
     namespace: str
     address: str
     hub: str
 
     def command(self, *command: str) -> tuple[str, ...]:
-        """The command that runs ``command`` inside."""
+        """``command`` wrapped to run in this namespace."""
         return within(self.namespace, *command)
 
-    def passed(self) -> Passed:
-        """Since the wire was made."""
+    def passed(self) -> WireTraffic:
+        """The traffic since the wire was made."""
         answer = _ip("-n", self.namespace, "-s", "-j", "link", "show", "dev", "eth")
         counts = json.loads(answer)[0]["stats64"]
         tx, rx = counts["tx"], counts["rx"]
         assert tx["dropped"] == tx["errors"] == rx["dropped"] == rx["errors"] == 0, counts
-        return Passed(
+        return WireTraffic(
             tx["bytes"] - ETHERNET_BYTES * tx["packets"], rx["bytes"] - ETHERNET_BYTES * rx["packets"],
             tx["packets"], rx["packets"],
         )
@@ -73,19 +72,19 @@ class Wire:
 
 @dataclass(frozen=True)
 class Star:
-    """hub: the namespace in the middle, where brokers live; each wire leads to a namespace of its own."""
+    """hub: the namespace in the middle, for brokers. Every wire leads to another namespace."""
 
     hub: str
     wires: tuple[Wire, ...]
 
     def command(self, *command: str) -> tuple[str, ...]:
-        """The command that runs ``command`` in the hub."""
+        """``command`` wrapped to run in the hub."""
         return within(self.hub, *command)
 
 
 @cache
 def unavailable() -> str | None:
-    """Why there can be no namespaces here, or None."""
+    """Why namespaces cannot be used here, or None."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     if shutil.which("ip", path=FOLDERS) is None:
@@ -100,14 +99,14 @@ def unavailable() -> str | None:
 
 
 def need_namespaces() -> None:
-    """Skips the test, with its reason, where there are none."""
+    """Skip the test where namespaces cannot be used."""
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
 
 
 @contextmanager
 def star(devices: int) -> Iterator[Star]:
-    """A hub and ``devices`` wires; all of it is gone afterwards, with what the test changed of it."""
+    """A hub and ``devices`` wires, removed at the end."""
     tag = f"mf-{secrets.token_hex(4)}"
     hub = f"{tag}-hub"
     made: list[str] = []
@@ -122,7 +121,7 @@ def star(devices: int) -> Iterator[Star]:
 
 @contextmanager
 def entered(namespace: str) -> Iterator[None]:
-    """Sockets that this thread opens inside the block belong to ``namespace``."""
+    """Sockets that this thread opens in the block belong to ``namespace``."""
     with open("/proc/thread-self/ns/net", "rb") as before, open(f"/var/run/netns/{namespace}", "rb") as there:
         _enter(there.fileno())
         try:
@@ -132,7 +131,7 @@ def entered(namespace: str) -> Iterator[None]:
 
 
 def within(namespace: str, *command: str) -> tuple[str, ...]:
-    """The command that runs ``command`` in ``namespace``."""
+    """``command`` wrapped to run in ``namespace``."""
     return (_program(), "netns", "exec", namespace, *command)
 
 
@@ -148,7 +147,7 @@ def _namespace(name: str, made: list[str]) -> None:
 
 
 def _wire(tag: str, hub: str, k: int, made: list[str]) -> Wire:
-    """The addresses are of 198.18.0.0/15, which is kept for tests of networks (RFC 2544)."""
+    """Addresses are from 198.18.0.0/15, reserved for network tests (RFC 2544)."""
     wire = Wire(f"{tag}-{k}", f"198.18.{k}.2", f"198.18.{k}.1")
     _namespace(wire.namespace, made)
     ours, theirs = f"02:00:00:00:{k:02x}:02", f"02:00:00:00:{k:02x}:01"

@@ -1,4 +1,4 @@
-"""A power cut at a chosen write: from that write on nothing comes to the disk, and what ran is gone."""
+"""A power cut at a chosen write: nothing is written from then on, and the running code ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fleet_core.base import storage
 
 
 class PowerCut(BaseException):
-    """Caught by nothing of the product."""
+    """The product catches no such exception."""
 
 
 @contextlib.contextmanager
 def cut_at(number: int) -> Iterator[list[int]]:
-    """Around what writes: its ``number``-th atomic write is a power cut that ends the block. Yields [writes begun]."""
+    """The block's ``number``-th atomic write is a power cut, which ends the block. Yields [writes begun]."""
     write, begun = storage.write_atomic, [0]
 
     def failing(*arguments: Any, **options: Any) -> None:

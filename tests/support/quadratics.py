@@ -1,8 +1,7 @@
-"""Devices whose losses are strongly convex quadratics, and a fleet of them that runs the real client and server rules.
+"""A fleet whose losses are strongly convex quadratics, trained by the real client and server rules.
 
-Everything that a fleet does to the algebra is here and nothing else: an update that is not counted, a device that
-does not hear of it, one that enrols or leaves, a lossy codec up and down. Gradients are exact and float64. Any method
-can be played (``fleet_of``), whatever it sends down, keeps on the device or has a step measure.
+It models what changes the algebra and nothing else: updates that are not counted, devices that do not hear of it,
+devices that enrol or leave, lossy codecs up and down. Gradients are exact and float64. ``fleet_of`` runs any method.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ class Quadratic:
         return self.hessian @ (w - self.minimum)
 
     def gradient(self, at: Params) -> Params:
-        """Of f at the groups of w that there are, 0 in the others; with ``rates`` beside them, of Meta-SGD's
-        f(w − a∘∇f(w)) in both. A constant's place holds what is measured: a margin, a class mean of the mean of w."""
+        """The gradient of f in the model's groups; with ``rates``, the gradient of Meta-SGD's f(w − a∘∇f(w)) in both.
+        Groups of measured values hold the value instead: a margin, or a class mean of the mean of w."""
         w = vector({**tree(np.zeros(SIZE)), **trees.only(at, GROUPS)})
         if "rates" in at:
             slope, rates = self.slope(w), vector({"rates": at["rates"]})
@@ -79,7 +78,7 @@ class Quadratic:
 
 
 def quadratics(count: int, seed: int, mu: float, smoothness: float) -> dict[str, Quadratic]:
-    """Losses with eigenvalues in [mu, smoothness] along axes of their own, and minima of their own; by device name."""
+    """Losses with eigenvalues in [mu, smoothness] along random axes and with random minima, by device name."""
     rng = np.random.default_rng(seed)
     losses = {}
     for i in range(count):
@@ -90,25 +89,25 @@ def quadratics(count: int, seed: int, mu: float, smoothness: float) -> dict[str,
 
 
 def minimiser(losses: Iterable[Quadratic]) -> Vector:
-    """Of the mean of the losses: (Σ H)⁻¹ Σ H c."""
+    """The minimiser of the mean loss: (Σ H)⁻¹ Σ H c."""
     listed = list(losses)
     pull = np.sum([loss.hessian @ loss.minimum for loss in listed], axis=0)
     return np.linalg.solve(np.sum([loss.hessian for loss in listed], axis=0), pull)
 
 
 def exact(own: Params, residual: Params | None) -> Sent:
-    """An update that arrives as it is."""
+    """An update that is not changed by encoding."""
     return Sent(b"", own, None, None)
 
 
-def whole(groups: Params) -> Params:
-    """Devices hold what the server sends as it is."""
+def unchanged(groups: Params) -> Params:
+    """Devices receive exactly what the server sends."""
     return groups
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A device's state that follows if its update of ``round`` was counted."""
+    """The state of a device if its update of ``round`` was counted."""
 
     round: int
     epoch: int
@@ -128,15 +127,13 @@ class Device:
 
 
 @dataclass
-class Cohort:
-    """A fleet. ``send`` encodes updates; ``publish`` gives what devices decode of what the server sends down.
+class QuadraticFleet:
+    """``send`` encodes updates; ``publish`` returns what devices decode of what the server sends.
 
-    down, given, personal: the groups that go down, to all alike or one device's own, and those that stay on a device,
-    all zero at first. measures: gradients
-    that a device's round takes beyond its steps.
-    commits_anyway: a device commits whether its update was counted or not (wrong).
-    role: the device's and the server's state whose mean the identities speak of.
-    dual: which delta the dual follows; ``agent`` is the product's rule: the decoded one where there is no feedback.
+    down, given, personal: groups sent to all, sent to one device alone, and kept on a device; all start at zero.
+    measures: gradients that a device's round takes beyond its steps. commits_anyway: a device commits even when its
+    update was not counted (wrong). role: the state of device and server whose mean the identities are about. dual:
+    which delta the dual follows; ``agent`` is the product's rule: the decoded one where there is no feedback.
     """
 
     client: ClientRule
@@ -144,7 +141,7 @@ class Cohort:
     hyper: Any
     losses: Mapping[str, Quadratic]
     send: Send = exact
-    publish: Callable[[Params], Params] = whole
+    publish: Callable[[Params], Params] = unchanged
     down: tuple[str, ...] = GROUPS
     given: tuple[str, ...] = ()
     personal: tuple[str, ...] = ()
@@ -164,7 +161,7 @@ class Cohort:
     # A round ----------------------------------------------------------------------------------------------------------
 
     def round(self, active: Collection[str] = (), lost: Collection[str] = (), unheard: Collection[str] = ()) -> None:
-        """One round of ``active`` (all by default) devices; updates of ``lost`` do not count.
+        """One round of the ``active`` devices (all by default); updates of ``lost`` are not counted.
 
         ``unheard`` devices do not hear this round's record: they stay pending, and train again once they have heard.
         """
@@ -237,7 +234,7 @@ class Cohort:
         return float(np.linalg.norm(self.model - self.optimum))
 
     def mean_dual(self) -> Vector:
-        """Mean of every device's g_i, with what is counted though the device has not heard of it."""
+        """Mean of every device's g_i, including counted updates that the device has not heard of."""
         return self._mean(lambda state, residual: state.get(self.role))
 
     def mean_residual(self) -> Vector:
@@ -245,7 +242,7 @@ class Cohort:
         return self._mean(lambda state, residual: residual)
 
     def mean_latest(self) -> Vector:
-        """1/m Σ w_i over the latest model of every device, w⁰ = 0 for one that never took part."""
+        """1/m Σ w_i over the latest model of every device; w⁰ = 0 for a device that never took part."""
         latest = [np.zeros(SIZE) if d.latest is None else vector(d.latest) for d in self.devices.values()]
         return np.mean(latest, axis=0)
 
@@ -260,10 +257,9 @@ class Cohort:
         return (held.state, held.residual) if held.epoch == self.state.dual_epoch else ({}, None)
 
 
-def fleet_of(name: str, hyper: Any, losses: Mapping[str, Quadratic], **how: Any) -> Cohort:
-    """A fleet that runs the named method."""
+def fleet_of(name: str, hyper: Any, losses: Mapping[str, Quadratic], **how: Any) -> QuadraticFleet:
     method = METHODS[name]
-    return Cohort(
+    return QuadraticFleet(
         method.client, method.server, hyper, losses, down=method.down, given=method.per_device,
         personal=method.personal,
         measures=int("prototypes" in method.shared), **how,
@@ -273,33 +269,33 @@ def fleet_of(name: str, hyper: Any, losses: Mapping[str, Quadratic], **how: Any)
 DEVICES = quadratics(8, seed=0, mu=MU, smoothness=SMOOTHNESS)
 
 
-def dyn(penalty: float = 2.0, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> Cohort:
+def dyn(penalty: float = 2.0, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> QuadraticFleet:
     """Eight devices that run PFLDyn at a rate below 2/(L + α)."""
     return _built(Dyn, {"penalty": penalty, "client_lr": 1 / (SMOOTHNESS + penalty)}, "feddyn", losses, how)
 
 
-def scaf(local_steps: int = 5, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> Cohort:
+def scaf(local_steps: int = 5, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> QuadraticFleet:
     """Eight devices that run PFLScaf with Kβ = K/L."""
     return _built(Scaf, {"local_steps": local_steps}, "scaffold", losses, {"role": "control", **how})
 
 
-def average(local_steps: int, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> Cohort:
+def average(local_steps: int, *, losses: Mapping[str, Quadratic] = DEVICES, **how: Any) -> QuadraticFleet:
     """Eight devices that run FedAvg."""
     return _built(Averaging, {"local_steps": local_steps}, "fedavg", losses, how)
 
 
 def _built(
     hyper: type[Any], known: Mapping[str, Any], name: str, losses: Mapping[str, Quadratic], how: dict[str, Any]
-) -> Cohort:
-    """``how``: hyper-parameters, and what a ``Cohort`` takes."""
+) -> QuadraticFleet:
+    """how: hyper-parameters and arguments of ``QuadraticFleet``."""
     ours = {field.name for field in fields(hyper)}
     settings = {"local_steps": 10, "client_lr": 1 / SMOOTHNESS, "clip_norm": 0.0, **known}
     changed = hyper(**{**settings, **{key: how.pop(key) for key in ours & how.keys()}})
     return fleet_of(name, changed, losses, **how)
 
 
-def draws(names: Iterable[str], count: int, rounds: int, seed: int) -> list[list[str]]:
-    """``count`` different devices for each of ``rounds`` rounds."""
+def random_cohorts(names: Iterable[str], count: int, rounds: int, seed: int) -> list[list[str]]:
+    """For each of ``rounds`` rounds, ``count`` different devices."""
     rng, listed = np.random.default_rng(seed), sorted(names)
     return [[listed[i] for i in rng.choice(len(listed), count, replace=False)] for _ in range(rounds)]
 
@@ -311,7 +307,7 @@ def int8(name: str = "int8") -> Send:
 
 
 def top_k(kept: int, *, feedback: bool) -> Send:
-    """The ``kept`` largest values, the others lost."""
+    """Sends the ``kept`` largest values."""
 
     def send(own: Params, residual: Params | None) -> Sent:
         intended = own if residual is None else trees.add(own, residual)

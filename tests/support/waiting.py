@@ -1,4 +1,4 @@
-"""Waiting for an event. The bound catches an event that never comes; on a busy machine one may take minutes."""
+"""Wait for an event. The limit only catches events that never come: on a busy machine one may take minutes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 PATIENCE_S = 300.0
-"""Below pytest's own limit for a test, so that a wait in vain ends with its reason."""
+"""Below pytest's own limit for a test, so that a vain wait ends with its reason."""
 
 
 def until(
@@ -14,7 +14,7 @@ def until(
     meanwhile: Callable[[], object] = lambda: time.sleep(0.02),
     reason: Callable[[], object] = lambda: "",
 ) -> None:
-    """Calls ``meanwhile`` until ``condition`` holds. reason: what a failure says."""
+    """Call ``meanwhile`` until ``condition`` holds. reason: text for a failure."""
     end_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end_s, f"not after {PATIENCE_S:g} s: {reason()}"

@@ -1,4 +1,4 @@
-"""A folder of wheels that hold next to nothing, in place of an index: what tests make a board's package from."""
+"""A folder of nearly empty wheels that replaces the package index when tests build a board's package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEEDED = (
 
 
 def wheel(folder: Path, name: str, version: str, tag: str = "py3-none-any", requires: tuple[str, ...] = ()) -> Path:
-    """One wheel with a module of its name, whose VERSION and TAG say which wheel it was taken from."""
+    """One wheel with a module of its name; VERSION and TAG say which wheel it came from."""
     path = folder / f"{name}-{version}-{tag}.whl"
     info = f"{name}-{version}.dist-info"
     lines = [f"Name: {name}", f"Version: {version}", "License-Expression: MIT"]
@@ -29,8 +29,9 @@ def wheel(folder: Path, name: str, version: str, tag: str = "py3-none-any", requ
     return path
 
 
-def index(folder: Path) -> tuple[str, ...]:
-    """All that the agent needs, for the boards' Pythons and architectures; uv's options that lead to them."""
+def wheel_folder(folder: Path) -> tuple[str, ...]:
+    """Wheels of all that the agent needs, for the boards' Pythons and architectures. Returns uv's options for the
+    folder."""
     folder.mkdir()
     for name, version, requires in NEEDED:
         wheel(folder, name, version, requires=requires)

@@ -1,4 +1,4 @@
-"""Death anywhere, of real processes on a real mosquitto: the run ends as an undisturbed one does, bit for bit."""
+"""Real processes on a real mosquitto are killed at any moment: the run ends as an undisturbed one does, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,22 +19,19 @@ from cloud_server.records.ledger_tables import Device, Update
 from fleet_core.link import Message
 from fleet_core.protocol import topics
 from tests.support.brokers import NEEDS_MOSQUITTO
-from tests.support.faults import (
+from tests.support.faults import Mosquitto, Proxy, mosquitto
+from tests.support.fleet_processes import (
     FLEET,
     LONG,
-    Crew,
-    Mosquitto,
     Processes,
-    Proxy,
     check_duals,
     check_end,
-    crew,
-    found_tiny,
-    mosquitto,
+    json_of,
     processes,
-    said,
-    undisturbed,
+    reference_run,
+    tiny_fleet,
 )
+from tests.support.stepped_fleet import SteppedFleet, stepped
 
 pytestmark = [NEEDS_MOSQUITTO, pytest.mark.slow]
 
@@ -47,17 +44,17 @@ Step = Callable[[Message], bool]
 
 
 def _part(part: int | str) -> Step:
-    """A message of the device's upload, of any round."""
+    """A message of the device's upload, in any round."""
     return lambda m: m.topic.startswith(f"fl1/{FLEET}/a/{DEVICE}/up/") and m.topic.endswith(f"/{part}")
 
 
 def _down(kind: str) -> Step:
-    return lambda m: m.topic == topics.down(FLEET, DEVICE) and said(m).get("t") == kind
+    return lambda m: m.topic == topics.down(FLEET, DEVICE) and json_of(m).get("t") == kind
 
 
 STEPS: dict[str, Step] = {
     "a round is announced, with what was counted": lambda m: m.topic == topics.current(FLEET) and not m.retain,
-    "it trains": lambda m: m.topic == topics.presence(FLEET, DEVICE) and said(m).get("ph") == "train",
+    "it trains": lambda m: m.topic == topics.presence(FLEET, DEVICE) and json_of(m).get("ph") == "train",
     "it offers": _part("m"),
     "it is granted chunks": _down("need"),
     "the first chunk comes": _part(0),
@@ -68,14 +65,14 @@ STEPS: dict[str, Step] = {
 
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fleet of two that nobody has used yet."""
-    return found_tiny(tmp_path_factory.mktemp("founded"), rounds=ROUNDS)
+    """A fleet of two devices that has not run yet."""
+    return tiny_fleet(tmp_path_factory.mktemp("founded"), rounds=ROUNDS)
 
 
 @pytest.fixture(scope="module")
 def whole(founded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same fleet after a run in which nothing went wrong."""
-    return undisturbed(founded, tmp_path_factory.mktemp("whole") / "run")
+    """The same fleet after a run without faults."""
+    return reference_run(founded, tmp_path_factory.mktemp("whole") / "run")
 
 
 @contextmanager
@@ -87,7 +84,7 @@ def fleet_of(founded: Path, folder: Path, *, without: str = "") -> Iterator[tupl
 
 
 def end_one(broker: Mosquitto, running: Processes, victim: str, *, forget: bool = True) -> None:
-    """SIGKILL, and what a service manager does next."""
+    """SIGKILL and restart, as a service manager does."""
     if victim == "broker":
         broker.kill(forget=forget)
         broker.start()
@@ -118,7 +115,7 @@ def test_a_trainer_that_is_killed_at_work_costs_only_time(founded: Path, whole: 
             running.until(lambda: running.trainers(DEVICE), what="a trainer")
             running.kill(f"{DEVICE}'s trainer")
         running.finish()
-        assert "the trainer process ended with exit code -9" in running.said_by(DEVICE)
+        assert "the trainer process ended with exit code -9" in running.log_of(DEVICE)
     check_end(tmp_path / "run", whole)
 
 
@@ -149,10 +146,10 @@ GATE = "d2"
 
 
 def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round_whoever_dies(tmp_path: Path) -> None:
-    """No round closes without the third device, and that one goes on only when the test has looked at all disks."""
-    founded = found_tiny(tmp_path / "founded", rounds=len(VICTIMS), devices=3)
+    """No round closes without the third device, which continues only after the test has read all disks."""
+    founded = tiny_fleet(tmp_path / "founded", rounds=len(VICTIMS), devices=3)
     folder, draw = tmp_path / "run", random.Random(SEED)
-    with fleet_of(founded, folder, without=GATE) as (broker, running), crew(folder, broker.url) as gate:
+    with fleet_of(founded, folder, without=GATE) as (broker, running), stepped(folder, broker.url) as gate:
         gate.start_agent(GATE)
         for number, victim in enumerate(VICTIMS, 1):
             moment = draw.choice(MOMENTS)
@@ -164,11 +161,11 @@ def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round_whoever_d
                 check_duals(folder)
         gate_at_work(running, gate, running.settled)
         running.finish()
-    check_end(folder, undisturbed(founded, tmp_path / "whole"))
+    check_end(folder, reference_run(founded, tmp_path / "whole"))
 
 
-def gate_at_work(running: Processes, gate: Crew, condition: Callable[[], bool]) -> None:
-    """The third device takes part until ``condition`` holds."""
+def gate_at_work(running: Processes, gate: SteppedFleet, condition: Callable[[], bool]) -> None:
+    """Let the third device take part until ``condition`` holds."""
 
     def after_a_step() -> bool:
         gate.step()
@@ -178,14 +175,14 @@ def gate_at_work(running: Processes, gate: Crew, condition: Callable[[], bool]) 
 
 
 def announced(running: Processes, number: int) -> bool:
-    return any(m.topic == topics.current(FLEET) and said(m).get("round") == number for m in running.watcher.seen)
+    return any(m.topic == topics.current(FLEET) and json_of(m).get("round") == number for m in running.watcher.seen)
 
 
 def reached(running: Processes, number: int, moment: str) -> bool:
-    """Whether the device has come so far in the round: an upload's part, or what it was told."""
+    """Whether the device has reached this point of the round: part of an upload, or a message to it."""
     return any(
         m.topic == topics.upload(FLEET, DEVICE, number, moment)
-        or (m.topic == topics.down(FLEET, DEVICE) and (said(m).get("t"), said(m).get("r")) == (moment, number))
+        or (m.topic == topics.down(FLEET, DEVICE) and (json_of(m).get("t"), json_of(m).get("r")) == (moment, number))
         for m in running.watcher.seen
     )
 
@@ -194,14 +191,16 @@ def reached(running: Processes, number: int, moment: str) -> bool:
 
 
 def test_dead_devices_are_noticed_and_the_round_closes_on_quorum(tmp_path: Path) -> None:
-    """Killed: by its will. Without a word, as in a power cut: by its silence at work. The deadline is an hour away;
-    within how many seconds by the aggregator's clock is in tests/cloud_server/rounds/test_fleet.py."""
-    founded = found_tiny(tmp_path / "founded", rounds=5, quorum=0.5, deadline_s=3600.0)
+    """A killed device is noticed by its will; a silent one, as after a power cut, by its silence at work. The deadline
+    is an hour away. tests/cloud_server/rounds/test_fleet.py tests how many seconds it takes by the aggregator's
+    clock."""
+    founded = tiny_fleet(tmp_path / "founded", rounds=5, quorum=0.5, deadline_s=3600.0)
     trains = STEPS["it trains"]
     with fleet_of(founded, tmp_path / "run") as (_, running):
         running.message(trains, what="d1 trains")
         running.kill(DEVICE)
-        running.message(lambda m: m.topic == topics.presence(FLEET, DEVICE) and said(m).get("st") == "off", "its will")
+        presence = topics.presence(FLEET, DEVICE)
+        running.message(lambda m: m.topic == presence and json_of(m).get("st") == "off", "its will")
         running.until(lambda: state_of(running, DEVICE) == "off", "the ledger's off")
         running.until(lambda: running.closed() >= 1, "a round without d1")
 
@@ -214,29 +213,29 @@ def test_dead_devices_are_noticed_and_the_round_closes_on_quorum(tmp_path: Path)
         finally:
             os.kill(running.running[DEVICE].process.pid, signal.SIGCONT)
         running.finish()
-        assert "at the deadline" not in running.said_by("server")
+        assert "at the deadline" not in running.log_of("server")
 
 
 def test_an_update_that_comes_after_the_close_is_late_and_without_effect(tmp_path: Path) -> None:
-    """What the device sent is held up by the network, not lost: it arrives when the next round is under way. The other
-    device is held up until then, for a round ends without one that still trains."""
-    folder = found_tiny(tmp_path / "run", rounds=3, quorum=0.5, deadline_s=2.0)
+    """The network delays the update, it does not lose it: the update arrives during the next round. The other device is
+    delayed until then, because a round ends without a device that still trains."""
+    folder = tiny_fleet(tmp_path / "run", rounds=3, quorum=0.5, deadline_s=2.0)
     with (
         mosquitto(tmp_path / "broker") as broker,
         Proxy(broker.port) as proxy,
         Proxy(broker.port) as others,
         processes(folder, broker.url) as running,
     ):
-        running.own_url |= {DEVICE: proxy.url, "d0": others.url}
+        running.urls |= {DEVICE: proxy.url, "d0": others.url}
         running.start("server", "d0", DEVICE)
         running.until(seen(running, "a round is announced, with what was counted"), what="round 1")
-        others.weather.half_open = True
+        others.faults.half_open = True
         running.until(seen(running, "it trains"), what="d1 trains")
-        proxy.weather.half_open = True
+        proxy.faults.half_open = True
         running.until(lambda: list(folder.glob(f"{DEVICE}/methods/*/pending.safetensors")), what="an update of d1")
-        others.weather.half_open = False
+        others.faults.half_open = False
         running.until(lambda: running.closed() >= 1, "a round without d1")
-        proxy.weather.half_open = False
+        proxy.faults.half_open = False
         running.until(lambda: fate(folder, 1, DEVICE) is not None, "what d1 sent")
         running.finish()
     assert [fate(folder, 1, name) for name in ("d0", DEVICE)] == ["counted", "late"]
@@ -245,12 +244,12 @@ def test_an_update_that_comes_after_the_close_is_late_and_without_effect(tmp_pat
 
 
 def seen(running: Processes, step: str) -> Callable[[], bool]:
-    """Whether there was such a message since the processes began."""
+    """Whether such a message has been seen since the processes started."""
     return lambda: any(STEPS[step](message) for message in running.watcher.seen)
 
 
 def fate(folder: Path, number: int, device: str) -> str | None:
-    """What the ledger says of a device's update."""
+    """The status of a device's update in the ledger."""
     with Ledger(folder / "fleet" / "ledger.sqlite", create=False) as ledger:
         rows = ledger.rows(Update, round=number, device=device)
     return rows[0].status if rows else None

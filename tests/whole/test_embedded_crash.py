@@ -1,7 +1,5 @@
-"""Death of an agent and of the aggregator on the embedded broker: the run ends as an undisturbed one, bit for bit.
-
-The broker is the aggregator's child: it dies with it, and comes back without what it had retained.
-"""
+"""An agent or the aggregator with the embedded broker is killed: the run ends as an undisturbed one, bit for bit. The
+broker is the aggregator's child: it dies with it and restarts without retained messages."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ import pytest
 from fleet_core.link import Message
 from fleet_core.link.mqtt import parse_url
 from fleet_core.protocol import topics
-from tests.support.brokers import answers, refuses
-from tests.support.faults import FLEET, Processes, check_end, found_tiny, free_port, processes, said, undisturbed
+from tests.support.brokers import accepts_connections, free_port, refuses_connections
+from tests.support.fleet_processes import FLEET, Processes, check_end, json_of, processes, reference_run, tiny_fleet
 
 pytestmark = pytest.mark.slow
 
@@ -25,41 +23,41 @@ ROUNDS = 6  # two for each step: one may be over before it is awaited
 Step = Callable[[Message], bool]
 
 STEPS: dict[str, Step] = {
-    "it trains": lambda m: m.topic == topics.presence(FLEET, DEVICE) and said(m).get("ph") == "train",
+    "it trains": lambda m: m.topic == topics.presence(FLEET, DEVICE) and json_of(m).get("ph") == "train",
     "the first chunk comes": lambda m: m.topic.startswith(f"fl1/{FLEET}/a/{DEVICE}/up/") and m.topic.endswith("/0"),
-    "it is told done": lambda m: m.topic == topics.down(FLEET, DEVICE) and said(m).get("t") == "done",
+    "it is told done": lambda m: m.topic == topics.down(FLEET, DEVICE) and json_of(m).get("t") == "done",
 }
 
 
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return found_tiny(tmp_path_factory.mktemp("founded"), rounds=ROUNDS)
+    return tiny_fleet(tmp_path_factory.mktemp("founded"), rounds=ROUNDS)
 
 
 @pytest.fixture(scope="module")
 def whole(founded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return undisturbed(founded, tmp_path_factory.mktemp("whole") / "run")
+    return reference_run(founded, tmp_path_factory.mktemp("whole") / "run")
 
 
 def start_server(running: Processes) -> None:
     running.start("server")
-    running.until(lambda: answers(parse_url(running.url).port), "the embedded broker")
+    running.until(lambda: accepts_connections(parse_url(running.url).port), "the embedded broker")
     running.watcher.link.abort()
     running.watcher.renew()
 
 
 def end_one(running: Processes, victim: str) -> None:
-    """SIGKILL, and what a service manager does next."""
+    """SIGKILL and restart, as a service manager does."""
     running.kill(victim)
     if victim != "server":
         return running.start(victim)
-    running.until(lambda: refuses(parse_url(running.url).port), "the end of the broker with its aggregator")
+    running.until(lambda: refuses_connections(parse_url(running.url).port), "the end of the broker with its aggregator")
     start_server(running)
 
 
 @pytest.mark.parametrize(
     ("victim", "steps"),
-    [(DEVICE, tuple(STEPS)), *(("server", (step,)) for step in list(STEPS)[1:])],  # each death lengthens the back-off
+    [(DEVICE, tuple(STEPS)), *(("server", (step,)) for step in list(STEPS)[1:])],  # each death lengthens the backoff
     ids=lambda part: part if isinstance(part, str) else ", ".join(part),
 )
 def test_a_kill_changes_nothing(
@@ -73,5 +71,5 @@ def test_a_kill_changes_nothing(
             running.message(STEPS[name], what=name)
             end_one(running, victim)
         running.finish()
-        assert "broker: amqtt at" in running.desk.started[0].text()
+        assert "broker: amqtt at" in running.programs.started[0].text()
     check_end(folder, whole)

@@ -1,5 +1,5 @@
-"""The base install, without any extra, from the wheel that is published: it has no torch, and it runs the aggregator
-and an agent that personalizes and answers."""
+"""The base install from the published wheel, without extras and so without torch, runs the aggregator and an agent that
+personalizes and answers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,17 @@ from fleet_core.data.samples import save
 from fleet_core.personalization import device_bundle
 from tests.support.brokers import private_broker
 from tests.support.bundles import bundle_of, samples
-from tests.support.desk import CLASSES, Program, closed_rounds, desk_in, device, edge_agent, found_fleet, write_samples
 from tests.support.paths import ROOT
+from tests.support.programs import (
+    CLASSES,
+    Program,
+    closed_rounds,
+    device,
+    edge_agent,
+    programs_in,
+    small_fleet,
+    write_samples,
+)
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow  # the first of these tests builds and installs
@@ -30,14 +39,14 @@ pytestmark = pytest.mark.slow  # the first of these tests builds and installs
 
 @dataclass(frozen=True)
 class Torchless:
-    """A virtual environment with the wheel's base install, away from the checkout."""
+    """A virtual environment with the wheel's base install, outside the checkout."""
 
     bin: Path
     folder: Path  # an empty working directory: nothing is imported from the checkout
-    first: Path | None = None  # what lies there is imported before the environment's own
+    first: Path | None = None  # a folder that comes first on the import path
 
     def run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """``program`` of this environment, run to its end."""
+        """Run ``program`` of this environment to its end."""
         command = [str(self.bin / program), *arguments]
         return subprocess.run(
             command, cwd=self.folder, env=self.environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False
@@ -45,7 +54,7 @@ class Torchless:
 
     @property
     def environ(self) -> dict[str, str]:
-        """For processes started here: this environment's programs first, and no path of another Python."""
+        """Environment for processes: this environment's programs first, and no PYTHONPATH."""
         others = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         first = {} if self.first is None else {"PYTHONPATH": str(self.first)}
         return others | first | {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
@@ -62,7 +71,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def torchless(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Torchless:
-    """The wheel and its base dependencies, pinned, in an environment of their own."""
+    """An environment with the wheel and its pinned base dependencies."""
     environment = tmp_path_factory.mktemp("torchless") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = str(environment / "bin" / "python")
@@ -72,14 +81,14 @@ def torchless(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Torchles
 
 @pytest.fixture(scope="session")
 def oldest(torchless: Torchless, tmp_path_factory: pytest.TempPathFactory) -> Torchless:
-    """The same with the least onnxruntime, which is also the boards'."""
+    """The same with the oldest onnxruntime that is supported, which boards use."""
     folder = tmp_path_factory.mktemp("oldest")
     pip("install", "--no-deps", "--target", str(folder), f"onnxruntime=={MIN_ONNXRUNTIME}")
     return replace(torchless, first=folder)
 
 
 def pip(*arguments: str) -> None:
-    """This environment's pip; what it says is shown when it fails."""
+    """Run this environment's pip; a failure shows its output."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
@@ -135,21 +144,21 @@ def test_a_fleet_is_not_made_without_torch_and_the_extra_is_named(torchless: Tor
 
 
 def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(torchless: Torchless, tmp_path: Path) -> None:
-    fleet = found_fleet(tmp_path / "fleet")
+    fleet = small_fleet(tmp_path / "fleet")
     trains, serves = (device(fleet, name, tmp_path / name) for name in ("d0", "d1"))
     np.save(tmp_path / "raw.npy", np.eye(3, 8, dtype=np.float32) * 3)
-    with private_broker(tmp_path / "broker") as broker, desk_in(tmp_path) as desk:
+    with private_broker(tmp_path / "broker") as broker, programs_in(tmp_path) as programs:
         at = ("--broker", broker.url)
 
         def start(program: str, *arguments: object) -> Program:
             command = [str(torchless.bin / program), *map(str, arguments), *at]
-            return desk.start(*command, environ=torchless.environ, cwd=torchless.folder)
+            return programs.start(*command, environ=torchless.environ, cwd=torchless.folder)
 
         server = start("metafleet", "server", "start", fleet.folder)
         agent = start("edge-agent", "run", "--home", serves)
-        agent.says("torch is not installed: this device serves and does not train")
-        agent.says("d1 is on")
-        trainer = desk.start(*edge_agent("run", "--home", trains, *at))
+        agent.wait_for("torch is not installed: this device serves and does not train")
+        agent.wait_for("d1 is on")
+        trainer = programs.start(*edge_agent("run", "--home", trains, *at))
         trainer.until(lambda: closed_rounds(fleet.folder) == [1, 2])
 
         with Ledger(fleet.ledger_path, create=False) as ledger:
@@ -174,7 +183,7 @@ def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(torchles
 
 
 @pytest.mark.parametrize("runtime", ["torchless", "oldest"])
-def test_a_device_installs_personalizes_and_answers_without_torch_under_the_oldest_and_the_newest_onnxruntime(
+def test_a_device_without_torch_installs_and_answers_with_the_oldest_and_newest_onnxruntime(
     request: pytest.FixtureRequest, runtime: str, tmp_path: Path
 ) -> None:
     device_: Torchless = request.getfixturevalue(runtime)
@@ -189,11 +198,11 @@ def test_a_device_installs_personalizes_and_answers_without_torch_under_the_olde
         save(home / "samples.npz", samples())
         done = device_.run("edge-agent", "install", str(path), "--home", str(home), "--json")
         assert done.returncode == 0, done.stderr
-        told = json.loads(done.stdout)
-        assert (told["passed"]["onnxruntime"] == MIN_ONNXRUNTIME) == (runtime == "oldest")
-        assert told["passed"]["steps"].keys() == steps
-        assert (told["passed"]["int8"] is not None) == (method == "pfldyn-proto")
-        assert told["personalized"]["how"] == how
+        result = json.loads(done.stdout)
+        assert (result["passed"]["onnxruntime"] == MIN_ONNXRUNTIME) == (runtime == "oldest")
+        assert result["passed"]["steps"].keys() == steps
+        assert (result["passed"]["int8"] is not None) == (method == "pfldyn-proto")
+        assert result["personalized"]["how"] == how
         done = device_.run("edge-agent", "predict", str(tmp_path / "raw.npy"), "--home", str(home), "--json")
         answer = json.loads(done.stdout)
         assert (answer["round"], answer["personalization"]) == (7, how), done.stderr
@@ -205,8 +214,8 @@ def test_an_operator_without_torch_verifies_a_bundle_and_a_device_refuses_a_brok
     device_bundle.write(tmp_path / "b", bundle_of("fedmeta-metasgd"))
     done = oldest.run("metafleet", "bundle", "verify", str(tmp_path / "b"), "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["torch"], told["onnxruntime"]) == (False, MIN_ONNXRUNTIME)
+    result = json.loads(done.stdout)
+    assert (result["torch"], result["onnxruntime"]) == (False, MIN_ONNXRUNTIME)
     broken = bundle_of("fedmeta-metasgd")
     golden = {**broken.graph.golden, "adapt": broken.graph.golden["adapt"] + np.float32(0.01)}
     device_bundle.write(tmp_path / "broken", replace(broken, graph=replace(broken.graph, golden=golden)))

@@ -1,4 +1,4 @@
-"""A private broker starts, stays on loopback, says why it cannot, and never outlives its parent."""
+"""A private broker starts, listens on loopback only, says why it cannot start, and never outlives its parent."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from cloud_server.running import aggregator_process
 from fleet_core.base.errors import ConfigError, LinkError, StateError
 from fleet_core.link import Connected, Message, Will
 from fleet_core.link.mqtt import MqttLink, parse_url
-from tests.support.brokers import NEEDS_MOSQUITTO, Watched, private_broker, refuses, until
-from tests.support.certified import bare_fleet
-from tests.support.desk import (
+from tests.support.brokers import NEEDS_MOSQUITTO, RecordingLink, private_broker, refuses_connections, until
+from tests.support.paths import ROOT
+from tests.support.pki import fleet_without_model
+from tests.support.programs import (
     clean_environ,
     closed_rounds,
     command_of,
     descendants,
-    desk_in,
     device,
     edge_agent,
-    found_fleet,
     metafleet,
+    programs_in,
+    small_fleet,
 )
-from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(params=[pytest.param("mosquitto", marks=NEEDS_MOSQUITTO), "amqtt"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Both brokers in turn."""
+    """Each broker in turn."""
     return str(request.param)
 
 
 PROGRAM = {"mosquitto": "mosquitto -c", "amqtt": "broker.embedded"}
-"""What is in the command of each broker's process."""
+"""A part of each broker's command line."""
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ def broker(tmp_path: Path, kind: str) -> Iterator[Broker]:
         yield broker
 
 
-def connected(broker: Broker, client_id: str, *filters: str, will: Will | None = None) -> Watched:
-    watched = Watched(MqttLink(broker.url, client_id=client_id, will=will))
+def connected(broker: Broker, client_id: str, *filters: str, will: Will | None = None) -> RecordingLink:
+    watched = RecordingLink(MqttLink(broker.url, client_id=client_id, will=will))
     watched.link.subscribe(*filters)
     watched.link.open()
     until(lambda: watched.of(Connected), watched)
@@ -122,7 +122,7 @@ def test_an_address_that_others_can_reach_is_refused(tmp_path: Path) -> None:
             start_broker(tmp_path, host=host)
 
 
-def test_an_address_that_others_can_reach_is_taken_when_plain_mqtt_is_asked_for_by_name(
+def test_an_address_that_others_can_reach_is_taken_when_plain_mqtt_is_requested_by_name(
     tmp_path: Path, embedded: bool
 ) -> None:
     broker = start_broker(tmp_path, host="0.0.0.0", embedded=embedded, plain=True)
@@ -134,13 +134,13 @@ def test_an_address_that_others_can_reach_is_taken_when_plain_mqtt_is_asked_for_
 
 
 def test_the_embedded_broker_takes_no_certificates_and_stays_on_this_machine(tmp_path: Path) -> None:
-    fleet = bare_fleet(tmp_path)
+    fleet = fleet_without_model(tmp_path)
     with pytest.raises(ConfigError, match="the embedded broker takes no certificates"):
         aggregator_process.private_broker(fleet, "0.0.0.0", None, plain=False, embedded=True, log=print).__enter__()
 
 
 def test_commands_find_the_private_broker_at_the_port_that_it_was_started_with(tmp_path: Path, embedded: bool) -> None:
-    fleet = bare_fleet(tmp_path)
+    fleet = fleet_without_model(tmp_path)
     assert aggregator_process.private_url(fleet) == "mqtt://127.0.0.1:1883"
     for _ in range(2):
         with aggregator_process.private_broker(
@@ -154,7 +154,7 @@ def refuse(*anything: object, **more: object) -> None:
 
 
 def test_a_second_aggregator_changes_nothing_of_the_first_ones_broker(tmp_path: Path, embedded: bool) -> None:
-    fleet = bare_fleet(tmp_path)
+    fleet = fleet_without_model(tmp_path)
     with (
         aggregator_process.private_broker(fleet, "127.0.0.1", 0, plain=False, embedded=embedded, log=print) as kept,
         fleet.lock(),
@@ -171,7 +171,7 @@ def test_a_private_broker_that_ends_is_started_again_where_it_was(
     tmp_path: Path, embedded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    fleet = bare_fleet(tmp_path)
+    fleet = fleet_without_model(tmp_path)
     with aggregator_process.private_broker(
         fleet, "127.0.0.1", 0, plain=False, embedded=embedded, log=lines.append
     ) as kept:
@@ -200,7 +200,7 @@ def test_a_broker_whose_configuration_cannot_be_written_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    fleet = bare_fleet(tmp_path)
+    fleet = fleet_without_model(tmp_path)
     monkeypatch.setattr(broker_module, "RESTART_S", 0.0)
     with aggregator_process.private_broker(
         fleet, "127.0.0.1", 0, plain=False, embedded=False, log=lines.append
@@ -217,7 +217,7 @@ def test_a_broker_whose_configuration_cannot_be_written_is_tried_again(
 
 @NEEDS_MOSQUITTO
 def test_a_private_brokers_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = bare_fleet(tmp_path)
+    fleet = fleet_without_model(tmp_path)
     with aggregator_process.private_broker(
         fleet, "127.0.0.1", 0, plain=False, embedded=False, log=lambda line: None
     ) as kept:
@@ -236,20 +236,20 @@ def test_a_private_brokers_log_does_not_grow_for_ever(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_fleet_goes_on_when_its_private_broker_was_killed(tmp_path: Path, kind: str, embedded: bool) -> None:
-    fleet = found_fleet(tmp_path / "fleet", rounds=100)
+def test_a_fleet_continues_when_its_private_broker_was_killed(tmp_path: Path, kind: str, embedded: bool) -> None:
+    fleet = small_fleet(tmp_path / "fleet", rounds=100)
     chosen = {"METAFLEET_BROKER": "embedded"} if embedded else {}
-    with desk_in(tmp_path) as desk:
+    with programs_in(tmp_path) as programs:
         command = metafleet("server", "start", fleet.folder, "--port", 0, "--quiet")
-        server = desk.start(*command, environ=clean_environ(**chosen))
-        server.says(f"broker: {kind} at ")
+        server = programs.start(*command, environ=clean_environ(**chosen))
+        server.wait_for(f"broker: {kind} at ")
         device(fleet, "d0", tmp_path / "d0")
-        desk.start(*edge_agent("run", "--home", tmp_path / "d0", "--broker", aggregator_process.private_url(fleet)))
+        programs.start(*edge_agent("run", "--home", tmp_path / "d0", "--broker", aggregator_process.private_url(fleet)))
         server.until(lambda: len(closed_rounds(fleet.folder)) > 2)
         children = {pid: command_of(pid) for pid in descendants(server.process.pid)}
         (broker,) = (pid for pid, said in children.items() if PROGRAM[kind] in said and " -c exec" not in said)
         os.kill(broker, signal.SIGKILL)
-        server.says("the private broker had ended; it was started again")
+        server.wait_for("the private broker had ended; it was started again")
         before = len(closed_rounds(fleet.folder))
         server.until(lambda: len(closed_rounds(fleet.folder)) > before + 2)
 
@@ -320,7 +320,7 @@ sys.stdin.read()
 
 
 def ended(sock: socket.socket) -> bool:
-    """Waits for the peer's end, orderly or not."""
+    """Wait until the peer closes or resets."""
     try:
         return sock.recv(1) == b""
     except ConnectionResetError:
@@ -342,4 +342,4 @@ def test_the_broker_dies_with_its_parent(tmp_path: Path, kind: str) -> None:
         parent.send_signal(signal.SIGKILL)
         parent.communicate()
         assert ended(sock)
-    until(lambda: refuses(port))
+    until(lambda: refuses_connections(port))

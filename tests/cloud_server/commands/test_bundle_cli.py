@@ -1,10 +1,8 @@
-"""``metafleet export`` and ``metafleet bundle verify``: what is written, what is refused, what is said."""
+"""``metafleet export`` and ``metafleet bundle verify``: what is written, refused and printed."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,25 +30,12 @@ from fleet_core.personalization import device_bundle
 from fleet_core.personalization.bundle_format import Bundle
 from fleet_core.personalization.gradient_steps import steps_of
 from tests.support.bundles import bundle_of, graph_of, plain, samples, served_fleet, served_params
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.support.cli import Run, runner
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """``metafleet`` in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["metafleet", *map(str, arguments)])
-        capsys.readouterr()
-        code: Any = 0
-        try:
-            operator_cli.main()
-        except SystemExit as leaving:
-            code = leaving.code
-        return (int(code or 0), *capsys.readouterr())
-
-    return run
+    return runner(monkeypatch, capsys, "metafleet", operator_cli.main)
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +51,20 @@ def layout_of(fleet: Path) -> Layout:
 def test_a_fleets_served_model_is_written_and_found_sound(fleet: Path, run: Run, tmp_path: Path) -> None:
     code, out, err = run("export", fleet, "--to", tmp_path / "b", "--json")
     assert code == 0, err
-    told = json.loads(out)
+    result = json.loads(out)
     found = device_bundle.read(tmp_path / "b")
     wanted = served_params(METHODS["pfldyn-proto"], layout_of(fleet))
-    assert (told["round"], told["model"]) == (2, payloads.identity(wanted))
+    assert (result["round"], result["model"]) == (2, payloads.identity(wanted))
     for key, array in storage.flatten(wanted).items():
         np.testing.assert_array_equal(storage.flatten(found.params)[key], array)
     assert found.manifest.key == (fleet / "fleet.pub").read_text().strip()
-    assert told["graphs"].keys() == {"embed", "predict"}
+    assert result["graphs"].keys() == {"embed", "predict"}
 
     code, out, err = run("bundle", "verify", tmp_path / "b", "--json")
     assert (code, err) == (0, "")
     verified = json.loads(out)
     assert verified["torch"] is True
-    assert verified["onnxruntime"] == told["onnxruntime"]
+    assert verified["onnxruntime"] == result["onnxruntime"]
     code, out, err = run("bundle", "verify", tmp_path / "b")
     assert (code, err) == (0, "")
     assert "sound; pfldyn-proto, mlp of round 2, no gradient steps" in out
@@ -225,7 +210,7 @@ def test_a_fleet_whose_graph_has_no_steps_yet_gets_them_at_export(monkeypatch: p
     assert asked == ["fedper"]
 
 
-def test_a_method_that_was_told_not_to_step_has_no_steps_in_its_bundle(tmp_path: Path) -> None:
+def test_a_method_that_must_not_step_has_no_steps_in_its_bundle(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="cannot answer with fedper"):
         whole_of(graph_of("fedper"), "fedper", finetune_steps=0)
     made = whole_of(graph_of("pfldyn-maml"), "fedavg", finetune_steps=0)
@@ -235,7 +220,7 @@ def test_a_method_that_was_told_not_to_step_has_no_steps_in_its_bundle(tmp_path:
     assert device_bundle.read(tmp_path / "b").manifest.graph.adapt is None
 
 
-def test_a_bundle_that_is_not_sound_is_told(run: Run, tmp_path: Path) -> None:
+def test_a_bundle_that_is_not_sound_is_reported(run: Run, tmp_path: Path) -> None:
     device_bundle.write(tmp_path / "b", bundle_of("pfldyn-proto"))
     data = bytearray((tmp_path / "b" / "embed.onnx").read_bytes())
     data[-1] ^= 1
@@ -245,7 +230,7 @@ def test_a_bundle_that_is_not_sound_is_told(run: Run, tmp_path: Path) -> None:
     assert "embed.onnx has another sha256" in err
 
 
-def test_where_there_is_no_torch_it_is_said_that_nothing_was_compared(
+def test_where_there_is_no_torch_it_is_reported_that_nothing_was_compared(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device_bundle.write(tmp_path / "b", bundle_of("fedper"))

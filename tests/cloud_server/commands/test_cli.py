@@ -1,4 +1,4 @@
-"""The two command lines: what goes where, with which exit code, and that bad input leaves nothing half-written."""
+"""Both command lines: stdout, stderr and exit codes; bad input leaves nothing half-written."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import sqlite3
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,51 +38,32 @@ from fleet_core.data.samples import load, save
 from fleet_core.link.interface import Connected, Message
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import topics
-from tests.support.desk import called, desk_in, found_fleet, metafleet, write_samples
+from tests.support.cli import Ran, Run, runner
 from tests.support.paths import ROOT
+from tests.support.programs import metafleet, programs_in, run_to_end, small_fleet, write_samples
 from tests.support.waiting import PATIENCE_S
 
 NOBODY = "mqtt://127.0.0.1:9"  # the discard port, where no broker is
 COLOUR = re.compile(r"\x1b\[[0-9;]*[34][0-7]")
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What one command came to."""
-
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process through its own ``main``."""
+    """Run a command in this process through its own ``main``."""
     for name in ("METAFLEET_BROKER", "METAFLEET_HOME", "METAFLEET_WITH_PARENT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(processes, "exec_module", become_child)
     monkeypatch.setattr(lab, "choose_model", lambda *arguments: None)  # tested in test_model_trial
 
-    def run(program: str, *arguments: object) -> Ran:
-        main = {"metafleet": operator_cli.main, "edge-agent": device_cli.main}[program]
-        monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
-        capsys.readouterr()
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return Ran(int(code or 0), said.out, said.err)
-
-    return run
+    runners = {
+        "metafleet": runner(monkeypatch, capsys, "metafleet", operator_cli.main),
+        "edge-agent": runner(monkeypatch, capsys, "edge-agent", device_cli.main),
+    }
+    return lambda program, *arguments: runners[program](*arguments)
 
 
 def become_child(module: str, *arguments: str) -> None:
-    """In place of ``processes.exec_module``, which would end the tests."""
+    """Replaces ``processes.exec_module``, which would end the tests."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -103,7 +84,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below ``folder``, a ledger as what it says; lock files and a ledger's shared memory are none."""
+    """Every file below ``folder``; a ledger as its rows, without lock files and the ledger's shared memory."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     return {
         str(path.relative_to(folder)): said(path) if path.suffix == ".sqlite" else path.read_bytes()
@@ -118,7 +99,7 @@ def said(ledger: Path) -> bytes:
 
 
 def refused(ran: Ran, code: int, *words: str) -> None:
-    """The command said why on stderr, in words and not in a traceback, and nothing on stdout."""
+    """The command explained the error on stderr, without a traceback, and printed nothing on stdout."""
     assert (ran.code, ran.out) == (code, ""), ran.err
     assert "Traceback" not in ran.err
     for word in words:
@@ -164,7 +145,7 @@ def test_a_method_is_shown_in_full_with_its_pages_and_all_that_can_be_set(run: R
         assert len(page) > 100
 
 
-def test_deviations_from_a_paper_are_told_with_the_method(run: Run) -> None:
+def test_deviations_from_a_paper_are_reported_with_the_method(run: Run) -> None:
     assert "Deviation: every device makes the same number of steps" in run("metafleet", "methods", "fedprox").out
     assert "in print  2 models down, 2 up" in run("metafleet", "methods", "pflscaf-maml").out
     assert "codecs    fp32 alone" in run("metafleet", "methods", "fedproto").out
@@ -181,12 +162,12 @@ def test_init_says_what_a_method_makes_of_the_link(
         settings["fleet"]["method"], settings["hyper"] = method, {}
         (tmp_path / name).mkdir()
         (tmp_path / name / "fleet.toml").write_text(config.toml(settings))
-    said = run("metafleet", "init", tmp_path / "fleet")
-    assert said.code == 0, said.err
-    assert "all goes as fp32, not as int8 up and int8 down" in said.err
-    assert "class means and their counts: they leave it by this method's design" in said.err
-    said = run("metafleet", "init", tmp_path / "other")
-    assert (said.code, "all goes as" in said.err, "class means" in said.err) == (0, False, False)
+    done = run("metafleet", "init", tmp_path / "fleet")
+    assert done.code == 0, done.err
+    assert "all goes as fp32, not as int8 up and int8 down" in done.err
+    assert "class means and their counts: they leave it by this method's design" in done.err
+    done = run("metafleet", "init", tmp_path / "other")
+    assert (done.code, "all goes as" in done.err, "class means" in done.err) == (0, False, False)
 
 
 # What there is to see ------------------------------------------------------------------------------------------------
@@ -228,9 +209,9 @@ def test_the_status_of_many_devices_that_are_away_is_one_line(run: Run, place: P
     with Ledger(place / "fleet" / "ledger.sqlite") as ledger:
         for n in range(40):
             ledger.put(Device(name=f"away{n:02}", took_part=True))
-    said = run("metafleet", "server", "status", place / "fleet").out
-    assert "away00, away01, " in said
-    assert "and 30 more; one that never comes back" in said
+    printed = run("metafleet", "server", "status", place / "fleet").out
+    assert "away00, away01, " in printed
+    assert "and 30 more; one that never comes back" in printed
     facts = json.loads(run("metafleet", "server", "status", place / "fleet", "--json").out)
     assert len(facts["off"]) == 40
 
@@ -243,13 +224,13 @@ def test_an_answer_names_its_class_and_where_it_comes_from(run: Run, place: Path
 
 
 @pytest.mark.parametrize("program", ["metafleet", "edge-agent"])
-def test_the_version_is_told(run: Run, program: str) -> None:
+def test_the_version_is_reported(run: Run, program: str) -> None:
     assert run(program, "--version") == Ran(0, f"{__version__}\n", "")
 
 
 @pytest.mark.parametrize(("environ", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
 def test_no_color_is_honoured(environ: dict[str, str], coloured: bool) -> None:
-    done = called(metafleet("serve"), environ={"FORCE_COLOR": "1", **environ})
+    done = run_to_end(metafleet("serve"), environ={"FORCE_COLOR": "1", **environ})
     assert done.returncode == 2
     assert "server" in done.stderr
     assert bool(COLOUR.search(done.stderr)) is coloured
@@ -275,8 +256,8 @@ def test_samples_that_were_added_count_at_once(run: Run, place: Path) -> None:
 
 
 def test_a_real_process_says_its_error_on_stderr_and_shows_a_traceback_when_asked(tmp_path: Path) -> None:
-    plain = called(metafleet("server", "status", tmp_path))
-    verbose = called(metafleet("server", "status", tmp_path, "--verbose"))
+    plain = run_to_end(metafleet("server", "status", tmp_path))
+    verbose = run_to_end(metafleet("server", "status", tmp_path, "--verbose"))
     assert (plain.returncode, plain.stdout, verbose.returncode, verbose.stdout) == (2, "", 2, "")
     assert plain.stderr == f"error: {tmp_path}: there is no fleet here\nhint: metafleet init {tmp_path}\n"
     assert "Traceback" in verbose.stderr
@@ -355,7 +336,7 @@ def test_a_demo_takes_no_folder_that_holds_something_else(run: Run, data: Path, 
     assert sorted(contents(out)) == ["demo.json", "letter.txt"]
 
 
-def test_every_mistake_in_fleet_toml_is_told_at_once_with_its_line(run: Run, place: Path) -> None:
+def test_every_mistake_in_fleet_toml_is_reported_at_once_with_its_line(run: Run, place: Path) -> None:
     path = place / "fleet" / "fleet.toml"
     text = path.read_text().replace("rounds = 2\n", "ruonds = 2\n").replace("quorum = 0.5", "quorum = 7")
     text = text.replace('up = "int8"', 'up = "int9"')
@@ -380,7 +361,7 @@ def test_a_hyper_parameter_that_the_method_does_not_have_is_refused(run: Run, pl
     refused(ran, 2, f"{path}:{len(path.read_text().splitlines())}: hyper.penlty: unknown key", "'penalty'")
 
 
-def test_every_mistake_in_device_toml_is_told_at_once(run: Run, place: Path) -> None:
+def test_every_mistake_in_device_toml_is_reported_at_once(run: Run, place: Path) -> None:
     path = place / "d0" / "device.toml"
     path.write_text(path.read_text().replace('name = "d0"', 'name = "d 0"') + "[trian]\nthreads = 2\n")
     ran = run("edge-agent", "run", "--home", place / "d0")
@@ -429,12 +410,12 @@ def test_a_demo_whose_broker_does_not_answer_writes_nothing(
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that somebody else listens on."""
+    """A port that another socket listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
 
-def test_a_port_in_use_is_told(run: Run, place: Path, port: int) -> None:
+def test_a_port_in_use_is_reported(run: Run, place: Path, port: int) -> None:
     before = contents(place)
     ran = run("metafleet", "server", "start", place / "fleet", "--port", port)
     refused(ran, 1, f"127.0.0.1:{port}: the port is in use", "hint: choose another port")
@@ -458,13 +439,13 @@ def test_a_device_that_is_not_on_does_not_keep_one_waiting_for_ever(run: Run, pl
     with Ledger(place / "fleet" / "ledger.sqlite") as ledger:
         seen = datetime(2026, 1, 2, 3, 4, 5).timestamp()
         ledger.put(replace(ledger.rows(Device, name="d0")[0], state="off", last_seen=seen))
-    with desk_in(place) as desk:
-        server = desk.start(*metafleet("server", "start", place / "fleet", "--port", 0, "--quiet"))
-        server.says("broker: ")
+    with programs_in(place) as programs:
+        server = programs.start(*metafleet("server", "start", place / "fleet", "--port", 0, "--quiet"))
+        server.wait_for("broker: ")
         url = re.search(r"mqtt://\S+", server.text())
         assert url is not None
         with closing(MqttLink(url[0], client_id="somebody")) as other:
-            # amqtt sends a new client what was retained for the subscriptions of others.
+            # amqtt sends a new client the retained messages of other clients' subscriptions.
             other.open()
             server.until(lambda: any(isinstance(event, Connected) for event in other.poll(0.1)))
             other.subscribe(topics.server("desk"))
@@ -511,7 +492,7 @@ def test_pause_and_resume_say_what_they_did(run: Run, place: Path) -> None:
     )
 
 
-def test_a_fleet_whose_rounds_are_done_says_how_it_goes_on(run: Run, place: Path) -> None:
+def test_a_fleet_whose_rounds_are_done_says_how_it_continues(run: Run, place: Path) -> None:
     done = "all 2 rounds are done; to train on, raise rounds in fleet.toml and start the server again\n"
     assert done in run("metafleet", "server", "status", place / "fleet").out
     assert run("metafleet", "server", "resume", place / "fleet").out == f"was not paused: {done}"
@@ -588,7 +569,7 @@ def test_the_graph_of_another_model_is_refused(run: Run, place: Path) -> None:
 
 
 def test_the_first_weights_of_another_model_are_refused(run: Run, place: Path, tmp_path: Path) -> None:
-    fleet = found_fleet(tmp_path / "young").folder
+    fleet = small_fleet(tmp_path / "young").folder
     assert run("metafleet", "init", tmp_path / "other", "--data", wide(tmp_path)).code == 0
     shutil.copy(tmp_path / "other" / "weights.safetensors", fleet)
     before = contents(fleet)
@@ -643,7 +624,7 @@ def test_enrolling_again_changes_the_broker_and_keeps_what_a_person_wrote(run: R
     assert (settings.device.broker, settings.power.busy_w) == ("mqtt://[::1]", 6.1)
 
 
-def test_plain_mqtt_to_another_machine_is_asked_for_by_name(run: Run, place: Path) -> None:
+def test_plain_mqtt_to_another_machine_is_requested_by_name(run: Run, place: Path) -> None:
     enroll = ("metafleet", "devices", "enroll", place / "fleet", "d0", "--to", place / "d0", "--broker", "mqtt://pi")
     before = contents(place)
     refused(run(*enroll), 2, "mqtt://pi: is plain MQTT that leaves this machine", "--plain")
@@ -760,7 +741,7 @@ def test_a_listing_that_nobody_reads_to_its_end_ends_quietly() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-# Processes of its own -------------------------------------------------------------------------------------------------
+# Processes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no switch for it")

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,12 @@ from cloud_server.records.fleet_folder import FleetConfig
 from fleet_core.base import config, processes
 from fleet_core.data.partitions import PARTITIONS, Newcomers
 from fleet_core.learning.architectures import MODELS
-from tests.cloud_server.commands.test_cli import Ran
 from tests.cloud_server.laboratory.test_advise import written
 from tests.cloud_server.laboratory.test_compare import ended
+from tests.support.cli import Run, runner
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "laboratory.md").read_text(encoding="utf-8")
-Run = Callable[..., Ran]
 
 SMALL = """
 seeds = [0, 1]
@@ -55,21 +53,8 @@ hyper = {{ local_steps = 2 }}
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a metafleet command in this process."""
     monkeypatch.delenv("METAFLEET_WITH_PARENT", raising=False)
-
-    def run(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["metafleet", *map(str, arguments)])
-        capsys.readouterr()
-        code: Any = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return Ran(int(code or 0), said.out, said.err)
-
-    return run
+    return runner(monkeypatch, capsys, "metafleet", cli.main)
 
 
 @pytest.fixture
@@ -168,7 +153,7 @@ def test_a_run_that_fails_is_named_after_the_table_of_the_others(run: Run, small
     assert "error: per-fedavg-fo-s0: " in ran.err
 
 
-def test_ctrl_c_ends_in_order_and_the_same_command_goes_on(run: Run, small: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_in_order_and_the_same_command_continues(run: Run, small: Path, tmp_path: Path) -> None:
     many = ["simulate", small, "--out", tmp_path / "out", "--jobs", "1", "--set", "seeds=[0]", "--set",
             "budget.rounds=400", "--set", "evaluation.every=1"]  # fmt: skip
     with subprocess.Popen([sys.executable, "-m", "cloud_server.commands.cli", *map(str, many)], stderr=subprocess.PIPE,
@@ -193,7 +178,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def told(progress: Progress, run: str, number: int, accuracy: float | None = None) -> None:
+def report(progress: Progress, run: str, number: int, accuracy: float | None = None) -> None:
     evaluated = {} if accuracy is None else {"accuracy": {"mean": accuracy}}
     progress.round_ended(run, {"round": number, "loss": 0.5, **evaluated})
 
@@ -202,7 +187,7 @@ def test_plain_lines_come_for_evaluated_rounds_and_every_ten_seconds() -> None:
     stream, now = io.StringIO(), [0.0]
     with Progress(["a-s0", "b-s0"], 20, stream, lambda: now[0]) as progress:
         for number in range(1, 16):
-            told(progress, "a-s0", number, 0.75 if number == 4 else None)
+            report(progress, "a-s0", number, 0.75 if number == 4 else None)
             now[0] += 1.0
     assert stream.getvalue().splitlines() == [
         "a-s0  round  1/20  loss 0.500",
@@ -214,12 +199,12 @@ def test_plain_lines_come_for_evaluated_rounds_and_every_ten_seconds() -> None:
 def test_the_expected_end_counts_what_a_run_did_before() -> None:
     now = [0.0]
     progress = Progress(["a-s0"], 100, io.StringIO(), lambda: now[0])
-    told(progress, "a-s0", 91)
+    report(progress, "a-s0", 91)
     assert progress.remaining() == ""
     now[0] = 2.0
-    told(progress, "a-s0", 92)
+    report(progress, "a-s0", 92)
     assert progress.remaining() == "about 16.0 s left"
-    told(progress, "a-s0", 100)
+    report(progress, "a-s0", 100)
     assert progress.remaining() == ""
 
 
@@ -230,9 +215,9 @@ def test_on_a_terminal_a_table_follows_the_runs(monkeypatch: pytest.MonkeyPatch)
     with Progress(["a-s0", "b-s0"], 9, stream, lambda: now[0]) as progress:
         for run in ("a-s0", "b-s0"):
             now[0] += 1.0
-            told(progress, run, 3, 0.625)
+            report(progress, run, 3, 0.625)
         progress.say("a word \x1b[31m")
-        told(progress, "a-s0", 9)
+        report(progress, "a-s0", 9)
     shown = stream.getvalue()
     assert "0 of 2 runs ended  about 12.0 s left" in shown
     assert "3/9" in shown
@@ -338,7 +323,7 @@ def keys() -> set[str]:
 
 
 def rows(heading: str) -> dict[str, list[str]]:
-    """{first cell: other cells} of all tables below the page's headings from ``heading`` to the next of its rank."""
+    """{first cell: other cells} of all tables between the page's ``heading`` and the next heading of its level."""
     part = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in part.splitlines()
              if line.startswith("| `")]  # fmt: skip
@@ -352,14 +337,14 @@ def test_the_page_has_every_key_of_the_file_and_no_other() -> None:
 def test_the_page_has_the_defaults_of_the_file() -> None:
     plain = experiments.read({"data": {"set": "x"}, "model": {"name": "x"}, "budget": {"rounds": 1},
                               "method": [{"name": "fedavg"}]})  # fmt: skip
-    told = {key: cells[0].strip("`") for key, cells in rows("The file, key by key").items() if key in keys()}
-    for key, text in told.items():
+    table = {key: cells[0].strip("`") for key, cells in rows("The file, key by key").items() if key in keys()}
+    for key, text in table.items():
         if not text or text.startswith(("must", "the ", "its ")):
             continue
         *section, name = key.split(".")
         value = getattr(getattr(plain, section[0]) if section else plain, name)
         assert json.loads(text) == (list(value) if isinstance(value, tuple) else value), key
-    assert sum(text[:1] in '0123456789["tf' and text != "" for text in told.values()) > 12
+    assert sum(text[:1] in '0123456789["tf' and text != "" for text in table.values()) > 12
 
 
 def test_the_page_has_every_partition_with_its_options_and_every_model() -> None:

@@ -13,14 +13,14 @@ from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Presence
-from tests.support.certified import bare_fleet, papers, secured_broker
+from tests.support.pki import credentials_for, fleet_without_model, secured_broker
 from tests.support.waiting import until
 
 TOPIC = topics.presence("lab", "kitchen")
 
 
 class Asked:
-    """A watch that notes what it is asked."""
+    """A watch that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -80,7 +80,7 @@ def test_a_device_that_was_never_there_is_back_when_it_comes() -> None:
     assert watch.missing("1.0") == ""
 
 
-def test_a_presence_that_is_none_is_no_sign_of_life() -> None:
+def test_an_invalid_presence_is_no_sign_of_life() -> None:
     broker = LoopbackBroker()
     watch = watching(broker)
     watch.before()
@@ -98,7 +98,7 @@ def test_without_a_broker_the_device_itself_is_asked() -> None:
     assert other.calls == ["well", "before", "missing 1.0"]
 
 
-def test_a_broker_that_goes_away_while_waiting_is_said() -> None:
+def test_a_broker_that_goes_away_while_waiting_is_reported() -> None:
     broker = LoopbackBroker()
     watch = watching(broker)
     watch.before()
@@ -111,10 +111,10 @@ def test_the_operators_certificate_sees_a_device_come_back_over_tls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(back_online, "CONNECT_S", 30.0)
-    fleet, other = bare_fleet(tmp_path / "fleet"), Asked()
+    fleet, other = fleet_without_model(tmp_path / "fleet"), Asked()
     name = fleet.config.fleet.name
     with secured_broker(fleet) as (broker, _), fleet_certificates.as_operator(fleet, broker.url) as tls:
-        device = papers(fleet, "kitchen", tmp_path / "kitchen").link(broker.url, "kitchen")
+        device = credentials_for(fleet, "kitchen", tmp_path / "kitchen").link(broker.url, "kitchen")
         device.open()
         watch = MqttWatch(name, "kitchen", MqttLink(broker.url, client_id="flash", **tls), other)
         watch.before()

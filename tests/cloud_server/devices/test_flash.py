@@ -1,4 +1,4 @@
-"""``metafleet flash``: what is refused before a token is made, what a dry run shows, and what is on the image."""
+"""``metafleet flash``: what is refused before a token is made, what a dry run shows, and what the image contains."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fleet_core.base.errors import ConfigError, FlashError
 from fleet_core.board import catalogue
 from fleet_core.protocol import enrolment_token
 from tests.support import disks, wheels
-from tests.support.certified import lab
 from tests.support.disks import MIB
+from tests.support.pki import lab_fleet
 
 PASSWORD = "hunter2-and-more"
 PROGRAMS = ("mcopy", "mkfs.vfat", "mke2fs", "debugfs", "sfdisk")
@@ -46,22 +46,22 @@ samples = "/srv/samples.npz"
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
-    """A fleet with its certificates, a device file and a file for an image, side by side."""
+    """A fleet with certificates, a device file and an image file in one folder."""
     folder = tmp_path_factory.mktemp("desk")
-    lab(folder)
+    lab_fleet(folder)
     (folder / "os.img").write_bytes(bytes(MIB))
     return folder
 
 
 @pytest.fixture(scope="module")
 def system(desk):
-    """The image holds a system."""
+    """The image contains a system."""
     disks.card(desk / "os.img")
 
 
 @pytest.fixture(autouse=True)
 def built(tmp_path, monkeypatch):
-    """A program that was made already."""
+    """A program in the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for variable in ("METAFLEET_WIFI_PASSWORD", "METAFLEET_SSH_KEY", "METAFLEET_PROFILES"):
         monkeypatch.delenv(variable, raising=False)
@@ -85,14 +85,14 @@ def flash(desk: Path, to: str, path: Path | None = None, **options) -> None:
 
 
 def invitations(desk: Path) -> list[str]:
-    """The tokens that the fleet knows of."""
+    """The fleet's tokens."""
     with Ledger(desk / "lab/ledger.sqlite", create=False) as ledger:
         return [key for key in ledger.requests() if key.startswith("invite/")]
 
 
 @pytest.mark.needs(*PROGRAMS)
 @pytest.mark.usefixtures("system")
-def test_a_flashed_image_holds_a_token_of_the_fleet_and_nothing_secret_is_said(desk, tmp_path, capsys):
+def test_a_flashed_image_holds_a_token_of_the_fleet_and_nothing_secret_is_printed(desk, tmp_path, capsys):
     out, before = tmp_path / "out.img", len(invitations(desk))
     flash(desk, f"image:{out}")
     (tmp_path / "kitchen.token").write_bytes(disks.on_fat(out, "metafleet/home/enrol.token"))
@@ -103,11 +103,11 @@ def test_a_flashed_image_holds_a_token_of_the_fleet_and_nothing_secret_is_said(d
     settings = disks.on_fat(out, "metafleet/etc/device.toml").decode()
     assert settings == '\n[data]\nsamples = "/srv/samples.npz"\n\n[board]\nprofile = "profile.toml"\n'
     assert disks.on_fat(out, "metafleet/etc/profile.toml") == catalogue.path_of("raspberry-pi-4b").read_bytes()
-    told = capsys.readouterr()
-    told_facts = json.loads(told.out)
-    assert (told_facts["written"], told_facts["device"]) == (True, "kitchen")
+    printed = capsys.readouterr()
+    facts = json.loads(printed.out)
+    assert (facts["written"], facts["device"]) == (True, "kitchen")
     for secret in (PASSWORD, issued.private_key, issued.certificate):
-        assert secret not in told.out + told.err
+        assert secret not in printed.out + printed.err
 
 
 @pytest.mark.needs(*PROGRAMS)
@@ -170,9 +170,9 @@ def test_a_card_is_written_after_its_name_was_given_and_not_without(desk, tmp_pa
     (killed / "card.img").write_bytes(b"a token")
     os.utime(killed, (0, 0))
     flash(desk, str(path), rehearse=True, yes_erase="sdx")
-    told = capsys.readouterr()
-    assert "a plain file in place of a card, 0.1 GB: everything on it will be erased" in told.err
-    done = json.loads(told.out)["card"]
+    printed = capsys.readouterr()
+    assert "a plain file in place of a card, 0.1 GB: everything on it will be erased" in printed.err
+    done = json.loads(printed.out)["card"]
     assert done["bytes"] == (desk / "os.img").stat().st_size
     assert "metafleet/install.sh" in disks.names_on_fat(path)
     assert list((tmp_path / "cache").rglob("*.img")) == []
@@ -212,7 +212,7 @@ def test_what_cannot_work_is_refused_before_a_token_is_made(desk, tmp_path, chan
     assert invitations(desk) == before
 
 
-def test_a_model_or_a_method_of_ones_own_does_not_leave_without_its_package(desk, tmp_path):
+def test_a_users_own_model_or_method_is_not_exported_without_its_package(desk, tmp_path):
     made = prepare_flash.prepare(device(desk))
     config = made.fleet.config
     model = dataclasses.replace(config, model=dataclasses.replace(config.model, name="my_lab:build"))
@@ -243,7 +243,7 @@ def test_a_model_or_a_method_of_ones_own_does_not_leave_without_its_package(desk
         checked(model, training, dataclasses.replace(described, wheels=(str(wheels.wheel(tmp_path, "my", "1")),)))
 
 
-def test_all_mistakes_of_a_device_file_are_told_at_once_and_by_line(desk, tmp_path):
+def test_all_mistakes_of_a_device_file_are_reported_at_once_and_by_line(desk, tmp_path):
     text = DEVICE.replace('"kitchen"', '"kit chen"').replace('"lab"', '"lap"').replace("raspberry", "rasberry")
     text = text.replace("mqtts://", "https://").replace(PASSWORD, "short").replace('"DE"', '"Germany"')
     text = text.replace("samples =", "sampels =") + '\n[ssh]\nuser = "root"\nauthorized_keys = ["none.pub"]\n'
@@ -279,7 +279,7 @@ def test_a_32_bit_board_is_refused_with_the_reason(desk, tmp_path):
         flash(desk, f"image:{tmp_path / 'out.img'}", path)
 
 
-def test_an_image_that_is_not_there_is_said_before_anything_is_made(desk, tmp_path, monkeypatch):
+def test_an_image_that_is_not_there_is_reported_before_anything_is_made(desk, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "make", lambda *_, **__: pytest.fail("a program was made"))
     with pytest.raises(ConfigError, match=r"none\.img: there is no image here"):
         flash(desk, f"image:{tmp_path / 'out.img'}", source=tmp_path / "none.img")
@@ -291,7 +291,7 @@ def test_without_a_named_broker_the_device_is_given_the_fleets_own(desk):
 
 
 @pytest.mark.parametrize("to", ["sdb", "usb:/dev/sdb", ""])
-def test_a_target_that_is_none_is_refused(desk, to):
+def test_an_invalid_target_is_refused(desk, to):
     with pytest.raises(ConfigError, match="is not a target"):
         flash(desk, to)
 
@@ -339,7 +339,7 @@ def test_progress_tells_share_speed_and_time_left():
 
 
 def test_what_a_plan_does_not_hold_cannot_be_shown(desk):
-    """A package that is shown is made without the token."""
+    """The package in a dry run is made without the token."""
     made = prepare_flash.prepare(device(desk))
     packed = prepare_flash.package_of(made, program.make(made.machine, say=print), None)
     secret = next(file for file in packed.files if file.path == "home/enrol.token")

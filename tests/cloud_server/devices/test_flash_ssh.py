@@ -1,4 +1,4 @@
-"""``metafleet flash`` over SSH as a whole: device file, fleet, token, package, a real sshd, and an inventory."""
+"""``metafleet flash`` over SSH from end to end: device file, fleet, token, package, a real sshd, and an inventory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from firmware_profiles.ssh import remote_install
 from fleet_core import __version__
 from fleet_core.base.errors import ConfigError, FlashError
 from fleet_core.protocol import enrolment_token
-from tests.support.certified import lab
-from tests.support.loopback_board import DEAF, Board, a_program
+from tests.support.loopback_board import DEAF, Board, make_program
+from tests.support.pki import lab_fleet
 
 pytestmark = [pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill"), pytest.mark.slow]
 
@@ -33,8 +33,8 @@ samples = "/srv/samples.npz"
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fleet with its certificates, a device file beside it, and a program that was made already."""
-    lab(tmp_path)
+    """A fleet with certificates, a device file and a cached program."""
+    lab_fleet(tmp_path)
     (tmp_path / "kitchen.toml").write_text(DEVICE)
     monkeypatch.setattr(remote_install, "POLL_S", 0.05)
     monkeypatch.setattr(back_online, "CONNECT_S", 0.1)
@@ -44,7 +44,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(patch: pytest.MonkeyPatch, folder: Path, build: str, **agent: str) -> None:
-    built = a_program(folder, f"{__version__}-{build}", **agent)
+    built = make_program(folder, f"{__version__}-{build}", **agent)
     patch.setattr(program, "make", lambda *_, **__: built)
 
 
@@ -58,7 +58,7 @@ def invitations(desk: Path) -> list[str]:
         return [key.removeprefix("invite/") for key in ledger.requests() if key.startswith("invite/")]
 
 
-def test_a_device_gets_its_token_last_and_it_is_said_nowhere(
+def test_a_device_gets_its_token_last_and_it_is_printed_nowhere(
     desk: Path, board: Board, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flash(desk, board, dry_run=True)
@@ -68,19 +68,19 @@ def test_a_device_gets_its_token_last_and_it_is_said_nowhere(
     assert 'samples = "/srv/samples.npz"' in shown["settings"]["/etc/metafleet/device.toml"]
     assert "NoNewPrivileges=yes" in shown["settings"]["/etc/systemd/system/metafleet.service"]
     flash_cli.flash(desk / "kitchen.toml", board.url(), ssh_config=board.config, dry_run=True)
-    said = capfd.readouterr().out
-    assert "kitchen at ssh://root@127.0.0.1" in said
-    assert "\n--- /etc/metafleet/device.toml\n" in said
+    plan = capfd.readouterr().out
+    assert "kitchen at ssh://root@127.0.0.1" in plan
+    assert "\n--- /etc/metafleet/device.toml\n" in plan
     assert invitations(desk) == []
     assert not board.path("/opt/metafleet").exists()
     flash(desk, board)
-    told = capfd.readouterr()
-    assert json.loads(told.out)["version"] == f"{__version__}-aaa"
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["version"] == f"{__version__}-aaa"
     issued = enrolment_token.load(board.path("/var/lib/metafleet/enrol.token"))
     assert invitations(desk) == [issued.id]
     assert issued.device == "kitchen"
     for secret in (issued.private_key, issued.certificate):
-        assert secret not in told.out + told.err
+        assert secret not in printed.out + printed.err
     assert board.sh("readlink /var/lib/metafleet/device.toml") == "/etc/metafleet/device.toml\n"
     assert '[data]\nsamples = "/srv/samples.npz"\n' in board.path("/etc/metafleet/device.toml").read_text()
     flash(desk, board)
@@ -89,13 +89,13 @@ def test_a_device_gets_its_token_last_and_it_is_said_nowhere(
 
 
 def test_a_device_that_is_refused_costs_no_token(desk: Path, board: Board) -> None:
-    board.says("getconf LONG_BIT", "32")
+    board.answer_with("getconf LONG_BIT", "32")
     with pytest.raises(FlashError, match="32-bit"):
         flash(desk, board)
     assert invitations(desk) == []
 
 
-def test_an_inventory_goes_on_where_one_fails_and_again_does_the_rest(
+def test_an_inventory_continues_where_one_fails_and_again_does_the_rest(
     desk: Path, board: Board, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (desk / "nowhere.toml").write_text(DEVICE.replace("kitchen", "nowhere"))
@@ -105,9 +105,9 @@ def test_an_inventory_goes_on_where_one_fails_and_again_does_the_rest(
     for changed in (True, False):
         with pytest.raises(FlashError, match=r"1 of 2 devices failed:\nnowhere: .*no connection"):
             flash_cli.flash(inventory=path, jobs=2, ssh_config=board.config, as_json=True)
-        told = json.loads(capfd.readouterr().out)
-        assert [(each["device"], each["ok"]) for each in told] == [("nowhere", False), ("kitchen", True)]
-        assert told[1]["changed"] is changed
+        result = json.loads(capfd.readouterr().out)
+        assert [(each["device"], each["ok"]) for each in result] == [("nowhere", False), ("kitchen", True)]
+        assert result[1]["changed"] is changed
 
 
 def test_a_broken_update_is_taken_back_and_the_command_fails(

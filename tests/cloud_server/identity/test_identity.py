@@ -1,4 +1,4 @@
-"""The fleet's certificates, tokens, and the aggregator's answer to who holds one."""
+"""The fleet's certificates, tokens, and the aggregator's answer to enrolment requests."""
 
 from __future__ import annotations
 
@@ -34,55 +34,55 @@ from fleet_core.link.loopback import LoopbackLink
 from fleet_core.protocol import certificates, enrolment_token, messages
 from fleet_core.protocol.device_messages import EnrolRequest
 from fleet_core.protocol.topics import enrolment_answer, enrolment_request
-from tests.support.certified import HOURS_S, Office, answer_of, asked_with, bare_fleet
 from tests.support.inprocess import config_text, world
+from tests.support.pki import HOURS_S, Enroller, answer_in, fleet_without_model, signed_request
 from tests.support.powercut import cut_at
 from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture
-def office(tmp_path: Path) -> Iterator[Office]:
-    fleet = bare_fleet(tmp_path / "fleet")
+def enroller(tmp_path: Path) -> Iterator[Enroller]:
+    fleet = fleet_without_model(tmp_path / "fleet")
     with Ledger(fleet.ledger_path) as ledger:
-        yield Office(fleet, ledger, time.time)
+        yield Enroller(fleet, ledger, time.time)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def test_keys_are_the_owners_alone_and_nothing_is_replaced(office: Office) -> None:
-    folder = office.fleet.folder
+def test_keys_are_the_owners_alone_and_nothing_is_replaced(enroller: Enroller) -> None:
+    folder = enroller.fleet.folder
     keys = sorted(folder.rglob("*.key"))
     names = {"aggregator.key", "ca.key", "fleet.key", "server.key", "tokens-ca.key"}
     assert {path.name for path in keys} == names
     assert {stat.S_IMODE(path.stat().st_mode) for path in keys} == {0o600}
     before = {path: path.read_bytes() for path in folder.rglob("*.*") if "ledger" not in path.name}
-    fleet_certificates.create_missing(office.fleet, office.ledger)
+    fleet_certificates.create_missing(enroller.fleet, enroller.ledger)
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_what_is_missing_is_made_by_the_same_authority(office: Office) -> None:
-    folder = office.fleet.folder
+def test_what_is_missing_is_made_by_the_same_authority(enroller: Enroller) -> None:
+    folder = enroller.fleet.folder
     authority = (folder / "ca.pem").read_bytes()
     (folder / "aggregator.pem").unlink()
-    fleet_certificates.create_missing(office.fleet, office.ledger)
+    fleet_certificates.create_missing(enroller.fleet, enroller.ledger)
     assert (folder / "ca.pem").read_bytes() == authority
     found = certificates.load_certificate(folder / "aggregator.pem")
     found.verify_directly_issued_by(certificates.load_certificate(folder / "ca.pem"))
     assert certificates.name_of(found) == ".aggregator"
 
 
-def test_a_lost_authority_is_an_error_and_not_a_new_one(office: Office) -> None:
-    (office.fleet.folder / "ca.key").write_text("nothing")
+def test_a_lost_authority_is_an_error_and_not_a_new_one(enroller: Enroller) -> None:
+    (enroller.fleet.folder / "ca.key").write_text("nothing")
     with pytest.raises(StateError, match=r"ca\.key: holds no private key(.|\n)*hint: put the fleet's folder back"):
-        fleet_certificates.authority(office.fleet.folder)
-    (office.fleet.folder / "ca.key").write_bytes((office.fleet.folder / "tokens-ca.key").read_bytes())
+        fleet_certificates.authority(enroller.fleet.folder)
+    (enroller.fleet.folder / "ca.key").write_bytes((enroller.fleet.folder / "tokens-ca.key").read_bytes())
     with pytest.raises(StateError, match=r"ca\.pem: is not the certificate of the key"):
-        fleet_certificates.authority(office.fleet.folder)
+        fleet_certificates.authority(enroller.fleet.folder)
 
 
-def test_certificates_begin_a_day_ago_and_are_good_for_one_thing(office: Office) -> None:
-    folder = office.fleet.folder
+def test_certificates_begin_a_day_ago_and_are_good_for_one_thing(enroller: Enroller) -> None:
+    folder = enroller.fleet.folder
     now = datetime.datetime.now(datetime.UTC)
     for path, server in ((folder / "aggregator.pem", False), (folder / "mosquitto" / "server.pem", True)):
         found = certificates.load_certificate(path)
@@ -93,8 +93,8 @@ def test_certificates_begin_a_day_ago_and_are_good_for_one_thing(office: Office)
 
 
 @pytest.mark.needs("openssl")
-def test_another_implementation_takes_the_certificates_strictly(office: Office) -> None:
-    folder = office.fleet.folder
+def test_another_implementation_takes_the_certificates_strictly(enroller: Enroller) -> None:
+    folder = enroller.fleet.folder
     for path, purpose in (("aggregator.pem", "sslclient"), ("mosquitto/server.pem", "sslserver")):
         verify = ["openssl", "verify", "-x509_strict", "-purpose", purpose, "-CAfile", str(folder / "ca.pem")]
         assert subprocess.run([*verify, str(folder / path)], capture_output=True, check=False).returncode == 0
@@ -102,30 +102,30 @@ def test_another_implementation_takes_the_certificates_strictly(office: Office) 
         assert subprocess.run([*wrong, str(folder / path)], capture_output=True, check=False).returncode != 0
 
 
-def test_the_brokers_certificate_is_made_anew_for_other_hosts_only(office: Office) -> None:
-    folder = office.fleet.folder / "mosquitto"
-    fleet_certificates.configure(office.fleet, office.ledger, BrokerSetup(("pi.local", "10.0.0.7")))
+def test_the_brokers_certificate_is_made_anew_for_other_hosts_only(enroller: Enroller) -> None:
+    folder = enroller.fleet.folder / "mosquitto"
+    fleet_certificates.configure(enroller.fleet, enroller.ledger, BrokerSetup(("pi.local", "10.0.0.7")))
     first = (folder / "server.pem").read_bytes()
     names = x509.load_pem_x509_certificate(first).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["pi.local", "localhost"]
     assert "10.0.0.7" in map(str, names.get_values_for_type(x509.IPAddress))
-    fleet_certificates.configure(office.fleet, office.ledger, BrokerSetup(("pi.local", "10.0.0.7"), port=9))
+    fleet_certificates.configure(enroller.fleet, enroller.ledger, BrokerSetup(("pi.local", "10.0.0.7"), port=9))
     assert (folder / "server.pem").read_bytes() == first
-    fleet_certificates.configure(office.fleet, office.ledger, BrokerSetup(("other",)))
+    fleet_certificates.configure(enroller.fleet, enroller.ledger, BrokerSetup(("other",)))
     assert (folder / "server.pem").read_bytes() != first
     with pytest.raises(ConfigError, match="is not a host name"):
-        fleet_certificates.configure(office.fleet, office.ledger, BrokerSetup(("höst",)))
+        fleet_certificates.configure(enroller.fleet, enroller.ledger, BrokerSetup(("höst",)))
 
 
-def test_a_configuration_for_another_machine_names_the_folder_there(office: Office) -> None:
-    path = fleet_certificates.configure(office.fleet, office.ledger, BrokerSetup(("h",), at="/etc/mosquitto/t"))
+def test_a_configuration_for_another_machine_names_the_folder_there(enroller: Enroller) -> None:
+    path = fleet_certificates.configure(enroller.fleet, enroller.ledger, BrokerSetup(("h",), at="/etc/mosquitto/t"))
     lines = path.read_text().splitlines()
     assert "cafile /etc/mosquitto/t/ca.pem" in lines
-    assert str(office.fleet.folder) not in path.read_text()
+    assert str(enroller.fleet.folder) not in path.read_text()
 
 
-def test_a_list_of_the_revoked_is_always_newer_than_the_one_before(office: Office) -> None:
-    authority = fleet_certificates.authority(office.fleet.folder)
+def test_a_list_of_the_revoked_is_always_newer_than_the_one_before(enroller: Enroller) -> None:
+    authority = fleet_certificates.authority(enroller.fleet.folder)
     lists = [authority.revocations({}, None)]
     for serial in ("1", "2", "3"):
         lists.append(authority.revocations({serial: 5.0}, lists[-1]))
@@ -152,8 +152,8 @@ def test_access_lists_hold_what_the_protocol_says_and_no_more() -> None:
 # Tokens ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_token_is_the_owners_alone_and_says_no_secret_of_itself(office: Office, tmp_path: Path) -> None:
-    made = office.token("d0")
+def test_a_token_is_the_owners_alone_and_says_no_secret_of_itself(enroller: Enroller, tmp_path: Path) -> None:
+    made = enroller.token("d0")
     enrolment_token.save(tmp_path / "x.token", made)
     assert stat.S_IMODE((tmp_path / "x.token").stat().st_mode) == 0o600
     assert enrolment_token.load(tmp_path / "x.token") == made
@@ -165,134 +165,135 @@ def test_a_token_is_the_owners_alone_and_says_no_secret_of_itself(office: Office
         assert made.private_key not in str(caught.value)
 
 
-def test_a_token_is_for_a_broker_with_tls(office: Office) -> None:
+def test_a_token_is_for_a_broker_with_tls(enroller: Enroller) -> None:
     with pytest.raises(ConfigError, match="a token needs a broker with TLS"):
-        make_token(office.fleet, "d0", "mqtt://h:1", "mqtts://h:2", 60)
-    assert enrolment_url(office.fleet, "mqtts://h:7000") == "mqtts://h:7001"
-    assert enrolment_url(office.fleet, f"mqtts://h:{mosquitto_config.PORT}") == f"mqtts://h:{mosquitto_config.ENROLMENT_PORT}"
+        make_token(enroller.fleet, "d0", "mqtt://h:1", "mqtts://h:2", 60)
+    assert enrolment_url(enroller.fleet, "mqtts://h:7000") == "mqtts://h:7001"
+    assert enrolment_url(enroller.fleet, f"mqtts://h:{mosquitto_config.PORT}") == f"mqtts://h:{mosquitto_config.ENROLMENT_PORT}"
 
 
-def test_a_token_gives_its_device_one_certificate(office: Office) -> None:
-    made, key = office.token("d0"), certificates.new_key()
-    text = office.enrolments().certificate(made.id, asked_with(made, key))
-    authority = fleet_certificates.authority(office.fleet.folder).certificate
+def test_a_token_gives_its_device_one_certificate(enroller: Enroller) -> None:
+    made, key = enroller.token("d0"), certificates.new_key()
+    text = enroller.enrolments().certificate(made.id, signed_request(made, key))
+    authority = fleet_certificates.authority(enroller.fleet.folder).certificate
     found = certificates.check_own(text, key.public_key(), "d0", authority)
     left = found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     assert datetime.timedelta(days=4 * 365 - 1) < left < datetime.timedelta(days=5 * 365)
-    (row,) = office.ledger.rows(Certificate)
+    (row,) = enroller.ledger.rows(Certificate)
     assert (row.device, row.serial) == ("d0", certificates.serial_of(found))
-    assert [device.name for device in office.ledger.devices()] == ["d0"]
-    assert office.enrolments().certificate(made.id, asked_with(made, key)) == text, "its answer was lost"
+    assert [device.name for device in enroller.ledger.devices()] == ["d0"]
+    assert enroller.enrolments().certificate(made.id, signed_request(made, key)) == text, "its answer was lost"
     with pytest.raises(MessageError, match="the token was used before"):
-        office.enrolments().certificate(made.id, asked_with(made, certificates.new_key()))
-    assert len(office.ledger.rows(Certificate)) == 1
+        enroller.enrolments().certificate(made.id, signed_request(made, certificates.new_key()))
+    assert len(enroller.ledger.rows(Certificate)) == 1
 
 
-def test_a_token_dies_at_its_date_whatever_the_broker_lets_through(office: Office) -> None:
-    made = office.token("d0", valid_s=60)
-    office.now = lambda: made.expires + 1.0
+def test_a_token_dies_at_its_date_whatever_the_broker_lets_through(enroller: Enroller) -> None:
+    made = enroller.token("d0", valid_s=60)
+    enroller.now = lambda: made.expires + 1.0
     with pytest.raises(MessageError, match="the token has expired"):
-        office.enrolments().certificate(made.id, asked_with(made, certificates.new_key()))
-    assert office.ledger.rows(Certificate) == []
-    office.now = lambda: made.expires - 1.0
-    assert office.enrolments().certificate(made.id, asked_with(made, certificates.new_key()))
+        enroller.enrolments().certificate(made.id, signed_request(made, certificates.new_key()))
+    assert enroller.ledger.rows(Certificate) == []
+    enroller.now = lambda: made.expires - 1.0
+    assert enroller.enrolments().certificate(made.id, signed_request(made, certificates.new_key()))
 
 
-def test_a_token_of_another_fleet_is_unknown(office: Office, tmp_path: Path) -> None:
-    other = bare_fleet(tmp_path / "other")
+def test_a_token_of_another_fleet_is_unknown(enroller: Enroller, tmp_path: Path) -> None:
+    other = fleet_without_model(tmp_path / "other")
     stranger, _ = make_token(other, "d0", "mqtts://h:1", "mqtts://h:2", HOURS_S)
     with pytest.raises(MessageError, match="is not a token of this fleet"):
-        office.enrolments().certificate(stranger.id, asked_with(stranger, certificates.new_key()))
-    made = office.token("d0")
+        enroller.enrolments().certificate(stranger.id, signed_request(stranger, certificates.new_key()))
+    made = enroller.token("d0")
     with pytest.raises(MessageError, match="not signed with the token's key"):
-        office.enrolments().certificate(made.id, asked_with(made, certificates.new_key(), fleet="other"))
+        enroller.enrolments().certificate(made.id, signed_request(made, certificates.new_key(), fleet="other"))
 
 
-def test_a_request_that_the_tokens_key_did_not_sign_is_refused(office: Office) -> None:
-    """So that a broker that was taken over, which reads every request, cannot ask in the token's name."""
-    made, other = office.token("d0"), office.token("d1")
+def test_a_request_that_the_tokens_key_did_not_sign_is_refused(enroller: Enroller) -> None:
+    """So that a compromised broker, which reads every request, cannot send requests in the token's name."""
+    made, other = enroller.token("d0"), enroller.token("d1")
     key = certificates.new_key()
     forged = [
-        asked_with(made, key, signer=key), asked_with(made, key, token_id=other.id),
-        asked_with(other, key), messages.encode(EnrolRequest("", "")),
+        signed_request(made, key, signer=key), signed_request(made, key, token_id=other.id),
+        signed_request(other, key), messages.encode(EnrolRequest("", "")),
     ]
-    seen = messages.decode(EnrolRequest, asked_with(made, key))
+    seen = messages.decode(EnrolRequest, signed_request(made, key))
     forged.append(messages.encode(EnrolRequest(certificates.encoded(certificates.request(other_key(), "d0")),
                                                seen.signature)))
     for payload in forged:
         with pytest.raises(MessageError, match="not signed with the token's key"):
-            office.enrolments().certificate(made.id, payload)
-    assert office.ledger.rows(Certificate) == []
+            enroller.enrolments().certificate(made.id, payload)
+    assert enroller.ledger.rows(Certificate) == []
 
 
 def other_key() -> certificates.PrivateKey:
     return certificates.new_key()
 
 
-def test_what_is_no_request_is_refused_and_answered_with_the_reason(office: Office) -> None:
-    made = office.token("d0")
+def test_what_is_no_request_is_refused_and_answered_with_the_reason(enroller: Enroller) -> None:
+    made = enroller.token("d0")
     bearer = certificates.private_of(made.private_key, "token")
     weak = rsa.generate_private_key(65537, 1024)
     builder = x509.CertificateSigningRequestBuilder().subject_name(certificates.subject_name("d0"))
     for csr in (b"", b"no request", builder.sign(weak, SHA256()).public_bytes(serialization.Encoding.DER)):
         signature = certificates.sign(bearer, enrolment_token.to_sign("t", made.id, csr))
+        request = EnrolRequest(certificates.encoded(csr), signature)
         with pytest.raises(MessageError, match="is not a signing request"):
-            office.enrolments().on_request(made.id, messages.encode(EnrolRequest(certificates.encoded(csr), signature)))
+            enroller.enrolments().on_request(made.id, messages.encode(request))
     for payload in (b"{", b"[]", bytes(9000), b'{"csr":"%%","signature":""}'):
         with pytest.raises(MessageError):
-            office.enrolments().on_request(made.id, payload)
-    assert {topic for topic, _ in office.sent} == {f"fl1/t/en/{made.id}/ans"}
-    assert all(answer_of(payload).refused and not answer_of(payload).certificate for _, payload in office.sent)
+            enroller.enrolments().on_request(made.id, payload)
+    assert {topic for topic, _ in enroller.sent} == {f"fl1/t/en/{made.id}/ans"}
+    assert all(answer_in(payload).refused and not answer_in(payload).certificate for _, payload in enroller.sent)
 
 
-def test_a_device_that_is_enrolled_anew_has_one_certificate_that_holds(office: Office) -> None:
-    first, second = office.token("d0"), office.token("d0")
+def test_a_device_that_is_enrolled_anew_has_one_certificate_that_holds(enroller: Enroller) -> None:
+    first, second = enroller.token("d0"), enroller.token("d0")
     key = certificates.new_key()
     for made in (first, second):
-        office.enrolments().certificate(made.id, asked_with(made, key))
-    old, new = sorted(office.ledger.rows(Certificate), key=lambda row: row.issued_at)
+        enroller.enrolments().certificate(made.id, signed_request(made, key))
+    old, new = sorted(enroller.ledger.rows(Certificate), key=lambda row: row.issued_at)
     assert old.revoked_at is not None
     assert new.revoked_at is None
-    listed = x509.load_pem_x509_crl((office.fleet.folder / "mosquitto" / "crl.pem").read_bytes())
+    listed = x509.load_pem_x509_crl((enroller.fleet.folder / "mosquitto" / "crl.pem").read_bytes())
     assert [f"{entry.serial_number:x}" for entry in listed] == [old.serial]
     with pytest.raises(MessageError, match="used before"):
-        office.enrolments().certificate(first.id, asked_with(first, key))
+        enroller.enrolments().certificate(first.id, signed_request(first, key))
 
 
-def test_a_revoked_device_loses_its_certificate_and_its_tokens(office: Office) -> None:
-    made, unused = office.token("d0"), office.token("d0")
-    office.enrolments().certificate(made.id, asked_with(made, certificates.new_key()))
-    office.ledger.put(Device(name="d0", status="revoked"))
-    before = len(office.changes)
-    office.enrolments().revoke("d0", time.time())
-    assert len(office.changes) == before + 1, "the broker is told"
-    folder = office.fleet.folder / "mosquitto"
+def test_a_revoked_device_loses_its_certificate_and_its_tokens(enroller: Enroller) -> None:
+    made, unused = enroller.token("d0"), enroller.token("d0")
+    enroller.enrolments().certificate(made.id, signed_request(made, certificates.new_key()))
+    enroller.ledger.put(Device(name="d0", status="revoked"))
+    before = len(enroller.changes)
+    enroller.enrolments().revoke("d0", time.time())
+    assert len(enroller.changes) == before + 1, "the broker is told"
+    folder = enroller.fleet.folder / "mosquitto"
     assert len(list(x509.load_pem_x509_crl((folder / "crl.pem").read_bytes()))) == 1
     assert "user d0\ntopic deny #" in (folder / "acl").read_text()
     with pytest.raises(MessageError, match="used before"):
-        office.enrolments().certificate(unused.id, asked_with(unused, certificates.new_key()))
-    again = office.token("d0")
-    office.enrolments().revoke("d0", time.time() - 60)  # was asked before, and is heard of late
-    assert office.enrolments().certificate(again.id, asked_with(again, certificates.new_key()))
+        enroller.enrolments().certificate(unused.id, signed_request(unused, certificates.new_key()))
+    again = enroller.token("d0")
+    enroller.enrolments().revoke("d0", time.time() - 60)  # requested before, and heard late
+    assert enroller.enrolments().certificate(again.id, signed_request(again, certificates.new_key()))
     assert "user d0" not in (folder / "acl").read_text()
 
 
-def test_the_ledger_keeps_no_secret_of_a_token(office: Office) -> None:
-    made = office.token("d0")
-    (row,) = office.ledger.rows(Invitation)
+def test_the_ledger_keeps_no_secret_of_a_token(enroller: Enroller) -> None:
+    made = enroller.token("d0")
+    (row,) = enroller.ledger.rows(Invitation)
     assert made.private_key not in str(row)
-    office.ledger.close()
-    kept = b"".join(path.read_bytes() for path in office.fleet.folder.glob("ledger.sqlite*"))
+    enroller.ledger.close()
+    kept = b"".join(path.read_bytes() for path in enroller.fleet.folder.glob("ledger.sqlite*"))
     assert row.public.encode() in kept
     assert made.private_key.encode() not in kept
 
 
-# A device checks what it is given -------------------------------------------------------------------------------------
+# A device checks what it receives -------------------------------------------------------------------------------------
 
 
-def test_a_device_takes_no_certificate_but_its_own_of_the_fleets_authority(office: Office, tmp_path: Path) -> None:
+def test_a_device_takes_no_certificate_but_its_own_of_the_fleets_authority(enroller: Enroller, tmp_path: Path) -> None:
     key = certificates.new_key()
-    authority = fleet_certificates.authority(office.fleet.folder)
+    authority = fleet_certificates.authority(enroller.fleet.folder)
     stranger = Authority.create(tmp_path / "x.key", tmp_path / "x.pem", "t devices")
     wrong = {
         "another authority's": stranger.client("d0", key.public_key()),
@@ -309,11 +310,11 @@ def test_a_device_takes_no_certificate_but_its_own_of_the_fleets_authority(offic
             certificates.check_own(text, key.public_key(), "d0", authority.certificate)
 
 
-def test_a_token_of_another_device_is_refused_by_a_home_that_has_one(office: Office, tmp_path: Path) -> None:
+def test_a_token_of_another_device_is_refused_by_a_home_that_has_one(enroller: Enroller, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    (home / "device.toml").write_text(f'[device]\nname = "d1"\nfleet = "t"\nkey = "{office.fleet.public_key()}"\n')
-    enrolment_token.save(home / enrolment_token.FILE, office.token("d0"))
+    (home / "device.toml").write_text(f'[device]\nname = "d1"\nfleet = "t"\nkey = "{enroller.fleet.public_key()}"\n')
+    enrolment_token.save(home / enrolment_token.FILE, enroller.token("d0"))
     with pytest.raises(ConfigError, match="is another device's home: its name is 'd1'"):
         enrolment.enroll(home, home / enrolment_token.FILE, limit_s=PATIENCE_S, log=print)
     assert (home / enrolment_token.FILE).exists()
@@ -321,19 +322,19 @@ def test_a_token_of_another_device_is_refused_by_a_home_that_has_one(office: Off
 
 @dataclass
 class Correspondence:
-    """What a device asks the office in place of a broker. asked: the public key of every request."""
+    """A device's requests reach the enroller without a broker. asked: the public key of every request."""
 
-    office: Office
+    enroller: Enroller
     asked: list[str] = field(default_factory=list)
 
     def __call__(self, found: enrolment_token.Token, key: certificates.PrivateKey, *_: object) -> str:
         self.asked.append(certificates.public_text(key.public_key()))
-        return self.office.enrolments().certificate(found.id, asked_with(found, key))
+        return self.enroller.enrolments().certificate(found.id, signed_request(found, key))
 
 
 @pytest.fixture
-def correspondence(office: Office, monkeypatch: pytest.MonkeyPatch) -> Correspondence:
-    made = Correspondence(office)
+def correspondence(enroller: Enroller, monkeypatch: pytest.MonkeyPatch) -> Correspondence:
+    made = Correspondence(enroller)
     monkeypatch.setattr(enrolment, "_request_certificate", made)
     return made
 
@@ -349,10 +350,10 @@ DAMAGED = {
 
 @pytest.mark.parametrize(("name", "text", "said"), DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_token_is_refused_before_it_is_spent(
-    office: Office, correspondence: Correspondence, tmp_path: Path, name: str, text: str, said: str
+    enroller: Enroller, correspondence: Correspondence, tmp_path: Path, name: str, text: str, said: str
 ) -> None:
-    """``system`` is what the system trusts, so that nothing else reads the fleet's own authority before the answer."""
-    path, found = tmp_path / enrolment_token.FILE, replace(office.token("d0"), broker_authority=enrolment.SYSTEM)
+    """``system`` is what the operating system trusts; nothing else reads the fleet's authority before the answer."""
+    path, found = tmp_path / enrolment_token.FILE, replace(enroller.token("d0"), broker_authority=enrolment.SYSTEM)
     damaged: dict[str, Any] = {name: text}
     enrolment_token.save(path, replace(found, **damaged))
     with pytest.raises(ConfigError, match=said) as raised:
@@ -363,68 +364,68 @@ def test_a_damaged_token_is_refused_before_it_is_spent(
 
 
 def test_a_token_makes_a_whole_device_and_is_erased(
-    office: Office, correspondence: Correspondence, tmp_path: Path
+    enroller: Enroller, correspondence: Correspondence, tmp_path: Path
 ) -> None:
     home = tmp_path / "home"
     home.mkdir()
     (home / "device.toml").write_text("[train]\nenabled = false\n")
-    enrolment_token.save(home / enrolment_token.FILE, office.token("d0"))
+    enrolment_token.save(home / enrolment_token.FILE, enroller.token("d0"))
     waiting = enrolment.token_in(home)
     assert waiting is not None
-    assert enrolment.enroll(home, waiting, limit_s=PATIENCE_S, log=office.told.append) == "d0"
+    assert enrolment.enroll(home, waiting, limit_s=PATIENCE_S, log=enroller.lines.append) == "d0"
     assert enrolment.token_in(home) is None
     settings = settings_of(home)
     assert (settings.device.name, settings.device.fleet, settings.device.broker) == ("d0", "t", "mqtts://h:1")
-    assert settings.device.key == office.fleet.public_key()
+    assert settings.device.key == enroller.fleet.public_key()
     assert not settings.train.enabled, "what a person wrote stays"
     files = tls_files(home, settings)
-    assert files["ca"].read_bytes() == (office.fleet.folder / "ca.pem").read_bytes()
+    assert files["ca"].read_bytes() == (enroller.fleet.folder / "ca.pem").read_bytes()
     assert stat.S_IMODE(files["key"].stat().st_mode) == 0o600
     assert load_key_pair(files["cert"], files["key"])
 
 
 def load_key_pair(cert: Path, key: Path) -> bool:
-    """Whether they are of one pair."""
+    """Raise unless certificate and key are a pair."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_cert_chain(cert, key)
     return True
 
 
 def test_a_power_cut_at_any_write_leaves_a_device_that_enrols_when_it_is_back(
-    office: Office, correspondence: Correspondence, tmp_path: Path
+    enroller: Enroller, correspondence: Correspondence, tmp_path: Path
 ) -> None:
     writes = 0
     for cut in range(1, 6):
         home = tmp_path / f"home{cut}"
-        enrolment_token.save(home / enrolment_token.FILE, office.token(f"d{cut}"))
+        enrolment_token.save(home / enrolment_token.FILE, enroller.token(f"d{cut}"))
 
         correspondence.asked.clear()
         with cut_at(cut) as begun:
-            enrolment.enroll(home, home / enrolment_token.FILE, limit_s=PATIENCE_S, log=office.told.append)
+            enrolment.enroll(home, home / enrolment_token.FILE, limit_s=PATIENCE_S, log=enroller.lines.append)
         writes = max(writes, *begun)
         if (home / enrolment_token.FILE).exists():
-            enrolment.enroll(home, home / enrolment_token.FILE, limit_s=PATIENCE_S, log=office.told.append)
+            enrolment.enroll(home, home / enrolment_token.FILE, limit_s=PATIENCE_S, log=enroller.lines.append)
         assert tls_files(home, settings_of(home))["cert"].exists()
         assert len(set(correspondence.asked)) == 1, "one key, however often it is asked for"
         assert not (home / enrolment_token.FILE).exists()
-        rows = office.ledger.rows(Certificate, device=f"d{cut}")
+        rows = enroller.ledger.rows(Certificate, device=f"d{cut}")
         assert [row.revoked_at for row in rows] == [None]
     assert writes >= 4
 
 
 def test_a_second_token_replaces_the_certificate_and_leaves_no_old_key(
-    office: Office, correspondence: Correspondence, tmp_path: Path
+    enroller: Enroller, correspondence: Correspondence, tmp_path: Path
 ) -> None:
     for _ in range(2):
-        enrolment_token.save(tmp_path / "home" / enrolment_token.FILE, office.token("d0"))
+        enrolment_token.save(tmp_path / "home" / enrolment_token.FILE, enroller.token("d0"))
         enrolment.enroll(
-            tmp_path / "home", tmp_path / "home" / enrolment_token.FILE, limit_s=PATIENCE_S, log=office.told.append
+            tmp_path / "home", tmp_path / "home" / enrolment_token.FILE, limit_s=PATIENCE_S, log=enroller.lines.append
         )
     assert len(list((tmp_path / "home").glob("identity-*"))) == 2
     assert tls_files(tmp_path / "home", settings_of(tmp_path / "home"))["key"].exists()
 
 
-def test_plain_mqtt_leaves_a_machine_only_when_it_is_asked_for_by_name(office: Office) -> None:
+def test_plain_mqtt_leaves_a_machine_only_when_it_is_requested_by_name(enroller: Enroller) -> None:
     for url in ("mqtt://10.0.0.7", "mqtt://pi.local:1883", "mqtt://localhost.evil"):
         settings = Settings(Identity("d0", "t", "0" * 64, url))
         with pytest.raises(ConfigError, match=r"plain MQTT that leaves this machine(.|\n)*--plain"):
@@ -436,7 +437,7 @@ def test_plain_mqtt_leaves_a_machine_only_when_it_is_asked_for_by_name(office: O
 
 
 def test_a_token_of_this_moment_is_known_and_one_that_was_revoked_in_it_is_not(tmp_path: Path) -> None:
-    """The aggregator looks for what the command line asks four times a second; a device is not made to wait for it."""
+    """The aggregator polls the command line's requests four times a second; a device must not wait for that."""
     w = world(tmp_path, config_text())
     server, device = w.start_server(), LoopbackLink(w.broker, "bearer")
     assert w.pump(lambda: server.link.connected)
@@ -447,8 +448,8 @@ def test_a_token_of_this_moment_is_known_and_one_that_was_revoked_in_it_is_not(t
         if revoked:
             server.ledger.request("revoke/d9", repr(time.time() + 1))
         device.subscribe(enrolment_answer("t", made.id))
-        device.publish(enrolment_request("t", made.id), asked_with(made, certificates.new_key()))
+        device.publish(enrolment_request("t", made.id), signed_request(made, certificates.new_key()))
         w.step(tick_s=0)
-        (answer,) = [answer_of(event.payload) for event in device.poll(0) if isinstance(event, Message)]
+        (answer,) = [answer_in(event.payload) for event in device.poll(0) if isinstance(event, Message)]
         assert (bool(answer.certificate), bool(answer.refused)) == (not revoked, revoked)
     w.close()

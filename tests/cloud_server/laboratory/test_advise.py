@@ -1,4 +1,4 @@
-"""Advice: data that cannot be evaluated, what a budget allows, the decision, and the words for it."""
+"""Advice: data that cannot be evaluated, what a budget allows, the decision and its text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS = 30
 
 
 def written(path: Path, clients: int = 6, rows: int = ROWS, kinds: int = 3, **changes: Any) -> str:
-    """A file of separable classes in four features, alike in all clients but for a shift."""
+    """A file of separable classes in four features; clients differ only by a shift."""
     rng = np.random.default_rng(0)
     y = np.tile(np.arange(rows) % kinds, clients)
     client = np.repeat(np.array([f"d{i}" for i in range(clients)], dtype=np.str_), rows)
@@ -64,7 +64,7 @@ def test_data_that_cannot_be_evaluated_are_refused_with_the_reason(
         recordings(written(tmp_path / "mine.npz", **changes))
 
 
-def test_a_file_without_labels_and_a_name_that_is_none_are_refused(tmp_path: Path) -> None:
+def test_a_file_without_labels_and_an_invalid_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("a,client\n1,x\n")
     with pytest.raises(DataError, match="label"):
         recordings(str(tmp_path / "mine.csv"))
@@ -72,7 +72,7 @@ def test_a_file_without_labels_and_a_name_that_is_none_are_refused(tmp_path: Pat
         recordings("hartbeat")
 
 
-def test_what_is_left_out_or_assumed_is_said(tmp_path: Path) -> None:
+def test_what_is_left_out_or_assumed_is_reported(tmp_path: Path) -> None:
     assert recordings(written(tmp_path / "a.npz")).remarks == ()
     client = np.repeat(np.array(["a", "b", "c", "d", "e", "f"], dtype=np.str_), ROWS)
     client[:15] = "b"
@@ -123,7 +123,7 @@ def test_the_budget_gives_the_rounds_of_all_models_or_else_of_the_quickest() -> 
         fitting_plan({"cnn1d": 100.0, "mlp": 1.0}, 2.0, 10.0, 2)
 
 
-def test_a_short_budget_drops_further_models_first_and_then_compares_two_with_the_best_methods_alone() -> None:
+def test_a_short_budget_drops_further_models_first_and_then_all_but_the_best_methods_of_two() -> None:
     paces, later = {"cnn1d": 4.0, "mlp": 1.0, "logistic": 1.0}, advising.LATER_RUNS
 
     def left_s(quick: int, slow: int) -> float:
@@ -181,7 +181,7 @@ def test_half_a_point_is_never_told_apart_and_one_seed_takes_two() -> None:
     assert decide([one("a", [0.9]), one("b", [0.875], payload=1)]).chosen.method == "a"
 
 
-def test_one_with_fewer_seeds_is_told_and_not_taken() -> None:
+def test_one_with_fewer_seeds_is_reported_and_not_taken() -> None:
     found = decide([one("lucky", [0.95]), one("known", [0.90, 0.91])])
     assert found.chosen.method == "known"
     assert "lucky with mlp had 0.950, but with fewer seeds." in sentences(found, FACTS)
@@ -194,7 +194,7 @@ def test_int8_is_taken_unless_it_costs_more_than_the_spread() -> None:
     assert decide(known, [one("fedavg", [0.80, 0.81], payload=260)]).codec == "fp32"
 
 
-def test_where_training_alone_is_not_told_apart_no_fleet_is_needed_and_the_best_one_is_named() -> None:
+def test_where_training_alone_ties_no_fleet_is_needed_and_the_best_method_is_named() -> None:
     found = decide([one("local", [0.9, 0.91], payload=0), one("fedavg", [0.9, 0.92]), one("fedrep", [0.95])])
     assert (found.chosen.method, federated(found).method) == ("local", "fedavg")
     first, *rest = sentences(found, FACTS)
@@ -243,7 +243,7 @@ def test_the_words_have_the_figures() -> None:
     [(1500.0, {}, "2.00 MFLOP of training and 1.50 kJ on pi, as modelled, above idle."),
      (None, {"radio": "no cited J/byte"}, "joules on pi are not known (radio: no cited J/byte).")],
 )  # fmt: skip
-def test_joules_are_told_or_why_they_are_not_known(joules: float | None, absent: dict[str, str], words: str) -> None:
+def test_joules_are_reported_or_why_they_are_unknown(joules: float | None, absent: dict[str, str], words: str) -> None:
     found = decide([one("fedavg", [0.9], joules=joules)])
     assert words in "\n".join(sentences(found, {**FACTS, "board": "pi", "absent": absent}))
 
@@ -257,7 +257,7 @@ def test_the_table_has_every_candidate_and_the_json_no_empty_figure() -> None:
     assert "new" not in to_json(found)["ranked"][0]
 
 
-def test_what_simple_answers_come_to_is_told_and_who_memorised() -> None:
+def test_what_simple_answers_come_to_is_reported_and_who_memorised() -> None:
     low, fair = Score(accuracy=0.395, macro_f1=0.39), Score(accuracy=0.71, macro_f1=0.70)
     plain = Score(accuracy=0.93, macro_f1=0.93, method="nearest mean on spectrum and statistics")
     beside = SimpleBaselines(Score(accuracy=0.36, macro_f1=0.33), plain, np.array([900, 900, 900]))
@@ -279,7 +279,7 @@ def test_what_simple_answers_come_to_is_told_and_who_memorised() -> None:
     json.dumps({**to_json(found), "facts": facts})
 
 
-def test_a_further_model_that_is_refused_is_told_and_the_first_ones_are_not_forgiven(tmp_path: Path) -> None:
+def test_a_further_model_that_is_refused_is_reported_and_the_first_ones_are_not_forgiven(tmp_path: Path) -> None:
     bench = Bench()
 
     def engine(asked: Experiment, folder: Path, title: str) -> tuple[list[Path], list[str]]:
@@ -308,7 +308,7 @@ ACCURACY = {
 
 
 class Bench:
-    """In place of the engine: results from a table, seconds from a clock that each run moves."""
+    """Replaces the engine: results come from a table, and each run advances the clock."""
 
     def __init__(self, run_s: float = 1.0) -> None:
         self.asked: list[tuple[str, Experiment]] = []
@@ -367,7 +367,7 @@ def test_the_fleet_toml_is_a_fleets(tmp_path: Path) -> None:
     assert (nameless.fleet_toml, nameless.command) == (None, None)
 
 
-def test_an_advice_that_was_stopped_goes_on_with_its_plan(tmp_path: Path) -> None:
+def test_an_advice_that_was_stopped_continues_with_its_plan(tmp_path: Path) -> None:
     data, stopped = written(tmp_path / "mine.npz"), Bench()
 
     def until_seeds(asked: Experiment, folder: Path, title: str) -> tuple[list[Path], list[str]]:
@@ -394,7 +394,7 @@ def test_an_advice_of_other_options_and_a_strangers_folder_are_refused(tmp_path:
         Bench().advise(data, tmp_path)
 
 
-def test_what_the_budget_left_no_time_for_is_said_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_budget_has_no_time_for_is_reported_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advising, "fitting_plan", lambda *_: (5, ("mlp",), 1))
     bench = Bench(run_s=11.0)
     found = bench.advise(written(tmp_path / "mine.npz"), tmp_path / "out", minutes=1)
@@ -413,10 +413,10 @@ def test_a_real_advice_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
     for name, value in fewer.items():
         monkeypatch.setattr(advising, name, value)
     monkeypatch.setattr("cloud_server.laboratory.run.recordings.models_for", lambda *_: (Model("mlp", "mlp"),))
-    told: list[str] = []
+    lines: list[str] = []
 
     def engine(asked: Experiment, folder: Path, title: str) -> tuple[list[Path], list[str]]:
-        told.append(title)
+        lines.append(title)
         return simulate.simulate(asked, folder, simulate.Options(jobs=1, device="cpu")), []
 
     found = advising.advise(Options(written(tmp_path / "mine.npz"), 60), tmp_path / "out", engine, cores=1)
@@ -426,4 +426,4 @@ def test_a_real_advice_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.facts["plain"]["accuracy"] > 0.9 > found.facts["frequent"]["accuracy"]
     assert found.facts["warnings"] == []
     assert found.advice.ranked[0].loss is not None
-    assert [title for title in told if "int8" in title] == [f"{federated(found.advice).name}, int8"]
+    assert [title for title in lines if "int8" in title] == [f"{federated(found.advice).name}, int8"]

@@ -1,4 +1,4 @@
-"""Runs side by side: exact figures over seeds, costs and gains, what is refused, and what people see."""
+"""Comparing runs: exact figures over seeds, costs and gains, what is refused, and the output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ended(
     models: tuple[float, float] = (1, 1), paper: float | None = None, new: bool = False, joules: float | None = None,
     targets: Sequence[float] = (), costs: bool = True, seconds: float = 1.0, **experiment: Any,
 ) -> Path:
-    """The folder of a simulation of ten devices a round; a round without an accuracy was not evaluated."""
+    """The folder of a simulation with ten devices per round; a round without an accuracy was not evaluated."""
     rows = []
     for number, accuracy in enumerate(accuracies, 1):
         row: dict[str, Any] = {"round": number, "loss": 1.0, "participants": 10, "refused": 0, "seconds": 1.0}
@@ -219,7 +219,7 @@ def test_a_target_can_be_of_macro_f1(tmp_path: Path) -> None:
     assert compared(tmp_path).entries[0].reached[0].at["rounds"].value == 1
 
 
-def test_gains_are_over_exact_per_fedavg_then_any_form_then_the_label_asked_for(tmp_path: Path) -> None:
+def test_gains_are_over_exact_per_fedavg_then_any_form_then_the_label_requested(tmp_path: Path) -> None:
     ended(tmp_path, "first-order", [0.9], method="per-fedavg-fo")
     assert compared(tmp_path).baseline == "first-order"
     ended(tmp_path, "worse", [0.3], method="per-fedavg-exact")

@@ -1,4 +1,4 @@
-"""Experiments as people write them: what they ask for, and every mistake before anything is computed."""
+"""Experiment files: their meaning, and that every mistake is found before anything is computed."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ hyper.penalty = 0.2
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file with an experiment that works."""
+    """A file with a valid experiment."""
     (tmp_path / "lab.toml").write_text(SYNTHETIC)
     return tmp_path / "lab.toml"
 
 
 def mistakes(path: Path, changes: Mapping[str, str], *settings: str) -> list[str]:
-    """What is said about the file with old text changed to new."""
+    """The errors of the file after replacing old text with new."""
     text = path.read_text()
     for old, new in changes.items():
         assert old in text
@@ -104,7 +104,7 @@ def test_the_former_name_of_a_table_is_read_and_told(path: Path, capsys: pytest.
     assert f"{path}:15: judge: is now 'evaluation'" in capsys.readouterr().err
 
 
-def test_unknown_keys_are_told_at_once_with_their_lines_and_suggestions(path: Path) -> None:
+def test_unknown_keys_are_reported_at_once_with_their_lines_and_suggestions(path: Path) -> None:
     changes = {"rounds = 2": "round = 2", "cohort": "cohrot", "[model]": "[model]\noption = {}"}
     assert mistakes(path, changes) == [
         "1: cohrot: unknown key (did you mean 'cohort'?)",
@@ -114,7 +114,7 @@ def test_unknown_keys_are_told_at_once_with_their_lines_and_suggestions(path: Pa
     ]
 
 
-def test_a_hyper_parameter_that_the_method_lacks_is_told_with_the_line_of_that_method(path: Path) -> None:
+def test_a_hyper_parameter_that_the_method_lacks_is_reported_with_the_line_of_that_method(path: Path) -> None:
     changes = {"hyper.penalty = 0.2": "hyper.local_step = 5", "hyper.local_steps": "hyper.local_step"}
     assert mistakes(path, changes) == [
         "11: method[0].hyper.local_step: unknown key (did you mean 'local_steps'?)",
@@ -220,21 +220,21 @@ MANY = list(range(1, 600))
         (METHOD, 'label = "a/b"', r"11: method[0].label: 'a/b' does not match [A-Za-z0-9_.=,+-]{1,100}"),
     ],
 )
-def test_a_mistake_is_told_with_its_line(path: Path, old: str, new: str, said: str) -> None:
+def test_a_mistake_is_reported_with_its_line(path: Path, old: str, new: str, said: str) -> None:
     assert mistakes(path, {old: new}) == [said]
 
 
-def test_a_method_that_there_is_not_is_told_with_the_nearest(path: Path) -> None:
+def test_a_method_that_there_is_not_is_reported_with_the_nearest(path: Path) -> None:
     (said,) = mistakes(path, {'name = "fedavg"': 'name = "fedagv"'})
     assert said.startswith("10: method[0].name: unknown value 'fedagv'")
     assert said.endswith("(did you mean 'fedavg'?)")
 
 
-def test_a_label_that_is_too_long_for_a_folder_is_told(path: Path) -> None:
+def test_a_label_that_is_too_long_for_a_folder_is_reported(path: Path) -> None:
     names = ("client_lr", "finetune_lr", "clip_norm", "weight_decay", "server_lr")
     grid = ", ".join(f"{name} = [0.12345678901234567]" for name in names)
-    said = mistakes(path, {METHOD: f'label = "{"x" * 90}"\ngrid = {{{grid}}}'})
-    assert said == [f"9: method: '{'x' * 40}…' has 245 characters: give it a shorter label"]
+    message = mistakes(path, {METHOD: f'label = "{"x" * 90}"\ngrid = {{{grid}}}'})
+    assert message == [f"9: method: '{'x' * 40}…' has 245 characters: give it a shorter label"]
 
 
 # Mistakes of the command line -----------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def refused(tmp_path: Path, values: Mapping[str, Any]) -> str:
-    """Why the experiment is not begun: nothing is trained, and nothing is written."""
+    """Why the experiment does not start; nothing is trained or written."""
     with pytest.raises(FleetError) as caught:
         laboratory.simulate(experiments.read(values), tmp_path / "out", Options(jobs=1))
     assert caught.value.exit_code == 2
@@ -325,8 +325,8 @@ def test_what_cannot_work_is_refused_before_the_first_round(
 
 def test_a_method_that_needs_a_head_is_refused_for_a_model_without_one(tmp_path: Path, data: Path) -> None:
     headless = {"name": "tests.support.lab:Headless"}
-    said = refused(tmp_path, lab.settings(data, "fedavg", {}, model=headless))
-    assert said.startswith("fedavg trains the head of a model, and 'tests.support.lab:Headless' has none\nhint: ")
+    message = refused(tmp_path, lab.settings(data, "fedavg", {}, model=headless))
+    assert message.startswith("fedavg trains the head of a model, and 'tests.support.lab:Headless' has none\nhint: ")
     laboratory.simulate(lab.experiment(data, model=headless, budget={"rounds": 1}), tmp_path / "proto", Options(jobs=1))
 
 
@@ -338,14 +338,14 @@ def test_logistic_regression_is_trained_whole(tmp_path: Path, data: Path) -> Non
 
 
 def test_a_method_that_needs_an_encoder_is_refused_for_logistic_regression(tmp_path: Path, data: Path) -> None:
-    said = refused(tmp_path, lab.settings(data, "fedproto", {"local_steps": 1}, model={"name": "logistic"}))
-    assert "fedproto trains the body of a model, and 'logistic' has none" in said
+    message = refused(tmp_path, lab.settings(data, "fedproto", {"local_steps": 1}, model={"name": "logistic"}))
+    assert "fedproto trains the body of a model, and 'logistic' has none" in message
     asked = lab.experiment(data, "fedavg", {"local_steps": 1}, model={"name": "logistic"}, budget={"rounds": 1})
     laboratory.simulate(asked, tmp_path / "whole", Options(jobs=1))
 
 
 def sparse(path: Path, labels: Mapping[str, list[int]]) -> Path:
-    """Devices with one sample of each label that is named, in that order of time."""
+    """Devices with one sample of each given label, in that order of time."""
     y = np.array([label for own in labels.values() for label in own])
     names = np.array([name for name, own in labels.items() for _ in own])
     save(path, Samples(np.ones((len(y), 8), np.float32) * y[:, None], y, names, np.arange(len(y), dtype=float)))
@@ -354,19 +354,19 @@ def sparse(path: Path, labels: Mapping[str, list[int]]) -> Path:
 
 def test_devices_that_can_draw_no_episode_are_refused_by_name(tmp_path: Path) -> None:
     data = sparse(tmp_path / "few.npz", {"rich": [0, 0, 1, 1, 0, 1], "poor": [0, 1, 1, 1], "poorer": [1, 0]})
-    said = refused(tmp_path, lab.settings(data, cohort=0))
-    assert said.splitlines() == [
+    message = refused(tmp_path, lab.settings(data, cohort=0))
+    assert message.splitlines() == [
         "poor: no class has two training samples, which pfldyn-proto needs",
         "poorer: no class has two training samples, which pfldyn-proto needs",
         "hint: leave such devices out with the partition's min_samples, or use another partition",
     ]
-    lab.go(lab.experiment(data, "fedavg", {"local_steps": 1, "finetune_steps": 1}), tmp_path / "run")
+    lab.run_first(lab.experiment(data, "fedavg", {"local_steps": 1, "finetune_steps": 1}), tmp_path / "run")
 
 
 def test_a_new_device_without_a_support_set_is_refused_by_name(tmp_path: Path) -> None:
     data = sparse(tmp_path / "few.npz", {f"d{k}": [0, 1, 2] for k in range(4)})
-    said = refused(tmp_path, lab.settings(data, "fedavg", {}, evaluation={"new_devices": 0.5}))
-    lines = said.splitlines()
+    message = refused(tmp_path, lab.settings(data, "fedavg", {}, evaluation={"new_devices": 0.5}))
+    lines = message.splitlines()
     assert len(lines) == 3
     assert all(line.endswith(", a new device: no class has two samples among 3") for line in lines[:2])
 

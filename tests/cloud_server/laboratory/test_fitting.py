@@ -1,5 +1,5 @@
-"""Samples that do not fit a fleet are told with the way to convert them; recordings of readings on a device and for a
-fleet."""
+"""Samples that do not fit a fleet are refused with the way to convert them; recordings of readings on a device and for
+a fleet."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write(tmp_path: Path, text: str) -> Path:
         ((5, 4, 3, 5), (3, 4, 5), None),
     ],
 )
-def test_a_shape_that_does_not_fit_is_told_with_the_way_to_convert_it(
+def test_a_shape_that_does_not_fit_is_reported_with_the_way_to_convert_it(
     found: tuple[int, ...], wanted: tuple[int, ...], said: str | None
 ) -> None:
     hint = model_input.conversion(found, wanted)
@@ -108,14 +108,14 @@ def test_bytes_are_refused_where_the_fleet_has_floats(tmp_path: Path, name: str)
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A device of a fleet of windows [2, 3], served a model and with a recording of readings."""
+    """A device of a fleet with windows [2, 3], with a served model and a recording of readings."""
     layout = models.describe("mlp", InputSpec((2, 3)), ("off", "on"), {"hidden": [4]})
     home = homes.home(tmp_path / "home", toml='[data]\nsamples = "readings.csv"\nstride = 1\n[serve]\nworse_by = 1.0\n')
     rows = [*readings("d0", "off", range(20)), *readings("d0", "on", range(20, 40), 5)]
     (home / "readings.csv").write_text(lines(HEADER, *rows))
     graph = export_graph(layout, kinds=("embed", "predict"))
     params = layout.ordered(trees.scale(models.initial(layout, 1), np.float32(2)))
-    homes.furnished(home, "fedavg", graph=graph, params=params)
+    homes.service_with_model(home, "fedavg", graph=graph, params=params)
     return home
 
 
@@ -124,15 +124,15 @@ def test_a_device_answers_and_adds_readings_and_tells_what_is_left_over(
 ) -> None:
     path = write(tmp_path, lines("time,ax,ay", *[f"{n},{n},{-n}" for n in (0, 1, 2, 3, 5)]))
     device_commands.predict(path, place, as_json=True)
-    said = capsys.readouterr()
-    assert len(json.loads(said.out)["labels"]) == 2, "windows of 3, one every reading, none across the gap"
-    assert "1 readings are left over" in said.err
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)["labels"]) == 2, "windows of 3, one every reading, none across the gap"
+    assert "1 readings are left over" in printed.err
     device_commands.add(path, "on", place, new_class=False)
     assert "2 samples of class on added" in capsys.readouterr().out
     device_commands.list_samples(place, as_json=True)
-    said = capsys.readouterr()
-    assert [row["recorded"] + row["held_back"] for row in json.loads(said.out)] == [18, 18]
-    assert "40 readings give 36 windows of 3, one every 1" in said.err
+    printed = capsys.readouterr()
+    assert [row["recorded"] + row["held_back"] for row in json.loads(printed.out)] == [18, 18]
+    assert "40 readings give 36 windows of 3, one every 1" in printed.err
 
 
 def test_every_way_to_a_device_tells_how_samples_that_do_not_fit_are_converted(place: Path, tmp_path: Path) -> None:
@@ -157,11 +157,11 @@ def test_init_demo_and_advise_cut_readings(tmp_path: Path) -> None:
     rows = [row for client in "abcd" for k, label in enumerate(("on", "off"))
             for row in readings(client, label, np.arange(60) + 60 * k, 7 * k)]
     path = write(tmp_path, lines(HEADER, *rows))
-    said: list[str] = []
-    found, spec = load_data(str(path), said.append, window=4, stride=2)
+    log_lines: list[str] = []
+    found, spec = load_data(str(path), log_lines.append, window=4, stride=2)
     assert (len(found), spec.shape) == (4 * 2 * 29, (2, 4))
-    assert "480 readings give 232 windows of 4, one every 2" in said[0]
-    assert "left over" not in said[0]
+    assert "480 readings give 232 windows of 4, one every 2" in log_lines[0]
+    assert "left over" not in log_lines[0]
     advised = recordings(str(path), 4, 2)
     assert (advised.section["window"], advised.section["stride"]) == (4, 2)
     assert "480 readings give" in advised.remarks[0]

@@ -1,4 +1,4 @@
-"""Whoever does the work of a run, this process, others or Ray, its numbers are the same; and processes that die."""
+"""A run's results are the same whether this process, worker processes or Ray compute it; and processes that die."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,15 @@ from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.simulate import Options, simulate
 from fleet_core.base.errors import ConfigError, RoundError
 from tests.support import lab
-from tests.support.desk import descendants
 from tests.support.inprocess import Killed
+from tests.support.programs import descendants
 from tests.support.waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_threads")]
 
 NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: the extra 'ray'")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="waits on process descriptors")
 DEVICES = tuple(f"d{n}" for n in range(5))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    """Workers set it for the whole process; given back at the end."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def asked(data: Path) -> Experiment:
-    """Five devices, of which four are asked: two tasks of two, side by side."""
+    """Five devices, four per round: two tasks of two, side by side."""
     return lab.experiment(data, codec_up="int8", cohort=4)
 
 
@@ -65,52 +57,52 @@ def setting(asked: Experiment, folder: Path) -> Setting:
 @pytest.fixture(scope="module")
 def wanted(asked: Experiment, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("wanted")
-    return lab.everything(lab.go(asked, folder, side_by_side=2), DEVICES)
+    return lab.comparable(lab.run_first(asked, folder, side_by_side=2), DEVICES)
 
 
 def go_on_after_a_death(
     asked: Experiment, folder: Path, executor: Executor, kill: Callable[[], object], says: str
 ) -> dict[str, Any]:
-    """A worker is killed after the second round: the run ends with a reason and goes on in this process."""
+    """A worker is killed after the second round: the run ends with a reason and continues in this process."""
     rows: list[Any] = []
 
-    def told(row: Any) -> None:
+    def on_round(row: Any) -> None:
         rows.append(row)
         if len(rows) == 2:
             kill()
 
     with pytest.raises(RoundError, match=says) as caught:
-        lab.go(asked, folder, executor=executor, told=told)
+        lab.run_first(asked, folder, executor=executor, told=on_round)
     assert "goes on where this run was" in str(caught.value)
     assert len(rows) == 2
-    return lab.everything(lab.go(asked, folder, side_by_side=2), DEVICES)
+    return lab.comparable(lab.run_first(asked, folder, side_by_side=2), DEVICES)
 
 
-def test_processes_give_what_one_gives_and_a_run_goes_on_after_the_death_of_one(
+def test_processes_give_what_one_gives_and_a_run_continues_after_the_death_of_one(
     tmp_path: Path, asked: Experiment, wanted: Any
 ) -> None:
     executor = Processes(setting(asked, tmp_path / "whole"), 2)
-    assert lab.everything(lab.go(asked, tmp_path / "whole", executor=executor), DEVICES) == wanted
+    assert lab.comparable(lab.run_first(asked, tmp_path / "whole", executor=executor), DEVICES) == wanted
     executor.close()
     executor = Processes(setting(asked, tmp_path / "died"), 2)
 
     def kill() -> None:
         os.kill(next(iter(executor._pool._processes)), signal.SIGKILL)
-        until(lambda: executor._pool._broken)  # else the other one may do the rest before it is noticed
+        until(lambda: executor._pool._broken)  # otherwise the other worker may finish before it is noticed
 
     assert go_on_after_a_death(asked, tmp_path / "died", executor, kill, "a process died at its work") == wanted
     executor.close()
 
 
 @NEEDS_RAY
-def test_ray_gives_what_one_process_gives_and_a_run_goes_on_after_the_death_of_an_actor(
+def test_ray_gives_what_one_process_gives_and_a_run_continues_after_the_death_of_an_actor(
     tmp_path: Path, asked: Experiment, wanted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would be written into the home of whoever runs this
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # Ray would write a token into the user's home
     try:
         executor = RayExecutor(setting(asked, tmp_path / "whole"), 2)
-        assert lab.everything(lab.go(asked, tmp_path / "whole", executor=executor), DEVICES) == wanted
+        assert lab.comparable(lab.run_first(asked, tmp_path / "whole", executor=executor), DEVICES) == wanted
         executor.close()
         executor = RayExecutor(setting(asked, tmp_path / "died"), 2)
         found = go_on_after_a_death(
@@ -126,7 +118,7 @@ def test_ray_gives_what_one_process_gives_and_a_run_goes_on_after_the_death_of_a
         ray.shutdown()
 
 
-def test_ray_that_is_not_installed_is_asked_for(tmp_path: Path, asked: Experiment, monkeypatch: Any) -> None:
+def test_a_missing_ray_is_named(tmp_path: Path, asked: Experiment, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match="Ray is not installed") as caught:
         RayExecutor(setting(asked, tmp_path), 2)
@@ -147,7 +139,7 @@ def test_a_task_is_a_fixed_group_of_devices_side_by_side(
         return whole(*arguments, **more)
 
     monkeypatch.setattr(local_training, "train_side_by_side", counted)
-    assert lab.everything(lab.go(asked, tmp_path, side_by_side=2), DEVICES) == wanted
+    assert lab.comparable(lab.run_first(asked, tmp_path, side_by_side=2), DEVICES) == wanted
     assert sizes == [2, 2] * 4
 
 
@@ -163,25 +155,25 @@ def grid(data: Path, **more: Any) -> Experiment:
 
 
 def ended(folder: Path) -> dict[str, Any]:
-    """All that lies below an experiment's folder, without times."""
+    """Everything below an experiment's folder, without times."""
     found: dict[str, Any] = {"experiment": (folder / "experiment.json").read_bytes()}
     for run in sorted(path for path in folder.iterdir() if path.is_dir()):
         result = Store(run).result()
         rows = [{k: v for k, v in row.items() if k != "seconds"} for row in result["rounds"]]
         found[run.name] = {k: v for k, v in result.items() if k != "seconds"} | {"rounds": rows}
-        found[run.name + " lines"] = lab.figures(Store(run)) == rows
-        found[run.name + " server"] = lab.server(Store(run))
+        found[run.name + " lines"] = lab.rounds_without_times(Store(run)) == rows
+        found[run.name + " server"] = lab.server_state(Store(run))
     return found
 
 
 def test_runs_in_processes_of_their_own_give_what_one_after_the_other_gives(tmp_path: Path, data: Path) -> None:
     asked = grid(data)
     one = simulate(asked, tmp_path / "one", Options(jobs=1))
-    told: list[tuple[str, int]] = []
-    two = simulate(asked, tmp_path / "two", Options(jobs=2), on_round=lambda run, row: told.append((run, row["round"])))
+    seen: list[tuple[str, int]] = []
+    two = simulate(asked, tmp_path / "two", Options(jobs=2), on_round=lambda run, row: seen.append((run, row["round"])))
     assert [path.name for path in one] == [path.name for path in two] == ["fedavg-s0", "pfldyn-proto-s0"]
     assert ended(tmp_path / "one") == ended(tmp_path / "two")
-    assert sorted(told) == [(run, number) for run in ("fedavg-s0", "pfldyn-proto-s0") for number in (1, 2, 3, 4)]
+    assert sorted(seen) == [(run, number) for run in ("fedavg-s0", "pfldyn-proto-s0") for number in (1, 2, 3, 4)]
 
 
 def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path, data: Path) -> None:
@@ -194,11 +186,11 @@ def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path, data: Path) ->
 
 
 def test_what_has_ended_is_not_done_again_and_a_method_can_be_added(tmp_path: Path, data: Path) -> None:
-    said, told = list[str](), list[str]()
+    said, seen = list[str](), list[str]()
     simulate(grid(data, method=[FEDAVG]), tmp_path, Options(jobs=1))
-    simulate(grid(data), tmp_path, Options(jobs=1), say=said.append, on_round=lambda run, row: told.append(run))
+    simulate(grid(data), tmp_path, Options(jobs=1), say=said.append, on_round=lambda run, row: seen.append(run))
     assert said == ["1 of 2 runs have ended before"]
-    assert set(told) == {"pfldyn-proto-s0"}
+    assert set(seen) == {"pfldyn-proto-s0"}
     assert not list(tmp_path.glob("*/clients"))
 
 
@@ -216,7 +208,7 @@ def test_another_experiment_in_the_same_folder_is_refused_before_anything_is_wri
     assert ended(tmp_path) == before
 
 
-def test_a_stopped_experiment_goes_on_to_the_same_result(tmp_path: Path, data: Path) -> None:
+def test_a_stopped_experiment_continues_to_the_same_result(tmp_path: Path, data: Path) -> None:
     asked, rows = grid(data), list[str]()
     simulate(asked, tmp_path / "whole", Options(jobs=1))
     with pytest.raises(Stopped):
@@ -259,11 +251,11 @@ if __name__ == "__main__":
 
 @LINUX
 @pytest.mark.parametrize(("runs", "processes"), [(2, 2), (1, 2)])
-def test_a_killed_simulation_leaves_no_process_and_goes_on_to_the_same_bits(
+def test_a_killed_simulation_leaves_no_process_and_continues_to_the_same_bits(
     tmp_path: Path, data: Path, runs: int, processes: int
 ) -> None:
-    """Two runs in a process each; and one run with two processes for its devices, whose model is trained one device at
-    a time."""
+    """Two runs in one process each, and one run with two processes for its devices, whose model trains one device at a
+    time."""
     path, rounds = tmp_path / "lab.toml", 12
     path.write_text(toml(data, rounds, "mlp" if runs > 1 else "fleet_core.learning.architectures:Mlp"))
     seeds = f"seeds={list(range(runs))}"

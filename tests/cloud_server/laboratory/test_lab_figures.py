@@ -1,9 +1,8 @@
-"""The laboratory's figures against plain loops: what was spent, and how the devices' models did."""
+"""The laboratory's figures compared with plain loops: costs, and how the devices' models did."""
 
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +23,13 @@ from fleet_core.data.partitions import Share, support_query
 from fleet_core.data.samples import Samples, save
 from fleet_core.power.radio import RadioModel
 from tests.support import lab
-from tests.support.inprocess import without_fsync
+
+pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
 
 Array = np.ndarray[Any, Any]
 FEDAVG = {"local_steps": 2, "batch": 12, "finetune_steps": 0}
 BODY, HEAD, MEANS = 8 * 6 + 6, 6 * 3 + 3, 3 * 6 + 3
-"""Values of the tiny model, and of totals and counts of three class means."""
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_fsync(monkeypatch)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+"""Number of values of the tiny model, and of totals and counts of three class means."""
 
 
 @pytest.fixture
@@ -100,7 +88,7 @@ def plain_nvar(z_ND: Array, y_N: Array) -> float:
 
 def test_normalized_variance_is_that_of_a_plain_loop() -> None:
     rng = np.random.default_rng(1)
-    y_N = rng.integers(0, 4, 60) * 2  # classes that nobody has do not count
+    y_N = rng.integers(0, 4, 60) * 2  # classes without samples do not count
     z_ND = rng.normal(size=(60, 3)) + y_N[:, None]
     evaluations = []
     for rows in np.array_split(np.arange(60), 3):
@@ -172,7 +160,7 @@ def test_new_devices_are_held_out_and_evaluated_after_learning_from_a_share_of_t
         data, "fedavg", hyper, cohort=0, partition={"kind": "iid", "options": {"devices": 6}, "seed": 4},
         evaluation={"every": 0, "new_devices": 0.3, "support": [0.2, 0.5]},
     )
-    store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
+    store, work = lab.run_first(asked, data.parent / "run"), workload.build(asked)
     last = store.rounds()[-1]
     assert len(work.new) == 2
     assert {share.name for share in work.new}.isdisjoint(last["devices"])
@@ -203,7 +191,7 @@ def test_a_new_device_can_learn_from_the_first_of_its_time(data: Path) -> None:
     np.testing.assert_array_equal(support.x, work.samples.x[early])
     end = 0.75 * time[rows].min() + 0.25 * time[rows].max()
     assert time[early].max() < end <= np.setdiff1d(time[rows], time[early]).min()
-    last = lab.go(asked, data.parent / "run").rounds()[-1]
+    last = lab.run_first(asked, data.parent / "run").rounds()[-1]
     answers = Plain(evaluated(Store(data.parent / "run"))).answers(query.x)
     assert last["new_devices"]["0.25"]["devices"][share.name] == pytest.approx((answers == query.y).mean())
 
@@ -236,7 +224,7 @@ def test_within_training_nothing_that_is_evaluated_otherwise_is_looked_at(
 
 def test_the_served_model_as_it_is_stands_beside_what_devices_make_of_it(data: Path) -> None:
     asked = lab.experiment(data, "fedavg", {**FEDAVG, "finetune_steps": 20}, cohort=0)
-    store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
+    store, work = lab.run_first(asked, data.parent / "run"), workload.build(asked)
     last, pairs = store.rounds()[-1], []
     for share in work.train:
         x, y = of(work, share, share.test)
@@ -244,12 +232,12 @@ def test_the_served_model_as_it_is_stands_beside_what_devices_make_of_it(data: P
     assert last["before"]["accuracy"]["pooled"] == pytest.approx(np.mean([truth == answer for truth, answer in pairs]))
     assert last["before"]["macro_f1"] == pytest.approx(plain_f1(pairs))
     assert last["before"]["accuracy"] != last["accuracy"]
-    assert "before" not in lab.go(lab.experiment(data), data.parent / "proto").rounds()[-1]
+    assert "before" not in lab.run_first(lab.experiment(data), data.parent / "proto").rounds()[-1]
 
 
 def test_normalized_variance_is_taken_under_the_evaluated_encoder_over_all_devices(data: Path) -> None:
     asked = lab.experiment(data, cohort=0)
-    store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
+    store, work = lab.run_first(asked, data.parent / "run"), workload.build(asked)
     rows = np.concatenate([share.test for share in work.train])
     with torch.no_grad():
         z_ND = Plain(evaluated(store)).embed(work.samples.x[rows]).double().numpy()
@@ -261,7 +249,7 @@ def test_the_gradient_step_at_test_takes_the_test_samples_where_that_is_asked(da
     accuracies = []
     for test_step in (False, True):
         asked = lab.experiment(data, "per-fedavg-fo", hyper, evaluation={"every": 0, "test_step": test_step})
-        store, work = lab.go(asked, data.parent / f"run{test_step}"), workload.build(asked)
+        store, work = lab.run_first(asked, data.parent / f"run{test_step}"), workload.build(asked)
         for share in work.train:
             later, model = of(work, share, share.test), Plain(evaluated(store))
             model.step(*(later if test_step else of(work, share, share.train)), 0.7)
@@ -277,7 +265,7 @@ def test_novel_classes_are_kept_from_training_and_learned_by_new_devices(tmp_pat
         partition={"kind": "natural"}, cohort=0, evaluation={"every": 0, "novel_classes": [1, 4, 7], "novel": {
             "devices": 2, "classes_per_device": 3, "shots": 3, "queries": 5}},
     )
-    store, work = lab.go(asked, tmp_path / "run"), workload.build(asked)
+    store, work = lab.run_first(asked, tmp_path / "run"), workload.build(asked)
     assert not {1, 4, 7} & {int(k) for share in work.train for k in work.samples.y[share.rows]}
     found = store.rounds()[-1]["novel_classes"]
     for share in work.novel:
@@ -290,7 +278,7 @@ def test_novel_classes_are_kept_from_training_and_learned_by_new_devices(tmp_pat
 def test_permuted_labels_are_evaluated_in_the_numbers_of_the_set(data: Path) -> None:
     options = {"devices": 3, "classes_per_device": 2, "train_per_device": 20, "test_per_device": 12}
     asked = lab.experiment(data, cohort=0, partition={"kind": "alid", "options": options, "seed": 2})
-    store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
+    store, work = lab.run_first(asked, data.parent / "run"), workload.build(asked)
     pairs = []
     for share in work.train:
         assert share.labels is not None
@@ -316,7 +304,7 @@ SENT = {  # values up and down, models transmitted per device and round
 def test_without_a_codec_a_value_takes_four_bytes(data: Path, name: str) -> None:
     hyper = {"local_steps": 1, "batch": 9} if hasattr(METHODS[name].hyper(), "batch") else {"local_steps": 1}
     asked = lab.experiment(data, name, hyper, budget={"rounds": 1}, evaluation={"every": 0})
-    (row,) = lab.go(asked, data.parent / "run").rounds()
+    (row,) = lab.run_first(asked, data.parent / "run").rounds()
     up, down, models_transmitted = SENT[name]
     assert row["payload_bytes"] == {"up": 2 * 4 * up, "down": 2 * 4 * down}
     assert row["models_transmitted"] == 2 * models_transmitted
@@ -324,7 +312,7 @@ def test_without_a_codec_a_value_takes_four_bytes(data: Path, name: str) -> None
 
 
 def test_flops_are_those_of_the_steps(data: Path) -> None:
-    (row,) = lab.go(lab.experiment(data, "fedavg", FEDAVG, budget={"rounds": 1}), data.parent / "run").rounds()
+    (row,) = lab.run_first(lab.experiment(data, "fedavg", FEDAVG, budget={"rounds": 1}), data.parent / "run").rounds()
     forward = 2 * (8 * 6 + 6 * 3)
     assert row["flops"] == 2 * 2 * 12 * 3 * forward  # devices, steps, samples, a backward pass as two forward ones
 
@@ -354,19 +342,19 @@ def board(tmp_path: Path) -> Path:
 
 def test_joules_are_modelled_from_the_constants_of_the_board(data: Path, board: Path) -> None:
     asked = lab.experiment(data, "fedavg", FEDAVG, board=str(board))
-    for row in lab.go(asked, data.parent / "run", costs=costs_of(asked)).rounds():
+    for row in lab.run_first(asked, data.parent / "run", costs=costs_of(asked)).rounds():
         moved = sum(row["payload_bytes"].values())
         assert row["energy_j"]["value"] == pytest.approx(4e-9 * row["flops"] + 1e-6 * moved)
         assert row["energy_j"]["source"] == "model of bench (test); radio: test"
         value, low, high = (row["energy_j"][key] for key in ("value", "low", "high"))
         assert low < 0.74 * value < 1.26 * value < high
-    assert "energy_j" not in lab.go(lab.experiment(data, "fedavg", FEDAVG), data.parent / "none").rounds()[0]
+    assert "energy_j" not in lab.run_first(lab.experiment(data, "fedavg", FEDAVG), data.parent / "none").rounds()[0]
 
 
 def test_a_figure_that_cannot_be_taken_is_absent(data: Path, tmp_path: Path) -> None:
     pi = lab.experiment(data, "fedavg", FEDAVG, board="raspberry-pi-4b", budget={"rounds": 1})
     assert costs_of(pi).joules(1.0, 1.0, 1.0) is None
-    (row,) = lab.go(pi, tmp_path / "run", costs=costs_of(pi)).rounds()
+    (row,) = lab.run_first(pi, tmp_path / "run", costs=costs_of(pi)).rounds()
     assert "energy_j" not in row
     assert Costs(1.0, RadioModel(1.0, 1.0)).joules(None, 5, 5) is None
 
@@ -380,16 +368,16 @@ def test_a_budget_ends_a_run_in_the_round_that_reaches_it(
     joules = 1e-6 * payload + 4e-9 * 2 * 2 * 12 * 3 * 132
     budget = {"rounds": 9, what: of_rounds * (payload if what == "payload_bytes" else joules)}
     asked = lab.experiment(data, "fedavg", FEDAVG, board=str(board), budget=budget, evaluation={"every": 0})
-    store = lab.go(asked, data.parent / "run", costs=costs_of(asked))
+    store = lab.run_first(asked, data.parent / "run", costs=costs_of(asked))
     assert [("accuracy" in row) for row in store.rounds()] == [False] * (ends - 1) + [True]
-    assert [row["round"] for row in lab.go(asked, store.folder, costs=costs_of(asked)).rounds()][-1] == ends
+    assert [row["round"] for row in lab.run_first(asked, store.folder, costs=costs_of(asked)).rounds()][-1] == ends
 
 
 # Devices that fail ----------------------------------------------------------------------------------------------------
 
 
 def with_a_wild_one(path: Path, scale: float) -> Path:
-    """d1's samples are ``scale`` times as large as they were."""
+    """The samples of d1 are scaled by ``scale``."""
     from fleet_core.data.samples import load
 
     tame = load(lab.recordings(path))
@@ -408,14 +396,14 @@ def test_a_device_that_diverges_is_refused_counted_and_named_and_the_others_go_o
     hyper = {"local_steps": 1, "support_batch": 9, "query_batch": 9, "clip_norm": 0, "client_lr": lr}
     data = with_a_wild_one(tmp_path / "wild.npz", scale)
     asked = lab.experiment(data, "pfldyn-proto", hyper, cohort=0, codec_up=codec, budget={"rounds": 1})
-    store = lab.go(asked, tmp_path / "run", side_by_side=side_by_side)
+    store = lab.run_first(asked, tmp_path / "run", side_by_side=side_by_side)
     (row,) = store.rounds()
     assert (row["participants"], row["refused"]) == (2, 1)
     assert why in row["errors"]["d1"]
     assert np.isfinite(row["loss"])
     assert all(np.isfinite(array.numpy()).all() for array in evaluated(store).values())
-    assert lab.device(store, "d1") == {}
-    roles = {name.partition("/")[0] for name in lab.device(store, "d0")}
+    assert lab.device_state(store, "d1") == {}
+    roles = {name.partition("/")[0] for name in lab.device_state(store, "d0")}
     assert roles == ({"dual", "residual"} if codec == "int8" else {"dual"})
 
 
@@ -431,7 +419,7 @@ def many(path: Path, devices: int) -> Path:
 
 
 def test_memory_does_not_grow_with_the_number_of_devices(tmp_path: Path) -> None:
-    """States of 36 kB each are on the disk; of a device more, what remains is a few names and rows."""
+    """States of 36 kB each are on disk; a further device adds a few names and rows to memory."""
     peaks, hyper = dict[int, int](), {"local_steps": 1, "support_batch": 2, "query_batch": 2}
     for devices in (20, 120):
         asked = lab.experiment(
@@ -440,9 +428,9 @@ def test_memory_does_not_grow_with_the_number_of_devices(tmp_path: Path) -> None
             evaluation={"every": 0, "devices": 1},
         )
         tracemalloc.start()
-        store = lab.go(asked, tmp_path / str(devices))
+        store = lab.run_first(asked, tmp_path / str(devices))
         peaks[devices] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        took_part = sum(bool(lab.device(store, f"d{n:03}")) for n in range(devices))
+        took_part = sum(bool(lab.device_state(store, f"d{n:03}")) for n in range(devices))
         assert took_part > 0.7 * devices
     assert peaks[120] - peaks[20] < 100 * 36_000 / 10

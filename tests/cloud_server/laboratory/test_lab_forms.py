@@ -1,4 +1,4 @@
-"""Forms that papers have and a fleet has not: devices that train and are not averaged, a step on the test samples."""
+"""What papers do and a fleet does not: devices that train and are not averaged, a step on the test samples."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_devices_that_train_and_are_not_averaged_do_not_move_the_model(data: Path) -> None:
-    few = lab.go(lab.experiment(data, "pfedme", PFEDME, cohort=2), data.parent / "few")
+    few = lab.run_first(lab.experiment(data, "pfedme", PFEDME, cohort=2), data.parent / "few")
     all_train = lab.experiment(data, "pfedme", PFEDME, cohort=0, averaged=2)
-    many = lab.go(all_train, data.parent / "many")
-    assert lab.server(few) == lab.server(many)
+    many = lab.run_first(all_train, data.parent / "many")
+    assert lab.server_state(few) == lab.server_state(many)
 
 
 def test_every_device_that_trains_keeps_its_personal_model_of_that_round(data: Path) -> None:
     asked = {averaged: lab.experiment(data, "pfedme", PFEDME, cohort=0, averaged=averaged, budget={"rounds": 1})
              for averaged in (0, 1)}
-    stores = {averaged: lab.go(one, data.parent / str(averaged)) for averaged, one in asked.items()}
+    stores = {averaged: lab.run_first(one, data.parent / str(averaged)) for averaged, one in asked.items()}
     for name in ("d0", "d1", "d2"):
-        assert lab.device(stores[1], name)
-        assert lab.device(stores[1], name) == lab.device(stores[0], name)
+        assert lab.device_state(stores[1], name)
+        assert lab.device_state(stores[1], name) == lab.device_state(stores[0], name)
 
 
 def test_who_is_not_averaged_receives_a_model_and_sends_none(data: Path) -> None:
     asked = lab.experiment(data, "pfedme", PFEDME, cohort=0, averaged=2)
-    row = lab.go(asked, data.parent / "run").rounds()[0]
+    row = lab.run_first(asked, data.parent / "run").rounds()[0]
     size = row["payload_bytes"]["down"] / 3
     assert (row["participants"], row["models_transmitted"]) == (3, 5)
     assert row["payload_bytes"] == {"down": 3 * size, "up": 2 * size}
@@ -63,7 +63,7 @@ def test_no_more_are_averaged_than_are_asked(data: Path) -> None:
 def test_a_personal_model_of_the_last_round_answers_as_it_is(data: Path) -> None:
     hyper = {**PFEDME, "answer": "last"}
     asked = lab.experiment(data, "pfedme", hyper, cohort=1, budget={"rounds": 2}, evaluation={"every": 0})
-    store, work = lab.go(asked, data.parent / "run"), workload.build(asked)
+    store, work = lab.run_first(asked, data.parent / "run"), workload.build(asked)
     layout = workload.layout_of(asked, work)
     trained = {name for number in (1, 2) for name in cohort.select(0, number, work.names, 1)}
     assert trained != set(work.names)
@@ -81,7 +81,7 @@ def test_both_ways_to_take_the_step_are_evaluated_in_one_run(data: Path) -> None
     hyper = {**lab.EPISODES, "inner_lr": 0.7}
     evaluates = {"own": {}, "theirs": {"test_step": True}, "both": {"also_test_step": True}}
     rows = {
-        name: lab.go(lab.experiment(data, "per-fedavg-fo", hyper, evaluation={"every": 0, **evaluation}),
+        name: lab.run_first(lab.experiment(data, "per-fedavg-fo", hyper, evaluation={"every": 0, **evaluation}),
                      data.parent / name).rounds()[-1]
         for name, evaluation in evaluates.items()
     }
@@ -91,7 +91,7 @@ def test_both_ways_to_take_the_step_are_evaluated_in_one_run(data: Path) -> None
     assert rows["own"]["devices"] != rows["theirs"]["devices"]
 
 
-def test_a_run_that_is_older_than_a_key_goes_on_where_the_key_has_its_default(data: Path) -> None:
+def test_a_run_that_is_older_than_a_key_continues_where_the_key_has_its_default(data: Path) -> None:
     asked, out = lab.experiment(data, "pfedme", PFEDME), data.parent / "out"
     simulate(asked, out, Options(jobs=1, device="cpu"))
     run = out / experiments.runs(asked)[0].name
@@ -123,7 +123,7 @@ def test_bfloat16_moves_the_model_nearly_as_float32_and_both_keep_float32(data: 
     weights = {}
     for precision in ("float32", "bfloat16"):
         asked = lab.experiment(data, "per-fedavg-exact", {**lab.EPISODES, "inner_lr": 0.05}, precision=precision)
-        store = lab.go(asked, data.parent / f"{precision}-{side_by_side}", side_by_side=side_by_side)
+        store = lab.run_first(asked, data.parent / f"{precision}-{side_by_side}", side_by_side=side_by_side)
         path = sorted((store.folder / "state").glob("round-*"))[-1]
         found = storage.unpack(path.read_bytes())[0]
         weights[precision] = {name: array for name, array in found.items() if name.startswith("model")}

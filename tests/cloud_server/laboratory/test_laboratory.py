@@ -1,4 +1,4 @@
-"""A run of the laboratory: it computes what the fleet computes, and goes on where it was ended."""
+"""A laboratory run computes what a fleet computes, and resumes where it was stopped."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import itertools
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.experiment import Experiment
@@ -22,8 +20,10 @@ from edge_agent.device.state import DeviceState, read_state
 from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.base.trees import Params
 from tests.support import lab
-from tests.support.inprocess import World, config_text, toy, without_fsync, world
+from tests.support.inprocess import World, config_text, toy, world
 from tests.support.lab import EPISODES
+
+pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
 
 PLAIN = {"local_steps": 3, "batch": 12}
 ONE_EPISODE = {**EPISODES, "local_steps": 1}
@@ -31,25 +31,11 @@ ROUNDS = 4
 LONG = os.environ.get("METAFLEET_LONG") == "1"
 
 
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes die here, the machine does not."""
-    without_fsync(monkeypatch)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    """Workers set it for the whole process; given back at the end."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 # The same as the fleet ------------------------------------------------------------------------------------------------
 
 
 def run_fleet(folder: Path, method: str, hyper: dict[str, Any], codec: str) -> World:
-    """Three devices, of which two are asked in each round, until all is counted and evaluated."""
+    """Three devices, two per round, until everything is counted and evaluated."""
     values = "\n".join(f"{name} = {value}" for name, value in hyper.items() if name != "local_steps")
     w = world(folder, config_text(
         method, rounds=ROUNDS, hyper=values, link=f'up = "{codec}"\ndown = "{codec}"', fleet="cohort = 2\nseed = 3",
@@ -104,15 +90,15 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     first = w.fleet.weights(w.server.layout)
     asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, seeds=[3], codec_up=codec,
                            codec_down=codec, budget={"rounds": ROUNDS}, evaluation={"every": ROUNDS})
-    store = lab.go(asked, tmp_path / "run", first=first)
+    store = lab.run_first(asked, tmp_path / "run", first=first)
     theirs = lab.flat(fleet_server(w))
     if w.server.checkpoint.state.served is w.server.checkpoint.state.model:
         theirs = {name: value for name, value in theirs.items() if not name.startswith("served/")}
     if w.server.checkpoint.lost is not None:
         theirs |= lab.flat({"lost": w.server.checkpoint.lost})
-    assert trimmed(lab.server(store)) == theirs
+    assert trimmed(lab.server_state(store)) == theirs
     for name in ("d0", "d1", "d2"):
-        assert lab.device(store, name) == fleet_device(w, name)
+        assert lab.device_state(store, name) == fleet_device(w, name)
     rows, updates = store.rounds(), w.server.ledger.rows(Update, status="counted")
     evaluated = {row.device: row.accuracy for row in w.server.ledger.rows(Evaluation, round=ROUNDS, stage="after")}
     assert rows[-1]["devices"] == pytest.approx(evaluated)
@@ -143,14 +129,12 @@ def resumable(tmp_path: Path, method: str, hyper: dict[str, Any], codec: str) ->
 
 
 def killed_at(write: int, asked: Experiment, folder: Path) -> bool:
-    """Runs in a process that is killed before its ``write``-th change of a file or folder; False when it had fewer.
-
-    A fork server starts it: torch refuses autograd in a fork of a process that had autograd's threads, as this one has
-    after an export where torch is built for CUDA.
-    """
+    """Run in a process that is killed before its ``write``-th change of a file or folder; False if it had fewer. A fork
+    server starts it: torch refuses autograd in a fork of a process that had autograd threads, as this one has after an
+    export where torch is built for CUDA."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.lab"])
-    process = context.Process(target=lab.go_killed, args=(write, asked, folder))
+    process = context.Process(target=lab.run_first_and_die, args=(write, asked, folder))
     process.start()
     process.join()
     assert process.exitcode in (0, -signal.SIGKILL)
@@ -159,51 +143,51 @@ def killed_at(write: int, asked: Experiment, folder: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", RESUMED)
-def test_a_run_killed_between_any_two_writes_goes_on_to_the_same_bits(tmp_path: Path, what: str) -> None:
+def test_a_run_killed_between_any_two_writes_continues_to_the_same_bits(tmp_path: Path, what: str) -> None:
     asked = resumable(tmp_path, *RESUMED[what])
-    wanted = lab.everything(lab.go(asked, tmp_path / "undisturbed", clock=lab.ticking(0.5)))
+    wanted = lab.comparable(lab.run_first(asked, tmp_path / "undisturbed", clock=lab.ticking(0.5)))
     first, every = (1, 1) if LONG else (1 + list(RESUMED).index(what), 5)
     for write in itertools.count(first, every):
         if not killed_at(write, asked, tmp_path / str(write)):
             break
-        assert lab.everything(lab.go(asked, tmp_path / str(write), clock=lab.ticking(0.8))) == wanted, write
+        assert lab.comparable(lab.run_first(asked, tmp_path / str(write), clock=lab.ticking(0.8))) == wanted, write
     assert write > 20
 
 
-def test_a_run_killed_again_and_again_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_killed_again_and_again_continues_to_the_same_bits(tmp_path: Path) -> None:
     asked = resumable(tmp_path, *RESUMED["a device's dual and what its codec left over"])
-    wanted = lab.everything(lab.go(asked, tmp_path / "undisturbed"))
+    wanted = lab.comparable(lab.run_first(asked, tmp_path / "undisturbed"))
     rng, lives = np.random.default_rng(0), 1
     while killed_at(int(rng.integers(5, 40)), asked, tmp_path / "run"):
         lives += 1
     assert lives > 2
-    assert lab.everything(lab.go(asked, tmp_path / "run")) == wanted
+    assert lab.comparable(lab.run_first(asked, tmp_path / "run")) == wanted
 
 
 def test_a_round_s_line_that_was_torn_is_written_again(tmp_path: Path) -> None:
     asked = resumable(tmp_path, "fedavg", PLAIN, "none")
-    wanted = lab.everything(lab.go(asked, tmp_path / "undisturbed"))
+    wanted = lab.comparable(lab.run_first(asked, tmp_path / "undisturbed"))
     assert killed_at(12, asked, tmp_path / "run")
     with (tmp_path / "run" / "rounds.jsonl").open("a") as file:
         file.write('{"round": 3, "loss": 0.')
-    assert lab.everything(lab.go(asked, tmp_path / "run")) == wanted
+    assert lab.comparable(lab.run_first(asked, tmp_path / "run")) == wanted
 
 
-def test_a_run_that_is_stopped_has_kept_its_last_round_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_has_kept_its_last_round_and_continues_to_the_same_bits(tmp_path: Path) -> None:
     asked = resumable(tmp_path, *RESUMED["a scalar and its window"])
-    wanted = lab.everything(lab.go(asked, tmp_path / "undisturbed"))
+    wanted = lab.comparable(lab.run_first(asked, tmp_path / "undisturbed"))
     rows: list[Any] = []
     with pytest.raises(Stopped):
-        lab.go(asked, tmp_path / "run", told=rows.append, stopped=lambda: len(rows) == 3)
+        lab.run_first(asked, tmp_path / "run", told=rows.append, stopped=lambda: len(rows) == 3)
     assert [row["round"] for row in rows] == [1, 2, 3]
-    lab.go(asked, tmp_path / "run", told=rows.append)
+    lab.run_first(asked, tmp_path / "run", told=rows.append)
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
-    assert lab.everything(Store(tmp_path / "run")) == wanted
+    assert lab.comparable(Store(tmp_path / "run")) == wanted
 
 
 def test_a_device_s_state_is_kept_once_however_often_it_took_part(tmp_path: Path) -> None:
     asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), cohort=0)
-    lab.go(asked, tmp_path / "run", clock=lab.ticking(0.5))
+    lab.run_first(asked, tmp_path / "run", clock=lab.ticking(0.5))
     assert len(list((tmp_path / "run" / "clients").glob("*/*"))) == 3
 
 
@@ -224,14 +208,14 @@ def test_a_state_after_a_round_that_does_not_count_is_neither_taken_nor_kept(tmp
     assert rounds() == ["3"]
 
 
-def test_what_a_killed_run_wrote_for_a_round_that_does_not_count_is_gone_when_it_goes_on(tmp_path: Path) -> None:
+def test_what_a_killed_run_wrote_for_a_round_that_does_not_count_is_gone_when_it_continues(tmp_path: Path) -> None:
     asked, rows = lab.experiment(lab.recordings(tmp_path / "all.npz"), cohort=0), list[Any]()
-    wanted = lab.everything(lab.go(asked, tmp_path / "undisturbed"))
+    wanted = lab.comparable(lab.run_first(asked, tmp_path / "undisturbed"))
     with pytest.raises(Stopped):
-        lab.go(asked, tmp_path / "run", told=rows.append, stopped=lambda: len(rows) == 2)
+        lab.run_first(asked, tmp_path / "run", told=rows.append, stopped=lambda: len(rows) == 2)
     Clients(tmp_path / "run").save("d0", 9, {"dual": {"body": {"w": np.ones(2, np.float32)}}})
     (tmp_path / "run" / ".rounds.jsonl.abc").touch()
-    assert lab.everything(lab.go(asked, tmp_path / "run")) == wanted
+    assert lab.comparable(lab.run_first(asked, tmp_path / "run")) == wanted
     assert not list((tmp_path / "run").glob(".rounds*"))
 
 
@@ -261,11 +245,11 @@ def test_a_device_s_state_that_is_damaged_ends_the_run_with_its_path(tmp_path: P
     store = Store(tmp_path / "run")
     rows: list[Any] = []
     with pytest.raises(Stopped):
-        lab.go(asked, store.folder, told=rows.append, stopped=lambda: len(rows) == 2)
+        lab.run_first(asked, store.folder, told=rows.append, stopped=lambda: len(rows) == 2)
     path = next((store.folder / "clients").glob("*/*"))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StateError, match=path.parent.name):
-        lab.go(asked, store.folder)
+        lab.run_first(asked, store.folder)
 
 
 def test_a_device_s_name_makes_no_path(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""The trial before a fleet is made: what is tried on what, what is chosen and said, and that its time is bounded."""
+"""Trying models before a fleet is made: which models on which samples, the choice and its text, and the time limit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cloud_server.commands import cli, lab
 from cloud_server.laboratory.compare import model_trial, simple_baselines
@@ -25,23 +23,17 @@ from fleet_core.data.samples import Samples, load
 from tests.support import waves
 from tests.support.lab import ticking
 
+pytestmark = pytest.mark.usefixtures("torch_threads")
+
 SMALL = (Model("mlp", "mlp", {"hidden": [8]}), Model("logistic", "logistic"))
 TRUTH = np.array([1000, 1000, 1000])
 CHANCE = Score(accuracy=0.36, macro_f1=0.33)
 GOOD = Score(accuracy=0.93, macro_f1=0.93, method="nearest mean on spectrum and statistics")
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """A run sets it for the whole process; given back at the end."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def samples(tmp_path: Path) -> Samples:
-    return load(waves.written(tmp_path / "pumps.npz"))
+    return load(waves.write_waves(tmp_path / "pumps.npz"))
 
 
 def tried(samples: Samples, **more: Any) -> Outcome:
@@ -64,11 +56,11 @@ def outcome(chosen: TriedModel, plain: Score | None = GOOD) -> Outcome:
 
 def test_devices_that_do_not_train_evaluate_and_the_others_choose(samples: Samples, monkeypatch: Any) -> None:
     monkeypatch.setattr(model_trial, "MAX_ROUNDS", 3)
-    said: list[str] = []
-    found = tried(samples, say=said.append)
+    lines: list[str] = []
+    found = tried(samples, say=lines.append)
     assert found.on == "1 client that did not train"
-    assert [line.partition(" on ")[0] for line in said[:1]] == ["a trial of mlp"]
-    assert "6 of 6 clients, 288 of 288 samples" in said[0]
+    assert [line.partition(" on ")[0] for line in lines[:1]] == ["a trial of mlp"]
+    assert "6 of 6 clients, 288 of 288 samples" in lines[0]
     (mlp,) = found.tried
     assert (found.chosen, mlp.rounds, mlp.parameters) == (mlp, 3, 64 * 8 + 8 + 8 * 3 + 3)
     assert 0 < mlp.payload < 8 * mlp.parameters
@@ -109,7 +101,7 @@ def test_large_data_are_cut_to_a_few_clients_and_samples(samples: Samples, monke
     assert np.array_equal(part.x, model_trial._subset(samples, seed=0).x)
 
 
-def test_a_model_that_the_method_or_the_samples_do_not_take_is_told_and_the_others_are_tried(
+def test_a_model_that_the_method_or_the_samples_do_not_take_is_reported_and_the_others_are_tried(
     samples: Samples, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(model_trial, "MAX_ROUNDS", 1)
@@ -193,7 +185,7 @@ def test_devices_that_do_not_train_are_evaluated_with_few_labels_too(
 ) -> None:
     monkeypatch.setattr(model_trial, "MAX_ROUNDS", 2)
     assert tried(samples).few is None, "a fifth of 48 samples is few"
-    found = tried(load(waves.written(tmp_path / "more.npz", rows=120)))
+    found = tried(load(waves.write_waves(tmp_path / "more.npz", rows=120)))
     assert found.few is not None
     assert found.few.number == 5 * len(waves.CLASSES)
     assert found.tried[0].few is not None
@@ -205,7 +197,7 @@ def test_a_model_that_only_memorises_real_samples_is_warned_of_and_a_good_one_is
 ) -> None:
     wide = (Model("mlp", "mlp", {"hidden": [64, 64]}),)
     for mixed_up in (True, False):
-        samples = load(waves.written(tmp_path / f"{mixed_up}.npz", clients=8, rows=120, mixed_up=mixed_up))
+        samples = load(waves.write_waves(tmp_path / f"{mixed_up}.npz", clients=8, rows=120, mixed_up=mixed_up))
         found = tried(samples, models=wide, method="pfldyn-proto")
         said = [text for text in found.warnings if "memorised: loss 0.0" in text]
         assert bool(said) == mixed_up, (found.rows(), found.warnings)
@@ -224,22 +216,22 @@ def test_tokens_have_no_plain_baseline(monkeypatch: Any) -> None:
 def test_init_writes_the_chosen_model_shows_the_table_and_keeps_the_fleet_the_second_time(
     tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, fleet = str(waves.written(tmp_path / "pumps.npz")), tmp_path / "fleet"
+    data, fleet = str(waves.write_waves(tmp_path / "pumps.npz")), tmp_path / "fleet"
     monkeypatch.setattr(model_trial, "MAX_ROUNDS", 1)
     monkeypatch.setattr(model_trial, "models_for", lambda samples: SMALL[:1])
     cli.init(fleet, data)
-    told = capsys.readouterr()
-    assert "model " in told.out
-    assert "mlp *" in told.out
-    assert "nearest mean on spectrum" in told.out
-    assert "--no-trial" in told.err
+    printed = capsys.readouterr()
+    assert "model " in printed.out
+    assert "mlp *" in printed.out
+    assert "nearest mean on spectrum" in printed.out
+    assert "--no-trial" in printed.err
     made = config.load(FleetConfig, fleet / "fleet.toml").model
     assert (made.name, dict(made.options)) == ("mlp", {"hidden": [8]})
     monkeypatch.setattr(lab, "choose_model", lambda *arguments: pytest.fail("a fleet that is there keeps its model"))
     cli.init(fleet, data)
 
 
-def test_nothing_is_tried_for_a_named_model_or_set_or_without_trial_unless_it_is_asked_for() -> None:
+def test_nothing_is_tried_for_a_named_model_or_set_or_without_trial_unless_it_is_requested() -> None:
     assert cli._wants_trial("mine.npz", None, None)
     assert not cli._wants_trial("mine.npz", "mlp", None)
     assert not cli._wants_trial("mine.npz", None, False)
@@ -247,7 +239,7 @@ def test_nothing_is_tried_for_a_named_model_or_set_or_without_trial_unless_it_is
     assert cli._wants_trial("heartbeat", None, True)
 
 
-def test_that_nothing_was_tried_is_said_with_the_reason(samples: Samples, capsys: pytest.CaptureFixture[str]) -> None:
+def test_when_nothing_is_tried_the_reason_is_reported(samples: Samples, capsys: pytest.CaptureFixture[str]) -> None:
     few = replace(samples.take(range(6)), client=None)
     assert lab.choose_model(few, model_input.plain(few.x), "fedavg", 0) is None
     assert "no model was tried: 6 samples of one client are too few" in capsys.readouterr().err

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cloud_server.commands import cli
 from cloud_server.laboratory.run import experiment as experiments
@@ -20,25 +19,13 @@ from fleet_core.base import config
 from fleet_core.board import profile
 from fleet_core.board.profile import Profile
 from tests.support import lab
-from tests.support.inprocess import config_text, toy, without_fsync, world
+from tests.support.inprocess import config_text, toy, world
+
+pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
 
 WITHIN = 0.2
 
 Plan = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is lost here."""
-    without_fsync(monkeypatch)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    """The trainer sets it for the whole process; given back at the end."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -102,7 +89,7 @@ def test_the_plan_of_an_experiment_is_what_its_simulation_sends(tmp_path: Path, 
                     + '[[method]]\nname = "fedavg"\nlabel = "plain"\nhyper.local_steps = 3\n'
                     + config.toml({key: value for key, value in tables.items() if isinstance(value, dict)}))
     (found,) = plan(path)
-    rows = lab.go(experiments.load(path), tmp_path / "run").rounds()
+    rows = lab.run_first(experiments.load(path), tmp_path / "run").rounds()
     assert (found["label"], found["rounds"], found["cohort"]) == ("plain", len(rows), 2)
     for way in ("up", "down"):
         assert found["payload_bytes"][way] == pytest.approx(sum(row["payload_bytes"][way] for row in rows), rel=WITHIN)

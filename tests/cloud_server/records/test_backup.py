@@ -1,4 +1,4 @@
-"""A fleet is backed up while it works, and put back: what the devices learned since is in their duals, not in the
+"""A fleet is backed up while it runs, and restored: what devices learned since is in their duals, not in the
 server's."""
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from cloud_server.running.backup import backup
 from edge_agent.device.state import DeviceState
 from fleet_core.base.errors import StateError
 from fleet_core.protocol.round_messages import UploadManifest
-from tests.cloud_server.rounds.test_fleet import TICK_S, check_duals, opened, settled
-from tests.support.inprocess import World, config_text, toy, without_fsync, world
+from tests.support.inprocess import World, config_text, toy, world
+from tests.support.world_checks import check_duals, opened, settled
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_fsync(monkeypatch)
+TICK_S = 0.25
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
 
 def back_up(w: World) -> None:
-    """While the aggregator is at work."""
+    """While the aggregator runs."""
     backup(w.fleet, w.folder / "backup")
 
 
@@ -62,7 +61,7 @@ def done(w: World) -> bool:
 
 
 def duals(w: World, name: str) -> list[str]:
-    """The dual epochs of which a device has training state on its disk."""
+    """The dual epochs for which a device has training state on disk."""
     states = (w.folder / "devices" / name).glob("methods/*/state.safetensors")
     return sorted(path.parent.name.rpartition("-e")[2] for path in states)
 
@@ -75,7 +74,7 @@ def test_a_backup_that_is_one_round_old_is_noticed(fleet):
     put_back(w)
     assert w.closed() == 1
     assert w.pump(lambda: done(w) and w.closed() == 2, tick_s=TICK_S)
-    assert w.told("d0 learned in round 2")
+    assert w.logged("d0 learned in round 2")
     fresh = w.folder / "fleet" / "fleet.toml"
     fresh.write_text(fresh.read_text().replace("rounds = 2", "rounds = 4"))
     w.kill_server()
@@ -85,7 +84,7 @@ def test_a_backup_that_is_one_round_old_is_noticed(fleet):
 
 
 def test_duals_that_started_again_after_the_backup_do_not_come_back(fleet):
-    """The epoch that follows the backup's has the number of one that devices hold already."""
+    """The number of the restored fleet's next epoch is one that devices already hold."""
     w = fleet(rounds=9, devices=3)
     assert w.pump(lambda: opened(w, 2))
     back_up(w)
@@ -99,7 +98,7 @@ def test_duals_that_started_again_after_the_backup_do_not_come_back(fleet):
 
 
 def test_a_device_that_comes_long_after_the_backup_was_put_back_is_noticed(fleet):
-    """By then the rounds have passed the one that it knows."""
+    """By then the rounds have passed the one that the device knows."""
     w = fleet(rounds=9, devices=3)
     assert w.pump(lambda: opened(w, 2) and settled(w))
     back_up(w)
@@ -147,7 +146,7 @@ def test_a_fleet_of_the_same_name_founded_anew_starts_with_duals_of_its_own(flee
 
 
 def test_a_device_keeps_the_state_of_one_epoch(fleet):
-    """Every device that leaves starts an epoch: a disk that kept them all would be full one day."""
+    """Every device that leaves starts an epoch: keeping them all would fill the disk one day."""
     w = fleet(rounds=12, devices=4)
     for gone, number in (("d3", 3), ("d2", 6), ("d1", 9)):
         assert w.pump(lambda number=number: opened(w, number) and settled(w), tick_s=TICK_S)
@@ -181,7 +180,7 @@ def test_a_backup_of_any_moment_can_be_put_back(fleet):
 
 
 def test_a_backup_waits_for_a_moment_when_ledger_and_checkpoint_belong_together(fleet, monkeypatch):
-    """Rounds are closed, or a leave is made up for, between the copy of one and of the other."""
+    """Rounds are closed, or a leave is made up for, between the copies of the two files."""
     w = fleet(rounds=40, devices=3)
     assert w.pump(lambda: opened(w, 2), tick_s=TICK_S)
     meanwhile: list[Callable[[], None]] = []
@@ -269,7 +268,7 @@ def test_a_backup_belongs_to_whom_the_fleet_belongs(fleet):
 
 
 def test_a_device_that_does_not_say_what_its_update_follows_is_not_suspected(fleet, monkeypatch):
-    """A missing key has its default: it may be another version."""
+    """A missing key has its default: the agent may be of another version."""
     w = fleet(rounds=6, devices=2)
     keep = DeviceState.leave_made
 

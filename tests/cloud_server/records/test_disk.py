@@ -1,4 +1,5 @@
-"""The aggregator's disk: full, read-only, damaged or of a newer version. Nothing good is lost, and it is said."""
+"""The aggregator's disk is full, read-only, damaged or written by a newer version: nothing good is lost, and a message
+says so."""
 
 from __future__ import annotations
 
@@ -21,7 +22,6 @@ from cloud_server.commands.cli import app
 from cloud_server.records import checkpoint, disk_errors
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Update
 from cloud_server.records.spool import Spool
 from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
@@ -31,22 +31,26 @@ from fleet_core.base.errors import StateError
 from fleet_core.data.samples import save
 from fleet_core.link.interface import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
-from tests.cloud_server.rounds.test_fleet import MORTAL, all_evaluated, check_duals, finished, opened, outcome, settled
-from tests.support.inprocess import World, config_text, toy, without_fsync, world
+from tests.support.inprocess import World, config_text, toy, world
 from tests.support.waiting import PATIENCE_S
+from tests.support.world_checks import (
+    TWO_ROUNDS,
+    check_duals,
+    check_two_rounds,
+    checkpoint_bits,
+    finished,
+    opened,
+    settled,
+)
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 NO_SPACE_S = 2 * RETRY_S + 1  # so that the second attempt fails too
 TICK_S = 0.1
 
 
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here asks what a power cut leaves."""
-    without_fsync(monkeypatch)
-
-
 class Kept:
-    """Stands where a world has its coordinator: the one that an aggregator keeps."""
+    """Takes the place of a world's coordinator: the one that an aggregator process keeps."""
 
     def __init__(self, aggregator: Aggregator):
         self.aggregator = aggregator
@@ -63,7 +67,7 @@ class Kept:
 
 @dataclass
 class KeptWorld(World):
-    """A world whose aggregator is the whole one."""
+    """A world with the whole aggregator."""
 
     def start_server(self) -> Any:
         fleet = Fleet.load(self.fleet.folder)
@@ -88,9 +92,9 @@ class KeptWorld(World):
 
 @pytest.fixture
 def founded(tmp_path: Path) -> Path:
-    """The folder of a fleet that nobody has used yet, and of two devices with samples."""
+    """The folder of a fleet that has not run yet and of two devices with samples."""
     folder = tmp_path / "founded"
-    world(folder, config_text(**MORTAL)).broker.stop()
+    world(folder, config_text(**TWO_ROUNDS)).broker.stop()
     for n in range(2):
         home = folder / "devices" / f"d{n}"
         home.mkdir(parents=True)
@@ -100,7 +104,7 @@ def founded(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def copy(founded: Path, tmp_path: Path) -> Iterator[Callable[..., KeptWorld]]:
-    """Worlds that begin alike, bit for bit. place: of the fleet's folder, the only one that an aggregator writes."""
+    """Make worlds that start alike, bit for bit. place: the fleet's folder, the only one that an aggregator writes."""
     made: list[KeptWorld] = []
 
     def make(place: Path | None = None) -> KeptWorld:
@@ -116,7 +120,6 @@ def copy(founded: Path, tmp_path: Path) -> Iterator[Callable[..., KeptWorld]]:
 
 
 def run(w: KeptWorld) -> KeptWorld:
-    """To the end."""
     start(w)
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     return w
@@ -130,7 +133,7 @@ def start(w: KeptWorld) -> KeptWorld:
 
 
 def end(w: KeptWorld) -> None:
-    """Everything stops; the world can be started again."""
+    """Stop everything; the world can be started again."""
     w.close()
     w.server = None
     w.agents.clear()
@@ -144,7 +147,7 @@ def held_up(w: KeptWorld) -> str:
 
 
 class Full:
-    """No write of the aggregator succeeds from its ``at``-th one on, for eleven seconds; ``writes`` counts them."""
+    """For eleven seconds, all writes of the aggregator from its ``at``-th one on fail; ``writes`` counts them."""
 
     def __init__(self, w: KeptWorld, at: int | None, patch: pytest.MonkeyPatch):
         self.w, self.at, self.writes, self.where, self.until = w, at, 0, "", 0.0
@@ -180,18 +183,14 @@ def test_a_disk_that_is_full_at_any_write_changes_nothing_once_there_is_space(co
     whole = copy()
     with monkeypatch.context() as patch:
         none = Full(whole, None, patch)
-        wanted = outcome(run(whole))
+        wanted = checkpoint_bits(run(whole))
     assert none.writes > 20
     for at in range(1, none.writes + 1):
         w = copy()
         with monkeypatch.context() as patch:
             full = Full(w, at, patch)
             run(w)
-        assert outcome(w) == wanted, full.where
-        check_duals(w, feedback=True)
-        counted = [(u.round, u.device, u.status) for u in w.server.ledger.rows(Update)]
-        assert counted == [(n, d, "counted") for n in (1, 2) for d in ("d0", "d1")], full.where
-        assert all_evaluated(w, 2), full.where
+        check_two_rounds(w, wanted, full.where)
         assert len([line for line in w.lines if "waiting for the disk" in line]) == 1, f"{full.where}: said once"
         assert not w.server.ledger.fact("stalled")
         end(w)
@@ -200,7 +199,7 @@ def test_a_disk_that_is_full_at_any_write_changes_nothing_once_there_is_space(co
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a disk of its own, 8 MiB large."""
+    """A folder on its own disk of 8 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount("-t", "tmpfs", "-o", "size=8m", "none", str(folder))
@@ -209,7 +208,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def mount(*arguments: str) -> None:
-    """Skips the test, with its reason, where nothing can be mounted."""
+    """Skip the test, with a reason, where nothing can be mounted."""
     if shutil.which("mount") is None:
         pytest.skip("needs mount, which is not on this machine")
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
@@ -225,7 +224,7 @@ def command(*words: str) -> None:
 
 
 def fill(folder: Path) -> Path:
-    """Takes all the space there is."""
+    """Use up all free space."""
     ballast = folder / "ballast"
     with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
         while True:
@@ -234,27 +233,27 @@ def fill(folder: Path) -> Path:
 
 
 def test_a_real_disk_that_runs_full_holds_the_round_open_until_there_is_space(copy, small_disk):
-    wanted = outcome(run(copy()))
+    wanted = checkpoint_bits(run(copy()))
     w = start(copy(small_disk))
     assert w.pump(lambda: opened(w, 1))
     ballast = fill(small_disk)
     assert w.pump(lambda: held_up(w) != "")
     assert "No space left on device" in held_up(w) or "disk is full" in held_up(w)
-    assert w.told(f"waiting for the disk: {small_disk}")
+    assert w.logged(f"waiting for the disk: {small_disk}")
     for _ in range(150):
         w.step(TICK_S)
     assert b'"st":"off"' in w.broker.retained["fl1/t/srv"], "the devices know that it is away"
     assert [r.status for r in w.server.ledger.rounds()] == ["open"]
     ballast.unlink()
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
-    assert w.told("the disk takes writes again")
-    assert outcome(w) == wanted
+    assert w.logged("the disk takes writes again")
+    assert checkpoint_bits(w) == wanted
     check_duals(w, feedback=True)
 
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Callable[[Path], Callable[[], None]]]:
-    """Makes a folder read-only, as a file system with errors becomes, until the function that is returned is called."""
+    """Make a folder read-only, as a file system with errors becomes; returns a function that undoes it."""
     mounted: list[str] = []
 
     def make(folder: Path) -> Callable[[], None]:
@@ -269,7 +268,7 @@ def read_only(tmp_path: Path) -> Iterator[Callable[[Path], Callable[[], None]]]:
 
 
 def test_a_folder_that_becomes_read_only_is_named_in_the_status_until_it_can_be_written(copy, read_only):
-    wanted = outcome(run(copy()))
+    wanted = checkpoint_bits(run(copy()))
     w = start(copy())
     assert w.pump(lambda: opened(w, 2))
     writable = read_only(w.fleet.folder / "state")
@@ -282,10 +281,10 @@ def test_a_folder_that_becomes_read_only_is_named_in_the_status_until_it_can_be_
     assert w.pump(lambda: not held_up(w), tick_s=TICK_S)
     assert "stalled" not in CliRunner().invoke(app, ["server", "status", str(w.fleet.folder)]).stdout
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
-    assert outcome(w) == wanted
+    assert checkpoint_bits(w) == wanted
 
 
-def test_a_disk_that_cannot_be_written_at_the_start_is_said_at_once(copy, read_only):
+def test_a_disk_that_cannot_be_written_at_the_start_is_reported_at_once(copy, read_only):
     w = copy()
     w.fleet.folder.joinpath("state").mkdir()
     read_only(w.fleet.folder / "state")
@@ -306,7 +305,7 @@ def test_a_log_on_the_full_disk_stops_nobody():
 
 
 def flipped(path: Path) -> None:
-    """One bit of the last array is another."""
+    """Flip one bit of the last array."""
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -354,12 +353,12 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_refused_and_not_guessed(c
 
 def test_a_checkpoint_that_the_ledger_does_not_know_yet_may_be_damaged(copy):
     """The aggregator died between the two; the round is still open."""
-    wanted = outcome(run(copy()))
+    wanted = checkpoint_bits(run(copy()))
     w = start(copy())
     assert w.pump(lambda: opened(w, 2))
     end(w)
     (w.fleet.folder / "state" / "round-000000002.safetensors").write_bytes(b"torn")
-    assert outcome(run(w)) == wanted
+    assert checkpoint_bits(run(w)) == wanted
 
 
 def test_writes_that_a_power_cut_ended_are_cleared(copy):
@@ -379,7 +378,7 @@ def test_a_served_model_that_is_damaged_is_set_aside_and_made_again(copy, damage
     path = w.fleet.folder / "state" / "served.safetensors"
     damage(path)
     w.start_server()
-    assert w.told(f"{path} is damaged: set aside as served.damaged")
+    assert w.logged(f"{path} is damaged: set aside as served.damaged")
     assert path.with_suffix(".damaged").exists()
     assert w.server._parts.models.served == served
 
@@ -399,7 +398,7 @@ def test_a_damaged_shelf_costs_only_the_brokers_memory(copy, text):
     end(w)
     (w.fleet.folder / "state" / "published.json").write_text(text)
     run(w)
-    assert w.told("published.json is damaged") or text == '{"x": "y"}'
+    assert w.logged("published.json is damaged") or text == '{"x": "y"}'
 
 
 def test_a_damaged_key_is_named(copy):
@@ -411,7 +410,7 @@ def test_a_damaged_key_is_named(copy):
 
 
 def test_an_update_that_the_disk_does_not_give_is_kept_until_it_does(copy, monkeypatch):
-    wanted = outcome(run(copy()))
+    wanted = checkpoint_bits(run(copy()))
     w = copy()
     w.broker.faults = lambda client, m: [m] if "/a/d1/up/" not in m.topic else []
     start(w)
@@ -427,17 +426,17 @@ def test_an_update_that_the_disk_does_not_give_is_kept_until_it_does(copy, monke
     with monkeypatch.context() as patch:
         patch.setattr(Spool, "check", refused)
         w.start_server()
-        assert w.pump(lambda: w.told("waiting for the disk: d0.update: cannot be read"), tick_s=TICK_S)
+        assert w.pump(lambda: w.logged("waiting for the disk: d0.update: cannot be read"), tick_s=TICK_S)
     w.broker.faults = lambda client, m: [m]
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
-    assert outcome(w) == wanted
-    assert not w.told("the kept update of d0 is dropped")
+    assert checkpoint_bits(w) == wanted
+    assert not w.logged("the kept update of d0 is dropped")
 
 
 @pytest.mark.parametrize("name", ["d0.update", "d0.json"])
 @pytest.mark.parametrize("restarted", [True, False])
-def test_a_damaged_update_in_the_spool_is_asked_for_again(copy, name, restarted):
-    wanted = outcome(run(copy()))
+def test_a_damaged_update_in_the_spool_is_requested_again(copy, name, restarted):
+    wanted = checkpoint_bits(run(copy()))
     w = copy()
     lift = [False]
     w.broker.faults = lambda client, m: [m] if lift[0] or "/a/d1/up/" not in m.topic else []
@@ -450,6 +449,6 @@ def test_a_damaged_update_in_the_spool_is_asked_for_again(copy, name, restarted)
         w.start_server()
     lift[0] = True
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
-    assert outcome(w) == wanted
+    assert checkpoint_bits(w) == wanted
     if name == "d0.update":
-        assert w.told("the kept update of d0 is dropped")
+        assert w.logged("the kept update of d0 is dropped")

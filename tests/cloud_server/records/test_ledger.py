@@ -1,4 +1,4 @@
-"""The ledger: what it keeps, what it refuses, and what a crash leaves."""
+"""The ledger: what it stores, what it refuses, and what a crash leaves."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ def test_a_page_that_is_damaged_is_found_before_anything_is_built_on_it(ledger: 
     assert "hint: move the file aside" in str(caught.value)
 
 
-def test_a_ledger_that_finds_no_space_says_so_keeps_what_it_has_and_goes_on_later(ledger: Ledger) -> None:
+def test_a_ledger_that_finds_no_space_says_so_keeps_what_it_has_and_continues_later(ledger: Ledger) -> None:
     pages = ledger._pragma("page_count")
     ledger._db.execute(f"PRAGMA max_page_count = {pages}")
     many = [Round(round=n, opened_at=1.0, note="x" * 4000) for n in range(3, 20)]
@@ -386,12 +386,12 @@ def test_a_file_that_is_no_ledger_is_named_and_untouched(ledger: Ledger, damage:
     assert digest(path) == before
 
 
-def test_a_missing_ledger_is_said_and_not_made(tmp_path: Path) -> None:
+def test_a_missing_ledger_is_reported_and_not_made(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="there is no ledger"):
         Ledger(tmp_path / "nothing.db", create=False)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_in_place_of_a_ledger_is_said(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_a_ledger_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="cannot be used"):
         Ledger(tmp_path)

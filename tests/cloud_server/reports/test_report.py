@@ -1,4 +1,4 @@
-"""What people see: the report, the live view and the closing table, of whole, partial and hostile runs."""
+"""Report, live view and closing table of complete, partial and hostile runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
 class Page(HTMLParser):
-    """The page's words and tags; fails on a tag that does not close."""
+    """The page's words and tags; fails on a tag that is not closed."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -232,12 +232,12 @@ def test_a_round_is_one_plain_line() -> None:
     )
 
 
-def test_a_round_without_figures_is_still_a_line_and_refusals_are_told() -> None:
+def test_a_round_without_figures_is_still_a_line_and_refusals_are_reported() -> None:
     closed = result.RoundFigures(round=7, participants=0, refused=2)
     assert round_line(closed, 9) == "round 7/9  0 devices  2 refused  bytes not counted  energy not measured"
 
 
-def test_when_piped_each_round_is_told_once(ledger: Ledger) -> None:
+def test_when_piped_each_round_is_reported_once(ledger: Ledger) -> None:
     stream = io.StringIO()
     fill(ledger, rounds=2)
     with LiveView(30, stream, settle_s=0) as view:

@@ -140,7 +140,7 @@ def test_the_curve_is_of_the_devices_that_train_and_the_evaluated_are_all(ledger
     assert data["new_devices"]["accuracy"] == pytest.approx(0.8)
 
 
-def test_pooled_before_is_told_only_of_the_same_devices(ledger: Ledger) -> None:
+def test_pooled_before_is_reported_only_of_the_same_devices(ledger: Ledger) -> None:
     fill(ledger)
     data = build(ledger, {"a": {"before": POOR}, "b": {"before": POOR}, "n": {"before": POOR, "fine_tuned": FAIR}})
     assert data["evaluated"]["before"]["accuracy"] == pytest.approx(0.8)
@@ -198,7 +198,7 @@ def test_the_newest_round_is_that_of_the_last_row_that_fits(ledger: Ledger) -> N
 
 
 def long_run(ledger: Ledger, rounds: int, evaluated: int) -> None:
-    """As ``fill`` leaves it, and then closed ones, of which ``evaluated`` is one more that was evaluated."""
+    """The ledger that ``fill`` makes, with more closed rounds, of which ``evaluated`` was evaluated too."""
     fill(ledger)
     for number in range(3, rounds + 1):
         ledger.put(

@@ -1,4 +1,4 @@
-"""Whether a fleet is any good: the rule by hand, and real fleets that learn something and that only memorise."""
+"""Whether a fleet is any good: the rule by hand, and real fleets that learn and that only memorise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAMPLES = 3000
 
 
 def counts(shares: list[float], right: float, samples: int = SAMPLES) -> np.ndarray[Any, Any]:
-    """Confusion counts: classes with these shares of the samples, ``right`` of each answered right and the other
+    """Confusion counts of classes with these shares of the samples, ``right`` of each answered correctly and the other
     answers spread over the other classes."""
     n = len(shares)
     wrong = (1 - right) / max(1, n - 1)
@@ -49,7 +49,7 @@ EVEN = [1 / 3] * 3
 # The rule -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_fleet_at_chance_is_warned_of_and_what_it_memorised_is_said() -> None:
+def test_a_fleet_at_chance_is_warned_of_and_what_it_memorised_is_reported() -> None:
     found = evaluated(counts(EVEN, 0.395), loss=4.6e-6)
     (warning,) = found.warnings
     assert warning.startswith("memorised: loss 4.6e-06, accuracy near chance: 0.39")
@@ -98,8 +98,8 @@ def test_counts_are_pooled_so_that_tiny_devices_weigh_little() -> None:
 
 
 def test_one_class_that_is_nearly_all_of_the_samples_is_evaluated_by_macro_f1_too() -> None:
-    """Heart beats: 91 % are normal. The fleet that finds the rare ones is good though its accuracy is that of the class
-    alone; the fleet that always says normal is not."""
+    """Heartbeats: 91 % are normal. The fleet that finds the rare ones is good although its accuracy equals always
+    answering normal; the fleet that always answers normal is not."""
     finds = np.array([[510, 20, 16], [4, 26, 0], [4, 0, 20]])
     always = np.array([[546, 0, 0], [30, 0, 0], [24, 0, 0]])
     assert np.trace(finds) / finds.sum() < 0.93
@@ -165,22 +165,22 @@ def test_the_last_evaluations_of_devices_that_said_what_they_do_alone_are_taken(
     assert again.devices == 1
 
 
-def test_the_log_has_each_warning_once_when_the_devices_have_reported_and_half_of_the_rounds_are_done(
+def test_each_warning_is_logged_once_devices_have_reported_and_half_of_the_rounds_are_done(
     ledger: Ledger,
 ) -> None:
-    said: list[str] = []
-    watch = WarningLog(ledger, 4, said.append)
+    lines: list[str] = []
+    watch = WarningLog(ledger, 4, lines.append)
     book(ledger, "a", 0.3, number=1)
     watch.reported("a", 1, {"a"})
-    assert said == []
+    assert lines == []
     book(ledger, "a", 0.3)
     watch.reported("a", 2, {"a", "b"})
-    assert said == []
+    assert lines == []
     book(ledger, "b", 0.3)
     for _ in range(2):
         watch.reported("b", 2, {"a", "b"})
-    assert [text.partition(": ")[0] for text in said] == ["warning"] * 2
-    assert "after round 2: memorised: loss 0.001, accuracy near chance" in said[0]
+    assert [text.partition(": ")[0] for text in lines] == ["warning"] * 2
+    assert "after round 2: memorised: loss 0.001, accuracy near chance" in lines[0]
 
 
 def test_report_result_and_closing_table_show_the_warnings(ledger: Ledger) -> None:
@@ -225,9 +225,9 @@ def test_a_fleet_whose_labels_mean_nothing_is_warned_of_in_log_and_status_and_a_
     fleet: Callable[..., World], capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad, good = fleet(mixed_up=True), fleet(mixed_up=False)
-    assert bad.told("warning: after round 2: accuracy near chance")
-    assert bad.told("labels are mixed up")
-    assert not good.told("warning: ")
+    assert bad.logged("warning: after round 2: accuracy near chance")
+    assert bad.logged("labels are mixed up")
+    assert not good.logged("warning: ")
     found = of_ledger(good.server.ledger)
     assert found is not None
     assert found.alone is not None
@@ -236,8 +236,8 @@ def test_a_fleet_whose_labels_mean_nothing_is_warned_of_in_log_and_status_and_a_
     server.status(bad.fleet.folder)
     assert "warning: accuracy near chance: 0." in capsys.readouterr().out
     server.status(good.fleet.folder, as_json=True)
-    told = json.loads(capsys.readouterr().out)["verdict"]
-    assert (told["devices"], told["warnings"]) == (2, [])
+    result = json.loads(capsys.readouterr().out)["verdict"]
+    assert (result["devices"], result["warnings"]) == (2, [])
 
 
 # On the device, and on the wire ---------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_a_fleet_whose_labels_mean_nothing_is_warned_of_in_log_and_status_and_a_
 def test_a_device_measures_what_it_does_alone_once_for_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = homes.furnished(homes.home(tmp_path / "d0", toy(1, 200)), "pfldyn-proto")
+    service = homes.service_with_model(homes.home(tmp_path / "d0", toy(1, 200)), "pfldyn-proto")
     found = service.alone()
     assert found is not None
     assert (np.sum(found.confusion), len(found.confusion)) == (80, 3)
@@ -260,7 +260,7 @@ def test_a_device_measures_what_it_does_alone_once_for_the_same_samples(
     assert service.alone() is None
 
 
-def test_reports_of_agents_that_do_not_measure_it_and_for_aggregators_that_do_not_know_it_are_read() -> None:
+def test_reports_of_older_agents_are_read_and_absent_values_are_not_sent() -> None:
     old = b'{"round": 1, "boot": "x", "judged_round": 1, "judgements": []}'
     assert messages.decode(Report, old).alone is None
     assert messages.decode(Report, old).evaluated_round == 1

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cloud_server.commands import fleet_status
 from cloud_server.devices.devices import _facts, _status
@@ -20,25 +19,13 @@ from cloud_server.records.ledger_tables import Energy, Evaluation, Round, Traffi
 from cloud_server.rounds.budget import DAY_S, resting
 from fleet_core.base.errors import ConfigError
 from fleet_core.protocol import cohort
-from tests.support.inprocess import World, config_text, toy, without_fsync, world
+from tests.support.inprocess import World, config_text, toy, world
+
+pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
 
 ROUNDS = 6
 
 Make = Callable[..., World]
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine does not lose its power here."""
-    without_fsync(monkeypatch)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    """The trainer sets it for the whole process; given back at the end."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -82,8 +69,8 @@ def test_a_spent_budget_ends_the_run_serves_what_was_learned_and_stays_so(fleet:
     closed = w.closed()
     assert 0 < closed < ROUNDS
     assert used(w) >= 60_000
-    assert w.told(f"the fleet's budget is spent: {w.server.ended.split(': ')[1].split(';')[0]}")
-    assert w.told(f"no round opens after round {closed}; [budget] in fleet.toml has the limit")
+    assert w.logged(f"the fleet's budget is spent: {w.server.ended.split(': ')[1].split(';')[0]}")
+    assert w.logged(f"no round opens after round {closed}; [budget] in fleet.toml has the limit")
     assert w.pump(lambda: len(w.server.ledger.rows(Evaluation, round=closed, stage="after")) == 3)
     assert w.server.served_round == closed
     assert "spent" in "\n".join(fleet_status.lines(fleet_status.facts(w.fleet, w.server.ledger), w.fleet.folder))
@@ -156,7 +143,7 @@ def test_a_device_that_has_used_its_share_is_not_asked_until_the_next_day(fleet:
     before = len(cohorts(w))
     assert w.pump(lambda: w.closed() >= 4)
     assert all("d0" not in names for names in cohorts(w)[before + 1 :]), cohorts(w)
-    assert w.told("d0 is not asked until 00:00 UTC, its share of the day is used up: 2")
+    assert w.logged("d0 is not asked until 00:00 UTC, its share of the day is used up: 2")
     shown = resting(w.server.ledger, w.clock.wall())
     assert list(shown) == ["d0"]
     assert resting(w.server.ledger, w.clock.wall() + DAY_S) == {}

@@ -1,4 +1,5 @@
-"""A first fleet does not stall: the wait before round 1, devices that come one by one, and devices that break in it."""
+"""A first fleet does not stall: the wait before round 1, devices that arrive one by one, and devices that fail in
+it."""
 
 from __future__ import annotations
 
@@ -17,17 +18,14 @@ from cloud_server.running.first_settings import HEAD
 from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Job
 from fleet_core.base import config, schema
-from tests.cloud_server.rounds.test_fleet import check_duals, settled
-from tests.support.desk import found_fleet
-from tests.support.inprocess import World, config_text, toy, without_fsync, world
+from tests.support.inprocess import World, config_text, toy, world
 from tests.support.paths import ROOT
+from tests.support.programs import small_fleet
+from tests.support.world_checks import check_duals, settled
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 TICK_S = 0.1
-
-
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_fsync(monkeypatch)
 
 
 @pytest.fixture
@@ -44,7 +42,7 @@ def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
 
 class Never(InlineTrainer):
-    """A trainer that works on and on."""
+    """A trainer that never finishes."""
 
     def submit(self, job: Job) -> None:
         pass
@@ -90,7 +88,7 @@ def test_round_1_waits_for_enrolled_devices_and_begins_when_the_last_of_them_is_
             w.step(TICK_S)
     assert not opened(w, 1)
     assert w.closed() == 0
-    assert w.told("round 1 waits up to 30 s for d1, d2, d3 (1 of 4 enrolled devices on; first_wait_s in fleet.toml")
+    assert w.logged("round 1 waits up to 30 s for d1, d2, d3 (1 of 4 enrolled devices on; first_wait_s in fleet.toml")
     w.start_agent("d3", toy(3))
     assert seconds(w, lambda: opened(w, 1) or w.closed() == 1) < 1
     assert w.pump(lambda: w.closed() == 1, tick_s=TICK_S)
@@ -103,10 +101,10 @@ def test_round_1_begins_without_those_that_do_not_come_in_time_and_they_join_lat
     enroll(w, "d0", "d1")
     w.start_agent("d0", toy(0))
     assert 29 < seconds(w, lambda: w.closed() == 1) < 34
-    assert w.told("round 1 begins: 1 of 2 enrolled devices on")
+    assert w.logged("round 1 begins: 1 of 2 enrolled devices on")
     w.start_agent("d1", toy(1))
     assert seconds(w, lambda: "d1" in counted(w, w.closed())) < 5
-    assert w.told("begins: 2 of 2 enrolled devices on")
+    assert w.logged("begins: 2 of 2 enrolled devices on")
 
 
 def test_round_1_waits_for_a_device_that_a_token_waits_for(fleet):
@@ -115,7 +113,7 @@ def test_round_1_waits_for_a_device_that_a_token_waits_for(fleet):
     invited = Invitation(id="0" * 32, device="d9", public="p", made_at=0.0, expires_at=9e9)
     w.server.ledger.put(invited)
     w.start_agent("d0", toy(0))
-    assert seconds(w, lambda: w.told("round 1 waits up to 30 s for d9")) < 2
+    assert seconds(w, lambda: w.logged("round 1 waits up to 30 s for d9")) < 2
     assert 28 < seconds(w, lambda: w.closed() == 1) < 34
 
 
@@ -127,10 +125,10 @@ def test_nothing_waits_where_nobody_was_enrolled_or_the_wait_is_0(fleet, wait):
         enroll(w, "d0", "d1")
     w.start_agent("d0", toy(0))
     assert seconds(w, lambda: w.closed() == 1) < 2
-    assert not w.told("waits up to")
+    assert not w.logged("waits up to")
 
 
-def test_what_min_devices_waits_for_is_said_once(fleet):
+def test_what_min_devices_waits_for_is_reported_once(fleet):
     w = fleet(devices=3)
     w.start_server()
     w.start_agent("d0", toy(0))
@@ -148,12 +146,12 @@ def test_a_first_device_without_samples_holds_up_nobody_who_comes_later(fleet):
     w = fleet(rounds=2)
     w.start_server()
     w.start_agent("d0")
-    assert w.pump(lambda: w.told("they are asked again in 120 s"), tick_s=TICK_S)
+    assert w.pump(lambda: w.logged("they are asked again in 120 s"), tick_s=TICK_S)
     for n in range(1, 4):
         w.start_agent(f"d{n}", toy(n))
     assert seconds(w, lambda: w.closed() == 2) < 5
     assert counted(w, 2) == {"d1", "d2", "d3"}
-    assert w.told("round 1: no update comes from d0; asked as well: d1")
+    assert w.logged("round 1: no update comes from d0; asked as well: d1")
 
 
 def test_a_first_device_that_dies_holds_up_the_others_for_its_grace_and_no_longer(fleet):
@@ -212,7 +210,7 @@ def test_one_that_is_on_and_silent_is_waited_for_until_the_deadline(fleet):
 
 
 def test_others_take_the_places_of_the_gone_and_as_many_updates_are_needed_as_before(fleet):
-    """Of four, three die: one update and one newcomer are below the quorum of two, and enough together."""
+    """Of four, three die: one update and one newcomer are each below the quorum of two, and enough together."""
     w = fleet(rounds=1, devices=4)
     w.start_server()
     for n in range(4):
@@ -231,7 +229,7 @@ def test_others_take_the_places_of_the_gone_and_as_many_updates_are_needed_as_be
     assert counted(w, 1) == {"d0", "d4"}
 
 
-def test_a_round_whose_cohort_changed_goes_on_after_a_kill_with_what_was_received(fleet):
+def test_a_round_whose_cohort_changed_continues_after_a_kill_with_what_was_received(fleet):
     w = fleet(rounds=1, devices=2, fleet="quorum = 1.0")
     w.start_server()
     for n in range(2):
@@ -241,7 +239,7 @@ def test_a_round_whose_cohort_changed_goes_on_after_a_kill_with_what_was_receive
     w.kill_agent("d1")
     w.start_agent("d2", toy(2))
     w.trainers["d2"].inner = Never()
-    assert w.pump(lambda: w.told("asked as well: d2"), tick_s=TICK_S)
+    assert w.pump(lambda: w.logged("asked as well: d2"), tick_s=TICK_S)
     w.kill_server()
     w.trainers["d2"].inner = InlineTrainer()
     w.kill_agent("d2")
@@ -262,7 +260,7 @@ def test_the_servers_dual_is_the_devices_duals_when_a_newcomer_took_a_place_in_m
     assert w.pump(lambda: w.server.open is not None and len(w.server.open.received) == 1 and w.closed() >= 2)
     w.kill_agent("d1")
     w.start_agent("d2", toy(2))
-    assert w.pump(lambda: w.told("asked as well: d2"), tick_s=TICK_S)
+    assert w.pump(lambda: w.logged("asked as well: d2"), tick_s=TICK_S)
     if killed:
         w.kill_server()
         w.start_server()
@@ -299,7 +297,7 @@ def test_a_late_joiner_takes_part_in_the_next_round_and_nothing_stalls(fleet):
 
 
 def test_a_made_fleet_toml_has_every_key_of_the_fleet_with_a_comment_above_it(tmp_path):
-    text = (found_fleet(tmp_path / "fleet").folder / "fleet.toml").read_text()
+    text = (small_fleet(tmp_path / "fleet").folder / "fleet.toml").read_text()
     lines = text.splitlines()
     assert lines[0] == HEAD
     for key in schema.plain(FleetSection("x")).keys() | {"up", "down", "max_update_norm"}:
@@ -320,7 +318,7 @@ def test_the_page_about_fleet_toml_has_every_key_with_its_default(section):
 
 
 def test_a_made_fleet_toml_is_read_as_the_defaults_that_it_shows(tmp_path):
-    made = found_fleet(tmp_path / "fleet", rounds=7)
+    made = small_fleet(tmp_path / "fleet", rounds=7)
     assert made.config.fleet == FleetSection("desk", rounds=7)
     assert made.config.link == LinkSection()
     again = config.parse(FleetConfig, config.toml(schema.plain(made.config), notes=NOTES), "again")
@@ -328,7 +326,7 @@ def test_a_made_fleet_toml_is_read_as_the_defaults_that_it_shows(tmp_path):
 
 
 def test_init_again_accepts_a_fleet_toml_without_the_keys_that_are_written_now(tmp_path):
-    made = found_fleet(tmp_path / "fleet")
+    made = small_fleet(tmp_path / "fleet")
     path = made.folder / "fleet.toml"
     text = path.read_text()
     left_out = ("#", "cohort", "quorum", "deadline_s", "first_wait_s", "serve_every", "enrolment", "max_update_norm")

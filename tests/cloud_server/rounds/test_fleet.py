@@ -1,4 +1,4 @@
-"""Whole fleets in one process: the real aggregator and the real agents, through everything that can happen to them."""
+"""Whole fleets in one process: the real aggregator and real agents, through everything that can happen to them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 
 from cloud_server.broker.publisher import RETAINED_S, Publisher
 from cloud_server.records.ledger import Ledger
@@ -47,28 +46,29 @@ from fleet_core.protocol.chunks import Blob, cut
 from fleet_core.protocol.device_messages import Answer, Down, Presence, Question
 from fleet_core.protocol.round_messages import Manifest, UploadManifest
 from fleet_core.protocol.signing import Signer
-from tests.support.inprocess import CLASSES, Killed, World, config_text, toy, without_fsync, world
+from tests.support.inprocess import CLASSES, Killed, World, config_text, toy, world
+from tests.support.stand_ins import BrokerFaults, FakeDevice, SlowTrainer, constant_update
+from tests.support.world_checks import (
+    TWO_ROUNDS,
+    all_evaluated,
+    check_duals,
+    checkpoint_bits,
+    finished,
+    opened,
+    settled,
+    start,
+    state_key,
+    statuses,
+)
+
+pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
 
 TICK_S = 0.25
 
 
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes die here, the machine does not: the order of writes matters, their reaching the disk does not."""
-    without_fsync(monkeypatch)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    """The trainers here set it for the whole process; given back at the end."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    """Makes worlds, and ends them."""
+    """Make worlds and end them."""
     made: list[World] = []
 
     def make(method: str = "pfldyn-proto", *, broker: LoopbackBroker | None = None, **options: Any) -> World:
@@ -78,56 +78,6 @@ def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
     yield make
     for each in made:
         each.close()
-
-
-def start(w: World, *names: str, shift: float = 0.0) -> None:
-    w.start_server()
-    for n, name in enumerate(names):
-        w.start_agent(name, toy(n, shift=shift * n))
-
-
-def opened(w: World, number: int) -> bool:
-    return w.server is not None and w.server.open is not None and w.server.open.number == number
-
-
-def all_evaluated(w: World, number: int) -> bool:
-    return {j.device for j in w.server.ledger.rows(Evaluation, round=number)} >= set(w.agents)
-
-
-def finished(w: World) -> bool:
-    return w.server is not None and w.server.finished and all_evaluated(w, w.closed())
-
-
-def statuses(w: World, number: int) -> dict[str, str]:
-    return {u.device: u.status for u in w.server.ledger.rows(Update, round=number)}
-
-
-class Faults:
-    """What a broker does to deliveries: each rule takes (client, message) and gives what arrives, or None for itself.
-
-    ``seen`` is every delivery as it was sent.
-    """
-
-    def __init__(self) -> None:
-        self.rules: list[Callable[[str, Message], list[Message] | None]] = []
-        self.seen: list[tuple[str, Message]] = []
-
-    def __call__(self, client: str, message: Message) -> list[Message]:
-        self.seen.append((client, message))
-        for rule in self.rules:
-            changed = rule(client, message)
-            if changed is not None:
-                return changed
-        return [message]
-
-    def drop(self, *parts: str) -> Callable[[], None]:
-        """Loses messages whose topic has all ``parts``, until the function that is returned is called."""
-
-        def rule(client: str, message: Message) -> list[Message] | None:
-            return [] if all(part in message.topic for part in parts) else None
-
-        self.rules.append(rule)
-        return lambda: self.rules.remove(rule)
 
 
 # a. every method, to the end ----------------------------------------------------------------------------------------
@@ -140,7 +90,7 @@ QUICK = {
     "fedrep": "head_steps = 1\nclient_lr = 0.3\nfinetune_lr = 0.3",
     "pfedme": "client_lr = 0.04\npersonal_lr = 0.05",
 }
-"""What lets a method get somewhere in eight rounds of three steps."""
+"""Settings with which a method gets somewhere in eight rounds of three steps."""
 
 
 @pytest.mark.slow
@@ -157,13 +107,13 @@ def test_every_method_learns_and_every_device_is_evaluated(fleet, method):
     assert {name for name, j in after.items() if j.new} == {"late"}
     assert min(j.accuracy for j in after.values()) > 0.6, "chance is a third"
     assert all(sum(map(sum, j.confusion)) > 20 for j in after.values())
-    alone = set(METHODS[method].shared) >= {"body", "head"}  # the fleet's model answers before it is anyone's own
+    alone = set(METHODS[method].shared) >= {"body", "head"}  # the fleet's model answers before a device has its own
     assert len(evaluated) == (8 if alone else 4)
     assert w.agents["late"].service.personalization == METHODS[method].personalizer
     assert statuses(w, 8) == dict.fromkeys(("d0", "d1", "d2"), "counted")
 
 
-def test_a_fleet_that_is_done_goes_on_when_more_rounds_are_wanted(fleet):
+def test_a_fleet_that_is_done_continues_when_more_rounds_are_wanted(fleet):
     w = fleet(rounds=2)
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: finished(w))
@@ -178,44 +128,8 @@ def test_a_fleet_that_is_done_goes_on_when_more_rounds_are_wanted(fleet):
 # b. the server's dual stays the mean of the devices' ----------------------------------------------------------------
 
 
-def state_key(w: World, epoch: int) -> str:
-    return f"{w.name}.{w.server.method.name}-v{w.server.method.version}-{w.server.layout.hash}-e{epoch}"
-
-
-def devices_dual(w: World, feedback: bool) -> trees.Params | None:
-    """Σ g_i (+ α Σ e_i) over the devices that belong to the fleet, from their disks; None for nothing committed."""
-    penalty, total = w.server.hyper.penalty, None
-    for name in w.server._members.members():
-        state = DeviceState(w.folder / "devices" / name).state(state_key(w, w.server.checkpoint.state.dual_epoch))
-        if state is None:
-            continue
-        mine = trees.apply(lambda a: a.astype(np.float64), state["dual"])
-        if feedback:
-            mine = trees.axpy(penalty, state["residual"], mine)
-        total = mine if total is None else trees.add(total, mine)
-    return total
-
-
-def settled(w: World) -> bool:
-    """Nothing that belongs to a closed round is pending on a device."""
-    return all(a._updates.pending is None or a._updates.pending.round > w.closed() for a in w.agents.values())
-
-
-def check_duals(w: World, feedback: bool) -> None:
-    facts, state = w.server.checkpoint.facts, w.server.checkpoint.state
-    server = trees.scale(state.memory["dual"], int(facts["members"]))
-    devices = devices_dual(w, feedback)
-    if devices is None:
-        return assert_close(server, trees.zeros_like(server), 1e-12)
-    assert_close(server, devices, 3e-6 * max(1.0, trees.norm(devices)))
-
-
-def assert_close(left: trees.Params, right: trees.Params, limit: float) -> None:
-    assert trees.norm(trees.subtract(left, right)) <= limit
-
-
 class Tampered(TrainerJobs):
-    """Sends a million times what it learned in the rounds that are named."""
+    """Sends a million times what it learned, in the given rounds."""
 
     def __init__(self, *rounds: int) -> None:
         super().__init__()
@@ -228,8 +142,8 @@ class Tampered(TrainerJobs):
         return replace(result, update=replace(result.update, groups=trees.scale(result.update.groups, 1e6)))
 
 
-def rough_sea(faults: Faults, w: World, seed: int) -> None:
-    """Uploads and what is said about them are lost, doubled or held back; a held message comes with a later one."""
+def rough_sea(faults: BrokerFaults, w: World, seed: int) -> None:
+    """Uploads and messages about them are lost, duplicated or delayed; a delayed message arrives with a later one."""
     rng = np.random.default_rng(seed)
     held: dict[str, list[Message]] = {}
 
@@ -251,7 +165,7 @@ def rough_sea(faults: Faults, w: World, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round(fleet, codec):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(
         rounds=11, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 20", hyper="penalty = 0.1",
         link=f'up = "{codec}"\ndown = "int8"\nmax_update_norm = 100.0\nchunk_bytes = 1024',
@@ -282,7 +196,7 @@ def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round(fleet, co
     assert all("norm" in u.reason for u in rows if u.status == "refused")
     assert max(u.round for u in rows if u.device == "d1" and u.status == "counted") <= 6
     assert any(u.device == "d3" and u.status == "counted" for u in rows)
-    assert w.told("d2 lost its training state")
+    assert w.logged("d2 lost its training state")
 
 
 def test_devices_that_commit_without_being_counted_would_be_noticed(fleet):
@@ -341,25 +255,21 @@ def deadly(monkeypatch: pytest.MonkeyPatch, death: Death) -> None:
     monkeypatch.setattr(LoopbackLink, "publish", publish_message)
 
 
-MORTAL: dict[str, Any] = {"rounds": 2, "devices": 2, "hyper": "support_batch = 8\nquery_batch = 8",
-          "link": "chunk_bytes = 1024", "fleet": "quorum = 1.0"}
-
-
 @pytest.fixture
 def founded(tmp_path: Path) -> World:
-    """A fleet that nobody has used yet, with two devices' samples."""
-    w = world(tmp_path / "founded", config_text(**MORTAL))
+    """A fleet that has not run yet, with two devices' samples."""
+    w = world(tmp_path / "founded", config_text(**TWO_ROUNDS))
     start(w, "d0", "d1")
     w.close()
     shutil.rmtree(w.fleet.folder)
-    return world(tmp_path / "founded", config_text(**MORTAL))
+    return world(tmp_path / "founded", config_text(**TWO_ROUNDS))
 
 
 def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[World, Death, list[tuple[str, str]]]:
-    """A run in which ``actor`` dies once, at its ``at``-th act, and comes back. Also: chunks that were sent although
-    the aggregator had the whole update on its disk when it died."""
+    """A run in which ``actor`` dies once, at its ``at``-th act, and restarts. Also returns the chunks that were sent
+    although the aggregator had the whole update on disk when it died."""
     shutil.copytree(founded.folder, folder)
-    faults = Faults()
+    faults = BrokerFaults()
     broker = LoopbackBroker(faults=faults)
     w = World(folder, replace(founded.fleet, folder=folder / "fleet"), broker)
     death = Death(actor, at, w)
@@ -391,18 +301,11 @@ def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[Worl
     return w, death, asked_twice
 
 
-def outcome(w: World) -> dict[str, bytes]:
-    """The last checkpoint, bit for bit."""
-    state = w.server.checkpoint.state
-    roles = {"model": state.model, "evaluated": state.served, **state.memory}
-    return {key: np.asarray(a).tobytes() for key, a in storage.flatten_roles(roles).items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("actor", ["server", "d1"])
 def test_a_death_at_any_moment_changes_nothing(founded, tmp_path, actor):
     undisturbed, none, _ = live(founded, tmp_path / "whole", actor, None)
-    wanted = outcome(undisturbed)
+    wanted = checkpoint_bits(undisturbed)
     assert undisturbed.server.finished
     assert none.points > 20
     undisturbed.close()
@@ -410,7 +313,7 @@ def test_a_death_at_any_moment_changes_nothing(founded, tmp_path, actor):
         w, death, asked_twice = live(founded, tmp_path / "killed", actor, at)
         assert w.server.finished, f"killed at {death.where}"
         assert settled(w), death.where
-        assert outcome(w) == wanted, death.where
+        assert checkpoint_bits(w) == wanted, death.where
         assert not asked_twice, death.where
         check_duals(w, feedback=True)
         rounds = w.server.ledger.rounds()
@@ -457,7 +360,7 @@ def test_a_broker_that_comes_back_without_its_memory_is_given_everything_again(f
 
 
 class Recorded(LoopbackLink):
-    """A link that remembers the topics of what it published."""
+    """A link that records the topics that it published."""
 
     sent: list[str]
 
@@ -468,7 +371,7 @@ class Recorded(LoopbackLink):
 
 @dataclass
 class StoredModels:
-    """A publisher on a broker of its own."""
+    """A publisher with its own broker."""
 
     folder: Path
     now: float = 0.0
@@ -487,7 +390,7 @@ class StoredModels:
         self.turn()
 
     def turn(self) -> list[str]:
-        """The topics that it publishes now."""
+        """The topics that it publishes in one turn."""
         for event in self.link.poll(0):
             if isinstance(event, Message):
                 self.publisher.heard(event.topic, event.payload)
@@ -568,7 +471,7 @@ def test_a_broker_without_retained_messages_is_named_as_the_cause(fleet):
     server = w.start_server()
     server.link.inbox.append(Disconnected("the broker refused the connection: Retain not supported"))
     server.step(0)
-    assert w.told("Retain not supported: a fleet needs a broker with retained messages")
+    assert w.logged("Retain not supported: a fleet needs a broker with retained messages")
 
 
 def test_a_broker_that_refuses_is_quoted_when_the_aggregator_gives_up(fleet):
@@ -582,57 +485,9 @@ def test_a_broker_that_refuses_is_quoted_when_the_aggregator_gives_up(fleet):
 # d. what is refused -------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class FakeDevice:
-    """Speaks the protocol by hand, and lies."""
-
-    w: World
-    name: str
-    link: LoopbackLink = field(init=False)
-    inbox: list[Message] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.link = LoopbackLink(self.w.broker, f"fake-{self.name}")
-        self.link.open()
-        self.poll()
-        self.link.subscribe(topics.current(self.w.name), topics.down(self.w.name, self.name))
-
-    def poll(self) -> None:
-        self.inbox += [event for event in self.link.poll(0) if isinstance(event, Message)]
-
-    def announce(self, **changes: Any) -> None:
-        versions = {name: method.version for name, method in METHODS.items()}
-        presence = Presence(st="on", boot="b", methods=versions, codecs=tuple(CODECS))
-        said = messages.encode(replace(presence, **changes))
-        self.link.publish(topics.presence(self.w.name, self.name), said, retain=True)
-
-    def manifest(self) -> Manifest:
-        self.poll()
-        signed = [m.payload for m in self.inbox if m.topic == topics.current(self.w.name)][-1]
-        return messages.decode(Manifest, signed.partition(b"\n")[2])
-
-    def downs(self) -> list[Down]:
-        self.poll()
-        said = [m.payload for m in self.inbox if m.topic.endswith("/dn") and m.payload[:1] == b"{"]
-        return [messages.decode(Down, payload) for payload in said]
-
-    def update(self, data: bytes, **changes: Any) -> UploadManifest:
-        now = self.manifest()
-        made = UploadManifest(Blob.of(data, 1024), "fp32", now.model.model, now.method.name, now.layout,
-                              dual_epoch=now.dual_epoch, samples=5, metrics={"loss": 1.0})
-        return replace(made, **changes)
-
-    def offer(self, upload: UploadManifest, number: int) -> None:
-        self.link.publish(topics.upload(self.w.name, self.name, number, "m"), messages.encode(upload))
-
-    def send(self, upload: UploadManifest, number: int, data: bytes) -> None:
-        for k, part in enumerate(cut(data, upload.blob)):
-            self.link.publish(topics.upload(self.w.name, self.name, number, k), part)
-
-
 @pytest.fixture
 def liar(fleet) -> FakeDevice:
-    """A fleet of one device that lies, in its first round."""
+    """A fleet of one lying device, in its first round."""
     w = fleet(devices=1, link='up = "fp32"\nmax_update_norm = 50.0')
     w.start_server()
     fake = FakeDevice(w, "liar")
@@ -640,11 +495,6 @@ def liar(fleet) -> FakeDevice:
     assert w.pump(lambda: opened(w, 1))
     w.step()
     return fake
-
-
-def weights(w: World, value: float = 0.01) -> trees.Params:
-    layout = w.server.layout
-    return trees.apply(lambda a: np.full_like(a, value), trees.only(layout.seeded(0), ("body",)))
 
 
 BLOB = Blob.of(b"x" * 3000, 1024)
@@ -671,11 +521,11 @@ def test_an_offer_that_does_not_fit_the_round_is_refused_and_named(liar, change,
     assert reason in liar.downs()[-1].reason
     assert liar.downs()[-1].t == "reject"
     assert [(u.status, reason in u.reason) for u in liar.w.server.ledger.rows(Update)] == [("refused", True)]
-    assert liar.w.told(reason)
+    assert liar.w.logged(reason)
 
 
 def nan_update(w: World) -> bytes:
-    bad = weights(w)
+    bad = constant_update(w)
     first = next(iter(bad["body"].values()))
     first.reshape(-1)[0] = np.nan
     return safetensors_payload.payload(storage.pack(storage.flatten(bad)), words=True)
@@ -685,15 +535,15 @@ def nan_update(w: World) -> bytes:
     ("make", "reason"),
     [
         (nan_update, "not finite"),
-        (lambda w: payloads.encode("fp32", weights(w, 1e6)), "norm"),
+        (lambda w: payloads.encode("fp32", constant_update(w, 1e6)), "norm"),
         (lambda w: payloads.encode("fp32", {"body": {"other": np.zeros(3, np.float32)}}), "has shape"),
-        (lambda w: payloads.encode("int8", weights(w)), "not a multiple of 4"),
+        (lambda w: payloads.encode("int8", constant_update(w)), "not a multiple of 4"),
         (lambda w: b"no update at all", "not a zstd frame"),
         (lambda w: compress(bytes(1 << 22)), "not a zstd frame of at most"),
         (lambda w: safetensors_payload.payload(b"\xff" * 64, words=True), "not safetensors"),
     ],
 )
-def test_a_whole_update_that_is_none_is_refused_and_named(liar, make, reason):
+def test_a_complete_but_invalid_update_is_refused_and_named(liar, make, reason):
     data = make(liar.w)
     upload = liar.update(data)
     liar.offer(upload, 1)
@@ -709,14 +559,14 @@ def test_a_whole_update_that_is_none_is_refused_and_named(liar, make, reason):
     assert not list((liar.w.fleet.folder / "spool").glob("*/*.json"))
 
 
-def test_a_chunk_with_another_hash_is_refused_and_asked_for_again(liar):
-    data = payloads.encode("fp32", weights(liar.w))
+def test_a_chunk_with_another_hash_is_refused_and_requested_again(liar):
+    data = payloads.encode("fp32", constant_update(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
     liar.w.step()
     liar.send(upload, 1, bytes(len(data)))
     liar.w.step()
-    assert liar.w.told("does not match its hash")
+    assert liar.w.logged("does not match its hash")
     assert liar.w.closed() == 0
     asked = len(liar.downs())
     for _ in range(30):
@@ -728,8 +578,8 @@ def test_a_chunk_with_another_hash_is_refused_and_asked_for_again(liar):
 
 
 def test_an_offer_of_a_counted_update_is_answered_with_done_again(liar):
-    """The first 'done' was lost, and meanwhile the round closed."""
-    data = payloads.encode("fp32", weights(liar.w))
+    """The first 'done' was lost, and the round closed meanwhile."""
+    data = payloads.encode("fp32", constant_update(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
     liar.w.step()
@@ -760,7 +610,7 @@ def test_a_device_that_is_not_in_the_cohort_or_not_enrolled_is_refused(fleet):
     stranger.offer(stranger.update(b"x" * 3000), 1)
     stranger.link.publish(topics.report(w.name, "stranger"), b'{"round":1}')
     w.step()
-    assert w.told("stranger: is not enrolled")
+    assert w.logged("stranger: is not enrolled")
     assert w.server.ledger.device("stranger") is None
     assert opened(w, 1), "nobody else was disturbed"
 
@@ -808,7 +658,7 @@ def test_any_bytes_on_any_topic_leave_the_aggregator_standing(liar, topic):
     for payload in (b"", b"{}", b"null", b"\x00" * 99, b'{"st":"on","beat":true}', b"[" * 9999):
         liar.link.publish(f"fl1/{liar.w.name}/a/liar/{topic}", payload)
         liar.w.step()
-    data = payloads.encode("fp32", weights(liar.w))
+    data = payloads.encode("fp32", constant_update(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
     liar.w.step()
@@ -838,7 +688,7 @@ def test_an_agent_refuses_a_signed_round_that_is_not_for_it_now(fleet, change, r
     signed = w.fleet.signer().sign(messages.encode(replace(now, **{"seq": now.seq + 1000, **change})))
     w.broker.publish(topics.current(w.name), signed)
     w.step()
-    assert w.told(refusal)
+    assert w.logged(refusal)
     assert w.agents["d0"].manifest == now
 
 
@@ -875,13 +725,13 @@ def test_a_restarted_agent_still_refuses_what_it_has_outgrown(fleet):
     w.start_agent("d0")
     for _ in range(3):
         w.step()
-    assert w.told("old sequence number")
+    assert w.logged("old sequence number")
     assert w.agents["d0"].manifest is None
 
 
 def test_words_from_the_broker_alone_cannot_settle_what_is_pending(fleet):
     """Only the signed record does: a forged or stray 'reject' or 'counted' costs nothing."""
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults))
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: w.agents["d0"]._updates.pending is not None)
@@ -897,7 +747,8 @@ def test_words_from_the_broker_alone_cannot_settle_what_is_pending(fleet):
 
 
 class Senders:
-    """Devices that answer every grant, but the ``dead``. most: chunks under way, of one device and of all."""
+    """Devices that answer every grant, except the ``dead``. most: the most chunks under way, of one device and of
+    all."""
 
     def __init__(self, number: int):
         self.now = 0.0
@@ -918,7 +769,7 @@ class Senders:
         self.most = [max(self.most[0], *now), max(self.most[1], sum(now))]
 
     def run(self, steps: int = 10_000) -> None:
-        """Every grant is answered with its chunks, in turn; time passes when nothing is left to send."""
+        """Answer every grant with its chunks, in turn; time passes when nothing is left to send."""
         for _ in range(steps):
             if len(self.whole) + len(self.dead) == len(self.data):
                 return
@@ -935,7 +786,7 @@ class Senders:
 
 def test_credit_bounds_what_is_under_way_and_every_upload_ends():
     senders = Senders(150)
-    senders.dead = {f"d{n}" for n in range(70)}  # more than hold all the credit there is
+    senders.dead = {f"d{n}" for n in range(70)}  # more than all the credit there is
     senders.run()
     assert senders.whole == {name: data for name, data in senders.data.items() if name not in senders.dead}
     assert senders.most == [8, 100]
@@ -953,7 +804,7 @@ def test_memory_for_uploads_is_bounded_and_the_rest_wait(monkeypatch):
 
 
 def test_a_late_update_is_recorded_as_late_and_its_state_discarded(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 5", link="chunk_bytes = 1024")
     w.start_server()
     lift = faults.drop("/a/d0/up/1/")
@@ -971,12 +822,12 @@ def test_a_late_update_is_recorded_as_late_and_its_state_discarded(fleet):
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     assert statuses(w, 1) == {"d0": "late", "d1": "counted", "d2": "counted"}
     assert statuses(w, 2) == dict.fromkeys(("d0", "d1", "d2"), "counted")
-    assert w.told("d0: round 1: the update was not counted, its state is discarded")
+    assert w.logged("d0: round 1: the update was not counted, its state is discarded")
     check_duals(w, feedback=True)
 
 
 def test_an_upload_that_is_cut_off_by_the_end_of_the_round_is_late(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=2, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 5", link="chunk_bytes = 1024")
     lift = faults.drop("/a/d0/up/1/0")
     start(w, "d0", "d1", "d2")
@@ -989,7 +840,7 @@ def test_an_upload_that_is_cut_off_by_the_end_of_the_round_is_late(fleet):
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_device_that_was_away_for_long_asks_what_became_of_its_update(fleet, counted):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=9, devices=2, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 3")
     unheld = faults.drop("/a/d1/up/2/")
     if not counted:
@@ -1023,7 +874,7 @@ def test_a_device_that_was_away_for_long_asks_what_became_of_its_update(fleet, c
 
 def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet):
     """The open round is in the ledger, not yet in memory: its updates are not decided."""
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=2, broker=LoopbackBroker(faults=faults))
     unheld = faults.drop("/a/d2/up/1/")
     start(w, "d0", "d1", "d2")
@@ -1048,9 +899,9 @@ def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet
     check_duals(w, feedback=True)
 
 
-def test_a_round_that_is_taken_up_again_waits_for_devices_that_are_starting_too(fleet):
-    """Everybody left in order with two of three updates received, which is a quorum: all three are counted."""
-    faults = Faults()
+def test_a_round_that_is_resumed_waits_for_devices_that_are_starting_too(fleet):
+    """Every device left in order after two of three updates, which is a quorum; all three are still counted."""
+    faults = BrokerFaults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="quorum = 0.5\ndeadline_s = 1000")
     unheld = faults.drop("/a/d2/up/1/")
     start(w, "d0", "d1", "d2")
@@ -1068,8 +919,8 @@ def test_a_round_that_is_taken_up_again_waits_for_devices_that_are_starting_too(
     assert statuses(w, 1) == dict.fromkeys(("d0", "d1", "d2"), "counted")
 
 
-def test_a_round_that_is_taken_up_again_ends_at_its_deadline_without_those_that_do_not_come_back(fleet):
-    faults = Faults()
+def test_a_round_that_is_resumed_ends_at_its_deadline_without_those_that_do_not_come_back(fleet):
+    faults = BrokerFaults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="quorum = 0.5\ndeadline_s = 20")
     faults.drop("/a/d2/up/1/")
     start(w, "d0", "d1", "d2")
@@ -1140,7 +991,7 @@ def test_a_dead_device_holds_up_nobody(fleet):
 
 def test_a_device_that_falls_silent_at_work_holds_up_nobody(fleet):
     """A power cut while training: no last will comes before the keepalive ends."""
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=2, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 1000")
     w.start_server()
     for n in range(2):
@@ -1166,7 +1017,7 @@ def test_a_device_that_is_killed_is_off_within_a_second_by_its_will(fleet):
 
 
 def test_an_upload_that_waits_for_its_turn_is_not_taken_for_dead(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 1000")
     lift = faults.drop("/a/d0/dn")
     start(w, "d0", "d1", "d2")
@@ -1186,7 +1037,7 @@ def test_below_quorum_the_round_waits_on_beyond_its_deadline(fleet):
     for _ in range(100):
         w.step(TICK_S)
     assert w.closed() == 0
-    assert w.told("2 of 3 updates at the deadline, waiting on d2 (off for ")
+    assert w.logged("2 of 3 updates at the deadline, waiting on d2 (off for ")
     assert "waiting on d2 (off for " in w.server.ledger.facts()["stalled"]
     assert "metafleet devices revoke" in w.server.stalled
     w.start_agent("d2")
@@ -1199,7 +1050,7 @@ def test_below_quorum_the_round_waits_on_beyond_its_deadline(fleet):
     [("/up/1/m", "no offer came"), ("/up/1/0", "offered, but no chunk came after [2-9] grants")],
 )  # fmt: skip
 def test_a_device_whose_publishes_the_broker_swallows_is_named_with_the_likely_cause(fleet, lost, said):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 15\nquorum = 1.0",
               link="chunk_bytes = 65536")
     lift = faults.drop(f"/a/d2{lost}")
@@ -1262,7 +1113,7 @@ def test_a_round_whose_whole_cohort_was_revoked_is_opened_for_others(fleet):
     assert (row.status, row.cohort) == ("closed", ("d1",))
 
 
-def test_a_fleet_in_which_every_device_fails_says_why_and_goes_on_when_they_are_mended(fleet):
+def test_a_fleet_in_which_every_device_fails_says_why_and_continues_when_they_are_mended(fleet):
     w = fleet(rounds=2, fleet="deadline_s = 5")
     start(w, "d0", "d1", "d2")
     files = {name: w.folder / "devices" / name / "samples.npz" for name in w.agents}
@@ -1301,8 +1152,8 @@ def test_a_device_that_cannot_personalize_says_so_and_lives(fleet):
     assert w.pump(lambda: w.server.finished)
     for _ in range(5):
         w.step()
-    assert w.told("new: serve: ")
-    assert w.told("round 2: new: serve: "), "the aggregator heard of it"
+    assert w.logged("new: serve: ")
+    assert w.logged("round 2: new: serve: "), "the aggregator heard of it"
     assert {j.device for j in w.server.ledger.rows(Evaluation)} == {"d0", "d1", "d2"}
 
 
@@ -1362,7 +1213,7 @@ def test_a_trainer_process_that_cannot_be_started_ends_its_job_with_an_error(mon
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_the_booked_payload_is_what_the_broker_delivered(fleet, codec):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=4, broker=LoopbackBroker(faults=faults), fleet="cohort = 2",
               link=f'up = "{codec}"\ndown = "{codec}"\nchunk_bytes = 1024')
     start(w, "d0", "d1", "d2")
@@ -1391,7 +1242,7 @@ def test_the_booked_payload_is_what_the_broker_delivered(fleet, codec):
 
 
 def test_a_report_that_comes_twice_or_late_is_booked_once(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults))
     first: list[Message] = []
 
@@ -1456,7 +1307,7 @@ def test_the_first_model_goes_as_a_seed_and_whole_to_an_agent_of_the_version_bef
 
 
 def test_a_device_that_lost_its_weights_asks_for_the_whole_model(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=4, broker=LoopbackBroker(faults=faults))
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: w.closed() == 2)
@@ -1481,7 +1332,7 @@ def test_weights_that_changed_on_the_disk_are_noticed_and_fetched_whole(fleet):
     held = agent.home.weights("model")
     agent.home.save_weights("model", replace(held, params=trees.apply(lambda a: a * np.float32(1.5), held.params)))
     assert w.pump(lambda: finished(w), tick_s=TICK_S)
-    assert w.told("d1: the delta does not fit")
+    assert w.logged("d1: the delta does not fit")
     assert statuses(w, 4)["d1"] == "counted"
 
 
@@ -1546,7 +1397,7 @@ def test_a_question_over_mqtt_is_answered_by_the_personalized_model(fleet, metho
 
 
 def test_a_device_that_enrols_in_mid_round_takes_part_in_the_next(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults))
     start(w, "d0", "d1", "d2")
     lift = faults.drop("/a/d0/up/2/")
@@ -1568,7 +1419,7 @@ def test_a_listed_fleet_takes_only_whom_it_was_told_to(fleet):
         w.step(TICK_S)
     assert w.server.ledger.devices() == []
     assert w.server.open is None
-    w.server.ledger.request("enroll/d1", "yes")  # it has announced itself long ago
+    w.server.ledger.request("enroll/d1", "yes")  # it announced itself long ago
     assert w.pump(lambda: w.server.finished, tick_s=TICK_S)
     assert [d.name for d in w.server.ledger.devices()] == ["d1"]
     assert statuses(w, 2) == {"d1": "counted"}
@@ -1597,7 +1448,7 @@ def test_a_revoked_device_is_heard_no_more_and_can_be_let_in_again(fleet):
     w.server.ledger.request("revoke/d2", "yes")
     assert w.pump(lambda: w.closed() >= 4, tick_s=TICK_S)
     assert set(statuses(w, 4)) == {"d0", "d1"}
-    assert w.told("d2: is not enrolled") or "d2" not in statuses(w, 3)
+    assert w.logged("d2: is not enrolled") or "d2" not in statuses(w, 3)
     assert "d2" not in w.agents, "it was told, and has ended"
     w.server.ledger.request("enroll/d2", "yes")
     w.start_agent("d2")
@@ -1641,14 +1492,14 @@ def test_an_agent_that_lacks_the_rounds_method_says_so_and_waits(fleet):
     newer = replace(now, seq=now.seq + 1, open=True, round=2, method=replace(now.method, version=99))
     w.broker.publish(topics.current(w.name), w.fleet.signer().sign(messages.encode(newer)))
     w.step()
-    assert w.told("d0: method: method pfldyn-proto version 99")
+    assert w.logged("d0: method: method pfldyn-proto version 99")
     w.broker.publish(topics.current(w.name), w.fleet.signer().sign(messages.encode(replace(now, seq=now.seq + 2))))
     w.step()
     assert w.agents["d0"].manifest.seq == now.seq + 2
 
 
 def test_a_graph_that_fails_its_check_is_fetched_once_and_said(fleet, monkeypatch):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 1000")
     start(w, "d0", "d1", "d2")
 
@@ -1693,7 +1544,7 @@ def test_damaged_training_state_is_set_aside_and_the_fleet_told(fleet):
     check_duals(w, feedback=True)
 
 
-def test_a_paused_fleet_closes_its_round_tells_what_was_counted_and_goes_on_later(fleet):
+def test_a_paused_fleet_closes_its_round_tells_what_was_counted_and_continues_later(fleet):
     w = fleet(rounds=4)
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: opened(w, 2))
@@ -1731,49 +1582,34 @@ def test_the_served_model_is_evaluated_in_mid_run_too_and_survives_a_restart(fle
     assert [r.served_id is not None for r in w.server.ledger.rounds()] == [False, True, False, True, False, True]
 
 
-class Slow(InlineTrainer):
-    """Works for some steps of the loop, as the child process does."""
-
-    left = 0
-
-    def submit(self, job: Job) -> None:
-        assert not self.busy
-        super().submit(job)
-        self.left = 5
-
-    def poll(self) -> Done | None:
-        self.left -= 1
-        return None if self.left > 0 else super().poll()
-
-
 @pytest.mark.parametrize("method", ["per-fedavg-fo", "pfldyn-proto"])
-def test_a_model_that_is_served_while_devices_train_is_personalized_and_evaluated_all_the_same(fleet, method):
+def test_a_model_that_is_served_while_devices_train_is_personalized_and_evaluated_anyway(fleet, method):
     w = fleet(method, rounds=4)
     path = w.fleet.folder / "fleet.toml"
     path.write_text(path.read_text().replace("serve_every = 4", "serve_every = 1"))
     w.start_server()
     for n in range(3):
         w.start_agent(f"d{n}", toy(n))
-        w.trainers[f"d{n}"].inner = Slow()
+        w.trainers[f"d{n}"].inner = SlowTrainer()
     assert w.pump(lambda: finished(w) and settled(w))
     evaluated = {(j.round, j.device) for j in w.server.ledger.rows(Evaluation, stage="after")}
     assert evaluated >= {(4, f"d{n}") for n in range(3)}
     assert len(evaluated) >= 9, "also in mid-run"
-    assert not w.told("serve: ")
+    assert not w.logged("serve: ")
     assert [len(statuses(w, n)) for n in range(1, 5)] == [3] * 4
 
 
 def test_what_was_trained_for_a_round_that_is_over_is_not_offered_for_the_next(fleet):
     w = fleet(rounds=3, devices=2, fleet="deadline_s = 2")
     start(w, "d0", "d1", "d2")
-    slow = Slow()
+    slow = SlowTrainer()
     w.trainers["d2"].inner = slow
     assert w.pump(lambda: w.agents["d2"].phase == "train")
     slow.left = 25
     assert w.pump(lambda: finished(w) and settled(w), tick_s=0.1)
     assert set(statuses(w, 1)) == {"d0", "d1"}
     assert statuses(w, 3)["d2"] == "counted"
-    assert not w.told("refused")
+    assert not w.logged("refused")
     check_duals(w, feedback=True)
 
 
@@ -1787,7 +1623,7 @@ def test_updates_are_read_in_closing_order_whatever_order_they_came_in(fleet):
 
 
 def test_a_round_that_opens_while_a_device_still_fetches_the_last_is_joined_at_once(fleet):
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(rounds=3, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 5", link="chunk_bytes = 1024")
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: opened(w, 2) and w.agents["d0"].manifest.round == 2)
@@ -1807,7 +1643,8 @@ def test_a_round_that_opens_while_a_device_still_fetches_the_last_is_joined_at_o
 
 
 def test_what_is_pending_when_the_rounds_went_back_is_discarded(fleet):
-    """The aggregator's folder was restored from a backup: the device's update belongs to a round that is not there."""
+    """The aggregator's folder was restored from a backup: the device's update belongs to a round that does not exist
+    there."""
     w = fleet(rounds=6, devices=2)
     start(w, "d0", "d1")
     assert w.pump(lambda: opened(w, 2))
@@ -1840,8 +1677,8 @@ def test_devices_that_know_more_than_a_restored_backup_start_their_duals_again(f
     w.start_server()
     w.start_agent("d0")
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
-    assert w.told("d0 learned in round 4 what this ledger did not count")
-    assert w.told("every device's dual starts again from zero")
+    assert w.logged("d0 learned in round 4 what this ledger did not count")
+    assert w.logged("every device's dual starts again from zero")
     assert len([line for line in w.lines if "d0 learned in round" in line]) == 1
     check_duals(w, feedback=True)
 
@@ -1892,5 +1729,5 @@ def test_a_device_that_answers_by_few_labelled_samples_says_so_once(tmp_path: Pa
     assert w.pump(lambda: finished(w) and settled(w))
     (line,) = (line for line in w.lines if "few labelled samples" in line)
     assert line.startswith("some: note: few labelled samples (")
-    assert w.told("edge-agent samples add")
+    assert w.logged("edge-agent samples add")
     w.close()

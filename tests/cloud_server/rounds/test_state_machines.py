@@ -1,7 +1,5 @@
-"""Both transfers under whatever a network and two mortal ends can do: nothing false is taken, and all ends well.
-
-Hypothesis draws what happens; once no more goes wrong, every transfer ends within a bounded time.
-"""
+"""Both transfers under everything that a network and two mortal ends can do: nothing false is accepted, and all ends
+well. Hypothesis draws what happens; once faults stop, every transfer ends within a bounded time."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ RESERVED_BYTES = 40_000
 
 @dataclass
 class Wire:
-    """A device's link, as far as an uploader knows it."""
+    """A device's link, as far as an uploader uses it."""
 
     send: Callable[[str, bytes], None]
     connected: bool = True
@@ -89,13 +87,13 @@ class Device:
 
 @functools.cache
 def update_of(name: str, number: int) -> Update:
-    """Of 12 to 20 chunks, each of other bytes."""
+    """An update of 12 to 20 different chunks."""
     count = 12 + 4 * NAMES.index(name)
     return Update(number, b"".join(f"{name} {number} {n:3d} ".encode().ljust(CHUNK, b".") for n in range(count))[:-9])
 
 
 class Upload(RuleBasedStateMachine):
-    """Three devices send their updates, round after round, to one aggregator. Little credit and memory for all."""
+    """Three devices send updates, round after round, to one aggregator. Credit and memory are small."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,8 +117,8 @@ class Upload(RuleBasedStateMachine):
         return made
 
     def begin(self, name: str, device: Device) -> None:
-        """The device's process starts, and offers what it has on its disk."""
-        link: Any = device.wire  # of a Link, an uploader asks only ``connected`` and ``publish``
+        """Start the device's process, which offers what it has on disk."""
+        link: Any = device.wire  # of a Link, an uploader uses only ``connected`` and ``publish``
         device.uploader = Uploader(FLEET, name, link, lambda: self.now, lambda size: None)
         device.uploader.offer(device.update)
 
@@ -238,7 +236,7 @@ class Upload(RuleBasedStateMachine):
 
     @rule()
     def aggregator_starts_anew(self) -> None:
-        """What was whole is on its disk; the round is announced again, and every device that hears of it offers."""
+        """What was complete is on its disk; the round is announced again, and every device that hears of it offers."""
         self.intake = self.new_intake()
         self.everybody_offers()
 
@@ -279,13 +277,13 @@ class Upload(RuleBasedStateMachine):
             self.ends()
 
     def ends(self) -> None:
-        """From now on nothing is lost. The dead stay dead, and one that was just granted chunks is among them."""
+        """From now on nothing is lost. The dead stay dead, including one that was just granted chunks."""
         for device in self.devices.values():
             device.wire.connected = True
         for name in [name for name, upload in self.intake._uploads.items() if upload.granted][:1]:
             self.device_dies(name, noticed=False)
         alive = {name for name, device in self.devices.items() if device.uploader is not None}
-        for _ in range(100):  # the dead hold what they were given for half a minute each, one after the other
+        for _ in range(100):  # the dead hold what they were granted for half a minute each, one after the other
             self.time_passes(1.0)
             while self.up or self.down:
                 self.goes_well(1)
@@ -341,7 +339,7 @@ class Reader:
 
 
 class Download(RuleBasedStateMachine):
-    """One model after the other is published in retained chunks, and a device pulls the newest."""
+    """One model after the other is published in retained chunks, and a device downloads the newest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +351,7 @@ class Download(RuleBasedStateMachine):
         self.fates: deque[str] = deque()
         self.held: list[Message] = []
         self.broker_died = False
-        self.broker = LoopbackBroker(faults=self.weather)
+        self.broker = LoopbackBroker(faults=self.delivery)
         self.saved = dict(self.broker.retained)
         self.link = LoopbackLink(self.broker, "aggregator")
         self.link.open()
@@ -373,12 +371,12 @@ class Download(RuleBasedStateMachine):
         return Reader(link, fetcher)
 
     def is_missed(self, kind: str, times: int) -> None:
-        """The device says so to the aggregator, if that hears it."""
+        """The device reports it to the aggregator, if the aggregator hears it."""
         if self.link.connected:
             self.publisher.again()
 
-    def weather(self, client: str, message: Message) -> list[Message]:
-        """What becomes of a chunk on its way to a client; manifests come, or the connection ends."""
+    def delivery(self, client: str, message: Message) -> list[Message]:
+        """What happens to a chunk on its way to a client; manifests arrive, or the connection ends."""
         if message.topic == topics.current(FLEET) or not self.fates:
             return [message]
         fate = self.fates.popleft()
@@ -389,7 +387,7 @@ class Download(RuleBasedStateMachine):
     # What the network does --------------------------------------------------------------------------------------------
 
     @rule(fates=st.lists(st.sampled_from(["comes", "twice", "lost", "kept"]), min_size=1, max_size=20))
-    def weather_changes(self, fates: list[str]) -> None:
+    def deliveries_change(self, fates: list[str]) -> None:
         self.fates.extend(fates)
 
     @precondition(lambda self: self.held)
@@ -401,7 +399,7 @@ class Download(RuleBasedStateMachine):
 
     @rule(at=some)
     def somebody_lies(self, at: int) -> None:
-        """A chunk of other bytes under a right name."""
+        """A chunk with other bytes under a correct name."""
         blob = BLOBS[at % len(BLOBS)]
         before = dict(self.reader.got)
         self.broker.publish(topics.chunk(FLEET, blob.id, at % blob.n), bytes(blob.length(at % blob.n)))
@@ -432,7 +430,7 @@ class Download(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, len(POOL) - 1))
     def is_published(self, which: int) -> None:
-        """A new round; its model may be one that was there before."""
+        """A new round; its model may be one that was published before."""
         self.current, self.seq = which, self.seq + 1
         blob = self.publisher.blob(BLOBS[which], POOL[which])
         self.publisher.manifest(b"%d\n" % self.seq + messages.encode(blob), {blob.id})

@@ -1,5 +1,5 @@
-"""The whole path as real processes: a demo from nothing to its report, stopped, killed and gone on with; and the desk
-of the README, command by command."""
+"""The whole path as real processes: a demo from nothing to its report, also stopped, killed and resumed; and the
+README's walkthrough, command by command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,17 @@ import pytest
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device, Evaluation
 from cloud_server.reports.result import validate
-from tests.support.desk import (
-    Desk,
+from tests.support.programs import (
     Program,
+    Programs,
     alive,
-    called,
     clean_environ,
     closed_rounds,
     command_of,
     descendants,
-    desk_in,
     edge_agent,
     metafleet,
+    run_to_end,
     write_samples,
 )
 
@@ -57,15 +55,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Three devices and a new one, two rounds, no baseline, on a private broker."""
     folder = tmp_path_factory.mktemp("demo")
     data, out = write_samples(folder / "data.npz"), folder / "run"
-    done = called(metafleet("demo", *FEW, "--rounds", 2, "--no-baseline", "--data", data, "--out", out))
+    done = run_to_end(metafleet("demo", *FEW, "--rounds", 2, "--no-baseline", "--data", data, "--out", out))
     assert done.returncode == 0, done.stderr
     return Run(out, done)
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    with desk_in(tmp_path) as desk:
-        yield desk
 
 
 # A demo --------------------------------------------------------------------------------------------------------------
@@ -87,7 +79,7 @@ def test_the_report_of_a_demo_is_self_contained_and_made_again_by_report(demo: R
     page = (demo.folder / "report.html").read_text()
     assert page.startswith("<!")
     assert re.findall(r"""(?:src|href)\s*=\s*["']?(?!#|data:)([^"'\s>]+)|url\((?!["']?(?:data:|#))""", page) == []
-    done = called(metafleet("report", demo.folder, "--out", tmp_path / "again.html"))
+    done = run_to_end(metafleet("report", demo.folder, "--out", tmp_path / "again.html"))
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'again.html'}\n")
     assert "d3" in (tmp_path / "again.html").read_text()
 
@@ -137,7 +129,7 @@ def test_a_device_of_a_demo_answers_and_personalizes_without_torch(demo: Run, tm
         (("status",), "trained_round", 0 if device == "d3" else 2),
     ):
         command = edge_agent(*arguments, "--home", home, "--json")
-        done = called([command[0], "-X", "importtime", *command[1:]])
+        done = run_to_end([command[0], "-X", "importtime", *command[1:]])
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)[key] == value
         imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
@@ -149,11 +141,11 @@ def test_a_device_of_a_demo_answers_and_personalizes_without_torch(demo: Run, tm
 def test_the_same_command_on_a_finished_run_changes_no_round(demo: Run, tmp_path: Path) -> None:
     out = shutil.copytree(demo.folder, tmp_path / "run")
     data = demo.folder.with_name("data.npz")
-    done = called(metafleet("demo", *FEW, "--rounds", 2, "--no-baseline", "--data", data, "--out", out, "--json"))
+    done = run_to_end(metafleet("demo", *FEW, "--rounds", 2, "--no-baseline", "--data", data, "--out", out, "--json"))
     assert done.returncode == 0, done.stderr
     again = json.loads(done.stdout)
     assert [row["loss"] for row in again["rounds"]] == [row["loss"] for row in demo.result["rounds"]]
-    other = called(metafleet("demo", *FEW, "--rounds", 3, "--data", data, "--out", out))
+    other = run_to_end(metafleet("demo", *FEW, "--rounds", 3, "--data", data, "--out", out))
     assert (other.returncode, other.stdout) == (2, "")
     assert "holds a run with other options" in other.stderr
 
@@ -161,23 +153,23 @@ def test_the_same_command_on_a_finished_run_changes_no_round(demo: Run, tmp_path
 # A demo that is stopped or killed ------------------------------------------------------------------------------------
 
 
-def started(desk: Desk, *arguments: object, closed: int = 1, **environ: str) -> tuple[Program, Path, set[int]]:
-    """A demo with ``closed`` closed rounds, its folder, and the ids of all that it started."""
-    out = desk.folder / "run"
-    data = write_samples(desk.folder / "data.npz")
+def started(programs: Programs, *arguments: object, closed: int = 1, **environ: str) -> tuple[Program, Path, set[int]]:
+    """A demo with ``closed`` closed rounds, its folder, and the ids of all processes that it started."""
+    out = programs.folder / "run"
+    data = write_samples(programs.folder / "data.npz")
     command = metafleet("demo", *FEW, "--data", data, "--out", out, *arguments)
-    program = desk.start(*command, environ=clean_environ(**environ))
+    program = programs.start(*command, environ=clean_environ(**environ))
     program.until(lambda: len(closed_rounds(out / "fleet")) >= closed)
     return program, out, descendants(program.process.pid)
 
 
 @pytest.mark.slow
-def test_a_demo_that_was_interrupted_leaves_nobody_and_goes_on_to_its_end(desk: Desk) -> None:
+def test_a_demo_that_was_interrupted_leaves_nobody_and_continues_to_its_end(programs: Programs) -> None:
     rounds = 16
-    program, out, pids = started(desk, "--rounds", rounds)
+    program, out, pids = started(programs, "--rounds", rounds)
     assert len(pids) >= 5, "the broker, the aggregator and three agents"
     program.process.send_signal(signal.SIGINT)
-    assert program.ends() == 130
+    assert program.exit_code() == 130
     assert alive(pids) == set()
     assert f"the same command with --out {out} goes on" in program.text()
     assert "Traceback" not in program.text()
@@ -186,8 +178,8 @@ def test_a_demo_that_was_interrupted_leaves_nobody_and_goes_on_to_its_end(desk: 
     assert len(before) < rounds
     assert not (out / "result.json").exists()
 
-    data = desk.folder / "data.npz"
-    done = called(metafleet("demo", *FEW, "--data", data, "--out", out, "--rounds", rounds, "--json"))
+    data = programs.folder / "data.npz"
+    done = run_to_end(metafleet("demo", *FEW, "--data", data, "--out", out, "--rounds", rounds, "--json"))
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert validate(result) == []
@@ -197,7 +189,7 @@ def test_a_demo_that_was_interrupted_leaves_nobody_and_goes_on_to_its_end(desk: 
 
 
 def check_baseline(result: dict[str, Any]) -> None:
-    """FedAvg as it is and fine-tuned stand before and beside what the method came to."""
+    """FedAvg as it is and fine-tuned stand before and beside the method's result."""
     assert [row["device"] for row in result["personalization"]] == ["d0", "d1", "d2", "d3"]
     for row in result["personalization"]:
         methods = {stage: row[stage]["method"] for stage in ("before", "fine_tuned", "after")}
@@ -206,20 +198,20 @@ def check_baseline(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_demo_that_is_killed_takes_its_processes_with_it(desk: Desk) -> None:
-    program, _, pids = started(desk, "--rounds", 500, "--no-baseline")
+def test_a_demo_that_is_killed_takes_its_processes_with_it(programs: Programs) -> None:
+    program, _, pids = started(programs, "--rounds", 500, "--no-baseline")
     program.process.kill()
-    witness = desk.start("sleep", "60")  # a process to wait beside
+    witness = programs.start("sleep", "60")  # a process to wait for beside it
     witness.until(lambda: not alive(pids))
 
 
 @pytest.mark.slow
-def test_a_demo_on_the_embedded_broker_survives_the_death_of_an_agent(desk: Desk) -> None:
-    program, out, pids = started(desk, "--rounds", 15, "--no-baseline", METAFLEET_BROKER="embedded")
+def test_a_demo_on_the_embedded_broker_survives_the_death_of_an_agent(programs: Programs) -> None:
+    program, out, pids = started(programs, "--rounds", 15, "--no-baseline", METAFLEET_BROKER="embedded")
     assert "broker: amqtt at" in program.text()
     (agent,) = (pid for pid in pids if f"--home {out / 'devices' / 'd1'}" in command_of(pid))
     os.kill(agent, signal.SIGKILL)
-    assert program.ends() == 0, program.text()
+    assert program.exit_code() == 0, program.text()
     assert "agent d1 ended with exit code -9 and is started again" in program.text()
     assert closed_rounds(out / "fleet") == list(range(1, 16))
     result = json.loads((out / "result.json").read_text())
@@ -228,42 +220,42 @@ def test_a_demo_on_the_embedded_broker_survives_the_death_of_an_agent(desk: Desk
     assert alive(pids) == set()
 
 
-# The desk of the README ----------------------------------------------------------------------------------------------
+# The README's walkthrough ---------------------------------------------------------------------------------------------
 
 
-def test_a_fleet_of_ones_own_is_made_by_the_commands_of_the_readme(desk: Desk) -> None:
-    fleet, data = desk.folder / "greenhouse", write_samples(desk.folder / "samples.npz")
-    done = called(metafleet("init", fleet, "--data", data, "--rounds", 2))
+def test_a_users_own_fleet_is_made_by_the_commands_of_the_readme(programs: Programs) -> None:
+    fleet, data = programs.folder / "greenhouse", write_samples(programs.folder / "samples.npz")
+    done = run_to_end(metafleet("init", fleet, "--data", data, "--rounds", 2))
     assert done.returncode == 0, done.stderr
-    server = desk.start(*metafleet("server", "start", fleet, "--port", 0))
-    server.says("broker: ")
+    server = programs.start(*metafleet("server", "start", fleet, "--port", 0))
+    server.wait_for("broker: ")
     broker = {"METAFLEET_BROKER": re.findall(r"mqtt://\S+", server.text())[0]}
     for name in ("d0", "d1"):
-        home = desk.folder / name
-        done = called(metafleet("devices", "enroll", fleet, name, "--to", home), environ=broker)
+        home = programs.folder / name
+        done = run_to_end(metafleet("devices", "enroll", fleet, name, "--to", home), environ=broker)
         assert done.returncode == 0, done.stderr
         with np.load(data) as everything:
             mine = everything["client"] == name
             np.savez(home / "samples.npz", x=everything["x"][mine], y=everything["y"][mine])
-        agent = desk.start(*edge_agent("run", "--home", home))
-        agent.says(f"{name} is on")
-    server.says("all 2 rounds are closed")
-    server.says("round 2/2")
+        agent = programs.start(*edge_agent("run", "--home", home))
+        agent.wait_for(f"{name} is on")
+    server.wait_for("all 2 rounds are closed")
+    server.wait_for("round 2/2")
 
-    np.save(desk.folder / "new.npy", np.eye(3, 8, dtype=np.float32)[:2] * 3)
+    np.save(programs.folder / "new.npy", np.eye(3, 8, dtype=np.float32)[:2] * 3)
     with Ledger(fleet / "ledger.sqlite", create=False) as ledger:
         server.until(lambda: {row.device for row in ledger.rows(Evaluation, round=2)} == {"d0", "d1"})
-    done = called(metafleet("predict", fleet, "d1", desk.folder / "new.npy", "--json"), environ=broker)
+    done = run_to_end(metafleet("predict", fleet, "d1", programs.folder / "new.npy", "--json"), environ=broker)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert (answer["labels"], answer["round"], answer["personalization"]) == (["a", "b"], 2, "proto")
 
-    facts = json.loads(called(metafleet("server", "status", fleet, "--json")).stdout)
+    facts = json.loads(run_to_end(metafleet("server", "status", fleet, "--json")).stdout)
     assert (facts["running"], facts["on"], facts["rounds_closed"]) == (True, ["d0", "d1"], 2)
     agent.process.send_signal(signal.SIGTERM)
-    assert agent.ends() == 0, agent.text()
+    assert agent.exit_code() == 0, agent.text()
     with Ledger(fleet / "ledger.sqlite", create=False) as ledger:
         server.until(lambda: ledger.rows(Device, name="d1")[0].state == "off")
     server.process.send_signal(signal.SIGINT)
-    assert server.ends() == 0, server.text()
+    assert server.exit_code() == 0, server.text()
     assert "Traceback" not in server.text() + agent.text()

@@ -203,12 +203,12 @@ def test_what_is_wrong_is_printed_with_hints_and_exit_code_1(tmp_path: Path) -> 
     assert "wrong: cores: 6 instead of 4\n  hint: " in text
     assert "wrong: threads: 9 for 6 cores" in text
     code, text, _ = edge_agent("doctor", "--home", str(home), "--json")
-    told = json.loads(text)
+    result = json.loads(text)
     assert code == 1
-    assert [one["what"] for one in told["wrong"]] == ["cores", "threads"]
-    assert told["profile"]["name"] == "raspberry-pi-4b"
-    assert told["found"]["memory_mib"] == 7620
-    assert told["training"]["train"] is True
+    assert [one["what"] for one in result["wrong"]] == ["cores", "threads"]
+    assert result["profile"]["name"] == "raspberry-pi-4b"
+    assert result["found"]["memory_mib"] == 7620
+    assert result["training"]["train"] is True
 
 
 @pytest.mark.usefixtures("on_orin")

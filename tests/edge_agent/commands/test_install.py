@@ -1,10 +1,9 @@
-"""A bundle on a device: checked, then it answers with no broker; a failing one changes nothing."""
+"""Installing a bundle on a device: it is checked, then it answers without a broker; one that fails changes nothing."""
 
 from __future__ import annotations
 
 import fcntl
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,26 +20,13 @@ from fleet_core.data.samples import Samples, save
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.bundle_format import Bundle
 from tests.support.bundles import CLASSES, KEY, bundle_of, samples
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.support.cli import Run, runner
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """``edge-agent`` in this process: (exit code, stdout, stderr)."""
     monkeypatch.delenv("METAFLEET_HOME", raising=False)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["edge-agent", *map(str, arguments)])
-        capsys.readouterr()
-        code: Any = 0
-        try:
-            device_cli.main()
-        except SystemExit as leaving:
-            code = leaving.code
-        return (int(code or 0), *capsys.readouterr())
-
-    return run
+    return runner(monkeypatch, capsys, "edge-agent", device_cli.main)
 
 
 def written(folder: Path, made: Bundle, name: str = "b.bundle") -> Path:
@@ -55,7 +41,7 @@ def home_with(folder: Path, recorded: Samples | None = None) -> Path:
 
 
 def held(home: Path) -> dict[str, bytes]:
-    """Every file of a home but the locks, which hold nothing."""
+    """Every file of a home except the locks."""
     return {str(p.relative_to(home)): p.read_bytes() for p in sorted(home.rglob("*")) if p.is_file() and p.suffix}
 
 
@@ -76,9 +62,9 @@ def test_a_new_device_answers_from_a_bundle_alone(
     path = written(tmp_path, bundle_of(method), form)
     code, out, err = run("install", path, "--home", home, "--json")
     assert (code, err) == (0, "")
-    told = json.loads(out)
-    assert (told["round"], told["personalized"]["how"], told["left"]) == (7, how, "")
-    assert told["personalized"]["samples"] == 36
+    result = json.loads(out)
+    assert (result["round"], result["personalized"]["how"], result["left"]) == (7, how, "")
+    assert result["personalized"]["samples"] == 36
     settings = settings_of(home)
     assert (settings.device.name, settings.device.fleet, settings.device.key) == ("d1", "desk", KEY)
     np.save(np_input, np.eye(3, 8, dtype=np.float32) * 3)
@@ -120,7 +106,7 @@ def test_the_next_bundle_replaces_the_last(run: Run, tmp_path: Path) -> None:
 
 
 def broken(made: Bundle) -> dict[str, Callable[[Path], None]]:
-    """Ways to spoil a bundle that lies in a folder."""
+    """Ways to damage a bundle in a folder."""
 
     def turned(folder: Path) -> None:
         data = bytearray((folder / "embed.onnx").read_bytes())
@@ -136,7 +122,7 @@ def broken(made: Bundle) -> dict[str, Callable[[Path], None]]:
 
 
 def wrong_numbers(made: Bundle) -> Bundle:
-    """Whole by its hashes, but with golden outputs that its graphs do not give."""
+    """Its hashes are correct, but its graphs do not give its golden outputs."""
     golden = {**made.graph.golden, "embed": made.graph.golden["embed"] + np.float32(0.5)}
     return replace(made, graph=replace(made.graph, golden=golden))
 

@@ -1,4 +1,4 @@
-"""An agent that has reached its broker says so in its home."""
+"""An agent that has reached its broker records that in its home."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def start(home: Path, broker: LoopbackBroker, patch: pytest.MonkeyPatch) -> None
     """One turn of an agent's process, with a link that needs no network."""
     (home / "device.toml").write_text(DEVICE)
     patch.setattr(run, "MqttLink", lambda url, *, client_id, will: LoopbackLink(broker, client_id, will))
-    said: list[str] = []
-    run.run(home, settings_of(home), stopped=lambda: any("is on" in line for line in said), log=said.append,
+    lines: list[str] = []
+    run.run(home, settings_of(home), stopped=lambda: any("is on" in line for line in lines), log=lines.append,
             connect_s=0.1)
 
 
@@ -46,6 +46,6 @@ def test_an_agent_without_a_broker_writes_no_note(tmp_path: Path, monkeypatch: p
 
 def test_a_note_that_cannot_be_written_is_only_logged(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("no folder")
-    said: list[str] = []
-    online_note.write(tmp_path / "home", "boot", said.append)
-    assert "will not see" in said[0]
+    lines: list[str] = []
+    online_note.write(tmp_path / "home", "boot", lines.append)
+    assert "will not see" in lines[0]

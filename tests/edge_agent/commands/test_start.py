@@ -1,4 +1,4 @@
-"""A plain ``predict`` or ``personalize`` does without the command line's libraries what it does with them."""
+"""``predict`` and ``personalize`` give the same result without the command line's libraries as with them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 
 from edge_agent.commands.start import Personalize, Predict, parse
 from tests.support import homes
-from tests.support.desk import called, clean_environ, edge_agent
 from tests.support.inprocess import toy
 from tests.support.paths import ROOT
+from tests.support.programs import clean_environ, edge_agent, run_to_end
 from tests.support.waiting import PATIENCE_S
 
 BARE = """
@@ -61,7 +61,7 @@ def test_only_plain_commands_run_without_the_command_lines_libraries(
 @pytest.mark.slow
 def test_it_answers_as_the_command_line_does(tmp_path: Path) -> None:
     place = homes.home(tmp_path / "d0", toy(1))
-    homes.furnished(place, "pfldyn-proto")
+    homes.service_with_model(place, "pfldyn-proto")
     np.save(tmp_path / "x.npy", toy(5).x[:3])
 
     def bare(*arguments: object) -> Any:
@@ -77,6 +77,6 @@ def test_it_answers_as_the_command_line_does(tmp_path: Path) -> None:
         ("personalize", "--home", place, "--by", "head", "--json"), ("personalize", "--home", place, "--by", "magic"),
         ("personalize", "--home", place),
     ):
-        fast, usual = bare(*arguments), called(edge_agent(*arguments))
+        fast, usual = bare(*arguments), run_to_end(edge_agent(*arguments))
         assert (fast.returncode, fast.stdout, fast.stderr) == (usual.returncode, usual.stdout, usual.stderr)
     assert json.loads(bare("predict", tmp_path / "x.npy", "--home", place, "--json").stdout)["round"] == 1

@@ -1,4 +1,4 @@
-"""What the agent tells systemd, heard at a socket of the same kind."""
+"""What the agent reports to systemd, received at a socket of the same kind."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ from fleet_core.base.errors import DataError, RoundError
 from fleet_core.data.samples import Samples, stratified
 from fleet_core.learning import models, personal_model
 from fleet_core.model import graph_bundle
-from tests.cloud_server.rounds.test_fleet import finished
 from tests.support import homes
 from tests.support.inprocess import config_text, toy, world
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE_S
+from tests.support.world_checks import finished
 
 STEPPING = {
     "per-fedavg-fo": {"inner_steps": 1, "inner_lr": 0.2},
@@ -42,11 +42,11 @@ STEPPING = {
 
 def device(folder: Path, method: str, hyper: dict[str, Any] | None = None, samples: Samples | None = None) -> Any:
     place = homes.home(folder / "d0", samples or toy(1))
-    return homes.furnished(place, method, hyper=STEPPING.get(method) if hyper is None else hyper)
+    return homes.service_with_model(place, method, hyper=STEPPING.get(method) if hyper is None else hyper)
 
 
 def order(service: Any, **other: Any) -> Job:
-    """The job that the service would give."""
+    """The job that the service would submit."""
     served = service.stored.served()
     plan = service.plan(served.method, served.hyper, trainer=False)
     made = service.steps(plan)
@@ -60,14 +60,14 @@ def test_the_steps_are_torchs(tmp_path: Path, method: str) -> None:
     assert done.error == ""
     own, made = service.local().own(), METHODS[method]
     wanted = personal_model.adapt(
-        made, models.build(homes.layout()), homes.layout(), homes.evaluated(method), own.x, own.y,
+        made, models.build(homes.layout()), homes.layout(), homes.served_weights(method), own.x, own.y,
         hyper_of(made, STEPPING[method]), None, {"seed": 0.0, "round": 1.0},
     )
     flat = storage.flatten(wanted)
     assert done.arrays.keys() == flat.keys()
     for key, array in flat.items():
         np.testing.assert_allclose(done.arrays[key], array, rtol=1e-3, atol=1e-5)
-    start = storage.flatten({**models.initial(homes.layout(), 0), **homes.evaluated(method)})
+    start = storage.flatten({**models.initial(homes.layout(), 0), **homes.served_weights(method)})
     assert max(float(np.abs(done.arrays[key] - start[key]).max()) for key in flat) > 1e-3
     assert (done.header["samples"], done.header["of"]) == (len(own), len(own))
 
@@ -157,7 +157,7 @@ def test_an_error_in_a_job_is_its_result(tmp_path: Path, change: dict[str, Any],
 
 
 def test_samples_of_another_shape_or_dtype_are_refused(tmp_path: Path) -> None:
-    graph, weights = homes.stepping(), homes.weights_of(homes.evaluated("fedavg-meta"))
+    graph, weights = homes.stepping(), homes.weights_of(homes.served_weights("fedavg-meta"))
     wrong = Samples(np.zeros((3, 7), np.float32), np.arange(3))
     with pytest.raises(DataError, match="the samples are float32"):
         adapter.after_steps(graph, weights, wrong, 1, 0.1)
@@ -181,7 +181,7 @@ def test_an_agent_without_torch_makes_its_own_weights_by_the_graph(tmp_path: Pat
     bare, other = (w.agents[name].service.answers(toy(5).x[:6]) for name in ("bare", "torch"))
     assert (bare.round, bare.personalization) == (2, how)
     np.testing.assert_allclose(bare.probabilities, other.probabilities, atol=1e-3)
-    assert not w.told("bare: " + method)
+    assert not w.logged("bare: " + method)
     again = homes_of(w, "bare")
     assert again.answers(toy(5).x[:6]) == bare
     w.close()

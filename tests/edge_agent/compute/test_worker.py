@@ -1,4 +1,4 @@
-"""The agent's child processes when the agent is gone."""
+"""The agent's child processes after the agent has died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A certificate is renewed before it ends: with the present one as proof, by the device alone, over mosquitto too."""
+"""A certificate is renewed before it expires: with the present one as proof, by the device alone, also over
+mosquitto."""
 
 from __future__ import annotations
 
@@ -31,18 +32,18 @@ from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import certificates, messages
 from fleet_core.protocol.device_messages import Down, RenewalRequest, Report
 from tests.support.brokers import NEEDS_MOSQUITTO
-from tests.support.certified import bare_fleet, of_aggregator, reload, secured_broker
 from tests.support.inprocess import config_text, world
+from tests.support.pki import aggregator_credentials, fleet_without_model, reload_broker, secured_broker
 from tests.support.powercut import cut_at
 from tests.support.waiting import until
 
 YEAR_S = 365 * DAY_S
-DUE_S = 2.6 * YEAR_S  # after this every certificate of five years, less one at most, is past its middle
+DUE_S = 2.6 * YEAR_S  # after this every certificate of five years, less at most one, is past its middle
 
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Fleet:
-    return bare_fleet(tmp_path / "fleet")
+    return fleet_without_model(tmp_path / "fleet")
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ class Holder:
 
 
 def issued(fleet: Fleet, ledger: Ledger, name: str, home: Path | None = None, broker: str = "mqtts://h:1") -> Holder:
-    """A device as enrolment leaves it; its home as well, where one is given."""
+    """A device after enrolment, with its home if one is given."""
     key = certificates.new_key()
     signed = fleet_certificates.authority(fleet.folder).client(
         name, key.public_key(), certificate_authority.devices_until()
@@ -309,7 +310,7 @@ def test_the_doctor_reports_an_expired_certificate_and_a_clock_that_is_behind(
     assert "devices enroll" in complaint.hint
 
 
-def test_a_power_cut_at_any_write_leaves_an_identity_that_is_whole_and_the_next_try_renews_it(
+def test_a_power_cut_at_any_write_leaves_a_whole_identity_and_the_next_attempt_renews_it(
     fleet: Fleet, ledger: Ledger, tmp_path: Path
 ) -> None:
     writes = 0
@@ -337,7 +338,7 @@ def test_a_power_cut_at_any_write_leaves_an_identity_that_is_whole_and_the_next_
 
 
 def pair_of(home: Path, settings: Settings) -> str:
-    """The name of the device's certificate; it and its key are a pair that OpenSSL takes."""
+    """The name of the device's certificate; OpenSSL accepts it and its key as a pair."""
     MqttLink(settings.device.broker, client_id="d0", **tls_files(home, settings))
     return str(settings.tls.certificate)
 
@@ -346,17 +347,17 @@ def pair_of(home: Path, settings: Settings) -> str:
 
 
 @NEEDS_MOSQUITTO
-def test_an_agent_renews_over_mosquitto_comes_back_with_the_new_one_and_a_revoked_one_does_not(tmp_path: Path) -> None:
+def test_an_agent_renews_over_mosquitto_and_a_revoked_one_does_not(tmp_path: Path) -> None:
     made = world(tmp_path, config_text(devices=2)).fleet
     later = DUE_S
     with secured_broker(made) as (broker, _), Ledger(made.ledger_path) as ledger:
         homes = {name: tmp_path / name for name in ("d0", "d1")}
         holders = {name: issued(made, ledger, name, home, broker.url) for name, home in homes.items()}
-        server_link = of_aggregator(made).link(broker.url, "aggregator")
-        said = list[str]()
-        server = Coordinator(made, server_link, ledger, boot="s", now=lambda: time.time() + later, log=said.append)
+        server_link = aggregator_credentials(made).link(broker.url, "aggregator")
+        lines = list[str]()
+        server = Coordinator(made, server_link, ledger, boot="s", now=lambda: time.time() + later, log=lines.append)
         server_link.open()
-        agents = {name: an_agent(home, said, later) for name, home in homes.items()}
+        agents = {name: an_agent(home, lines, later) for name, home in homes.items()}
         left = set[str]()
 
         def meanwhile() -> None:
@@ -372,8 +373,8 @@ def test_an_agent_renews_over_mosquitto_comes_back_with_the_new_one_and_a_revoke
         rows = {row.serial: row for row in ledger.rows(Certificate)}
         ledger.put(*(Certificate(**{**rows[holder.serial].__dict__, "revoked_at": 1.0}) for holder in holders.values()))
         ledger.request("revoke/d1", repr(time.time() + later))
-        until(lambda: "d1 revoked" in said, meanwhile)
-        reload(broker, made)
+        until(lambda: "d1 revoked" in lines, meanwhile)
+        reload_broker(broker, made)
         assert left <= {"d1"}, "told before the broker denies it, if it was quick"
         for name, back in (("d0", True), ("d1", False)):
             agents.pop(name).link.close()

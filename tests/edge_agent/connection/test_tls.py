@@ -1,4 +1,4 @@
-"""Against mosquitto with the fleet's own configuration: who has which certificate reads and writes what, no more."""
+"""Access on a mosquitto with the fleet's configuration: what each certificate may read and write, and nothing more."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from fleet_core.base.errors import ConfigError
 from fleet_core.link import Connected, Disconnected, Message, Will
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import certificates
-from tests.support.brokers import NEEDS_MOSQUITTO, Watched, until
-from tests.support.certified import (
+from tests.support.brokers import NEEDS_MOSQUITTO, RecordingLink, until
+from tests.support.pki import (
     HOURS_S,
-    Papers,
-    bare_fleet,
-    bearer,
-    of_aggregator,
-    papers,
-    readings,
-    reload,
+    Credentials,
+    aggregator_credentials,
+    credentials_for,
+    fleet_without_model,
+    reload_broker,
+    reload_count,
     secured_broker,
+    token_credentials,
 )
 
 pytestmark = NEEDS_MOSQUITTO
@@ -62,41 +62,42 @@ WILDCARDS = (
 
 @dataclass
 class Yard:
-    """A broker with the fleet's configuration, and who connects to it."""
+    """A broker with the fleet's configuration, and clients that connect to it."""
 
     fleet: Fleet
     broker: Broker
     place: BrokerSetup
     folder: Path
 
-    def connect(self, who: Papers, client_id: str, *filters: str, port: int = 0, **options: Any) -> Watched:
+    def connect(self, who: Credentials, client_id: str, *filters: str, port: int = 0, **options: Any) -> RecordingLink:
         url = address("127.0.0.1", port or self.place.port)
-        watched = Watched(who.link(url, client_id, **options))
+        watched = RecordingLink(who.link(url, client_id, **options))
         for start in range(0, len(filters), 8):
             watched.link.subscribe(*filters[start : start + 8])
         watched.link.open()
         until(lambda: watched.of(Connected), watched)
         return watched
 
-    def device(self, name: str, *filters: str, **options: Any) -> Watched:
-        return self.connect(papers(self.fleet, name, self.folder / name), name, *filters, **options)
+    def device(self, name: str, *filters: str, **options: Any) -> RecordingLink:
+        return self.connect(credentials_for(self.fleet, name, self.folder / name), name, *filters, **options)
 
-    def aggregator(self, *filters: str) -> Watched:
-        return self.connect(of_aggregator(self.fleet), "aggregator", *filters)
+    def aggregator(self, *filters: str) -> RecordingLink:
+        return self.connect(aggregator_credentials(self.fleet), "aggregator", *filters)
 
     @contextmanager
-    def operator(self, *filters: str) -> Iterator[Watched]:
+    def operator(self, *filters: str) -> Iterator[RecordingLink]:
         with fleet_certificates.as_operator(self.fleet, self.broker.url) as tls:
             assert tls["ca"] is not None
-            watched = self.connect(Papers(tls["ca"], tls["cert"], tls["key"]), "operator", *filters)
+            watched = self.connect(Credentials(tls["ca"], tls["cert"], tls["key"]), "operator", *filters)
             try:
                 yield watched
             finally:
                 watched.link.close()
 
     def turned_away(self, link: MqttLink, why: str = "") -> None:
-        """Fails when the broker lets it in, or never says ``why`` not: its word may be lost when it hangs up."""
-        watched = Watched(link)
+        """Fails when the broker accepts the link, or the link never reports ``why`` not: the reason may be lost when
+        the broker hangs up."""
+        watched = RecordingLink(link)
         link.open()
         until(lambda: any(why in gone.reason for gone in watched.of(Disconnected)) or watched.of(Connected), watched)
         link.close()
@@ -106,7 +107,7 @@ class Yard:
         with Ledger(self.fleet.ledger_path) as ledger:
             ledger.put(Device(name=name, status="revoked"))
             fleet_certificates.write_revocations(self.fleet, ledger)
-        reload(self.broker, self.fleet)
+        reload_broker(self.broker, self.fleet)
 
 
 @pytest.fixture
@@ -118,13 +119,13 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture
 def yard(tmp_path: Path) -> Iterator[Yard]:
     folder = tmp_path / "yard"
-    fleet = bare_fleet(folder / "fleet")
+    fleet = fleet_without_model(folder / "fleet")
     with secured_broker(fleet) as (broker, place):
         yield Yard(fleet, broker, place, folder)
 
 
-def came_through(watched: Watched, *others: Watched) -> None:
-    """Waits until all that was published before has been answered."""
+def came_through(watched: RecordingLink, *others: RecordingLink) -> None:
+    """Wait until everything published before has been answered."""
     until(lambda: not watched.link.unacknowledged, watched, *others)
 
 
@@ -184,7 +185,7 @@ def test_a_hostile_device_reads_nothing_but_what_is_told_to_it_and_to_everyone(
 def test_nobody_is_disconnected_by_another_who_takes_the_same_client_id(yard: Yard) -> None:
     server, good = yard.aggregator(f"{TOP}/a/+/rep"), yard.device("good")
     for client_id in ("good", "aggregator", ".aggregator", "t-good", "t-aggregator"):
-        evil = yard.connect(papers(yard.fleet, "evil", yard.folder / "evil"), client_id)
+        evil = yard.connect(credentials_for(yard.fleet, "evil", yard.folder / "evil"), client_id)
         evil.link.close()
     good.link.publish(f"{TOP}/a/good/rep", b"still here")
     until(lambda: server.topics() == [f"{TOP}/a/good/rep"], good, server)
@@ -224,8 +225,8 @@ def test_a_client_without_a_certificate_of_the_fleet_gets_nothing(yard: Yard, tm
     ca = yard.fleet.folder / "ca.pem"
     yard.turned_away(MqttLink(url, client_id="good", ca=ca), "there is none")
     yard.turned_away(MqttLink(address("127.0.0.1", yard.place.port, "mqtt"), client_id="good", protocol=5))
-    stranger = bare_fleet(tmp_path / "other")
-    theirs = papers(stranger, "good", tmp_path / "good")
+    stranger = fleet_without_model(tmp_path / "other")
+    theirs = credentials_for(stranger, "good", tmp_path / "good")
     yard.turned_away(MqttLink(url, client_id="g", ca=ca, cert=theirs.cert, key=theirs.key), "another authority")
     server = yard.fleet.folder / "mosquitto"
     yard.turned_away(MqttLink(url, client_id="g", ca=ca, cert=server / "server.pem", key=server / "server.key"))
@@ -233,9 +234,9 @@ def test_a_client_without_a_certificate_of_the_fleet_gets_nothing(yard: Yard, tm
 
 def test_a_token_opens_its_own_enrolment_and_nothing_else(yard: Yard, tmp_path: Path) -> None:
     tokens = [make_token(yard.fleet, "good", "mqtts://h:1", "mqtts://h:2", HOURS_S)[0] for _ in range(2)]
-    mine, other = (bearer(made, yard.fleet, tmp_path / made.id) for made in tokens)
+    mine, other = (token_credentials(made, yard.fleet, tmp_path / made.id) for made in tokens)
     yard.turned_away(mine.link(address("127.0.0.1", yard.place.port), "x"), "another authority")
-    device = papers(yard.fleet, "evil", tmp_path / "evil")
+    device = credentials_for(yard.fleet, "evil", tmp_path / "evil")
     yard.turned_away(device.link(address("127.0.0.1", yard.place.enrolment_port), "evil"), "another authority")
     server = yard.aggregator(f"{TOP}/#", f"{TOP}/en/+/req", f"{TOP}/a/+/st")
     port = yard.place.enrolment_port
@@ -258,12 +259,13 @@ def test_a_token_opens_its_own_enrolment_and_nothing_else(yard: Yard, tmp_path: 
 
 def test_a_token_that_has_expired_opens_nothing(yard: Yard, tmp_path: Path) -> None:
     made, _ = make_token(yard.fleet, "good", "mqtts://h:1", "mqtts://h:2", -5)
-    late = bearer(made, yard.fleet, tmp_path / "late").link(address("127.0.0.1", yard.place.enrolment_port), "x")
+    credentials = token_credentials(made, yard.fleet, tmp_path / "late")
+    late = credentials.link(address("127.0.0.1", yard.place.enrolment_port), "x")
     yard.turned_away(late, "it has expired")
 
 
 def test_a_device_does_not_speak_to_a_broker_that_its_authority_does_not_vouch_for(yard: Yard, tmp_path: Path) -> None:
-    good, other = papers(yard.fleet, "good", tmp_path / "good"), bare_fleet(tmp_path / "other")
+    good, other = credentials_for(yard.fleet, "good", tmp_path / "good"), fleet_without_model(tmp_path / "other")
     url = address("127.0.0.1", yard.place.port)
     wrong = MqttLink(url, client_id="g", ca=other.folder / "ca.pem", cert=good.cert, key=good.key)
     yard.turned_away(wrong, "the broker's certificate is not trusted")
@@ -276,7 +278,7 @@ def test_a_device_does_not_speak_to_a_broker_that_its_authority_does_not_vouch_f
 
 
 def test_a_revoked_device_is_cut_off_at_once_and_does_not_come_back(yard: Yard) -> None:
-    own = papers(yard.fleet, "leaver", yard.folder / "leaver")
+    own = credentials_for(yard.fleet, "leaver", yard.folder / "leaver")
     with Ledger(yard.fleet.ledger_path) as ledger:
         signed = certificates.load_certificate(own.cert)
         ledger.put(Certificate(
@@ -306,8 +308,8 @@ def test_a_revoked_device_is_cut_off_at_once_and_does_not_come_back(yard: Yard) 
 def test_sighup_is_sent_twice_because_mosquitto_loses_one_that_arrives_during_a_reload(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a device that is revoked in that moment would be let in until the next revocation."""
-    begun, sent = readings(yard.fleet), list[int]()
+    """Otherwise a device that is revoked at that moment would be accepted until the next revocation."""
+    begun, sent = reload_count(yard.fleet), list[int]()
     send = yard.broker.process.send_signal
 
     def record(number: int) -> None:
@@ -316,12 +318,12 @@ def test_sighup_is_sent_twice_because_mosquitto_loses_one_that_arrives_during_a_
 
     monkeypatch.setattr(yard.broker.process, "send_signal", record)
     yard.broker.reload()
-    until(lambda: len(sent) == 2 and readings(yard.fleet) > begun)
+    until(lambda: len(sent) == 2 and reload_count(yard.fleet) > begun)
     assert sent == [signal.SIGHUP] * 2
 
 
 def test_a_link_over_tls_requires_1_2_or_later(yard: Yard, tmp_path: Path) -> None:
-    own = papers(yard.fleet, "good", tmp_path / "good")
+    own = credentials_for(yard.fleet, "good", tmp_path / "good")
     link = own.link("mqtts://h", "g")
     assert link._settings.tls is not None
     assert link._settings.tls.minimum_version.name == "TLSv1_2"
@@ -331,13 +333,13 @@ def test_a_link_over_tls_requires_1_2_or_later(yard: Yard, tmp_path: Path) -> No
 
 
 def test_a_device_whose_clock_is_wrong_gets_an_error_with_its_time(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The certificates begin a day ago; a clock that is further behind cannot be helped, but named."""
+    """Certificates start a day ago; a clock that is further behind cannot be corrected, but the error names it."""
     monkeypatch.setattr(authority_module, "BACK_DATED", -datetime.timedelta(days=2))
     folder = yard.fleet.folder / "mosquitto"
     key = certificates.load_key(folder / "server.key").public_key()
     signed = fleet_certificates.authority(yard.fleet.folder).server(["127.0.0.1"], key)
     (folder / "server.pem").write_bytes(certificates.certificate_pem(signed))
-    reload(yard.broker, yard.fleet)
-    own = papers(yard.fleet, "good", yard.folder / "good")
+    reload_broker(yard.broker, yard.fleet)
+    own = credentials_for(yard.fleet, "good", yard.folder / "good")
     today = time.strftime("%Y-%m-%d", time.gmtime())
     yard.turned_away(own.link(yard.broker.url, "g"), f"not yet valid; this machine's clock says {today}")

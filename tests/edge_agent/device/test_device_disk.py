@@ -1,4 +1,5 @@
-"""A device's disk: full, read-only, damaged or of a newer version. Nothing good is lost, and it is said."""
+"""A device's disk is full, read-only, damaged or written by a newer version: nothing good is lost, and a message says
+so."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger_tables import Update
 from edge_agent.compute.worker import Job
 from edge_agent.device.full_disk import RETRY_S, Disk
 from edge_agent.device.state import DeviceState, Weights
@@ -22,26 +22,29 @@ from fleet_core.base import storage
 from fleet_core.base.errors import StateError
 from fleet_core.data.samples import save
 from fleet_core.link.loopback import LoopbackBroker
-from tests.cloud_server.rounds.test_fleet import MORTAL, all_evaluated, check_duals, finished, outcome, settled
-from tests.support.inprocess import World, config_text, toy, without_fsync, world
+from tests.support.inprocess import World, config_text, toy, world
+from tests.support.world_checks import (
+    TWO_ROUNDS,
+    check_duals,
+    check_two_rounds,
+    checkpoint_bits,
+    finished,
+    settled,
+)
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 DEVICE = "d1"
 FULL_S = 2 * RETRY_S + 1  # so that the second attempt fails too
 TICK_S = 0.1
 
 
-@pytest.fixture(autouse=True)
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here asks what a power cut leaves."""
-    without_fsync(monkeypatch)
-
-
 @pytest.fixture
 def copy(tmp_path: Path) -> Iterator[Callable[[], World]]:
-    """Worlds that begin alike, bit for bit: a fleet that nobody has used yet, and two devices with samples."""
+    """Make worlds that start alike, bit for bit: a fleet that has not run yet, and two devices with samples."""
     founded = tmp_path / "founded"
     made: list[World] = []
-    world(founded, config_text(**MORTAL)).broker.stop()
+    world(founded, config_text(**TWO_ROUNDS)).broker.stop()
     for n in range(2):
         home = founded / "devices" / f"d{n}"
         home.mkdir(parents=True)
@@ -67,7 +70,7 @@ def run(w: World) -> World:
 
 
 class Full:
-    """No write of the device succeeds from its ``at``-th one on, for eleven seconds; ``writes`` counts them."""
+    """For eleven seconds, all writes of the device from its ``at``-th one on fail; ``writes`` counts them."""
 
     def __init__(self, w: World, at: int | None, patch: pytest.MonkeyPatch):
         self.w, self.at, self.writes, self.where, self.until = w, at, 0, "", 0.0
@@ -99,20 +102,16 @@ def test_a_disk_that_is_full_at_any_write_changes_nothing_once_there_is_space(co
     whole = copy()
     with monkeypatch.context() as patch:
         none = Full(whole, None, patch)
-        wanted = outcome(run(whole))
+        wanted = checkpoint_bits(run(whole))
     assert none.writes > 10
     for at in range(1, none.writes + 1):
         w = copy()
         with monkeypatch.context() as patch:
             full = Full(w, at, patch)
             run(w)
-        assert outcome(w) == wanted, full.where
-        check_duals(w, feedback=True)
-        counted = [(u.round, u.device, u.status) for u in w.server.ledger.rows(Update)]
-        assert counted == [(n, d, "counted") for n in (1, 2) for d in ("d0", "d1")], full.where
-        assert all_evaluated(w, 2), full.where
-        assert w.told("No space left on device"), full.where
-        assert w.told(f"{DEVICE}: the disk can be written again"), full.where
+        check_two_rounds(w, wanted, full.where)
+        assert w.logged("No space left on device"), full.where
+        assert w.logged(f"{DEVICE}: the disk can be written again"), full.where
 
 
 def test_a_device_without_space_stays_on_reports_it_and_does_not_train_for_nothing(copy, monkeypatch):
@@ -136,13 +135,13 @@ def test_a_device_without_space_stays_on_reports_it_and_does_not_train_for_nothi
             w.step(TICK_S)
         assert trainings == []
         assert w.agents[DEVICE].link.connected
-        assert w.told("No space left on device")
+        assert w.logged("No space left on device")
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     check_duals(w, feedback=True)
 
 
 def refused(w: World, write: Callable[..., None]) -> Callable[..., None]:
-    """As on a disk that has room for the small clock file alone."""
+    """As on a disk with room for only the small clock file."""
 
     def write_parts(path: Path, parts: Any, **options: Any) -> None:
         if w.acting == DEVICE and path.name != "clock.json":
@@ -163,7 +162,7 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["empty", "short", "zeros", "text"])
 @pytest.mark.parametrize("name", ["model.safetensors", "serve.safetensors", "state.safetensors"])
-def test_a_damaged_file_is_set_aside_and_the_run_goes_on(copy, name, how):
+def test_a_damaged_file_is_set_aside_and_the_run_continues(copy, name, how):
     w = copy()
     path = w.fleet.folder / "fleet.toml"
     text = re.sub("(?m)^serve_every = .*", "serve_every = 1", path.read_text())
@@ -180,7 +179,7 @@ def test_a_damaged_file_is_set_aside_and_the_run_goes_on(copy, name, how):
     w.start_agent(DEVICE)
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     check_duals(w, feedback=True)
-    assert w.told(f"{DEVICE} lost its training state") == (name == "state.safetensors")
+    assert w.logged(f"{DEVICE} lost its training state") == (name == "state.safetensors")
     assert bool(list(home.rglob("*.damaged"))) == (name != "serve.safetensors"), "which is only replaced"
 
 

@@ -1,4 +1,5 @@
-"""What answers lies in one slot or the other: killed at any moment it is whole, and what is worse is rolled back."""
+"""The model that answers lies in one of two slots: it is whole whenever the process is killed, and a worse one is
+rolled back."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from fleet_core.codecs import payloads
 from fleet_core.learning import models
 from fleet_core.model import graph_bundle
 from fleet_core.protocol.round_messages import ModelRef
-from tests.cloud_server.rounds.test_fleet import finished
 from tests.support import homes
 from tests.support.inprocess import Killed, config_text, toy, world
+from tests.support.world_checks import finished
 
 X = toy(5).x[:6]
 PROTO = METHODS["pfldyn-proto"]
@@ -37,17 +38,17 @@ PROTO = METHODS["pfldyn-proto"]
 def served(folder: Path, method: str = "pfldyn-proto") -> Path:
     """A device that answers with a model of round 1."""
     place = homes.home(folder / "d0", toy(1))
-    homes.furnished(place, method)
+    homes.service_with_model(place, method)
     return place
 
 
 def round_of(number: int, method: str = "pfldyn-proto", factor: float = 2.0) -> Any:
-    return homes.weights_of(homes.evaluated(method, seed=1, factor=factor + number / 100), number)
+    return homes.weights_of(homes.served_weights(method, seed=1, factor=factor + number / 100), number)
 
 
 def useless(number: int) -> Any:
     """An encoder that gives every sample the same embedding."""
-    return homes.weights_of(trees.scale(homes.evaluated("pfldyn-proto"), np.float32(0)), number)
+    return homes.weights_of(trees.scale(homes.served_weights("pfldyn-proto"), np.float32(0)), number)
 
 
 def test_new_weights_go_to_the_slot_that_does_not_answer(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_new_weights_go_to_the_slot_that_does_not_answer(tmp_path: Path) -> None
 
 
 def dying(monkeypatch: pytest.MonkeyPatch, moment: int) -> list[int]:
-    """From now on the process dies at the ``moment``-th rename or deletion, before it is done."""
+    """From now on the process dies at its ``moment``-th rename or deletion, before it happens."""
     count = [0]
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,13 +146,13 @@ def test_a_damaged_slot_is_logged_and_the_other_one_answers(tmp_path: Path) -> N
     device.load(PROTO, {}, round_of(2))
     slots = Slots(DeviceState(place))
     slots.path(slots.pointer().slot, "serve").write_bytes(b"damaged")
-    again = homes.fresh(place)
+    again = homes.reopened(place)
     assert "the weights of round 1 answer" in again.restore()
     assert again.answers(X) == before
     slots.path(slots.pointer().slot, "serve").with_suffix(".damaged").rename(slots.path(slots.pointer().slot, "serve"))
     slots.path(slots.other(), "serve").write_bytes(b"damaged too")
     with pytest.raises(StateError):
-        homes.fresh(place).restore()
+        homes.reopened(place).restore()
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"slot": "c"}', b"[]"])
@@ -220,7 +221,7 @@ def test_few_held_back_samples_decide_nothing(tmp_path: Path, held_back: int, ta
     own = 20
     place = homes.home(tmp_path / "d0", toy(1).take(range(own + held_back)),
                        toml=f"[data]\ntrain_fraction = {own / (own + held_back):.6f}\n")
-    device = homes.furnished(place, "pfldyn-proto")
+    device = homes.service_with_model(place, "pfldyn-proto")
     evaluation = device.local().held_back()
     assert evaluation is not None
     assert len(evaluation) == held_back
@@ -243,7 +244,7 @@ def test_a_model_without_valid_probabilities_never_answers(tmp_path: Path, monke
 
 def test_personal_weights_that_diverged_are_rolled_back(tmp_path: Path) -> None:
     place = homes.home(tmp_path / "d0", toy(1))
-    device = homes.furnished(place, "fedavg-meta")
+    device = homes.service_with_model(place, "fedavg-meta")
     before = device.answers(X)
     assert before.personalization == "none"
     wrong = {k: a * np.nan for k, a in storage.flatten(models.initial(homes.layout(), 0)).items()}
@@ -262,9 +263,9 @@ def test_a_rollback_is_logged_reported_to_the_aggregator_and_in_the_status(
     assert w.pump(lambda: agent.service.round == 1)
     worse = "accuracy 0.100 on 36 held-back samples, 0.900 before"
     monkeypatch.setattr(agent.service._evaluator, "why_worse", lambda *_: worse)
-    assert w.pump(lambda: finished(w) and w.told("d0: the weights of round 2 were rolled back: accuracy 0.100"))
-    assert w.told("those of round 1 answer")
-    assert w.told("round 2: d0: the weights of round 2 were rolled back"), "the aggregator heard of it"
+    assert w.pump(lambda: finished(w) and w.logged("d0: the weights of round 2 were rolled back: accuracy 0.100"))
+    assert w.logged("those of round 1 answer")
+    assert w.logged("round 2: d0: the weights of round 2 were rolled back"), "the aggregator heard of it"
     assert agent.service.answers(X).round == 1
     for _ in range(20):
         w.step(1.0)

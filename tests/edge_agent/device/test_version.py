@@ -1,4 +1,4 @@
-"""A flashed agent says which program it is, by the version of its folder; any other says the package's."""
+"""A flashed agent reports the version of its program's folder; any other the package's."""
 
 from __future__ import annotations
 

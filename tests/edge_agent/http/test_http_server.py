@@ -1,4 +1,4 @@
-"""The HTTP server against clients of every kind: patient, hurried, silent, lying, and too many."""
+"""The HTTP server with clients of every kind: patient, hurried, silent, malicious, and too many."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SMALL = Limits(
     connections=3, body_bytes=1000, bodies_bytes=1500, head_s=PATIENCE_S, body_s=PATIENCE_S, send_s=PATIENCE_S,
     idle_s=PATIENCE_S, stop_s=PATIENCE_S,
 )
-"""Room for little, and time for a client on a busy machine."""
+"""Small limits, and time enough for a client on a busy machine."""
 GET = b"GET /x HTTP/1.1\r\nHost: h\r\n\r\n"
 
 
 class Echo:
-    """Answers with what was asked; ``/wait`` once the test lets it, ``/bug`` not at all."""
+    """Answers with the request; ``/wait`` when the test allows it, ``/bug`` never."""
 
     def __init__(self) -> None:
         self.inside, self.free = threading.Semaphore(0), threading.Event()
@@ -40,7 +40,7 @@ class Echo:
 
 
 class Raw:
-    """A client that sends what it is told, and reads whole responses."""
+    """A client that sends any bytes and reads whole responses."""
 
     def __init__(self, server: HttpServer):
         self.socket = socket.create_connection((server.host, server.port), timeout=PATIENCE_S)
@@ -50,7 +50,7 @@ class Raw:
         self.socket.sendall(data)
 
     def response(self) -> tuple[int, dict[str, str], bytes]:
-        """Raises EOFError when the server has ended the connection."""
+        """Raises EOFError when the server has closed the connection."""
         line = self.file.readline()
         if not line:
             raise EOFError
@@ -61,7 +61,6 @@ class Raw:
         return int(line.split()[1]), headers, self.file.read(int(headers.get("content-length", 0)))
 
     def ended(self) -> bool:
-        """Waits for it."""
         try:
             return self.file.read(1) == b""
         except ConnectionResetError:
@@ -92,7 +91,7 @@ def server(echo: Echo, lines: list[str]) -> Iterator[HttpServer]:
 
 @pytest.fixture
 def hurried(echo: Echo, lines: list[str]) -> Iterator[Raw]:
-    """A client of a server that waits for no request for long."""
+    """A client of a server that waits only briefly for a request."""
     running = HttpServer(echo, limits=replace(SMALL, head_s=0.2, body_s=0.2), log=lines.append).start()
     raw = Raw(running)
     yield raw
@@ -211,7 +210,7 @@ def test_an_incomplete_request_times_out(hurried: Raw, begun: bytes) -> None:
 
 
 def test_a_request_that_arrives_byte_by_byte_times_out_too(hurried: Raw) -> None:
-    """The time is that of the whole head: a byte now and then does not prolong it."""
+    """The limit is for the whole head: a byte now and then does not prolong it."""
     given_up = threading.Event()
 
     def trickle() -> None:

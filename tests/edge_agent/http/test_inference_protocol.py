@@ -1,5 +1,5 @@
-"""The Open Inference Protocol as a function of requests: what it answers, what it refuses, and that nothing else comes
-of any bytes."""
+"""The Open Inference Protocol as a function of requests: what it answers, what it refuses, and that arbitrary bytes do
+nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLASSES = ("a", "b", "c")
 
 
 class Sums:
-    """A model whose class is the sign of a sample's sum; the class of what is positive is told to be unknown."""
+    """A model whose class is the sign of a sample's sum; positive samples count as unknown."""
 
     name = "sums"
 
@@ -77,12 +77,12 @@ def outputs(response: Response) -> dict[str, Any]:
 
 
 def refused(response: Response, words: str, status: int = 400) -> None:
-    """The error object of the protocol, with ``words`` in it."""
+    """The protocol's error object, with ``words`` in it."""
     assert response.status == status, response.body
     assert response.headers["Content-Type"] == "application/json"
-    said = json.loads(response.body)
-    assert list(said) == ["error"]
-    assert words in said["error"]
+    result = json.loads(response.body)
+    assert list(result) == ["error"]
+    assert words in result["error"]
 
 
 # What it is -----------------------------------------------------------------------------------------------------------
@@ -147,14 +147,14 @@ def test_a_web_page_that_asks_from_elsewhere_is_refused() -> None:
 
 def test_an_answer_says_its_probabilities_label_and_where_they_come_from() -> None:
     response = post({"id": "42", "inputs": [x_of()]})
-    said = json.loads(response.body)
+    result = json.loads(response.body)
     found = outputs(response)
     assert found["probabilities"]["data"] == [0.125, 0.25, 0.625, 0.625, 0.25, 0.125]
     assert found["probabilities"]["shape"] == [2, 3]
     assert found["label"] == {"name": "label", "datatype": "BYTES", "shape": [2], "data": ["c", "a"]}
     assert "unknown" not in found
-    assert (said["model_name"], said["model_version"], said["id"]) == ("sums", "7", "42")
-    assert said["parameters"] == {"round": 7, "model": "abc", "personalization": "proto", "graph": "embed"}
+    assert (result["model_name"], result["model_version"], result["id"]) == ("sums", "7", "42")
+    assert result["parameters"] == {"round": 7, "model": "abc", "personalization": "proto", "graph": "embed"}
     assert response.headers["Content-Type"] == "application/json"
 
 
@@ -197,8 +197,8 @@ def test_all_outputs_are_binary_if_the_request_wants_it() -> None:
 
 
 def test_only_the_requested_outputs_are_returned_in_their_order() -> None:
-    said = json.loads(post({"inputs": [x_of()], "outputs": [{"name": "label"}]}).body)
-    assert [output["name"] for output in said["outputs"]] == ["label"]
+    result = json.loads(post({"inputs": [x_of()], "outputs": [{"name": "label"}]}).body)
+    assert [output["name"] for output in result["outputs"]] == ["label"]
 
 
 def test_a_binary_array_is_the_models_own() -> None:
@@ -424,5 +424,5 @@ def test_any_body_is_answered_or_refused(path: str, body: bytes, tail: bytes, le
 
 def test_a_head_full_of_blanks_costs_no_more_than_it_is_long() -> None:
     blanks = b" " * 15_000
-    for _ in range(50):  # each would take a second, were it read again from every blank
+    for _ in range(50):  # each would take a second if it were read again from every blank
         parse_head(b"GET / HTTP/1.1\r\nHost: h\r\na: b" + blanks + b"c\r\nConnection: x" + blanks + b"y")

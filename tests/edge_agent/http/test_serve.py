@@ -1,5 +1,5 @@
-"""Answers over HTTP, asked by a client that is not ours and by plain HTTP: as over MQTT and as in Python, while models
-are swapped and samples are taught."""
+"""Answers over HTTP, requested by a third-party client and by plain HTTP, equal those over MQTT and in Python, while
+models are swapped and samples are taught."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from fleet_core.codecs import payloads
 from fleet_core.model import graph_bundle
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Answer, Question
-from tests.cloud_server.rounds.test_fleet import FakeDevice
-from tests.cloud_server.rounds.test_fleet import finished as fleet_finished
 from tests.support import homes
-from tests.support.desk import CLASSES, Desk, desk_in, edge_agent
 from tests.support.inprocess import World, config_text, toy, world
+from tests.support.programs import CLASSES, Programs, edge_agent
+from tests.support.stand_ins import FakeDevice
 from tests.support.waiting import PATIENCE_S
+from tests.support.world_checks import finished as fleet_finished
 
 X = np.random.default_rng(0).normal(size=(70, 8)).astype(np.float32)  # more than one batch of the session
 CLIENTS = 8
@@ -57,7 +57,7 @@ def service(home: Path) -> Service:
 
 
 def restored(home: Path) -> Service:
-    """What the device answers with; the models of these tests may be as bad as they like."""
+    """The device's service; the models in these tests may be worse than the ones before."""
     settings = settings_of(home)
     found = service_of(home, replace(settings, serve=replace(settings.serve, worse_by=1.0)))
     found.restore()
@@ -83,7 +83,7 @@ def client(server: HttpServer) -> Iterator[triton.InferenceServerClient]:
 
 
 def said(server: HttpServer, verb: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
-    """One request by the standard library."""
+    """One request with the standard library."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=PATIENCE_S)
     try:
         connection.request(verb, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
@@ -105,7 +105,7 @@ def tensor_of(x: np.ndarray, binary: bool = True, name: str = "x", datatype: str
 
 
 def same(result: triton.InferResult, answer: Answer) -> None:
-    """To the last bit of the six digits."""
+    """Equal in all six digits."""
     wanted = np.array(answer.probabilities, np.float32)
     np.testing.assert_array_equal(result.as_numpy("probabilities"), wanted)
     labels = [label.decode() if isinstance(label, bytes) else label for label in result.as_numpy("label")]
@@ -305,7 +305,7 @@ def test_an_agent_answers_alike_over_mqtt_and_over_http_and_learns_at_once(tmp_p
 
 
 def taught(server: HttpServer, name: str, x: np.ndarray, label: str) -> Any:
-    """What the device says of samples that it was taught."""
+    """The device's answers about samples that it was taught."""
     inputs = [{"name": "x", "datatype": "FP32", "shape": list(x.shape), "data": x.tolist()},
               {"name": "label", "datatype": "BYTES", "shape": [len(x)], "data": [label] * len(x)}]
     status, found = said(server, "POST", f"/v2/models/{name}/samples", json.dumps({"inputs": inputs}).encode())
@@ -314,12 +314,12 @@ def taught(server: HttpServer, name: str, x: np.ndarray, label: str) -> Any:
 
 
 def settings_with(w: World) -> Settings:
-    """Those of a device of ``w``, for serving."""
+    """Settings to serve as a device of ``w``."""
     return Settings(Identity("d0", w.name, w.fleet.public_key()))
 
 
 def asked(w: World, x: np.ndarray) -> Answer:
-    """What d0 answers over MQTT."""
+    """The answer of d0 over MQTT."""
     asker = FakeDevice(w, "asker")
     asker.link.subscribe(topics.answer(w.name, "d0", "+"))
     question = Question(x.shape, str(x.dtype), base64.b64encode(x.tobytes()).decode())
@@ -333,7 +333,7 @@ def asked(w: World, x: np.ndarray) -> Answer:
 
 
 def rounds_of(home: Path, count: int) -> list[Weights]:
-    """Models of later rounds, each of other weights."""
+    """Models of later rounds with different weights."""
     held = Slots(DeviceState(home)).weights()
     assert held is not None
     made = []
@@ -345,7 +345,7 @@ def rounds_of(home: Path, count: int) -> list[Weights]:
 
 
 class Clients:
-    """Threads that ask the same, each over a connection of its own, until they are told to stop."""
+    """Threads that repeat the same request, each over its own connection, until they are stopped."""
 
     def __init__(self, server: HttpServer, count: int = CLIENTS):
         tensor = {"name": "x", "datatype": "FP32", "shape": [5, 8], "data": X[:5].ravel().tolist()}
@@ -368,7 +368,7 @@ class Clients:
             thread.join()
 
     def await_answers(self, count: int) -> None:
-        """So many more, or a failure."""
+        """Wait for that many more answers, or fail."""
         with self._came:
             until = sum(self.answers.values()) + count
             assert self._came.wait_for(lambda: self.wrong or sum(self.answers.values()) >= until, PATIENCE_S)
@@ -456,15 +456,9 @@ def test_a_file_that_another_process_damages_is_logged_once_and_the_old_model_an
 # As a process ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    with desk_in(tmp_path) as made:
-        yield made
-
-
-def test_edge_agent_serve_answers_follows_and_ends_in_order(desk: Desk, home: Path, service: Service) -> None:
-    program = desk.start(*edge_agent("serve", "--home", home, "--port", 0))
-    program.says("answers at http://127.0.0.1:")
+def test_edge_agent_serve_answers_follows_and_ends_in_order(programs: Programs, home: Path, service: Service) -> None:
+    program = programs.start(*edge_agent("serve", "--home", home, "--port", 0))
+    program.wait_for("answers at http://127.0.0.1:")
     port = int(program.text().partition("http://127.0.0.1:")[2].partition("/")[0])
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
         same(client.infer("desk", [tensor_of(X)]), service.answers(X))
@@ -476,22 +470,22 @@ def test_edge_agent_serve_answers_follows_and_ends_in_order(desk: Desk, home: Pa
     if Path("/proc/self/maps").exists():
         assert "torch" not in Path(f"/proc/{program.process.pid}/maps").read_text()
     program.process.send_signal(signal.SIGTERM)
-    assert program.ends() == 0
+    assert program.exit_code() == 0
     assert "Traceback" not in program.text()
 
 
-def test_edge_agent_run_answers_over_http_if_a_port_is_set(desk: Desk, home: Path) -> None:
+def test_edge_agent_run_answers_over_http_if_a_port_is_set(programs: Programs, home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with (home / "device.toml").open("a") as file:
         file.write(f"\n[serve]\nport = {port}\n")
-    program = desk.start(*edge_agent("run", "--home", home, "--broker", "mqtt://127.0.0.1:1"))
-    program.says(f"answers at http://127.0.0.1:{port}/v2/models/desk")
+    program = programs.start(*edge_agent("run", "--home", home, "--broker", "mqtt://127.0.0.1:1"))
+    program.wait_for(f"answers at http://127.0.0.1:{port}/v2/models/desk")
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
         assert client.is_server_live()
         assert client.is_server_ready(), "from its disk, before the fleet is there"
     program.process.send_signal(signal.SIGTERM)
-    program.ends()
+    program.exit_code()
     assert "Traceback" not in program.text()
 
 

@@ -1,4 +1,4 @@
-"""A device's gate: a sound bundle passes without torch, and every check refuses what is wrong in its own way."""
+"""A device's check of a bundle: a sound one passes without torch, and every check refuses one kind of fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fleet_core.base import trees
 from fleet_core.base.errors import BundleError
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.bundle_format import Bundle
-from tests.support.bundles import bundle_of
+from tests.support.bundles import bundle_of, node_of
 from tests.support.waiting import PATIENCE_S
 
 METHOD = "fedmeta-metasgd"
@@ -37,7 +37,7 @@ def test_a_sound_bundle_passes_with_its_errors_reported(name: str) -> None:
 
 
 def edited(name: str, edit: Edit) -> Bundle:
-    """The bundle with one graph that ``edit`` changed."""
+    """The bundle with one graph changed by ``edit``."""
     made = bundle_of(METHOD)
     data = made.graph.adapt if name == "adapt" else made.graph.graphs[name]
     model = onnx.load_model_from_string(data)
@@ -48,18 +48,8 @@ def edited(name: str, edit: Edit) -> Bundle:
     return replace(made, graph=replace(made.graph, graphs={**made.graph.graphs, name: data}))
 
 
-def node_of(model: onnx.ModelProto, output: str) -> onnx.NodeProto:
-    """The node, in whichever loop, that makes a value."""
-    graphs, found = [model.graph], []
-    for graph in graphs:
-        found += [node for node in graph.node if output in node.output]
-        graphs += [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
-    (node,) = found
-    return node
-
-
 def becomes(output: str, kind: str, *inputs: str) -> Edit:
-    """One value is made in another way; ``one`` and ``four`` are numbers."""
+    """Compute one value in another way; ``one`` and ``four`` are numbers."""
 
     def edit(model: onnx.ModelProto) -> None:
         for name, value in {"one": np.array(1), "four": np.array(4, np.float32)}.items():
@@ -181,7 +171,7 @@ def test_a_quantized_encoder_passes_with_its_cost_and_not_with_another() -> None
         bundle_check.check(replace(made, int8=b"no graph"))
 
 
-# In a process of its own ----------------------------------------------------------------------------------------------
+# In a child process ---------------------------------------------------------------------------------------------------
 
 
 def gate(path: Path, before: str = "") -> subprocess.CompletedProcess[str]:

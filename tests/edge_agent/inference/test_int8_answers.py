@@ -1,5 +1,5 @@
-"""A device that answers by the quantized encoder of a bundle: where it is asked for, all is embedded by it, which is
-said."""
+"""A device that answers with a bundle's quantized encoder: when it is requested, it embeds everything, and the status
+says so."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def made(method: str = "pfldyn-proto") -> Bundle:
 
 
 def device(folder: Path, method: str = "pfldyn-proto", *, int8: bool = True, toml: str = "") -> Service:
-    """One that installed a bundle, with a quantized encoder or without."""
+    """A device that installed a bundle with or without a quantized encoder."""
     path = folder / f"{method}-{int8}.bundle"
     device_bundle.write(path, bundle_of(method, int8=int8))
     home = folder / "d1"
@@ -64,7 +64,7 @@ def by(service: Service, way: str) -> relearn.Personalized:
 
 
 def wanted(way: str, x: Any, labels: Any, at: Any) -> Any:
-    """By the bundle's own quantized encoder."""
+    """With the bundle's own quantized encoder."""
     embed = open_session(made().int8, {}).run
     z, asked = embed(x), embed(at)
     if way == "proto":
@@ -75,7 +75,7 @@ def wanted(way: str, x: Any, labels: Any, at: Any) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_devices_samples_and_those_that_are_asked_for_are_embedded_by_the_same_graph(
+def test_the_devices_samples_and_those_that_are_requested_are_embedded_by_the_same_graph(
     tmp_path: Path, way: str
 ) -> None:
     service = device(tmp_path)

@@ -1,4 +1,4 @@
-"""What a device does while it answers: it learns labelled samples, and follows what another process made."""
+"""While it answers, a device learns labelled samples and follows what another process made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edge_agent.inference import relearn
 from edge_agent.inference.service import Service
 from fleet_core.base.errors import DataError
 from fleet_core.board.device_settings import settings_of
-from tests.support.desk import finished_fleet
+from tests.support.programs import finished_fleet
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def home(tmp_path: Path) -> Path:
 
 
 def opened(home: Path) -> Service:
-    """What is taught here is far from what the device had; tests/edge_agent/inference/test_worse.py has when such a
-    thing is refused."""
+    """The samples taught here are far from the device's; tests/edge_agent/inference/test_worse.py tests when such
+    samples are refused."""
     settings = settings_of(home)
     service = service_of(home, replace(settings, serve=replace(settings.serve, worse_by=1.0)))
     service.restore()

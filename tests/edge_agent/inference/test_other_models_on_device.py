@@ -1,5 +1,5 @@
-"""A recurrent model, one that pools and one's own on a device: what answers there is what torch computes, and it needs
-nothing of the model's code."""
+"""A recurrent model, a pooling one and a user's own on a device: the answers are what torch computes, without the
+model's code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FAMILIES: dict[str, tuple[str, InputSpec, dict[str, Any]]] = {
 
 
 class Mine(nn.Module):
-    """A model of one's own: layers that no family has side by side."""
+    """A user's model with layers that no family combines."""
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def mine() -> Iterator[None]:
 
 
 def drawn(spec: InputSpec, seed: int, number: int = 60) -> Samples:
-    """Three classes that lie apart."""
+    """Three separable classes."""
     rng = np.random.default_rng(seed)
     y = np.arange(number) % 3
     if spec.dtype == "int64":
@@ -87,14 +87,14 @@ def made(family: str) -> tuple[Layout, bytes]:
 
 
 def device(folder: Path, family: str) -> Service:
-    """One that was served first weights, and knows the model by its graphs alone."""
+    """A device that was served first weights, and knows the model by its graphs alone."""
     layout, data = made(family)
     place = homes.home(folder / "d0", drawn(layout.input, 0), toml="[serve]\nworse_by = 1.0\n")
     DeviceState(place).save_graph("a" * 32, data)
     weights = homes.weights_of(models.initial(layout, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, "bring_mine")
-        service = homes.fresh(place)
+        service = homes.reopened(place)
         service.install("a" * 32, graph_bundle.unpack(data))
         service.load(METHODS[METHOD], {}, weights)
     return service
@@ -126,7 +126,7 @@ def test_class_means_a_head_and_steps_on_a_device_are_torchs(tmp_path: Path, fam
 
 @pytest.mark.parametrize("way", ["proto", "adapt"])
 def test_a_token_that_the_model_does_not_know_is_refused_and_harms_nothing(tmp_path: Path, way: str) -> None:
-    """It comes from a stranger over MQTT or HTTP, or with a label."""
+    """It arrives from a stranger over MQTT or HTTP, or with a label."""
     service = device(tmp_path, "lstm")
     relearn.personalize(service, Personalize(way))
     with service.slots.writing():

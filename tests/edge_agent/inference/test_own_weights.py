@@ -14,7 +14,16 @@ from fleet_core.base import trees
 from fleet_core.base.errors import DataError
 from fleet_core.base.trees import Params
 from fleet_core.learning import gradient_estimators, gradients, local_training, models
-from tests.support.playing import SEED, Fleet, flat, gap, hyper_of, same, toy_layout, toy_samples
+from tests.support.simulation import (
+    SEED,
+    Fleet,
+    equal_bits,
+    flat,
+    hyper_of,
+    max_difference,
+    toy_layout,
+    toy_samples,
+)
 
 SMALL: dict[str, Any] = {
     "local_steps": 4, "client_lr": 0.05, "batch": 20, "support_batch": 12, "query_batch": 8, "head_steps": 2,
@@ -36,7 +45,7 @@ def first(fleet: Fleet) -> Params:
 
 
 def stepped(fleet: Fleet, start: Params, lr: float, steps: int, moving: tuple[str, ...]) -> Params:
-    """Full-batch SGD on all of the device's samples, by torch at once; the other groups stay."""
+    """Full-batch SGD on all of the device's samples, in one torch loop; the other groups stay."""
     w = models.to_torch(start)
     loss = gradient_estimators.entropy(fleet.model, torch.tensor(MINE[0]), torch.tensor(MINE[1]))
     for _ in range(steps):
@@ -50,8 +59,8 @@ def test_personal_weights_are_the_same_every_time_and_leave_the_served_model_unc
     fleet = played(name)
     before, state = trees.apply(lambda a: a.copy(), fleet.evaluated), fleet.states[0]
     one, again = fleet.own(MINE, state), fleet.own(MINE, state)
-    assert same(one, again)
-    assert same(before, fleet.evaluated)
+    assert equal_bits(one, again)
+    assert equal_bits(before, fleet.evaluated)
     wanted = ("body",) if METHODS[name].personalizer in ("proto", "gp") else ("body", "head")
     fleet.layout.check(one, wanted)
     assert {a.dtype for a in flat(one)} == {np.dtype(np.float32)}
@@ -59,25 +68,25 @@ def test_personal_weights_are_the_same_every_time_and_leave_the_served_model_unc
 
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.personalizer == "sgd"])
 def test_sgd_takes_full_batch_steps_on_all_groups_however_many_samples_there_are(name: str) -> None:
-    """MAML's inner steps, or else fine-tuning; FedBABU's head moves here, from where it always stood."""
+    """MAML's inner steps, or else fine-tuning; FedBABU's head moves here, from its first value."""
     fleet = played(name)
     maml = hasattr(fleet.hyper, "inner_steps")
     lr, steps = (0.2, 3) if maml else (0.1, 3)
     start = {**first(fleet), **trees.only(fleet.evaluated, ("body", "head"))}
     wanted = stepped(fleet, start, lr, steps, ("body", "head"))
-    assert gap(fleet.own(MINE), wanted) < 1e-6
+    assert max_difference(fleet.own(MINE), wanted) < 1e-6
     assert min(float(np.abs(a - b).max()) for a, b in zip(flat(wanted), flat(start), strict=True)) > 1e-4
 
 
 def test_without_fine_tuning_the_served_model_is_unchanged() -> None:
     fleet = played("fedavg", finetune_steps=0)
-    assert same(fleet.own(MINE), fleet.evaluated)
+    assert equal_bits(fleet.own(MINE), fleet.evaluated)
 
 
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.personalizer in ("proto", "gp", "knn")])
 def test_answers_from_samples_need_no_other_weights(name: str) -> None:
     fleet = played(name)
-    assert same(fleet.own(MINE), fleet.evaluated)
+    assert equal_bits(fleet.own(MINE), fleet.evaluated)
 
 
 def test_meta_sgd_takes_one_step_with_the_learned_rates() -> None:
@@ -85,7 +94,7 @@ def test_meta_sgd_takes_one_step_with_the_learned_rates() -> None:
     start, rates = trees.parted(fleet.evaluated, "rates")
     assert len({float(a) for array in flat(rates) for a in array.ravel()}) > 20
     slope = trees.subtract(start, stepped(fleet, start, 1.0, 1, ("body", "head")))
-    assert gap(fleet.own(MINE), trees.apply(lambda w, a, g: w - a * g, start, rates, slope)) < 1e-6
+    assert max_difference(fleet.own(MINE), trees.apply(lambda w, a, g: w - a * g, start, rates, slope)) < 1e-6
 
 
 # Groups of one's own --------------------------------------------------------------------------------------------------
@@ -95,7 +104,7 @@ def test_meta_sgd_takes_one_step_with_the_learned_rates() -> None:
 def test_trained_groups_answer_as_they_are_beside_the_evaluated_ones(name: str) -> None:
     fleet = played(name)
     state = fleet.states[0]
-    assert same(fleet.own(MINE, state), fleet.layout.ordered({**fleet.evaluated, **state["personal"]}))
+    assert equal_bits(fleet.own(MINE, state), fleet.layout.ordered({**fleet.evaluated, **state["personal"]}))
 
 
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.personalizer == "own"])
@@ -105,19 +114,19 @@ def test_a_device_that_never_took_part_tunes_its_own_groups_and_no_others(name: 
     found = fleet.own(MINE)
     moving = fleet.method.moving
     assert moving == (fleet.method.personal or fleet.method.per_device)
-    assert gap(found, stepped(fleet, start, 0.1, 3, moving)) < 1e-6
+    assert max_difference(found, stepped(fleet, start, 0.1, 3, moving)) < 1e-6
     others = [group for group in fleet.method.shared if group not in moving]
-    assert same(trees.only(found, others), trees.only(fleet.evaluated, others))
-    assert gap(found, start) > 1e-3
-    assert same(fleet.own(MINE, {}), found)
+    assert equal_bits(trees.only(found, others), trees.only(fleet.evaluated, others))
+    assert max_difference(found, start) > 1e-3
+    assert equal_bits(fleet.own(MINE, {}), found)
 
 
 def test_first_values_of_personal_groups_come_from_the_fleets_seed() -> None:
     method, layout = METHODS["fedper"], toy_layout()
     one, again, other = (local_training.first_personal(method, layout, {"seed": seed}) for seed in (3.0, 3.0, 4.0))
     assert list(one) == ["head"]
-    assert same(one, again)
-    assert not same(one, other)
+    assert equal_bits(one, again)
+    assert not equal_bits(one, other)
     assert local_training.first_personal(METHODS["fedavg"], layout, {"seed": 3.0}) == {}
 
 
@@ -127,19 +136,19 @@ def test_first_values_of_personal_groups_come_from_the_fleets_seed() -> None:
 def test_pfedmes_own_weights_are_those_of_a_round_from_the_served_model() -> None:
     fleet = played("pfedme", envelope=5.0)
     evaluated, found = fleet.evaluated, fleet.own(MINE)
-    assert gap(found, evaluated) > 1e-3
-    assert same(fleet.own(MINE, fleet.states[0]), found)  # what an earlier round found is not asked
+    assert max_difference(found, evaluated) > 1e-3
+    assert equal_bits(fleet.own(MINE, fleet.states[0]), found)  # what an earlier round found is not used
     tight = played("pfedme", envelope=500.0, personal_lr=1e-3)
-    assert gap(tight.own(MINE), tight.evaluated) < gap(found, evaluated) / 2
+    assert max_difference(tight.own(MINE), tight.evaluated) < max_difference(found, evaluated) / 2
 
 
 def test_a_fedproto_device_answers_with_its_own_encoder() -> None:
     fleet = played("fedproto")
-    assert same(fleet.own(MINE, fleet.states[1]), fleet.layout.ordered(fleet.states[1]["personal"]))
+    assert equal_bits(fleet.own(MINE, fleet.states[1]), fleet.layout.ordered(fleet.states[1]["personal"]))
 
 
 def test_a_fedproto_device_that_never_took_part_trains_towards_the_fleets_class_means() -> None:
-    """Under cross-entropy alone its representations would have nothing to do with the fleet's."""
+    """With cross-entropy alone its representations would be independent of the fleet's."""
     distances = {}
     for pull in (0.0, 1.0):
         fleet = played("fedproto", pull=pull, finetune_steps=40)
@@ -149,7 +158,7 @@ def test_a_fedproto_device_that_never_took_part_trains_towards_the_fleets_class_
         distances[pull] = np.mean([np.linalg.norm(z[y == k].mean(0) - means[k]) for k in range(3)])
     assert distances[1.0] < 0.7 * distances[0.0]
     untouched = played("fedproto", finetune_steps=0)
-    assert same(untouched.own(MINE), first(untouched))
+    assert equal_bits(untouched.own(MINE), first(untouched))
 
 
 @every_method

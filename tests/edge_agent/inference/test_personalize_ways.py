@@ -1,5 +1,5 @@
-"""Every way to personalize on a device: what it gives, what it costs, what it needs, and what is said where it cannot
-be."""
+"""Every way to personalize on a device: its result, its cost, its requirements, and the message where it is
+impossible."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ EMBED = ("proto", "head", "knn")
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child process is ``test_adapter``'s."""
+    """test_adapter tests the child process."""
     monkeypatch.setattr(adapter, "run", adapter.handle)
 
 
 def device(folder: Path, method: str = HEADED, samples: Samples | None = None, toml: str = "") -> Service:
     place = homes.home(folder / "d0", samples or toy(1), toml=toml)
-    return homes.furnished(place, method)
+    return homes.service_with_model(place, method)
 
 
 def folder_of(service: Service) -> Path:
@@ -59,14 +59,14 @@ def by(service: Service, way: str, **more: Any) -> relearn.Personalized:
 
 
 def embedded(service: Service, method: str, x: Any) -> Any:
-    """By torch."""
-    weights = {**models.initial(homes.layout(), 0), **homes.evaluated(method)}
+    """With torch."""
+    weights = {**models.initial(homes.layout(), 0), **homes.served_weights(method)}
     return local_training.embed(models.build(homes.layout()), weights, x)
 
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many samples each run of a session was given."""
+    """The number of samples in each run of a session."""
     seen: list[int] = []
     run = Session.run
 
@@ -104,7 +104,7 @@ def test_with_none_chosen_the_served_model_answers_unpersonalized(tmp_path: Path
     by(service, "adapt")
     own = service.predict(X)
     assert by(service, "none").how == "none"
-    logits = local_training.predict_logits(models.build(homes.layout()), homes.evaluated(HEADED), X)
+    logits = local_training.predict_logits(models.build(homes.layout()), homes.served_weights(HEADED), X)
     np.testing.assert_allclose(service.predict(X), torch.softmax(torch.tensor(logits), 1).numpy(), atol=1e-5)
     assert np.abs(service.predict(X) - own).max() > 1e-3
 
@@ -133,7 +133,7 @@ def test_a_restart_answers_the_same_and_the_choice_applies_to_later_rounds(tmp_p
     place = folder_of(service)
     again = homes.restored(place)
     assert again.answers(X) == service.answers(X)
-    plan = again.load(METHODS[HEADED], {}, homes.weights_of(homes.evaluated(HEADED, factor=2.1), 2), trainer=True)
+    plan = again.load(METHODS[HEADED], {}, homes.weights_of(homes.served_weights(HEADED, factor=2.1), 2), trainer=True)
     if way == "adapt":
         assert plan.kind == "steps"
         again.adapted(adapter.handle(again.steps(plan)).arrays)
@@ -232,7 +232,7 @@ def test_the_command_personalizes_without_torch_and_another_process_answers_the_
 def test_an_impossible_personalizer_is_refused_with_the_reason_and_the_possible_ones(
     tmp_path: Path, method: str, way: str, words: str, working: str
 ) -> None:
-    service = homes.furnished(homes.home(tmp_path / "d0", toy(1)), method)
+    service = homes.service_with_model(homes.home(tmp_path / "d0", toy(1)), method)
     with pytest.raises(ConfigError, match=words) as refused:
         by(service, way)
     assert refused.value.expected == f"one of {working}"
@@ -257,7 +257,7 @@ def test_a_method_with_learned_rates_refuses_a_rate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["pfedme", "fedproto"])
 def test_steps_that_only_the_trainer_takes_are_refused_with_what_works_here(tmp_path: Path, method: str) -> None:
-    service = homes.furnished(homes.home(tmp_path / "d0", toy(1)), method, graph=homes.plain())
+    service = homes.service_with_model(homes.home(tmp_path / "d0", toy(1)), method, graph=homes.plain())
     with pytest.raises(StateError, match="personalizes by gradient steps") as refused:
         relearn.personalize(service)
     assert str(refused.value.hint).startswith("'edge-agent run' takes them")
@@ -289,7 +289,7 @@ def some(*labels: int) -> Samples:
 @pytest.mark.parametrize("labels", [(0, 0, 1, 1), (2,), (2, 2), (0, 1, 2), (0,) * 5 + (1,)])
 def test_few_labels_are_enough_for_every_personalizer(tmp_path: Path, way: str, labels: tuple[int, ...]) -> None:
     """No label of a class, one class only, one sample of each class."""
-    service = homes.furnished(homes.home(tmp_path / "d0", toml="[serve]\nunknown = true\n"), HEADED)
+    service = homes.service_with_model(homes.home(tmp_path / "d0", toml="[serve]\nunknown = true\n"), HEADED)
     x, y = some(*labels).x, some(*labels).y
     service.local().add(x, [homes.CLASSES[k] for k in y])
     by(service, way)
@@ -306,7 +306,7 @@ def test_few_labels_are_enough_for_every_personalizer(tmp_path: Path, way: str, 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_without_samples_a_personalizer_is_refused_and_the_served_model_answers(tmp_path: Path, way: str) -> None:
-    service = homes.furnished(homes.home(tmp_path / "d0"), HEADED)
+    service = homes.service_with_model(homes.home(tmp_path / "d0"), HEADED)
     assert service.answers(X).personalization == "none"
     before = service.answers(X)
     if way == "none":
@@ -319,9 +319,9 @@ def test_without_samples_a_personalizer_is_refused_and_the_served_model_answers(
 
 
 def test_a_device_without_samples_and_without_a_head_answers_once_it_has_one(tmp_path: Path) -> None:
-    service = homes.furnished(homes.home(tmp_path / "d0"), HEADLESS, load=False)
+    service = homes.service_with_model(homes.home(tmp_path / "d0"), HEADLESS, load=False)
     with pytest.raises(DataError, match="no samples yet"):
-        service.load(METHODS[HEADLESS], {}, homes.weights_of(homes.evaluated(HEADLESS)))
+        service.load(METHODS[HEADLESS], {}, homes.weights_of(homes.served_weights(HEADLESS)))
     with pytest.raises(StateError):
         service.answers(X)
     relearn.learn(service, X[:1], ["b"])

@@ -1,5 +1,5 @@
-"""What a person chooses or teaches is held to the rule of a new round: what answers the held-back samples worse does
-not take the place of what answered before; it is refused with its reason, and nothing has changed."""
+"""What a user chooses or teaches must pass the same check as a new round: what answers the held-back samples worse does
+not replace what answered before. It is refused with a reason, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def device(folder: Path, method: str = "pfldyn-proto", toml: str = "") -> Service:
-    """One that answers by what its method says, made from its recording."""
-    service = homes.furnished(homes.home(folder / "d0", toy(1), toml=toml), method)
+    """A device that answers as its method does, from its recording."""
+    service = homes.service_with_model(homes.home(folder / "d0", toy(1), toml=toml), method)
     relearn.personalize(service)
     return service
 
@@ -53,7 +53,7 @@ def wrong(number: int = 100) -> tuple[Array, list[str]]:
 
 
 def held(service: Service) -> dict[str, bytes]:
-    """Every file of the device but the locks, which hold nothing."""
+    """Every file of the device except the locks."""
     home = service.slots.folder.parent
     return {str(path.relative_to(home)): path.read_bytes() for path in sorted(home.rglob("*"))
             if path.is_file() and path.suffix}
@@ -163,7 +163,7 @@ def mislabelled(service: Service) -> None:
 
 
 @pytest.mark.parametrize("change", [ran_away, mislabelled])
-def test_a_personalization_that_answers_worse_is_refused_and_the_model_before_goes_on(
+def test_a_personalization_that_answers_worse_is_refused_and_the_model_before_continues(
     tmp_path: Path, change: Callable[[Service], None]
 ) -> None:
     service = device(tmp_path, "fedavg-meta")
@@ -187,7 +187,7 @@ def test_a_choice_that_was_refused_does_not_apply_to_later_rounds(tmp_path: Path
 
 def test_few_held_back_samples_decide_nothing(tmp_path: Path) -> None:
     place = homes.home(tmp_path / "d0", toy(1).take(range(29)), toml="[data]\ntrain_fraction = 0.689655\n")
-    service = homes.furnished(place, "pfldyn-proto")
+    service = homes.service_with_model(place, "pfldyn-proto")
     assert len(service.local().held_back() or ()) == 9
     assert relearn.learn(service, *wrong())["added_in_all"] == 100
 
@@ -214,7 +214,7 @@ def test_added_samples_are_listed_and_the_last_can_be_dropped(tmp_path: Path, ca
     service.follow()
     relearn.learn(service, X[:1], ["a"])
     assert service.local().added() == 1, "what was dropped is not in the class means any more"
-    alone = homes.furnished(homes.home(tmp_path / "other" / "d0", toy(1)), "pfldyn-proto")
+    alone = homes.service_with_model(homes.home(tmp_path / "other" / "d0", toy(1)), "pfldyn-proto")
     relearn.learn(alone, X[:1], ["a"])
     assert service.answers(X).probabilities == alone.answers(X).probabilities != before.probabilities
     with pytest.raises(DataError, match="1 samples were added"):
@@ -236,14 +236,14 @@ def listed(place: Path) -> Any:
 def test_a_device_without_samples_says_what_it_needs_and_learns_over_http(
     tmp_path: Path, method: str
 ) -> None:
-    service = homes.furnished(homes.home(tmp_path / "d0"), method, load=False)
+    service = homes.service_with_model(homes.home(tmp_path / "d0"), method, load=False)
     with contextlib.suppress(DataError):  # class means want a sample at once, gradient steps when they are taken
-        service.load(METHODS[method], {}, homes.weights_of(homes.evaluated(method)))
+        service.load(METHODS[method], {}, homes.weights_of(homes.served_weights(method)))
     with pytest.raises(StateError, match="there are no samples yet") as refused:
         service.answers(X)
     assert "edge-agent samples add" in str(refused.value.hint)
     assert "torch" not in str(refused.value)
-    later = homes.fresh(service.slots.folder.parent)
+    later = homes.reopened(service.slots.folder.parent)
     facts = ServedModel("t", later).facts()
     assert facts is not None
     assert not facts.ready
@@ -253,7 +253,7 @@ def test_a_device_without_samples_says_what_it_needs_and_learns_over_http(
 
 
 def test_missing_personal_weights_are_reported_with_the_command_that_makes_them_without_torch(tmp_path: Path) -> None:
-    service = homes.furnished(homes.home(tmp_path / "d0", toy(1)), "fedper")
+    service = homes.service_with_model(homes.home(tmp_path / "d0", toy(1)), "fedper")
     with pytest.raises(StateError, match="weights of its own") as refused:
         service.answers(X)
     assert refused.value.hint == "edge-agent personalize"
@@ -262,7 +262,7 @@ def test_missing_personal_weights_are_reported_with_the_command_that_makes_them_
 
 
 def test_missing_personal_weights_that_only_a_trainer_makes_are_reported_with_the_trainer(tmp_path: Path) -> None:
-    service = homes.furnished(homes.home(tmp_path / "d0", toy(1)), "fedproto", graph=homes.plain())
+    service = homes.service_with_model(homes.home(tmp_path / "d0", toy(1)), "fedproto", graph=homes.plain())
     with pytest.raises(StateError, match="weights of its own") as refused:
         service.answers(X)
     assert "needs torch" in str(refused.value.hint)

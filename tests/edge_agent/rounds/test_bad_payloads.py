@@ -1,7 +1,7 @@
-"""Payloads that are none, up and down: refused before memory is taken, named with their device, without after-effect.
+"""Malformed payloads, up and down: refused before memory is taken, reported with their device, without after-effects.
 
-Most of what an aggregator refuses of a device is in ``test_fleet``; here are the rest, the memory that it takes, and
-what a device refuses: of a broker that lies, and of an aggregator that has the fleet's key and is wrong.
+test_fleet tests most of what an aggregator refuses; this file tests the rest, the memory it takes, and what a device
+refuses: from a broker that lies, and from an aggregator that has the fleet's key and is wrong.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from fleet_core.protocol.chunks import Blob, cut
 from fleet_core.protocol.device_messages import Down, Report
 from fleet_core.protocol.round_messages import Manifest, ModelRef, UploadManifest
 from fleet_core.protocol.signing import Signer
-from tests.cloud_server.rounds.test_fleet import FakeDevice, weights
 from tests.support.inprocess import World, config_text, toy, world
+from tests.support.stand_ins import FakeDevice, constant_update
 
 SMALL_BYTES = 2 << 20  # of Python's memory, for what is refused
 HUGE_BYTES = 1 << 32  # the largest that a message can name
@@ -40,7 +40,7 @@ HUGE_BYTES = 1 << 32  # the largest that a message can name
 
 @contextmanager
 def taking_little() -> Iterator[None]:
-    """Fails when what is done inside holds more than ``SMALL_BYTES`` at any moment."""
+    """Fails when the block holds more than ``SMALL_BYTES`` at any moment."""
     tracemalloc.start()
     try:
         yield
@@ -56,7 +56,7 @@ def started(folder: Path, **options: Any) -> World:
 
 
 def consistent(size: int, chunk: int) -> Blob:
-    """Of ``size`` bytes that nobody has; all that it says fits together."""
+    """A consistent manifest of ``size`` bytes that do not exist."""
     count = -(-size // chunk)
     return Blob("0" * 32, "0" * 64, size, chunk, count, "0" * 16 * count)
 
@@ -66,7 +66,7 @@ def consistent(size: int, chunk: int) -> Blob:
 
 @pytest.fixture
 def liar(tmp_path: Path) -> Iterator[FakeDevice]:
-    """A fleet of one device that lies, in its first round."""
+    """A fleet of one lying device, in its first round."""
     w = started(tmp_path, link='up = "fp32"\nmax_update_norm = 50.0')
     fake = FakeDevice(w, "liar")
     fake.announce()
@@ -77,11 +77,11 @@ def liar(tmp_path: Path) -> Iterator[FakeDevice]:
 
 
 def refused(liar: FakeDevice, reason: str, status: str = "refused") -> None:
-    """Counted in the ledger under the device's name, told to it, and in the log."""
+    """Counted in the ledger under the device's name, reported to the device, and logged."""
     rows = liar.w.server.ledger.rows(Update)
     assert [(row.device, row.status, reason in row.reason) for row in rows] == [("liar", status, True)]
     assert (liar.downs()[-1].t, reason in liar.downs()[-1].reason) == ("reject", True)
-    assert liar.w.told("liar: update refused: ")
+    assert liar.w.logged("liar: update refused: ")
     assert not list((liar.w.fleet.folder / "spool").glob("*/*.update"))
 
 
@@ -106,7 +106,7 @@ def test_an_offer_of_too_many_chunks_is_refused_as_a_message(liar: FakeDevice) -
     offer = liar.update(b"x", blob=replace(consistent(4096, 1024), n=1_000_001))
     liar.offer(offer, 1)
     liar.w.step()
-    assert liar.w.told("refused fl1/t/a/liar/up/1/m: a malformed UploadManifest: blob.n: 1000001 is over the limit")
+    assert liar.w.logged("refused fl1/t/a/liar/up/1/m: a malformed UploadManifest: blob.n: 1000001 is over the limit")
     assert liar.w.server.ledger.rows(Update) == []
     assert [down.t for down in liar.downs()] == ["heard"]
 
@@ -123,10 +123,10 @@ def delivered(liar: FakeDevice, data: bytes, **changes: Any) -> None:
 
 
 def with_first(value: float) -> Callable[[World], bytes]:
-    """An update whose first number is ``value``, past the codec that would not send it."""
+    """An update whose first number is ``value``, bypassing the codec, which would not send it."""
 
     def make(w: World) -> bytes:
-        bad = weights(w)
+        bad = constant_update(w)
         next(iter(bad["body"].values())).reshape(-1)[0] = value
         return safetensors_payload.payload(storage.pack(storage.flatten(bad)), words=True)
 
@@ -134,7 +134,7 @@ def with_first(value: float) -> Callable[[World], bytes]:
 
 
 def bomb(w: World) -> bytes:
-    """A few kilobytes that become sixteen million."""
+    """A few kilobytes that decompress to sixteen million."""
     return compress(bytes(1 << 24))
 
 
@@ -155,7 +155,7 @@ def test_an_update_whose_numbers_or_size_are_absurd_is_refused(
 
 
 def test_a_whole_of_right_chunks_that_is_not_the_announced_blob_is_refused(liar: FakeDevice) -> None:
-    data = payloads.encode("fp32", weights(liar.w))
+    data = payloads.encode("fp32", constant_update(liar.w))
     right = Blob.of(data, 1024)
     whole = right.id + "0" * 32
     wrong = Blob(right.id, whole, right.size, right.chunk, right.n, right.hashes)
@@ -164,10 +164,10 @@ def test_a_whole_of_right_chunks_that_is_not_the_announced_blob_is_refused(liar:
 
 
 def test_an_offer_for_a_round_that_is_over_is_late_and_takes_no_memory(liar: FakeDevice) -> None:
-    data = payloads.encode("fp32", weights(liar.w))
+    data = payloads.encode("fp32", constant_update(liar.w))
     delivered(liar, data)
     assert liar.w.pump(lambda: liar.w.closed() == 1)
-    other = payloads.encode("fp32", weights(liar.w, 0.02))
+    other = payloads.encode("fp32", constant_update(liar.w, 0.02))
     with taking_little():
         liar.offer(liar.update(other), 1)
         liar.w.step()
@@ -176,8 +176,8 @@ def test_an_offer_for_a_round_that_is_over_is_late_and_takes_no_memory(liar: Fak
 
 
 def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(liar: FakeDevice) -> None:
-    """Of other bytes, of another length, of none; a chunk of nothing that was asked for is not one of them."""
-    data = payloads.encode("fp32", weights(liar.w))
+    """Of other bytes, of another length, of none; a chunk that was not requested does not count."""
+    data = payloads.encode("fp32", constant_update(liar.w))
     upload = liar.update(data)
     right = cut(data, upload.blob)
     liar.send(upload, 1, data)
@@ -186,7 +186,7 @@ def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(l
     for k, part in ((0, bytes(len(right[0]))), (0, right[0] + b"x"), (upload.blob.n, b"x")):
         liar.link.publish(topics.upload(liar.w.name, "liar", 1, k), part)
     liar.w.step()
-    assert liar.w.told("refused fl1/t/a/liar/up/1/0: blob ")
+    assert liar.w.logged("refused fl1/t/a/liar/up/1/0: blob ")
     counted = liar.w.server._parts.receiver._uploads.wrong_chunks
     assert counted == {"liar": 3}
     liar.send(upload, 1, data)
@@ -196,7 +196,7 @@ def test_chunks_that_are_not_the_announced_ones_are_counted_under_their_device(l
 
 
 def test_an_update_of_many_wrong_chunks_is_refused_and_booked_with_the_reason(liar: FakeDevice) -> None:
-    data = payloads.encode("fp32", weights(liar.w))
+    data = payloads.encode("fp32", constant_update(liar.w))
     upload = liar.update(data)
     liar.offer(upload, 1)
     liar.w.step()
@@ -211,7 +211,7 @@ def test_an_update_of_many_wrong_chunks_is_refused_and_booked_with_the_reason(li
 
 
 def test_a_wrong_chunk_is_no_sign_of_life() -> None:
-    """Else one that sends nothing but those would never be asked again, nor let go of."""
+    """Otherwise a device that sends nothing but those would never be asked again, nor let go of."""
     now, granted = [0.0], list[Down]()
     intake = Uploads(lambda device, message: granted.append(message), lambda: now[0], 1 << 20)
     intake.offer("liar", 1, UploadManifest(
@@ -226,7 +226,7 @@ def test_a_wrong_chunk_is_no_sign_of_life() -> None:
 
 @pytest.fixture
 def spool(tmp_path: Path) -> Spool:
-    """Of one layout, with the update ``whole`` in round 1."""
+    """A spool of one layout, with the update ``whole`` in round 1."""
     layout = Layout("m", InputSpec((1,)), ("a",), 1, ())
     made = Spool(tmp_path, layout, ())
     offer = UploadManifest(blob=Blob.of(b"x", 1024), codec="fp32", base="0" * 32, method="fedavg", layout=layout.hash)
@@ -249,7 +249,7 @@ def test_a_manifest_in_the_spool_that_the_disk_does_not_give_is_not_taken_for_a_
     assert storage.is_disk_error(caught.value)
 
 
-def test_a_public_key_that_is_none_is_named(liar: FakeDevice) -> None:
+def test_an_invalid_public_key_is_named(liar: FakeDevice) -> None:
     path = liar.w.fleet.folder / "fleet.pub"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(StateError, match="holds no Ed25519 key") as caught:
@@ -272,7 +272,7 @@ def w(tmp_path: Path) -> Iterator[World]:
 
 
 def announce(w: World, data: bytes, **changes: Any) -> Manifest:
-    """Round 2 with ``data`` as its model, at the broker and signed with the fleet's key."""
+    """Publish round 2 with ``data`` as its model, signed with the fleet's key."""
     now = w.agents["d0"].manifest
     blob = Blob.of(data, 1024)
     model = ModelRef("f" * 32, changes.pop("blob", blob), "fp32", round=2)
@@ -285,7 +285,7 @@ def announce(w: World, data: bytes, **changes: Any) -> Manifest:
 
 
 class Ear:
-    """Hears what a device reports."""
+    """Receives a device's reports."""
 
     def __init__(self, w: World):
         self.link = LoopbackLink(w.broker, "ear")
@@ -324,7 +324,7 @@ def another_model(w: World) -> bytes:
         (lambda w: safetensors_payload.payload(b"\xff" * 64, words=True), "not safetensors"),
     ],
 )
-def test_a_model_that_is_none_is_refused_and_the_aggregator_told(
+def test_an_invalid_model_is_refused_and_the_aggregator_told(
     w: World, make: Callable[[World], bytes], reason: str
 ) -> None:
     device, ear, data = w.agents["d0"], Ear(w), make(w)
@@ -332,7 +332,7 @@ def test_a_model_that_is_none_is_refused_and_the_aggregator_told(
     announce(w, data)
     with taking_little():
         assert w.pump(lambda: device.phase == "failed")
-    assert w.told(reason)
+    assert w.logged(reason)
     assert any(reason in why for why in ear.failures())
     assert device.home.weights("model").model == held, "what it had is untouched"
 
@@ -350,22 +350,22 @@ def test_a_model_whose_blob_cannot_be_takes_no_memory(w: World, blob: Blob, reas
     with taking_little():
         announce(w, b"", blob=blob)
         w.step()
-    assert w.told(reason)
+    assert w.logged(reason)
     assert any(reason in why for why in ear.failures())
 
 
 def test_a_chunk_of_other_bytes_is_refused_and_the_right_one_taken(w: World) -> None:
-    """The broker lies once; what it has retained is right."""
+    """The broker lies once; its retained messages are correct."""
     data = another_model(w)
     blob = Blob.of(data, 1024)
     topic = topics.chunk(w.name, blob.id, 0)
     announce(w, data)
     right = w.broker.retained[topic]
     w.broker.retained[topic] = bytes(len(right))
-    assert w.pump(lambda: w.told(f"d0: refused {topic}: "))
-    assert w.told("chunk 0 does not match its hash")
+    assert w.pump(lambda: w.logged(f"d0: refused {topic}: "))
+    assert w.logged("chunk 0 does not match its hash")
     w.broker.retained[topic] = right
-    assert w.pump(lambda: w.told("the decoded model is not the one that was announced")), "all chunks are here"
+    assert w.pump(lambda: w.logged("the decoded model is not the one that was announced")), "all chunks are here"
 
 
 def test_a_record_of_what_was_counted_that_another_key_signed_settles_nothing(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_a_record_of_what_was_counted_that_another_key_signed_settles_nothing(tm
     w.broker.publish(topics.down(w.name, "d0"), Signer(bytes(32)).sign(messages.encode(forged)))
     agent.step(0)
     assert agent._updates.pending is pending
-    assert w.told("is signed by key")
+    assert w.logged("is signed by key")
     w.close()
 
 

@@ -1,9 +1,8 @@
-"""Personalization never leaves a device: everything that an agent sends is read, and compared by numbers with what it
-has on its disk.
+"""Personalization never leaves a device: everything that an agent sends is read, and compared with what it has on disk.
 
-A secret is a vector: a sample, a class mean, what the device's own weights have more than the fleet's. It is found
-where something that was sent has its direction, within an angle that rounding to eight bits stays below; so another
-scale, a codec or another dtype does not hide it.
+A secret is a vector: a sample, a class mean, or the difference of the device's own weights from the fleet's. It is
+found where something that was sent has its direction, within an angle larger than rounding to eight bits makes; so
+scaling, a codec or another dtype does not hide it.
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ from fleet_core.model.layout import Layout
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Question
 from fleet_core.protocol.round_messages import UploadManifest
-from tests.cloud_server.rounds.test_fleet import FakeDevice, finished
 from tests.support.inprocess import CLASSES, World, config_text, toy, world
+from tests.support.stand_ins import FakeDevice
+from tests.support.world_checks import finished
 
 pytestmark = pytest.mark.slow
 
@@ -55,8 +55,8 @@ LEAST = 6  # numbers that a secret has; the direction of fewer is not telling
 
 @dataclass
 class Wire:
-    """Everything that one agent lets out: what it publishes, its will, what it logs, and what its HTTP server answers
-    to whoever asks; and the models that its updates were trained from."""
+    """Everything that one agent lets out: what it publishes, its will, its log, and its HTTP server's answers to
+    anyone; and the models from which its updates were trained."""
 
     sent: list[tuple[str, bytes]] = field(default_factory=list)
     bases: dict[str, Params] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Wire:
         link.publish = listening
 
     def ask(self, agent: Agent, x: Array) -> None:
-        """All that the agent's HTTP server has to say, labelled samples among it."""
+        """Request everything that the agent's HTTP server offers, including labelled samples."""
         protocol = InferenceProtocol(ServedModel("t", agent.service))
         tensors = [{"name": "x", "datatype": "FP32", "shape": list(x.shape), "data": x.tolist()}]
         label = {"name": "label", "datatype": "BYTES", "shape": [len(x)], "data": [CLASSES[0]] * len(x)}
@@ -125,8 +125,8 @@ class Wire:
 
 
 def numbers_in(data: bytes, depth: int = 0) -> Iterator[Array]:
-    """Whatever may be numbers in ``data``: words of every size at every offset, JSON and base64 in it, safetensors, and
-    what is compressed."""
+    """Everything that may be numbers in ``data``: words of every size at every offset, JSON and base64 in it,
+    safetensors, and compressed data."""
     for dtype in ("<f2", "<f4", "<f8", "<i1", "u1", "<i4", "<i8"):
         size = np.dtype(dtype).itemsize
         for offset in range(min(size, len(data))):
@@ -154,7 +154,7 @@ def _inside(data: bytes) -> Iterator[bytes | Array]:
 
 
 def _in_json(value: Any) -> Iterator[bytes | Array]:
-    """Its numbers in their order, and what its texts hold."""
+    """Its numbers in order, and what its texts hold."""
     numbers: list[float] = []
 
     def visit(inner: Any) -> Iterator[bytes]:
@@ -178,7 +178,7 @@ def _in_json(value: Any) -> Iterator[bytes | Array]:
 
 
 def samples_of(agent: Agent) -> Array:
-    """Raw samples [n, D], as they lie in the device's files: its recording, and what it was taught."""
+    """Raw samples [n, D] in the device's files: its recording, and what it was taught."""
     found = []
     for name in ("samples.npz", "added.npz"):
         with np.load(agent.home.folder / name) as file:
@@ -187,7 +187,7 @@ def samples_of(agent: Agent) -> Array:
 
 
 def personal_files(agent: Agent) -> list[dict[str, Array]]:
-    """What makes the device's answers its own."""
+    """The files that make the device's answers its own."""
     paths = sorted(agent.home.folder.rglob("personal.safetensors"))
     return [storage.unpack(path.read_bytes())[0] for path in paths]
 
@@ -200,7 +200,7 @@ def served(agent: Agent) -> dict[str, Array]:
 
 
 def own_weights(agent: Agent) -> list[Array]:
-    """Arrays of the device's own weights: those that nobody shares as they are, others less the fleet's."""
+    """Arrays of the device's own weights: unshared ones as they are, others minus the fleet's."""
     fleet, found = served(agent), []
     for arrays in [*personal_files(agent), *_kept_in_training(agent)]:
         for name, array in arrays.items():
@@ -213,7 +213,7 @@ def own_weights(agent: Agent) -> list[Array]:
 
 
 def _kept_in_training(agent: Agent) -> Iterator[dict[str, Array]]:
-    """The groups that a method leaves to the device."""
+    """The groups that a method keeps on the device."""
     for path in agent.home.folder.glob("methods/*/state.safetensors"):
         yield storage.flatten(read_state(path).get("personal", {}))
 
@@ -222,7 +222,7 @@ def _kept_in_training(agent: Agent) -> Iterator[dict[str, Array]]:
 
 
 def found(sent: list[Array], secrets: Array | list[Array]) -> int:
-    """How many of the ``secrets`` (vectors) point where a part of something ``sent`` does."""
+    """How many of the ``secrets`` (vectors) have the direction of a part of something ``sent``."""
     by_length: dict[int, list[Array]] = {}
     for secret in secrets:
         by_length.setdefault(len(secret), []).append(np.asarray(secret, np.float64))
@@ -250,7 +250,7 @@ def _directions(rows: Array) -> Array:
 
 
 def fleet_of(folder: Path, method: str, **options: Any) -> tuple[World, Wire]:
-    """A fleet at the end of its rounds, in which d0 was taught samples and asked by a stranger as well, and what d0 has
+    """A fleet at the end of its rounds, in which d0 was also taught samples and queried by a stranger, and what d0 has
     sent."""
     text = config_text(method, rounds=3, devices=2, **options).replace("hidden = [6]", "hidden = [12]")
     w, wire = world(folder, text), Wire()
@@ -276,8 +276,8 @@ def fleet_of(folder: Path, method: str, **options: Any) -> tuple[World, Wire]:
 
 
 def of_its_own(agent: Agent) -> list[Array]:
-    """Whatever makes the device's answers its own: class means, a head and embedded samples; weights, less the fleet's.
-    """
+    """Everything that makes the device's answers its own: class means, a head and embedded samples; weights minus the
+    fleet's."""
     rows = [
         row for arrays in personal_files(agent) for name in ("prototypes", "weight", "z")
         for row in arrays.get(name, np.empty((0, LEAST))) if np.abs(row).max() > 0
@@ -301,7 +301,7 @@ def test_no_prototype_and_no_sample_leaves_a_device_that_answers_by_class_means(
 
 @pytest.mark.parametrize("method", ["per-fedavg-fo", "fedrep"])
 def test_no_personal_weight_and_no_sample_leaves_a_device_with_weights_of_its_own(tmp_path: Path, method: str) -> None:
-    """Of MAML the adapted weights, of FedRep the head."""
+    """With MAML the adapted weights, with FedRep the head."""
     w, wire = fleet_of(tmp_path, method)
     agent, sent = w.agents["d0"], list(wire.arrays(w))
     own = own_weights(agent)
@@ -314,7 +314,7 @@ def test_no_personal_weight_and_no_sample_leaves_a_device_with_weights_of_its_ow
 
 BY_PERSONALIZER = {method.personalizer: method.name for method in reversed(PRODUCT.values()) if method.received}
 MORE = [name for kind, name in BY_PERSONALIZER.items() if kind not in ("proto", "sgd", "own", "fleet-proto")]
-"""A method of each kind of personalization that the other tests here have not."""
+"""A method of each kind of personalization that the other tests here do not have."""
 
 
 @pytest.mark.parametrize("method", MORE)
@@ -331,7 +331,8 @@ def test_nothing_of_its_own_leaves_a_device_whatever_makes_its_answers_its_own(t
 
 
 def less_served(agent: Agent, base: Params, update: Params) -> Iterator[Array]:
-    """A model that was sent, less the one that answers: what adaptation adds, were it the adapted one."""
+    """A model that was sent, minus the one that answers: the result of adaptation, if the adapted model had been
+    sent."""
     fleet, whole = served(agent), storage.flatten(base)
     for name, array in storage.flatten(update).items():
         if name in fleet and name in whole:

@@ -1,4 +1,4 @@
-"""A device that was taken out is told so with the fleet's signature, stops, and can be let in again."""
+"""A revoked device is told so with the fleet's signature, stops, and can be enrolled again."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from fleet_core.link.loopback import LoopbackBroker
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.signing import Signer
-from tests.support.desk import called, found_fleet, metafleet
-from tests.support.faults import found_tiny, free_port, processes
+from tests.support.brokers import free_port
+from tests.support.fleet_processes import processes, tiny_fleet
 from tests.support.inprocess import World, config_text, toy, without_fsync, world
+from tests.support.programs import metafleet, run_to_end, small_fleet
 
 TICK_S = 0.1
 SAID = "this device was revoked by the fleet t on "
@@ -56,7 +57,7 @@ def finished(w: World) -> bool:
 
 
 def stopped(w: World, name: str) -> bool:
-    return name not in w.agents and w.told(f"{name}: {SAID}")
+    return name not in w.agents and w.logged(f"{name}: {SAID}")
 
 
 def test_a_revoked_device_is_told_at_once_with_the_date_and_stops(fleet):
@@ -65,7 +66,7 @@ def test_a_revoked_device_is_told_at_once_with_the_date_and_stops(fleet):
     w.server.ledger.request("revoke/d1", repr(w.clock.wall()))
     pump(w, lambda: stopped(w, "d1"))
     day = time.strftime("%Y-%m-%d", time.gmtime(w.clock.wall()))
-    assert w.told(f"d1: {SAID}{day}\nhint: 'metafleet devices enroll' with the name d1 lets it in again")
+    assert w.logged(f"d1: {SAID}{day}\nhint: 'metafleet devices enroll' with the name d1 lets it in again")
     pump(w, lambda: w.server.ledger.device("d1").state == "off")
     assert "d0" in w.agents
 
@@ -75,7 +76,7 @@ def test_one_that_was_away_is_told_when_it_comes_back_and_again_at_every_start(f
     pump(w, lambda: finished(w))
     w.kill_agent("d1")
     w.server.ledger.request("revoke/d1", repr(w.clock.wall()))
-    pump(w, lambda: w.told("d1 revoked"))
+    pump(w, lambda: w.logged("d1 revoked"))
     for _ in range(2):
         w.start_agent("d1")
         pump(w, lambda: stopped(w, "d1"))
@@ -154,16 +155,16 @@ def test_nobody_else_can_stop_a_device(fleet, tmp_path, wrong):
     for _ in range(10):
         w.step(TICK_S)
     assert w.agents["d1"] is agent
-    assert not w.told(SAID)
+    assert not w.logged(SAID)
     w.broker.publish(topics.down("t", "d1"), w.fleet.signer().sign(messages.encode(word)))
     pump(w, lambda: stopped(w, "d1"))
 
 
 def test_a_word_of_an_earlier_life_does_not_end_the_one_after_it_was_let_in_again(fleet):
-    said: list[Message] = []
+    lines: list[Message] = []
 
     def record(client: str, message: Message) -> list[Message]:
-        said.extend([message] if b'"t":"revoked"' in message.payload else [])
+        lines.extend([message] if b'"t":"revoked"' in message.payload else [])
         return [message]
 
     w = fleet(LoopbackBroker(faults=record))
@@ -172,25 +173,25 @@ def test_a_word_of_an_earlier_life_does_not_end_the_one_after_it_was_let_in_agai
     pump(w, lambda: stopped(w, "d1"))
     w.server.ledger.request("enroll/d1", repr(w.clock.wall()))
     w.start_agent("d1")
-    w.broker.publish(said[-1].topic, said[-1].payload, retain=True)
+    w.broker.publish(lines[-1].topic, lines[-1].payload, retain=True)
     pump(w, lambda: w.server.ledger.device("d1").state == "on")
     for _ in range(10):
         w.step(TICK_S)
     assert "d1" in w.agents
 
 
-def test_a_strangers_device_that_was_never_enrolled_goes_on(fleet):
+def test_a_strangers_device_that_was_never_enrolled_continues(fleet):
     w = fleet(fleet='enrolment = "listed"\n')
     for _ in range(20):
         w.step(TICK_S)
     assert w.agents.keys() == {"d0", "d1"}
-    assert w.told("d1 is not enrolled")
+    assert w.logged("d1 is not enrolled")
 
 
 def test_both_sides_say_that_they_are_connected_after_a_loss(fleet):
     w = fleet()
     pump(w, lambda: finished(w))
-    assert not w.told("broker: connected")
+    assert not w.logged("broker: connected")
     for client in (w.agents["d1"].link.client_id, w.server.link.client_id):
         w.broker.drop(client)
     pump(w, lambda: w.lines.count("broker: connected") == 1)
@@ -214,29 +215,29 @@ def test_a_ledger_of_the_version_before_knows_no_date(tmp_path):
 
 
 def test_the_list_shows_what_waits_for_the_aggregator(tmp_path):
-    place = found_fleet(tmp_path / "fleet").folder
+    place = small_fleet(tmp_path / "fleet").folder
     with Ledger(place / "ledger.sqlite") as ledger:
         ledger.put(tables.Device(name="d0"))
-    assert called(metafleet("devices", "enroll", place, "d1", "--to", tmp_path / "d1")).returncode == 0
+    assert run_to_end(metafleet("devices", "enroll", place, "d1", "--to", tmp_path / "d1")).returncode == 0
     for name in ("d0", "d1"):
-        shown = called(metafleet("devices", "revoke", place, name, "--json"))
+        shown = run_to_end(metafleet("devices", "revoke", place, name, "--json"))
         assert json.loads(shown.stdout)["aggregator"] == "off"
-    called(metafleet("devices", "enroll", place, "d2", "--to", tmp_path / "d2"))
-    lines = called(metafleet("devices", "list", place)).stdout.splitlines()
+    run_to_end(metafleet("devices", "enroll", place, "d2", "--to", tmp_path / "d2"))
+    lines = run_to_end(metafleet("devices", "list", place)).stdout.splitlines()
     assert [" ".join(line.split()[:3]) for line in lines[1:]] == [
         "d0 enrolled, revoke", "d1 revoke pending", "d2 enroll pending"]
-    facts = json.loads(called(metafleet("devices", "list", place, "--json")).stdout)
+    facts = json.loads(run_to_end(metafleet("devices", "list", place, "--json")).stdout)
     assert [d["pending"] for d in facts] == ["revoke", "revoke", "enroll"]
 
 
 def test_over_a_plain_broker_the_process_of_a_revoked_device_ends_with_its_own_exit_code(tmp_path):
-    folder = found_tiny(tmp_path / "run", rounds=2)
+    folder = tiny_fleet(tmp_path / "run", rounds=2)
     with processes(folder, f"mqtt://127.0.0.1:{free_port()}", hosts_broker=True) as running:
         running.start("server")
-        running.desk.started[0].says("broker: amqtt at")
+        running.programs.started[0].wait_for("broker: amqtt at")
         running.start("d0", "d1")
         running.until(lambda: running.closed() == 2)
-        assert called(metafleet("devices", "revoke", folder / "fleet", "d1")).returncode == 0
+        assert run_to_end(metafleet("devices", "revoke", folder / "fleet", "d1")).returncode == 0
         program = running.running.pop("d1")
-        assert program.ends() == 77
+        assert program.exit_code() == 77
         assert "error: this device was revoked by the fleet t on 20" in program.text()

@@ -1,7 +1,7 @@
-"""The algebra of the methods: what must hold to rounding, and what a wrong rule would do, on quadratics in float64.
+"""The algebra of the methods on quadratics in float64: what holds up to rounding, and what wrong rules would do.
 
-The numbers of the wrong rules were measured here with the same seeds; each is a bound that the right rule meets with
-orders of magnitude to spare. What concerns a dual (PFLDyn) concerns a control (PFLScaf) alike.
+The errors of the wrong rules were measured here with the same seeds; the right rule stays orders of magnitude below
+them. What is said of a dual (PFLDyn) holds for a control (PFLScaf) as well.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tests.support.quadratics import (
     MU,
     SIZE,
     SMOOTHNESS,
-    Cohort,
+    QuadraticFleet,
     Vector,
     average,
     bits,
-    draws,
     dyn,
     minimiser,
     quadratics,
+    random_cohorts,
     scaf,
     tree,
     vector,
 )
 
-Build = Callable[..., Cohort]
+Build = Callable[..., QuadraticFleet]
 both = pytest.mark.parametrize("build", [dyn, scaf])
 
 
@@ -54,7 +54,7 @@ def test_pfldyn_with_all_devices_finds_the_minimiser_of_the_mean(penalty: float,
 @pytest.mark.parametrize(("penalty", "rounds"), [(1.0, 520), (SMOOTHNESS, 140)])
 def test_pfldyn_with_two_of_eight_devices_finds_it_too(penalty: float, rounds: int) -> None:
     fleet = dyn(penalty)
-    for active in draws(DEVICES, 2, rounds, seed=1):
+    for active in random_cohorts(DEVICES, 2, rounds, seed=1):
         fleet.round(active)
     assert fleet.error < 1e-8
 
@@ -71,7 +71,7 @@ def test_pflscaf_with_all_devices_finds_it(local_steps: int, rounds: int) -> Non
 @pytest.mark.parametrize(("decay", "control_rate"), [(1.0, "stepped"), (0.999, "stepped"), (0.999, "initial")])
 def test_pflscaf_with_two_of_eight_devices_finds_it_too(decay: float, control_rate: str) -> None:
     fleet = scaf(lr_decay=decay, control_rate=control_rate)
-    for active in draws(DEVICES, 2, 350, seed=1):
+    for active in random_cohorts(DEVICES, 2, 350, seed=1):
         fleet.round(active)
         np.testing.assert_allclose(fleet.server_dual, fleet.mean_dual(), atol=1e-13)
     assert fleet.error < 1e-8
@@ -113,7 +113,7 @@ def test_averaging_finds_the_minimiser_where_all_devices_have_one_curvature() ->
 
 def test_after_an_exact_local_minimisation_the_dual_is_the_gradient_there() -> None:
     fleet = dyn(local_steps=150)
-    for active in draws(DEVICES, 2, 20, seed=1):
+    for active in random_cohorts(DEVICES, 2, 20, seed=1):
         fleet.round(active)
         for device in fleet.devices.values():
             if device.latest is not None:
@@ -122,9 +122,9 @@ def test_after_an_exact_local_minimisation_the_dual_is_the_gradient_there() -> N
 
 
 def test_a_control_is_the_mean_gradient_along_the_devices_way() -> None:
-    """With one local step, the gradient where it started."""
+    """With one local step, the gradient at the start."""
     fleet = scaf(1)
-    for active in draws(DEVICES, 2, 20, seed=1):
+    for active in random_cohorts(DEVICES, 2, 20, seed=1):
         here = fleet.model
         fleet.round(active)
         for name in active:
@@ -132,7 +132,7 @@ def test_a_control_is_the_mean_gradient_along_the_devices_way() -> None:
             np.testing.assert_allclose(vector(device.state["control"]), device.loss.slope(here), atol=1e-13)
 
 
-def rounds_with_losses(fleet: Cohort, rounds: int, *, until: int) -> Iterator[None]:
+def rounds_with_losses(fleet: QuadraticFleet, rounds: int, *, until: int) -> Iterator[None]:
     """Until then a tenth of the updates are lost (dropped, late or refused), and a fifth of the devices hear late."""
     rng = np.random.default_rng(3)
     for number in range(rounds):
@@ -184,7 +184,7 @@ def test_a_device_that_leaves_starts_every_dual_again(build: Build, told: bool, 
         if number == 40:
             fleet.round(unheard=["device-5"])  # its counted state is of the old epoch and must not come back
             fleet.leave("device-3", told=told)
-        fleet.round(draws(fleet.devices, 5, 1, seed=number)[0] if number < 60 else ())
+        fleet.round(random_cohorts(fleet.devices, 5, 1, seed=number)[0] if number < 60 else ())
         gap = np.abs(fleet.server_dual - fleet.mean_dual()).max()
         assert number < 40 or bool(gap < 1e-13) is right
     assert fleet.state.dual_epoch == int(told)
@@ -220,7 +220,7 @@ def test_pfldyns_trained_model_has_one_term_more() -> None:
 def test_the_running_mean_is_about_as_near_to_the_optimum_as_the_mean_of_all_latest_models(build: Build) -> None:
     """Two of eight active: from the 20th round on at most 4.1 (PFLDyn) and 7.5 times as far; at most 0.52 apart."""
     fleet, gaps = build(), []
-    for number, active in enumerate(draws(DEVICES, 2, 200, seed=1)):
+    for number, active in enumerate(random_cohorts(DEVICES, 2, 200, seed=1)):
         fleet.round(active)
         served, mean, optimum = vector(fleet.state.served), fleet.mean_latest(), fleet.optimum
         gaps.append(np.linalg.norm(served - mean))
@@ -333,7 +333,7 @@ def test_adam_on_a_device_starts_anew_in_every_round() -> None:
 
 
 def test_the_minimiser_is_where_the_mean_gradient_vanishes() -> None:
-    """The helper that the tests above trust."""
+    """Checks the helper that the tests above rely on."""
     at = minimiser(DEVICES.values())
     np.testing.assert_allclose(sum(loss.slope(at) for loss in DEVICES.values()), np.zeros(SIZE), atol=1e-12)
     assert replace(DEVICES["device-0"], minimum=at).slope(at).tolist() == [0.0] * SIZE

@@ -1,5 +1,5 @@
-"""Closing a round gives the same bits whatever the order and the number of workers, and a run that goes on from the
-disk is the run that never stopped, for every method and every form of its server rule (identity 7)."""
+"""Closing a round gives the same bits for any order of arrival and any number of workers, and a run resumed from disk
+equals one that never stopped, for every method and every form of its server rule (identity 7)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.base.trees import Params
 from fleet_core.model.layout import MODEL_GROUPS as GROUPS
-from tests.support.quadratics import DEVICES, LAYOUT, SIZE, Cohort, bits, draws, fleet_of, tree
+from tests.support.quadratics import DEVICES, LAYOUT, SIZE, QuadraticFleet, bits, fleet_of, random_cohorts, tree
 
 FORMS: dict[str, dict[str, Any]] = {
     **{name: {} for name in METHODS},
@@ -35,7 +35,7 @@ FORMS: dict[str, dict[str, Any]] = {
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
-def play(form: str) -> Cohort:
+def play(form: str) -> QuadraticFleet:
     """A fleet of quadratics that runs this form of a method."""
     name = form.partition(",")[0]
     options = {"local_steps": 3, "client_lr": 0.02, "head_steps": 1, **FORMS[form]}
@@ -52,7 +52,7 @@ class Closed:
 
 @pytest.fixture(scope="module")
 def closed() -> Closed:
-    """Updates of sizes so different that another order of the sum gives other bits."""
+    """Updates of such different sizes that another order of the sum gives other bits."""
     rng = np.random.default_rng(0)
     updates = [
         Update(f"pi-{i}", Payload(tree(rng.normal(size=SIZE) * 10.0 ** rng.integers(-9, 9, SIZE)))) for i in range(90)
@@ -66,7 +66,7 @@ def groups(update: Update) -> Params:
 
 
 def arrange(updates: list[Update]) -> list[Update]:
-    """As the spool reads them: in closing order, whatever the order of arrival."""
+    """In closing order, whatever the order of arrival, as the spool reads them."""
     names = {update.device: update for update in updates}
     return [names[name] for name in aggregation.order(names)]
 
@@ -102,14 +102,14 @@ def test_a_sum_of_no_updates_is_an_error() -> None:
 
 
 def everything(state: ServerState) -> tuple[Any, ...]:
-    """All that a server remembers, to the bit."""
+    """Everything that a server remembers, as bytes."""
     memory = {role: storage.pack(storage.flatten(kept)) for role, kept in state.memory.items()}
     trees_ = [storage.pack(storage.flatten(params)) for params in (state.model, state.served)]
     return (*trees_, memory, state.dual_epoch, dict(state.scalars))
 
 
-def made_up(fleet: Cohort, name: str) -> list[Update]:
-    """Updates of sizes so different that the order of a sum shows, in what the method sends."""
+def made_up(fleet: QuadraticFleet, name: str) -> list[Update]:
+    """Updates of what the method sends, of such different sizes that the order of a sum shows."""
     rng, method = np.random.default_rng(0), METHODS[name]
     shapes = LAYOUT.extended(method.down, method.shared).zeros(method.shared)
     return [
@@ -133,11 +133,11 @@ def test_every_method_closes_to_the_same_bits_for_any_arrival(form: str) -> None
     assert name == "local" or everything(one) != everything(fleet.state)
 
 
-def from_disk(folder: Path) -> Callable[[Cohort], None]:
-    """Writes and reads all that server and devices remember, as a restart does."""
+def from_disk(folder: Path) -> Callable[[QuadraticFleet], None]:
+    """Write and read all that server and devices remember, as a restart does."""
     checkpoints = Checkpoints(folder)
 
-    def restart(fleet: Cohort) -> None:
+    def restart(fleet: QuadraticFleet) -> None:
         order = LAYOUT.extended(fleet.down, GROUPS).seeded(0)
         checkpoints.save(Checkpoint(fleet.number, fleet.state))
         fleet.state = checkpoints.load(fleet.number, order).state
@@ -152,10 +152,10 @@ def ordered(params: Params, order: Params) -> ClientState:
     return {g: {n: params[g][n] for n in named} for g, named in order.items() if g in params}
 
 
-def rounds(fleet: Cohort, between: Callable[[Cohort], None]) -> list[Any]:
+def rounds(fleet: QuadraticFleet, between: Callable[[QuadraticFleet], None]) -> list[Any]:
     """What the server and all devices hold after every round."""
     held = []
-    for active in draws(DEVICES, 3, 5, seed=1):
+    for active in random_cohorts(DEVICES, 3, 5, seed=1):
         fleet.round(active)
         between(fleet)
         devices = {n: storage.pack(storage.flatten_roles(d.state)) for n, d in fleet.devices.items()}
@@ -164,7 +164,7 @@ def rounds(fleet: Cohort, between: Callable[[Cohort], None]) -> list[Any]:
 
 
 @every_form
-def test_a_run_that_goes_on_from_the_disk_is_the_run_that_never_stopped(form: str, tmp_path: Path) -> None:
+def test_a_run_that_continues_from_the_disk_is_the_run_that_never_stopped(form: str, tmp_path: Path) -> None:
     never, always = rounds(play(form), lambda fleet: None), rounds(play(form), from_disk(tmp_path))
     assert always == never
     assert len({repr(held) for held in never}) == 5

@@ -1,4 +1,4 @@
-"""Methods that compare representations do not know the numbers of labels: what a device draws, learns and answers is
+"""Methods that compare representations do not depend on label numbers: what a device draws, learns and answers is
 permuted with them (identity 6, the ALID setting of Acar et al.)."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.data.episodes import Episodes, Shots, draws
 from fleet_core.personalization.nearest import Prototypes
-from tests.support.playing import Fleet, flat, gap, hyper_of, toy_layout, toy_samples
+from tests.support.simulation import Fleet, flat, hyper_of, max_difference, toy_layout, toy_samples
 
 Array = np.ndarray[Any, Any]
 ROTATED = np.array([2, 4, 0, 1, 3])
@@ -84,7 +84,7 @@ def test_an_independent_hessian_batch_is_drawn_beside_the_episode() -> None:
 
 
 def fleets(name: str, **hyper: Any) -> tuple[Fleet, Fleet]:
-    """Two devices whose labels are the fleet's, and the same devices with labels of their own."""
+    """Two devices with the fleet's labels, and the same devices with labels of their own."""
     data = [toy_samples(60, 5, seed) for seed in (1, 2)]
     chosen = hyper_of(name, **{"support_batch": 20, "query_batch": 20, "shots": 4, "query_shots": 6, **hyper})
     layout = toy_layout(5)
@@ -98,7 +98,7 @@ def test_a_step_of_training_is_the_same_for_permuted_labels(name: str) -> None:
     for one, two in zip(plain.trained().values(), other.trained().values(), strict=True):
         size = max(np.abs(a).max() for a in flat(one.update.groups))
         assert size > 1e-3
-        assert gap(one.update.groups, two.update.groups) < 1e-5 * size
+        assert max_difference(one.update.groups, two.update.groups) < 1e-5 * size
         assert two.update.scalars == pytest.approx(dict(one.update.scalars), rel=1e-5)
 
 
@@ -108,7 +108,7 @@ def test_a_fleet_whose_devices_number_their_classes_differently_learns_the_same(
     for _ in range(3):
         plain.round()
         other.round()
-    assert gap(plain.state.model, other.state.model) < 1e-4
+    assert max_difference(plain.state.model, other.state.model) < 1e-4
     x, _ = toy_samples(40, 5, seed=9)
     for i in range(2):
         one, two = plain.answers(plain.data[i], x), other.answers(other.data[i], x)
@@ -134,4 +134,4 @@ def test_on_a_device_class_means_are_permuted_with_the_labels_to_the_bit() -> No
 def test_a_method_with_a_shared_head_does_know_the_numbers() -> None:
     plain, other = fleets("fedavg", local_steps=1)
     one, two = plain.trained()[0], other.trained()[0]
-    assert gap(one.update.groups, two.update.groups) > 1e-3
+    assert max_difference(one.update.groups, two.update.groups) > 1e-3

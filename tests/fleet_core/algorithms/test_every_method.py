@@ -1,6 +1,5 @@
-"""Every method on a whole fleet in one process: it computes what a plain loop of the same pure functions does, bit for
-bit, sends what it states, and every device is evaluated and answers; and what methods with state of their own live
-through."""
+"""Every method on a whole fleet in one process equals a plain loop over the same pure functions, bit for bit; it sends
+what it declares, every device is evaluated and answers; and methods with state survive deaths and losses."""
 
 from __future__ import annotations
 
@@ -49,19 +48,11 @@ from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, softmax
 from fleet_core.protocol import messages, round_messages, topics
 from fleet_core.protocol.round_messages import Manifest, PerDevice, UploadManifest
-from tests.cloud_server.rounds.test_fleet import (
-    FakeDevice,
-    Faults,
-    Slow,
-    finished,
-    opened,
-    settled,
-    state_key,
-    statuses,
-)
 from tests.support.inprocess import CLASSES, World, config_text, toy, without_fsync, world
 from tests.support.paths import ROOT
+from tests.support.stand_ins import BrokerFaults, FakeDevice, SlowTrainer
 from tests.support.waiting import PATIENCE_S
+from tests.support.world_checks import finished, opened, settled, state_key, statuses
 
 NAMES = ("d0", "d1", "d2")
 ROUNDS = 3
@@ -73,7 +64,7 @@ SMALL = {
 
 @pytest.fixture(autouse=True, scope="module")
 def one_machine_that_keeps_its_power() -> Iterator[None]:
-    """Nothing waits for the disk; the trainers' number of threads is given back."""
+    """Nothing waits for the disk; the number of torch threads is reset at the end."""
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         without_fsync(patch)
@@ -91,7 +82,7 @@ def text_of(method: str, codec: str = "int8", *, down: str = "", link: str = "",
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    """Makes worlds with a running server and three devices, and ends them."""
+    """Make worlds with a running server and three devices, and end them."""
     made: list[World] = []
 
     def make(method: str, codec: str = "int8", *, broker: LoopbackBroker | None = None, **options: Any) -> World:
@@ -111,7 +102,7 @@ def begin(w: World) -> None:
 
 
 class Plain:
-    """What a fleet computes, as a loop of the same pure functions and nothing else."""
+    """What a fleet computes, as a plain loop over the same pure functions."""
 
     def __init__(self, w: World, names: Collection[str] = NAMES):
         self.fleet, self.method, self.hyper = w.fleet, w.fleet.method, w.fleet.hyper
@@ -124,7 +115,7 @@ class Plain:
         self.after = Checkpoint(0, self.method.server.init(trees.widened(first), self.hyper))
 
     def round(self, lost: Collection[str] = ()) -> None:
-        """One round; the updates of ``lost`` are not counted."""
+        """One round; updates of ``lost`` are not counted."""
         rule, before = self.method.server, self.after
         sent = rule.broadcast(before.state)
         seed = self.fleet.config.fleet.seed
@@ -168,7 +159,7 @@ class Plain:
         return trees.apply(lambda a: a.astype(np.float32), self.after.state.served)
 
     def own_weights(self, own: Samples, state: ClientState | None) -> trees.Params:
-        """A device's own weights, where the method's personalizer makes some."""
+        """A device's own weights, if the method's personalizer makes any."""
         return personal_model.adapt(
             self.method, self.network, self.layout, self.served, own.x, own.y, self.hyper, state,
             self.scalars(self.after.round),
@@ -230,7 +221,7 @@ class Played:
 @pytest.fixture(scope="module", params=[f"{codec} {method}" for method in METHODS for codec in ("fp32", "int8")])
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     codec, method = request.param.split()
-    faults = Faults()
+    faults = BrokerFaults()
     text = text_of(method, codec, link="chunk_bytes = 1024")
     w = world(tmp_path_factory.mktemp(method), text, LoopbackBroker(faults=faults))
     begin(w)
@@ -246,7 +237,7 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def evaluated_or_unable(w: World, name: str) -> bool:
     as_received = any(j.device == name for j in w.server.ledger.rows(Evaluation, round=w.closed()))
-    return as_received or w.told(f"round {w.closed()}: {name}: ")
+    return as_received or w.logged(f"round {w.closed()}: {name}: ")
 
 
 def test_a_live_fleet_computes_what_a_plain_loop_of_the_same_functions_does(played: Played) -> None:
@@ -262,7 +253,7 @@ def bits_of_tree(tree: trees.Params) -> dict[str, bytes]:
 
 
 def test_something_is_learned_in_every_round_and_by_every_device(played: Played) -> None:
-    """Else equal bits would say little."""
+    """Otherwise equal bits would prove little."""
     before, after = Plain(played.w), played.plain
     if after.method.received:
         assert state_bits(before.after.state) != state_bits(after.after.state)
@@ -303,7 +294,7 @@ def test_an_answer_is_what_torch_makes_of_the_devices_own_model(played: Played) 
 
 
 def expected_answer(plain: Plain, own: Samples, state: ClientState | None, x: Any) -> Any:
-    """Probabilities, computed with torch from what the plain loop ends with."""
+    """Probabilities computed with torch from the result of the plain loop."""
     method, network, served = plain.method, plain.network, plain.served
     if method.personalizer == "proto":
         z_own, z = (torch.tensor(local_training.embed(network, served, samples)) for samples in (own.x, x))
@@ -328,32 +319,32 @@ def expected_answer(plain: Plain, own: Samples, state: ClientState | None, x: An
 def test_a_device_without_torch_answers_as_far_as_it_can_and_says_what_it_cannot(played: Played) -> None:
     w, method = played.w, played.plain.method
     service = w.agents["bare"].service
-    said = w.told(f"bare: {method.name} makes a device's own weights by gradient steps, and there is no trainer here")
+    said = w.logged(f"bare: {method.name} makes a device's own weights by gradient steps, and there is no trainer here")
     stated = method_catalogue.without_torch(method)
     if stated in ("class means", "embedded samples"):
         assert service.answers(toy(5).x[:4]).personalization == method.personalizer
         assert not said
         return
     assert said
-    assert w.told("pip install \"metafleet[train]\"")
+    assert w.logged("pip install \"metafleet[train]\"")
     # the fleets here have no graph of steps
     stated = stated.removeprefix("tuned weights; ").removesuffix(" where its steps are no graph")
     if stated == "the fleet's model":
         assert service.answers(toy(5).x[:4]).personalization == "none"
-        assert w.told("the fleet's model answers as it is")
+        assert w.logged("the fleet's model answers as it is")
     else:
         assert stated == "nothing"
         with pytest.raises(
             StateError, match=f"with {method.name} a device answers with weights of its own, which are not made yet"
         ):
             service.predict(toy(5).x[:4])
-        assert w.told(f"round {ROUNDS}: bare: {method.name}"), "the aggregator heard of it"
-        assert w.told("there are no answers")
+        assert w.logged(f"round {ROUNDS}: bare: {method.name}"), "the aggregator heard of it"
+        assert w.logged("there are no answers")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_hyper_parameter_that_may_be_none_is_none_by_default(method: str) -> None:
-    """What is none does not travel, and is the default again where it arrives."""
+    """A value of None is not sent, and becomes the default again on arrival."""
     hyper = METHODS[method].hyper
     kinds = typing.get_type_hints(hyper)
     for field in fields(hyper):
@@ -471,22 +462,23 @@ def test_what_crosses_the_wire_is_what_the_method_states(played: Played) -> None
 
 @pytest.mark.parametrize("method", ["pflscaf-proto", "pflscaf-maml", "scaffold"])
 def test_control_variates_go_down_and_one_model_comes_up(method: str) -> None:
-    """Both papers send two up; the change of a device's control is made of what the server has."""
+    """Both papers send two up; the server can compute the change of a device's control itself."""
     row = METHODS[method]
     assert (row.down, row.shared) == ((*row.shared, "control"), row.shared)
     assert (row.models_down, row.models_up, row.paper_models) == (2, 1, (2, 2))
 
 
-def test_prototypes_travel_in_full_precision_whatever_the_link_says_and_a_person_is_told(fleet) -> None:
+def test_prototypes_travel_in_full_precision_whatever_the_link_says_with_a_log_line(fleet) -> None:
     w = fleet("fedproto", "int8")
-    assert w.told("fedproto sends sums over samples, which a lossy codec would spoil: all goes as fp32, not as int8 up")
+    assert w.logged("fedproto sends sums over samples, which a lossy codec would spoil: "
+                    "all goes as fp32, not as int8 up")
     assert w.pump(lambda: finished(w))
     (told,) = fleet("fedproto", "fp32").fleet.remarks()
     assert told.startswith("fedproto sends every device's class means")
 
 
 @pytest.mark.parametrize(("head_steps", "said"), [(4, True), (3, False)])
-def test_a_shared_body_that_is_never_trained_is_said(tmp_path: Path, head_steps: int, said: bool) -> None:
+def test_a_shared_body_that_is_never_trained_is_reported(tmp_path: Path, head_steps: int, said: bool) -> None:
     text = config_text("fedrep", hyper=f"head_steps = {head_steps}").replace("local_steps = 3", "local_steps = 4")
     (tmp_path / "fleet.toml").write_text(text)
     text = "fedrep never trains what is shared: head_steps = 4 of local_steps = 4 move the head alone"
@@ -494,7 +486,7 @@ def test_a_shared_body_that_is_never_trained_is_said(tmp_path: Path, head_steps:
 
 
 def test_prototypes_of_many_samples_are_no_update_of_a_large_norm(fleet) -> None:
-    """They are sums over a device's samples, and the bound is for each of these."""
+    """They are sums over a device's samples, and the norm limit is per sample."""
     w = fleet("fedproto", rounds=1, link="max_update_norm = 9.0")
     assert w.pump(lambda: finished(w))
     assert statuses(w, 1) == dict.fromkeys(NAMES, "counted")
@@ -502,7 +494,7 @@ def test_prototypes_of_many_samples_are_no_update_of_a_large_norm(fleet) -> None
     assert trees.norm({"prototypes": {"total": total}}) / len(NAMES) > 9.0
     low = fleet("fedproto", rounds=1, link="max_update_norm = 0.5")
     assert low.pump(lambda: low.server.stalled != "")
-    assert low.told("an update of norm")
+    assert low.logged("an update of norm")
 
 
 def test_a_round_of_a_method_that_shares_nothing_costs_a_few_bytes(fleet) -> None:
@@ -513,7 +505,8 @@ def test_a_round_of_a_method_that_shares_nothing_costs_a_few_bytes(fleet) -> Non
     assert by_kind["model"].down == nothing * len(NAMES), "once: it is the same in every round"
     assert by_kind["update"].up == nothing * len(NAMES) * ROUNDS
     assert nothing < 32
-    assert w.told(f"local shares nothing: a device fetches a model of {nothing} bytes once, and sends as many a round")
+    expected = f"local shares nothing: a device fetches a model of {nothing} bytes once, and sends as many a round"
+    assert w.logged(expected)
 
 
 @pytest.mark.parametrize(
@@ -544,7 +537,7 @@ def test_scalars_that_are_not_the_methods_are_refused_and_named(tmp_path, scalar
 
 
 def test_a_device_that_joins_when_the_delta_is_the_whole_model_too_takes_it_as_that(fleet) -> None:
-    """FedProto starts from zeros: what moves these is byte for byte what gives the model to one without them."""
+    """FedProto starts from zeros: the delta from zeros has the same bytes as the whole model."""
     w = fleet("fedproto", "fp32", rounds=4)
     assert w.pump(lambda: opened(w, 1))
     w.start_agent("d3", toy(3))
@@ -558,11 +551,11 @@ def test_a_device_that_joins_when_the_delta_is_the_whole_model_too_takes_it_as_t
 # What devices keep, through deaths and losses -------------------------------------------------------------------------
 
 KEEPERS = ("pflscaf-proto", "fedrep", "metavers", "fedmeta-maml", "fedproto", "local", "pfedhn")
-"""A control; a head of one's own; scalars; a server's moments; prototypes; nothing shared; a model for each device."""
+"""A control; a personal head; scalars; a server's moments; prototypes; nothing shared; a model for each device."""
 
 
 def pending_of(w: World, name: str) -> int:
-    """The round of the update whose fate is open on a device; 0 for none."""
+    """The round of the device's pending update; 0 for none."""
     pending = w.agents[name]._updates.pending
     return 0 if pending is None else pending.round
 
@@ -587,7 +580,7 @@ def test_deaths_in_every_round_change_no_bit(fleet, method) -> None:
 
 @pytest.mark.parametrize("method", KEEPERS)
 def test_an_update_that_was_not_counted_leaves_its_device_as_it_was(fleet, method) -> None:
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet(method, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 5")
     lift = faults.drop("/a/d0/up/2/")
     assert w.pump(lambda: w.closed() == 1 and pending_of(w, "d0") == 2)
@@ -604,7 +597,7 @@ def test_an_update_that_was_not_counted_leaves_its_device_as_it_was(fleet, metho
 
 
 def test_two_devices_with_equal_updates_are_told_apart_in_what_was_counted(fleet) -> None:
-    """Those of a method that shares nothing are all alike."""
+    """With a method that shares nothing all updates are equal."""
     w = fleet("local", rounds=1)
     assert w.pump(lambda: finished(w) and settled(w))
     rows = w.server.ledger.rows(Update, round=1)
@@ -642,14 +635,14 @@ def test_a_fleet_with_rounds_keeps_its_method(fleet) -> None:
 
 
 def test_what_a_device_keeps_is_as_after_the_round_that_is_evaluated(fleet, monkeypatch) -> None:
-    """Also where the list of what was counted comes later than the model, which of this method is always here."""
+    """Also where the list of counted updates comes later than the model, as it always does with this method."""
     monkeypatch.setattr(manifest, "LISTED_IDS", 1)
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet("local", broker=LoopbackBroker(faults=faults))
     held: list[str] = []
 
     def rule(client: str, message: Message) -> list[Message] | None:
-        """The list of round 3 comes to d0 after all else."""
+        """The list of round 3 reaches d0 last."""
         manifest = w.agents["d0"].manifest
         late = {r.blob.id for r in manifest.counted if r.round == 3 and r.blob} if manifest else set()
         if client != w.agents["d0"].boot or not any(f"/b/{blob}/" in message.topic for blob in late):
@@ -671,7 +664,7 @@ def test_a_device_answers_with_what_it_had_until_its_own_weights_are_made(fleet)
     path.write_text(path.read_text().replace("serve_every = 2", "serve_every = 1"))
     w.kill_server()
     w.start_server()
-    w.trainers["d0"].inner = Slow()
+    w.trainers["d0"].inner = SlowTrainer()
     service = w.agents["d0"].service
     assert w.pump(lambda: service.answering is not None)
     first = service.answers(toy(5).x[:4])
@@ -696,19 +689,19 @@ class Dies(InlineTrainer):
             self.died, self._finished = True, Done(job.kind, {}, error="the trainer process ended with exit code -9")
 
 
-def test_a_device_whose_trainer_died_over_its_own_weights_makes_them_when_it_is_asked_again(fleet) -> None:
+def test_a_device_whose_trainer_died_while_personalizing_retries_when_it_is_asked_again(fleet) -> None:
     w = fleet("fedper", rounds=2)
     path = w.fleet.folder / "fleet.toml"
     path.write_text(path.read_text().replace("serve_every = 2", "serve_every = 1"))
     w.kill_server()
     w.start_server()
     w.trainers["d0"].inner = Dies()
-    assert w.pump(lambda: w.told("d0: serve: personalization failed: the trainer process ended with exit code -9"))
+    assert w.pump(lambda: w.logged("d0: serve: personalization failed: the trainer process ended with exit code -9"))
     assert w.pump(lambda: w.agents["d0"].service.personalization == "own")
     assert w.pump(lambda: finished(w))
     late = w.start_agent("late", toy(9), train=False)
     w.trainers["late"].inner = Dies()
-    assert w.pump(lambda: w.told("late: serve: personalization failed"))
+    assert w.pump(lambda: w.logged("late: serve: personalization failed"))
     w.broker.drop(late.link.client_id)
     assert w.pump(lambda: late.service.personalization == "own"), "also when nothing new is announced"
 
@@ -717,7 +710,7 @@ def test_a_device_whose_trainer_died_over_its_own_weights_makes_them_when_it_is_
 
 
 def check_controls(w: World) -> None:
-    """The server's control is the mean of the devices' (and of what error feedback has still to bring)."""
+    """The server's control is the mean of the devices' (and of what error feedback still owes)."""
     state, facts, hyper = w.server.checkpoint.state, w.server.checkpoint.facts, w.server.hyper
     total = trees.zeros_like(state.memory["control"])
     for name in w.server._members.members():
@@ -732,7 +725,7 @@ def check_controls(w: World) -> None:
 
 @pytest.mark.parametrize(("up", "down"), [("fp32", "int8-plain"), ("int8", "int8"), ("int8-plain", "fp32")])
 def test_the_servers_control_is_the_mean_of_the_devices_after_every_round(fleet, up, down) -> None:
-    faults = Faults()
+    faults = BrokerFaults()
     w = fleet("pflscaf-proto", up, down=down, rounds=9, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 20",
               hyper="support_batch = 10\nquery_batch = 10")
     epochs, moved = [], []
@@ -760,8 +753,8 @@ def test_the_servers_control_is_the_mean_of_the_devices_after_every_round(fleet,
 
 
 def test_a_round_that_is_opened_again_after_a_device_joined_is_the_same_round(fleet) -> None:
-    """The newcomer changes the server's control, which is not to change what was sent already."""
-    faults = Faults()
+    """The newcomer changes the server's control, but must not change what was already sent."""
+    faults = BrokerFaults()
     w = fleet("pflscaf-proto", rounds=3, broker=LoopbackBroker(faults=faults), fleet="quorum = 1.0")
     assert w.pump(lambda: w.closed() == 1)
     lift = faults.drop("/a/d0/up/2/")

@@ -1,4 +1,4 @@
-"""Hyper-parameters: each has limits, and what is outside them is refused with its name, for every method."""
+"""Hyper-parameters have limits; values outside are refused by name, for every method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A method that another installed package brings: found by its entry point, known to all commands, told where wrong."""
+"""A method from another installed package: found by its entry point, known to all commands, and reported where it is
+wrong."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ hyper = {{ local_steps = 2, pull = 0.5 }}
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of installed packages with one that brings the method of seam.md."""
+    """A folder of installed packages, one of which brings the method of seam.md."""
     folder = tmp_path_factory.mktemp("packages")
     (folder / "my_lab").mkdir()
     (folder / "my_lab" / "__init__.py").touch()
@@ -115,17 +116,17 @@ ROW: Any = replace(PRODUCT["fedper"], name="mine")
 
 
 def found(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> tuple[dict[str, Any], list[str]]:
-    """What the entry points ``name=row`` of the module ``rows`` bring, and what is said."""
+    """What the entry points ``name=row`` of the module ``rows`` bring, and what is logged."""
     module = ModuleType("rows")
     module.__dict__.update({f"row{n}": row for n, row in enumerate(rows.values())})
     monkeypatch.setitem(sys.modules, "rows", module)
     points = [importlib.metadata.EntryPoint(name.rstrip("_"), f"rows:row{n}", plugins.GROUP)
               for n, name in enumerate(rows)]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [p for p in points if p.group == group])
-    said: list[str] = []
-    methods = Methods(PRODUCT, said.append)
+    lines: list[str] = []
+    methods = Methods(PRODUCT, lines.append)
     assert len(methods) == len(list(methods))
-    return {name: row for name, row in methods.items() if name not in PRODUCT}, said
+    return {name: row for name, row in methods.items() if name not in PRODUCT}, lines
 
 
 def test_a_name_of_the_products_is_never_looked_for_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,9 +222,9 @@ def test_a_package_that_ends_the_process_at_its_import_is_left_out(
     monkeypatch.syspath_prepend(tmp_path)
     point = importlib.metadata.EntryPoint("mine", "leaving:ROW", plugins.GROUP)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [point])
-    said: list[str] = []
-    assert "mine" not in Methods(PRODUCT, said.append)
-    assert said == ["the method 'mine' of the installed package leaving is left out: leaving:ROW cannot be imported: "
+    lines: list[str] = []
+    assert "mine" not in Methods(PRODUCT, lines.append)
+    assert lines == ["the method 'mine' of the installed package leaving is left out: leaving:ROW cannot be imported: "
                     "SystemExit: 3"]
 
 

@@ -1,8 +1,8 @@
-"""PFLDyn and PFLScaf under codecs that lose something, on quadratics: which delta a device's dual follows, and how the
-model comes down. The errors of the wrong ways were measured here with the same seeds.
+"""PFLDyn and PFLScaf with lossy codecs, on quadratics: which delta a device's dual follows, and how the model is sent
+down. The errors of the wrong rules were measured here with the same seeds.
 
 With error feedback a dual follows the device's own delta, and the server's g is the mean of the g_i and of what the
-residuals will still bring, times α or 1/(Kβ). Without, it follows the decoded delta, and g is the mean of the g_i.
+residuals still owe, times α or 1/(Kβ). Without, it follows the decoded delta, and g is the mean of the g_i.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from tests.support.quadratics import (
     DEVICES,
     LAYOUT,
     SIZE,
-    Cohort,
     Quadratic,
+    QuadraticFleet,
     Send,
     average,
-    draws,
     dyn,
     int8,
+    random_cohorts,
     scaf,
     top_k,
 )
 
 pytestmark = pytest.mark.slow
 
-Build = Callable[..., Cohort]
+Build = Callable[..., QuadraticFleet]
 both = pytest.mark.parametrize("build", [dyn, scaf])
 PLAIN, FEEDBACK = int8("int8-plain"), int8("int8")
 REACHING = [name for name, codec in CODECS.items() if "up" not in codec.misses]
 WIRE = LAYOUT.extended((*GROUPS, "control"), GROUPS)
-HALF = draws(DEVICES, 4, 130, seed=1)
+HALF = random_cohorts(DEVICES, 4, 130, seed=1)
 ALL: list[list[str]] = [[]] * 130
 
 
-def gap_of_duals(fleet: Cohort) -> float:
-    """How far g is from what it should be; without feedback the residuals are zero."""
+def gap_of_duals(fleet: QuadraticFleet) -> float:
+    """How far g is from its identity; without feedback the residuals are zero."""
     hyper = fleet.hyper
     per_residual = hyper.penalty if isinstance(hyper, Dyn) else 1 / distance(hyper, fleet.number)
     return float(np.abs(fleet.server_dual - fleet.mean_dual() - per_residual * fleet.mean_residual()).max())
 
 
-def lossy(fleet: Cohort, active: list[list[str]]) -> tuple[float, float]:
+def lossy(fleet: QuadraticFleet, active: list[list[str]]) -> tuple[float, float]:
     """(error at the end, largest gap of the duals after any round)."""
     gaps = []
     for names in active:
@@ -111,7 +111,7 @@ def test_the_own_delta_without_feedback_is_biased(build: Build, send: Send, floo
     "fleet", [lambda **how: dyn(4.0, **how), lambda **how: scaf(1, client_lr=1 / 16, **how)], ids=["dyn", "scaf"]
 )
 def test_the_decoded_delta_with_feedback_counts_the_residual_twice(fleet: Build) -> None:
-    """int8 still gets there, for it loses little; sending two of six values diverges."""
+    """int8 still converges, because it loses little; sending two of six values diverges."""
     _, gap = lossy(fleet(send=FEEDBACK, dual="decoded"), HALF[:40])
     assert gap > 1e-3
     error, gap = lossy(fleet(send=top_k(2, feedback=True), dual="decoded"), ALL[:80])
@@ -142,7 +142,7 @@ def test_the_duals_keep_their_sum_under_a_codec_while_updates_are_lost_and_devic
 
 
 class Downlink:
-    """What devices decode of what each round sends down, by the aggregator's own rule for what it publishes."""
+    """What devices decode of each round's model, by the aggregator's own publishing rule."""
 
     def __init__(self, codec: str):
         self.codec, self.number = codec, 0
@@ -188,11 +188,11 @@ def steep_and_flat() -> dict[str, Quadratic]:
 
 
 def strayed(build: Build, codec: str, **how: Any) -> float:
-    """Largest distance, in the last half of 120 rounds, from the run whose model comes down as it is."""
+    """Largest distance, in the last half of 120 rounds, from the run whose model is sent without loss."""
     devices = steep_and_flat()
     fleet, reference = (build(local_steps=5, client_lr=0.2, losses=devices, **how) for _ in range(2))
     fleet.publish, distances = Downlink(codec), []
-    for active in draws(devices, 2, 120, seed=1):
+    for active in random_cohorts(devices, 2, 120, seed=1):
         fleet.round(active)
         reference.round(active)
         distances.append(float(np.linalg.norm(fleet.model - reference.model)))
@@ -207,7 +207,7 @@ def strayed(build: Build, codec: str, **how: Any) -> float:
 def test_adding_what_the_last_model_lost_frees_the_coordinates_that_move_less_than_a_step(
     build: Build, how: dict[str, Any], bound: float, gain: float
 ) -> None:
-    """Where the steep coordinate goes on moving, int8 rounds the flat ones' moves to zero unless they add up."""
+    """While the steep coordinate moves, int8 rounds the flat ones' moves to zero unless they add up."""
     feedback, plain = strayed(build, "int8", **how), strayed(build, "int8-plain", **how)
     assert feedback < bound
     assert plain > gain * feedback

@@ -1,7 +1,5 @@
-"""The methods against each other: what two of them must have in common where their choices agree (identities 1 and 5).
-
-On quadratics in float64, and with the real client loop on toy samples where the draws of samples matter.
-"""
+"""What two methods have in common where their choices agree (identities 1 and 5): on quadratics in float64, and with
+the real client loop on toy samples where the draws matter."""
 
 from __future__ import annotations
 
@@ -21,8 +19,18 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.learning import local_training
-from tests.support.playing import Fleet, flat, gap, hyper_of, same, toy_layout, toy_samples
-from tests.support.quadratics import DEVICES, SIZE, SMOOTHNESS, Cohort, bits, draws, fleet_of, tree, vector
+from tests.support.quadratics import (
+    DEVICES,
+    SIZE,
+    SMOOTHNESS,
+    QuadraticFleet,
+    bits,
+    fleet_of,
+    random_cohorts,
+    tree,
+    vector,
+)
+from tests.support.simulation import Fleet, equal_bits, flat, hyper_of, max_difference, toy_layout, toy_samples
 
 EXACT: dict[str, Any] = {"client_lr": 1 / SMOOTHNESS, "clip_norm": 0.0, "local_steps": 10}
 STEPS: dict[str, Any] = {
@@ -31,20 +39,20 @@ STEPS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def quadratic(name: str, **hyper: Any) -> Cohort:
+def quadratic(name: str, **hyper: Any) -> QuadraticFleet:
     return fleet_of(name, hyper_of(name, **{**EXACT, **hyper}), DEVICES)
 
 
 def toys(name: str, **hyper: Any) -> Fleet:
-    """Three devices with samples of their own, one of them with more than the others."""
+    """Three devices with their own samples, one of them with more than the others."""
     data = [toy_samples(n, seed=n) for n in (60, 61, 90)]
     return Fleet(name, hyper_of(name, **{**STEPS, **hyper}), data, toy_layout())
 
 
-def play(fleet: Cohort, rounds: int = 6) -> list[bytes]:
+def play(fleet: QuadraticFleet, rounds: int = 6) -> list[bytes]:
     """The model's bits after every round of five of eight devices."""
     found = []
-    for active in draws(DEVICES, 5, rounds, seed=2):
+    for active in random_cohorts(DEVICES, 5, rounds, seed=2):
         fleet.round(active)
         found.append(bits(trees.only(fleet.state.model, ("body", "head"))))
     return found
@@ -63,14 +71,14 @@ def test_fedmeta_with_a_server_sgd_is_per_fedavg_with_one_step() -> None:
     for active in ([0, 1, 2], [0, 2], [1]):
         meta.round(active)
         fallah.round(active)
-        assert gap(meta.state.model, fallah.state.model) < 1e-6
+        assert max_difference(meta.state.model, fallah.state.model) < 1e-6
     assert np.abs(vector(meta.state.model) - first).max() > 1e-3
 
 
 def test_fedmeta_with_a_server_sgd_is_per_fedavg_with_one_step_to_rounding_in_float64() -> None:
     meta = quadratic("fedmeta-maml", local_steps=1, server_optimizer="sgd", server_lr=BETA)
     fallah = quadratic("per-fedavg-exact", local_steps=1, client_lr=BETA)
-    for active in draws(DEVICES, 3, 10, seed=1):
+    for active in random_cohorts(DEVICES, 3, 10, seed=1):
         meta.round(active)
         fallah.round(active)
         np.testing.assert_allclose(meta.model, fallah.model, rtol=1e-13)
@@ -96,10 +104,10 @@ def test_the_appendix_of_fedmeta_is_averaging_by_samples_with_adam_on_the_device
     for _ in range(2):
         meta.round()
         same_thing.round()
-    assert gap(meta.state.model, same_thing.state.model) == 0
+    assert max_difference(meta.state.model, same_thing.state.model) == 0
     algorithm_1 = toys("fedmeta-maml", client_lr=0.01)
     algorithm_1.round()
-    assert not same(algorithm_1.state.model, meta.state.model)
+    assert not equal_bits(algorithm_1.state.model, meta.state.model)
 
 
 # Degenerate cases (identity 5) ----------------------------------------------------------------------------------------
@@ -113,7 +121,7 @@ def test_metavers_with_the_cross_entropy_alone_is_p_avg_proto(distance: str) -> 
     for active in ([0, 1, 2], [0, 2]):
         vers.round(active)
         proto.round(active)
-        assert gap(vers.state.model, proto.state.model) < 1e-7
+        assert max_difference(vers.state.model, proto.state.model) < 1e-7
     assert np.abs(flat(vers.trained()[0].update.groups)[0]).max() > 1e-3
 
 
@@ -186,7 +194,7 @@ def test_meta_sgd_starts_as_maml_with_one_step_at_the_first_rate() -> None:
     learned, fixed = toys("fedmeta-metasgd", first_rate=0.1), toys("fedmeta-maml", inner_lr=0.1, inner_steps=1)
     for i, result in learned.trained().items():
         body_and_head, rates = trees.parted(result.update.groups, "rates")
-        assert gap(body_and_head, fixed.trained()[i].update.groups) < 1e-7
+        assert max_difference(body_and_head, fixed.trained()[i].update.groups) < 1e-7
         assert max(np.abs(a).max() for a in flat(rates)) > 1e-4
     assert {float(a) for array in flat(trees.only(learned.state.model, ("rates",))) for a in array.ravel()} == {0.1}
     learned.round()
@@ -197,7 +205,7 @@ def test_meta_sgd_starts_as_maml_with_one_step_at_the_first_rate() -> None:
 
 
 def first_model(name: str, **hyper: Any) -> Params:
-    """What the device 0 has made of the first weights after one round, whatever it sends of it."""
+    """What device 0 has after one round from the first weights, whatever it sends of it."""
     fleet = toys(name, **hyper)
     result, start = fleet.trained()[0], trees.only(fleet.broadcast().groups, ("body", "head"))
     sent = trees.add(start, result.update.groups) if start else {}
@@ -208,15 +216,15 @@ def first_model(name: str, **hyper: Any) -> Params:
 def test_in_the_first_round_all_that_train_the_whole_model_make_the_same_steps(name: str) -> None:
     """Personal groups start alike on all devices; there are no class means, controls or distances to the anchor yet."""
     hyper = {"proximity": 0.0} if name == "fedprox" else {}
-    assert gap(first_model(name, **hyper), first_model("fedavg")) < 1e-6
+    assert max_difference(first_model(name, **hyper), first_model("fedavg")) < 1e-6
 
 
-def test_fedrep_without_head_steps_is_fedbabu_for_that_round_and_with_head_steps_alone_sends_nothing() -> None:
+def test_fedrep_without_head_steps_equals_fedbabu_and_with_head_steps_alone_sends_nothing() -> None:
     body_only = toys("fedrep", head_steps=0).trained()[0]
-    assert gap(body_only.update.groups, toys("fedbabu").trained()[0].update.groups) == 0
+    assert max_difference(body_only.update.groups, toys("fedbabu").trained()[0].update.groups) == 0
     head_only = toys("fedrep", head_steps=4).trained()[0]
     assert max(np.abs(a).max() for a in flat(head_only.update.groups)) == 0
-    assert gap(head_only.pending["personal"], body_only.pending["personal"]) > 1e-3
+    assert max_difference(head_only.pending["personal"], body_only.pending["personal"]) > 1e-3
 
 
 def test_fedrep_moves_its_head_under_the_received_body_and_then_the_body_under_that_head() -> None:
@@ -247,10 +255,10 @@ def test_fedbabus_head_is_the_first_one_in_every_round_and_on_every_device() -> 
     for _ in range(2):
         fleet.round()
     assert len(seen) == 6
-    assert all(same(head, seen[0]) for head in seen)
+    assert all(equal_bits(head, seen[0]) for head in seen)
 
 
-def test_a_device_that_keeps_groups_goes_on_from_its_own() -> None:
+def test_a_device_that_keeps_groups_continues_from_its_own() -> None:
     loss, hyper = DEVICES["device-0"], LocalSgd(local_steps=1, client_lr=0.1, clip_norm=0.0)
     own = trees.only(tree(np.full(SIZE, 3.0)), ("head",))
     body = trees.only(tree(np.ones(SIZE)), ("body",))
@@ -265,7 +273,7 @@ def test_a_device_that_keeps_groups_goes_on_from_its_own() -> None:
 
 
 def margins(hyper: Margins, reports: list[list[float]]) -> list[float]:
-    """The margin that goes down before each round, and after the last."""
+    """The margin that is sent before each round, and after the last."""
     rule, found = VersServer(), []
     state = rule.init(tree(np.zeros(SIZE)), hyper)
     for number, reported in enumerate(reports, start=1):
@@ -318,7 +326,7 @@ def test_metavers_warms_up_with_the_cross_entropy_alone() -> None:
     assert given == [1, 1, 0.4]
 
 
-def test_fedproto_measures_once_after_its_steps_and_a_class_that_nobody_had_keeps_what_it_had() -> None:
+def test_fedproto_measures_once_after_its_steps_and_an_absent_class_keeps_its_mean() -> None:
     """Tan, eq. 6 without its second division: means weighted by counts are totals over counts."""
     first = {"prototypes": {"total": np.array([[9.0, 9], [2, 4], [7, 7]]), "count": np.array([9.0, 2, 7])}}
     hyper, calls = Pull(local_steps=3, client_lr=0.1, clip_norm=0.0), []

@@ -1,4 +1,4 @@
-"""Adam and Yogi: against torch's, against Algorithm 2 of Reddi et al. written out, and as a server's rule."""
+"""Adam and Yogi compared with torch, with Algorithm 2 of Reddi et al. written out, and as a server's rule."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def torchs(lr: float, beta1: float, beta2: float, epsilon: float) -> list[Vector
 
 
 def reddis(lr: float, beta1: float, beta2: float, tau: float, start: float, *, yogi: bool) -> list[Vector]:
-    """Reddi et al. 2021, Algorithm 2, coordinate by coordinate; their Δ is a direction uphill."""
+    """Reddi et al. 2021, Algorithm 2, coordinate by coordinate; their Δ points uphill."""
     x, m, v = np.zeros(SIZE), np.zeros(SIZE), np.full(SIZE, start)
     found = []
     for delta in -DIRECTIONS:
@@ -70,7 +70,7 @@ def test_without_a_correction_of_the_start_it_is_reddis_algorithm_2(yogi: bool, 
 
 
 def test_yogi_forgets_a_large_gradient_slower_than_adam() -> None:
-    """Its second moment falls by what the new square is worth, not by a share of itself."""
+    """Its second moment falls by the value of the new square, not by a share of itself."""
     big, small = tree(np.full(SIZE, 10.0)), tree(np.full(SIZE, 0.1))
     after = {}
     for yogi in (False, True):
@@ -89,7 +89,7 @@ def test_a_direction_of_zero_is_no_step() -> None:
 
 
 def test_a_devices_adam_remembers_from_step_to_step() -> None:
-    """``descend`` with the moments' defaults, torch's."""
+    """``descend`` with default moments equals torch's."""
     coming = iter(DIRECTIONS)
     hyper = LocalSgd(local_optimizer="adam", clip_norm=0.0)
     found = descend(tree(np.zeros(SIZE)), [lambda at: tree(next(coming))] * len(DIRECTIONS), hyper, LR)

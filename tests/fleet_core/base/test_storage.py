@@ -1,4 +1,4 @@
-"""Files of named arrays as they are streamed, looked into and tried for room; and waits that differ by device."""
+"""Named arrays in files: streaming, mapping, checking for free space; and waits that differ by device."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_room_is_tried_with_the_largest_file_and_nothing_stays(tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
 
 
-def test_waits_double_up_to_their_limit_differ_by_device_and_begin_again_after_an_answer() -> None:
+def test_waits_double_up_to_a_limit_differ_by_device_and_reset_after_an_answer() -> None:
     now = [0.0]
     waits = {}
     for name in ("a", "b"):

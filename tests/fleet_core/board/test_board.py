@@ -1,4 +1,5 @@
-"""Profiles, what a machine has, and what follows for the agent. The machines are made up: no board is at hand."""
+"""Board profiles, what a machine has, and what the agent decides from both. The machines are made up; no board is at
+hand."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from fleet_core.board.limits import Limits, Wish
 from fleet_core.board.probe import Machine
 from fleet_core.board.profile import Can, Profile
 from fleet_core.learning import local_training
-from tests.cloud_server.rounds.test_fleet import finished, statuses
 from tests.support.inprocess import World, config_text, toy, world
+from tests.support.world_checks import finished, statuses
 
 FILES = sorted(firmware_profiles.folder().glob("*.toml"))
 WHOLE = 'name = "b"\ntitle = "B"\narch = "aarch64"\n'
@@ -86,12 +87,12 @@ def mistakes(tmp_path: Path, text: str) -> str:
     return str(told.value)
 
 
-def test_all_mistakes_of_a_profile_are_told_at_once_in_order_with_line_key_and_suggestion(tmp_path: Path) -> None:
-    told = mistakes(tmp_path, (
+def test_all_mistakes_of_a_profile_are_reported_at_once_in_order_with_line_key_and_suggestion(tmp_path: Path) -> None:
+    message = mistakes(tmp_path, (
         'name = "b"\ntitle = "B"\narch = "aarch65"\nmemory = [512]\n[[images]]\nname = "x"\nfirst_boot = "cloudinit"\n'
         '[wheels]\npins = { troch = "2.9.1" }\nsource = "s"\n[power]\nsensor = "ina32"\nidle_w = 9\nbusy_w = 3\n'
     ))
-    lines = [line.replace(f"{tmp_path}/", "") for line in told.splitlines()]
+    lines = [line.replace(f"{tmp_path}/", "") for line in message.splitlines()]
     assert [line.partition(": ")[0] for line in lines] == [
         "board.toml:3", "board.toml:4", "board.toml:7", "board.toml:9", "board.toml:12", "board.toml:13",
         "board.toml:14",
@@ -99,7 +100,7 @@ def test_all_mistakes_of_a_profile_are_told_at_once_in_order_with_line_key_and_s
     for expected in ("did you mean 'aarch64'", "unknown key (did you mean 'memory_mib'", "did you mean 'cloud-init'",
                      "did you mean 'torch'", "did you mean 'ina3221'", "power.idle_w: has no source",
                      "power.busy_w: 3 is below idle_w, 9"):
-        assert expected in told
+        assert expected in message
 
 
 @pytest.mark.parametrize(("lines", "expected"), [
@@ -129,10 +130,10 @@ def test_a_sensor_that_would_count_wrongly_is_refused(tmp_path: Path, lines: str
 
 @pytest.mark.parametrize("arch", ["armv7l", "armv6l", "armhf", "i686"])
 def test_a_32_bit_system_is_refused_with_the_reason_and_once(tmp_path: Path, arch: str) -> None:
-    told = mistakes(tmp_path, WHOLE.replace("aarch64", arch))
-    assert told.count("\n") == 0
-    assert "board.toml:3: arch: " in told
-    assert "32-bit system, for which there is no torch and no onnxruntime wheel" in told
+    message = mistakes(tmp_path, WHOLE.replace("aarch64", arch))
+    assert message.count("\n") == 0
+    assert "board.toml:3: arch: " in message
+    assert "32-bit system, for which there is no torch and no onnxruntime wheel" in message
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: p
     assert catalogue.load("b").title == "B"
 
 
-def test_the_mistakes_of_all_files_in_a_folder_are_told_at_once(tmp_path: Path) -> None:
+def test_the_mistakes_of_all_files_in_a_folder_are_reported_at_once(tmp_path: Path) -> None:
     folder = own_folder(tmp_path, one=WHOLE, two="arch = 3\n", three="arch = [\n")
     with pytest.raises(ConfigError) as told:
         catalogue.all_of(folder)
@@ -183,7 +184,7 @@ def test_the_mistakes_of_all_files_in_a_folder_are_told_at_once(tmp_path: Path) 
         assert expected in str(told.value)
 
 
-def test_an_unknown_board_and_a_folder_that_is_none_are_refused_with_a_suggestion(tmp_path: Path) -> None:
+def test_an_unknown_board_and_an_invalid_folder_are_refused_with_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'raspberry-pi-4b'"):
         catalogue.load("rasberry-pi-4b")
     with pytest.raises(ConfigError, match="is not a folder"):
@@ -235,7 +236,7 @@ def test_memory_and_the_boards_own_name_are_read_from_files(tmp_path: Path) -> N
     assert machine.bits in (32, 64)
 
 
-def test_a_machine_that_says_nothing_is_read_all_the_same(tmp_path: Path) -> None:
+def test_a_machine_that_says_nothing_is_read_anyway(tmp_path: Path) -> None:
     machine = probe.machine(tmp_path)
     assert machine.model is None
     assert machine.cores >= 1
@@ -329,7 +330,7 @@ def test_a_wish_that_the_board_cannot_grant_is_wrong_and_one_not_to_train_is_not
     assert complaint.what == "threads"
 
 
-# What the agent makes of it -------------------------------------------------------------------------------------------
+# What the agent does with it ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -366,7 +367,7 @@ def test_a_board_too_small_for_the_model_answers_and_does_not_train_and_the_oper
     assert {j.device for j in evaluated} == {"d0", "d1", "small"}
 
 
-def test_a_trainer_is_told_the_boards_batch(fleet: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_receives_the_boards_batch(fleet: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, set[int]] = {}
     trained = local_training.train_round
 

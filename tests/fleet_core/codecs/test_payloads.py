@@ -1,4 +1,4 @@
-"""Payloads: what goes in comes out, what is lost is bounded and accounted for, and what is no payload is refused."""
+"""Payloads: what is encoded is decoded, losses are bounded and accounted for, and malformed payloads are refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def model(seed: int = 0, dtype: Any = np.float32) -> dict[str, dict[str, Any]]:
 
 
 def payload(name: str, tensors: Mapping[str, Any]) -> bytes:
-    """Those arrays as a payload, whatever they are."""
+    """A payload of any arrays."""
     packed = storage.pack(tensors)
     return framed(name, packed + bytes(-len(packed) % 4 if name == "fp32" else 0))
 
@@ -60,7 +60,7 @@ def framed(name: str, packed: bytes) -> bytes:
 
 
 def quantized() -> dict[str, Any]:
-    """The arrays of a sound int8 payload."""
+    """The arrays of a valid int8 payload."""
     ones = {key: np.ones(shape, np.int8) for key, shape in SHAPES.items()}
     return ones | {key + SCALE: np.ones(1, np.float32) for key in SHAPES}
 
@@ -191,7 +191,7 @@ def test_with_feedback_everything_that_was_meant_arrives_in_the_end() -> None:
     assert trees.norm(trees.subtract(missing, residual)) < 1e-5
 
 
-def test_without_feedback_the_error_is_said_and_a_residual_is_not_added() -> None:
+def test_without_feedback_the_error_is_reported_and_a_residual_is_not_added() -> None:
     own, other = model(), model(1)
     sent = payloads.send("int8-plain", own, other, LAYOUT, GROUPS)
     assert sent.residual is None
@@ -268,7 +268,7 @@ def test_a_value_that_is_not_finite_as_float32_is_not_sent(name: str, value: flo
 
 
 def fp32(**changed: Any) -> dict[str, Any]:
-    """The arrays of a sound fp32 payload, some changed or (None) left out; ``body_b`` is body/b."""
+    """The arrays of a valid fp32 payload, some changed or (None) left out; ``body_b`` is body/b."""
     return _changed(storage.flatten(model()), changed)
 
 
@@ -326,7 +326,7 @@ def test_the_sound_payloads_that_those_were_made_of_are_taken() -> None:
 
 
 def header(text: str, body: bytes = b"") -> bytes:
-    """A safetensors file of that header, padded to whole words."""
+    """A safetensors file with this header, padded to whole words."""
     padded = text.encode().ljust(-(-len(text) // 4) * 4)
     return struct.pack("<Q", len(padded)) + padded + body
 

@@ -1,4 +1,4 @@
-"""Samples that are asked about, without labels: arrays, files, images."""
+"""Samples without labels, to be predicted: arrays, files, images."""
 
 from __future__ import annotations
 

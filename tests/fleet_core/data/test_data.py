@@ -135,7 +135,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_with_an_npz_is_said_with_file_array_and_row(tmp_path: Path, name: str) -> None:
+def test_an_npz_error_names_file_array_and_row(tmp_path: Path, name: str) -> None:
     arrays, message = BAD[name]
     path = npz(tmp_path / "bad.npz", **arrays)
     with pytest.raises(DataError, match=message) as told:
@@ -144,7 +144,7 @@ def test_what_is_wrong_with_an_npz_is_said_with_file_array_and_row(tmp_path: Pat
 
 
 def member(shape: tuple[int, ...], dtype: str, body: bytes) -> bytes:
-    """A .npy file whose header says what it likes."""
+    """A .npy file with any header."""
     buffer = io.BytesIO()
     np.lib.format.write_array_header_1_0(buffer, {"shape": shape, "fortran_order": False, "descr": dtype})
     return buffer.getvalue() + body
@@ -287,7 +287,7 @@ def test_a_csv_is_read_whatever_the_order_of_its_columns(tmp_path: Path) -> None
         ('a,label\n1,"0\n', "is not valid .csv"),
     ],
 )
-def test_what_is_wrong_with_a_csv_is_said_with_file_line_and_column(tmp_path: Path, text: str, message: str) -> None:
+def test_a_csv_error_names_file_line_and_column(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
     with pytest.raises(DataError, match=message) as told:
@@ -336,7 +336,7 @@ def test_grey_images_have_one_channel(tmp_path: Path) -> None:
     assert read.x[:, 0, 0, 0].tolist() == [7, 255]
 
 
-def test_what_is_wrong_with_images_is_said_with_the_file(tmp_path: Path) -> None:
+def test_an_image_error_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no subfolder"):
         load(tmp_path)
     (tmp_path / "a").mkdir()
@@ -706,7 +706,7 @@ def test_the_build_says_what_it_lacks(build: ModuleType, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no zip"])
-def test_a_damaged_installation_is_told(content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_install_is_reported(content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if content is not None:
         (tmp_path / "heartbeat.npz").write_bytes(content)
     monkeypatch.setattr(heartbeat, "FILE", tmp_path / "heartbeat.npz")

@@ -1,4 +1,5 @@
-"""The readers of the named sets' originals, on small files in their format and on real ones, and bounds on archives."""
+"""Readers of the named sets' original files, on small files in their format and on real ones, and limits on
+archives."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def idx_bytes(array: np.ndarray, kind: int = 8) -> bytes:
 
 
 def mnist_files(folder: Path, labels: np.ndarray, writers: np.ndarray) -> dict[str, Path]:
-    """MNIST of as many digits in both parts; QMNIST's test labels are longer, as they are in truth."""
+    """MNIST with equally many digits in both parts; as in reality, QMNIST's test labels are longer."""
     extended = np.zeros((len(labels), 8), np.int64)
     extended[:, 0], extended[:, 2] = labels, writers
     images = np.arange(len(labels) * 784).reshape(-1, 28, 28) % 256
@@ -197,7 +198,7 @@ def test_any_bytes_are_cifar_records_or_a_data_error(data: bytes, label_bytes: i
 
 
 def png(ink: np.ndarray) -> bytes:
-    """A drawing as Omniglot has it: one bit a pixel, paper white."""
+    """A drawing as in Omniglot: one bit per pixel, white paper."""
     from PIL import Image
 
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""The named data sets: the registry, downloads from a server on this machine, local copies, the cache, the command."""
+"""The named data sets: the registry, downloads from a local server, local copies, the cache, the command."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ CUT = 3000
 
 
 class Places:
-    """Public places on this machine. answers: what a path does, one entry a request, the last for all further ones.
-
-    asked: (path, Range) of every request.
-    """
+    """A local download server. answers: what a path does, one entry per request, the last for all further ones. asked:
+    (path, Range) of every request."""
 
     def __init__(self) -> None:
         self.answers: dict[str, list[Callable[[BaseHTTPRequestHandler], None]]] = {}
@@ -62,7 +60,7 @@ class Places:
 
 
 def whole(content: bytes = CONTENT) -> Callable[[BaseHTTPRequestHandler], None]:
-    """Sends the content, from where the request wants it."""
+    """Send the content from the requested offset."""
 
     def answer(to: BaseHTTPRequestHandler) -> None:
         wanted = to.headers.get("Range")
@@ -78,7 +76,7 @@ def whole(content: bytes = CONTENT) -> Callable[[BaseHTTPRequestHandler], None]:
 
 
 def cut(to: BaseHTTPRequestHandler) -> None:
-    """Announces the rest of the content, and goes away after CUT bytes of it."""
+    """Announce the rest of the content, and hang up after CUT bytes of it."""
     begin = int((to.headers.get("Range") or "bytes=0-").removeprefix("bytes=").removesuffix("-"))
     to.send_response(206 if begin else 200)
     if begin:
@@ -90,7 +88,7 @@ def cut(to: BaseHTTPRequestHandler) -> None:
 
 
 def plain(content: bytes) -> Callable[[BaseHTTPRequestHandler], None]:
-    """Sends the content from its beginning, whatever is wanted, without saying how much it is."""
+    """Send the whole content, whatever range is requested, without its length."""
 
     def answer(to: BaseHTTPRequestHandler) -> None:
         to.send_response(200)
@@ -134,7 +132,7 @@ def original(*urls: str, content: bytes = CONTENT) -> Original:
 
 
 class Waits(list[float]):
-    """In place of ``time.sleep``: remembers what it was told."""
+    """Replaces ``time.sleep`` and records its arguments."""
 
     def __call__(self, seconds: float) -> None:
         self.append(seconds)
@@ -167,7 +165,7 @@ def test_a_cut_connection_is_taken_up_where_it_ended(places: Places, tmp_path: P
     assert waits == [1.0, 2.0]
 
 
-def test_a_later_call_goes_on_where_an_earlier_one_stopped(places: Places, tmp_path: Path) -> None:
+def test_a_later_call_continues_where_an_earlier_one_stopped(places: Places, tmp_path: Path) -> None:
     url = places.put("/a", cut, status(403), whole())
     with pytest.raises(LinkError, match="403"):
         get(original(url), tmp_path)
@@ -188,7 +186,7 @@ def test_a_server_that_cannot_resume_is_read_from_the_beginning(places: Places, 
     assert len(places.asked) == 2
 
 
-def test_a_mirror_goes_on_where_the_first_place_was_cut(places: Places, tmp_path: Path) -> None:
+def test_a_mirror_continues_where_the_first_place_was_cut(places: Places, tmp_path: Path) -> None:
     first, second = places.put("/a", cut, status(404)), places.put("/b", whole())
     content, origin, _ = get(original(first, second), tmp_path)
     assert (content, origin) == (CONTENT, second)
@@ -305,7 +303,7 @@ def test_the_proxy_of_the_environment_is_used(places: Places, tmp_path: Path, mo
     assert get(original(url), tmp_path)[0] == CONTENT
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StateError, match="cannot be written"):
         get(original("http://127.0.0.1:9/a"), tmp_path / "file")
@@ -552,7 +550,7 @@ def test_a_copy_in_metafleets_form_that_does_not_fit_is_refused(
     assert note_of(known) is None
 
 
-def test_a_local_copy_that_cannot_be_read_is_said(
+def test_a_local_copy_that_cannot_be_read_is_reported(
     known: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(path: Path) -> str:
@@ -636,7 +634,7 @@ def test_the_listing_names_every_set_and_what_may_not_be_passed_on() -> None:
 
 @pytest.fixture
 def listed(known: Entry, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """The small set as the listing has it."""
+    """The small set's row in the listing."""
     monkeypatch.setattr(registry, "entries", lambda: {"small": known})
     return lambda: json.loads(ask("--json").stdout)[0]
 

@@ -1,4 +1,4 @@
-"""How raw samples become a model's input, where nobody has said it."""
+"""How raw samples become a model's input when nothing is configured."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_bytes_tokens_and_many_channels_are_taken_as_they_are(x: Any, scale: flo
         ((20,), "float32", None),
     ],
 )
-def test_what_a_person_may_not_have_meant_is_said(shape: tuple[int, ...], dtype: str, said: str | None) -> None:
+def test_what_a_person_may_not_have_meant_is_reported(shape: tuple[int, ...], dtype: str, said: str | None) -> None:
     found = model_input.remarks(np.zeros((2, *shape), dtype))
     assert (found == []) if said is None else (len(found) == 1 and f"x is read as {said}" in found[0])
 
@@ -70,9 +70,9 @@ def test_what_a_person_may_not_have_meant_is_said(shape: tuple[int, ...], dtype:
 def test_a_fleet_standardizes_a_files_readings_and_takes_a_named_set_as_is_recommended(tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 4096, (40, 5)).astype(np.int16)
     np.savez(tmp_path / "adc.npz", x=x, y=np.array(["off", "on"])[np.arange(40) % 2])
-    said: list[str] = []
-    samples, spec = load_data(str(tmp_path / "adc.npz"), said.append)
-    assert said == []
+    lines: list[str] = []
+    samples, spec = load_data(str(tmp_path / "adc.npz"), lines.append)
+    assert lines == []
     assert (spec.dtype, spec.shape) == ("float32", (5,))
     np.testing.assert_allclose((x - np.array(spec.mean)).std(0) / spec.std, 1, rtol=1e-4)
     text = fleet_toml(samples, "f", "fedavg", None, rounds=1, seed=0, spec=spec)
@@ -80,8 +80,8 @@ def test_a_fleet_standardizes_a_files_readings_and_takes_a_named_set_as_is_recom
     assert (made.model.name, made.model.input) == ("mlp", spec)
     assert load_data("heartbeat")[1] == entries()["heartbeat"].input_spec
     np.savez(tmp_path / "late.npz", x=np.zeros((4, 128, 3)), y=np.array(["off", "on"])[np.arange(4) % 2])
-    load_data(str(tmp_path / "late.npz"), said.append)
-    assert said == model_input.remarks(np.zeros((4, 128, 3)))
+    load_data(str(tmp_path / "late.npz"), lines.append)
+    assert lines == model_input.remarks(np.zeros((4, 128, 3)))
 
 
 def test_heart_beats_are_standardized_by_what_the_demos_training_patients_learn_from() -> None:
@@ -94,7 +94,7 @@ def test_heart_beats_are_standardized_by_what_the_demos_training_patients_learn_
 
 
 def test_a_device_reads_whole_numbers_as_its_fleets_readings(tmp_path: Path) -> None:
-    """Though all of them are below the number of classes, which a fleet would be made from as text."""
+    """Although all are below the number of classes, which would make a new fleet read them as text."""
     path = tmp_path / "samples.npz"
     np.savez(path, x=np.ones((10, 3), np.int16), y=np.arange(10) % 2)
     data = LocalData(path, ("off", "on"), "float32")

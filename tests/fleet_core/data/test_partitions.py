@@ -1,4 +1,4 @@
-"""Partitions of a data set over devices, new devices and novel classes: what each one promises."""
+"""Partitions of a data set over devices, new devices and novel classes: what each one guarantees."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fleet_core.data.time_split import by_time
 
 
 def labelled(counts: Sequence[int], *, clients: int = 0, seed: int = 0, first: int = 0) -> Samples:
-    """``counts[k]`` samples of class k in random order; x is ``first`` and the numbers after it."""
+    """``counts[k]`` samples of class k in random order; x holds ``first`` and the numbers after it."""
     rng = np.random.default_rng(seed)
     y = rng.permutation(np.repeat(np.arange(len(counts)), counts))
     names = np.array([f"c{rng.integers(clients)}" for _ in y]) if clients else None
@@ -534,7 +534,7 @@ def test_parts_that_are_no_whole_are_refused(count: int, fractions: tuple[float,
     seed=st.integers(0, 9),
     cut_at=st.integers(1, 60),
 )
-def test_every_class_that_is_asked_for_was_shown(y: list[int], fraction: float, seed: int, cut_at: int) -> None:
+def test_every_class_that_is_requested_was_shown(y: list[int], fraction: float, seed: int, cut_at: int) -> None:
     offset = 4
     labels = np.array([99] * offset + y)
     rows = np.arange(offset, offset + len(y))

@@ -1,4 +1,4 @@
-"""The synthetic federated set: its sizes, its inputs, and models that differ from device to device."""
+"""The synthetic federated set: sizes, inputs, and models that differ between devices."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_linear_model_learns_a_device_and_is_of_little_use_to_others() -> None
 
 
 class Spy:
-    """A generator that remembers what it drew."""
+    """A generator that records what it drew."""
 
     def __init__(self, rng: np.random.Generator):
         self.rng, self.drawn = rng, list[NDArray[np.float64]]()

@@ -58,7 +58,7 @@ def test_numbered_columns_are_windows_with_the_channels_as_they_first_appear(wri
         ("ax_0,ax_1,ay_0,ay_1,ay_01,label", "plain ones: ay_01"),
     ],
 )
-def test_columns_that_are_no_windows_are_told_with_the_channel_and_the_column(
+def test_columns_that_are_no_windows_are_reported_with_the_channel_and_the_column(
     write: Any, header: str, message: str
 ) -> None:
     with pytest.raises(DataError, match=message) as told:
@@ -85,7 +85,7 @@ def test_channels_that_are_numbered_are_readings_where_the_fleet_has_as_many_cha
     assert load(path, shape=(2, 3)).x.tolist()[1] == [[3, 4, 5], [-3, -4, -5]]
 
 
-def test_rows_with_a_time_that_are_read_as_features_are_told(write: Any) -> None:
+def test_rows_with_a_time_that_are_read_as_features_are_reported(write: Any) -> None:
     path = write(lines("time,ax,ay,label", "0,1,2,on"))
     assert "a row is read as a sample of 2 features" in load(path).notes[0]
     assert load(path, shape=(2,)).notes == load(write(lines("ax,ay,label", "1,2,on"))).notes == ()
@@ -169,11 +169,11 @@ def test_windows_over_the_limit_are_refused_before_they_are_made(write: Any) -> 
 
 
 def test_what_is_asked_about_is_cut_without_labels_and_says_what_is_left_over(write: Any) -> None:
-    said: list[str] = []
+    log_lines: list[str] = []
     path = write(lines("time,ax,ay", *[f"{n},{n},{-n}" for n in range(7)]))
-    x = asked.load(path, SERIES, say=said.append)
+    x = asked.load(path, SERIES, say=log_lines.append)
     assert x.tolist() == [[[0, 1, 2], [0, -1, -2]], [[3, 4, 5], [-3, -4, -5]]]
-    assert "1 readings are left over" in said[0]
+    assert "1 readings are left over" in log_lines[0]
     assert len(asked.load(path, SERIES, stride=1)) == 5
     mixed = write(lines("label,ax,ay", "on,0,0", "off,1,1", "?,2,2"))
     assert len(asked.load(mixed, SERIES)) == 1, "labels are ignored"
@@ -233,7 +233,7 @@ def test_whole_numbers_of_a_sample_may_be_tokens(write: Any) -> None:
         ('{"ax": 1, "label": "\udcff"}', "is not JSON"),
     ],
 )
-def test_what_is_wrong_with_a_row_of_json_is_said_with_its_line(tmp_path: Path, bad: str, message: str) -> None:
+def test_an_error_in_a_json_row_names_its_line(tmp_path: Path, bad: str, message: str) -> None:
     path = tmp_path / "bad.ndjson"
     path.write_bytes(('{"ax": 1, "label": "on"}\n\n' + bad + "\n").encode(errors="surrogateescape"))
     with pytest.raises(DataError, match=message) as told:
@@ -254,7 +254,7 @@ def test_what_is_wrong_with_a_row_of_json_is_said_with_its_line(tmp_path: Path, 
         ("3", "x is 3; expected lists of numbers"),
     ],
 )
-def test_what_is_wrong_with_a_sample_of_json_is_said_with_its_line(write: Any, bad: str, message: str) -> None:
+def test_an_error_in_a_json_sample_names_its_line(write: Any, bad: str, message: str) -> None:
     path = write(lines('{"x": [[1, 2], [3, 4]], "label": "on"}', '{"x": ' + bad + ', "label": "on"}'), "bad.ndjson")
     with pytest.raises(DataError, match=message) as told:
         load(path)
@@ -275,7 +275,7 @@ NUMBERS = st.floats(-1e6, 1e6, width=32)
 
 @st.composite
 def stretches(draw: st.DrawFn) -> Samples:
-    """Windows of which every one is a stretch of its own, for its time begins anew."""
+    """Windows that are each a stretch of their own, because their time starts again."""
     windows, channels, steps = draw(st.integers(1, 4)), draw(st.integers(2, 3)), draw(st.integers(2, 4))
     size = windows * channels * steps
     x = np.array(draw(st.lists(NUMBERS, min_size=size, max_size=size)), np.float32)

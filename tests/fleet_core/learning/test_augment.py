@@ -1,4 +1,4 @@
-"""Random crops and flips of training images: against a loop, and as a part of a device's round."""
+"""Random crops and flips of training images: compared with a loop, and in a device's round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fleet_core.base.errors import ConfigError
 from fleet_core.learning import models
 from fleet_core.learning.augment import PADDING, augmented, crop_flip
 from fleet_core.model.layout import InputSpec
-from tests.support.playing import Fleet, gap, hyper_of, same
+from tests.support.simulation import Fleet, equal_bits, hyper_of, max_difference
 
 Array = np.ndarray[Any, Any]
 
@@ -22,7 +22,7 @@ def images(number: int, dtype: str = "uint8", seed: int = 0) -> Array:
 
 
 def choices(image: Array) -> list[Array]:
-    """Every crop of the image's size out of the image in its black frame, and each of them mirrored."""
+    """Every crop of the image's size from the image in its black frame, and its mirror image."""
     around = np.pad(image, ((0, 0), (PADDING, PADDING), (PADDING, PADDING)))
     _, height, width = image.shape
     crops = [
@@ -76,6 +76,6 @@ def test_a_round_changes_its_images_anew_in_every_step_and_side_by_side_alike() 
     )
     for i in range(2):
         one, two, three, four = (fleet.trained()[i].update.groups for fleet in (plain, changed, again, together))
-        assert not same(one, two)
-        assert same(two, three)
-        assert gap(two, four) < 1e-5
+        assert not equal_bits(one, two)
+        assert equal_bits(two, three)
+        assert max_difference(two, four) < 1e-5

@@ -1,5 +1,5 @@
-"""Gradient estimators in float64: against finite differences of their own loss, closed forms on quadratics, each other
-where they must agree, and clients side by side against one client alone."""
+"""Gradient estimators in float64: compared with finite differences of their loss, closed forms on quadratics and each
+other, and clients side by side with one client alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fleet_core.learning import gradients, losses, models
 from fleet_core.learning.gradient_estimators import PADDED, Episode, Estimators
 from fleet_core.learning.gradients import Gradient
 from fleet_core.model.layout import InputSpec
-from tests.support.quadratics import DEVICES, SIZE, Cohort, Quadratic, average, dyn, scaf, tree, vector
+from tests.support.quadratics import DEVICES, SIZE, Quadratic, QuadraticFleet, average, dyn, scaf, tree, vector
 
 CLASSES, WIDTH = 3, 5
 HYPER: dict[str, Any] = {
@@ -46,7 +46,7 @@ class Core(nn.Module):
 
 
 def weights(adaptation: str = "none", seed: int = 0) -> Params:
-    """float64 weights, and what else the adaptation finds beside them."""
+    """float64 weights, and the other groups that the adaptation receives."""
     rng = np.random.default_rng(seed)
     shapes = {
         "body": {"layer.weight": (WIDTH, 6), "layer.bias": (WIDTH,)},
@@ -174,7 +174,7 @@ def test_what_a_round_of_fedproto_measures_is_the_total_by_class() -> None:
 
 
 def by_hand(at: Params, e: Episode, lr: float, steps: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """(w, T(w), loss at T(w)) of SGD steps on the support written out with torch alone."""
+    """(w, T(w), loss at T(w)) of SGD steps on the support, written out in torch."""
     w = [array.clone().requires_grad_() for named in at.values() for array in named.values()]
 
     def loss(w: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def bowl(loss: Quadratic) -> gradients.Loss:
 
 
 def closed(lr: float, steps: int, hessian: Any) -> tuple[Any, Any]:
-    """(∇query at T(w), and with the steps' (I − lr H) before it)."""
+    """(∇query at T(w), and the same with the steps' (I − lr H) before it)."""
     shrink = np.linalg.matrix_power(np.eye(SIZE) - lr * SUPPORT.hessian, steps)
     slope = QUERY.slope(shrink @ (np.ones(SIZE) - SUPPORT.minimum) + SUPPORT.minimum)
     return slope, np.linalg.matrix_power(np.eye(SIZE) - lr * hessian, steps) @ slope
@@ -365,7 +365,7 @@ def hessian_free(loss: gradients.Loss, lr: float) -> Gradient:
     ids=["pfldyn", "pflscaf", "pfldyn, hessian-free", "pfldyn, first-order", "per-fedavg"],
 )
 def test_with_maml_the_minimiser_of_the_mean_loss_after_adaptation_is_found(
-    build: Callable[..., Cohort], estimate: Callable[[gradients.Loss, float], Gradient], found: bool
+    build: Callable[..., QuadraticFleet], estimate: Callable[[gradients.Loss, float], Gradient], found: bool
 ) -> None:
     """Acar's objective (OPT), in closed form; first-order and averaging stop elsewhere."""
     losses = {name: adapted(DEVICES[name], 0.05, estimate) for name in list(DEVICES)[:3]}
@@ -401,7 +401,7 @@ def test_a_gradient_leaves_the_weights_alone_and_has_their_names(adaptation: str
 @pytest.mark.parametrize("third", [False, True])
 @pytest.mark.parametrize("adaptation", ADAPTATIONS)
 def test_clients_side_by_side_have_the_gradients_that_each_has_alone(adaptation: str, third: bool) -> None:
-    """Also with batches of other sizes, where the loss leaves out what fills them up."""
+    """Also with batches of other sizes, where the loss ignores the padding."""
     sizes = [(12, 8, 10), (7, 8, 3), (2, 9, 10)] if adaptation in PADDED else [(12, 8, 10)] * 3
     several = [episode(seed, third=third, sizes=size) for seed, size in enumerate(sizes)]
     ats = [weights(adaptation, seed) for seed in range(3)]
@@ -414,7 +414,7 @@ def test_clients_side_by_side_have_the_gradients_that_each_has_alone(adaptation:
     for i, (value, wanted) in enumerate(alone):
         assert float(values[i].detach()) == pytest.approx(float(value.detach()), rel=1e-12)
         mine = trees.apply(lambda a, i=i: a[i], found)
-        # central differences divide what rounding leaves by 2δ
+        # central differences divide the rounding error by 2δ
         tolerance = 1e-8 if adaptation == "maml-hessian-free" else 1e-12
         torch.testing.assert_close(flat(mine), flat(wanted), rtol=tolerance, atol=tolerance / 100)
 

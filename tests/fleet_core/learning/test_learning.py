@@ -1,11 +1,11 @@
-"""Models and the client's loop: what a device's round takes, gives and keeps, for every method."""
+"""Models and the client's loop: what a device's round receives, returns and keeps, for every method."""
 
 from __future__ import annotations
 
 import ast
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,25 @@ from fleet_core.learning import local_training, models, personal_model, round_pl
 from fleet_core.learning.flops import flops_per_sample
 from fleet_core.learning.local_training import TrainResult
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
-from tests.support.playing import SEED, TOY, Fleet, flat, gap, hyper_of, same, toy_layout, toy_samples
+from tests.support.simulation import (
+    SEED,
+    TOY,
+    Fleet,
+    equal_bits,
+    flat,
+    hyper_of,
+    max_difference,
+    toy_layout,
+    toy_samples,
+)
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 every_method = pytest.mark.parametrize("name", METHODS)
 SMALL: dict[str, Any] = {
     "local_steps": 4, "client_lr": 0.1, "batch": 20, "support_batch": 10, "query_batch": 10, "head_steps": 2,
     "shots": 3, "query_shots": 4, "inner_steps": 2, "personal_steps": 2,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # Models
@@ -97,7 +101,7 @@ def test_first_weights_depend_on_the_seed_alone() -> None:
 
 
 class PersonalFiles(nn.Module):
-    """A model of one's own, with what a test wants in it."""
+    """A user's model with test-specific parts."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, *layers: nn.Module) -> None:
         super().__init__()
@@ -117,7 +121,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
-def test_a_model_of_ones_own_is_imported_by_name(package: types.ModuleType) -> None:
+def test_a_users_own_model_is_imported_by_name(package: types.ModuleType) -> None:
     package.__dict__["build"] = lambda shape, classes, width=1: PersonalFiles(shape, classes)
     layout = models.describe("bring_own:build", TOY, ("a", "b"), {"width": 3})
     assert layout.embedding == 4
@@ -148,7 +152,7 @@ def test_running_statistics_are_refused(package: types.ModuleType) -> None:
         (lambda shape, classes: 1 / 0, "cannot be built"),
     ],
 )
-def test_a_model_of_ones_own_that_does_not_fit_is_refused(
+def test_a_users_own_model_that_does_not_fit_is_refused(
     package: types.ModuleType, build: Callable[..., Any], complaint: str
 ) -> None:
     package.__dict__["build"] = build
@@ -192,7 +196,7 @@ def test_another_version_of_the_model_is_refused() -> None:
 
 
 def fleet(name: str, *data: Any, together: bool = False, layout: Layout | None = None, **hyper: Any) -> Fleet:
-    """A fleet that has played a round, so that nothing that it sends down is still zero."""
+    """A fleet after one round, so that nothing that it sends down is still zero."""
     chosen = hyper_of(name, **{**SMALL, **hyper})
     made = Fleet(name, chosen, data or [toy_samples(), toy_samples(90, seed=1)], layout or toy_layout(), together)
     made.round()
@@ -210,9 +214,9 @@ def test_equal_generators_give_equal_bits(name: str) -> None:
     first, again = one.trained()[1], other.trained()[1]
     other.number += 1
     later = other.trained()[1]
-    assert same(first.update.groups, again.update.groups)
+    assert equal_bits(first.update.groups, again.update.groups)
     assert first.update.scalars == again.update.scalars
-    assert all(same(first.pending[role], again.pending[role]) for role in first.pending)
+    assert all(equal_bits(first.pending[role], again.pending[role]) for role in first.pending)
     assert (first.loss, first.flops, first.steps) == (again.loss, again.flops, again.steps)
     assert first.loss != later.loss
 
@@ -237,7 +241,7 @@ def method_steps(name: str) -> int:
 
 @every_method
 def test_the_models_that_a_method_transmits_are_counted_in_values(name: str) -> None:
-    """Prototypes are no model; what remains is so many times the model's shared groups."""
+    """Prototypes are no model; what remains is a multiple of the model's shared groups."""
     played = fleet(name)
     method, layout = played.method, played.layout
     model = layout.parameters(tuple(g for g in method.shared if g in MODEL_GROUPS))
@@ -260,10 +264,10 @@ def test_a_device_keeps_what_the_method_says_in_float32_through_a_file(name: str
     arrays, _ = storage.unpack(storage.pack(storage.flatten_roles(state)))
     back = storage.unflatten_roles(arrays)
     assert storage.flatten_roles(back).keys() == storage.flatten_roles(state).keys()
-    assert all(same(played.layout.ordered(back[role]), played.layout.ordered(state[role])) for role in state)
+    assert all(equal_bits(played.layout.ordered(back[role]), played.layout.ordered(state[role])) for role in state)
     expected = played.trained()[0]
     played.states[0] = back
-    assert same(played.trained()[0].update.groups, expected.update.groups)
+    assert equal_bits(played.trained()[0].update.groups, expected.update.groups)
 
 
 LOCAL: dict[str, dict[str, Any]] = {
@@ -276,21 +280,22 @@ LOCAL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("local", LOCAL)
 def test_clients_side_by_side_do_what_each_does_alone(name: str, local: str, padded: bool) -> None:
-    """Five devices, two of which have batches of other sizes than the rest; some took part before, some did not."""
+    """Five devices, two with other batch sizes than the rest; some took part before, some did not."""
     data = [toy_samples(n, seed=i) for i, n in enumerate((80, 80, 9, 85, 12))]
     alone, together = (fleet(name, *data, together=way, **LOCAL[local]) for way in (False, True))
     together.padded = padded
     for played in (alone, together):
         played.states[1] = {}
         played.round([0, 2, 1, 4, 3])
-    assert gap(alone.broadcast().groups, together.broadcast().groups) < 1e-4 * biggest(alone.broadcast().groups)
+    expected = alone.broadcast().groups
+    assert max_difference(expected, together.broadcast().groups) < 1e-4 * biggest(expected)
     together.state, together.states = alone.state, alone.states
     one, many = alone.trained(), together.trained()
     assert one.keys() == many.keys()
     for i, result in one.items():
-        assert gap(result.update.groups, many[i].update.groups) < 1e-5 * biggest(result.update.groups)
+        assert max_difference(result.update.groups, many[i].update.groups) < 1e-5 * biggest(result.update.groups)
         for role, tree in result.pending.items():
-            assert gap(tree, many[i].pending[role]) < 1e-5 * biggest(tree)
+            assert max_difference(tree, many[i].pending[role]) < 1e-5 * biggest(tree)
         assert many[i].loss == pytest.approx(result.loss, rel=1e-4)
         assert many[i].update.scalars == pytest.approx(dict(result.update.scalars), rel=1e-5)
         assert replace(many[i], **unlike(result)) == result
@@ -298,7 +303,7 @@ def test_clients_side_by_side_do_what_each_does_alone(name: str, local: str, pad
 
 @pytest.mark.parametrize(("padded", "stacks"), [(False, [[0, 1, 3], [2], [4]]), (True, [[2, 4], [0, 1, 3]])])
 def test_padded_clients_of_similar_sizes_are_one_stack(padded: bool, stacks: list[list[int]]) -> None:
-    """And those who draw more than twice as much are another."""
+    """Those that draw more than twice as much form another stack."""
     data = [toy_samples(n, seed=i) for i, n in enumerate((80, 80, 9, 85, 12))]
     fleet = Fleet("fedavg", hyper_of("fedavg", local_steps=2, batch=30), data, toy_layout())
     plans = [round_plans.plan_of(fleet.method, one, fleet.hyper) for one in fleet.participants()]
@@ -310,14 +315,14 @@ def biggest(tree: trees.Params) -> float:
 
 
 def unlike(result: TrainResult) -> dict[str, Any]:
-    """What two ways of computing may differ in."""
+    """Figures that may differ between the two ways of computing."""
     return {key: getattr(result, key) for key in ("update", "pending", "loss", "seconds")}
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's device without numbers stands for a GPU: it refuses arrays of another device as a GPU does. What comes
-    back from it is zeros."""
+    """torch's meta device stands for a GPU: it refuses arrays of another device as a GPU does. What comes back from it
+    is zeros."""
     cpu, number = Tensor.cpu, Tensor.__float__
     monkeypatch.setattr(Tensor, "cpu", lambda self: torch.zeros_like(self, device="cpu") if self.is_meta else cpu(self))
     monkeypatch.setattr(Tensor, "__float__", lambda self: 1.0 if self.is_meta else number(self))
@@ -355,7 +360,7 @@ def test_side_by_side_the_client_that_diverges_is_found_as_alone() -> None:
 
 
 def test_a_round_is_sgd_on_one_batch_after_the_other() -> None:
-    """FedAvg's, written out: the same draws, three batches of a pass and one of the next."""
+    """FedAvg written out: the same draws, three batches of a pass and one of the next."""
     x, y = toy_samples(50)
     fleet = Fleet("fedavg", hyper_of("fedavg", local_steps=4, client_lr=0.1, batch=20, clip_norm=0.0), [(x, y)])
     rng = np.random.default_rng([SEED, 1, 0])
@@ -372,7 +377,7 @@ def test_a_round_is_sgd_on_one_batch_after_the_other() -> None:
         np.testing.assert_allclose(found, a.detach().numpy() - b, atol=1e-6)
 
 
-def test_a_models_own_random_layers_draw_from_the_rounds_generator_and_rest_when_it_is_over(
+def test_random_layers_draw_from_the_rounds_generator_and_are_off_outside_training(
     package: types.ModuleType,
 ) -> None:
     """One sample, so that nothing but the dropout is drawn."""
@@ -385,8 +390,8 @@ def test_a_models_own_random_layers_draw_from_the_rounds_generator_and_rest_when
     first, again = (fleet.trained()[0].update.groups for _ in range(2))
     assert torch.equal(torch.rand(1), expected), "the caller's random numbers are left alone"
     fleet.number += 1
-    assert same(first, again)
-    assert not same(first, fleet.trained()[0].update.groups)
+    assert equal_bits(first, again)
+    assert not equal_bits(first, fleet.trained()[0].update.groups)
     assert not fleet.model.training
 
 
@@ -406,8 +411,8 @@ def test_what_a_round_is_given_is_left_as_it_was(name: str) -> None:
         played.method, played.model, played.layout, sent, played.states[0], *played.data[0], played.hyper,
         np.random.default_rng(0),
     )  # fmt: skip
-    assert same(before, sent.groups)
-    assert all(same(kept[role], played.states[0][role]) for role in kept)
+    assert equal_bits(before, sent.groups)
+    assert all(equal_bits(kept[role], played.states[0][role]) for role in kept)
 
 
 def test_progress_counts_the_steps() -> None:
@@ -447,7 +452,7 @@ def test_a_class_with_one_sample_is_left_out_and_named(name: str) -> None:
 
 
 @every_method
-def test_answers_made_of_a_devices_own_samples_alone_take_a_label_that_the_fleet_does_not_know(name: str) -> None:
+def test_answers_from_own_samples_alone_accept_a_label_that_the_fleet_does_not_know(name: str) -> None:
     x, y = toy_samples()
     if METHODS[name].personalizer in ("proto", "gp"):
         assert round_of(name, (x, y + 4)).loss > 0
@@ -512,7 +517,7 @@ def test_layers_of_unknown_cost_are_not_guessed(package: types.ModuleType) -> No
 # Answers
 
 
-def test_logits_do_not_depend_on_how_many_samples_are_asked_for() -> None:
+def test_logits_do_not_depend_on_how_many_samples_are_requested() -> None:
     layout, (x, _) = toy_layout(), toy_samples(local_training.CHUNK + 3)
     network, weights = models.build(layout), models.initial(layout, 0)
     logits = local_training.predict_logits(network, weights, x)

@@ -1,4 +1,4 @@
-"""Every method learns: a small seeded experiment each, that beats a stated baseline, so that none rots.
+"""Every method learns: a small seeded experiment for each that beats a stated baseline.
 
 Six devices with 25 samples of five classes in 20 values, of which three directions matter: too few for a device alone.
 ``shared``: a label means the same everywhere. ``permuted``: every device numbers the classes in its own way.
@@ -15,7 +15,7 @@ import pytest
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.learning import local_training, models
 from fleet_core.model.layout import InputSpec
-from tests.support.playing import Fleet, Samples, hyper_of
+from tests.support.simulation import Fleet, Samples, hyper_of
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ CHANCE = 1 / CLASSES
 QUICK: dict[str, Any] = {"local_steps": 10, "head_steps": 5}
 ADAPT: dict[str, Any] = {"inner_lr": 1.0, "inner_steps": 3, "first_rate": 1.0}  # far enough to tell labels apart
 SERVER: dict[str, Any] = {"server_lr": 0.01}  # Chen's on Shakespeare
-# method -> (labels, rounds, hyper-parameters beside the defaults, what it must beat by how much)
+# method -> (labels, rounds, hyper-parameters besides the defaults, what it must beat and by how much)
 CASES: dict[str, tuple[str, int, dict[str, Any], tuple[str, float]]] = {
     "fedavg": ("shared", 12, QUICK, ("local", 0.15)),
     "fedavg-meta": ("shared", 12, QUICK, ("local", 0.15)),
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], tuple[str, float]]] = {
 
 
 def drawn(number: int, seed: int, names: Any) -> Samples:
-    """Clouds around five centres in three directions; in the others noise that is louder."""
+    """Clouds around five centres in three directions; stronger noise in the others."""
     fixed, rng = np.random.default_rng(5), np.random.default_rng(seed)
     centres = 1.6 * fixed.normal(size=(CLASSES, 3))
     directions = np.linalg.qr(fixed.normal(size=(VALUES, VALUES)))[0]
@@ -77,7 +77,7 @@ def devices(labels: str) -> tuple[list[Samples], list[Samples]]:
 
 
 def learned(name: str, labels: str, rounds: int, **hyper: Any) -> tuple[Fleet, float]:
-    """A fleet after so many rounds of all devices, and the mean accuracy of its devices."""
+    """A fleet after ``rounds`` rounds of all devices, and the mean accuracy of its devices."""
     layout = models.describe("mlp", InputSpec((VALUES,)), [str(k) for k in range(CLASSES)], {"hidden": [32]})
     data, test = devices(labels)
     fleet = Fleet(name, hyper_of(name, **hyper), data, layout, together=True)
@@ -105,12 +105,12 @@ def test_a_method_beats_its_baseline(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedmeta-maml", "fedmeta-metasgd", "per-fedavg-exact", "pfldyn-maml"])
 def test_the_defaults_of_maml_learn_as_well_where_labels_are_shared(name: str) -> None:
-    """Small rates, so that they start slowly; nothing here is chosen for this task."""
+    """With small rates that start slowly; nothing is tuned for this task."""
     _, accuracy = learned(name, "shared", 100 if name.startswith("fedmeta") else 5)
     assert accuracy > local("shared") + 0.05
 
 
-def test_where_labels_are_permuted_one_model_for_all_is_no_better_than_chance_and_class_means_do_not_mind() -> None:
+def test_with_permuted_labels_one_model_for_all_is_at_chance_and_class_means_are_not_affected() -> None:
     """The claim of Acar et al. for their ALID setting."""
     fleet, _ = learned("fedavg", "permuted", 12, **QUICK, finetune_steps=0)
     right = []
@@ -123,7 +123,7 @@ def test_where_labels_are_permuted_one_model_for_all_is_no_better_than_chance_an
 
 
 def test_a_device_that_never_took_part_profits_as_well() -> None:
-    """Personalized on its own 25 samples, with labels of its own."""
+    """Personalized on its own 25 samples, with its own labels."""
     own, test = (drawn(n, seed, [3, 1, 4, 0, 2]) for n, seed in ((25, 77), (300, 78)))
     for name, margin in (("p-avg-proto", 0.15), ("fedper", 0.0), ("fedbabu", -0.3)):
         fleet, _ = learned(name, "permuted", 12, **QUICK)

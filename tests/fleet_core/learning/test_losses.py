@@ -1,4 +1,4 @@
-"""Losses in float64 against loops written out in numpy."""
+"""Losses in float64 compared with loops in numpy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ kinds = pytest.mark.parametrize("kind", DISTANCE)
 
 
 def cloud(number: int = 11, seed: int = 0, missing: int | None = 2) -> tuple[Array, Array]:
-    """z float64 [number, 4], and labels of five classes of different sizes, one of them without a sample."""
+    """z float64 [number, 4], and labels of five classes of different sizes, one without samples."""
     rng = np.random.default_rng(seed)
     y = rng.choice([k for k in range(5) if k != missing], number, p=None if missing is None else [0.4, 0.3, 0.2, 0.1])
     return rng.normal(size=(number, 4)), y

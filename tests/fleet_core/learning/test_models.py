@@ -1,8 +1,9 @@
-"""The named models: sizes counted by hand, gradients against finite differences in float64, batching over clients."""
+"""The named models: sizes counted by hand, gradients compared with finite differences in float64, batching over
+clients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from fleet_core.learning import architectures, losses, models
 from fleet_core.learning.flops import flops_per_sample
 from fleet_core.model.layout import InputSpec, Layout
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 TEN = tuple(map(str, range(10)))
 SMALL: dict[str, tuple[InputSpec, dict[str, Any]]] = {
     "char-lstm": (InputSpec((5,), "int64"), {"vocabulary": 7, "character_width": 3, "width": 4}),
@@ -34,14 +37,6 @@ SMALL: dict[str, tuple[InputSpec, dict[str, Any]]] = {
 EVERY = pytest.mark.parametrize("model", sorted(architectures.MODELS))
 
 Loss = Callable[[Any], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def small(model: str) -> Layout:
@@ -208,7 +203,7 @@ def test_operations_are_counted_where_the_model_is() -> None:
 
 
 class Reads(nn.Module):
-    """A recurrent model of one's own."""
+    """A user's recurrent model."""
 
     def __init__(self, layer: nn.RNNBase, packed: bool = False) -> None:
         super().__init__()
@@ -333,7 +328,7 @@ def test_the_derivative_through_a_step_is_autograds_and_the_finite_difference(mo
 
 
 def stacked(layout: Layout, number: int) -> tuple[trees.Params, list[trees.Params]]:
-    """Weights of ``number`` clients, as one tree and one by one."""
+    """Weights of ``number`` clients, stacked in one tree and one by one."""
     each = [weights(layout, seed) for seed in range(number)]
     return trees.apply(lambda *arrays: torch.stack(arrays), *each), each
 
@@ -386,7 +381,7 @@ def test_a_lenet_is_two_convolutions_and_its_hidden_layers(model: str, padding: 
 
 @pytest.mark.parametrize(("model", "same"), [("ds-cnn", True), ("cnn1d", False)])
 def test_when_something_happens_in_a_window_does_not_count_where_a_model_pools(model: str, same: bool) -> None:
-    """The burst and what a layer sees of it lie inside of the window; it moves by whole strides."""
+    """The burst and the layers' view of it lie inside the window; it moves by whole strides."""
     network = models.build(models.describe(model, InputSpec((2, 256)), TEN, {}))
     burst = torch.randn((2, 16), generator=torch.Generator().manual_seed(0))
     x = torch.zeros((3, 2, 256))

@@ -6,7 +6,6 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,72 +13,35 @@ import numpy as np
 import pytest
 
 from cloud_server.broker.private_broker import find_mosquitto
-from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Evaluation, Usage
 from cloud_server.rounds.coordinator import Coordinator
-from export.first_model import first
 from fleet_core.data.samples import Samples, save
 from fleet_core.link.byte_counters import ByteCounters, Traffic, wire_bytes
 from fleet_core.link.interface import Message
 from fleet_core.link.mqtt import MqttLink
 from tests.support import waiting
-from tests.support.brokers import NEEDS_MOSQUITTO, answers
-from tests.support.desk import Desk, desk_in, edge_agent
+from tests.support.brokers import NEEDS_MOSQUITTO, accepts_connections, free_port
+from tests.support.programs import Programs, edge_agent, wide_fleet
 
 WITHIN = 0.001
 ROUNDS = 4
 COUNTERS = {"up": "$SYS/broker/bytes/received", "down": "$SYS/broker/bytes/sent"}
-FLEET = f"""\
-[fleet]
-name = "counted"
-method = "fedavg"
-rounds = {ROUNDS}
-min_devices = 2
-serve_every = {ROUNDS}
 
-[model]
-name = "mlp"
-classes = ["a", "b", "c"]
-
-[model.input]
-shape = [1024]
-
-[model.options]
-hidden = [256]
-
-[link]
-up = "fp32"
-down = "fp32"
-
-[hyper]
-local_steps = 1
-"""
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    with desk_in(tmp_path) as made:
-        yield made
-
-
-def broker_url(desk: Desk) -> str:
+def broker_url(programs: Programs) -> str:
     """A mosquitto that publishes its counters every second."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    config = desk.folder / "broker.conf"
+    port = free_port()
+    config = programs.folder / "broker.conf"
     config.write_text(f"listener {port} 127.0.0.1\nallow_anonymous true\nsys_interval 1\nmax_queued_messages 4000\n")
-    broker = desk.start(find_mosquitto() or "mosquitto", "-c", str(config))
-    broker.until(lambda: answers(port))
+    broker = programs.start(find_mosquitto() or "mosquitto", "-c", str(config))
+    broker.until(lambda: accepts_connections(port))
     return f"mqtt://127.0.0.1:{port}"
 
 
 def fleet_with_homes(folder: Path, url: str) -> Fleet:
-    fleet = create_fleet(folder / "fleet", FLEET, lambda settings, head: first(
-        settings.model.name, settings.model.input, settings.model.classes, settings.model.options, head=head, seed=0
-    ))
+    fleet = wide_fleet(folder / "fleet", ROUNDS)
     for k in range(2):
         home = folder / f"d{k}"
         write_device_folder(fleet, home.name, home, url)
@@ -89,11 +51,11 @@ def fleet_with_homes(folder: Path, url: str) -> Fleet:
 
 
 @NEEDS_MOSQUITTO
-def test_the_brokers_own_byte_counts_are_the_ledgers_and_the_aggregators(desk: Desk) -> None:
+def test_the_brokers_own_byte_counts_are_the_ledgers_and_the_aggregators(programs: Programs) -> None:
     """Not in the ledger: the devices' last reports; in the broker's counts only: the connection that asked whether it
     was up. Both are below a tenth of the tolerance."""
-    url = broker_url(desk)
-    fleet = fleet_with_homes(desk.folder, url)
+    url = broker_url(programs)
+    fleet = fleet_with_homes(programs.folder, url)
     seen: dict[str, int] = {}
     link, monitor = MqttLink(url, client_id="aggregator"), MqttLink(url, client_id=f"monitor-{secrets.token_hex(4)}")
     with Ledger(fleet.ledger_path) as ledger:
@@ -102,7 +64,7 @@ def test_the_brokers_own_byte_counts_are_the_ledgers_and_the_aggregators(desk: D
         link.open()
         monitor.open()
         for k in range(2):
-            desk.start(*edge_agent("run", "--home", desk.folder / f"d{k}"))
+            programs.start(*edge_agent("run", "--home", programs.folder / f"d{k}"))
 
         def step() -> None:
             server.step(0.05)
@@ -111,7 +73,7 @@ def test_the_brokers_own_byte_counts_are_the_ledgers_and_the_aggregators(desk: D
                     seen[event.topic] = int(event.payload)
 
         def told() -> Any:
-            return [program.text() for program in desk.started]
+            return [program.text() for program in programs.started]
 
         waiting.until(lambda: {row.device for row in ledger.rows(Evaluation, round=ROUNDS)} == {"d0", "d1"}, step, told)
         mqtt = ledger.volume()[None].mqtt

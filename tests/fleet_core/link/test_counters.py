@@ -1,4 +1,4 @@
-"""The link's and the ledger's bytes against what the kernel counted on a wire that carries nothing else."""
+"""The bytes that link and ledger count, compared with the kernel's counters on a wire that carries nothing else."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ import numpy as np
 import pytest
 
 from cloud_server.broker.private_broker import find_mosquitto
-from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Volume
 from cloud_server.records.ledger_tables import Evaluation, Update
-from export.first_model import first
 from fleet_core.data.samples import Samples, save
 from fleet_core.link import Traffic
 from fleet_core.link.mqtt import MqttLink
 from tests.support import netns, waiting
-from tests.support.brokers import NEEDS_MOSQUITTO, Watched, until
-from tests.support.certified import OwnAuthority, own_authority
-from tests.support.desk import Desk, edge_agent, metafleet
-from tests.support.netns import Passed, Star, Wire
+from tests.support.brokers import NEEDS_MOSQUITTO, RecordingLink, until
+from tests.support.netns import Star, Wire, WireTraffic
+from tests.support.pki import UserPki, user_pki
+from tests.support.programs import Programs, edge_agent, metafleet, wide_fleet
 
 WITHIN = 0.001  # of what the interface counted
 TCP_HEADERS_BYTES = 20 + 20 + 12
@@ -38,35 +36,28 @@ SLACK_BYTES = 100  # options of a SYN, a FIN and its acknowledgement
 pytestmark = NEEDS_MOSQUITTO
 
 
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path)
-    yield made
-    made.stop()
-
-
 @contextmanager
-def star_with_broker(desk: Desk, devices: int) -> Iterator[tuple[Star, OwnAuthority]]:
+def star_with_broker(programs: Programs, devices: int) -> Iterator[tuple[Star, UserPki]]:
     """Wires to a hub with a mosquitto: plain at 1883, with mutual TLS at 8883."""
     netns.need_namespaces()
     with netns.star(devices) as star:
-        files = own_authority(desk.folder, [wire.hub for wire in star.wires])
-        config = desk.folder / "broker.conf"
+        files = user_pki(programs.folder, [wire.hub for wire in star.wires])
+        config = programs.folder / "broker.conf"
         config.write_text(
             "allow_anonymous true\nmax_queued_messages 4000\nset_tcp_nodelay true\nuser root\n"
             "listener 1883\n"
             f"listener 8883\ncafile {files.ca}\ncertfile {files.server[0]}\nkeyfile {files.server[1]}\n"
             "require_certificate true\n"
         )
-        broker = desk.start(*star.command(find_mosquitto() or "mosquitto", "-c", str(config)))
-        broker.says("running")
+        broker = programs.start(*star.command(find_mosquitto() or "mosquitto", "-c", str(config)))
+        broker.wait_for("running")
         try:
             yield star, files
         finally:
-            desk.stop()  # before its namespaces go
+            programs.stop()  # before its namespaces are removed
 
 
-def link_over(wire: Wire, files: OwnAuthority, *, tls: bool) -> MqttLink:
+def link_over(wire: Wire, files: UserPki, *, tls: bool) -> MqttLink:
     if not tls:
         return MqttLink(f"mqtt://{wire.hub}:1883", client_id="d0")
     certificate, key = files.device
@@ -74,8 +65,8 @@ def link_over(wire: Wire, files: OwnAuthority, *, tls: bool) -> MqttLink:
 
 
 def work(link: MqttLink) -> None:
-    """What an agent does in a round, as far as bytes go: presence, a model up in chunks, the same down, heartbeats."""
-    watched = Watched(link)
+    """An agent's bytes in a round: presence, a model up in chunks, the same down, heartbeats."""
+    watched = RecordingLink(link)
     link.open()
     until(lambda: link.connected, watched)
     for k in range(CHUNKS):
@@ -89,8 +80,8 @@ def work(link: MqttLink) -> None:
     until(lambda: not link.unacknowledged, watched)
 
 
-def as_passed(wire: Wire) -> Passed:
-    """What passed, once nothing does any more."""
+def as_passed(wire: Wire) -> WireTraffic:
+    """The wire's traffic once nothing is sent any more."""
     readings = [wire.passed()]
     waiting.until(
         lambda: readings[-QUIET_READINGS:] == [readings[-1]] * QUIET_READINGS,
@@ -99,22 +90,22 @@ def as_passed(wire: Wire) -> Passed:
     return readings[-1]
 
 
-def assert_close(traffic: Traffic, passed: Passed) -> None:
+def assert_close(traffic: Traffic, passed: WireTraffic) -> None:
     assert traffic.wire_sent == pytest.approx(passed.sent, rel=WITHIN)
     assert traffic.wire_received == pytest.approx(passed.received, rel=WITHIN)
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_a_links_wire_bytes_are_the_interfaces(desk: Desk, tls: bool) -> None:
-    with star_with_broker(desk, 1) as (star, files), netns.entered(star.wires[0].namespace):
+def test_a_links_wire_bytes_are_the_interfaces(programs: Programs, tls: bool) -> None:
+    with star_with_broker(programs, 1) as (star, files), netns.entered(star.wires[0].namespace):
         link = link_over(star.wires[0], files, tls=tls)
         work(link)
         link.close()
         assert_close(link.counters.snapshot(), as_passed(star.wires[0]))
 
 
-def test_wire_bytes_are_summed_over_connections_that_broke(desk: Desk) -> None:
-    with star_with_broker(desk, 1) as (star, files), netns.entered(star.wires[0].namespace):
+def test_wire_bytes_are_summed_over_connections_that_broke(programs: Programs) -> None:
+    with star_with_broker(programs, 1) as (star, files), netns.entered(star.wires[0].namespace):
         link = link_over(star.wires[0], files, tls=False)
         work(link)
         link.abort()
@@ -123,9 +114,9 @@ def test_wire_bytes_are_summed_over_connections_that_broke(desk: Desk) -> None:
         assert_close(link.counters.snapshot(), as_passed(star.wires[0]))
 
 
-def test_mqtt_bytes_are_what_the_segments_carried(desk: Desk) -> None:
-    """Without TLS nothing but MQTT is in them, so this is exact but for the options of the SYN."""
-    with star_with_broker(desk, 1) as (star, files), netns.entered(star.wires[0].namespace):
+def test_mqtt_bytes_are_what_the_segments_carried(programs: Programs) -> None:
+    """Without TLS the segments carry only MQTT, so this is exact but for the options of the SYN."""
+    with star_with_broker(programs, 1) as (star, files), netns.entered(star.wires[0].namespace):
         link = link_over(star.wires[0], files, tls=False)
         work(link)
         link.close()
@@ -137,7 +128,7 @@ def test_mqtt_bytes_are_what_the_segments_carried(desk: Desk) -> None:
 
 
 def carried(passed_bytes: int, packets: int) -> int:
-    """What ``packets`` segments of ``passed_bytes`` carried of TCP's payload."""
+    """TCP payload in ``packets`` segments of ``passed_bytes``."""
     return passed_bytes - packets * TCP_HEADERS_BYTES
 
 
@@ -145,40 +136,12 @@ def carried(passed_bytes: int, packets: int) -> int:
 
 
 ROUNDS = 4
-FLEET = f"""\
-[fleet]
-name = "wires"
-method = "fedavg"
-rounds = {ROUNDS}
-min_devices = 2
-serve_every = {ROUNDS}
 
-[model]
-name = "mlp"
-classes = ["a", "b", "c"]
-
-[model.input]
-shape = [1024]
-
-[model.options]
-hidden = [256]
-
-[link]
-up = "fp32"
-down = "fp32"
-
-[hyper]
-local_steps = 1
-"""
-
-
-def two_devices(folder: Path, star: Star, files: OwnAuthority) -> Fleet:
-    """A fleet of about 260,000 parameters and the homes ``d0`` and ``d1``, each with its own end of the hub; d1 speaks
+def two_devices(folder: Path, star: Star, files: UserPki) -> Fleet:
+    """A fleet of about 260,000 parameters and the homes ``d0`` and ``d1``, each with its own end of the hub; d1 uses
     TLS."""
     tls = {"ca": str(files.ca), "certificate": str(files.device[0]), "key": str(files.device[1])}
-    fleet = create_fleet(folder / "fleet", FLEET, lambda settings, head: first(
-        settings.model.name, settings.model.input, settings.model.classes, settings.model.options, head=head, seed=0
-    ))
+    fleet = wide_fleet(folder / "fleet", ROUNDS)
     for k, wire in enumerate(star.wires):
         rng = np.random.default_rng(k)
         home = folder / f"d{k}"
@@ -191,17 +154,17 @@ def two_devices(folder: Path, star: Star, files: OwnAuthority) -> Fleet:
     return fleet
 
 
-def test_the_ledger_says_what_passed_each_devices_wire_under_tls_as_well(desk: Desk) -> None:
+def test_the_ledger_says_what_passed_each_devices_wire_under_tls_as_well(programs: Programs) -> None:
     """A report holds what was counted before it: of the last one its own message (about 590 bytes up) and the broker's
     acknowledgement (56 down) are in no ledger, nor is a farewell (460 up, 110 down)."""
-    with star_with_broker(desk, 2) as (star, files):
-        fleet = two_devices(desk.folder, star, files)
-        server = desk.start(*star.command(
+    with star_with_broker(programs, 2) as (star, files):
+        fleet = two_devices(programs.folder, star, files)
+        server = programs.start(*star.command(
             *metafleet("server", "start", fleet.folder, "--quiet", "--plain", "--broker",
                        f"mqtt://{star.wires[0].hub}:1883")
         ))
         for k, wire in enumerate(star.wires):
-            desk.start(*wire.command(*edge_agent("run", "--home", desk.folder / f"d{k}")))
+            programs.start(*wire.command(*edge_agent("run", "--home", programs.folder / f"d{k}")))
         with Ledger(fleet.ledger_path) as ledger:
             server.until(lambda: {row.device for row in ledger.rows(Evaluation, round=ROUNDS)} == {"d0", "d1"})
             passed = {f"d{k}": as_passed(wire) for k, wire in enumerate(star.wires)}
@@ -212,9 +175,8 @@ def test_the_ledger_says_what_passed_each_devices_wire_under_tls_as_well(desk: D
             assert_booked(volumes[name], here, tls=name == "d1")
 
 
-def assert_booked(volume: Volume, passed: Passed, *, tls: bool) -> None:
-    """The wire's figures, and MQTT's as the segments' payload, of which TLS takes its share; what is missing is the
-    last report."""
+def assert_booked(volume: Volume, passed: WireTraffic, *, tls: bool) -> None:
+    """The wire's figures, and MQTT's as the segments' payload, minus TLS; only the last report is missing."""
     assert volume.wire is not None
     assert volume.mqtt is not None
     assert volume.wire.missing is volume.mqtt.missing is None

@@ -1,4 +1,4 @@
-"""Every link keeps the same promises, over a real broker in both versions of MQTT and inside one process."""
+"""Every link keeps the same promises: over a real broker with both versions of MQTT, and inside one process."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ from tests.support.brokers import (
     SUBACK,
     SUBSCRIBE,
     Peer,
+    RecordingLink,
     ScriptedBroker,
-    Watched,
     publish_packet,
     until,
 )
-from tests.support.certified import own_authority
 from tests.support.faults import mosquitto
+from tests.support.pki import user_pki
 from tests.support.waiting import PATIENCE_S
 
-ENDLESS_S = 36_000.0  # a wait that does not end is ended by pytest
+ENDLESS_S = 36_000.0  # pytest ends a wait that does not end
 WILL = Will("fleet/a/st", b"gone")
 
 
 class Stage(Protocol):
-    """One kind of broker, with the accidents that can happen to it and its links."""
+    """One kind of broker and its links, with ways to break them."""
 
     def link(self, client_id: str, will: Will | None = None, max_queued: int = 2000) -> Link: ...
     def kill(self, link: Link) -> None: ...
@@ -136,15 +136,15 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
     made.end()
 
 
-def opened(stage: Stage, client_id: str, *filters: str, will: Will | None = None, **options: int) -> Watched:
-    watched = Watched(stage.link(client_id, will, **options))
+def opened(stage: Stage, client_id: str, *filters: str, will: Will | None = None, **options: int) -> RecordingLink:
+    watched = RecordingLink(stage.link(client_id, will, **options))
     watched.link.subscribe(*filters)
     watched.link.open()
     until(lambda: watched.of(Connected), watched)
     return watched
 
 
-def fence(writer: Watched, reader: Watched, topic: str) -> None:
+def fence(writer: RecordingLink, reader: RecordingLink, topic: str) -> None:
     """Everything published before has arrived once this message has."""
     writer.link.publish(topic, b"fence")
     until(lambda: topic in reader.topics(), writer, reader)
@@ -212,7 +212,7 @@ def test_an_orderly_close_sends_what_waits_and_publishes_no_will(stage: Stage) -
     assert leaving.link.poll(0) == []
 
 
-def test_a_lost_connection_is_told_and_renewed_with_its_subscriptions(stage: Stage) -> None:
+def test_a_lost_connection_is_reported_and_renewed_with_its_subscriptions(stage: Stage) -> None:
     writer, reader = opened(stage, "writer"), opened(stage, "reader", "x/#", will=WILL)
     fence(writer, reader, "x/1")
     stage.cut(reader.link)
@@ -356,7 +356,7 @@ def test_filters_match_as_the_standard_says(pattern: str, topic: str, expected: 
     assert paho.topic_matches_sub(pattern, topic) is expected
 
 
-# What only a connection over a socket has.
+# Only for a connection over a socket.
 
 
 @pytest.fixture
@@ -366,11 +366,11 @@ def scripted() -> Iterator[ScriptedBroker]:
     broker.listener.close()
 
 
-def met(scripted: ScriptedBroker, answer: bytes = ACCEPTED_V5, **options: Any) -> tuple[Watched, Peer]:
+def met(scripted: ScriptedBroker, answer: bytes = ACCEPTED_V5, **options: Any) -> tuple[RecordingLink, Peer]:
     """A link that the scripted broker has accepted."""
-    watched = Watched(MqttLink(scripted.url, client_id="a", **options))
+    watched = RecordingLink(MqttLink(scripted.url, client_id="a", **options))
     watched.link.open()
-    peer = scripted.meet(watched)
+    peer = scripted.accept(watched)
     assert peer.read()[0] == CONNECT
     peer.write(answer)
     until(lambda: watched.of(Connected), watched)
@@ -398,7 +398,7 @@ def identifier(body: bytes) -> bytes:
 def test_a_publish_that_a_broker_passes_over_is_given_up_and_said(
     scripted: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Acknowledgements come in order; what waits on a slow link is left alone."""
+    """Acknowledgements come in order; a message that waits on a slow link is not given up."""
     watched, peer = met(scripted)
     watched.link.publish("passed/over", b"1")
     first = identifier(peer.read()[1])
@@ -453,14 +453,14 @@ def test_a_broker_that_accepts_and_then_says_nothing_is_left(scripted: ScriptedB
 
 @pytest.mark.parametrize("refusal", [bytes([CONNACK, 2, 0, 1]), bytes([CONNACK, 3, 0, 0x84, 0]), b""])
 def test_a_broker_without_mqtt_5_is_asked_again_in_3_1_1(scripted: ScriptedBroker, refusal: bytes) -> None:
-    watched = Watched(MqttLink(scripted.url, client_id="a"))
+    watched = RecordingLink(MqttLink(scripted.url, client_id="a"))
     watched.link.open()
-    first = scripted.meet(watched)
+    first = scripted.accept(watched)
     _, connect = first.read()
     assert connect[6] == 5
     first.write(refusal)
     first.close()
-    second = scripted.meet(watched)
+    second = scripted.accept(watched)
     _, connect = second.read()
     assert connect[6] == 4
     second.write(ACCEPTED_V3)
@@ -468,19 +468,19 @@ def test_a_broker_without_mqtt_5_is_asked_again_in_3_1_1(scripted: ScriptedBroke
     assert watched.events == [Connected(mqtt_version=3, max_packet_bytes=None, receive_max=None)]
 
 
-def test_a_refused_login_is_told_and_is_no_reason_to_fall_back(scripted: ScriptedBroker) -> None:
-    watched = Watched(MqttLink(scripted.url, client_id="a", username="u", password="p"))
+def test_a_refused_login_is_reported_and_is_no_reason_to_fall_back(scripted: ScriptedBroker) -> None:
+    watched = RecordingLink(MqttLink(scripted.url, client_id="a", username="u", password="p"))
     watched.link.open()
-    peer = scripted.meet(watched)
+    peer = scripted.accept(watched)
     _, connect = peer.read()
     assert connect.endswith(b"\0\1u\0\1p")
     peer.write(bytes([CONNACK, 3, 0, 0x87, 0]))
     until(lambda: watched.events, watched)
     assert watched.events == [Disconnected("the broker refused the connection: Not authorized")]
-    assert scripted.meet(watched).read()[1][6] == 5
+    assert scripted.accept(watched).read()[1][6] == 5
 
 
-def test_the_brokers_limits_are_told_and_kept(scripted: ScriptedBroker) -> None:
+def test_the_brokers_limits_are_reported_and_kept(scripted: ScriptedBroker) -> None:
     limits = b"\x21" + struct.pack("!H", 2) + b"\x27" + struct.pack("!I", 1000)
     watched, peer = met(scripted, bytes([CONNACK, 3 + len(limits), 0, 0, len(limits)]) + limits)
     assert watched.events == [Connected(mqtt_version=5, max_packet_bytes=1000, receive_max=2)]
@@ -502,10 +502,10 @@ def test_the_brokers_limits_are_told_and_kept(scripted: ScriptedBroker) -> None:
     assert peer.read()[1][-1:] == b"3"
 
 
-def hang_up(scripted: ScriptedBroker, watched: Watched, *, accept: bool, take: int = 0) -> str:
-    """Why the link's next connection ended: at its CONNECT, or after ``take`` publishes were acknowledged and one came.
-    """
-    peer = scripted.meet(watched)
+def hang_up(scripted: ScriptedBroker, watched: RecordingLink, *, accept: bool, take: int = 0) -> str:
+    """Why the link's next connection ended: at its CONNECT, or after ``take`` publishes were acknowledged and one more
+    arrived."""
+    peer = scripted.accept(watched)
     peer.read()
     if accept:
         connected = len(watched.of(Connected))
@@ -524,7 +524,7 @@ def hang_up(scripted: ScriptedBroker, watched: Watched, *, accept: bool, take: i
 
 
 def test_a_broker_of_3_1_1_that_hangs_up_on_retained_messages_again_is_suspected(scripted: ScriptedBroker) -> None:
-    watched = Watched(MqttLink(scripted.url, client_id="a", protocol=3))
+    watched = RecordingLink(MqttLink(scripted.url, client_id="a", protocol=3))
     watched.link.open()
     assert "MQTT 3.1.1" not in hang_up(scripted, watched, accept=True)
     said = hang_up(scripted, watched, accept=True)
@@ -539,7 +539,7 @@ def test_a_broker_of_3_1_1_that_hangs_up_on_retained_messages_again_is_suspected
 def test_a_broker_of_3_1_1_that_hangs_up_at_once_is_suspected_of_not_taking_a_retained_will(
     scripted: ScriptedBroker, will: Will | None, suspected: bool
 ) -> None:
-    watched = Watched(MqttLink(scripted.url, client_id="a", protocol=3, will=will))
+    watched = RecordingLink(MqttLink(scripted.url, client_id="a", protocol=3, will=will))
     watched.link.open()
     first, second = (hang_up(scripted, watched, accept=False) for _ in range(2))
     assert "retained" not in first
@@ -547,17 +547,17 @@ def test_a_broker_of_3_1_1_that_hangs_up_at_once_is_suspected_of_not_taking_a_re
 
 
 def test_a_broker_of_mqtt_5_that_hangs_up_is_not_suspected_for_it_could_say_why(scripted: ScriptedBroker) -> None:
-    watched = Watched(MqttLink(scripted.url, client_id="a", protocol=5, will=WILL))
+    watched = RecordingLink(MqttLink(scripted.url, client_id="a", protocol=5, will=WILL))
     watched.link.open()
     reasons = {hang_up(scripted, watched, accept=False) for _ in range(3)}
     assert reasons == {"the broker closed the connection"}
 
 
 def test_a_hang_up_that_is_noticed_in_writing_is_one(scripted: ScriptedBroker) -> None:
-    watched = Watched(MqttLink(scripted.url, client_id="a", protocol=3))
+    watched = RecordingLink(MqttLink(scripted.url, client_id="a", protocol=3))
     watched.link.open()
     for _ in range(2):
-        peer = scripted.meet(watched)
+        peer = scripted.accept(watched)
         peer.read()
         peer.write(ACCEPTED_V3)
         until(lambda: watched.link.connected, watched)
@@ -571,9 +571,9 @@ def test_a_hang_up_that_is_noticed_in_writing_is_one(scripted: ScriptedBroker) -
 @NEEDS_MOSQUITTO
 @pytest.mark.parametrize("retain", [True, False])
 def test_a_mosquitto_without_retained_messages_is_suspected_over_3_1_1(tmp_path: Path, retain: bool) -> None:
-    """It hangs up on a will that is retained, and on a publish."""
+    """It hangs up on a retained will, and on a retained publish."""
     with mosquitto(tmp_path / "broker", "retain_available false\n") as broker:
-        watched = Watched(MqttLink(broker.url, client_id="a", protocol=3, will=replace(WILL, retain=retain)))
+        watched = RecordingLink(MqttLink(broker.url, client_id="a", protocol=3, will=replace(WILL, retain=retain)))
         watched.link.open()
 
         def suspected() -> bool:
@@ -622,10 +622,10 @@ def test_garbage_ends_the_connection_and_never_the_link(scripted: ScriptedBroker
     watched, peer = met(scripted)
     peer.write(garbage)
     until(lambda: watched.of(Disconnected), watched)
-    assert scripted.meet(watched).read()[0] == CONNECT
+    assert scripted.accept(watched).read()[0] == CONNECT
 
 
-def test_an_exception_in_a_callback_is_told_logged_and_survived(
+def test_an_exception_in_a_callback_is_reported_logged_and_survived(
     scripted: ScriptedBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> None:
@@ -638,7 +638,7 @@ def test_an_exception_in_a_callback_is_told_logged_and_survived(
         until(lambda: watched.of(Disconnected), watched)
     assert watched.of(Disconnected) == [Disconnected("RuntimeError: boom")]
     assert "boom" in caplog.text
-    assert scripted.meet(watched).read()[0] == CONNECT
+    assert scripted.accept(watched).read()[0] == CONNECT
 
 
 def test_a_broker_that_takes_the_session_over_is_quoted(scripted: ScriptedBroker) -> None:
@@ -655,7 +655,7 @@ def test_a_silent_broker_is_noticed_by_the_keepalive(scripted: ScriptedBroker) -
     assert watched.of(Disconnected) == [Disconnected("the broker is silent (keepalive timeout)")]
 
 
-def test_a_silent_broker_is_told_of_though_paho_closes_at_its_first_look(
+def test_a_silent_broker_is_reported_although_paho_closes_at_its_first_look(
     scripted: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """paho looks twice at the time; where only the first look finds it over, loop_misc closes and returns success."""
@@ -764,7 +764,7 @@ def self_signed(folder: Path) -> tuple[Path, Path]:
 
 
 class TlsServer(threading.Thread):
-    """Plays one TLS connection: accepts, sends two large messages in one go, and then reads to the end."""
+    """Plays one TLS connection: accepts, sends two large messages at once, and reads to the end."""
 
     def __init__(self, cert: Path, key: Path):
         super().__init__(daemon=True)
@@ -792,7 +792,7 @@ def test_tls_delivers_what_the_kernel_has_already_decrypted(tmp_path: Path) -> N
     cert, key = self_signed(tmp_path)
     server = TlsServer(cert, key)
     server.start()
-    watched = Watched(MqttLink(server.url, client_id="a", ca=cert))
+    watched = RecordingLink(MqttLink(server.url, client_id="a", ca=cert))
     watched.link.open()
     until(lambda: len(watched.of(Message)) == 2, watched)
     assert watched.of(Message)[1] == Message("y", b"last", retain=False)
@@ -817,7 +817,7 @@ def test_a_broker_whose_certificate_is_not_trusted_is_left(tmp_path: Path) -> No
     server.join(PATIENCE_S)
 
 
-def test_a_broker_of_ones_own_needs_no_certificates_that_are_strict(
+def test_a_users_own_broker_needs_no_strict_certificates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = ssl.create_default_context
@@ -828,7 +828,7 @@ def test_a_broker_of_ones_own_needs_no_certificates_that_are_strict(
         return context
 
     monkeypatch.setattr(ssl, "create_default_context", as_python_3_13_does)
-    files = own_authority(tmp_path, ["127.0.0.1"])
+    files = user_pki(tmp_path, ["127.0.0.1"])
     server = TlsServer(*files.server)
     server.start()
     link = MqttLink(server.url, client_id="a", ca=files.ca)

@@ -1,5 +1,5 @@
-"""pFedHN: the hypernetwork's products against autograd in float64, its rule against the paper's steps in a plain loop,
-and what a fleet fetches for each device."""
+"""pFedHN: the hypernetwork's products compared with autograd in float64, its rule with the paper's steps in a plain
+loop, and what a fleet fetches for each device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fleet_core.protocol import messages
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import PerDevice
 from tests.support.inprocess import config_text
-from tests.support.playing import Fleet, flat, gap, hyper_of, same, toy_samples
+from tests.support.simulation import Fleet, equal_bits, flat, hyper_of, max_difference, toy_samples
 
 MODEL: dict[str, dict[str, Any]] = {
     "body": {"a": np.arange(6.0).reshape(2, 3), "b": np.ones(2)}, "head": {"c": np.zeros((1, 2))},
@@ -40,7 +40,7 @@ def random_like(tree: trees.Params, seed: int) -> dict[str, dict[str, Any]]:
 
 
 def network(seed: int = 0) -> hypernetwork.Weights:
-    """None of its weights zero."""
+    """A network without zero weights."""
     made = hypernetwork.initial(MODEL, 4, 5, 3, np.random.default_rng(seed))
     return {n: a + 0.3 * np.random.default_rng([seed, i]).normal(size=a.shape) for i, (n, a) in enumerate(made.items())}
 
@@ -89,7 +89,7 @@ def test_products_are_finite_differences_of_the_generated_weights() -> None:
 def test_every_devices_first_model_is_the_fleets() -> None:
     state = RULE.init(MODEL, hyper_of("pfedhn"))
     for device in ("a", "b"):
-        assert same(RULE.per_device(state, device), trees.widened(MODEL))
+        assert equal_bits(RULE.per_device(state, device), trees.widened(MODEL))
     assert not np.array_equal(embedding_of(state, "a"), embedding_of(state, "b"))
     np.testing.assert_array_equal(embedding_of(state, "a"), embedding_of(RULE.init(MODEL, hyper_of("pfedhn")), "a"))
 
@@ -110,7 +110,7 @@ def test_a_round_moves_the_network_by_the_mean_of_the_products_and_each_embeddin
     for name, v in moved.items():
         np.testing.assert_allclose(embeddings(after)[name], v, rtol=1e-12)
     middle = (moved["a"] + moved["b"]) / 2
-    assert gap(after.served, hypernetwork.generate(expected, middle, MODEL)) < 1e-12
+    assert max_difference(after.served, hypernetwork.generate(expected, middle, MODEL)) < 1e-12
     assert embedding_of(after, "c").tolist() == embedding_of(state, "c").tolist()
 
 
@@ -127,8 +127,8 @@ def test_a_step_draws_the_generated_model_towards_what_its_device_has_found() ->
 
 
 def test_devices_whose_classes_are_swapped_come_to_models_of_their_own() -> None:
-    """One model for all cannot answer both; a device's own can. Those that the server makes are evaluated as they come,
-    before any step on the device."""
+    """One model cannot answer for both devices; a model per device can. The server's models are evaluated as they
+    arrive, before any step on the device."""
     x, y = toy_samples(90)
     data = [(x, y), (x, (y + 1) % 3), (x, y), (x, (y + 1) % 3)]
     fleet = Fleet("pfedhn", hyper_of("pfedhn", local_steps=5, batch=30, client_lr=0.1), data)
@@ -164,7 +164,7 @@ def test_a_list_of_what_is_given_names_each_devices_blob_and_is_bounded() -> Non
 
 
 class Asked:
-    """A fetcher that fetches nothing and remembers what it was asked for."""
+    """A fetcher that fetches nothing and records requests."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
@@ -194,14 +194,14 @@ def test_a_device_fetches_the_list_and_then_its_own_blob_and_no_other(tmp_path: 
     assert here.is_here(manifest)
     held = DeviceState(tmp_path).weights(device_payload.NAME)
     assert held is not None
-    assert same(fleet.wire.ordered(held.params), fleet.wire.ordered(made["a"]))
+    assert equal_bits(fleet.wire.ordered(held.params), fleet.wire.ordered(made["a"]))
     stranger = device_payload.DevicePayload("c", DeviceState(tmp_path / "c"), service, asked)
     stranger.take(manifest, manifest.per_device.id, data)
     with pytest.raises(MessageError, match="no weights for this device"):
         stranger.is_here(manifest)
 
 
-def test_a_person_is_told_that_a_devices_model_can_be_read_by_others(tmp_path: Path) -> None:
+def test_the_operator_is_told_that_a_devices_model_can_be_read_by_others(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text(config_text("pfedhn"))
     (told,) = LiveFleet.load(tmp_path).remarks()
     assert told.startswith("pfedhn makes a model for each device, which every device of the fleet may read")

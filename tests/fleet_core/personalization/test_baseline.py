@@ -1,4 +1,4 @@
-"""The plain baseline: what it answers right, that it is bounded, and that equal samples give an equal one."""
+"""The plain baseline: what it answers correctly, its limits, and that equal samples give an equal baseline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_labels_without_any_meaning_are_answered_at_chance() -> None:
     assert right(Baseline.fit(x[:300], y[:300], 3), x[300:], y[300:]) < 0.45
 
 
-def test_round_classes_take_the_nearest_mean_and_a_line_between_long_ones_the_regression() -> None:
+def test_round_classes_use_the_nearest_mean_and_elongated_ones_the_regression() -> None:
     rng = np.random.default_rng(0)
     y = np.arange(400) % 2
     round_ones = np.eye(2)[y] * 8 + rng.normal(size=(400, 2))

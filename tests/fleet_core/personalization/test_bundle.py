@@ -1,4 +1,4 @@
-"""A bundle on the disk: as a folder and as one file, read again, and refused when it is not what it says."""
+"""A bundle on disk, as a folder and as one file: read back, and refused when damaged."""
 
 from __future__ import annotations
 
@@ -96,24 +96,25 @@ def test_a_folder_holds_the_files_that_are_named_and_nothing_else(tmp_path: Path
 
 def test_the_manifest_says_what_a_person_wants_to_know(tmp_path: Path) -> None:
     device_bundle.write(tmp_path / "b", made("fedper"))
-    told = json.loads((tmp_path / "b" / "manifest.json").read_text())
-    assert (told["fleet"], told["key"], told["method"]["name"]) == ("desk", KEY, "fedper")
-    assert told["layout"]["model"] == "mlp"
-    assert told["layout"]["input"]["shape"] == [8]
-    assert told["layout"]["input"]["dtype"] == "float32"
-    assert told["layout"]["input"]["mean"] == [0.1] * 8
-    assert tuple(told["layout"]["classes"]) == CLASSES
-    assert (told["layout_hash"], told["model"]["round"], told["model"]["stored"]) == (LAYOUT.hash, 7, "fp16")
+    manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
+    assert (manifest["fleet"], manifest["key"], manifest["method"]["name"]) == ("desk", KEY, "fedper")
+    assert manifest["layout"]["model"] == "mlp"
+    assert manifest["layout"]["input"]["shape"] == [8]
+    assert manifest["layout"]["input"]["dtype"] == "float32"
+    assert manifest["layout"]["input"]["mean"] == [0.1] * 8
+    assert tuple(manifest["layout"]["classes"]) == CLASSES
+    assert manifest["layout_hash"] == LAYOUT.hash
+    assert (manifest["model"]["round"], manifest["model"]["stored"]) == (7, "fp16")
     hyper = METHODS["fedper"].hyper()
     steps = {"groups": ["head"], "rates": False, "lr": hyper.finetune_lr, "number": hyper.finetune_steps}
-    assert told["adaptation"] == steps
-    assert (told["graph"]["ir_version"], told["graph"]["opset"]) == (10, 18)
-    assert told["graph"]["min_onnxruntime"] == "1.23.2"
-    assert {"atol", "rtol", "seed"} <= told["graph"].keys()
-    for name, info in told["files"].items():
+    assert manifest["adaptation"] == steps
+    assert (manifest["graph"]["ir_version"], manifest["graph"]["opset"]) == (10, 18)
+    assert manifest["graph"]["min_onnxruntime"] == "1.23.2"
+    assert {"atol", "rtol", "seed"} <= manifest["graph"].keys()
+    for name, info in manifest["files"].items():
         data = (tmp_path / "b" / name).read_bytes()
         assert info == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    assert told["files"].keys() == {path.name for path in (tmp_path / "b").iterdir()} - {"manifest.json"}
+    assert manifest["files"].keys() == {path.name for path in (tmp_path / "b").iterdir()} - {"manifest.json"}
 
 
 def test_a_folder_and_one_file_have_the_same_bytes_each_time(tmp_path: Path) -> None:
@@ -178,7 +179,7 @@ device_bundle.write(to, device_bundle.read(source), check=lambda place: (print("
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts a process that writes the bundle of this name and waits before it is done, until its input ends."""
+    """Starts a process that writes the bundle of this name and waits before finishing until its input ends."""
     device_bundle.write(tmp_path / "source", made("proto"))
     begun: list[subprocess.Popen[str]] = []
 
@@ -249,15 +250,15 @@ def files_of(name: str, tmp_path: Path) -> Files:
 
 
 def signed(files: Files, **changes: Any) -> Files:
-    """The files with a manifest that lists them as they are, and says ``changes``."""
-    told = json.loads(files["manifest.json"]) | changes
+    """The files with a correct list of hashes in the manifest, and with ``changes`` to it."""
+    manifest = json.loads(files["manifest.json"]) | changes
     rest = {name: data for name, data in files.items() if name != "manifest.json"}
-    told["files"] = {n: {"size": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in rest.items()}
-    return {"manifest.json": json.dumps(told).encode(), **rest}
+    manifest["files"] = {n: {"size": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in rest.items()}
+    return {"manifest.json": json.dumps(manifest).encode(), **rest}
 
 
-def told(files: Files, *path: str, value: Any) -> Files:
-    """The files with another value somewhere in the manifest."""
+def edit(files: Files, *path: str, value: Any) -> Files:
+    """The files with one value in the manifest replaced."""
     whole = json.loads(files["manifest.json"])
     at = whole
     for key in path[:-1]:
@@ -308,15 +309,15 @@ def wrong(files: Files) -> dict[str, tuple[Files, str]]:
         "a manifest of no JSON": ({**files, "manifest.json": b"{"}, "is not JSON"),
         "a deep one": ({**files, "manifest.json": b"[" * 100_000}, "is not JSON"),
         "a list": ({**files, "manifest.json": b"[]"}, "is malformed"),
-        "of a newer metafleet": (told(files, "format", value=2), "a newer metafleet made it"),
-        "an unknown key": (told(files, "extra", value=1), "extra: unknown key"),
-        "another layout's hash": (told(files, "layout_hash", value="0" * 16), "its layout has the hash"),
-        "an unknown method": (told(files, "method", "name", value="fedmeta-metasdg"), "did you mean 'fedmeta-metasgd'"),
-        "another version": (told(files, "method", "version", value=99), "version 99"),
-        "no hyper-parameters": (told(files, "method", "hyper", value={"local_steps": -1}), "hyper-parameters are mal"),
-        "a path for a file": (told(files, "files", value={"../x": {"size": 1, "sha256": "0" * 64}}), "is missing"),
-        "other steps": (told(files, "adaptation", "groups", value=["head"]), "is not that of adapt.onnx"),
-        "no steps told": (told(files, "adaptation", value=None), "is not that of adapt.onnx"),
+        "of a newer metafleet": (edit(files, "format", value=2), "a newer metafleet made it"),
+        "an unknown key": (edit(files, "extra", value=1), "extra: unknown key"),
+        "another layout's hash": (edit(files, "layout_hash", value="0" * 16), "its layout has the hash"),
+        "an unknown method": (edit(files, "method", "name", value="fedmeta-metasdg"), "did you mean 'fedmeta-metasgd'"),
+        "another version": (edit(files, "method", "version", value=99), "version 99"),
+        "no hyper-parameters": (edit(files, "method", "hyper", value={"local_steps": -1}), "hyper-parameters are mal"),
+        "a path for a file": (edit(files, "files", value={"../x": {"size": 1, "sha256": "0" * 64}}), "is missing"),
+        "other steps": (edit(files, "adaptation", "groups", value=["head"]), "is not that of adapt.onnx"),
+        "no steps told": (edit(files, "adaptation", value=None), "is not that of adapt.onnx"),
         "another model": (weights(files, negated), "the weights are"),
         "weights in float64": (weights(files, widened), "is float64"),
         "too few weights": (weights(files, fewer), "none"),
@@ -351,7 +352,7 @@ def test_every_malformed_bundle_is_refused_with_its_fault(tmp_path: Path, form: 
             pytest.fail(f"{fault}: {device_bundle.read(place(broken, tmp_path / f'{number}-{form}'))}")
 
 
-def test_a_bundle_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_bundle_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no bundle")
     (tmp_path / "empty").mkdir()
     (tmp_path / "folder").mkdir()
@@ -396,8 +397,8 @@ def zipped_plain(array: Any) -> bytes:
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
-def test_turned_bytes_are_refused_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
-    """Whatever is turned in the one file, reading it ends with a bundle or a BundleError, and nothing else."""
+def test_changed_bytes_are_refused_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
+    """Reading a file with changed bytes gives a bundle or a BundleError, nothing else."""
     path = tmp_path / "turned.bundle"
     if not (tmp_path / "whole.bundle").exists():
         device_bundle.write(tmp_path / "whole.bundle", made("fedper"))
@@ -411,7 +412,7 @@ def test_turned_bytes_are_refused_or_harmless(tmp_path: Path, data: st.DataObjec
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_turned_golden_bytes_are_refused_or_harmless(data: st.DataObject) -> None:
+def test_changed_golden_bytes_are_refused_or_harmless(data: st.DataObject) -> None:
     whole = bytearray(golden.pack({"x": np.arange(6, dtype=np.float32).reshape(2, 3), "y": np.arange(2)}))
     for _ in range(data.draw(st.integers(1, 6))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))

@@ -1,5 +1,5 @@
-"""pFedGP: the posterior against a dense integral, the loss against finite differences in float64 and against the
-answers that numpy gives, and the tree of classes."""
+"""pFedGP: the posterior compared with numerical integration, the loss with finite differences in float64 and with
+numpy's answers, and the tree of classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head that a device fits on its embedded samples, against torch's own optimizer and by what must hold of it."""
+"""The head that a device fits on its embedded samples: compared with torch's optimizer, and its invariants."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_further_step_brings_the_loss_down_over_a_stretch() -> None:
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_a_class_without_samples_is_never_answered_and_the_others_answer_as_if_it_were_not_there() -> None:
+def test_a_class_without_samples_is_never_answered_and_does_not_affect_the_others() -> None:
     z, y = cloud(classes=2)
     alone, among = Head.fit(z, y, 2), Head.fit(z, y * 3, 5)  # classes 0 and 3 of five
     found = among.probabilities(z)

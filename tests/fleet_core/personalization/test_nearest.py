@@ -1,4 +1,4 @@
-"""Neighbours on a device (kNN-Per): against brute force, with ties, with few samples, with a share found on them."""
+"""Neighbours on a device (kNN-Per): compared with brute force, with ties, with few samples, and with a fitted share."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_answer_is_the_neighbours_share_of_the_votes_beside_the_heads() -> N
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_share_is_the_smallest_that_answers_the_own_samples_best_each_without_itself(seed: int) -> None:
+def test_the_share_is_the_smallest_with_the_best_leave_one_out_answers(seed: int) -> None:
     z, y = cloud(25, seed)
     head = softmax(2 * np.random.default_rng(seed).normal(size=(25, 4)) + 1.5 * np.eye(4)[y]).astype(np.float32)
     right = []
@@ -127,7 +127,7 @@ def test_the_share_is_the_smallest_that_answers_the_own_samples_best_each_withou
     assert len(set(right)) > 1
 
 
-def test_a_head_that_knows_everything_is_left_alone_and_one_that_knows_nothing_is_not_asked() -> None:
+def test_neighbours_have_no_share_beside_a_perfect_head_and_most_beside_a_wrong_one() -> None:
     z, y = np.repeat(np.eye(3, dtype=np.float32) * 20, 8, axis=0), np.repeat(np.arange(3), 8)
     sure, wrong = np.eye(3, dtype=np.float32)[y], np.eye(3, dtype=np.float32)[(y + 1) % 3]
     assert Neighbours.of(z, y, sure, 3, None).share == 0.0
@@ -144,7 +144,7 @@ def test_a_single_sample_cannot_be_left_out_and_without_any_there_is_no_answer()
 # The fleet's class means ----------------------------------------------------------------------------------------------
 
 
-def test_the_fleets_class_means_are_totals_over_counts_and_a_class_that_nobody_had_is_never_answered() -> None:
+def test_the_fleets_class_means_are_totals_over_counts_and_an_absent_class_is_never_answered() -> None:
     total, count = np.array([[2.0, 4], [0, 0], [9, 9]]), np.array([2.0, 0, 3])
     means = Prototypes.of_fleet({"prototypes": {"total": total, "count": count}})
     np.testing.assert_array_equal(means.prototypes, np.array([[1, 2], [0, 0], [3, 3]], np.float32))

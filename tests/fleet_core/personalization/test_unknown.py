@@ -1,4 +1,4 @@
-"""Samples that are of none of a device's classes: thresholds by hand, against leaving out, and over many draws."""
+"""Samples of none of a device's classes: thresholds by hand, by leaving one out, and over many draws."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def calibrated(z: Array, y: Array, classes: int, quantile: float = 0.95) -> tupl
 
 
 def clouds(each: int, rng: np.random.Generator, classes: int = 5, width: int = 16) -> tuple[Array, Array]:
-    """``each`` samples of every class, spread 1 around centres that lie 40 or more apart."""
+    """``each`` samples of every class, with spread 1 around centres at least 40 apart."""
     y = np.repeat(np.arange(classes), each)
     return (40.0 * np.eye(classes, width)[y] + rng.normal(size=(len(y), width))).astype(np.float32), y
 
@@ -35,7 +35,7 @@ def clouds(each: int, rng: np.random.Generator, classes: int = 5, width: int = 1
 # The threshold --------------------------------------------------------------------------------------------------------
 
 
-def test_two_samples_of_a_class_put_the_threshold_at_three_times_their_distance_from_their_mean() -> None:
+def test_the_threshold_of_two_samples_is_three_times_their_distance_from_their_mean() -> None:
     z, y = np.array([[0, 0], [2, 0], [9, 9]], np.float32), np.array([0, 0, 1])
     thresholds, prototypes = calibrated(z, y, 2)
     assert thresholds.distances.dtype == np.float32
@@ -46,7 +46,7 @@ def test_two_samples_of_a_class_put_the_threshold_at_three_times_their_distance_
 
 @settings(max_examples=40, deadline=None)
 @given(each=st.integers(2, 9), seed=st.integers(0, 999))
-def test_a_samples_distance_is_that_to_the_mean_of_the_others_brought_to_the_spread_of_a_new_one(
+def test_a_samples_distance_to_the_mean_of_the_others_is_scaled_to_that_of_a_new_sample(
     each: int, seed: int
 ) -> None:
     z, y = clouds(each, np.random.default_rng(seed), classes=3)
@@ -69,7 +69,7 @@ def test_of_many_distances_the_quantile_is_that_of_split_conformal_prediction() 
 
 @pytest.mark.parametrize("each", [2, 5, 40])
 @pytest.mark.parametrize("quantile", [0.8, 0.9])
-def test_of_new_samples_of_known_classes_the_share_that_was_asked_for_stays_known(each: int, quantile: float) -> None:
+def test_of_new_samples_of_known_classes_the_share_that_was_requested_stays_known(each: int, quantile: float) -> None:
     """Over 200 devices; five classes with two samples each have ten distances, whose ⌈q · 11⌉-th is taken."""
     rng = np.random.default_rng(each)
     shares = []
@@ -80,7 +80,7 @@ def test_of_new_samples_of_known_classes_the_share_that_was_asked_for_stays_know
     assert abs(np.mean(shares) - place) < 0.02 if each > 2 else 0.72 < np.mean(shares) < 0.96
 
 
-def test_samples_of_a_class_that_is_not_there_are_unknown_and_those_that_are_there_known() -> None:
+def test_samples_of_absent_classes_are_unknown_and_of_present_ones_known() -> None:
     rng = np.random.default_rng(0)
     z, y = clouds(20, rng, classes=6)
     thresholds, prototypes = calibrated(z[y < 5], y[y < 5], 6)
@@ -92,7 +92,7 @@ def test_samples_of_a_class_that_is_not_there_are_unknown_and_those_that_are_the
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 999), low=st.floats(0.05, 1.0), high=st.floats(0.05, 1.0))
-def test_a_higher_quantile_calls_no_more_unknown_and_at_one_every_sample_of_ones_own_is_known(
+def test_a_higher_quantile_calls_fewer_unknown_and_at_one_every_own_sample_is_known(
     seed: int, low: float, high: float
 ) -> None:
     z, y = clouds(4, np.random.default_rng(seed))
@@ -110,7 +110,7 @@ def test_embeddings_three_times_as_large_have_thresholds_nine_times_as_large() -
 # Few samples ----------------------------------------------------------------------------------------------------------
 
 
-def test_with_one_sample_of_each_class_the_threshold_is_half_of_what_the_nearest_means_lie_apart() -> None:
+def test_with_one_sample_per_class_the_threshold_is_half_the_distance_of_the_nearest_means() -> None:
     z = np.array([[0, 0], [3, 0], [3, 4]], np.float32)  # the nearest others: 9, 9, 16
     thresholds, prototypes = calibrated(z, np.arange(3), 3)
     np.testing.assert_allclose(thresholds.distances, (9 + 9 + 16) / 3 / 2)

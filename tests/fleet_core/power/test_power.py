@@ -1,5 +1,5 @@
-"""Meters, the model and the book. No sensor is at hand: the counters and processes are file trees built in tmp_path,
-in the shape of /sys/class/powercap and /proc, and the clocks are numbers."""
+"""Energy meters, the model and the book. No sensor is at hand: counters and processes are file trees shaped like
+/sys/class/powercap and /proc, and clocks are numbers."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_sensor_counts_joules_since_it_was_opened(machine: Machine) -> None:
     assert meter.read_j() == pytest.approx(12.75)
 
 
-def test_a_counter_that_wraps_goes_on_counting(tmp_path: Path) -> None:
+def test_a_counter_that_wraps_continues_counting(tmp_path: Path) -> None:
     machine = Machine(tmp_path, start_uj=WRAP_UJ - 3_000_000)
     meter = machine.rapl()
     machine.run(2, 10, {A: 1})
@@ -165,7 +165,7 @@ def test_the_cpu_time_of_children_running_and_ended_is_the_processs(machine: Mac
 
 
 def test_two_processes_that_read_at_different_moments_do_not_exceed_the_sensor(machine: Machine) -> None:
-    """A reads over 10 s, B over the later 5 s, in which most joules were spent: by each one's own two readings A's half
+    """A reads over 10 s, B over the later 5 s, in which most joules were spent. By each one's own two readings A's half
     of 100 J and B's 80 J would make 130 J."""
     a = machine.rapl(A, idle_w=0)
     machine.run(5, 20, {A: 5})
@@ -183,7 +183,7 @@ steps = st.lists(
         st.floats(0, 20),  # CPU seconds of A, of B and of others
         st.floats(0, 20),
         st.floats(0, 20),
-        st.sampled_from(["", "A", "B", "AB"]),  # who settles
+        st.sampled_from(["", "A", "B", "AB"]),  # who reads the shared account
     ),
     min_size=1,
     max_size=12,
@@ -256,7 +256,7 @@ def test_the_account_is_for_its_user_alone(machine: Machine) -> None:
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Reading a file of this name is refused, as it is to a user who is not root."""
+    """Reading a file of this name is refused, as it is to a user other than root."""
     os_open = os.open
 
     def guarded(path: Any, *args: Any, **options: Any) -> int:
@@ -430,7 +430,7 @@ def test_phases_open_at_once_share_evenly(machine: Machine) -> None:
 
 
 class OneJoule:
-    """A meter that knows no lock: one joule a reading, counted in two steps."""
+    """A meter without a lock: one joule per reading, counted in two steps."""
 
     source, measured, absent_terms = "one joule a reading", True, MappingProxyType[str, str]({})
     includes_radio, spreads = True, MappingProxyType[str, Spread]({})
@@ -496,7 +496,7 @@ def test_a_meter_that_stops_reading_stops_no_work_and_every_figure_says_so(
     assert "energy is no longer measured" in caplog.text
 
 
-def test_a_phase_that_is_none_is_refused() -> None:
+def test_an_invalid_phase_is_refused() -> None:
     with pytest.raises(PowerError, match="'idle'"), JoulesByPhase(None).phase("idle"):
         pass
 
@@ -521,7 +521,7 @@ def test_a_phase_closes_when_its_work_fails(machine: Machine) -> None:
 
 @pytest.fixture
 def this_machine(machine: Machine) -> Machine:
-    """A tree on which this very process runs."""
+    """A tree on which this process runs."""
     machine.process(os.getpid())
     return machine
 
@@ -532,7 +532,7 @@ def test_a_sensor_that_reads_is_chosen_before_the_users_watts(this_machine: Mach
     assert "idle" not in meter.absent_terms  # the user's idle watts tell it apart
 
 
-def test_a_sensor_that_refuses_is_said_and_the_users_watts_are_taken(
+def test_a_sensor_that_refuses_is_reported_and_the_users_watts_are_taken(
     this_machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refuse(monkeypatch, "energy_uj")

@@ -1,5 +1,5 @@
-"""Sensors of watts on constructed file trees and outputs (``tests/support/boards.py``), and joules from them. No
-hardware was tried; the clocks are numbers."""
+"""Power sensors on constructed file trees and outputs (``tests/support/boards.py``), and joules from their watts. No
+hardware was tried; clocks are numbers."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_current_that_flows_back_is_no_negative_power(tmp_path: Path) -> None:
 
 @dataclass
 class Dial:
-    """A sensor that says what it is told to."""
+    """A sensor whose value the test sets."""
 
     watts: float = 0.0
     name: str = "dial"
@@ -222,7 +222,7 @@ def machine(tmp_path: Path) -> Machine:
 
 @pytest.fixture(autouse=True)
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading costs nothing: every settling reads."""
+    """Reading costs nothing, so every settling reads."""
     monkeypatch.setattr("fleet_core.power.sampled_meter.cpu_s", lambda: 0.0)
 
 
@@ -318,7 +318,7 @@ def test_the_parts_of_a_sensor_never_exceed_it(steps: list[tuple[float, float, s
     assert 0 <= total <= most + 1e-6
 
 
-def test_a_reading_that_costs_much_holds_so_long_that_it_stays_within_its_share_of_a_core() -> None:
+def test_a_costly_reading_is_kept_so_long_that_it_stays_within_its_share_of_a_core() -> None:
     now, cpu = [0.0], [0.0]
     dial = Dial(3.0)
 
@@ -362,7 +362,7 @@ def test_a_sensor_that_breaks_stops_no_work(machine: Machine) -> None:
     assert any("broke" in reason for reason in book.figures()["other"].absent_terms)
 
 
-def test_settling_goes_on_in_a_thread_until_the_block_ends() -> None:
+def test_settling_continues_in_a_thread_until_the_block_ends() -> None:
     twice, calls = threading.Event(), []
 
     def settle() -> None:
@@ -410,7 +410,7 @@ def test_device_toml_overrides_the_profiles_sensor(this_machine: Machine) -> Non
     assert choose_meter(None, None, this_machine.root, Power("none")) is None
 
 
-def test_a_sensor_that_does_not_read_is_said_and_the_model_is_taken(
+def test_a_sensor_that_does_not_read_is_reported_and_the_model_is_taken(
     this_machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     board = catalogue.load("raspberry-pi-5")

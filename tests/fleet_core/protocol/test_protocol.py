@@ -1,4 +1,4 @@
-"""Whatever bytes come from outside: a message, or a MessageError; never another exception, never unbounded memory."""
+"""Bytes from outside give a message or a MessageError: no other exception, no unbounded memory."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """``value`` with something else at ``path``."""
+    """``value`` with the part at ``path`` replaced."""
     if not path:
         return new
     value[path[0]] = replaced(value[path[0]], path[1:], new)
@@ -326,7 +326,7 @@ def test_signed_text_with_any_byte_changed_is_refused(body, data):
     at = data.draw(st.integers(0, len(signed) - 1))
     new = data.draw(st.integers(0, 255))
     changed = bytes(signed[:at]) + bytes([new]) + bytes(signed[at + 1 :])
-    if changed.lower() == bytes(signed).lower():  # hex digits may be written large
+    if changed.lower() == bytes(signed).lower():  # hex digits may be upper case
         return
     with pytest.raises(MessageError):
         VERIFIER.verify(changed)

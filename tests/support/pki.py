@@ -1,10 +1,10 @@
-"""A fleet's certificates for tests: devices' own, tokens, and a mosquitto that asks for them; and a user's own."""
+"""Certificates for tests: a fleet's authority, devices and tokens, a mosquitto that requires them, and a user's own
+PKI."""
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,14 +30,14 @@ from fleet_core.protocol import certificates, enrolment_token, messages
 from fleet_core.protocol.device_messages import EnrolAnswer, EnrolRequest
 from fleet_core.protocol.enrolment_token import Token
 from fleet_core.protocol.signing import Signer
-from tests.support.brokers import until
+from tests.support.brokers import free_port, until
 from tests.support.inprocess import config_text
 
 HOURS_S = 3600.0
 
 
-def bare_fleet(folder: Path) -> Fleet:
-    """A fleet ``t`` with keys, certificates and a ledger, and without a model."""
+def fleet_without_model(folder: Path) -> Fleet:
+    """A fleet ``t`` with keys, certificates and a ledger, without a model."""
     text = config_text()
     settings = config.parse(FleetConfig, text, "text")
     fleet = Fleet(folder, settings, *method_of(settings, folder / "fleet.toml"))
@@ -60,8 +60,8 @@ input = {shape = [1, 8], dtype = "float32"}
 """
 
 
-def lab(folder: Path) -> None:
-    """A fleet in ``folder``/lab with keys, certificates, a ledger and a broker's folder, and without a model."""
+def lab_fleet(folder: Path) -> None:
+    """A fleet in ``folder``/lab with keys, certificates, a ledger and a broker's folder, without a model."""
     (folder / "lab").mkdir()
     (folder / "lab/fleet.toml").write_text(LAB)
     (folder / "lab/fleet.pub").write_text(Signer.create(folder / "lab/fleet.key").public)
@@ -71,18 +71,13 @@ def lab(folder: Path) -> None:
         fleet_certificates.configure(fleet, ledger, BrokerSetup(("192.0.2.7",)))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def secured_broker(fleet: Fleet) -> Iterator[tuple[Broker, BrokerSetup]]:
-    """A mosquitto with the fleet's own configuration, on free ports of this machine."""
+    """A mosquitto with the fleet's configuration, on free ports."""
     place = BrokerSetup(("127.0.0.1",), free_port(), free_port(), listen="127.0.0.1")
     with Ledger(fleet.ledger_path) as ledger:
         path = fleet_certificates.configure(fleet, ledger, place)
-    path.write_text(path.read_text() + "log_type information\n")  # for ``reload``
+    path.write_text(path.read_text() + "log_type information\n")  # for ``reload_broker``
     broker = start_secured(path, place)
     try:
         yield broker, place
@@ -90,35 +85,35 @@ def secured_broker(fleet: Fleet) -> Iterator[tuple[Broker, BrokerSetup]]:
         broker.stop()
 
 
-def reload(broker: Broker, fleet: Fleet) -> None:
-    """The broker's, waited for: mosquitto looks at its signals when it has something to do or every 0.1 s, and whom it
-    accepts before meets the certificates as they were."""
-    before = readings(fleet)
+def reload_broker(broker: Broker, fleet: Fleet) -> None:
+    """Reload the broker and wait for it. mosquitto checks for signals when it has work or every 0.1 s; clients that it
+    accepts before meet the old certificates."""
+    before = reload_count(fleet)
     broker.reload()
-    until(lambda: readings(fleet) > before)
+    until(lambda: reload_count(fleet) > before)
 
 
-def readings(fleet: Fleet) -> int:
-    """How often the broker has begun to read its files again."""
+def reload_count(fleet: Fleet) -> int:
+    """How often the broker has started to reload its files."""
     return (fleet.folder / "mosquitto/broker.log").read_bytes().count(b"Reloading config")
 
 
 @dataclass
-class Office:
-    """The aggregator's side of enrolment, without an aggregator. sent: (topic, payload) of every answer."""
+class Enroller:
+    """The aggregator's side of enrolment. sent: (topic, payload) of every answer."""
 
     fleet: Fleet
     ledger: Ledger
     now: Callable[[], float]
     sent: list[tuple[str, bytes]] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     changes: list[bool] = field(default_factory=list)
 
     def enrolments(self) -> Enrolments:
         link = SimpleNamespace(publish=lambda topic, payload: self.sent.append((topic, payload)))
         return Enrolments(
             self.fleet, self.ledger, cast("Any", link), admit=self.admit, changed=lambda: self.changes.append(True),
-            now=self.now, log=self.told.append,
+            now=self.now, log=self.lines.append,
         )
 
     def admit(self, name: str) -> None:
@@ -130,22 +125,22 @@ class Office:
         return made
 
 
-def asked_with(made: Token, key: certificates.PrivateKey, *, fleet: str | None = None, token_id: str = "",
+def signed_request(made: Token, key: certificates.PrivateKey, *, fleet: str | None = None, token_id: str = "",
                signer: certificates.PrivateKey | None = None) -> bytes:
-    """The request that ``made``'s bearer sends for ``key``, or one that is wrong in one point."""
+    """The request for ``key`` signed with the token's key, or a request that is wrong in one field."""
     csr = certificates.request(key, made.device)
     body = enrolment_token.to_sign(fleet or made.fleet, token_id or made.id, csr)
     signature = certificates.sign(signer or certificates.private_of(made.private_key, "token"), body)
     return messages.encode(EnrolRequest(certificates.encoded(csr), signature))
 
 
-def answer_of(payload: bytes) -> EnrolAnswer:
+def answer_in(payload: bytes) -> EnrolAnswer:
     return messages.decode(EnrolAnswer, payload)
 
 
 @dataclass(frozen=True)
-class Papers:
-    """The files of somebody who connects."""
+class Credentials:
+    """PEM files of an MQTT client."""
 
     ca: Path
     cert: Path
@@ -155,30 +150,30 @@ class Papers:
         return MqttLink(url, client_id=client_id, ca=self.ca, cert=self.cert, key=self.key, **options)
 
 
-def papers(fleet: Fleet, name: str, folder: Path, authority: Any = None) -> Papers:
-    """A valid certificate for ``name``, as the fleet's authority gives it; or as another does."""
+def credentials_for(fleet: Fleet, name: str, folder: Path, authority: Any = None) -> Credentials:
+    """A valid certificate for ``name``, signed by the fleet's authority or by ``authority``."""
     folder.mkdir(parents=True, exist_ok=True)
     key = certificates.new_key()
     signed = (authority or fleet_certificates.authority(fleet.folder)).client(name, key.public_key())
     certificates.save_key(folder / "own.key", key)
     (folder / "own.pem").write_bytes(certificates.certificate_pem(signed))
-    return Papers(fleet.folder / "ca.pem", folder / "own.pem", folder / "own.key")
+    return Credentials(fleet.folder / "ca.pem", folder / "own.pem", folder / "own.key")
 
 
-def of_aggregator(fleet: Fleet) -> Papers:
-    return Papers(fleet.folder / "ca.pem", fleet.folder / "aggregator.pem", fleet.folder / "aggregator.key")
+def aggregator_credentials(fleet: Fleet) -> Credentials:
+    return Credentials(fleet.folder / "ca.pem", fleet.folder / "aggregator.pem", fleet.folder / "aggregator.key")
 
 
-def bearer(made: Token, fleet: Fleet, folder: Path) -> Papers:
-    """What a token's certificate and key open."""
+def token_credentials(made: Token, fleet: Fleet, folder: Path) -> Credentials:
+    """The certificate and key that a token carries."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "token.pem").write_bytes(certificates.pem("CERTIFICATE", made.certificate))
     (folder / "token.key").write_bytes(certificates.pem("PRIVATE KEY", made.private_key))
-    return Papers(fleet.folder / "ca.pem", folder / "token.pem", folder / "token.key")
+    return Credentials(fleet.folder / "ca.pem", folder / "token.pem", folder / "token.key")
 
 
 @dataclass(frozen=True)
-class OwnAuthority:
+class UserPki:
     """PEM files. server, device: (certificate, key)."""
 
     ca: Path
@@ -186,9 +181,9 @@ class OwnAuthority:
     device: tuple[Path, Path]
 
 
-def own_authority(folder: Path, addresses: list[str]) -> OwnAuthority:
-    """Of a user with a broker of their own, for ``addresses``: without the key identifiers that RFC 5280 asks for, as
-    the commands of mosquitto-tls(7) make them."""
+def user_pki(folder: Path, addresses: list[str]) -> UserPki:
+    """A user's own PKI for a broker at ``addresses``. It lacks the key identifiers that RFC 5280 asks for, as
+    certificates made with mosquitto-tls(7)'s commands do."""
     now = datetime.datetime.now(datetime.UTC)
     authority = ec.generate_private_key(ec.SECP256R1())
 
@@ -217,4 +212,4 @@ def own_authority(folder: Path, addresses: list[str]) -> OwnAuthority:
 
     names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address)) for address in addresses])
     ca = issue("authority", authority, x509.BasicConstraints(ca=True, path_length=None))
-    return OwnAuthority(ca, pair("broker", names), pair("device"))
+    return UserPki(ca, pair("broker", names), pair("device"))

@@ -1,4 +1,4 @@
-"""A desk for tests: tiny samples, one fleet founded per session, and the commands as processes that are all ended."""
+"""A small fleet on disk, and commands as processes that are all ended after the test."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.support.waiting import PATIENCE_S
 
 CLASSES = ("a", "b", "c")
 CLIENTS = ("d0", "d1", "d2", "d3")
-ROWS = 48  # of one client, ten seconds apart
+ROWS = 48  # per client, ten seconds apart
 
 
 def write_samples(path: Path) -> Path:
-    """Four clients, each with three separable classes in eight dimensions that lie a little differently."""
+    """Four clients, each with three separable classes in eight dimensions and a small shift of its own."""
     rng = np.random.default_rng(0)
     y = np.concatenate([rng.permutation(np.arange(ROWS) % 3) for _ in CLIENTS])
     shift = np.repeat(np.arange(len(CLIENTS)) * 0.2, ROWS)
@@ -42,8 +42,8 @@ def write_samples(path: Path) -> Path:
     return path
 
 
-def found_fleet(folder: Path, *, rounds: int = 2, name: str = "desk", method: str = "pfldyn-proto") -> Fleet:
-    """What ``metafleet init`` makes of the tiny samples."""
+def small_fleet(folder: Path, *, rounds: int = 2, name: str = "desk", method: str = "pfldyn-proto") -> Fleet:
+    """The fleet that ``metafleet init`` makes of the samples."""
     everything = load(write_samples(folder.with_name("all.npz")))
     text = fleet_toml(everything, name, method, None, rounds=rounds, seed=0, min_devices=1)
     text = text.replace("local_steps = 20", "local_steps = 3")
@@ -52,16 +52,34 @@ def found_fleet(folder: Path, *, rounds: int = 2, name: str = "desk", method: st
     ))
 
 
+def wide_fleet(folder: Path, rounds: int) -> Fleet:
+    """A fleet of two devices with about 260,000 parameters, in fp32: its payload outweighs all other traffic."""
+    text = f'''
+fleet = {{ name = "counted", method = "fedavg", rounds = {rounds}, min_devices = 2, serve_every = {rounds} }}
+link = {{ up = "fp32", down = "fp32" }}
+hyper = {{ local_steps = 1 }}
+
+[model]
+name = "mlp"
+classes = ["a", "b", "c"]
+input = {{ shape = [1024] }}
+options = {{ hidden = [256] }}
+'''
+    return create_fleet(folder, text, lambda settings, head: first(
+        settings.model.name, settings.model.input, settings.model.classes, settings.model.options, head=head, seed=0
+    ))
+
+
 def device(fleet: Fleet, name: str, home: Path, *, train: bool = True) -> Path:
-    """A device's home with its own samples and nothing else."""
+    """A device's home with its own samples."""
     write_device_folder(fleet, name, home, "mqtt://127.0.0.1:1883", train={"enabled": train})
     save(home / "samples.npz", load(fleet.folder.with_name("all.npz")).of_client(name))
     return home
 
 
 def finished_fleet(folder: Path) -> Path:
-    """``fleet`` and the homes ``d0`` (trains) and ``d1`` (answers only) after two rounds, in one process."""
-    fleet = found_fleet(folder / "fleet")
+    """``fleet`` and the homes ``d0`` (trains) and ``d1`` (only answers) after two rounds in one process."""
+    fleet = small_fleet(folder / "fleet")
     homes = [device(fleet, name, folder / name, train=name == "d0") for name in ("d0", "d1")]
     in_one_process.run(fleet, {home.name: (home, settings_of(home)) for home in homes})
     return folder
@@ -72,7 +90,7 @@ def finished_fleet(folder: Path) -> Path:
 
 @dataclass
 class Program:
-    """One process that a test started, with what it says in a file."""
+    """A process that a test started; its output goes to a file."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -81,7 +99,7 @@ class Program:
         return self.log.read_text(errors="replace")
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Waits until ``condition`` holds. Fails when the program ends before."""
+        """Wait until ``condition`` holds. Fails when the program ends before."""
 
         def wait() -> None:
             with suppress(subprocess.TimeoutExpired):
@@ -90,22 +108,22 @@ class Program:
 
         waiting.until(condition, wait, self.text)
 
-    def says(self, words: str) -> None:
+    def wait_for(self, words: str) -> None:
         self.until(lambda: words in self.text())
 
-    def ends(self) -> int:
+    def exit_code(self) -> int:
         return self.process.wait(PATIENCE_S)
 
 
-class Desk:
-    """Starts programs and ends those that are left; nobody else's."""
+class Programs:
+    """Starts programs and ends those that still run."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.started: list[Program] = []
 
     def start(self, *command: str, environ: dict[str, str] | None = None, cwd: Path | None = None) -> Program:
-        """The command as a process of its own, its output and its errors in one log."""
+        """Start the command in its own session, stdout and stderr in one log."""
         log = self.folder / f"program-{len(self.started)}.log"
         with open(log, "wb") as output:
             process = subprocess.Popen(
@@ -128,16 +146,16 @@ class Desk:
 
 
 @contextmanager
-def desk_in(folder: Path) -> Iterator[Desk]:
-    desk = Desk(folder)
+def programs_in(folder: Path) -> Iterator[Programs]:
+    programs = Programs(folder)
     try:
-        yield desk
+        yield programs
     finally:
-        desk.stop()
+        programs.stop()
 
 
 def clean_environ(**more: str) -> dict[str, str]:
-    """This environment without what would change the commands' defaults."""
+    """This environment without variables that change the commands' defaults."""
     return {name: value for name, value in os.environ.items() if not name.startswith("METAFLEET_")} | more
 
 
@@ -149,15 +167,15 @@ def edge_agent(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "edge_agent.commands.cli", *map(str, arguments)]
 
 
-def called(command: list[str], *, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """The command, run to its end, with ``environ`` beside this environment."""
+def run_to_end(command: list[str], *, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end with ``environ`` added to this environment."""
     return subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE_S, env=clean_environ(**(environ or {})), check=False
     )
 
 
 def closed_rounds(fleet: Path) -> list[int]:
-    """The numbers of the rounds that the ledger calls closed; none before there is a ledger."""
+    """Numbers of the closed rounds in the ledger; none if there is no ledger yet."""
     try:
         with closing(sqlite3.connect(f"file:{fleet / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
             rows = ledger.execute("SELECT round FROM rounds WHERE status = 'closed' ORDER BY round").fetchall()
@@ -167,7 +185,7 @@ def closed_rounds(fleet: Path) -> list[int]:
 
 
 def descendants(root: int) -> set[int]:
-    """The ids of the processes that ``root`` and its children started."""
+    """The ids of all processes that ``root`` and its children started."""
     parents = {pid: parent for pid, parent in _processes()}
     found: set[int] = set()
     todo = {root}
@@ -182,7 +200,7 @@ def alive(pids: set[int]) -> set[int]:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process; empty when there is none."""
+    """The command line of a process; empty if it does not run."""
     if shutil.which("ps"):
         command = ["ps", "-ww", "-o", "command=", "-p", str(pid)]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout
@@ -192,7 +210,7 @@ def command_of(pid: int) -> str:
 
 
 def _processes() -> list[tuple[int, int]]:
-    """(id, parent's id) of every process that runs; what ended and was not waited for is none."""
+    """(id, parent's id) of every running process, without zombies."""
     if shutil.which("ps"):
         listed = subprocess.run(["ps", "-axo", "pid=,ppid=,state="], capture_output=True, text=True, check=True).stdout
         rows = [line.split() for line in listed.splitlines()]

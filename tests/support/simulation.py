@@ -1,7 +1,7 @@
-"""Plays a fleet of any method in one process: the real client loop on toy samples, the real server rule, no wire.
+"""A fleet of any method in one process: the real client loop on toy samples and the real server rule, without a wire.
 
-It does what agents and aggregator do with a method: what goes down is float32, states are pending until a round counted
-the update, and a device answers with what its personalizer makes of the served model.
+As in the product, what is sent down is float32, a device's state stays pending until a round counted its update, and a
+device answers with what its personalizer makes of the served model.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def toy_layout(classes: int = 3, **options: Any) -> Layout:
 
 
 def toy_samples(number: int = 60, classes: int = 3, seed: int = 0, labels: Sequence[int] = ()) -> Samples:
-    """One centre per class in the first three values; loud noise in the others, which training must learn to ignore.
+    """One centre per class in the first three values; strong noise in the others, which training must learn to ignore.
 
-    The centres are those of ``classes`` classes; ``labels``: those that there are samples of, all by default.
+    classes: how many centres there are. labels: the classes that have samples, all by default.
     """
     centres = np.random.default_rng(0).standard_normal((classes, 6)) * (2, 2, 2, 0, 0, 0)
     rng = np.random.default_rng([seed, 1])
@@ -49,15 +49,14 @@ def toy_samples(number: int = 60, classes: int = 3, seed: int = 0, labels: Seque
 
 
 def hyper_of(name: str, **changes: Any) -> Any:
-    """The method's hyper-parameters with those of ``changes`` that it has."""
+    """The method's hyper-parameters; ``changes`` that it does not have are ignored."""
     known = METHODS[name].hyper.__dataclass_fields__
     return METHODS[name].hyper(**{key: value for key, value in changes.items() if key in known})
 
 
 @dataclass
 class Fleet:
-    """``data``: each device's samples. ``together``: clients are trained side by side, with ``padded``
-    also those whose batches differ."""
+    """data: each device's samples. together: clients train side by side. padded: also those with different batches."""
 
     name: str
     hyper: Any
@@ -67,7 +66,7 @@ class Fleet:
     padded: bool = False
 
     def __post_init__(self) -> None:
-        torch.set_num_threads(1)  # nothing here is worth a second one
+        torch.set_num_threads(1)  # too small for two threads
         self.method: Method = METHODS[self.name]
         self.model = models.build(self.layout)
         self.wire = self.layout.extended(self.method.down, self.method.shared)
@@ -77,17 +76,17 @@ class Fleet:
         self.number = 0
 
     def broadcast(self) -> Payload:
-        """What goes down in the next round."""
+        """What the server sends to all in the next round."""
         sent = self.method.server.broadcast(self.state)
         scalars = {**sent.scalars, "round": float(self.number + 1), "seed": float(SEED)}
         return Payload(trees.apply(lambda a: a.astype(np.float32), sent.groups), scalars)
 
     def per_device(self, i: int) -> Params:
-        """What a device alone receives in the next round."""
+        """What one device alone receives in the next round."""
         return trees.apply(lambda a: a.astype(np.float32), self.method.server.per_device(self.state, f"device-{i}"))
 
     def participants(self, active: Sequence[int] = ()) -> list[Participant]:
-        """With what they would begin the next round."""
+        """The clients as they would start the next round."""
         return [
             Participant(
                 self.states[i], *self.data[i], np.random.default_rng([SEED, self.number + 1, i]), self.per_device(i)
@@ -96,7 +95,7 @@ class Fleet:
         ]
 
     def trained(self, active: Sequence[int] = ()) -> dict[int, TrainResult]:
-        """Device -> what its next round would give; nothing changes."""
+        """Device -> the result of its next round; changes nothing."""
         chosen, sent = list(active) or list(range(len(self.data))), self.broadcast()
         several = self.participants(chosen)
         if self.together:
@@ -127,14 +126,14 @@ class Fleet:
         return trees.apply(lambda a: a.astype(np.float32), self.state.served)
 
     def own(self, support: Samples, state: ClientState | None = None) -> Params:
-        """The weights that a device makes of the served model and its samples."""
+        """The weights that a device personalizes from the served model and its samples."""
         scalars = {"seed": float(SEED), "round": float(max(1, self.number))}
         return personal_model.adapt(
             self.method, self.model, self.layout, self.evaluated, *support, self.hyper, state, scalars
         )
 
     def answers(self, support: Samples, x: Array, state: ClientState | None = None) -> Array:
-        """The classes that a device with these samples gives to ``x``."""
+        """The classes that a device with these samples predicts for ``x``."""
         params, personalizer = self.own(support, state), self.method.personalizer
         if personalizer in ("proto", "fleet-proto"):
             z = local_training.embed(self.model, params, support[0])
@@ -157,7 +156,7 @@ class Fleet:
         return np.asarray(head.argmax(1))
 
     def accuracy(self, test: Sequence[Samples]) -> float:
-        """The mean over the devices, each with its own samples and state."""
+        """The mean accuracy over devices, each with its own samples and state."""
         right = [
             float((self.answers(own, x, state) == y).mean())
             for own, state, (x, y) in zip(self.data, self.states, test, strict=True)
@@ -169,13 +168,11 @@ def flat(tree: Params) -> list[Any]:
     return [array for named in tree.values() for array in named.values()]
 
 
-def same(left: Params, right: Params) -> bool:
-    """To the bit."""
+def equal_bits(left: Params, right: Params) -> bool:
     return {g: list(named) for g, named in left.items()} == {g: list(named) for g, named in right.items()} and all(
         np.array_equal(a, b) for a, b in zip(flat(left), flat(right), strict=True)
     )
 
 
-def gap(left: Params, right: Params) -> float:
-    """The largest difference of two values."""
+def max_difference(left: Params, right: Params) -> float:
     return max((float(np.abs(a - b).max()) for a, b in zip(flat(left), flat(right), strict=True)), default=0.0)
