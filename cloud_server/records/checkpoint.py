@@ -25,8 +25,25 @@ from fleet_core.base.trees import Params
 KEPT = 3
 MAX_BYTES = 1 << 34
 FORMAT = 1
-METADATA = ("format", "sha256", "round", "dual_epoch", "scalars")  # metadata that are not facts
+SERVED_FORMAT = 2  # of a served model's file with a delta
+DELTA = "delta"  # array of a served model's file, beside the weights
+METADATA = ("format", "sha256", "round", "dual_epoch", "scalars", "answers")  # metadata that are not facts
 RESTORE = "put the whole fleet folder back from a backup: ledger and state belong together"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A served model as it is published. round: whose. weights: float32, as devices decode them. data: a delta to the
+    weights with the id ``base``, in ``codec``; empty for none. source: id of the aggregator's weights in float32.
+    following: whether the next round's training model has these weights; not stored."""
+
+    round: int
+    weights: Params
+    codec: str = "fp32"
+    base: str | None = None
+    data: bytes = b""
+    source: str = ""
+    following: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,7 @@ class Checkpoint:
 
     round: the last closed round, 0 before the first. state: arrays float64. published: the decoded float32 weights that
     devices have, or None before the first round. lost: what the lossy codec left out of that round's model, or None.
+    answers: in a simulation, the served model that devices have, without its delta; a fleet has a file of its own.
     """
 
     round: int
@@ -42,6 +60,7 @@ class Checkpoint:
     published: Params | None = None
     lost: Params | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
+    answers: ServedModel | None = None
 
 
 class Checkpoints:
@@ -74,6 +93,9 @@ class Checkpoints:
             "round": str(checkpoint.round), "dual_epoch": str(state.dual_epoch),
             "scalars": json.dumps(dict(state.scalars), sort_keys=True), **checkpoint.facts,
         }
+        if checkpoint.answers is not None:
+            roles["answers"] = checkpoint.answers.weights
+            metadata["answers"] = f"{checkpoint.answers.round} {checkpoint.answers.source}"
         _write(self.path(checkpoint.round), storage.flatten_roles(roles), metadata)
         for old in sorted(self._folder.glob("round-*.safetensors"))[:-KEPT]:
             old.unlink(missing_ok=True)
@@ -81,23 +103,32 @@ class Checkpoints:
     def exists(self, round_number: int) -> bool:
         return self.path(round_number).exists()
 
-    def save_served(self, round_number: int, params: Params) -> None:
-        """Stores the served model that is published after ``round_number``."""
-        _write(self._served, storage.flatten(params), {"round": str(round_number)})
+    def save_served(self, served: ServedModel) -> None:
+        """Stores the served model that is published from now on."""
+        metadata = {"round": str(served.round), "source": served.source}
+        arrays = storage.flatten(served.weights)
+        if served.base is not None:
+            metadata |= {"codec": served.codec, "base": served.base}
+            arrays[DELTA] = np.frombuffer(served.data, np.uint8)
+        _write(self._served, arrays, metadata, FORMAT if served.base is None else SERVED_FORMAT)
 
-    def served(self) -> tuple[int, Params] | None:
-        """(round, float32 params) of the last served model, or None. A damaged one is renamed: devices keep theirs
-        until the next one. Raises StateError if it is of a newer version."""
+    def served(self) -> ServedModel | None:
+        """The last served model, or None. A damaged one is renamed: devices keep theirs until the next one. Raises
+        StateError if it is of a newer version."""
         if not self._served.exists():
             return None
-        found = _read(self._served)
+        found = _read(self._served, SERVED_FORMAT)
         if found is None:
             aside = self._served.with_suffix(".damaged")
             self._served.replace(aside)
             self._log(f"{self._served} is damaged: set aside as {aside.name}; the next served model takes its place")
             return None
         arrays, metadata = found
-        return int(metadata["round"]), storage.unflatten(arrays)
+        delta = arrays.pop(DELTA, None)
+        return ServedModel(
+            int(metadata["round"]), storage.unflatten(arrays), metadata.get("codec", "fp32"), metadata.get("base"),
+            b"" if delta is None else delta.tobytes(), metadata.get("source", ""),
+        )
 
     def load(self, round_number: int, order: Params) -> Checkpoint:
         """The checkpoint after ``round_number``, with arrays in the order of ``order``. Groups that ``order`` lacks,
@@ -119,7 +150,16 @@ class Checkpoints:
             model, _served(roles), memory, int(metadata["dual_epoch"]), scalars, round_number
         )
         facts = {key: value for key, value in metadata.items() if key not in METADATA}
-        return Checkpoint(round_number, state, roles.get("published"), roles.get("lost"), facts)
+        return Checkpoint(
+            round_number, state, roles.get("published"), roles.get("lost"), facts, _answers(roles, metadata)
+        )
+
+
+def _answers(roles: Mapping[str, Params], metadata: Mapping[str, str]) -> ServedModel | None:
+    if "answers" not in metadata:
+        return None
+    number, source = metadata["answers"].split()
+    return ServedModel(int(number), roles.get("answers", {}), source=source)
 
 
 def file_name(round_number: int) -> str:
@@ -137,10 +177,11 @@ def facts(path: Path) -> dict[str, str]:
 def served(path: Path) -> tuple[int, Params]:
     """(round, served model) of a checkpoint, float64, or of a served model's file, float32. Safe while an aggregator
     runs. Raises StateError."""
-    found = _read(path)
+    found = _read(path, SERVED_FORMAT)
     if found is None:
         raise StateError("is damaged, or not a checkpoint", where=str(path))
     arrays, metadata = found
+    arrays.pop(DELTA, None)
     if "dual_epoch" not in metadata:
         return int(metadata["round"]), storage.unflatten(arrays)
     roles = storage.unflatten_roles(arrays)
@@ -152,12 +193,12 @@ def _ordered(tree: Params, order: Params) -> Params:
     return known | {g: {n: tree[g][n] for n in sorted(tree[g])} for g in sorted(tree) if g not in order}
 
 
-def _write(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    known = {**metadata, "format": str(FORMAT)}
+def _write(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str], version: int = FORMAT) -> None:
+    known = {**metadata, "format": str(version)}
     storage.write_arrays(path, arrays, {**known, "sha256": _digest(arrays, known)})
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
+def _read(path: Path, newest: int = FORMAT) -> tuple[dict[str, Any], dict[str, str]] | None:
     """(arrays, metadata) as written; None for a damaged file. Raises StateError if it cannot be read now or is of a
     newer version."""
     data = storage.read_bytes(path, limit=MAX_BYTES)
@@ -166,9 +207,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
         version = int(metadata["format"])
     except (StateError, KeyError, ValueError):
         return None
-    if version > FORMAT:
+    if version > newest:
         raise StateError(
-            f"was made by a newer metafleet: version {version}, this one reads up to {FORMAT}", where=str(path),
+            f"was made by a newer metafleet: version {version}, this one reads up to {newest}", where=str(path),
             hint="update metafleet",
         )
     return (arrays, metadata) if metadata.pop("sha256", None) == _digest(arrays, metadata) else None

@@ -34,6 +34,7 @@ from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
 from fleet_core.protocol.signing import Signer, load_public
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
+SERVE_MIN_CHANGE = 0.001
 ABOVE_0 = {"above": 0, "max": 1e18}
 
 
@@ -60,6 +61,8 @@ class FleetSection:
         "Seconds that round 1 waits for enrolled devices that are not on yet; 0: it does not wait."})
     serve_every: int = field(default=10, metadata={"min": 1, "max": 1_000_000, "about":
         "Devices get a new model to answer with after every this many rounds, and after the last one."})
+    serve_min_change: float = field(default=SERVE_MIN_CHANGE, metadata={"min": 0, "max": 1, "about":
+        "They get it only if its weights changed by this share of their norm; 0: if a bit differs."})
     enrolment: str = field(default="open", metadata={"choices": ("open", "listed"), "about":
         "open: every device that reaches the broker joins; listed: only those of 'metafleet devices enroll'."})
     seed: int = field(default=0, metadata={"min": 0, "max": 2**53, "about":

@@ -136,7 +136,7 @@ class Coordinator:
     @property
     def served_round(self) -> int:
         """Whose model is served; the last closed round before there is one."""
-        served = self._parts.models.served
+        served = self._parts.served.reference
         return self.checkpoint.round if served is None else served.round
 
     @property
@@ -236,7 +236,7 @@ class Coordinator:
     def _end_early(self) -> None:
         """A run that has spent its budget serves what it has learned; one that reached its target already does."""
         if self._parts.budget.spent and self.checkpoint.round > self.served_round:
-            self._parts.models.serve(self.checkpoint)
+            self._parts.served.serve(self.checkpoint, last=True)
 
     def _say_numbers(self, number: int) -> None:
         """How many devices are on, where that has changed since the last round."""
@@ -318,7 +318,7 @@ class Coordinator:
         self._looked_at = -math.inf
         self._rounds.say_stalled("")
         self._parts.receiver.end()
-        self._parts.models.serve_if_due(checkpoint)
+        self._parts.served.serve_if_due(checkpoint)
 
 
 def will(fleet: str, boot: str) -> tuple[str, bytes]:

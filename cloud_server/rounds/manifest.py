@@ -11,6 +11,7 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Update
 from cloud_server.rounds.models_down import ModelsDown
 from cloud_server.rounds.open_round import OpenRound
+from cloud_server.rounds.served_model import ServedModels
 from fleet_core.base import schema
 from fleet_core.base.trees import Params
 from fleet_core.protocol import cohort, messages, round_messages
@@ -29,13 +30,13 @@ class Manifests:
     """
 
     def __init__(
-        self, fleet: Fleet, models: ModelsDown, ledger: Ledger, publisher: Publisher, *, graph: bytes,
-        layout_hash: str, max_upload_bytes: int, next_seq: Callable[[], int], now: Callable[[], float],
+        self, fleet: Fleet, models: ModelsDown, served: ServedModels, ledger: Ledger, publisher: Publisher, *,
+        graph: bytes, layout_hash: str, max_upload_bytes: int, next_seq: Callable[[], int], now: Callable[[], float],
         resting: Callable[[], Collection[str]] = tuple,
     ):
         self._config, self._method, self._codec_up = fleet.config, fleet.method, fleet.codec_up
         self._hyper, self._signer = schema.plain(fleet.hyper), fleet.signer()
-        self._models, self._ledger, self._publisher = models, ledger, publisher
+        self._models, self._served, self._ledger, self._publisher = models, served, ledger, publisher
         self._graph, self._layout_hash = graph, layout_hash
         self._max_upload_bytes, self._next_seq, self._now = max_upload_bytes, next_seq, now
         self._resting = resting
@@ -48,10 +49,10 @@ class Manifests:
     def no_round(self, after: Checkpoint) -> None:
         """Says what was counted and which model is served, while nobody is asked to train."""
         if after.round:
-            if self._models.served is None:
-                self._models.serve(after)
-            assert self._models.served is not None
-            self._publish(after, after.round, Cohort(devices=()), self._models.served, {}, {}, is_open=False)
+            if self._served.reference is None:
+                self._served.serve(after)
+            assert self._served.reference is not None
+            self._publish(after, after.round, Cohort(devices=()), self._served.reference, {}, {}, is_open=False)
 
     def _publish(
         self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float],
@@ -71,7 +72,7 @@ class Manifests:
             cohort=chosen,
             model=model,
             graph=graph,
-            serve=self._models.served,
+            serve=self._served.reference,
             layout=self._layout_hash,
             scalars={**scalars, "round": float(number), "seed": float(fleet.seed)},
             dual_epoch=after.state.dual_epoch,

@@ -1,4 +1,4 @@
-"""The models that go down: the training model as a delta or whole, what one device alone receives, the served model."""
+"""The models that go down for training: to all as a delta or whole, and what one device alone receives."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 from cloud_server.broker.publisher import Publisher
-from cloud_server.records.checkpoint import Checkpoint, Checkpoints
+from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Round
 from cloud_server.rounds.open_round import OpenRound
 from fleet_core.algorithms.interface import Method, ServerState
 from fleet_core.base import trees
@@ -73,17 +71,14 @@ def per_device_models(method: Method, state: ServerState, cohort: Sequence[str])
 class ModelsDown:
     """Encodes a fleet's models and hands their blobs to the publisher.
 
-    layout: of what crosses the wire. ``served``: the served model that stays published, None before there is one.
+    layout: of what crosses the wire.
     """
 
-    def __init__(
-        self, fleet: Fleet, layout: Layout, ledger: Ledger, checkpoints: Checkpoints, publisher: Publisher
-    ):
+    def __init__(self, fleet: Fleet, layout: Layout, publisher: Publisher):
         self._config, self._method, self._codec = fleet.config, fleet.method, fleet.codec_down
-        self._layout, self._ledger, self._checkpoints, self._publisher = layout, ledger, checkpoints, publisher
+        self._layout, self._publisher = layout, publisher
         self._known: tuple[Params, str] | None = None
         self._per_device: tuple[Mapping[str, Params], Blob, frozenset[str]] | None = None
-        self.served: ModelRef | None = None
 
     def blob(self, data: bytes) -> Blob:
         """Publishes ``data`` in chunks."""
@@ -105,14 +100,14 @@ class ModelsDown:
         model = self._identity(made.decoded)
         if made.codec == registry.DRAWN.name:
             base = model
-        full = self._whole(made.decoded) if base is not None and lacks(base) else None
+        full = self.whole(made.decoded) if base is not None and lacks(base) else None
         return ModelRef(model, self.blob(made.data), made.codec, base=base, full=full, round=number), made
 
     def add_whole(self, opened: OpenRound) -> bool:
         """Publishes the round's model whole, for a device that lacks the base; False where it already is."""
         if opened.model.base is None or opened.model.full is not None:
             return False
-        opened.model = replace(opened.model, full=self._whole(opened.published))
+        opened.model = replace(opened.model, full=self.whole(opened.published))
         return True
 
     def _identity(self, weights: Params) -> str:
@@ -121,7 +116,8 @@ class ModelsDown:
             self._known = weights, payloads.identity(weights)
         return self._known[1]
 
-    def _whole(self, decoded: Params) -> Blob:
+    def whole(self, decoded: Params) -> Blob:
+        """Publishes a model without a base."""
         return self.blob(payloads.encode("fp32", decoded))
 
     # What one device alone receives -----------------------------------------------------------------------------------
@@ -136,37 +132,7 @@ class ModelsDown:
             self._per_device = None
             return None, frozenset()
         if self._per_device is None or self._per_device[0] is not models:
-            blobs = {name: self._whole(groups) for name, groups in models.items()}
+            blobs = {name: self.whole(groups) for name, groups in models.items()}
             listed = messages.encode(PerDevice(tuple(blobs), tuple(blobs.values())))
             self._per_device = models, self.blob(listed), frozenset(blob.id for blob in blobs.values())
         return self._per_device[1:]
-
-    # The served model -------------------------------------------------------------------------------------------------
-
-    def resume(self, closed: Checkpoint) -> None:
-        """After a restart: serves what was published before, or was about to be."""
-        kept = self._checkpoints.served()
-        if closed.round and self._is_due(closed.round) and (kept is None or kept[0] < closed.round):
-            self.serve(closed)
-        elif kept is not None and kept[0] <= closed.round:
-            self.served = self._served_reference(*kept)
-
-    def serve_if_due(self, closed: Checkpoint) -> None:
-        if self._is_due(closed.round):
-            self.serve(closed)
-
-    def serve(self, closed: Checkpoint) -> None:
-        """Publishes the served model of the last closed round and keeps it for a restart."""
-        decoded = trees.apply(lambda a: a.astype("float32"), closed.state.served)
-        self._checkpoints.save_served(closed.round, decoded)
-        self.served = self._served_reference(closed.round, decoded)
-        row = self._ledger.rows(Round, round=closed.round)[0]
-        self._ledger.put(replace(row, served_id=self.served.model))
-
-    def _is_due(self, number: int) -> bool:
-        return number % self._config.fleet.serve_every == 0 or number >= self._config.fleet.rounds
-
-    def _served_reference(self, number: int, params: Params) -> ModelRef:
-        """Whole and in full precision."""
-        ordered = self._layout.ordered(params)
-        return ModelRef(payloads.identity(ordered), self._whole(ordered), "fp32", round=number)

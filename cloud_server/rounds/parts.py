@@ -21,6 +21,7 @@ from cloud_server.rounds.members import Members, inability
 from cloud_server.rounds.models_down import ModelsDown
 from cloud_server.rounds.open_round import Rounds
 from cloud_server.rounds.round_costs import RoundCosts
+from cloud_server.rounds.served_model import ServedModels
 from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.update_receiver import UpdateReceiver
 from cloud_server.rounds.waiting import FirstWait, Places, Waiting
@@ -44,6 +45,7 @@ class Parts:
     costs: RoundCosts
     publisher: Publisher
     models: ModelsDown
+    served: ServedModels
     manifests: Manifests
     messages: ServerMessages
     tell: Callable[[str, Down], None]
@@ -86,17 +88,18 @@ def assemble(
         fleet, wire, layout.hash, ledger, spool, rounds, rule, members, tell, clock=clock, now=now, log=log
     )
     publisher = Publisher(settings.name, link, fleet.folder / "state" / "published.json", clock=clock, log=log)
-    models = ModelsDown(fleet, wire, ledger, checkpoints, publisher)
+    models = ModelsDown(fleet, wire, publisher)
+    served = ServedModels(fleet, wire, ledger, checkpoints, models)
     manifests = Manifests(
-        fleet, models, ledger, publisher, graph=graph, layout_hash=layout.hash,
+        fleet, models, served, ledger, publisher, graph=graph, layout_hash=layout.hash,
         max_upload_bytes=receiver.max_upload_bytes, next_seq=costs.next_seq, now=now,
         resting=lambda: members.resting.keys(),
     )
-    models.resume(rule.checkpoint)
+    served.resume(rule.checkpoint)
     return Parts(
         fleet=fleet, layout=layout, members=members, rule=rule, rounds=rounds, checkpoints=checkpoints, spool=spool,
-        costs=costs, publisher=publisher, models=models, manifests=manifests, messages=messages, tell=tell,
-        receiver=receiver, waiting=waiting,
+        costs=costs, publisher=publisher, models=models, served=served, manifests=manifests, messages=messages,
+        tell=tell, receiver=receiver, waiting=waiting,
         first_wait=FirstWait(
             members, settings.first_wait_s, invited=lambda: open_tokens(ledger), clock=clock, log=log
         ),

@@ -35,7 +35,7 @@ from fleet_core.board.limits import Limits
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Answer, Down, Presence, Question, ServerPresence
-from fleet_core.protocol.round_messages import Manifest
+from fleet_core.protocol.round_messages import Manifest, ModelRef
 
 
 class Agent:
@@ -315,12 +315,19 @@ class Agent:
         self._attempt("state", lambda: self._updates.resolve(manifest))
         gave_up = self._gave_up.get("model") == manifest.seq
         able = self._updates.pending is None and not gave_up and not self._disk.refuses
-        if able and self._training.wanted(manifest):
+        ref = self._served_now(manifest)
+        if able and self._training.wanted(manifest) and (ref is None or not self._serving.goes_first(manifest, ref)):
             self._attempt("train", lambda: self._take_part(manifest))
-        ref = manifest.serve
-        if ref is not None and not (method_of(manifest).keeps_weights and self._updates.undecided(ref.round)):
+        if ref is not None:
             self._attempt("serve", lambda: self._serving.want(manifest, ref))
         self._stop_idle_trainer(manifest)
+
+    def _served_now(self, manifest: Manifest) -> ModelRef | None:
+        """The served model, unless it failed, or waits for what the device itself has trained."""
+        ref = manifest.serve
+        if ref is None or self._gave_up.get("serve") == manifest.seq:
+            return None
+        return None if method_of(manifest).keeps_weights and self._updates.undecided(ref.round) else ref
 
     def _attempt(self, what: str, action: Callable[[], object]) -> None:
         """Runs ``action``. What fails is logged, reported, and not tried again before a newer manifest."""
@@ -360,12 +367,12 @@ class Agent:
         return self.service.graph is not None and (blob is None or self.service.graph_id == blob.id)
 
     def _take_part(self, manifest: Manifest) -> None:
-        if self._models.base == manifest.model.model:
+        if self._models.adopt_training(manifest):
             if self._per_device.is_here(manifest):
                 self._reporter.enter("train")
                 self._training.begin(manifest, "" if self._per_device.blob is None else self._per_device.blob.id)
             return
-        blob = self._models.blob_for(manifest.model)
+        blob = self._models.blob_for(manifest.model, method_of(manifest).down)
         if blob is not None:
             self._fetcher.start(blob, MAX_MODEL_BYTES, "model")
         else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from edge_agent.device.manifest_method import method_of, wire
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference.service import Service
+from fleet_core.base import trees
 from fleet_core.base.errors import CodecError
 from fleet_core.codecs import payloads
 from fleet_core.codecs.registry import DRAWN
@@ -15,6 +17,8 @@ from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import Manifest, ModelRef
 
 MAX_MODEL_BYTES = 1 << 30
+
+Tree = dict[str, dict[str, Any]]
 
 
 class Models:
@@ -24,6 +28,8 @@ class Models:
         self._home, self._service, self._log = home, service, log
         self.base = self._sound_base()
         self.served: Weights | None = None
+        self._part: tuple[str, tuple[str, ...], str] = ("", (), "")  # training model, groups, their id
+        self._misfit = ""  # id of a delta that did not fit what is held here
 
     def _sound_base(self) -> str:
         """Drops a training model that a power cut damaged; it is fetched again."""
@@ -33,47 +39,96 @@ class Models:
         self._home.drop_weights("model")
         return ""
 
-    def weights(self, model: str) -> Weights | None:
-        """The weights with this id, if the device has them."""
+    def weights(self, model: str, groups: tuple[str, ...]) -> Weights | None:
+        """The weights with this id, if the device has them: a served model, the training model, or its ``groups``."""
         if self.served is not None and self.served.model == model:
             return self.served
         slot = self._service.slots.slot_of(model)
         if slot:
             return self._service.slots.weights(slot)
-        return self._home.weights("model") if self._home.held("model") == model else None
+        return self._training(groups) if self._is_training(model, groups) else None
 
-    def blob_for(self, ref: ModelRef) -> Blob | None:
-        """The delta where the device holds its base, first weights as a seed, else the whole model, else None."""
-        return ref.blob if ref.codec == DRAWN.name or ref.base in (None, self.base) else ref.full
+    def _training(self, groups: tuple[str, ...]) -> Weights | None:
+        held = self._home.weights("model") if self.base else None
+        return None if held is None else replace(held, params=trees.only(held.params, groups))
+
+    def _is_training(self, model: str, groups: tuple[str, ...]) -> bool:
+        """Whether this is the id of the training model or of its ``groups``."""
+        if not self.base or model == self.base:
+            return model == self.base != ""
+        if self._part[:2] != (self.base, groups):
+            held = self._training(groups)
+            self._part = self.base, groups, "" if held is None else payloads.identity(held.params)
+        return model == self._part[2]
+
+    def blob_for(self, ref: ModelRef, groups: tuple[str, ...]) -> Blob | None:
+        """The delta where the device holds its base, first weights as a seed, else the whole model, else None. groups:
+        of the model."""
+        known = ref.codec == DRAWN.name or ref.base is None
+        return ref.blob if known or self._fits(ref, groups) else ref.full
+
+    def _fits(self, ref: ModelRef, groups: tuple[str, ...]) -> bool:
+        here = ref.base is not None and self.weights(ref.base, groups) is not None
+        return here and ref.blob.id != self._misfit
+
+    def needs_training_base(self, manifest: Manifest, ref: ModelRef) -> bool:
+        """Whether the served model is a delta to the training model held here. It has to be fetched before the next
+        training model takes the place of its base."""
+        groups = method_of(manifest).shared
+        if ref.base is None or ref.model == manifest.model.model or ref.blob in manifest.model.blobs():
+            return False
+        held = self.weights(ref.model, groups) is not None
+        return not held and self._is_training(ref.base, groups) and self._fits(ref, groups)
+
+    def adopt_training(self, manifest: Manifest) -> bool:
+        """Takes the training model from what is held here, such as a served model with the same weights."""
+        ref = manifest.model
+        if self.base == ref.model:
+            return True
+        held = self.weights(ref.model, method_of(manifest).down)
+        if held is not None:
+            self._keep_training(ref, held.params)
+        return held is not None
+
+    def _keep_training(self, ref: ModelRef, params: Tree) -> None:
+        self._home.save_weights("model", Weights(ref.model, ref.round, params), durable=False)
+        self.base = ref.model
 
     def take_training(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
         """Raises CodecError for a blob that is not the announced model. A delta that does not fit drops the base, so
         that the whole model is fetched."""
-        ref = manifest.model
-        try:
-            params = self._decode(manifest, method_of(manifest).down, ref, blob_id, data)
-        except CodecError:
-            if not self._as_delta(ref, blob_id):
-                raise
-            self._log("the delta does not fit what is held here: the whole model is needed")
+        params = self._taken(manifest, method_of(manifest).down, manifest.model, blob_id, data)
+        if params is None:
             self.base = ""
-            return
-        self._home.save_weights("model", Weights(ref.model, ref.round, params), durable=False)
-        self.base = ref.model
+        else:
+            self._keep_training(manifest.model, params)
 
     def take_served(self, manifest: Manifest, ref: ModelRef, blob_id: str, data: bytes) -> None:
-        """Raises CodecError for a blob that is not the announced model."""
-        self.served = Weights(
-            ref.model, ref.round, self._decode(manifest, method_of(manifest).shared, ref, blob_id, data)
-        )
+        """Raises CodecError for a blob that is not the announced model. After a delta that does not fit the whole is
+        fetched."""
+        params = self._taken(manifest, method_of(manifest).shared, ref, blob_id, data)
+        self.served = None if params is None else Weights(ref.model, ref.round, params)
+
+    def _taken(
+        self, manifest: Manifest, groups: tuple[str, ...], ref: ModelRef, blob_id: str, data: bytes
+    ) -> Tree | None:
+        """The decoded weights; None for a delta that does not fit what is held here."""
+        try:
+            return self._decode(manifest, groups, ref, blob_id, data)
+        except CodecError:
+            if not self._as_delta(ref, groups, blob_id):
+                raise
+            self._log("the delta does not fit what is held here: the whole model is needed")
+            self._misfit = blob_id
+            return None
 
     def _decode(
         self, manifest: Manifest, groups: tuple[str, ...], ref: ModelRef, blob_id: str, data: bytes
-    ) -> dict[str, dict[str, Any]]:
+    ) -> Tree:
         layout = wire(self._service.layout, method_of(manifest))
         params = payloads.decode(ref.codec if blob_id == ref.blob.id else "fp32", data, layout, groups)
-        if self._as_delta(ref, blob_id):
-            held = self._home.weights("model")
+        if ref.base is not None and self._as_delta(ref, groups, blob_id):
+            held = self.weights(ref.base, groups)
             if held is None:
                 raise CodecError("the base of the delta is not here", where=f"round {ref.round}")
             params = payloads.apply_delta(held.params, params)
@@ -81,8 +136,8 @@ class Models:
             raise CodecError("the decoded model is not the one that was announced", where=f"round {ref.round}")
         return params
 
-    def _as_delta(self, ref: ModelRef, blob_id: str) -> bool:
+    def _as_delta(self, ref: ModelRef, groups: tuple[str, ...], blob_id: str) -> bool:
         """Whether the blob is a delta. One from zeros has the same bytes, and id, as the whole model."""
         if ref.base is None or blob_id != ref.blob.id or ref.codec == DRAWN.name:
             return False
-        return ref.full is None or blob_id != ref.full.id or self.base == ref.base
+        return ref.full is None or blob_id != ref.full.id or self._fits(ref, groups)

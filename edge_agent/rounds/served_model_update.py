@@ -40,17 +40,23 @@ class ServedModelUpdate:
         self._alone: Alone | None = None
         self._counted = ""  # stamp of the samples that few_labels has looked at
 
+    def goes_first(self, manifest: Manifest, ref: ModelRef) -> bool:
+        """Whether the served model must be fetched before the training model, which replaces the base of its delta."""
+        wanted = not self._service.answers_with(ref, method_of(manifest))
+        return wanted and self._models.needs_training_base(manifest, ref)
+
     def want(self, manifest: Manifest, ref: ModelRef) -> None:
         """Personalizes the served model, or fetches it. Gradient steps wait until their process is free."""
-        if self._service.answers_with(ref, method_of(manifest)):
+        method = method_of(manifest)
+        if self._service.answers_with(ref, method):
             if ref.model not in (self._told, self._adapting):
                 self._tell_of(ref)  # personalized before the agent's restart
             return
-        held = self._models.weights(ref.model)
+        held = self._models.weights(ref.model, method.shared)
         if held is not None:
             return self._personalize(manifest, Weights(ref.model, ref.round, held.params))
         self._models.served = None
-        blob = self._models.blob_for(ref)
+        blob = self._models.blob_for(ref, method.shared)
         if blob is not None and self._fetcher.target is None:
             self._fetcher.start(blob, MAX_MODEL_BYTES, "serve")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from fleet_core.algorithms import optimizers
 from fleet_core.base import trees
@@ -135,7 +135,11 @@ class ClientRule:
 
 
 class ServerRule:
-    """The aggregator half. Subclasses override what they need."""
+    """The aggregator half. Subclasses override what they need. serves: what the served model is, for planned costs:
+    the training ``model``, the ``mean`` of members' models (the training model while every member takes part), or
+    ``another``."""
+
+    serves: ClassVar[str] = "model"
 
     def init(self, first: Params, hyper: Any) -> ServerState:
         """first: initial values of every group that goes down; groups that are not the model's own are zero."""

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from cloud_server.identity.create_fleet import create_fleet
-from cloud_server.records.checkpoint import Checkpoint, Checkpoints
+from cloud_server.records.checkpoint import Checkpoint, Checkpoints, ServedModel
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.running.first_settings import fleet_toml
 from export.adapt import with_adapt
@@ -89,7 +89,7 @@ def served_fleet(folder: Path, name: str = "pfldyn-proto", **hyper: Any) -> Flee
     fleet = create_fleet(folder, text, lambda settings, head: _first(settings.model.name, settings.model.input))
     layout = graph_bundle.unpack(fleet.graph_bytes()).layout
     states = Checkpoints(folder / "state")
-    states.save_served(2, served_params(fleet.method, layout))
+    states.save_served(ServedModel(2, served_params(fleet.method, layout)))
     later = trees.widened(served_params(fleet.method, layout, 10))
     states.save(Checkpoint(3, ServerState(trees.scale(later, 2.0), later), facts={"method": name}))
     return fleet

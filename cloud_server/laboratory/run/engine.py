@@ -29,10 +29,11 @@ from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.workload import Workload
 from cloud_server.records.checkpoint import Checkpoint
-from cloud_server.records.fleet_folder import LinkSection
+from cloud_server.records.fleet_folder import SERVE_MIN_CHANGE, LinkSection
 from cloud_server.rounds.models_down import encode_model, per_device_models
+from cloud_server.rounds.served_model import Audience, asked_next, encode_served, fetched_bytes, is_new
 from fleet_core.algorithms import aggregation
-from fleet_core.algorithms.interface import Payload, ServerState, Update
+from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import RoundError
 from fleet_core.base.trees import Params
@@ -139,14 +140,15 @@ class Engine:
         state = self._method.server.apply(replace(as_received, round=number), taken, members, self._hyper)
         taken.clear()
         plain = self._lab.experiment.codec_down == PLAIN
-        down_bytes = self._down_bytes(sent, number) + per_device_bytes(per_device, plain=plain)
+        down_bytes = self._down_bytes(sent, before) + per_device_bytes(per_device, plain=plain)
         row = round_figures.of_round(number, self._method, learned, down_bytes, self._lab.costs)
         self._spent.add(row)
+        after = Checkpoint(number, state, sent.decoded, sent.lost, answers=before.answers)
         if self._due(number):
-            row |= self._evaluated(number, state)
+            after, served, figures = self._serve(after)
+            row |= {**figures, **self._evaluated(number, served)}
         row["seconds"] = self._lab.clock() - started
         self._store.add(row)
-        after = Checkpoint(number, state, sent.decoded, sent.lost)
         self._unsaved |= {one.client for one in counted if one.stateful}
         if self._lab.clock() - self._saved > CHECKPOINT_S:
             self._save(after)
@@ -175,13 +177,14 @@ class Engine:
         made = encode_model(sent.groups, before, codec, self._wire, self._method.down, self._run.seed)
         return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), made.delta)
 
-    def _down_bytes(self, sent: _Sent, number: int) -> int:
+    def _down_bytes(self, sent: _Sent, before: Checkpoint) -> int:
         """To all that were asked. As in the fleet a delta is for those that hold the model of the last round, having
-        been asked in it; the others take the model whole."""
+        been asked in it or answering with it; the others take the model whole."""
+        number = before.round + 1
         asked = self._asked(number)
         if not self._method.down:
             return len(set(asked) - self._before(number)) * sent.size
-        held = self._asked(number - 1) if sent.delta else asked
+        held = self._asked(number - 1) if sent.delta and not _answers_with_published(before) else asked
         lacking = len(set(asked) - set(held))
         whole = len(payloads.encode("fp32", sent.decoded)) if lacking else 0
         return (len(asked) - lacking) * sent.size + lacking * whole
@@ -205,8 +208,26 @@ class Engine:
         every = self._lab.experiment.evaluation.every
         return self._over(number) or bool(every and number % every == 0)
 
-    def _evaluated(self, number: int, state: ServerState) -> dict[str, Any]:
-        served = trees.apply(lambda a: np.asarray(a, np.float32), trees.only(state.served, self._method.shared))
+    def _serve(self, closed: Checkpoint) -> tuple[Checkpoint, Params, dict[str, Any]]:
+        """(the checkpoint with the served model in it, its weights on devices, its figures). With codec ``none`` the
+        weights are exact, and nothing is counted."""
+        if self._codec_down == PLAIN:
+            exact = trees.only(closed.state.served, self._method.shared)
+            return closed, trees.apply(lambda a: np.asarray(a, np.float32), exact), {}
+        names, trained, last = self._lab.workload.names, self._asked(closed.round), self._over(closed.round)
+        share = asked_next(self._lab.experiment.cohort, len(names), last)
+        made = encode_served(
+            self._method, closed, closed.answers, self._codec_down, self._wire, self._run.seed,
+            Audience(len(names), len(names), len(trained), share),
+        )
+        before = closed.answers
+        if before is not None and not is_new(made, before, SERVE_MIN_CHANGE, last=last):
+            return closed, before.weights, {"serve_bytes": 0}
+        asked = [] if last else self._asked(closed.round + 1)
+        size = fetched_bytes(made, before, names, trained, asked)
+        return replace(closed, answers=made), made.weights, {"serve_bytes": size}
+
+    def _evaluated(self, number: int, served: Params) -> dict[str, Any]:
         work, evaluation, seed = (
             self._lab.workload,
             self._lab.experiment.evaluation,
@@ -222,6 +243,13 @@ class Engine:
             evaluated for task in asked for evaluated in self._lab.executor.evaluate(task)
         ]
         return round_figures.evaluated(evaluations)
+
+
+def _answers_with_published(before: Checkpoint) -> bool:
+    """Whether the training model of the last round was served when it opened."""
+    served = before.answers
+    return served is not None and served.round == before.round - 1 and (
+        payloads.identity(served.weights) == payloads.identity(before.published or {}))
 
 
 def per_device_bytes(per_device: Mapping[str, Params], *, plain: bool) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from cloud_server.laboratory.run.engine import per_device_bytes
 from cloud_server.laboratory.run.experiment import PLAIN
 from cloud_server.records.ledger_sums import Bytes
+from cloud_server.rounds.served_model import asked_next
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.trees import Params
 from fleet_core.board.profile import Profile
@@ -121,8 +122,7 @@ class _Sizes:
             "update": ([(asked.rounds * self.cohort, self._size(asked.codec_up, self._method.shared))], []),
         }
         if asked.serve_every:
-            times = math.ceil(asked.rounds / asked.serve_every)
-            found["serve"] = ([], [(times * everyone, self._size("fp32", self._method.shared))])
+            found["serve"] = ([], self._served(math.ceil(asked.rounds / asked.serve_every)))
             found["graph"] = ([], [(everyone, asked.graph_bytes)] if asked.graph_bytes is not None else [])
         return found
 
@@ -143,6 +143,27 @@ class _Sizes:
             (cohort, self._first()), (later * (cohort - lacking), self._size(asked.codec_down, groups)),
             (later * lacking, self._size("fp32", groups)), *own,
         ]
+
+    def _served(self, times: int) -> Transfers:
+        """Every served model as ``rounds.served_model`` publishes it: of the ways that there are, the one with the
+        fewest bytes. Each is taken to be new, and the codec to be fine enough."""
+        asked, method, cohort = self._asked, self._method, self.cohort
+        everyone = asked.devices + asked.newcomers
+        delta, whole = (self._size(codec, method.shared) for codec in (asked.codec_down, "fp32"))
+        same = method.server.serves == "model" or (method.server.serves == "mean" and cohort == asked.devices)
+        sent: Transfers = []
+        for number in range(times):
+            share = asked_next(asked.cohort, asked.devices, number == times - 1)
+            ways: list[Transfers] = [[(everyone, whole)]]
+            if same:  # the next training model; a delta for the others only where it has no other groups
+                free = share * asked.devices
+                fetch = (1 - share) * cohort if method.down == method.shared else 0.0
+                ways.append([(fetch, delta), (everyone - free - fetch, whole)])
+            if set(method.shared) <= set(method.down):
+                ways.append([(cohort, delta), (everyone - cohort, whole)])
+            ways += [[(everyone, delta)]] if number else []
+            sent += min(ways, key=lambda way: sum(n * size for n, size in way))
+        return sent
 
     def _first(self) -> int:
         first = self._asked.first

@@ -63,6 +63,8 @@ class DynClient(ClientRule):
 class DynServer(ServerRule):
     """g ← g − α/m Σ (w_i − w^t); w ← mean(w_i) − g/α (Update₁, Alg. 2; note 1/m, not 1/P)."""
 
+    serves = "another"
+
     def init(self, first: Params, hyper: Dyn) -> ServerState:
         return ServerState(model=first, served=first, memory={"dual": trees.zeros_like(first)})
 

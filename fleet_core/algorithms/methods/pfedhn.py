@@ -72,6 +72,8 @@ class HyperClient(ClientRule):
 class HyperServer(ServerRule):
     """Keeps h and the embeddings; serves the model of the mean embedding."""
 
+    serves = "another"
+
     def init(self, first: Params, hyper: Hyper) -> ServerState:
         from fleet_core.model import hypernetwork
 

@@ -74,6 +74,8 @@ class ScafClient(ClientRule):
 class ScafServer(ServerRule):
     """w ← mean(w_i); g ← g + 1/m Σ (g_i^new − g_i^old). The served model is the running mean of PFLDyn's page."""
 
+    serves = "mean"
+
     def init(self, first: Params, hyper: Scaf) -> ServerState:
         model, _ = trees.parted(first, "control")
         return ServerState(model=model, served=model, memory={"control": trees.zeros_like(model)})

@@ -13,7 +13,7 @@ import pytest
 
 from cloud_server.commands import bundle as bundle_cli
 from cloud_server.commands import cli as operator_cli
-from cloud_server.records.checkpoint import Checkpoints
+from cloud_server.records.checkpoint import Checkpoints, ServedModel
 from export import full_bundle as making
 from export import gate as torch_gate
 from export import int8
@@ -154,7 +154,8 @@ def test_a_damaged_or_foreign_model_is_refused(run: Run, tmp_path: Path) -> None
     served.write_bytes(bytes(whole))
     code, _, err = run("export", fleet, "--to", tmp_path / "b")
     assert (code, "is damaged" in err) == (1, True)
-    Checkpoints(fleet / "state").save_served(2, {"body": {"layers.0.weight": np.zeros((3, 2), np.float32)}})
+    other = {"body": {"layers.0.weight": np.zeros((3, 2), np.float32)}}
+    Checkpoints(fleet / "state").save_served(ServedModel(2, other))
     code, _, err = run("export", fleet, "--to", tmp_path / "b")
     assert (code, "is of another model" in err) == (1, True)
     assert not (tmp_path / "b").exists()

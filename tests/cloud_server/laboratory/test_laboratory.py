@@ -37,9 +37,10 @@ LONG = os.environ.get("METAFLEET_LONG") == "1"
 def run_fleet(folder: Path, method: str, hyper: dict[str, Any], codec: str) -> World:
     """Three devices, two per round, until everything is counted and evaluated."""
     values = "\n".join(f"{name} = {value}" for name, value in hyper.items() if name != "local_steps")
-    w = world(folder, config_text(
+    text = config_text(
         method, rounds=ROUNDS, hyper=values, link=f'up = "{codec}"\ndown = "{codec}"', fleet="cohort = 2\nseed = 3",
-    ))
+    )
+    w = world(folder, text.replace(f"serve_every = {ROUNDS}", "serve_every = 2"))
     w.start_server()
     for n in range(3):
         w.start_agent(f"d{n}", toy(n, shift=0.3 * n), train_fraction=0.6)
@@ -63,7 +64,9 @@ def fleet_device(w: World, name: str) -> dict[str, bytes]:
 
 
 def trimmed(state: dict[str, bytes]) -> dict[str, bytes]:
-    return {name.removeprefix("memory."): value for name, value in state.items() if name != "metadata"}
+    """Without the served model, which a fleet keeps in a file of its own."""
+    arrays = {name: value for name, value in state.items() if name != "metadata" and not name.startswith("answers/")}
+    return {name.removeprefix("memory."): value for name, value in arrays.items()}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     w = run_fleet(tmp_path / "fleet", method, hyper, codec)
     first = w.fleet.weights(w.server.layout)
     asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, seeds=[3], codec_up=codec,
-                           codec_down=codec, budget={"rounds": ROUNDS}, evaluation={"every": ROUNDS})
+                           codec_down=codec, budget={"rounds": ROUNDS}, evaluation={"every": 2})
     store = lab.run_first(asked, tmp_path / "run", first=first)
     theirs = lab.flat(fleet_server(w))
     if w.server.checkpoint.state.served is w.server.checkpoint.state.model:
@@ -108,6 +111,11 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
             "up": sum(update.payload_bytes for update in updates if update.round == row["round"]),
             "down": sum(traffic.payload_bytes for traffic in down),
         }
+    assert sum(row.get("serve_bytes", 0) for row in rows) == w.server.ledger.totals().payload_by_kind["serve"].down
+    answers = {name: value for name, value in lab.server_state(store).items() if name.startswith("answers/")}
+    for name in ("d0", "d1", "d2"):
+        held = w.agents[name].service.slots.weights()
+        assert lab.flat({"answers": held.params}) == answers, "devices answer with the same bits"
     w.close()
 
 

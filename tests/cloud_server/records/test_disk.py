@@ -313,7 +313,8 @@ def flipped(path: Path) -> None:
 
 def newer(path: Path) -> None:
     arrays, metadata = storage.unpack(path.read_bytes())
-    path.write_bytes(storage.pack(arrays, {**metadata, "format": str(checkpoint.FORMAT + 1)}))
+    newest = checkpoint.SERVED_FORMAT if path.stem == "served" else checkpoint.FORMAT
+    path.write_bytes(storage.pack(arrays, {**metadata, "format": str(newest + 1)}))
 
 
 def another_epoch(path: Path) -> None:
@@ -373,14 +374,14 @@ def test_writes_that_a_power_cut_ended_are_cleared(copy):
 @pytest.mark.parametrize("damage", [flipped, shortened, emptied])
 def test_a_served_model_that_is_damaged_is_set_aside_and_made_again(copy, damage):
     w = run(copy())
-    served = w.server._parts.models.served
+    served = w.server._parts.served.reference
     end(w)
     path = w.fleet.folder / "state" / "served.safetensors"
     damage(path)
     w.start_server()
     assert w.logged(f"{path} is damaged: set aside as served.damaged")
     assert path.with_suffix(".damaged").exists()
-    assert w.server._parts.models.served == served
+    assert w.server._parts.served.reference == served
 
 
 def test_a_served_model_of_a_newer_version_is_refused(copy):

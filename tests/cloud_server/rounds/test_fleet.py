@@ -1235,8 +1235,10 @@ def test_the_booked_payload_is_what_the_broker_delivered(fleet, codec):
     by_kind = w.server.ledger.totals().payload_by_kind
     graph = len(w.fleet.graph_bytes())
     assert by_kind["graph"].down == 4 * graph
-    served = w.server._parts.models.served.blob.size
-    assert by_kind["serve"].down == 4 * served
+    served = w.server._parts.served.reference
+    hold_base = w.server.ledger.rounds()[-1].cohort
+    fetched = [served.blob if served.full is None or name in hold_base else served.full for name in w.agents]
+    assert by_kind["serve"].down == sum(blob.size for blob in fetched)
     uploads = sum(u.payload_bytes for u in w.server.ledger.rows(Update, status="counted"))
     assert by_kind["update"].up == uploads
 
@@ -1298,7 +1300,7 @@ def test_the_first_model_goes_as_a_seed_and_whole_to_an_agent_of_the_version_bef
     w = fleet(rounds=1)
     start(w, "d0", "d1", "d2")
     old = w.agents["d1"]._models
-    old.blob_for = lambda ref: ref.blob if ref.base in (None, old.base) else ref.full
+    old.blob_for = lambda ref, groups: ref.blob if ref.base in (None, old.base) else ref.full
     assert w.pump(lambda: finished(w))
     down = {t.device: t.payload_bytes for t in w.server.ledger.rows(Traffic, round=1, direction="down", kind="model")}
     assert down["d0"] == down["d2"] < 300
@@ -1371,7 +1373,7 @@ def test_a_question_over_mqtt_is_answered_by_the_personalized_model(fleet, metho
     assert "no model" in answer("early", messages.encode(ask)).error
     assert w.pump(lambda: finished(w))
     good = answer("q1", messages.encode(ask))
-    assert (good.error, good.round, good.model) == ("", 6, w.server._parts.models.served.model)
+    assert (good.error, good.round, good.model) == ("", 6, w.server._parts.served.reference.model)
     assert good.personalization == ("proto" if method == "pfldyn-proto" else "sgd")
     assert set(good.labels) <= set(CLASSES)
     assert np.mean([CLASSES[y] == label for y, label in zip(toy(0).y, good.labels, strict=False)]) > 0.6

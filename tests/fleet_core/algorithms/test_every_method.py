@@ -24,6 +24,7 @@ from cloud_server.records.fleet_folder import Fleet, FleetConfig, method_of
 from cloud_server.records.ledger_tables import Evaluation, Update
 from cloud_server.rounds import manifest
 from cloud_server.rounds.models_down import encode_model
+from cloud_server.rounds.served_model import Audience, encode_served
 from cloud_server.rounds.update_receiver import REASON
 from cloud_server.running import method_catalogue
 from cloud_server.running.fedavg_baseline import baseline_toml
@@ -156,7 +157,10 @@ class Plain:
 
     @property
     def served(self) -> trees.Params:
-        return trees.apply(lambda a: a.astype(np.float32), self.after.state.served)
+        """As the devices decode it after the last round."""
+        codec, seed, size = self.fleet.codec_down, self.fleet.config.fleet.seed, len(NAMES)
+        audience = Audience(size, size, size, 0.0)
+        return encode_served(self.method, self.after, None, codec, self.wire, seed, audience).weights
 
     def own_weights(self, own: Samples, state: ClientState | None) -> trees.Params:
         """A device's own weights, if the method's personalizer makes any."""
