@@ -94,7 +94,7 @@ class Rounds:
         row = self._ledger.rows(Round, round=opened.number)[0]
         self._ledger.put(replace(
             row, status="closed", closed_at=self._now(), members=members, seconds=self._now() - row.opened_at,
-            loss=choose.mean(m.metrics.get("loss") for m in opened.received.values()),
+            loss=choose.mean_of_known(m.metrics.get("loss") for m in opened.received.values()),
             models_transmitted=float(len(opened.received) * (self._method.models_down + self._method.models_up)),
             note="; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())),
         ))

@@ -52,5 +52,5 @@ class RoundCodecs:
     def close(self, opened: OpenRound) -> None:
         """Adds what the counted updates left out, as their devices say."""
         row = self._ledger.rows(RoundCodec, round=opened.number, way=WAYS[0])[0]
-        left = choose.mean(manifest.residual for manifest in opened.received.values())
+        left = choose.mean_of_known(manifest.residual for manifest in opened.received.values())
         self._ledger.put(replace(row, left_out=left))

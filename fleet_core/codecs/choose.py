@@ -10,9 +10,11 @@ Gradient Communication via Critical Learning Regime Identification", MLSys 2021;
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean as mean
+from statistics import variance
 
 from fleet_core.codecs.registry import CODECS
 
@@ -20,15 +22,18 @@ AUTO = "auto"
 WAYS = ("up", "down")
 LADDERS = {"up": ("int8", "int4", "topk-10", "topk-1"), "down": ("int8", "int4", "topk-10")}
 """From dear to cheap."""
-MOST_LEFT = {"up": 8.0, "down": 0.5}
+MOST_LEFT = {"up": 2.0, "down": 0.4}
 """Norm of what a codec may leave out, over that of the update or of the model's change."""
-WORSE = 1.1
-"""Loss over the loss before, above which it has risen."""
+WINDOW = 5
+"""Rounds whose mean loss is compared with that of as many before."""
+WORSE, ERRORS = 1.1, 2.0
+"""The loss has risen where their ratio is above ``WORSE`` and their difference above ``ERRORS`` standard errors: where a
+few of many devices are asked, the loss differs from round to round."""
 STAY = 3
-"""Rounds with a codec before a cheaper one is tried; also those whose losses are compared with as many before."""
+"""Rounds with a codec before a cheaper one is tried."""
 REST = 10
-"""Rounds after a step up in which no cheaper codec is tried."""
-LOOK_BACK = REST + 1
+"""The same after a step up."""
+LOOK_BACK = max(2 * WINDOW, REST + 1)
 """Rounds of the past that ``choose`` looks at."""
 
 
@@ -65,10 +70,10 @@ def ladder(way: str, keeps: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in LADDERS[way] if not CODECS[name].remarks(way, keeps))
 
 
-def mean(values: Iterable[float | None]) -> float | None:
+def mean_of_known(values: Iterable[float | None]) -> float | None:
     """The same bits in any order; None without values."""
     known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    return mean(known) if known else None
 
 
 def choose(way: str, codecs: Sequence[str], past: Sequence[Past]) -> Choice:
@@ -99,35 +104,44 @@ def _worse(way: str, past: Sequence[Past]) -> str:
     if left is not None and left > bound:
         return f"left out {left:.2g} of {_whole(way)}, above {bound:g}"
     before, after = _losses(past)
-    if before is not None and after is not None and after > WORSE * before:
-        return f"loss rose from {before:.3g} to {after:.3g} over {STAY} rounds, more than {WORSE - 1:.0%}"
+    if not before or not after or _since(past) < WINDOW:
+        return ""
+    rise, error = mean(after) - mean(before), math.sqrt((variance(before) + variance(after)) / WINDOW)
+    if mean(after) > WORSE * mean(before) and rise > ERRORS * error:
+        return f"loss rose {_change(past)}, by more than {WORSE - 1:.0%} and {ERRORS:g} standard errors"
     return ""
 
 
 def _well(way: str, past: Sequence[Past]) -> str:
     """The figures, where nothing is worse."""
-    left, (before, after) = past[-1].left, _losses(past)
+    left, change = past[-1].left, _change(past)
     said = [] if left is None else [f"left out {left:.2g} of {_whole(way)}, at most {MOST_LEFT[way]:g}"]
-    if before is not None and after is not None:
-        said.append(f"loss {before:.3g} to {after:.3g}")
-    return ", ".join(said) or "no figures yet"
+    return ", ".join([*said, f"loss went {change}"] if change else said) or "no figures yet"
 
 
 def _whole(way: str) -> str:
     return "an update" if way == "up" else "the model's change"
 
 
-def _losses(past: Sequence[Past]) -> tuple[float | None, float | None]:
-    """Mean loss of the ``STAY`` rounds before the last ``STAY``, and of those; None without as many rounds."""
-    if len(past) < 2 * STAY:
-        return None, None
-    return mean(one.loss for one in past[-2 * STAY:-STAY]), mean(one.loss for one in past[-STAY:])
+def _losses(past: Sequence[Past]) -> tuple[list[float], list[float]]:
+    """Of the ``WINDOW`` rounds before the last ``WINDOW``, and of those; empty where one is not known."""
+    known = [one.loss for one in past[-2 * WINDOW:] if one.loss is not None]
+    return (known[:WINDOW], known[WINDOW:]) if len(known) == 2 * WINDOW else ([], [])
+
+
+def _change(past: Sequence[Past]) -> str:
+    before, after = _losses(past)
+    return f"from {mean(before):.3g} to {mean(after):.3g} in {WINDOW} rounds" if before else ""
+
+
+def _since(past: Sequence[Past]) -> int:
+    """How many of the last rounds had the last one's codec."""
+    return next((k for k, one in enumerate(reversed(past)) if one.codec != past[-1].codec), len(past))
 
 
 def _waits(codecs: Sequence[str], past: Sequence[Past]) -> str:
     """Why no cheaper codec is tried yet, or empty."""
-    now = past[-1].codec
-    since = next((k for k, one in enumerate(reversed(past)) if one.codec != now), len(past))
+    now, since = past[-1].codec, _since(past)
     if since < STAY:
         return f"stays with {now} for {STAY} rounds"
     before = past[-since - 1].codec if since < len(past) else now

@@ -147,7 +147,7 @@ class Engine:
         plain = self._lab.experiment.codec_down == PLAIN
         down_bytes = self._down_bytes(sent, number) + per_device_bytes(per_device, plain=plain)
         row = round_figures.of_round(number, self._method, learned, down_bytes, self._lab.costs)
-        left = {"up": choose.mean(one.left for one in counted if one.averaged), "down": sent.left}
+        left = {"up": choose.mean_of_known(one.left for one in counted if one.averaged), "down": sent.left}
         if choose.AUTO in self._codecs.values():
             row["codecs"] = {way: {**schema.plain(one), "left": left[way]} for way, one in chosen.items()}
         self._spent.add(row)
