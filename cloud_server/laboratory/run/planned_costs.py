@@ -61,8 +61,8 @@ class Asked:
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """chunk_bytes: MQTT headers and acknowledgements of all chunks; None in a simulation. seconds: that the devices
-    compute, side by side, on the board. joules: of all devices. auto: what is assumed for that codec, or empty;
-    payload_bytes is an upper limit then. absent: figure -> why it is not planned."""
+    compute, side by side, on the board. joules: of all devices. auto: what is assumed for that codec, None
+    without it; payload_bytes is an upper limit then. absent: figure -> why it is not planned."""
 
     label: str
     rounds: int
@@ -75,7 +75,7 @@ class Planned:
     seconds: float | None = None
     joules: float | None = None
     board: str | None = None
-    auto: str = ""
+    auto: str | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -112,10 +112,10 @@ def _in_place_of_auto(asked: Asked, place: int) -> Asked:
                    codec_down=choose.possible("down", asked.codec_down, keeps)[place])
 
 
-def _auto(asked: Asked) -> str:
+def _auto(asked: Asked) -> str | None:
     """What is assumed for ``auto``, and the lower limit."""
     if choose.AUTO not in (asked.codec_up, asked.codec_down):
-        return ""
+        return None
     dear, cheap = (_in_place_of_auto(asked, place) for place in (0, -1))
     least = _sum(_Sizes(cheap).kinds())
     return (f"auto is planned as {dear.codec_up} up and {dear.codec_down} down, an upper limit; with {cheap.codec_up} "

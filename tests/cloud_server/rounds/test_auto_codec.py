@@ -1,5 +1,4 @@
-"""``codec = "auto"`` in a fleet: announced and signed, in the ledger with its reason, the same after a restart, shown by
-the command line and the reports."""
+"""``codec = "auto"`` in a fleet: signed, in the ledger with its reason, the same after a restart, shown to people."""
 
 from __future__ import annotations
 
