@@ -183,9 +183,7 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
         evaluated.setdefault(row.round, []).append(row)
     codecs: dict[int, dict[str, ChosenCodec]] = {}
     for one in ledger.each(tables.RoundCodec, within):
-        codecs.setdefault(one.round, {})[one.way] = ChosenCodec(
-            codec=one.codec, reason=one.reason, left=one.left_out
-        )
+        codecs.setdefault(one.round, {})[one.way] = ChosenCodec(codec=one.codec, reason=one.reason, left=one.left_out)
     figures = []
     for r in ledger.rounds("closed", within):
         score, moved = pooled(evaluated.get(r.round, ())), volume.get(r.round)

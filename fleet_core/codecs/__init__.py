@@ -4,5 +4,5 @@
 ``half_precision``, ``int8_channel``, ``int8_random``, ``int4``, ``ternary``, ``top_k``, ``low_rank``, ``random_mask``.
 ``safetensors_payload`` and ``frame``: the two wire formats. ``vector`` and ``quantize``: arithmetic that several share.
 ``payloads``: encode, decode, error feedback, deltas and identities of models. ``encoded_update``: an update with what
-its codec lost.
+its codec lost. ``choose``: the codec of a round under ``auto``.
 """

@@ -14,7 +14,6 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean as mean
-from statistics import variance
 
 from fleet_core.codecs.registry import CODECS
 
@@ -27,9 +26,9 @@ MOST_LEFT = {"up": 2.0, "down": 0.4}
 """Norm of what a codec may leave out, over that of the update or of the model's change."""
 WINDOW = 5
 """Rounds whose mean loss is compared with that of as many before."""
-WORSE, ERRORS = 1.1, 2.0
-"""The loss has risen where their ratio is above ``WORSE`` and their difference above ``ERRORS`` standard errors: the
-rounds of a small cohort differ in their loss."""
+RISE, ERRORS = 0.1, 2.0
+"""The loss has risen where it is higher by this share and by this many standard errors: the rounds of a small cohort
+differ in their loss."""
 STAY = 3
 """Rounds with a codec before a cheaper one is tried."""
 REST = 10
@@ -107,10 +106,16 @@ def _worse(way: str, past: Sequence[Past]) -> str:
     before, after = _losses(past)
     if not before or not after or _since(past) < WINDOW:
         return ""
-    rise, error = mean(after) - mean(before), math.sqrt((variance(before) + variance(after)) / WINDOW)
-    if mean(after) > WORSE * mean(before) and rise > ERRORS * error:
-        return f"loss rose {_change(past)}, by more than {WORSE - 1:.0%} and {ERRORS:g} standard errors"
+    rise, error = mean(after) - mean(before), math.hypot(_error(before), _error(after))
+    if rise > RISE * abs(mean(before)) and rise > ERRORS * error:
+        return f"loss rose {_change(past)}, by more than {RISE:.0%} and {ERRORS:g} standard errors"
     return ""
+
+
+def _error(losses: Sequence[float]) -> float:
+    """Standard error of their mean; finite also where a square is not."""
+    count = len(losses)
+    return math.dist(losses, [mean(losses)] * count) / math.sqrt(count * (count - 1))
 
 
 def _well(way: str, past: Sequence[Past]) -> str:

@@ -45,6 +45,9 @@ def rounds(*codecs: str, left: float | None = 0.1, losses: Sequence[float | None
         (rounds(*["topk-10"] * 2 * WINDOW, losses=[1.0] * WINDOW + [1.05] * WINDOW), "topk-10",
          f"loss went from 1 to 1.05 in {WINDOW} rounds: stays with topk-10, the cheapest"),
         (rounds(*["int4"] * 2 * WINDOW, losses=[None] * 2 * WINDOW), "topk-10", "down a step"),
+        (rounds(*["topk-10"] * 2 * WINDOW, losses=[1.0] * WINDOW + [1e300] * WINDOW), "int4", "loss rose from 1 to 1e+300"),
+        (rounds(*["topk-10"] * 2 * WINDOW, losses=[-1.0] * WINDOW + [-0.95] * WINDOW), "topk-10", "loss went from -1"),
+        (rounds(*["topk-10"] * 2 * WINDOW, losses=[-1.0] * WINDOW + [-0.8] * WINDOW), "int4", "loss rose from -1"),
     ],
 )
 def test_the_next_codec_follows_from_the_rounds_before(past: list[Past], codec: str, said: str) -> None:
