@@ -4,10 +4,10 @@ The ten patients of the built-in set train cnn1d for 30 rounds in the laboratory
 validation part inside each patient's training part; the usual test samples are not used. The first model goes down
 whole; bytes a round are those of a device, up and down, from round 2 on.
 
-    python benchmarks/cost/codecs.py --runs FOLDER [--minutes 15] [--jobs 1]
+    python benchmarks/cost/codecs.py --runs FOLDER [--minutes 15] [--jobs 1] [CODEC ...]
 
 Runs that have ended in FOLDER are kept, so that the same command goes on. After each codec it writes result.json and
-the table in README.md, beside this file.
+the table in README.md, beside this file; rows of other codecs stay.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -27,11 +28,12 @@ from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.run_folder import Store
 from fleet_core.base import processes, storage
 from fleet_core.base.errors import RoundError
+from fleet_core.codecs.choose import AUTO, WAYS
 from fleet_core.codecs.registry import CODECS
 
 HERE = Path(__file__).parent
 SEEDS, ROUNDS = (0, 1, 2), 30
-FIRST = ("fp32", "int8", "topk-10", "topk-1", "int4", "ternary", "lowrank", "topk-01", "mask")
+FIRST = ("fp32", "int8", "auto", "topk-10", "topk-1", "int4", "ternary", "lowrank", "topk-01", "mask")
 """Codecs in the order in which they are run; the others follow."""
 
 
@@ -53,14 +55,20 @@ def row(codec: str, folders: Sequence[Path]) -> dict[str, Any]:
         way: mean(one["payload_bytes"][way] / one["participants"] for one in later) if later else None
         for way in ("up", "down")
     }
-    return {"codec": codec, "macro_f1": [result["evaluated"]["macro_f1"] for result in ended], "bytes": sent,
-            "failed": len(folders) - len(ended)}
+    found = {"codec": codec, "macro_f1": [result["evaluated"]["macro_f1"] for result in ended], "bytes": sent,
+             "failed": len(folders) - len(ended)}
+    return found | ({"rounds": rounds_by_codec(later)} if codec == AUTO else {})
 
 
-def compute(runs: Path, minutes: float, jobs: int) -> list[dict[str, Any]]:
-    """A row per codec, as many as the time allows; the last one begun is completed."""
+def rounds_by_codec(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Way -> codec -> number of rounds."""
+    return {way: dict(Counter(one["codecs"][way]["codec"] for one in rounds)) for way in WAYS}
+
+
+def compute(runs: Path, minutes: float, jobs: int, codecs: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """A row per codec, as many as the time allows; the last one begun is completed. codecs: only these."""
     rows, until = [], time.monotonic() + 60 * minutes
-    for codec in dict.fromkeys((*FIRST, *CODECS)):
+    for codec in codecs or dict.fromkeys((*FIRST, *CODECS)):
         out, asked = runs / codec, experiment(codec)
         folders = [out / run.name for run in experiments.runs(asked)]
         if not all(Store(folder).done for folder in folders):
@@ -77,9 +85,13 @@ def compute(runs: Path, minutes: float, jobs: int) -> list[dict[str, Any]]:
 
 
 def write(rows: Sequence[dict[str, Any]], folder: Path = HERE) -> None:
-    """result.json and the table of README.md, in the order of ``metafleet codecs``."""
-    rows = sorted(rows, key=lambda one: list(CODECS).index(one["codec"]))
-    storage.write_json(folder / "result.json", {"rounds": ROUNDS, "seeds": list(SEEDS), "rows": rows})
+    """result.json and the table of README.md, in the order of ``metafleet codecs``; rows that are there already and
+    not in ``rows`` stay."""
+    path = folder / "result.json"
+    kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    named = {one["codec"]: one for one in (*kept, *rows)}
+    rows = [named[codec] for codec in (*CODECS, AUTO) if codec in named]
+    storage.write_json(path, {"rounds": ROUNDS, "seeds": list(SEEDS), "rows": rows})
     page = folder / "README.md"
     page.write_text(markdown.filled(page.read_text(encoding="utf-8"), {"codecs": table(rows)}), encoding="utf-8")
 
@@ -102,9 +114,10 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--minutes", type=float, default=15.0, help="no new codec is begun after this time")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("codecs", nargs="*", metavar="CODEC", help="default: all")
     options = parser.parse_args()
     try:
-        compute(options.runs, options.minutes, options.jobs)
+        compute(options.runs, options.minutes, options.jobs, options.codecs)
     except Stopped:
         processes.say("stopped; the same command goes on")
 

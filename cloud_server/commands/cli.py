@@ -34,7 +34,7 @@ app.add_typer(programs_app, name="programs")
 app.add_typer(bundle.bundle_app, name="bundle")
 
 CODEC = Annotated[str | None, typer.Option("--codec", metavar="CODEC", help="See 'metafleet codecs'; up:NAME,down:NAME "
-                                           "for different ones; default int8.")]
+                                           "for different ones; auto: chosen for each round; default int8.")]
 
 DEFAULT_METHOD, DEFAULT_ROUNDS = "pfldyn-proto", 30
 
@@ -191,7 +191,7 @@ def codecs(as_json: JSON = False) -> None:
     from fleet_core.codecs.registry import CODECS
 
     if as_json:
-        return terminal.show([codec_catalogue.facts(codec) for codec in CODECS.values()])
+        return terminal.show([*map(codec_catalogue.facts, CODECS.values()), codec_catalogue.auto_facts()])
     terminal.table(codec_catalogue.rows(), ("codec", "bits", "feedback", "unbiased", "what"))
 
 

@@ -113,9 +113,9 @@ def _of_experiment(file: Path, devices: int | None) -> tuple[list[Asked], str | 
                   first=models.initial(layout, loaded.seeds[0]), seed=loaded.seeds[0])
     found = []
     for run in runs.values():
-        up, down = (codec if codec == experiments.PLAIN or run.method.cumulative else "fp32"
-                    for codec in (loaded.codec_up, loaded.codec_down))
-        found.append(replace(every, label=run.label, method=run.method, hyper=run.hyper, codec_up=up, codec_down=down))
+        codecs = loaded.codecs(run.method)
+        found.append(replace(every, label=run.label, method=run.method, hyper=run.hyper, codec_up=codecs["up"],
+                             codec_down=codecs["down"]))
     return found, loaded.board
 
 
@@ -124,6 +124,8 @@ def _print(found: list[Planned]) -> None:
 
     heads, rows = cost_tables.planned_table(found)
     terminal.table(rows, heads)
+    for text in dict.fromkeys(one.auto for one in found if one.auto):
+        processes.say(f"payload: {text}")
     reasons: dict[str, Any] = {}
     for one in found:
         reasons |= one.absent

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -90,16 +90,29 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
 
 
 @server_app.command("rounds")
-def rounds(fleet: FLEET, as_json: JSON = False) -> None:
+def rounds(
+    fleet: FLEET,
+    explain: Annotated[bool, typer.Option("--explain", help="Each round's codecs, and why they were chosen.")] = False,
+    as_json: JSON = False,
+) -> None:
     """List every round: cohort, loss, duration."""
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.records.ledger import Ledger
+    from cloud_server.records.ledger_tables import RoundCodec
+    from cloud_server.reports import codec_tables
 
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:
-        listed = ledger.rounds()
+        listed, codecs = ledger.rounds(), ledger.rows(RoundCodec) if explain else []
     if as_json:
-        return terminal.show([schema.plain(r) for r in listed])
+        used: dict[int, dict[str, Any]] = {}
+        for one in codecs:
+            used.setdefault(one.round, {})[one.way] = {
+                "codec": one.codec, "reason": one.reason, "left_out": one.left_out
+            }
+        return terminal.show([
+            schema.plain(r) | ({"codecs": used.get(r.round, {})} if explain else {}) for r in listed
+        ])
     rows = [
         (str(r.round), terminal.date(r.opened_at), r.status, str(len(r.cohort)),
          "" if r.loss is None else f"{r.loss:.4f}", "" if r.seconds is None else f"{r.seconds:.1f}", r.note)
@@ -107,7 +120,11 @@ def rounds(fleet: FLEET, as_json: JSON = False) -> None:
     ]
     terminal.table(rows, ("round", "opened", "status", "cohort", "loss", "seconds", "note"))
     if not rows:
-        processes.say("no round has been opened yet")
+        return processes.say("no round has been opened yet")
+    if explain:
+        heads, lines = codec_tables.explained(codecs)
+        print()
+        terminal.table(lines, heads)
 
 
 @server_app.command("backup")

@@ -27,6 +27,7 @@ from fleet_core.base.errors import CodecError, ConfigError, StateError
 from fleet_core.base.processes import typed
 from fleet_core.base.trees import Params
 from fleet_core.codecs import payloads
+from fleet_core.codecs.choose import AUTO
 from fleet_core.codecs.registry import CODECS
 from fleet_core.model import graph_bundle
 from fleet_core.model.graph_bundle import Graph
@@ -90,9 +91,10 @@ class LinkSection:
     enrolment: str | None = None
     ca: str | None = None
     plain: bool = False
-    up: str = field(default="int8", metadata={"choices": tuple(CODECS), "about":
-        "How updates travel to the server: int8 (a byte a value), fp32 (exact); 'metafleet codecs' lists all."})
-    down: str = field(default="int8", metadata={"choices": tuple(CODECS), "about":
+    up: str = field(default="int8", metadata={"choices": (*CODECS, AUTO), "about":
+        "How updates travel to the server: int8 (a byte a value), fp32 (exact), auto (a choice for each round); "
+        "'metafleet codecs' lists all."})
+    down: str = field(default="int8", metadata={"choices": (*CODECS, AUTO), "about":
         "How models travel to the devices: the same choice."})
     chunk_bytes: int = field(default=61440, metadata={"min": 1024, "max": 1 << 24})
     max_update_norm: float = field(default=1e4, metadata={"above": 0, "about":
@@ -169,13 +171,13 @@ class Fleet:
 
     @property
     def codec_up(self) -> str:
-        """The codec of updates: lossless if the server does not sum them over rounds."""
+        """The codec of updates, or ``auto``; lossless if the server does not sum them over rounds."""
         return self.config.link.up if self.method.cumulative else "fp32"
 
     @property
     def codec_down(self) -> str:
-        """The codec of models: lossless for sums over samples, because they have no common scale and a rare class would
-        be lost in the quantization of a frequent one."""
+        """The codec of models, or ``auto``; lossless for sums over samples, because they have no common scale and a
+        rare class would be lost in the quantization of a frequent one."""
         return self.config.link.down if self.method.cumulative else "fp32"
 
     def remarks(self) -> list[str]:
@@ -211,6 +213,7 @@ class Fleet:
         return [
             f"{self.method.name} with {codec} {way} {text}; see docs/codecs.md"
             for way, codec in (("up", self.codec_up), ("down", self.codec_down))
+            if codec != AUTO
             for text in CODECS[codec].remarks(way, self.method.client.keeps)
         ]
 

@@ -79,6 +79,9 @@ CREATE TABLE absent_energy (
 CREATE TABLE usage (
     round INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices, cpu_s REAL, peak_mib REAL, connected_s REAL,
     retransmitted_bytes INTEGER, PRIMARY KEY (round, device));
+CREATE TABLE codecs (
+    round INTEGER NOT NULL REFERENCES rounds, way TEXT NOT NULL CHECK (way IN ('up', 'down')), codec TEXT NOT NULL,
+    reason TEXT NOT NULL, left_out REAL, PRIMARY KEY (round, way));
 """,
 }
 """Version -> the statements that upgrade a ledger from the version before."""
@@ -116,6 +119,21 @@ class Round(Row):
     loss: float | None = None
     status: str = "open"
     note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundCodec(Row):
+    """What a round's updates or models are encoded with. way: up | down. reason: of ``auto``, empty for a codec that is
+    set. left_out: norm of what decoding left out over that of what was new; up it is the mean over the devices that say
+    so."""
+
+    table = "codecs"
+    key = ("round", "way")
+    round: int
+    way: str
+    codec: str
+    reason: str = ""
+    left_out: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

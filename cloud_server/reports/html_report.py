@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from cloud_server.records.ledger_sums import Bytes, Joules, PhaseJoules
-from cloud_server.reports import html_costs
+from cloud_server.reports import codec_tables, html_costs
 from cloud_server.reports import result as results
 from cloud_server.reports.charts import Line, legend, line_chart, ticks
 from cloud_server.reports.formatting import (
@@ -45,7 +45,7 @@ BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 def render(result: Mapping[str, Any], *, title: str, pricing: Pricing = UNPRICED) -> str:
     """The page of a finished or interrupted run. Raises DataError if ``result`` is no result.json."""
     run = results.parse(result)
-    sections = [section(run) for section in (_cards, _verdict, _devices, _curves, _traffic, _energy)]
+    sections = [section(run) for section in (_cards, _verdict, _devices, _curves, _traffic, _codecs, _energy)]
     sections += [html_costs.section(run, pricing), _settings(run)]
     return page(title, STYLE, "\n".join([_heading(run, title), *filter(None, sections)]))
 
@@ -245,6 +245,14 @@ def _byte_row(name: str, moved: Bytes | None) -> tuple[str, str, str, str]:
     if moved is None:
         return name, NOT_COUNTED, NOT_COUNTED, ""
     return name, bytes_text(moved.up), bytes_text(moved.down), missing_text(moved.missing).strip(" ()")
+
+
+def _codecs(run: Result) -> str:
+    """Empty where every codec was set."""
+    if not codec_tables.is_auto(run.rounds):
+        return ""
+    heads, rows = codec_tables.spans(run.rounds)
+    return f'<h2>Codecs</h2><p class="note">{escape(codec_tables.NOTE)}.</p>{text_table(heads, rows, "left")}'
 
 
 def _energy(run: Result) -> str:

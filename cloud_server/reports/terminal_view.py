@@ -18,6 +18,7 @@ from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.records.ledger_tables import Evaluation
+from cloud_server.reports import codec_tables
 from cloud_server.reports.formatting import (
     ABSENT,
     absent_text,
@@ -202,6 +203,9 @@ def closing_table(result: Result, *, report: str | None = None, result_file: str
     """A run's scores and costs as plain text: devices before and after, bytes, joules, and the paths of the files."""
     warnings = () if result.verdict is None else result.verdict.warnings
     blocks = [_devices_block(result), "\n".join(f"warning: {text}" for text in warnings), _cost_block(result)]
+    if codec_tables.is_auto(result.rounds):
+        lines = codec_tables.counts(result.rounds)
+        blocks.append("\n".join(f"{'' if k else 'codecs':<9}{line}" for k, line in enumerate(lines)))
     files = [(name, path) for name, path in (("report", report), ("result", result_file)) if path]
     blocks.append("\n".join(f"{name:<9}{path}" for name, path in files))
     return "\n\n".join(filter(None, blocks)) + "\n"

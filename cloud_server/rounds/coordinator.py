@@ -214,8 +214,10 @@ class Coordinator:
         state = self._rule.opening(before)
         sent = self.method.server.broadcast(state)
         had = self._rounds.cohort(self.checkpoint.round)
+        codecs = self._parts.codecs.of_round(number)
         reference, made = self._parts.models.training(
-            sent.groups, self.checkpoint, number, lambda base: self._members.someone_lacks(base, besides=had)
+            sent.groups, self.checkpoint, number, codecs["down"].codec,
+            lambda base: self._members.someone_lacks(base, besides=had),
         )
         chosen = before.cohort if before else tuple(
             cohort.select(self.config.fleet.seed, number, self._members.askable(), self.config.fleet.cohort)
@@ -223,11 +225,12 @@ class Coordinator:
         started = before.opened_at if before else self._now()
         opened = self._rounds.open = OpenRound(
             number, chosen, started, self._clock() + self.config.fleet.deadline_s, reference, made.decoded, made.lost,
-            sent.scalars, self._parts.models.per_device(state, chosen),
+            sent.scalars, self._parts.models.per_device(state, chosen), codecs, made.left,
         )
         if not before:
             self._rounds.begin(opened, len(self._members.members()))
             self._say_numbers(number)
+        self._parts.codecs.begin(opened)
         self._idle, self._taken_up, self._begun = None, before is not None and self._begun != number, number
         self._parts.waiting.begin()
         self._parts.receiver.begin(opened)
@@ -314,6 +317,7 @@ class Coordinator:
             self._parts.receiver.record_counted(opened)
             self._members.took_part(opened.received)
             self._rounds.close(opened, members)
+            self._parts.codecs.close(opened)
         self._rule.checkpoint, self._rounds.open = checkpoint, None
         self._looked_at = -math.inf
         self._rounds.say_stalled("")

@@ -11,6 +11,7 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Update
 from cloud_server.rounds.models_down import ModelsDown
 from cloud_server.rounds.open_round import OpenRound
+from cloud_server.rounds.round_codecs import RoundCodecs
 from cloud_server.rounds.served_model import ServedModels
 from fleet_core.base import schema
 from fleet_core.base.trees import Params
@@ -30,11 +31,12 @@ class Manifests:
     """
 
     def __init__(
-        self, fleet: Fleet, models: ModelsDown, served: ServedModels, ledger: Ledger, publisher: Publisher, *,
+        self, fleet: Fleet, models: ModelsDown, served: ServedModels, ledger: Ledger, publisher: Publisher,
+        codecs: RoundCodecs, *,
         graph: bytes, layout_hash: str, max_upload_bytes: int, next_seq: Callable[[], int], now: Callable[[], float],
         resting: Callable[[], Collection[str]] = tuple,
     ):
-        self._config, self._method, self._codec_up = fleet.config, fleet.method, fleet.codec_up
+        self._config, self._method, self._codecs = fleet.config, fleet.method, codecs
         self._hyper, self._signer = schema.plain(fleet.hyper), fleet.signer()
         self._models, self._served, self._ledger, self._publisher = models, served, ledger, publisher
         self._graph, self._layout_hash = graph, layout_hash
@@ -44,7 +46,10 @@ class Manifests:
     def open_round(self, opened: OpenRound, after: Checkpoint) -> None:
         """Announces the open round, which follows ``after``."""
         chosen = cohort.announce(self._config.fleet.seed, opened.number, list(opened.cohort), self._resting())
-        self._publish(after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, is_open=True)
+        codecs = self._codecs.accepted(opened.codecs["up"].codec)
+        self._publish(
+            after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, is_open=True
+        )
 
     def no_round(self, after: Checkpoint) -> None:
         """Says what was counted and which model is served, while nobody is asked to train."""
@@ -52,11 +57,12 @@ class Manifests:
             if self._served.reference is None:
                 self._served.serve(after)
             assert self._served.reference is not None
-            self._publish(after, after.round, Cohort(devices=()), self._served.reference, {}, {}, is_open=False)
+            self._publish(after, after.round, Cohort(devices=()), self._served.reference, {}, {},
+                          self._codecs.accepted(), is_open=False)
 
     def _publish(
         self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float],
-        per_device: Mapping[str, Params], *, is_open: bool,
+        per_device: Mapping[str, Params], codecs: tuple[str, ...], *, is_open: bool,
     ) -> None:
         fleet, link = self._config.fleet, self._config.link
         listed, own = self._models.publish_per_device(per_device)
@@ -77,7 +83,7 @@ class Manifests:
             scalars={**scalars, "round": float(number), "seed": float(fleet.seed)},
             dual_epoch=after.state.dual_epoch,
             counted=self._counted(after.round),
-            up=UploadRules(self._max_upload_bytes, link.chunk_bytes, (self._codec_up,)),
+            up=UploadRules(self._max_upload_bytes, link.chunk_bytes, codecs),
             open=is_open,
             per_device=listed,
         )

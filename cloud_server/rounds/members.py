@@ -15,6 +15,7 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
+from fleet_core.codecs import choose
 from fleet_core.protocol import messages
 from fleet_core.protocol.device_messages import Presence
 from fleet_core.protocol.round_messages import NO_UPDATE, UpdateRef
@@ -286,6 +287,8 @@ def inability(presence: Presence, *, method: Method, link: LinkSection, paramete
         return f"does not train: {parameters} parameters are over its board's {presence.most}"
     if presence.methods.get(method.name) != method.version:
         return f"lacks {method.name} version {method.version}"
-    if link.up not in presence.codecs or link.down not in presence.codecs:
-        return f"lacks codec {link.up} or {link.down}"
+    keeps = method.client.keeps
+    needed = [choose.possible("up", link.up, keeps)[0], *choose.possible("down", link.down, keeps)]
+    if not set(needed) <= set(presence.codecs):
+        return f"lacks codec {' or '.join(dict.fromkeys(needed))}"
     return None

@@ -26,13 +26,14 @@ from fleet_core.protocol.round_messages import ModelRef, PerDevice
 class Encoded:
     """A training model on its way down. data: its bytes in ``codec``. delta: whether they are a change to the weights
     published before. decoded: float32 weights as devices will hold them. lost: what a codec with feedback left out, or
-    None."""
+    None. left: norm of what decoding left out over that of the change; None for a whole model and for no change."""
 
     data: bytes
     codec: str
     delta: bool
     decoded: Params
     lost: Params | None
+    left: float | None = None
 
 
 def encode_model(
@@ -49,8 +50,9 @@ def encode_model(
     data = payloads.encode(codec, delta, (seed, before.round + 1, 0))
     read = delta if registry.codec(codec).lossless else payloads.decode(codec, data, layout, groups)
     decoded = payloads.apply_delta(held, read)
-    lost = _difference(target, decoded) if registry.codec(codec).feedback_down else None
-    return Encoded(data, codec, True, decoded, lost)
+    missing = _difference(target, decoded)
+    lost = missing if registry.codec(codec).feedback_down else None
+    return Encoded(data, codec, True, decoded, lost, payloads.relative(missing, delta))
 
 
 def _difference(left: Params, right: Params) -> dict[str, dict[str, Any]]:
@@ -75,7 +77,7 @@ class ModelsDown:
     """
 
     def __init__(self, fleet: Fleet, layout: Layout, publisher: Publisher):
-        self._config, self._method, self._codec = fleet.config, fleet.method, fleet.codec_down
+        self._config, self._method = fleet.config, fleet.method
         self._layout, self._publisher = layout, publisher
         self._known: tuple[Params, str] | None = None
         self._per_device: tuple[Mapping[str, Params], Blob, frozenset[str]] | None = None
@@ -87,14 +89,14 @@ class ModelsDown:
     # The training model -----------------------------------------------------------------------------------------------
 
     def training(
-        self, target: Params, before: Checkpoint, number: int, lacks: Callable[[str], bool]
+        self, target: Params, before: Checkpoint, number: int, codec: str, lacks: Callable[[str], bool]
     ) -> tuple[ModelRef, Encoded]:
         """The model of round ``number``; whole as well when some device ``lacks(base)`` the base of its delta.
 
         First weights as a seed name themselves as their base: agents that do not know ``drawn`` take the whole.
         """
         made = encode_model(
-            target, before, self._codec, self._layout, self._method.down, self._config.fleet.seed
+            target, before, codec, self._layout, self._method.down, self._config.fleet.seed
         )
         base = self._identity(before.published) if made.delta and before.published is not None else None
         model = self._identity(made.decoded)

@@ -9,6 +9,8 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Round
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.trees import Params
+from fleet_core.codecs import choose
+from fleet_core.codecs.choose import Choice
 from fleet_core.protocol.round_messages import ModelRef, UploadManifest
 
 
@@ -19,6 +21,7 @@ class OpenRound:
     opened_at: Unix seconds. deadline: on the aggregator's clock. model: as announced. published: its decoded float32
     weights, which devices hold. lost: what a lossy codec left out of them, or None. scalars: sent with the model.
     per_device: float32 groups that each device of the cohort alone receives; empty for most methods.
+    codecs: way -> codec, with the reason. left: of the model, as in ``models_down.Encoded``.
     received: device -> its update. failed: device -> why it will send none.
     """
 
@@ -31,6 +34,8 @@ class OpenRound:
     lost: Params | None
     scalars: Mapping[str, float]
     per_device: Mapping[str, Params] = field(default_factory=dict)
+    codecs: Mapping[str, Choice] = field(default_factory=dict)
+    left: float | None = None
     received: dict[str, UploadManifest] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -86,11 +91,10 @@ class Rounds:
         self._ledger.put(replace(self._ledger.rows(Round, round=number)[0], cohort=cohort))
 
     def close(self, opened: OpenRound, members: int) -> None:
-        losses = [m.metrics["loss"] for m in opened.received.values() if "loss" in m.metrics]
         row = self._ledger.rows(Round, round=opened.number)[0]
         self._ledger.put(replace(
             row, status="closed", closed_at=self._now(), members=members, seconds=self._now() - row.opened_at,
-            loss=sum(losses) / len(losses) if losses else None,
+            loss=choose.mean_of_known(m.metrics.get("loss") for m in opened.received.values()),
             models_transmitted=float(len(opened.received) * (self._method.models_down + self._method.models_up)),
             note="; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())),
         ))

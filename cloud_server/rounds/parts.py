@@ -20,6 +20,7 @@ from cloud_server.rounds.manifest import Manifests
 from cloud_server.rounds.members import Members, inability
 from cloud_server.rounds.models_down import ModelsDown
 from cloud_server.rounds.open_round import Rounds
+from cloud_server.rounds.round_codecs import RoundCodecs
 from cloud_server.rounds.round_costs import RoundCosts
 from cloud_server.rounds.served_model import ServedModels
 from cloud_server.rounds.server_rule import RuleState
@@ -43,6 +44,7 @@ class Parts:
     checkpoints: Checkpoints
     spool: Spool
     costs: RoundCosts
+    codecs: RoundCodecs
     publisher: Publisher
     models: ModelsDown
     served: ServedModels
@@ -75,7 +77,7 @@ def assemble(
     )
     members = Members(ledger, everyone=settings.enrolment == "open", cannot=cannot, clock=clock, now=now, log=log)
     rule = RuleState(fleet, layout, ledger, checkpoints, members, log=log)
-    rounds, costs = Rounds(ledger, method, now), RoundCosts(ledger, now)
+    rounds, costs, codecs = Rounds(ledger, method, now), RoundCosts(ledger, now), RoundCodecs(fleet, ledger)
     waiting = Waiting(members, rounds, settings.deadline_s, clock=clock, log=log)
     messages = ServerMessages(settings.name, link, fleet.signer(), boot, log)
 
@@ -85,21 +87,21 @@ def assemble(
         messages.tell(device, message)
 
     receiver = UpdateReceiver(
-        fleet, wire, layout.hash, ledger, spool, rounds, rule, members, tell, clock=clock, now=now, log=log
+        fleet, wire, layout.hash, ledger, spool, rounds, rule, members, codecs, tell, clock=clock, now=now, log=log
     )
     publisher = Publisher(settings.name, link, fleet.folder / "state" / "published.json", clock=clock, log=log)
     models = ModelsDown(fleet, wire, publisher)
     served = ServedModels(fleet, wire, ledger, checkpoints, models)
     manifests = Manifests(
-        fleet, models, served, ledger, publisher, graph=graph, layout_hash=layout.hash,
+        fleet, models, served, ledger, publisher, codecs, graph=graph, layout_hash=layout.hash,
         max_upload_bytes=receiver.max_upload_bytes, next_seq=costs.next_seq, now=now,
         resting=lambda: members.resting.keys(),
     )
     served.resume(rule.checkpoint)
     return Parts(
         fleet=fleet, layout=layout, members=members, rule=rule, rounds=rounds, checkpoints=checkpoints, spool=spool,
-        costs=costs, publisher=publisher, models=models, served=served, manifests=manifests, messages=messages,
-        tell=tell, receiver=receiver, waiting=waiting,
+        costs=costs, codecs=codecs, publisher=publisher, models=models, served=served, manifests=manifests,
+        messages=messages, tell=tell, receiver=receiver, waiting=waiting,
         first_wait=FirstWait(
             members, settings.first_wait_s, invited=lambda: open_tokens(ledger), clock=clock, log=log
         ),

@@ -14,6 +14,7 @@ from cloud_server.records.ledger_tables import Round, Update
 from cloud_server.records.spool import Spool
 from cloud_server.rounds.members import Members
 from cloud_server.rounds.open_round import OpenRound, Rounds
+from cloud_server.rounds.round_codecs import RoundCodecs
 from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
 from fleet_core.base import storage, trees
@@ -36,14 +37,16 @@ class UpdateReceiver:
 
     def __init__(
         self, fleet: Fleet, layout: Layout, layout_hash: str, ledger: Ledger, spool: Spool, rounds: Rounds,
-        rule: RuleState, members: Members, tell: Callable[[str, Down], None], *, clock: Callable[[], float],
-        now: Callable[[], float], log: Callable[[str], None],
+        rule: RuleState, members: Members, codecs: RoundCodecs, tell: Callable[[str, Down], None], *,
+        clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
     ):
         self._link, self._method, self._layout = fleet.config.link, fleet.method, layout
-        self._layout_hash, self._codec_up = layout_hash, fleet.codec_up
+        self._layout_hash, self._codecs = layout_hash, codecs
         self._ledger, self._spool, self._rounds, self._rule, self._members = ledger, spool, rounds, rule, members
         self._tell, self._now, self._log = tell, now, log
-        self.max_upload_bytes = payloads.max_bytes(fleet.codec_up, layout, fleet.method.shared)
+        self.max_upload_bytes = max(
+            payloads.max_bytes(codec, layout, fleet.method.shared) for codec in codecs.accepted()
+        )
         self._uploads = Uploads(tell, clock, self.max_upload_bytes)
         self._cut = set[str]()
 
@@ -148,12 +151,13 @@ class UpdateReceiver:
             return "the round is closed"
         if device not in opened.cohort:
             return "not in this round's cohort"
+        accepted = self._codecs.accepted(opened.codecs["up"].codec)
         checks: dict[str, tuple[Any, Any]] = {
             "method": (manifest.method, self._method.name),
             "layout": (manifest.layout, self._layout_hash),
             "dual epoch": (manifest.dual_epoch, dual_epoch),
             "base model": (manifest.base, opened.model.model),
-            "codec": (manifest.codec, self._codec_up),
+            "codec": (manifest.codec, manifest.codec if manifest.codec in accepted else " or ".join(accepted)),
             "scalars": (sorted(manifest.scalars), sorted(self._method.up_scalars)),
         }
         wrong = [f"{what} {got}, expected {wanted}" for what, (got, wanted) in checks.items() if got != wanted]

@@ -8,6 +8,7 @@ import numpy as np
 
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError
+from fleet_core.codecs.choose import AUTO, LADDERS, WAYS
 from fleet_core.codecs.interface import Codec
 from fleet_core.codecs.registry import CODECS
 from fleet_core.codecs.vector import size
@@ -20,7 +21,7 @@ DEFAULT_MODEL: dict[str, tuple[int, ...]] = {
 }
 """The arrays of the model that ``metafleet demo`` trains: 31 787 values."""
 
-WAYS = ("up", "down")
+ABOUT_AUTO = "chosen for each round and way"
 
 
 def facts(codec: Codec) -> dict[str, Any]:
@@ -31,10 +32,17 @@ def facts(codec: Codec) -> dict[str, Any]:
     }
 
 
+def auto_facts() -> dict[str, Any]:
+    """``auto`` with the keys of ``facts``. codecs: way -> those that it chooses from, the dearest first."""
+    unknown = dict.fromkeys(("bits", "lossless", "feedback", "feedback_down", "unbiased"))
+    return {"name": AUTO, **unknown, "about": ABOUT_AUTO, "codecs": LADDERS}
+
+
 def rows() -> list[tuple[str, str, str, str, str]]:
-    """(codec, bits, feedback, unbiased, about) of every codec."""
+    """(codec, bits, feedback, unbiased, about) of every codec, and of ``auto``."""
     return [
-        (c.name, f"{bits(c):.2f}", _feedback(c), "yes" if c.unbiased else "no", c.about) for c in CODECS.values()
+        *((c.name, f"{bits(c):.2f}", _feedback(c), "yes" if c.unbiased else "no", c.about) for c in CODECS.values()),
+        (AUTO, "", "", "", ABOUT_AUTO + ": " + ", ".join(dict.fromkeys(name for way in WAYS for name in LADDERS[way]))),
     ]
 
 
@@ -54,10 +62,10 @@ def chosen(text: str) -> dict[str, str]:
     """Keys of ``[link]`` from ``NAME`` for both ways, ``up:NAME,down:NAME`` or one of the two. Raises ConfigError."""
     ways = dict(part.split(":", 1) for part in text.split(",")) if _is_by_way(text) else dict.fromkeys(WAYS, text)
     for name in ways.values():
-        if name not in CODECS:
-            near = schema.suggest(name, CODECS)
+        if name not in (*CODECS, AUTO):
+            near = schema.suggest(name, (*CODECS, AUTO))
             raise ConfigError(f"unknown codec '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
-                              where="--codec", expected=f"{', '.join(CODECS)}; or up:NAME,down:NAME",
+                              where="--codec", expected=f"{', '.join((*CODECS, AUTO))}; or up:NAME,down:NAME",
                               hint="metafleet codecs")
     return ways
 

@@ -12,7 +12,7 @@ from fleet_core.codecs.interface import Seed
 from fleet_core.codecs.registry import CODECS
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.chunks import Blob
-from fleet_core.protocol.round_messages import NO_UPDATE, Manifest, UploadManifest
+from fleet_core.protocol.round_messages import MAX_RESIDUAL, NO_UPDATE, Manifest, UploadManifest
 
 
 def keep(
@@ -43,5 +43,6 @@ def keep(
         scalars=dict(update.scalars),
         metrics=dict(metrics),
         after=home.learned(key) or NO_UPDATE,
+        residual=None if made.left is None else min(made.left, MAX_RESIDUAL),
     )
     home.leave_made(key, life, manifest.round, upload, made.data, made.state)

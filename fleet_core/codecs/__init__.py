@@ -5,5 +5,5 @@
 and ``drawn_weights`` for a fleet's first model.
 ``safetensors_payload`` and ``frame``: the two wire formats. ``vector`` and ``quantize``: arithmetic that several share.
 ``payloads``: encode, decode, error feedback, deltas and identities of models. ``encoded_update``: an update with what
-its codec lost.
+its codec lost. ``choose``: the codec of a round under ``auto``.
 """

@@ -17,11 +17,12 @@ RESIDUAL = "residual"
 @dataclass(frozen=True)
 class EncodedUpdate:
     """data: the payload's bytes. update: what the aggregator reads from them. state: what the device keeps if the
-    update is counted, the residual included."""
+    update is counted, the residual included. left: as in ``payloads.Sent``."""
 
     data: bytes
     update: Payload
     state: ClientState
+    left: float | None
 
 
 def method_state(state: ClientState) -> ClientState:
@@ -46,4 +47,4 @@ def encode_update(
         state = dict(method.client.after_loss(state, sent.error, hyper, round_number))
     if sent.residual is not None:
         state[RESIDUAL] = sent.residual
-    return EncodedUpdate(sent.data, Payload(layout.ordered(sent.decoded), update.scalars), state)
+    return EncodedUpdate(sent.data, Payload(layout.ordered(sent.decoded), update.scalars), state, sent.left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,26 +63,36 @@ def max_bytes(name: str, layout: Layout, groups: tuple[str, ...]) -> int:
 @dataclass(frozen=True)
 class Sent:
     """An encoded update. decoded: what the receiver decodes. residual: what the sender adds to its next update, or
-    None. error: own − decoded of a lossy codec without feedback, which is lost; or None."""
+    None. error: own − decoded of a codec without feedback, which the sender's state has to follow; or None. left: norm
+    of what decoding left out over that of the own update; None for an update of zeros."""
 
     data: bytes
     decoded: Params
     residual: Params | None
     error: Params | None
+    left: float | None = 0.0
 
 
 def send(
     name: str, own: Params, residual: Params | None, layout: Layout, groups: tuple[str, ...], seed: Seed = (0,)
 ) -> Sent:
-    """Encodes an update. With error feedback the residual of earlier updates is added first."""
+    """Encodes an update. The residual of earlier updates is added first, whatever codec left it."""
     form = codec(name)
-    intended = trees.add(own, residual) if form.feedback and residual is not None else own
+    intended = own if residual is None else trees.add(own, residual)
     data = encode(name, intended, seed)
     if form.lossless:
-        return Sent(data, own, None, None)
+        return Sent(data, intended, None, None)
     decoded = decode(name, data, layout, groups)
     lost = trees.apply(lambda a, b: np.asarray(a - b, dtype=np.float32), intended, decoded)
-    return Sent(data, decoded, lost if form.feedback else None, None if form.feedback else lost)
+    kept, error = (lost, None) if form.feedback else (None, lost)
+    return Sent(data, decoded, kept, error, relative(lost, own))
+
+
+def relative(part: Params, whole: Params) -> float | None:
+    """The norm of ``part`` over that of ``whole``; None where no finite number comes out."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        above, below = trees.norm(part), trees.norm(whole)
+    return above / below if below > 0 and math.isfinite(above) and math.isfinite(below) else None
 
 
 def apply_delta(base: Params, delta: Params) -> dict[str, dict[str, Any]]:

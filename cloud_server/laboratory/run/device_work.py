@@ -43,19 +43,21 @@ Array = np.ndarray[Any, Any]
 @dataclass(frozen=True, eq=False)
 class TrainingTask:
     """One round of training on some devices. broadcast: float32 as decoded. after: the last round that counts.
-    per_device: by name, what a device alone receives; empty for most methods."""
+    codec: of the updates. per_device: by name, what a device alone receives; empty for most methods."""
 
     round: int
     clients: tuple[str, ...]
     broadcast: Payload
     after: int
+    codec: str
     per_device: Mapping[str, Params] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedDevice:
     """The result of a device's training; ``error`` and nothing else where it failed. update: as the server decodes it.
-    payload_bytes: of the update on the wire. averaged: whether the server is to have the update."""
+    payload_bytes: of the update on the wire. left: as in ``payloads.Sent``. averaged: whether the server is to have the
+    update."""
 
     client: str
     update: Payload | None = None
@@ -63,6 +65,7 @@ class TrainedDevice:
     loss: float = 0.0
     flops: int | None = None
     payload_bytes: int = 0
+    left: float | None = None
     stateful: bool = False
     error: str = ""
     averaged: bool = True
@@ -136,8 +139,6 @@ class Worker:
         reduced = setting.experiment.precision == "bfloat16"
         alone = setting.side_by_side == 1  # vmap knows no order of pixels
         self._model = models.build(self.layout, channels_last=alone, reduced=reduced).to(setting.device)
-        up = setting.experiment.codec_up
-        self._codec = up if self._method.cumulative or up == PLAIN else "fp32"
         self._plain_bytes = 4 * self._wire.parameters(self._method.shared)
         self._clients = Clients(setting.folder)
         self._side_by_side = setting.side_by_side
@@ -193,26 +194,26 @@ class Worker:
         try:
             if isinstance(result, FleetError):
                 raise result
-            update, size, after = self._encoded(task, client, result, before)
+            update, size, after, left = self._encoded(task, client, result, before)
             _check_finite(update)
         except FAILURES as error:
             return TrainedDevice(client, error=str(error))
         if after:
             self._clients.save(client, task.round, after)
-        return TrainedDevice(client, update, result.samples, result.loss, result.flops, size, bool(after))
+        return TrainedDevice(client, update, result.samples, result.loss, result.flops, size, left, bool(after))
 
     def _encoded(
         self, task: TrainingTask, client: str, result: local_training.TrainResult, before: ClientState
-    ) -> tuple[Payload, int, ClientState]:
-        """(the update as the server reads it, its bytes, the device's state if it is counted)."""
-        if self._codec == PLAIN:
+    ) -> tuple[Payload, int, ClientState, float | None]:
+        """(the update as the server reads it, its bytes, the device's state if it is counted, what was left out)."""
+        if task.codec == PLAIN:
             update = Payload(self._wire.ordered(result.update.groups), result.update.scalars)
-            return update, self._plain_bytes, result.pending
+            return update, self._plain_bytes, result.pending, None
         made = encode_update(
-            self._codec, result.update, result.pending, before, method=self._method, hyper=self._hyper,
+            task.codec, result.update, result.pending, before, method=self._method, hyper=self._hyper,
             layout=self._wire, round_number=task.round, seed=self._seed(task, client),
         )
-        return made.update, len(made.data), made.state
+        return made.update, len(made.data), made.state, made.left
 
     # Evaluate ---------------------------------------------------------------------------------------------------------
 

@@ -34,10 +34,11 @@ from cloud_server.rounds.models_down import encode_model, per_device_models
 from cloud_server.rounds.served_model import Audience, asked_next, encode_served, fetched_bytes, is_new
 from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import Payload, Update
-from fleet_core.base import storage, trees
+from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import RoundError
 from fleet_core.base.trees import Params
-from fleet_core.codecs import payloads
+from fleet_core.codecs import choose, payloads
+from fleet_core.codecs.choose import Choice, Past
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.protocol import cohort, messages
 from fleet_core.protocol.chunks import Blob
@@ -70,13 +71,14 @@ class Laboratory:
 @dataclass(frozen=True, eq=False)
 class _Sent:
     """A round's model. decoded: float32, as devices hold it. lost: what a lossy codec left out, or None. size: bytes,
-    of a delta to the last round's or of the whole."""
+    of a delta to the last round's or of the whole. left: as in ``models_down.Encoded``."""
 
     decoded: Params
     lost: Params | None
     scalars: Mapping[str, float]
     size: int
     delta: bool
+    left: float | None = None
 
 
 class Engine:
@@ -89,6 +91,8 @@ class Engine:
         self._spent = round_figures.Spent()
         self._met, self._met_until = set[str](), 0
         self._saved, self._unsaved = lab.clock(), set[str]()
+        self._codecs = lab.experiment.codecs(self._method)
+        self._past: list[Mapping[str, Any]] = []
 
     def run(self) -> None:
         """Runs until the budget is spent. Raises Stopped, and RoundError when a round counts no update."""
@@ -110,6 +114,7 @@ class Engine:
         kept = self._store.resume(first)
         for row in self._store.rounds():
             self._spent.add(row)
+            self._past.append(row)
         if kept is not None:
             return kept
         state = self._method.server.init(trees.widened(trees.only(first, self._method.received)), self._hyper)
@@ -124,12 +129,13 @@ class Engine:
 
     def _round(self, before: Checkpoint) -> Checkpoint:
         started, number = self._lab.clock(), before.round + 1
-        sent = self._publish(before)
+        chosen = {way: self._chosen(way) for way in choose.WAYS}
+        sent = self._publish(before, chosen["down"].codec)
         asked = aggregation.order(self._asked(number))
         broadcast = Payload(sent.decoded, {**sent.scalars, "round": float(number), "seed": float(self._run.seed)})
         taken = _Taken(self._store.folder / "spool")
         per_device = per_device_models(self._method, before.state, asked)
-        task = TrainingTask(number, tuple(asked), broadcast, before.round, per_device)
+        task = TrainingTask(number, tuple(asked), broadcast, before.round, chosen["up"].codec, per_device)
         sending = self._averaged(number, asked)
         learned = [self._take(one, taken, one.client in sending) for one in self._lab.executor.learn(task)]
         counted = [one for one in learned if not one.error]
@@ -142,6 +148,9 @@ class Engine:
         plain = self._lab.experiment.codec_down == PLAIN
         down_bytes = self._down_bytes(sent, before) + per_device_bytes(per_device, plain=plain)
         row = round_figures.of_round(number, self._method, learned, down_bytes, self._lab.costs)
+        left = {"up": choose.mean_of_known(one.left for one in counted if one.averaged), "down": sent.left}
+        if choose.AUTO in self._codecs.values():
+            row["codecs"] = {way: {**schema.plain(one), "left": left[way]} for way, one in chosen.items()}
         self._spent.add(row)
         after = Checkpoint(number, state, sent.decoded, sent.lost, answers=before.answers)
         if self._due(number):
@@ -149,6 +158,7 @@ class Engine:
             row |= {**figures, **self._evaluated(number, served)}
         row["seconds"] = self._lab.clock() - started
         self._store.add(row)
+        self._past.append(row)
         self._unsaved |= {one.client for one in counted if one.stateful}
         if self._lab.clock() - self._saved > CHECKPOINT_S:
             self._save(after)
@@ -162,20 +172,18 @@ class Engine:
         """Whose updates the server has: all, or the draw that would be a cohort of so many."""
         return set(cohort.select(self._run.seed, number, asked, self._lab.experiment.averaged))
 
-    @property
-    def _codec_down(self) -> str:
-        """As the fleet's: nothing lossy for sums over samples."""
-        wanted = self._lab.experiment.codec_down
-        return wanted if wanted == PLAIN or self._method.cumulative else "fp32"
+    def _chosen(self, way: str) -> Choice:
+        past = [Past(row["codecs"][way]["codec"], row["loss"], row["codecs"][way]["left"])
+                for row in self._past[-choose.LOOK_BACK:] if "codecs" in row]
+        return choose.next_choice(way, self._codecs[way], self._method.client.keeps, past)
 
-    def _publish(self, before: Checkpoint) -> _Sent:
+    def _publish(self, before: Checkpoint, codec: str) -> _Sent:
         sent = self._method.server.broadcast(before.state)
-        codec = self._codec_down
         if codec == PLAIN:
             plain = trees.apply(lambda a: np.asarray(a, np.float32), sent.groups)
             return _Sent(plain, None, sent.scalars, 4 * self._wire.parameters(self._method.down), False)
         made = encode_model(sent.groups, before, codec, self._wire, self._method.down, self._run.seed)
-        return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), made.delta)
+        return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), made.delta, made.left)
 
     def _down_bytes(self, sent: _Sent, before: Checkpoint) -> int:
         """To all that were asked. As in the fleet a delta is for those that hold the model of the last round, having
@@ -211,13 +219,13 @@ class Engine:
     def _serve(self, closed: Checkpoint) -> tuple[Checkpoint, Params, dict[str, Any]]:
         """(the checkpoint with the served model in it, its weights on devices, its figures). With codec ``none`` the
         weights are exact, and nothing is counted."""
-        if self._codec_down == PLAIN:
+        if self._codecs["down"] == PLAIN:
             exact = trees.only(closed.state.served, self._method.shared)
             return closed, trees.apply(lambda a: np.asarray(a, np.float32), exact), {}
         names, trained, last = self._lab.workload.names, self._asked(closed.round), self._over(closed.round)
         share = asked_next(self._lab.experiment.cohort, len(names), last)
         made = encode_served(
-            self._method, closed, closed.answers, self._codec_down, self._wire, self._run.seed,
+            self._method, closed, closed.answers, self._codecs["down"], self._wire, self._run.seed,
             Audience(len(names), len(names), len(trained), share),
         )
         before = closed.answers

@@ -20,6 +20,7 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, processes, schema
 from fleet_core.base.errors import ConfigError
+from fleet_core.codecs.choose import AUTO
 from fleet_core.codecs.registry import CODECS
 from fleet_core.data.partitions import PARTITIONS, Newcomers
 from fleet_core.data.samples import FILES
@@ -140,10 +141,15 @@ class Experiment:
     seeds: tuple[int, ...] = field(default=(0,), metadata={"min": 0, "max": 2**53})
     cohort: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
     averaged: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
-    codec_up: str = field(default=PLAIN, metadata={"choices": (PLAIN, *CODECS)})
-    codec_down: str = field(default=PLAIN, metadata={"choices": (PLAIN, *CODECS)})
+    codec_up: str = field(default=PLAIN, metadata={"choices": (PLAIN, *CODECS, AUTO)})
+    codec_down: str = field(default=PLAIN, metadata={"choices": (PLAIN, *CODECS, AUTO)})
     board: str | None = field(default=None, metadata={"max_length": 4096})
     precision: str = field(default=PRECISIONS[0], metadata={"choices": PRECISIONS})
+
+    def codecs(self, method: Method) -> dict[str, str]:
+        """Way -> codec, ``none`` or ``auto``; as in a fleet nothing lossy for sums over samples."""
+        return {way: wanted if wanted == PLAIN or method.cumulative else "fp32"
+                for way, wanted in (("up", self.codec_up), ("down", self.codec_down))}
 
 
 @dataclass(frozen=True)

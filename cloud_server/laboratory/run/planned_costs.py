@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,12 @@ import numpy as np
 from cloud_server.laboratory.run.engine import per_device_bytes
 from cloud_server.laboratory.run.experiment import PLAIN
 from cloud_server.records.ledger_sums import Bytes
+from cloud_server.reports.formatting import bytes_text
 from cloud_server.rounds.served_model import asked_next
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.trees import Params
 from fleet_core.board.profile import Profile
-from fleet_core.codecs import payloads
+from fleet_core.codecs import choose, payloads
 from fleet_core.model.layout import Layout
 from fleet_core.power.energy_model import BoardModel
 from fleet_core.power.radio import radio_of
@@ -38,7 +39,8 @@ class Asked:
     """A run to plan. layout: of the model. devices: that train. newcomers: that are only served. cohort: 0 for all.
     serve_every: 0 if no model is served. graph_bytes: of the graph bundle, None if it is not made yet. first: the first
     weights, None for any. seed: of the fleet. Codecs may be ``none``, as in experiments. labels: of the devices'
-    training samples; empty for ``PER_CLASS`` of each class."""
+    training samples; empty for ``PER_CLASS`` of each class. ``auto`` is planned as the dearest codec that it may
+    choose."""
 
     label: str
     method: Method
@@ -62,7 +64,8 @@ class Asked:
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """chunk_bytes: MQTT headers and acknowledgements of all chunks; None in a simulation. seconds: that the devices
-    compute, side by side, on the board. joules: of all devices. absent: figure -> why it is not planned."""
+    compute, side by side, on the board. joules: of all devices. auto: what is assumed for that codec, None
+    without it; payload_bytes is an upper limit then. absent: figure -> why it is not planned."""
 
     label: str
     rounds: int
@@ -75,15 +78,17 @@ class Planned:
     seconds: float | None = None
     joules: float | None = None
     board: str | None = None
+    auto: str | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
 def planned(asked: Asked, board: Profile | None) -> Planned:
     """The costs of a run. board: for seconds and joules."""
+    auto = _auto(asked)
+    asked = _in_place_of_auto(asked, 0)
     sizes = _Sizes(asked)
-    kinds = {kind: Bytes(up=round(sum(n * size for n, size in up)), down=round(sum(n * size for n, size in down)))
-             for kind, (up, down) in sizes.transfers().items()}
-    payload = Bytes(up=sum(one.up for one in kinds.values()), down=sum(one.down for one in kinds.values()))
+    kinds = sizes.kinds()
+    payload = _sum(kinds)
     absent = {} if asked.graph_bytes is not None or not asked.serve_every else {
         "graph": "it is not made yet: metafleet init"}
     each, why = _flops(asked)
@@ -99,8 +104,30 @@ def planned(asked: Asked, board: Profile | None) -> Planned:
     return Planned(
         label=asked.label, rounds=asked.rounds, devices=asked.devices, cohort=sizes.cohort, payload_bytes=payload,
         kinds=kinds, chunk_bytes=sizes.chunk_overhead() if asked.chunk_bytes else None, flops=flops, seconds=seconds,
-        joules=joules, board=board.name if board else None, absent=absent,
+        joules=joules, board=board.name if board else None, auto=auto, absent=absent,
     )
+
+
+def _in_place_of_auto(asked: Asked, place: int) -> Asked:
+    """place: of the codec among those to choose from, the dearest first."""
+    keeps = asked.method.client.keeps
+    return replace(asked, codec_up=choose.possible("up", asked.codec_up, keeps)[place],
+                   codec_down=choose.possible("down", asked.codec_down, keeps)[place])
+
+
+def _auto(asked: Asked) -> str | None:
+    """What is assumed for ``auto``, and the lower limit."""
+    if choose.AUTO not in (asked.codec_up, asked.codec_down):
+        return None
+    dear, cheap = (_in_place_of_auto(asked, place) for place in (0, -1))
+    least = _sum(_Sizes(cheap).kinds())
+    return (f"auto is planned as {dear.codec_up} up and {dear.codec_down} down, an upper limit; with {cheap.codec_up} "
+            f"and {cheap.codec_down} in every round the payload is {bytes_text(least.up)} up and "
+            f"{bytes_text(least.down)} down")
+
+
+def _sum(kinds: Mapping[str, Bytes]) -> Bytes:
+    return Bytes(up=sum(one.up for one in kinds.values()), down=sum(one.down for one in kinds.values()))
 
 
 Transfers = list[tuple[float, int]]
@@ -113,6 +140,13 @@ class _Sizes:
         self._wire = asked.layout.extended(self._method.down, self._method.shared)
         self._rng = np.random.default_rng(0)
         self.cohort = min(asked.cohort or asked.devices, asked.devices)
+
+    def kinds(self) -> dict[str, Bytes]:
+        """Kind of traffic -> payload."""
+        return {
+            kind: Bytes(up=round(sum(n * size for n, size in up)), down=round(sum(n * size for n, size in down)))
+            for kind, (up, down) in self.transfers().items()
+        }
 
     def transfers(self) -> dict[str, tuple[Transfers, Transfers]]:
         """Kind of traffic -> (up, down)."""

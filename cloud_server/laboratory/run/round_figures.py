@@ -5,6 +5,7 @@ N: classes. M: answers. D: width of the representation.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ def of_round(
     up = sum(one.payload_bytes for one in sent)
     row: dict[str, Any] = {
         "round": number,
-        "loss": float(np.mean([one.loss for one in counted])),
+        "loss": statistics.fmean(one.loss for one in counted),
         "participants": len(counted),
         "refused": len(learned) - len(counted),
         "models_transmitted": float(len(counted) * method.models_down + len(sent) * method.models_up),

@@ -15,10 +15,11 @@ import pytest
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.experiment import Experiment
 from cloud_server.laboratory.run.run_folder import Clients, Store
-from cloud_server.records.ledger_tables import Evaluation, Traffic, Update
+from cloud_server.records.ledger_tables import Evaluation, RoundCodec, Traffic, Update
 from edge_agent.device.state import DeviceState, read_state
 from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.base.trees import Params
+from fleet_core.codecs.choose import WAYS
 from tests.support import lab
 from tests.support.inprocess import World, config_text, toy, world
 from tests.support.lab import EPISODES
@@ -84,6 +85,8 @@ def trimmed(state: dict[str, bytes]) -> dict[str, bytes]:
         ("pfldyn-proto", EPISODES, "topk-10"),
         ("scaffold", {**PLAIN, "finetune_steps": 2}, "lowrank"),
         ("fedper", PLAIN, "int4"),
+        ("pfldyn-proto", EPISODES, "auto"),
+        ("fedproto", PLAIN, "auto"),
     ],
 )
 def test_a_run_computes_what_a_fleet_of_real_agents_computes(
@@ -105,6 +108,11 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     rows, updates = store.rounds(), w.server.ledger.rows(Update, status="counted")
     evaluated = {row.device: row.accuracy for row in w.server.ledger.rows(Evaluation, round=ROUNDS, stage="after")}
     assert rows[-1]["devices"] == pytest.approx(evaluated)
+    if codec == "auto" and method != "fedproto":
+        ledger = {(one.round, one.way): (one.codec, one.reason, one.left_out)
+                  for one in w.server.ledger.rows(RoundCodec)}
+        assert {(row["round"], way): tuple(row["codecs"][way].values()) for row in rows for way in WAYS} == ledger
+        assert {codec for codec, _, _ in ledger.values()} == {"int8", "int4"}
     for row in rows:
         down = w.server.ledger.rows(Traffic, round=row["round"], direction="down", kind="model")
         assert row["payload_bytes"] == {
@@ -128,6 +136,7 @@ RESUMED = {
     "a scalar and its window": ("metavers", {**ONE_EPISODE, "shots": 0}, "int8"),
     "a hypernetwork and its embeddings": ("pfedhn", {"local_steps": 2, "batch": 12}, "int8"),
     "controls on both sides": ("pflscaf-maml", ONE_EPISODE, "int8-plain"),
+    "what the rounds before measured": ("pfldyn-proto", ONE_EPISODE, "auto"),
 }
 
 

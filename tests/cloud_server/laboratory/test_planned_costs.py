@@ -15,6 +15,7 @@ from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import planned_costs
 from cloud_server.laboratory.run import workload as workloads
 from cloud_server.records.ledger_tables import Evaluation
+from cloud_server.reports.formatting import bytes_text
 from fleet_core.base import config
 from fleet_core.board import profile
 from fleet_core.board.profile import Profile
@@ -105,6 +106,17 @@ def asked(tmp_path: Path, **more: Any) -> planned_costs.Asked:
     run = experiments.runs(experiment)[0]
     given = {"label": "x", "method": run.method, "hyper": run.hyper, "layout": layout, "rounds": 4, "devices": 3}
     return planned_costs.Asked(**{**given, **more})
+
+
+def test_auto_is_planned_as_the_dearest_codec_with_the_cheapest_as_lower_limit(tmp_path: Path) -> None:
+    codecs = ("auto", "int8", "topk-10")
+    auto, dear, cheap = (planned_costs.planned(asked(tmp_path, codec_up=c, codec_down=c), None) for c in codecs)
+    assert auto.payload_bytes == dear.payload_bytes
+    assert dear.auto is None
+    assert auto.auto == (
+        "auto is planned as int8 up and int8 down, an upper limit; with topk-10 and topk-10 in every round the payload "
+        f"is {bytes_text(cheap.payload_bytes.up)} up and {bytes_text(cheap.payload_bytes.down)} down"
+    )
 
 
 def test_joules_and_seconds_come_from_the_boards_cited_constants(tmp_path: Path, board: Profile) -> None:

@@ -252,6 +252,7 @@ def without_spread(ledger: Ledger) -> None:
     """Undoes version 6."""
     ledger._db.execute("DROP TABLE absent_energy")
     ledger._db.execute("DROP TABLE usage")
+    ledger._db.execute("DROP TABLE codecs")
     for column in ("low", "high"):
         ledger._db.execute(f"ALTER TABLE energy DROP COLUMN {column}")
 

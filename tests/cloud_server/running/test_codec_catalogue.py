@@ -12,6 +12,8 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.running import codec_catalogue
 from cloud_server.running.demo_setup import Options, demo_fleet_toml
 from fleet_core.base.errors import ConfigError
+from fleet_core.codecs import choose
+from fleet_core.codecs.choose import AUTO, LADDERS
 from fleet_core.codecs.registry import CODECS
 from fleet_core.data import heartbeat
 from fleet_core.data.sets.registry import entry
@@ -30,11 +32,13 @@ def test_the_default_model_is_the_demos() -> None:
 def test_the_codecs_are_listed_with_their_bits(capsys: pytest.CaptureFixture[str]) -> None:
     cli.codecs(as_json=True)
     listed = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
-    assert list(listed) == list(CODECS)
+    assert list(listed) == [*CODECS, AUTO]
+    assert listed[AUTO].keys() > listed["int8"].keys()
+    assert listed[AUTO]["codecs"]["up"] == list(LADDERS["up"])
     assert (listed["int4"]["feedback"], listed["mask"]["unbiased"], listed["topk-1"]["feedback_down"]) == (1, 1, 0)
     assert 0.01 < listed["topk-01"]["bits"] < listed["topk-1"]["bits"] < listed["int4"]["bits"] < 4
     cli.codecs()
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["codec", *CODECS]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["codec", *CODECS, AUTO]
 
 
 def test_the_page_of_codecs_has_a_row_for_each_with_what_the_command_says() -> None:
@@ -42,7 +46,8 @@ def test_the_page_of_codecs_has_a_row_for_each_with_what_the_command_says() -> N
     rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in PAGE.splitlines()
             if line.startswith("| `") and line.count("|") == 6]
     assert [row[0] for row in rows] == list(CODECS)
-    for shown, (name, bits, feedback, unbiased, _) in zip(rows, codec_catalogue.rows(), strict=True):
+    said = codec_catalogue.rows()[:-1]
+    for shown, (name, bits, feedback, unbiased, _) in zip(rows, said, strict=True):
         assert (shown[0], *shown[2:4]) == (name, feedback, unbiased)
         assert float(shown[1]) == pytest.approx(float(bits), rel=0.1, abs=0.011)
 
@@ -52,6 +57,7 @@ def test_the_page_of_codecs_has_a_row_for_each_with_what_the_command_says() -> N
     [
         ("int4", {"up": "int4", "down": "int4"}), ("up:topk-1,down:int4", {"up": "topk-1", "down": "int4"}),
         ("down:bf16,up:mask", {"up": "mask", "down": "bf16"}), ("up:topk-1", {"up": "topk-1"}),
+        ("auto", {"up": "auto", "down": "auto"}), ("up:auto,down:int8", {"up": "auto", "down": "int8"}),
     ],
 )
 def test_a_codec_is_chosen_for_both_ways_or_each(text: str, ways: dict[str, str]) -> None:
@@ -64,6 +70,24 @@ def test_a_codec_is_chosen_for_both_ways_or_each(text: str, ways: dict[str, str]
 def test_another_choice_is_refused_with_what_there_is(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--codec: unknown codec .*expected fp32, .*up:NAME,down:NAME"):
         codec_catalogue.chosen(text)
+
+
+def test_a_new_fleet_with_auto_has_no_remarks_of_codecs_and_one_with_sums_sends_fp32(tmp_path: Path) -> None:
+    for method, codec in (("pfldyn-proto", "auto"), ("fedproto", "fp32")):
+        (tmp_path / method).mkdir()
+        text = demo_fleet_toml(Options(codec="auto", method=method))
+        (tmp_path / method / "fleet.toml").write_text(text, encoding="utf-8")
+        fleet = Fleet.load(tmp_path / method)
+        assert (fleet.codec_up, fleet.codec_down) == (codec, codec)
+        assert not [text for text in fleet.remarks() if "see docs/codecs.md" in text]
+
+
+def test_the_page_names_the_codecs_and_limits_of_auto() -> None:
+    section = PAGE.split("## Auto")[1].split("\n## ")[0]
+    for name in LADDERS["up"]:
+        assert f"`{name}`" in section
+    for limit in (choose.MOST_LEFT["up"], choose.MOST_LEFT["down"], choose.STAY, choose.REST, choose.WINDOW):
+        assert f"{limit:g}" in section
 
 
 def test_the_demo_takes_a_codec_and_keeps_the_default_of_the_other_way() -> None:

@@ -7,6 +7,7 @@ residuals still owe, times α or 1/(Kβ). Without, it follows the decoded delta,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,15 @@ def test_updates_in_every_codec_but_mask_reach_the_minimiser_by_the_products_two
     error, gap = lossy(build(send=int8(codec)), HALF * 2)
     assert error < 1e-6
     assert gap < 1e-6  # updates are rounded to float32
+
+
+@both
+def test_updates_whose_codec_changes_reach_the_minimiser(build: Build) -> None:
+    """What one codec left out goes with the next update, also in a codec without feedback."""
+    sends = itertools.cycle(map(int8, ["int8", "topk-10", "fp32", "int4", "int8-random", "topk-10", "int8-plain"]))
+    error, gap = lossy(build(send=lambda own, residual: next(sends)(own, residual)), HALF * 2)
+    assert error < 1e-6
+    assert gap < 1e-6
 
 
 @both
@@ -170,6 +180,22 @@ def test_a_model_that_comes_as_a_delta_costs_nothing_but_float32(build: Build, c
         fleet.round()
         np.testing.assert_allclose(fleet.server_dual, fleet.mean_dual(), atol=1e-13)
     assert fleet.error < (0.1 if codec.startswith("topk") else 1e-6)  # PFLScaf's control goes down too: one of twelve
+
+
+@both
+def test_a_model_whose_codec_changes_costs_nothing_but_float32(build: Build) -> None:
+    codecs = itertools.cycle(["int8", "int4", "fp32", "int4", "int8-random"])
+    publish = Downlink("int8")
+
+    def changing(groups: Params) -> Params:
+        publish.codec = next(codecs)
+        return publish(groups)
+
+    fleet = build(publish=changing)
+    for _ in range(80):
+        fleet.round()
+        np.testing.assert_allclose(fleet.server_dual, fleet.mean_dual(), atol=1e-13)
+    assert fleet.error < 1e-6
 
 
 @both

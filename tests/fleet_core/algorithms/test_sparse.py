@@ -54,9 +54,11 @@ SCAF: tuple[str, dict[str, float]] = ("scaffold", {"client_lr": 1 / SMOOTHNESS})
 
 
 class Fleet:
-    """up, down: codecs; down None: models come as they are."""
+    """up, down: codecs, or several that the rounds take in turn; down None: models come as they are."""
 
-    def __init__(self, method: tuple[str, dict[str, float]], up: str, down: str | None = None):
+    def __init__(
+        self, method: tuple[str, dict[str, float]], up: str | tuple[str, ...], down: str | tuple[str, ...] | None = None
+    ):
         self.method = METHODS[method[0]]
         self.hyper = self.method.hyper(**{"local_steps": 4, "clip_norm": 0.0, **method[1]})
         self.wire = LAYOUT.extended(self.method.down, self.method.shared)
@@ -80,7 +82,11 @@ class Fleet:
     def _encoded(self, groups: Params) -> models_down.Encoded | None:
         if self.down is None:
             return None
-        return models_down.encode_model(groups, self.closed, self.down, self.wire, self.method.down, 0)
+        codec = self._turn(self.down)
+        return models_down.encode_model(groups, self.closed, codec, self.wire, self.method.down, 0)
+
+    def _turn(self, codecs: str | tuple[str, ...]) -> str:
+        return codecs if isinstance(codecs, str) else codecs[self.closed.round % len(codecs)]
 
     def _train(self, i: int, broadcast: Payload, number: int) -> Payload:
         def slope(w: Params) -> Params:
@@ -89,7 +95,7 @@ class Fleet:
         own = method_state(self.kept[i]) or self.method.client.init(broadcast.groups, {}, self.hyper)
         update, pending = self.method.client.run(broadcast, own, [slope] * self.hyper.local_steps, self.hyper)
         made = encode_update(
-            self.up, update, pending, self.kept[i], method=self.method, hyper=self.hyper, layout=self.wire,
+            self._turn(self.up), update, pending, self.kept[i], method=self.method, hyper=self.hyper, layout=self.wire,
             round_number=number, seed=(0, number, i),
         )
         self.kept[i] = made.state
@@ -122,6 +128,12 @@ def distance(fleet: Fleet, rounds: int, active: int = DEVICES) -> float:
 )
 def test_sparse_updates_get_there(codec: str, method: tuple[str, dict[str, float]], rounds: int, bound: float) -> None:
     assert distance(Fleet(method, codec), rounds) < bound
+
+
+@pytest.mark.parametrize("method", [dyn(2), SCAF], ids=["dyn", "scaf"])
+def test_codecs_that_change_from_round_to_round_get_there(method: tuple[str, dict[str, float]]) -> None:
+    fleet = Fleet(method, ("int8", "topk-10", "int4", "topk-10", "fp32"), ("int8", "int4", "topk-10"))
+    assert distance(fleet, 150, active=4) < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -191,19 +191,38 @@ def test_with_feedback_everything_that_was_meant_arrives_in_the_end() -> None:
     assert trees.norm(trees.subtract(missing, residual)) < 1e-5
 
 
-def test_without_feedback_the_error_is_reported_and_a_residual_is_not_added() -> None:
+def test_without_feedback_the_error_is_reported_and_an_earlier_residual_is_sent() -> None:
     own, other = model(), model(1)
     sent = payloads.send("int8-plain", own, other, LAYOUT, GROUPS)
     assert sent.residual is None
     assert sent.error is not None
     assert trees.norm(sent.error) > 1e-3
-    assert trees.norm(trees.subtract(own, trees.add(sent.decoded, sent.error))) < 1e-6
+    assert trees.norm(trees.subtract(trees.add(own, other), trees.add(sent.decoded, sent.error))) < 1e-6
 
 
 def test_fp32_loses_nothing_and_keeps_nothing() -> None:
     sent = payloads.send("fp32", model(), None, LAYOUT, GROUPS)
-    assert (sent.residual, sent.error) == (None, None)
+    assert (sent.residual, sent.error, sent.left) == (None, None, 0.0)
     assert equal(sent.decoded, model())
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8-random"])
+def test_what_a_codec_with_feedback_left_out_goes_with_the_next_update_whatever_its_codec(name: str) -> None:
+    own = model(1)
+    left = payloads.send("topk-10", model(), None, LAYOUT, GROUPS).residual
+    sent = payloads.send(name, own, left, LAYOUT, GROUPS)
+    assert left is not None
+    assert equal(sent.decoded, payloads.decode(name, sent.data, LAYOUT, GROUPS))
+    assert trees.norm(trees.subtract(trees.add(own, left), sent.decoded)) < 0.02 * trees.norm(own)
+    assert sent.residual is None
+
+
+def test_what_was_left_out_is_relative_to_the_own_update() -> None:
+    sent = payloads.send("int4", model(), model(1), LAYOUT, GROUPS)
+    assert sent.residual is not None
+    assert sent.left == pytest.approx(trees.norm(sent.residual) / trees.norm(model()))
+    zeros = trees.zeros_like(model())
+    assert payloads.send("int4", zeros, None, LAYOUT, GROUPS).left is None
 
 
 # A model as a delta, and its identity -------------------------------------------------------------------------------

@@ -1,0 +1,56 @@
+"""The codecs of a fleet's rounds: chosen when a round opens, kept in the ledger with the reason and what they left out.
+
+The choice for a round depends on the closed rounds before it alone, so that a round that is opened again after a
+restart has the same codecs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import RoundCodec
+from cloud_server.rounds.open_round import OpenRound
+from fleet_core.codecs import choose
+from fleet_core.codecs.choose import WAYS, Choice, Past
+
+
+class RoundCodecs:
+    """One fleet's."""
+
+    def __init__(self, fleet: Fleet, ledger: Ledger):
+        self._wanted = {"up": fleet.codec_up, "down": fleet.codec_down}
+        self._keeps, self._ledger = fleet.method.client.keeps, ledger
+
+    def of_round(self, number: int) -> dict[str, Choice]:
+        """Way -> what round ``number`` uses."""
+        return {
+            way: choose.next_choice(way, wanted, self._keeps, self._past(way, number) if wanted == choose.AUTO else ())
+            for way, wanted in self._wanted.items()
+        }
+
+    def _past(self, way: str, number: int) -> list[Past]:
+        within = range(max(1, number - choose.LOOK_BACK), number)
+        losses = {row.round: row.loss for row in self._ledger.rounds("closed", within)}
+        rows = self._ledger.rows(RoundCodec, within, way=way)
+        return [Past(row.codec, losses[row.round], row.left_out) for row in rows if row.round in losses]
+
+    def accepted(self, preferred: str | None = None) -> tuple[str, ...]:
+        """The codecs of updates that a manifest lists: the preferred one, then dearer ones for agents that lack it."""
+        codecs = choose.possible("up", self._wanted["up"], self._keeps)
+        return codecs[codecs.index(preferred)::-1] if preferred in codecs else codecs
+
+    def begin(self, opened: OpenRound) -> None:
+        """The round's row is in the ledger."""
+        self._ledger.put(*(
+            RoundCodec(round=opened.number, way=way, codec=one.codec, reason=one.reason,
+                       left_out=opened.left if way == "down" else None)
+            for way, one in opened.codecs.items()
+        ))
+
+    def close(self, opened: OpenRound) -> None:
+        """Adds what the counted updates left out, as their devices say."""
+        row = self._ledger.rows(RoundCodec, round=opened.number, way=WAYS[0])[0]
+        left = choose.mean_of_known(manifest.residual for manifest in opened.received.values())
+        self._ledger.put(replace(row, left_out=left))

@@ -1,0 +1,156 @@
+"""``codec = "auto"``: which codec a round uses each way, from what the rounds before it measured.
+
+Each way has a ladder of codecs, the dearest first. A run begins with the dearest and goes a step down where it can, a
+step up where it must. ``choose`` depends on its arguments alone: fleet and simulation choose the same, and a restarted
+aggregator chooses the same again.
+
+That a training run can bear more compression later than at its beginning is the finding of Agarwal et al., "Adaptive
+Gradient Communication via Critical Learning Regime Identification", MLSys 2021; their rule needs gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean as mean
+
+from fleet_core.codecs.registry import CODECS
+
+AUTO = "auto"
+WAYS = ("up", "down")
+LADDERS = {way: ("int8", "int4", "topk-10") for way in WAYS}
+"""From dear to cheap. ``topk-1`` is not among them: with PFLScaf-Proto on the heartbeats the loss stopped falling and
+neither figure that the rule looks at showed it (docs/codecs.md)."""
+MOST_LEFT = {"up": 2.0, "down": 0.4}
+"""Norm of what a codec may leave out, over that of the update or of the model's change."""
+WINDOW = 5
+"""Rounds whose mean loss is compared with that of as many before."""
+RISE, ERRORS = 0.1, 2.0
+"""The loss has risen where it is higher by this share and by this many standard errors: the rounds of a small cohort
+differ in their loss."""
+STAY = 3
+"""Rounds with a codec before a cheaper one is tried."""
+REST = 10
+"""The same after a step up."""
+LOOK_BACK = max(2 * WINDOW, REST + 1)
+"""Rounds of the past that ``choose`` looks at."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """One way of a closed round. loss: mean over its devices. left: norm of what decoding left out over that of what
+    was new (mean over the devices, or of the model); each None where it is not known."""
+
+    codec: str
+    loss: float | None
+    left: float | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A round's codec one way. reason: one sentence with the figures."""
+
+    codec: str
+    reason: str
+
+
+def next_choice(way: str, wanted: str, keeps: Collection[str], past: Sequence[Past]) -> Choice:
+    """``wanted`` if it is a codec; for ``auto`` by ``choose``. keeps: the states of the method's devices."""
+    return Choice(wanted, "") if wanted != AUTO else choose(way, ladder(way, keeps), past)
+
+
+def possible(way: str, wanted: str, keeps: Collection[str]) -> tuple[str, ...]:
+    """Every codec that ``next_choice`` may return."""
+    return (wanted,) if wanted != AUTO else ladder(way, keeps)
+
+
+def ladder(way: str, keeps: Collection[str]) -> tuple[str, ...]:
+    """The codecs to choose from, the dearest first, without those that miss with these states."""
+    return tuple(name for name in LADDERS[way] if not CODECS[name].remarks(way, keeps))
+
+
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """The same bits in any order; None without values."""
+    known = [value for value in values if value is not None]
+    return mean(known) if known else None
+
+
+def choose(way: str, codecs: Sequence[str], past: Sequence[Past]) -> Choice:
+    """The next round's codec of the ladder ``codecs``. past: the last rounds, the newest last; ``LOOK_BACK`` are
+    enough."""
+    past = past[-LOOK_BACK:]
+    if not past or past[-1].codec not in codecs:
+        return Choice(codecs[0], f"starts with {codecs[0]}, the dearest of {', '.join(codecs)}")
+    now = past[-1]
+    at = codecs.index(now.codec)
+    worse = _worse(way, past)
+    if worse:
+        return Choice(codecs[at - 1], f"{worse}: up a step from {now.codec}") if at else Choice(
+            now.codec, f"{worse}: stays with {now.codec}, the dearest")
+    if at + 1 == len(codecs):
+        return Choice(now.codec, f"{_well(way, past)}: stays with {now.codec}, the cheapest")
+    if now.left is None:
+        return Choice(now.codec, f"stays with {now.codec}: how much it leaves out is not known")
+    waits = _waits(codecs, past)
+    if waits:
+        return Choice(now.codec, f"{_well(way, past)}: {waits}")
+    return Choice(codecs[at + 1], f"{_well(way, past)}: down a step from {now.codec}")
+
+
+def _worse(way: str, past: Sequence[Past]) -> str:
+    """Why the codec is too cheap, or empty."""
+    left, bound = past[-1].left, MOST_LEFT[way]
+    if left is not None and left > bound:
+        return f"left out {left:.2g} of {_whole(way)}, above {bound:g}"
+    before, after = _losses(past)
+    if not before or not after or _since(past) < WINDOW:
+        return ""
+    rise, error = mean(after) - mean(before), math.hypot(_error(before), _error(after))
+    if rise > RISE * abs(mean(before)) and rise > ERRORS * error:
+        return f"loss rose {_change(past)}, by more than {RISE:.0%} and {ERRORS:g} standard errors"
+    return ""
+
+
+def _error(losses: Sequence[float]) -> float:
+    """Standard error of their mean; finite also where a square is not."""
+    count = len(losses)
+    return math.dist(losses, [mean(losses)] * count) / math.sqrt(count * (count - 1))
+
+
+def _well(way: str, past: Sequence[Past]) -> str:
+    """The figures, where nothing is worse."""
+    left, change = past[-1].left, _change(past)
+    said = [] if left is None else [f"left out {left:.2g} of {_whole(way)}, at most {MOST_LEFT[way]:g}"]
+    return ", ".join([*said, f"loss went {change}"] if change else said) or "no figures yet"
+
+
+def _whole(way: str) -> str:
+    return "an update" if way == "up" else "the model's change"
+
+
+def _losses(past: Sequence[Past]) -> tuple[list[float], list[float]]:
+    """Of the ``WINDOW`` rounds before the last ``WINDOW``, and of those; empty where one is not known."""
+    known = [one.loss for one in past[-2 * WINDOW:] if one.loss is not None]
+    return (known[:WINDOW], known[WINDOW:]) if len(known) == 2 * WINDOW else ([], [])
+
+
+def _change(past: Sequence[Past]) -> str:
+    before, after = _losses(past)
+    return f"from {mean(before):.3g} to {mean(after):.3g} in {WINDOW} rounds" if before else ""
+
+
+def _since(past: Sequence[Past]) -> int:
+    """How many of the last rounds had the last one's codec."""
+    return next((k for k, one in enumerate(reversed(past)) if one.codec != past[-1].codec), len(past))
+
+
+def _waits(codecs: Sequence[str], past: Sequence[Past]) -> str:
+    """Why no cheaper codec is tried yet, or empty."""
+    now, since = past[-1].codec, _since(past)
+    if since < STAY:
+        return f"stays with {now} for {STAY} rounds"
+    before = past[-since - 1].codec if since < len(past) else now
+    if since < REST and before in codecs and codecs.index(before) > codecs.index(now):
+        return f"stays with {now} for {REST} rounds after {before}"
+    return ""
