@@ -344,7 +344,6 @@ from pathlib import Path
 import numpy as np, onnxruntime
 from fleet_core.model import graph_bundle
 from fleet_core.base import storage
-from tests.support.bundles import node_of
 
 def session(data, weights):
     options = onnxruntime.SessionOptions()
