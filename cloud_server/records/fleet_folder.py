@@ -92,7 +92,7 @@ class LinkSection:
     ca: str | None = None
     plain: bool = False
     up: str = field(default="int8", metadata={"choices": (*CODECS, AUTO), "about":
-        "How updates travel to the server: int8 (a byte a value), fp32 (exact), auto (a choice for each round); "
+        "How updates travel to the server: int8 (a byte a value), fp32 (exact), auto (by round); "
         "'metafleet codecs' lists all."})
     down: str = field(default="int8", metadata={"choices": (*CODECS, AUTO), "about":
         "How models travel to the devices: the same choice."})

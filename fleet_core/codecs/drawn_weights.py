@@ -32,7 +32,9 @@ class DrawnWeights(FramedCodec):
     feedback, feedback_down = False, False
 
     def body(self, arrays: Arrays, seed: Seed) -> bytes:
-        """Raises CodecError for arrays that do not follow from the seed."""
+        """Raises CodecError for arrays that do not follow from the seed, and for none."""
+        if not arrays:
+            raise CodecError("no weights")
         words = _words(seed[0], size(shapes_of(arrays)))
         places = {name: (CONSTANT, value) for name, array in arrays.items() if (value := _constant(array)) is not None}
         single = sum(array.size == 1 for array in arrays.values())  # taken for constants, though they may be drawn
