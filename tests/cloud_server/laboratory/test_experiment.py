@@ -13,6 +13,7 @@ from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import simulate as laboratory
 from cloud_server.laboratory.run.simulate import Options
 from fleet_core.base.errors import ConfigError, FleetError
+from fleet_core.codecs.choose import AUTO
 from fleet_core.codecs.registry import CODECS
 from fleet_core.data.samples import Samples, save
 from tests.support import lab
@@ -131,7 +132,7 @@ def test_a_hyper_parameter_in_a_table_of_its_method_has_its_line(path: Path) -> 
 
 
 METHOD = "hyper.local_steps = 2"  # its line is 11
-ENCODED = ", ".join(sorted([*CODECS, "none"]))
+ENCODED = ", ".join(sorted([*CODECS, AUTO, "none"]))
 PARTITIONS = "acid, alid, classes, dirichlet, half-and-half, iid, natural, power-law"
 MANY = list(range(1, 600))
 
