@@ -24,13 +24,13 @@ def rounds(*codecs: str, left: float | None = 0.1, losses: Sequence[float | None
         ([], "int8", "starts with int8, the dearest of int8, int4, topk-10"),
         (rounds("fp32"), "int8", "starts with int8"),
         (rounds("int8"), "int8", f"stays with int8 for {STAY} rounds"),
-        (rounds(*["int8"] * STAY), "int4", "left out 0.1 of an update, at most 2: down a step from int8"),
+        (rounds(*["int8"] * STAY), "int4", "left out 0.1 of the model's move, at most 1.5: down a step from int8"),
         (rounds(*["int8"] * STAY, "int4"), "int4", f"stays with int4 for {STAY} rounds"),
         (rounds(*["int8"] * STAY, *["int4"] * STAY), "topk-10", "down a step from int4"),
         (rounds(*["topk-10"] * 20), "topk-10", "stays with topk-10, the cheapest"),
         (rounds("int8", "int4", "topk-10", left=2.5), "int4",
-         "left out 2.5 of an update, above 2: up a step from topk-10"),
-        (rounds("int8", left=2.5), "int8", "left out 2.5 of an update, above 2: stays with int8, the dearest"),
+         "left out 2.5 of the model's move, above 1.5: up a step from topk-10"),
+        (rounds("int8", left=2.5), "int8", "left out 2.5 of the model's move, above 1.5: stays with int8, the dearest"),
         (rounds("topk-10", *["int4"] * (REST - 1)), "int4", f"stays with int4 for {REST} rounds after topk-10"),
         (rounds("topk-10", *["int4"] * REST), "topk-10", "down a step from int4"),
         (rounds("int4", *["int8"] * STAY), "int8", f"stays with int8 for {REST} rounds after int4"),
@@ -45,7 +45,7 @@ def rounds(*codecs: str, left: float | None = 0.1, losses: Sequence[float | None
         (rounds(*["topk-10"] * 2 * WINDOW, losses=[1.0] * WINDOW + [1.05] * WINDOW), "topk-10",
          f"loss went from 1 to 1.05 in {WINDOW} rounds: stays with topk-10, the cheapest"),
         (rounds(*["int4"] * 2 * WINDOW, losses=[None] * 2 * WINDOW), "topk-10", "down a step"),
-        (rounds(*["topk-10"] * 2 * WINDOW, losses=[1.0] * WINDOW + [1e300] * WINDOW), "int4", "loss rose from 1 to 1e+300"),
+        (rounds(*["topk-10"] * 2 * WINDOW, losses=[1.0] * WINDOW + [1e300] * WINDOW), "int4", "rose from 1 to 1e+300"),
         (rounds(*["topk-10"] * 2 * WINDOW, losses=[-1.0] * WINDOW + [-0.95] * WINDOW), "topk-10", "loss went from -1"),
         (rounds(*["topk-10"] * 2 * WINDOW, losses=[-1.0] * WINDOW + [-0.8] * WINDOW), "int4", "loss rose from -1"),
     ],
@@ -60,7 +60,7 @@ def test_a_model_may_leave_out_less_than_an_update() -> None:
     past = rounds("int8", "int4", "topk-10", left=0.5)
     assert choose.choose("up", LADDER, past).codec == "topk-10"
     assert choose.choose("down", LADDER, past) == Choice(
-        "int4", "left out 0.5 of the model's change, above 0.4: up a step from topk-10"
+        "int4", "left out 0.5 of the model's move, above 0.4: up a step from topk-10"
     )
 
 
@@ -106,6 +106,13 @@ def test_a_codec_that_is_named_is_used_without_a_reason() -> None:
     assert choose.next_choice("up", "topk-1", ["dual"], rounds("int8")) == Choice("topk-1", "")
     assert choose.possible("up", "topk-1", ["dual"]) == ("topk-1",)
     assert choose.possible("down", AUTO, ["dual"]) == LADDERS["down"]
+
+
+def test_a_backlog_is_the_mean_norm_over_the_models_move_where_there_is_one() -> None:
+    assert choose.backlog([3.0, None, 1.0], 4.0) == 0.5
+    assert choose.backlog([None], 4.0) is None
+    assert choose.backlog([1.0], 0.0) is None
+    assert choose.backlog([1.0], float("inf")) is None
 
 
 def test_a_mean_has_the_same_bits_in_any_order_and_needs_a_value() -> None:
