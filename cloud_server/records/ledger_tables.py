@@ -124,8 +124,7 @@ class Round(Row):
 @dataclass(frozen=True, kw_only=True)
 class RoundCodec(Row):
     """What a round's updates or models are encoded with. way: up | down. reason: of ``auto``, empty for a codec that is
-    set. left_out: norm of what decoding left out over that of what was new; up it is the mean over the devices that say
-    so."""
+    set. left_out: as ``choose.Past.left``."""
 
     table = "codecs"
     key = ("round", "way")

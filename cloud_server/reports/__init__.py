@@ -3,6 +3,6 @@
 ``result`` builds result.json from the ledger, ``outcome`` reads it, ``html_report`` renders it, ``terminal_view``
 follows a running fleet, ``verdict`` warns about useless answers, ``formatting`` writes figures with units, ``scores``
 computes accuracy and macro-F1. ``device_costs`` adds up a device's costs, ``bill`` makes months and money of them,
-``cost_tables`` and ``html_costs`` show them; ``codec_tables`` the codecs of rounds. ``charts``, ``html_elements`` and
-``html_style`` are for pages.
+``cost_tables`` and ``html_costs`` show them. ``codec_tables`` shows the codecs of rounds. ``charts``, ``html_elements``
+and ``html_style`` are for pages.
 """

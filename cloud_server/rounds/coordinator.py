@@ -317,7 +317,7 @@ class Coordinator:
             self._parts.receiver.record_counted(opened)
             self._members.took_part(opened.received)
             self._rounds.close(opened, members)
-            self._parts.codecs.close(opened)
+            self._parts.codecs.close(opened, checkpoint.state)
         self._rule.checkpoint, self._rounds.open = checkpoint, None
         self._looked_at = -math.inf
         self._rounds.say_stalled("")

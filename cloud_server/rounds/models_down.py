@@ -61,6 +61,14 @@ def _difference(left: Params, right: Params) -> dict[str, dict[str, Any]]:
         return trees.apply(lambda a, b: (a - b).astype(np.float32), left, right)
 
 
+def moved(method: Method, state: ServerState, published: Params) -> float:
+    """Norm of what a round has changed of the training model, in the groups that devices receive and send: from the
+    ``published`` weights to the ``state`` after the round."""
+    groups = [group for group in method.shared if group in published]
+    after = trees.only(method.server.broadcast(state).groups, groups)
+    return payloads.norm(trees.subtract(after, trees.only(published, groups)))
+
+
 def per_device_models(method: Method, state: ServerState, cohort: Sequence[str]) -> dict[str, Params]:
     """Float32 groups that each device of the cohort alone receives; empty for most methods."""
     if not method.per_device:

@@ -11,7 +11,9 @@ from dataclasses import replace
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import RoundCodec
+from cloud_server.rounds.models_down import moved
 from cloud_server.rounds.open_round import OpenRound
+from fleet_core.algorithms.interface import ServerState
 from fleet_core.codecs import choose
 from fleet_core.codecs.choose import WAYS, Choice, Past
 
@@ -21,7 +23,7 @@ class RoundCodecs:
 
     def __init__(self, fleet: Fleet, ledger: Ledger):
         self._wanted = {"up": fleet.codec_up, "down": fleet.codec_down}
-        self._keeps, self._ledger = fleet.method.client.keeps, ledger
+        self._method, self._keeps, self._ledger = fleet.method, fleet.method.client.keeps, ledger
 
     def of_round(self, number: int) -> dict[str, Choice]:
         """Way -> what round ``number`` uses."""
@@ -49,8 +51,9 @@ class RoundCodecs:
             for way, one in opened.codecs.items()
         ))
 
-    def close(self, opened: OpenRound) -> None:
-        """Adds what the counted updates left out, as their devices say."""
+    def close(self, opened: OpenRound, after: ServerState) -> None:
+        """Adds what the counted updates left out, as their devices say. after: the state after the round."""
         row = self._ledger.rows(RoundCodec, round=opened.number, way=WAYS[0])[0]
-        left = choose.mean_of_known(manifest.residual for manifest in opened.received.values())
+        norms = (manifest.residual for manifest in opened.received.values())
+        left = choose.backlog(norms, moved(self._method, after, opened.published))
         self._ledger.put(replace(row, left_out=left))

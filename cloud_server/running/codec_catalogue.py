@@ -42,7 +42,7 @@ def rows() -> list[tuple[str, str, str, str, str]]:
     """(codec, bits, feedback, unbiased, about) of every codec, and of ``auto``."""
     return [
         *((c.name, f"{bits(c):.2f}", _feedback(c), "yes" if c.unbiased else "no", c.about) for c in CODECS.values()),
-        (AUTO, "", "", "", ABOUT_AUTO + ": " + ", ".join(dict.fromkeys(name for way in WAYS for name in LADDERS[way]))),
+        (AUTO, "", "", "", "; ".join([ABOUT_AUTO, *(f"{way}: {', '.join(LADDERS[way])}" for way in WAYS)])),
     ]
 
 

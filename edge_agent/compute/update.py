@@ -43,6 +43,6 @@ def keep(
         scalars=dict(update.scalars),
         metrics=dict(metrics),
         after=home.learned(key) or NO_UPDATE,
-        residual=None if made.left is None else min(made.left, MAX_RESIDUAL),
+        residual=min(made.left, MAX_RESIDUAL),
     )
     home.leave_made(key, life, manifest.round, upload, made.data, made.state)

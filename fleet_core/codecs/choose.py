@@ -10,6 +10,7 @@ Gradient Communication via Critical Learning Regime Identification", MLSys 2021;
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,11 @@ from fleet_core.codecs.registry import CODECS
 
 AUTO = "auto"
 WAYS = ("up", "down")
-LADDERS = {way: ("int8", "int4", "topk-10") for way in WAYS}
-"""From dear to cheap. ``topk-1`` is not among them: with PFLScaf-Proto on the heartbeats the loss stopped falling and
-neither figure that the rule looks at showed it (docs/codecs.md)."""
-MOST_LEFT = {"up": 2.0, "down": 0.4}
-"""Norm of what a codec may leave out, over that of the update or of the model's change."""
+LADDERS = {"up": ("int8", "int4", "topk-10"), "down": ("int8", "int4")}
+"""From dear to cheap. On the heartbeats ``topk-1`` up lowered macro-F1 by 0.04 to 0.07, and ``topk-10`` down, which has
+no feedback, left out half of every move."""
+MOST_LEFT = {"up": 1.5, "down": 0.4}
+"""Of ``Past.left``."""
 WINDOW = 5
 """Rounds whose mean loss is compared with that of as many before."""
 RISE, ERRORS = 0.1, 2.0
@@ -31,16 +32,17 @@ RISE, ERRORS = 0.1, 2.0
 differ in their loss."""
 STAY = 3
 """Rounds with a codec before a cheaper one is tried."""
-REST = 10
-"""The same after a step up."""
-LOOK_BACK = max(2 * WINDOW, REST + 1)
+REST, LONGEST_REST = 10, 80
+"""Rounds before a codec that was left for a dearer one is tried again; each further time doubles them."""
+LOOK_BACK = 5 * LONGEST_REST
 """Rounds of the past that ``choose`` looks at."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """One way of a closed round. loss: mean over its devices. left: norm of what decoding left out over that of what
-    was new (mean over the devices, or of the model); each None where it is not known."""
+    """One way of a closed round. loss: mean over its devices. left: norm of what decoding left out, over that of the
+    model's move. Up: mean norm over the devices, over the move that the round made. Down: over the move that was sent.
+    Each None where it is not known."""
 
     codec: str
     loss: float | None
@@ -76,6 +78,12 @@ def mean_of_known(values: Iterable[float | None]) -> float | None:
     return mean(known) if known else None
 
 
+def backlog(norms: Iterable[float | None], move: float) -> float | None:
+    """``Past.left`` of updates. norms: of what each device left out, None where it does not say."""
+    known = mean_of_known(norms)
+    return known / move if known is not None and 0 < move < math.inf else None
+
+
 def choose(way: str, codecs: Sequence[str], past: Sequence[Past]) -> Choice:
     """The next round's codec of the ladder ``codecs``. past: the last rounds, the newest last; ``LOOK_BACK`` are
     enough."""
@@ -102,7 +110,7 @@ def _worse(way: str, past: Sequence[Past]) -> str:
     """Why the codec is too cheap, or empty."""
     left, bound = past[-1].left, MOST_LEFT[way]
     if left is not None and left > bound:
-        return f"left out {left:.2g} of {_whole(way)}, above {bound:g}"
+        return f"left out {left:.2g} of the model's move, above {bound:g}"
     before, after = _losses(past)
     if not before or not after or _since(past) < WINDOW:
         return ""
@@ -121,12 +129,8 @@ def _error(losses: Sequence[float]) -> float:
 def _well(way: str, past: Sequence[Past]) -> str:
     """The figures, where nothing is worse."""
     left, change = past[-1].left, _change(past)
-    said = [] if left is None else [f"left out {left:.2g} of {_whole(way)}, at most {MOST_LEFT[way]:g}"]
+    said = [] if left is None else [f"left out {left:.2g} of the model's move, at most {MOST_LEFT[way]:g}"]
     return ", ".join([*said, f"loss went {change}"] if change else said) or "no figures yet"
-
-
-def _whole(way: str) -> str:
-    return "an update" if way == "up" else "the model's change"
 
 
 def _losses(past: Sequence[Past]) -> tuple[list[float], list[float]]:
@@ -147,10 +151,12 @@ def _since(past: Sequence[Past]) -> int:
 
 def _waits(codecs: Sequence[str], past: Sequence[Past]) -> str:
     """Why no cheaper codec is tried yet, or empty."""
-    now, since = past[-1].codec, _since(past)
-    if since < STAY:
+    now, at = past[-1].codec, codecs.index(past[-1].codec)
+    if _since(past) < STAY:
         return f"stays with {now} for {STAY} rounds"
-    before = past[-since - 1].codec if since < len(past) else now
-    if since < REST and before in codecs and codecs.index(before) > codecs.index(now):
-        return f"stays with {now} for {REST} rounds after {before}"
+    cheaper, names = codecs[at + 1], [one.codec for one in past]
+    left = [k for k, pair in enumerate(itertools.pairwise(names)) if pair[0] == cheaper and pair[1] in codecs[:at + 1]]
+    rest = min(REST * 2 ** (len(left) - 1), LONGEST_REST)
+    if left and len(names) - 1 - left[-1] < rest:
+        return f"tries {cheaper} again {rest} rounds after it was left"
     return ""

@@ -22,7 +22,7 @@ class EncodedUpdate:
     data: bytes
     update: Payload
     state: ClientState
-    left: float | None
+    left: float
 
 
 def method_state(state: ClientState) -> ClientState:

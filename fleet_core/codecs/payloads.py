@@ -64,13 +64,13 @@ def max_bytes(name: str, layout: Layout, groups: tuple[str, ...]) -> int:
 class Sent:
     """An encoded update. decoded: what the receiver decodes. residual: what the sender adds to its next update, or
     None. error: own − decoded of a codec without feedback, which the sender's state has to follow; or None. left: norm
-    of what decoding left out over that of the own update; None for an update of zeros."""
+    of what decoding left out."""
 
     data: bytes
     decoded: Params
     residual: Params | None
     error: Params | None
-    left: float | None = 0.0
+    left: float = 0.0
 
 
 def send(
@@ -85,13 +85,18 @@ def send(
     decoded = decode(name, data, layout, groups)
     lost = trees.apply(lambda a, b: np.asarray(a - b, dtype=np.float32), intended, decoded)
     kept, error = (lost, None) if form.feedback else (None, lost)
-    return Sent(data, decoded, kept, error, relative(lost, own))
+    return Sent(data, decoded, kept, error, norm(lost))
+
+
+def norm(params: Params) -> float:
+    """Euclidean norm; infinite where a square is."""
+    with np.errstate(over="ignore"):
+        return float(trees.norm(params))
 
 
 def relative(part: Params, whole: Params) -> float | None:
     """The norm of ``part`` over that of ``whole``; None where no finite number comes out."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        above, below = trees.norm(part), trees.norm(whole)
+    above, below = norm(part), norm(whole)
     return above / below if below > 0 and math.isfinite(above) and math.isfinite(below) else None
 
 

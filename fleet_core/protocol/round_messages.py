@@ -126,7 +126,7 @@ class UpdateRef:
 
 
 NO_UPDATE = UpdateRef(0, "0" * 32)
-MAX_RESIDUAL = 1e9
+MAX_RESIDUAL = 1e30
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class UploadManifest:
     """Announces an update.
 
     base: id of the weights it was trained from. after: according to the device's training state, its last update that
-    was counted in this dual epoch; ``NO_UPDATE`` when there was none; None when the device does not say. residual: norm
-    of what the codec left out over that of the own update; None when the device does not say.
+    was counted in this dual epoch; ``NO_UPDATE`` when there was none; None when the device does not say. residual:
+    Euclidean norm of what the codec left out; None when the device does not say.
     """
 
     blob: Blob

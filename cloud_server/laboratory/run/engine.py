@@ -30,7 +30,7 @@ from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.workload import Workload
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import SERVE_MIN_CHANGE, LinkSection
-from cloud_server.rounds.models_down import encode_model, per_device_models
+from cloud_server.rounds.models_down import encode_model, moved, per_device_models
 from cloud_server.rounds.served_model import Audience, asked_next, encode_served, fetched_bytes, is_new
 from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import Payload, Update
@@ -148,7 +148,8 @@ class Engine:
         plain = self._lab.experiment.codec_down == PLAIN
         down_bytes = self._down_bytes(sent, before) + per_device_bytes(per_device, plain=plain)
         row = round_figures.of_round(number, self._method, learned, down_bytes, self._lab.costs)
-        left = {"up": choose.mean_of_known(one.left for one in counted if one.averaged), "down": sent.left}
+        move = moved(self._method, state, sent.decoded)
+        left = {"up": choose.backlog((one.left for one in counted if one.averaged), move), "down": sent.left}
         if choose.AUTO in self._codecs.values():
             row["codecs"] = {way: {**schema.plain(one), "left": left[way]} for way, one in chosen.items()}
         self._spent.add(row)

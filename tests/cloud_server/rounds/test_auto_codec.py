@@ -160,7 +160,7 @@ def test_rounds_explain_says_why(ended: World, capsys: pytest.CaptureFixture[str
     first = next(line for line in lines.splitlines() if line.split()[:3] == ["1", "up", "int8"])
     assert "starts with int8, the dearest of int8, int4, topk-10" in first
     later = next(line for line in lines.splitlines() if line.split()[:3] == ["4", "up", "int4"])
-    assert "of an update, at most 2: down a step from int8" in later
+    assert "of the model's move, at most 1.5: down a step from int8" in later
 
 
 def test_rounds_explain_as_json(ended: World, capsys: pytest.CaptureFixture[str]) -> None:

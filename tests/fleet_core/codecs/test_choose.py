@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
 
 from fleet_core.codecs import choose
-from fleet_core.codecs.choose import AUTO, LADDERS, LOOK_BACK, REST, STAY, WAYS, WINDOW, Choice, Past
+from fleet_core.codecs.choose import AUTO, LADDERS, LONGEST_REST, LOOK_BACK, REST, STAY, WAYS, WINDOW, Choice, Past
 from fleet_core.codecs.registry import CODECS
 
 LADDER = ("int8", "int4", "topk-10")
@@ -24,16 +25,16 @@ def rounds(*codecs: str, left: float | None = 0.1, losses: Sequence[float | None
         ([], "int8", "starts with int8, the dearest of int8, int4, topk-10"),
         (rounds("fp32"), "int8", "starts with int8"),
         (rounds("int8"), "int8", f"stays with int8 for {STAY} rounds"),
-        (rounds(*["int8"] * STAY), "int4", "left out 0.1 of an update, at most 2: down a step from int8"),
+        (rounds(*["int8"] * STAY), "int4", "left out 0.1 of the model's move, at most 1.5: down a step from int8"),
         (rounds(*["int8"] * STAY, "int4"), "int4", f"stays with int4 for {STAY} rounds"),
         (rounds(*["int8"] * STAY, *["int4"] * STAY), "topk-10", "down a step from int4"),
         (rounds(*["topk-10"] * 20), "topk-10", "stays with topk-10, the cheapest"),
         (rounds("int8", "int4", "topk-10", left=2.5), "int4",
-         "left out 2.5 of an update, above 2: up a step from topk-10"),
-        (rounds("int8", left=2.5), "int8", "left out 2.5 of an update, above 2: stays with int8, the dearest"),
-        (rounds("topk-10", *["int4"] * (REST - 1)), "int4", f"stays with int4 for {REST} rounds after topk-10"),
+         "left out 2.5 of the model's move, above 1.5: up a step from topk-10"),
+        (rounds("int8", left=2.5), "int8", "left out 2.5 of the model's move, above 1.5: stays with int8, the dearest"),
+        (rounds("topk-10", *["int4"] * (REST - 1)), "int4", f"tries topk-10 again {REST} rounds after it was left"),
         (rounds("topk-10", *["int4"] * REST), "topk-10", "down a step from int4"),
-        (rounds("int4", *["int8"] * STAY), "int8", f"stays with int8 for {REST} rounds after int4"),
+        (rounds("int4", *["int8"] * STAY), "int8", f"tries int4 again {REST} rounds after it was left"),
         (rounds(*["int8"] * 9, left=None), "int8", "stays with int8: how much it leaves out is not known"),
         (rounds(*["topk-10"] * 2 * WINDOW, left=None, losses=[1.0] * WINDOW + [1.2] * WINDOW), "int4",
          f"loss rose from 1 to 1.2 in {WINDOW} rounds, by more than 10% and 2 standard errors: up a step from topk-10"),
@@ -61,7 +62,7 @@ def test_a_model_may_leave_out_less_than_an_update() -> None:
     past = rounds("int8", "int4", "topk-10", left=0.5)
     assert choose.choose("up", LADDER, past).codec == "topk-10"
     assert choose.choose("down", LADDER, past) == Choice(
-        "int4", "left out 0.5 of the model's change, above 0.4: up a step from topk-10"
+        "int4", "left out 0.5 of the model's move, above 0.4: up a step from topk-10"
     )
 
 
@@ -74,10 +75,13 @@ def play(count: int, left: dict[str, float], losses: Sequence[float] = FALLING) 
     return [one.codec for one in past]
 
 
-def test_a_run_goes_down_the_ladder_and_tries_a_codec_that_leaves_out_too_much_in_one_round_of_many() -> None:
-    codecs = play(40, {"int8": 0.01, "int4": 0.1, "topk-10": 9.0})
+def test_a_run_goes_down_the_ladder_and_tries_a_codec_that_leaves_out_too_much_ever_more_rarely() -> None:
+    codecs = play(500, {"int8": 0.01, "int4": 0.1, "topk-10": 9.0}, [1.0] * 500)
     assert codecs[:7] == ["int8"] * STAY + ["int4"] * STAY + ["topk-10"]
-    assert codecs[7:] == (["int4"] * REST + ["topk-10"]) * 3
+    tried = [k for k, codec in enumerate(codecs) if codec == "topk-10"]
+    pauses = [after - before - 1 for before, after in itertools.pairwise(tried)]
+    assert pauses[:3] == [REST, 2 * REST, 4 * REST]
+    assert set(pauses[3:]) == {LONGEST_REST}
     assert set(play(40, {"int8": 0.01, "int4": 0.1, "topk-10": 1.2})[2 * STAY:]) == {"topk-10"}
 
 
@@ -87,7 +91,7 @@ def test_a_run_whose_loss_rises_goes_up_the_ladder_and_stays_there() -> None:
 
 
 def test_rounds_longer_ago_than_it_looks_back_do_not_matter() -> None:
-    past = rounds(*["topk-10"] * 9, *["int8"] * (LOOK_BACK + 1), losses=FALLING)
+    past = rounds(*["topk-10"] * 9, *["int8"] * (LOOK_BACK + 1), losses=FALLING * 11)
     assert choose.choose("up", LADDER, past) == choose.choose("up", LADDER, past[-LOOK_BACK:])
 
 
@@ -107,6 +111,13 @@ def test_a_codec_that_is_named_is_used_without_a_reason() -> None:
     assert choose.next_choice("up", "topk-1", ["dual"], rounds("int8")) == Choice("topk-1", "")
     assert choose.possible("up", "topk-1", ["dual"]) == ("topk-1",)
     assert choose.possible("down", AUTO, ["dual"]) == LADDERS["down"]
+
+
+def test_a_backlog_is_the_mean_norm_over_the_models_move_where_there_is_one() -> None:
+    assert choose.backlog([3.0, None, 1.0], 4.0) == 0.5
+    assert choose.backlog([None], 4.0) is None
+    assert choose.backlog([1.0], 0.0) is None
+    assert choose.backlog([1.0], float("inf")) is None
 
 
 def test_a_mean_has_the_same_bits_in_any_order_and_needs_a_value() -> None:

@@ -217,12 +217,19 @@ def test_what_a_codec_with_feedback_left_out_goes_with_the_next_update_whatever_
     assert sent.residual is None
 
 
-def test_what_was_left_out_is_relative_to_the_own_update() -> None:
-    sent = payloads.send("int4", model(), model(1), LAYOUT, GROUPS)
-    assert sent.residual is not None
-    assert sent.left == pytest.approx(trees.norm(sent.residual) / trees.norm(model()))
+@pytest.mark.parametrize("name", ["int4", "int8-random"])
+def test_the_norm_of_what_was_left_out_is_said_with_and_without_feedback(name: str) -> None:
+    sent = payloads.send(name, model(), model(1), LAYOUT, GROUPS)
+    missing = trees.subtract(trees.add(model(), model(1)), sent.decoded)
+    assert sent.left == pytest.approx(trees.norm(missing))
+    assert payloads.send(name, trees.zeros_like(model()), None, LAYOUT, GROUPS).left == 0
+
+
+def test_a_relative_norm_is_none_where_it_is_no_number() -> None:
     zeros = trees.zeros_like(model())
-    assert payloads.send("int4", zeros, None, LAYOUT, GROUPS).left is None
+    assert payloads.relative(model(), model()) == 1
+    assert payloads.relative(model(), zeros) is None
+    assert payloads.relative(trees.scale(model(), np.float32(1e30)), model()) is None
 
 
 # A model as a delta, and its identity -------------------------------------------------------------------------------
