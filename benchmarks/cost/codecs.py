@@ -1,13 +1,13 @@
-"""What a codec saves and what it costs: bytes and macro-F1 of PFLDyn-Proto on the heartbeats, for every codec.
+"""What a codec saves and what it costs: bytes and macro-F1 of a method on the heartbeats, for every codec.
 
 The ten patients of the built-in set train cnn1d for 30 rounds in the laboratory, with three seeds. Macro-F1 is of a
 validation part inside each patient's training part; the usual test samples are not used. The first model goes down
 whole; bytes a round are those of a device, up and down, from round 2 on.
 
-    python benchmarks/cost/codecs.py --runs FOLDER [--minutes 15] [--jobs 1] [CODEC ...]
+    python benchmarks/cost/codecs.py --runs FOLDER [--method pfldyn-proto] [--minutes 15] [--jobs 1] [CODEC ...]
 
-Runs that have ended in FOLDER are kept, so that the same command goes on. After each codec it writes result.json and
-the table in README.md, beside this file; rows of other codecs stay.
+CODEC is one for both ways, or UP/DOWN. Runs that have ended in FOLDER are kept, so that the same command goes on. After
+each codec it writes result.json and the table in README.md, beside this file; other rows stay.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ from fleet_core.codecs.choose import AUTO, WAYS
 from fleet_core.codecs.registry import CODECS
 
 HERE = Path(__file__).parent
-SEEDS, ROUNDS = (0, 1, 2), 30
+METHOD, SEEDS, ROUNDS = "pfldyn-proto", (0, 1, 2), 30
 FIRST = ("fp32", "int8", "auto", "topk-10", "topk-1", "int4", "ternary", "lowrank", "topk-01", "mask")
 """Codecs in the order in which they are run; the others follow."""
 
 
-def experiment(codec: str, seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS) -> experiments.Experiment:
+def experiment(
+    codec: str, method: str = METHOD, seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS
+) -> experiments.Experiment:
+    up, _, down = codec.partition("/")
     return experiments.read({
-        "seeds": list(seeds), "codec_up": codec, "codec_down": codec, "data": {"set": "heartbeat"},
+        "seeds": list(seeds), "codec_up": up, "codec_down": down or up, "data": {"set": "heartbeat"},
         "partition": {"kind": "natural", "options": {"split": "time", "train_fraction": 0.6}},
         "model": {"name": "cnn1d"}, "budget": {"rounds": rounds},
-        "evaluation": {"every": 0, "within_training": True}, "method": [{"name": "pfldyn-proto"}],
+        "evaluation": {"every": 0, "within_training": True}, "method": [{"name": method}],
     })
 
 
-def row(codec: str, folders: Sequence[Path]) -> dict[str, Any]:
+def row(method: str, codec: str, folders: Sequence[Path]) -> dict[str, Any]:
     """Figures of the runs that have ended: macro-F1 by seed, and mean bytes of one device in one round after the
     first."""
     ended = [Store(folder).result() for folder in folders if Store(folder).done]
@@ -55,8 +58,8 @@ def row(codec: str, folders: Sequence[Path]) -> dict[str, Any]:
         way: mean(one["payload_bytes"][way] / one["participants"] for one in later) if later else None
         for way in ("up", "down")
     }
-    found = {"codec": codec, "macro_f1": [result["evaluated"]["macro_f1"] for result in ended], "bytes": sent,
-             "failed": len(folders) - len(ended)}
+    found = {"method": method, "codec": codec, "macro_f1": [result["evaluated"]["macro_f1"] for result in ended],
+             "bytes": sent, "failed": len(folders) - len(ended)}
     return found | ({"rounds": rounds_by_codec(later)} if codec == AUTO else {})
 
 
@@ -65,11 +68,13 @@ def rounds_by_codec(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, int
     return {way: dict(Counter(one["codecs"][way]["codec"] for one in rounds)) for way in WAYS}
 
 
-def compute(runs: Path, minutes: float, jobs: int, codecs: Sequence[str] = ()) -> list[dict[str, Any]]:
+def compute(
+    runs: Path, minutes: float, jobs: int, codecs: Sequence[str] = (), method: str = METHOD
+) -> list[dict[str, Any]]:
     """A row per codec, as many as the time allows; the last one begun is completed. codecs: only these."""
     rows, until = [], time.monotonic() + 60 * minutes
     for codec in codecs or dict.fromkeys((*FIRST, *CODECS)):
-        out, asked = runs / codec, experiment(codec)
+        out, asked = runs / method / codec.replace("/", "-"), experiment(codec, method)
         folders = [out / run.name for run in experiments.runs(asked)]
         if not all(Store(folder).done for folder in folders):
             if time.monotonic() > until:
@@ -78,32 +83,34 @@ def compute(runs: Path, minutes: float, jobs: int, codecs: Sequence[str] = ()) -
                 simulation.simulate(asked, out, simulation.Options("local", jobs, "cpu"))
             except RoundError as error:
                 processes.say(str(error))
-        rows.append(row(codec, folders))
+        rows.append(row(method, codec, folders))
         processes.say(json.dumps(rows[-1]))
         write(rows)
     return rows
 
 
 def write(rows: Sequence[dict[str, Any]], folder: Path = HERE) -> None:
-    """result.json and the table of README.md, in the order of ``metafleet codecs``; rows that are there already and
-    not in ``rows`` stay."""
+    """result.json and the table of README.md, by method and in the order of ``metafleet codecs``; rows that are there
+    already and not in ``rows`` stay."""
     path = folder / "result.json"
     kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    named = {one["codec"]: one for one in (*kept, *rows)}
-    rows = [named[codec] for codec in (*CODECS, AUTO) if codec in named]
+    named = {(one["method"], one["codec"]): one for one in (*kept, *rows)}
+    order = (*CODECS, AUTO)
+    rows = sorted(named.values(), key=lambda one: (one["method"], order.index(one["codec"].partition("/")[0])))
     storage.write_json(path, {"rounds": ROUNDS, "seeds": list(SEEDS), "rows": rows})
     page = folder / "README.md"
     page.write_text(markdown.filled(page.read_text(encoding="utf-8"), {"codecs": table(rows)}), encoding="utf-8")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    return markdown.table(("codec", "bytes up", "bytes down", "macro-F1", "spread", "seeds"), map(line, rows))
+    return markdown.table(("method", "codec", "bytes up", "bytes down", "macro-F1", "spread", "seeds"), map(line, rows))
 
 
 def line(one: dict[str, Any]) -> tuple[str, ...]:
     figures, sent = one["macro_f1"], one["bytes"]
     return (
-        f"`{one['codec']}`", *(f"{sent[way]:,.0f}" if sent[way] else "-" for way in ("up", "down")),
+        f"`{one['method']}`", f"`{one['codec']}`",
+        *(f"{sent[way]:,.0f}" if sent[way] else "-" for way in ("up", "down")),
         f"{mean(figures):.3f}" if figures else "diverged", f"{stdev(figures):.3f}" if len(figures) > 1 else "-",
         str(len(figures)) + (f", {one['failed']} diverged" if one["failed"] else ""),
     )
@@ -112,12 +119,13 @@ def line(one: dict[str, Any]) -> tuple[str, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--method", default=METHOD)
     parser.add_argument("--minutes", type=float, default=15.0, help="no new codec is begun after this time")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("codecs", nargs="*", metavar="CODEC", help="default: all")
     options = parser.parse_args()
     try:
-        compute(options.runs, options.minutes, options.jobs, options.codecs)
+        compute(options.runs, options.minutes, options.jobs, options.codecs, options.method)
     except Stopped:
         processes.say("stopped; the same command goes on")
 
