@@ -13,9 +13,9 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema, trees
 from fleet_core.base.errors import BundleError
 from fleet_core.base.trees import Params
-from fleet_core.codecs import payloads
 from fleet_core.data.samples import Samples
 from fleet_core.learning.models import build
+from fleet_core.model import payloads
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.bundle_format import FORMAT, Bundle, Manifest, ModelInfo

@@ -28,8 +28,8 @@ from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.run_folder import Store
 from fleet_core.base import processes, storage
 from fleet_core.base.errors import RoundError
-from fleet_core.codecs.choose import AUTO, WAYS
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
+from fleet_core.model.choose_codec import AUTO, WAYS
 
 HERE = Path(__file__).parent
 METHOD, SEEDS, ROUNDS = "pfldyn-proto", (0, 1, 2), 30

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloud_server.reports.scores import macro_f1
+from cloud_server.figures.scores import macro_f1
 from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.algorithms.methods.registry import METHODS

@@ -31,7 +31,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import processes, trees
 from fleet_core.base.storage import write_json
 from fleet_core.board.device_settings import settings_of
-from fleet_core.codecs import payloads
+from fleet_core.model import payloads
 from fleet_core.protocol.device_messages import Answer
 
 CLIENTS, EVERY_S, SECONDS = 8, 1.0, 60.0

@@ -48,12 +48,11 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config
 from fleet_core.base.processes import WITH_PARENT
 from fleet_core.base.storage import write_json
-from fleet_core.codecs import payloads
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.link.byte_counters import ByteCounters
 from fleet_core.link.interface import Connected, Message, Will
 from fleet_core.link.mqtt_connection import Address, Session, Settings
-from fleet_core.model import graph_bundle
+from fleet_core.model import graph_bundle, payloads
 from fleet_core.protocol import cohort, device_messages, messages, topics
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.device_messages import Down, Presence, Report

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import markdown
-from cloud_server.reports.formatting import ABSENT, bytes_text
+from cloud_server.figures.formatting import ABSENT, bytes_text
 from fleet_core.base.storage import write_atomic
 
 Stage = Mapping[str, Any]

@@ -188,7 +188,7 @@ def methods(
 def codecs(as_json: JSON = False) -> None:
     """List the codecs: bits per value of a small model's noise, error feedback, bias."""
     from cloud_server.running import codec_catalogue
-    from fleet_core.codecs.registry import CODECS
+    from fleet_core.codecs.kinds.registry import CODECS
 
     if as_json:
         return terminal.show([*map(codec_catalogue.facts, CODECS.values()), codec_catalogue.auto_facts()])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server.reports.formatting import ABSENT, bytes_text
+from cloud_server.figures.formatting import ABSENT, bytes_text
 from fleet_core.base import processes, schema, terminal
 
 if TYPE_CHECKING:

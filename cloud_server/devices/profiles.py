@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cloud_server.reports.formatting import ABSENT
+from cloud_server.figures.formatting import ABSENT
 from fleet_core.base import processes, schema, terminal
 from fleet_core.board import catalogue
 from fleet_core.board import profile as boards

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloud_server.reports.formatting import bytes_text
+from cloud_server.figures.formatting import bytes_text
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import FlashError
 

@@ -26,10 +26,9 @@ from fleet_core.base import config, schema, storage
 from fleet_core.base.errors import CodecError, ConfigError, StateError
 from fleet_core.base.processes import typed
 from fleet_core.base.trees import Params
-from fleet_core.codecs import payloads
-from fleet_core.codecs.choose import AUTO
-from fleet_core.codecs.registry import CODECS
-from fleet_core.model import graph_bundle
+from fleet_core.codecs.kinds.registry import CODECS
+from fleet_core.model import graph_bundle, payloads
+from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
 from fleet_core.protocol.signing import Signer, load_public

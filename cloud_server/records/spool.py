@@ -10,7 +10,7 @@ from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.base import storage
 from fleet_core.base.errors import MessageError, StateError
-from fleet_core.codecs import payloads
+from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.protocol import messages
 from fleet_core.protocol.chunks import Blob

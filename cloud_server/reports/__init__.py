@@ -1,8 +1,7 @@
-"""What users see of a fleet: result.json, report.html, charts, tables on the terminal, warnings.
+"""What users see of a fleet: result.json, report.html, tables on the terminal, warnings.
 
 ``result`` builds result.json from the ledger, ``outcome`` reads it, ``html_report`` renders it, ``terminal_view``
-follows a running fleet, ``verdict`` warns about useless answers, ``formatting`` writes figures with units, ``scores``
-computes accuracy and macro-F1. ``device_costs`` adds up a device's costs, ``bill`` makes months and money of them,
-``cost_tables`` and ``html_costs`` show them. ``codec_tables`` shows the codecs of rounds. ``charts``, ``html_elements``
-and ``html_style`` are for pages.
+follows a running fleet, ``verdict`` warns about useless answers. ``device_costs`` adds up a device's costs, ``bill``
+makes months and money of them, ``cost_tables`` and ``html_costs`` show them. ``codec_tables`` shows the codecs of
+rounds.
 """

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cloud_server.records.ledger_sums import Bytes, Joules
-from cloud_server.records.tariff import Tariff
-from cloud_server.reports.bill import DAYS, Month, Reached
-from cloud_server.reports.device_costs import DeviceCosts
-from cloud_server.reports.formatting import (
+from cloud_server.figures.formatting import (
     ABSENT,
     bytes_text,
     flops_text,
@@ -19,6 +15,10 @@ from cloud_server.reports.formatting import (
     seconds_text,
     share_text,
 )
+from cloud_server.records.ledger_sums import Bytes, Joules
+from cloud_server.records.tariff import Tariff
+from cloud_server.reports.bill import DAYS, Month, Reached
+from cloud_server.reports.device_costs import DeviceCosts
 from cloud_server.reports.result import Result
 
 COUNTERS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wire_bytes"))

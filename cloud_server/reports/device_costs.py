@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cloud_server.figures.scores import AMOUNT
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.records.ledger_tables import Update
-from cloud_server.reports.scores import AMOUNT
 
 
 @dataclass(frozen=True, kw_only=True)

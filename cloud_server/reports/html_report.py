@@ -7,11 +7,8 @@ from html import escape
 from itertools import accumulate
 from typing import Any
 
-from cloud_server.records.ledger_sums import Bytes, Joules, PhaseJoules
-from cloud_server.reports import codec_tables, html_costs
-from cloud_server.reports import result as results
-from cloud_server.reports.charts import Line, legend, line_chart, ticks
-from cloud_server.reports.formatting import (
+from cloud_server.figures.charts import Line, legend, line_chart, ticks
+from cloud_server.figures.formatting import (
     ABSENT,
     NOT_COUNTED,
     absent_text,
@@ -25,11 +22,14 @@ from cloud_server.reports.formatting import (
     spread_text,
     stage_text,
 )
+from cloud_server.figures.html_elements import card, cards, count_text, heading, page, row, text_table
+from cloud_server.figures.html_style import STYLE
+from cloud_server.figures.scores import Score
+from cloud_server.records.ledger_sums import Bytes, Joules, PhaseJoules
+from cloud_server.reports import codec_tables, html_costs
+from cloud_server.reports import result as results
 from cloud_server.reports.html_costs import Pricing
-from cloud_server.reports.html_elements import card, cards, count_text, heading, page, row, text_table
-from cloud_server.reports.html_style import STYLE
 from cloud_server.reports.result import Personalization, Pooled, Result, RoundFigures
-from cloud_server.reports.scores import Score
 from cloud_server.reports.verdict import compared
 from fleet_core.power.meter import WORKING
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from cloud_server.figures.scores import AMOUNT, SHARE, Score, confusion_accuracy, counts, macro_f1
 from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Bytes, Joules
@@ -22,7 +23,6 @@ from cloud_server.records.ledger_tables import STAGES, Evaluation
 from cloud_server.reports import device_costs
 from cloud_server.reports import verdict as verdicts
 from cloud_server.reports.device_costs import DeviceCosts
-from cloud_server.reports.scores import AMOUNT, SHARE, Score, confusion_accuracy, counts, macro_f1
 from cloud_server.reports.verdict import Verdict
 from fleet_core.algorithms import plugins
 from fleet_core.base import schema

@@ -14,12 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cloud_server.records import ledger_tables as tables
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_sums import Bytes, Joules
-from cloud_server.records.ledger_tables import Evaluation
-from cloud_server.reports import codec_tables
-from cloud_server.reports.formatting import (
+from cloud_server.figures.formatting import (
     ABSENT,
     absent_text,
     bytes_text,
@@ -33,8 +28,13 @@ from cloud_server.reports.formatting import (
     stage_text,
     traffic_text,
 )
+from cloud_server.figures.scores import Score
+from cloud_server.records import ledger_tables as tables
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_sums import Bytes, Joules
+from cloud_server.records.ledger_tables import Evaluation
+from cloud_server.reports import codec_tables
 from cloud_server.reports.result import Result, RoundFigures, Sums, round_figures
-from cloud_server.reports.scores import Score
 from fleet_core.base import terminal
 from fleet_core.power.meter import WORKING
 

@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from cloud_server.figures.formatting import share_text
+from cloud_server.figures.scores import AMOUNT, Score, f1_by_class
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Alone, Evaluation
-from cloud_server.reports.formatting import share_text
-from cloud_server.reports.scores import AMOUNT, Score, f1_by_class
 
 SIGMAS = 2.0
 CHANCE_MARGIN = 0.2

@@ -1,9 +1,6 @@
 """The round: select, publish, collect until the deadline, apply. ``coordinator`` is the loop, ``parts`` builds it.
 
-``manifest`` builds and signs the message that opens a round, ``models_down`` encodes the training models,
-``served_model`` those that devices answer with. ``device_messages`` takes what devices send to its part: ``uploads``
-grants chunks, ``update_receiver`` checks, accepts or refuses, ``round_costs`` adds up bytes and joules. ``server_rule``
-closes the round, ``round_codecs`` knows its codecs. ``members`` knows who belongs and who is on, ``waiting`` how long
-to wait, ``budget`` when to stop. ``cloud_server.running`` imports it; the simulation imports ``models_down`` and
-``served_model``.
+``device_messages`` takes what devices send to its part: ``uploads`` grants chunks, ``update_receiver`` checks, accepts
+or refuses, ``round_costs`` adds up bytes and joules. ``server_rule`` closes the round. ``members`` knows who belongs
+and who is on, ``waiting`` how long to wait, ``budget`` when to stop. ``cloud_server.running`` imports it.
 """

@@ -10,12 +10,12 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from cloud_server.figures.formatting import bytes_text, phase_text
 from cloud_server.records.fleet_folder import Amounts, BudgetSection
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Joules, Volume
 from cloud_server.records.ledger_tables import Evaluation, Round
 from cloud_server.records.tariff import Tariff
-from cloud_server.reports.formatting import bytes_text, phase_text
 from cloud_server.reports.verdict import MISSING_REPORTS
 from cloud_server.rounds.members import Members
 

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable
 
+from cloud_server.broadcast.open_round import OpenRound
 from cloud_server.broker import requirements
 from cloud_server.records import disk_errors
 from cloud_server.records.checkpoint import Checkpoint
@@ -21,7 +22,6 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger, requested_at
 from cloud_server.records.ledger_tables import Invitation
 from cloud_server.rounds.device_messages import DeviceMessages
-from cloud_server.rounds.open_round import OpenRound
 from cloud_server.rounds.parts import assemble
 from fleet_core.base.errors import CodecError, FleetError, StateError
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message

@@ -15,7 +15,7 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
-from fleet_core.codecs import choose
+from fleet_core.model import choose_codec
 from fleet_core.protocol import messages
 from fleet_core.protocol.device_messages import Presence
 from fleet_core.protocol.round_messages import NO_UPDATE, UpdateRef
@@ -288,7 +288,7 @@ def inability(presence: Presence, *, method: Method, link: LinkSection, paramete
     if presence.methods.get(method.name) != method.version:
         return f"lacks {method.name} version {method.version}"
     keeps = method.client.keeps
-    needed = [choose.possible("up", link.up, keeps)[0], *choose.possible("down", link.down, keeps)]
+    needed = [choose_codec.possible("up", link.up, keeps)[0], *choose_codec.possible("down", link.down, keeps)]
     if not set(needed) <= set(presence.codecs):
         return f"lacks codec {' or '.join(dict.fromkeys(needed))}"
     return None

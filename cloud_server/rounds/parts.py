@@ -6,6 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from cloud_server.broadcast.manifest import Manifests
+from cloud_server.broadcast.models_down import ModelsDown
+from cloud_server.broadcast.open_round import Rounds
+from cloud_server.broadcast.round_codecs import RoundCodecs
+from cloud_server.broadcast.served_model import ServedModels
 from cloud_server.broker.publisher import Publisher
 from cloud_server.broker.server_messages import ServerMessages
 from cloud_server.identity.renewals import Renewals
@@ -16,13 +21,8 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.spool import Spool
 from cloud_server.reports.verdict import WarningLog
 from cloud_server.rounds.budget import Budget
-from cloud_server.rounds.manifest import Manifests
 from cloud_server.rounds.members import Members, inability
-from cloud_server.rounds.models_down import ModelsDown
-from cloud_server.rounds.open_round import Rounds
-from cloud_server.rounds.round_codecs import RoundCodecs
 from cloud_server.rounds.round_costs import RoundCosts
-from cloud_server.rounds.served_model import ServedModels
 from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.update_receiver import UpdateReceiver
 from cloud_server.rounds.waiting import FirstWait, Places, Waiting

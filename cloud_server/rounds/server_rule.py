@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from cloud_server.broadcast.open_round import OpenRound
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Round
 from cloud_server.rounds.members import Members
-from cloud_server.rounds.open_round import OpenRound
 from fleet_core.algorithms.interface import ServerState, Update
 from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError

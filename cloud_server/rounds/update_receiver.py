@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from cloud_server.broadcast.open_round import OpenRound, Rounds
+from cloud_server.broadcast.round_codecs import RoundCodecs
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Round, Update
 from cloud_server.records.spool import Spool
 from cloud_server.rounds.members import Members
-from cloud_server.rounds.open_round import OpenRound, Rounds
-from cloud_server.rounds.round_codecs import RoundCodecs
 from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import FleetError, MessageError
-from fleet_core.codecs import payloads
+from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.round_messages import UploadManifest

@@ -8,10 +8,10 @@ import numpy as np
 
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError
-from fleet_core.codecs.choose import AUTO, LADDERS, WAYS
 from fleet_core.codecs.interface import Codec
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.codecs.vector import size
+from fleet_core.model.choose_codec import AUTO, LADDERS, WAYS
 
 DEFAULT_MODEL: dict[str, tuple[int, ...]] = {
     "body/convs.0.weight": (16, 3, 7), "body/convs.1.weight": (32, 16, 5), "body/convs.2.weight": (24, 32, 5),

@@ -25,8 +25,8 @@ from edge_agent.inference.worse_model_check import MIN_HELD_BACK, WORSE_BY
 from fleet_core.base import config, schema, storage, terminal
 from fleet_core.base.errors import ConfigError, FleetError, StateError
 from fleet_core.board.device_settings import NAME, Settings, settings_of
-from fleet_core.codecs.payloads import identity
 from fleet_core.model import graph_bundle
+from fleet_core.model.payloads import identity
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.bundle_format import Bundle
 from fleet_core.protocol.chunks import Blob

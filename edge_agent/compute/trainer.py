@@ -28,9 +28,9 @@ from fleet_core.algorithms.interface import ClientState, Method, Payload
 from fleet_core.base import processes, schema, storage, trees
 from fleet_core.base.errors import FleetError, MessageError, StateError
 from fleet_core.board import allocator
-from fleet_core.codecs.encoded_update import method_state
 from fleet_core.data.samples import Samples
 from fleet_core.learning import local_training, models, personal_model
+from fleet_core.model.encoded_update import method_state
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.round_messages import Manifest
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from edge_agent.device.manifest_method import hyper_of, method_of, wire
 from edge_agent.device.state import DeviceState, state_key
 from fleet_core.algorithms.interface import ClientState, Payload
-from fleet_core.codecs.encoded_update import encode_update
 from fleet_core.codecs.interface import Seed
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
+from fleet_core.model.encoded_update import encode_update
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import MAX_RESIDUAL, NO_UPDATE, Manifest, UploadManifest

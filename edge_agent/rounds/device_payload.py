@@ -12,7 +12,7 @@ from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference.service import Service
 from edge_agent.rounds.received_models import MAX_MODEL_BYTES
 from fleet_core.base.errors import MessageError
-from fleet_core.codecs import payloads
+from fleet_core.model import payloads
 from fleet_core.protocol import messages
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import Manifest

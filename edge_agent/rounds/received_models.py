@@ -11,8 +11,8 @@ from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference.service import Service
 from fleet_core.base import trees
 from fleet_core.base.errors import CodecError
-from fleet_core.codecs import payloads
-from fleet_core.codecs.registry import DRAWN
+from fleet_core.codecs.kinds.registry import DRAWN
+from fleet_core.model import payloads
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import Manifest, ModelRef
 

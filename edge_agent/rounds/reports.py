@@ -15,7 +15,7 @@ from fleet_core.base.backoff import Backoff
 from fleet_core.base.errors import LinkError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.link.interface import Link
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Answer, Presence, Report

@@ -25,8 +25,7 @@ from fleet_core.algorithms.plugins import OR_INSTALL
 from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import BundleError, CodecError, ConfigError, StateError
 from fleet_core.base.trees import Params
-from fleet_core.codecs import payloads
-from fleet_core.model import golden, graph_bundle
+from fleet_core.model import golden, graph_bundle, payloads
 from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.personalization.bundle_format import (
     FORMAT,

@@ -16,11 +16,11 @@ from benchmarks import markdown
 from benchmarks.papers import collect, page, run
 from benchmarks.papers.lim import attack
 from benchmarks.papers.lim.table import CASES
+from cloud_server.figures.formatting import ABSENT
 from cloud_server.laboratory.compare import comparison
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.simulate import Options, simulate
-from cloud_server.reports.formatting import ABSENT
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError

@@ -18,11 +18,10 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.board.device_settings import settings_of
-from fleet_core.codecs import payloads
 from fleet_core.data import samples as stored
 from fleet_core.data.samples import Samples
 from fleet_core.learning import models
-from fleet_core.model import graph_bundle
+from fleet_core.model import graph_bundle, payloads
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import InputSpec, Layout
 

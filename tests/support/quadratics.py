@@ -22,10 +22,10 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.algorithms.methods.scaf import Scaf
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
-from fleet_core.codecs import payloads
-from fleet_core.codecs.payloads import Sent
+from fleet_core.model import payloads
 from fleet_core.model.layout import MODEL_GROUPS as GROUPS
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
+from fleet_core.model.payloads import Sent
 
 Vector = NDArray[np.float64]
 Send = Callable[[Params, Params | None], Sent]

@@ -12,7 +12,7 @@ from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Done, Job
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.link.interface import Message
 from fleet_core.link.loopback import LoopbackLink
 from fleet_core.protocol import messages, topics

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import markdown
 from benchmarks.papers import page
-from cloud_server.reports.formatting import ABSENT, bytes_text, flops_text
+from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]

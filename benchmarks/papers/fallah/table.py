@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import markdown
 from benchmarks.papers import page
-from cloud_server.reports.formatting import ABSENT
+from cloud_server.figures.formatting import ABSENT
 
 Result = Mapping[str, Any]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks import markdown
 from benchmarks.papers import collect, page
+from cloud_server.figures.formatting import ABSENT
 from cloud_server.laboratory.compare.comparison import Stat, stat
-from cloud_server.reports.formatting import ABSENT
 
 Result = Mapping[str, Any]
 

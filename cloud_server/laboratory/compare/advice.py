@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text, phase_text
+from cloud_server.figures.scores import Score
 from cloud_server.laboratory.compare.comparison import Stat, present, stat
 from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, Scores
 from cloud_server.laboratory.compare.tables import aligned, share, stat_text
-from cloud_server.reports.formatting import ABSENT, bytes_text, flops_text, phase_text
-from cloud_server.reports.scores import Score
 from fleet_core.base import schema
 
 CODEC, PLAIN_CODEC = "int8", "fp32"

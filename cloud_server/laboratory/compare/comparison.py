@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cloud_server.figures.formatting import bytes_text, flops_text, phase_text
 from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, Point
-from cloud_server.reports.formatting import bytes_text, flops_text, phase_text
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError
 

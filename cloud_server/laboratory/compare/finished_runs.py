@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from cloud_server.figures.scores import AMOUNT, SHARE
 from cloud_server.reports import outcome
 from cloud_server.reports import result as results
 from cloud_server.reports.result import Personalization, Result, RoundFigures
-from cloud_server.reports.scores import AMOUNT, SHARE
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, StateError

@@ -8,6 +8,10 @@ from html import escape
 from pathlib import PurePath
 from typing import Any
 
+from cloud_server.figures.charts import swatch
+from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text, phase_text
+from cloud_server.figures.html_elements import card, cards, count_text, heading, page, row, table
+from cloud_server.figures.html_style import STYLE
 from cloud_server.laboratory.compare import plots
 from cloud_server.laboratory.compare.comparison import (
     ACCURACY,
@@ -30,10 +34,6 @@ from cloud_server.laboratory.compare.tables import (
     stat_text,
     target_head,
 )
-from cloud_server.reports.charts import swatch
-from cloud_server.reports.formatting import ABSENT, bytes_text, flops_text, phase_text
-from cloud_server.reports.html_elements import card, cards, count_text, heading, page, row, table
-from cloud_server.reports.html_style import STYLE
 
 SCORES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("mean", "mean", share), ("worst", "worst device", share), ("best", "best device", share),

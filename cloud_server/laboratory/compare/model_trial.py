@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text, share_text
+from cloud_server.figures.scores import Score
 from cloud_server.laboratory.compare import finished_runs, simple_baselines
 from cloud_server.laboratory.compare.advice import LEAST_GAP
 from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun
@@ -32,8 +34,6 @@ from cloud_server.laboratory.run.experiment import Experiment, Run
 from cloud_server.laboratory.run.recordings import MIN_SAMPLES, TRAIN_FRACTION, Model, models_for
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.workload import Workload
-from cloud_server.reports.formatting import ABSENT, bytes_text, flops_text, share_text
-from cloud_server.reports.scores import Score
 from cloud_server.reports.verdict import worse
 from fleet_core.base.errors import DataError, FleetError
 from fleet_core.data.samples import Samples, save

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cloud_server.figures import charts as svg_charts
+from cloud_server.figures.charts import MARKED_POINTS, Line, line_chart, ticks
 from cloud_server.laboratory.compare.comparison import AXES, Comparison, Entry, Measure, Step
-from cloud_server.reports import charts as svg_charts
-from cloud_server.reports.charts import MARKED_POINTS, Line, line_chart, ticks
 from fleet_core.base.errors import ConfigError
 
 if TYPE_CHECKING:

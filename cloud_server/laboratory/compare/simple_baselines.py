@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from cloud_server.figures.formatting import share_text
+from cloud_server.figures.scores import Score
 from cloud_server.laboratory.run.workload import Part, Workload
-from cloud_server.reports.formatting import share_text
-from cloud_server.reports.scores import Score
 from cloud_server.reports.verdict import ANOTHER_MODEL, LABELS, chance, learnable, near_chance, score, worse
 from fleet_core.personalization import plain_baseline
 from fleet_core.personalization.plain_baseline import Baseline

@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
 
+from cloud_server.figures.formatting import ABSENT, bytes_text, phase_text, plain_text
 from cloud_server.laboratory.compare.comparison import (
     ACCURACY,
     MEASURES,
@@ -18,7 +19,6 @@ from cloud_server.laboratory.compare.comparison import (
     number_text,
 )
 from cloud_server.laboratory.compare.finished_runs import DEVICES, NOVEL
-from cloud_server.reports.formatting import ABSENT, bytes_text, phase_text, plain_text
 
 TIMES = "\u00d7"
 SIGNS = {"=": "", ">": ">", "<": "<"}

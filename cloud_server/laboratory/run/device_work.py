@@ -25,12 +25,12 @@ from fleet_core.base import trees
 from fleet_core.base.errors import CodecError, ConfigError, DataError, FleetError, RoundError
 from fleet_core.base.trees import Params
 from fleet_core.board import allocator
-from fleet_core.codecs.encoded_update import encode_update, method_state
 from fleet_core.codecs.interface import Seed
 from fleet_core.data.partitions import Share
 from fleet_core.learning import local_training, models, personal_model
 from fleet_core.learning.architectures import MODELS
 from fleet_core.learning.round_plans import Participant
+from fleet_core.model.encoded_update import encode_update, method_state
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from cloud_server.broadcast.models_down import encode_model, moved, per_device_models
+from cloud_server.broadcast.served_model import Audience, asked_next, encode_served, fetched_bytes, is_new
 from cloud_server.laboratory.run import round_figures
 from cloud_server.laboratory.run.device_work import (
     TEST_STEP,
@@ -30,15 +32,13 @@ from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.workload import Workload
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import SERVE_MIN_CHANGE, LinkSection
-from cloud_server.rounds.models_down import encode_model, moved, per_device_models
-from cloud_server.rounds.served_model import Audience, asked_next, encode_served, fetched_bytes, is_new
 from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import RoundError
 from fleet_core.base.trees import Params
-from fleet_core.codecs import choose, payloads
-from fleet_core.codecs.choose import Choice, Past
+from fleet_core.model import choose_codec, payloads
+from fleet_core.model.choose_codec import Choice, Past
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.protocol import cohort, messages
 from fleet_core.protocol.chunks import Blob
@@ -129,7 +129,7 @@ class Engine:
 
     def _round(self, before: Checkpoint) -> Checkpoint:
         started, number = self._lab.clock(), before.round + 1
-        chosen = {way: self._chosen(way) for way in choose.WAYS}
+        chosen = {way: self._chosen(way) for way in choose_codec.WAYS}
         sent = self._publish(before, chosen["down"].codec)
         asked = aggregation.order(self._asked(number))
         broadcast = Payload(sent.decoded, {**sent.scalars, "round": float(number), "seed": float(self._run.seed)})
@@ -149,8 +149,8 @@ class Engine:
         down_bytes = self._down_bytes(sent, before) + per_device_bytes(per_device, plain=plain)
         row = round_figures.of_round(number, self._method, learned, down_bytes, self._lab.costs)
         move = moved(self._method, state, sent.decoded)
-        left = {"up": choose.backlog((one.left for one in counted if one.averaged), move), "down": sent.left}
-        if choose.AUTO in self._codecs.values():
+        left = {"up": choose_codec.backlog((one.left for one in counted if one.averaged), move), "down": sent.left}
+        if choose_codec.AUTO in self._codecs.values():
             row["codecs"] = {way: {**schema.plain(one), "left": left[way]} for way, one in chosen.items()}
         self._spent.add(row)
         after = Checkpoint(number, state, sent.decoded, sent.lost, answers=before.answers)
@@ -175,8 +175,8 @@ class Engine:
 
     def _chosen(self, way: str) -> Choice:
         past = [Past(row["codecs"][way]["codec"], row["loss"], row["codecs"][way]["left"])
-                for row in self._past[-choose.LOOK_BACK:] if "codecs" in row]
-        return choose.next_choice(way, self._codecs[way], self._method.client.keeps, past)
+                for row in self._past[-choose_codec.LOOK_BACK:] if "codecs" in row]
+        return choose_codec.next_choice(way, self._codecs[way], self._method.client.keeps, past)
 
     def _publish(self, before: Checkpoint, codec: str) -> _Sent:
         sent = self._method.server.broadcast(before.state)

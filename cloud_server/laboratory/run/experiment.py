@@ -20,11 +20,11 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, processes, schema
 from fleet_core.base.errors import ConfigError
-from fleet_core.codecs.choose import AUTO
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.data.partitions import PARTITIONS, Newcomers
 from fleet_core.data.samples import FILES
 from fleet_core.data.sets.registry import entries
+from fleet_core.model.choose_codec import AUTO
 
 PLAIN = "none"
 PRECISIONS = ("float32", "bfloat16")

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from cloud_server.broadcast.served_model import asked_next
+from cloud_server.figures.formatting import bytes_text
 from cloud_server.laboratory.run.engine import per_device_bytes
 from cloud_server.laboratory.run.experiment import PLAIN
 from cloud_server.records.ledger_sums import Bytes
-from cloud_server.reports.formatting import bytes_text
-from cloud_server.rounds.served_model import asked_next
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.trees import Params
 from fleet_core.board.profile import Profile
-from fleet_core.codecs import choose, payloads
+from fleet_core.model import choose_codec, payloads
 from fleet_core.model.layout import Layout
 from fleet_core.power.energy_model import BoardModel
 from fleet_core.power.radio import radio_of
@@ -111,13 +111,13 @@ def planned(asked: Asked, board: Profile | None) -> Planned:
 def _in_place_of_auto(asked: Asked, place: int) -> Asked:
     """place: of the codec among those to choose from, the dearest first."""
     keeps = asked.method.client.keeps
-    return replace(asked, codec_up=choose.possible("up", asked.codec_up, keeps)[place],
-                   codec_down=choose.possible("down", asked.codec_down, keeps)[place])
+    return replace(asked, codec_up=choose_codec.possible("up", asked.codec_up, keeps)[place],
+                   codec_down=choose_codec.possible("down", asked.codec_down, keeps)[place])
 
 
 def _auto(asked: Asked) -> str | None:
     """What is assumed for ``auto``, and the lower limit."""
-    if choose.AUTO not in (asked.codec_up, asked.codec_down):
+    if choose_codec.AUTO not in (asked.codec_up, asked.codec_down):
         return None
     dear, cheap = (_in_place_of_auto(asked, place) for place in (0, -1))
     least = _sum(_Sizes(cheap).kinds())

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from cloud_server.figures.scores import f1_by_class
 from cloud_server.laboratory.run.device_work import TEST_STEP, DeviceEvaluation, TrainedDevice
-from cloud_server.reports.scores import f1_by_class
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.spread import Spread
 from fleet_core.power.energy_model import STATED

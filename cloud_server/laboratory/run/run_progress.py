@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cloud_server.reports.formatting import plain_text, seconds_text, share_text
+from cloud_server.figures.formatting import plain_text, seconds_text, share_text
 from fleet_core.base import terminal
 
 SHOWN_RUNS = 16

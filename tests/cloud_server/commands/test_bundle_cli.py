@@ -20,10 +20,9 @@ from export import int8
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage
 from fleet_core.base.errors import BundleError
-from fleet_core.codecs import payloads
 from fleet_core.data.samples import save
 from fleet_core.learning import models
-from fleet_core.model import graph_bundle
+from fleet_core.model import graph_bundle, payloads
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import Layout
 from fleet_core.personalization import device_bundle

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloud_server.figures.scores import Score
 from cloud_server.laboratory.compare import advise as advising
 from cloud_server.laboratory.compare import finished_runs
 from cloud_server.laboratory.compare.advice import Candidate, candidates, decide, federated, sentences, table, to_json
@@ -22,7 +23,6 @@ from cloud_server.laboratory.run import simulate
 from cloud_server.laboratory.run.experiment import Experiment
 from cloud_server.laboratory.run.recordings import Model, models_for, recordings
 from cloud_server.records.fleet_folder import FleetConfig
-from cloud_server.reports.scores import Score
 from fleet_core.base import config
 from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.data.samples import Samples, save

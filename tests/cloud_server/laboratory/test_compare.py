@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from cloud_server.figures.formatting import flops_text
+from cloud_server.figures.scores import Score
 from cloud_server.laboratory.compare import finished_runs, html_page, plots, tables
 from cloud_server.laboratory.compare.comparison import Bound, Comparison, Entry, Stat, compare, to_json
 from cloud_server.laboratory.compare.finished_runs import DEVICES
 from cloud_server.records.ledger_sums import Bytes
 from cloud_server.reports import result as results
-from cloud_server.reports.formatting import flops_text
-from cloud_server.reports.scores import Score
 from fleet_core.base.errors import ConfigError, StateError
 from tests.cloud_server.reports.test_report import Page
 

@@ -13,9 +13,9 @@ from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import simulate as laboratory
 from cloud_server.laboratory.run.simulate import Options
 from fleet_core.base.errors import ConfigError, FleetError
-from fleet_core.codecs.choose import AUTO
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.data.samples import Samples, save
+from fleet_core.model.choose_codec import AUTO
 from tests.support import lab
 
 SYNTHETIC = """\

@@ -19,7 +19,7 @@ from cloud_server.records.ledger_tables import Evaluation, RoundCodec, Traffic, 
 from edge_agent.device.state import DeviceState, read_state
 from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.base.trees import Params
-from fleet_core.codecs.choose import WAYS
+from fleet_core.model.choose_codec import WAYS
 from tests.support import lab
 from tests.support.inprocess import World, config_text, toy, world
 from tests.support.lab import EPISODES

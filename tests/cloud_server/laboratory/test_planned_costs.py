@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from cloud_server.commands import cli
+from cloud_server.figures.formatting import bytes_text
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import planned_costs
 from cloud_server.laboratory.run import workload as workloads
 from cloud_server.records.ledger_tables import Evaluation
-from cloud_server.reports.formatting import bytes_text
 from fleet_core.base import config
 from fleet_core.board import profile
 from fleet_core.board.profile import Profile

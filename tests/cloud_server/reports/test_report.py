@@ -13,11 +13,12 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from cloud_server.figures import formatting
+from cloud_server.figures.charts import Line, legend, line_chart, ticks
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.records.ledger_tables import Device, Energy, Round, Traffic, Update
-from cloud_server.reports import formatting, result
-from cloud_server.reports.charts import Line, legend, line_chart, ticks
+from cloud_server.reports import result
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import LiveView, Snapshot, closing_table, round_line, snapshot
 from fleet_core.base.errors import DataError

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from cloud_server.figures import scores
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device, Energy, Evaluation, Flops, Round, Traffic, Update
-from cloud_server.reports import result, scores
+from cloud_server.reports import result
 from cloud_server.reports.terminal_view import RECENT_ROUNDS, LiveView, Snapshot, snapshot
 from fleet_core.base.errors import DataError
 

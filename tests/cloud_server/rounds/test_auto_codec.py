@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from cloud_server.broadcast.round_codecs import RoundCodecs
 from cloud_server.commands import server as commands
 from cloud_server.records.fleet_folder import LinkSection
 from cloud_server.records.ledger_tables import Round, RoundCodec
 from cloud_server.reports import html_report, outcome, result, terminal_view
 from cloud_server.rounds.members import inability
-from cloud_server.rounds.round_codecs import RoundCodecs
 from fleet_core.algorithms.methods.registry import METHODS
-from fleet_core.codecs import choose
+from fleet_core.model import choose_codec
 from fleet_core.protocol import messages
 from fleet_core.protocol.device_messages import Presence
 from fleet_core.protocol.round_messages import Manifest, UploadManifest
@@ -124,7 +124,7 @@ def test_a_device_needs_the_models_codecs_and_the_dearest_of_updates() -> None:
         return inability(known, method=METHODS[method], link=link, parameters=1)
 
     link = LinkSection(up="auto", down="auto")
-    models = choose.ladder("down", ())
+    models = choose_codec.ladder("down", ())
     assert cannot(models, "scaffold") is None
     assert cannot(("fp32", "int8"), "scaffold") == f"lacks codec {' or '.join(models)}"
     link = LinkSection(up="topk-1", down="int8")
@@ -134,7 +134,7 @@ def test_a_device_needs_the_models_codecs_and_the_dearest_of_updates() -> None:
 def test_a_device_that_lacks_the_rounds_codec_may_send_a_dearer_one(ended: World) -> None:
     codecs = RoundCodecs(ended.fleet, ended.server.ledger)
     assert codecs.accepted("int4") == ("int4", "int8")
-    assert codecs.accepted() == choose.ladder("up", ["dual"])
+    assert codecs.accepted() == choose_codec.ladder("up", ["dual"])
 
 
 def test_a_codec_that_is_set_has_no_reason_and_no_alternatives(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_rounds_explain_as_json(ended: World, capsys: pytest.CaptureFixture[str]
     found = choices(ended)
     assert [row["round"] for row in rows] == [r.round for r in ended.server.ledger.rows(Round)]
     for row in rows:
-        for way in choose.WAYS:
+        for way in choose_codec.WAYS:
             assert tuple(row["codecs"][way][key] for key in ("codec", "reason", "left_out")) == found[row["round"], way]
 
 

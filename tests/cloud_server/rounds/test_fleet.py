@@ -17,11 +17,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from cloud_server.broadcast import manifest as manifests
 from cloud_server.broker.publisher import RETAINED_S, Publisher
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device, Evaluation, Round, Traffic, Update
 from cloud_server.records.spool import Spool
-from cloud_server.rounds import manifest as manifests
 from cloud_server.rounds import update_receiver
 from cloud_server.rounds.members import SILENT_S, Members
 from cloud_server.rounds.uploads import Uploads
@@ -35,12 +35,13 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.base.compression import compress
 from fleet_core.base.errors import BundleError, ConfigError, LinkError
-from fleet_core.codecs import payloads, safetensors_payload
-from fleet_core.codecs.choose import AUTO
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs import safetensors_payload
+from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.learning.local_training import TrainResult
 from fleet_core.link.interface import Connected, Disconnected, Message
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
+from fleet_core.model import payloads
+from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.protocol import chunks, device_messages, messages, round_messages, topics
 from fleet_core.protocol.chunks import Blob, cut

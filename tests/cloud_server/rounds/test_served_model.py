@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloud_server.broadcast.served_model import PRECISION, Audience, encode_served, fetched_bytes, is_new
 from cloud_server.records import checkpoint
 from cloud_server.records.checkpoint import Checkpoint, ServedModel
 from cloud_server.records.ledger_tables import Evaluation, Traffic
-from cloud_server.rounds.served_model import PRECISION, Audience, encode_served, fetched_bytes, is_new
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
-from fleet_core.codecs import payloads
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.learning import models
+from fleet_core.model import payloads
 from fleet_core.model.layout import InputSpec, Layout
 from tests.support.inprocess import CLASSES, World, config_text, toy, world
 

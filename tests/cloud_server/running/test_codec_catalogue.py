@@ -12,12 +12,11 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.running import codec_catalogue
 from cloud_server.running.demo_setup import Options, demo_fleet_toml
 from fleet_core.base.errors import ConfigError
-from fleet_core.codecs import choose
-from fleet_core.codecs.choose import AUTO, LADDERS
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.data import heartbeat
 from fleet_core.data.sets.registry import entry
 from fleet_core.learning import models
+from fleet_core.model.choose_codec import AUTO, LADDERS, MOST_LEFT, REST, STAY, WINDOW
 from fleet_core.model.layout import MODEL_GROUPS
 from tests.support.paths import ROOT
 
@@ -86,7 +85,7 @@ def test_the_page_names_the_codecs_and_limits_of_auto() -> None:
     section = PAGE.split("## Auto")[1].split("\n## ")[0]
     for name in LADDERS["up"]:
         assert f"`{name}`" in section
-    for limit in (choose.MOST_LEFT["up"], choose.MOST_LEFT["down"], choose.STAY, choose.REST, choose.WINDOW):
+    for limit in (*MOST_LEFT.values(), STAY, REST, WINDOW):
         assert f"{limit:g}" in section
 
 

@@ -15,8 +15,8 @@ import pytest
 from edge_agent.commands import cli as device_cli
 from fleet_core.base import trees
 from fleet_core.board.device_settings import settings_of
-from fleet_core.codecs import payloads
 from fleet_core.data.samples import Samples, save
+from fleet_core.model import payloads
 from fleet_core.personalization import device_bundle
 from fleet_core.personalization.bundle_format import Bundle
 from tests.support.bundles import CLASSES, KEY, bundle_of, samples

@@ -23,9 +23,8 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, terminal, trees
 from fleet_core.base.errors import BundleError, StateError
 from fleet_core.board.device_settings import Personalize
-from fleet_core.codecs import payloads
 from fleet_core.learning import models
-from fleet_core.model import graph_bundle
+from fleet_core.model import graph_bundle, payloads
 from fleet_core.protocol.round_messages import ModelRef
 from tests.support import homes
 from tests.support.inprocess import Killed, config_text, toy, world

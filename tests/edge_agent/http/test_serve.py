@@ -30,8 +30,7 @@ from edge_agent.inference.service import Service, service_of
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.board.device_settings import Identity, Settings, settings_of
-from fleet_core.codecs import payloads
-from fleet_core.model import graph_bundle
+from fleet_core.model import graph_bundle, payloads
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Answer, Question
 from tests.support import homes

@@ -22,9 +22,10 @@ from cloud_server.rounds.uploads import SILENCE_S, WRONG_CHUNKS, Uploads
 from fleet_core.base import storage, trees
 from fleet_core.base.compression import compress
 from fleet_core.base.errors import MessageError, StateError
-from fleet_core.codecs import payloads, safetensors_payload
+from fleet_core.codecs import safetensors_payload
 from fleet_core.link.interface import Message
 from fleet_core.link.loopback import LoopbackLink
+from fleet_core.model import payloads
 from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.protocol import messages, round_messages, topics
 from fleet_core.protocol.chunks import Blob, cut

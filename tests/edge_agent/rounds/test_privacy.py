@@ -32,7 +32,8 @@ from fleet_core.base import storage, trees
 from fleet_core.base.compression import compress, decompress
 from fleet_core.base.errors import FleetError
 from fleet_core.base.trees import Params
-from fleet_core.codecs import payloads, safetensors_payload
+from fleet_core.codecs import safetensors_payload
+from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Question

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import torch
 
+from cloud_server.broadcast import manifest
+from cloud_server.broadcast.models_down import encode_model
+from cloud_server.broadcast.served_model import Audience, encode_served
 from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records import checkpoint
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints
 from cloud_server.records.fleet_folder import Fleet, FleetConfig, method_of
 from cloud_server.records.ledger_tables import Evaluation, Update
-from cloud_server.rounds import manifest
-from cloud_server.rounds.models_down import encode_model
-from cloud_server.rounds.served_model import Audience, encode_served
 from cloud_server.rounds.update_receiver import REASON
 from cloud_server.running import method_catalogue
 from cloud_server.running.fedavg_baseline import baseline_toml
@@ -39,13 +39,12 @@ from fleet_core.algorithms.interface import ClientState, Payload, ServerState
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, storage, trees
 from fleet_core.base.errors import ConfigError, StateError
-from fleet_core.codecs import payloads
-from fleet_core.codecs.registry import DRAWN
+from fleet_core.codecs.kinds.registry import DRAWN
 from fleet_core.data.samples import Samples
 from fleet_core.learning import local_training, losses, models, personal_model
 from fleet_core.link.interface import Message
 from fleet_core.link.loopback import LoopbackBroker
-from fleet_core.model import graph_bundle
+from fleet_core.model import graph_bundle, payloads
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, softmax
 from fleet_core.protocol import messages, round_messages, topics

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloud_server.broadcast.models_down import encode_model
 from cloud_server.records.checkpoint import Checkpoint
-from cloud_server.rounds.models_down import encode_model
 from fleet_core.algorithms.interface import ServerState
 from fleet_core.algorithms.methods.dyn import Dyn
 from fleet_core.algorithms.methods.scaf import distance
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
-from fleet_core.codecs import payloads
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
+from fleet_core.model import payloads
 from fleet_core.model.layout import MODEL_GROUPS as GROUPS
 from tests.fleet_core.algorithms.test_algorithms import rounds_with_losses
 from tests.support.quadratics import (

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloud_server.broadcast import models_down
 from cloud_server.records.checkpoint import Checkpoint
-from cloud_server.rounds import models_down
 from fleet_core.algorithms.interface import ClientState, Payload, Update
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.base.errors import CodecError
 from fleet_core.base.trees import Params
-from fleet_core.codecs.encoded_update import encode_update, method_state
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
+from fleet_core.model.encoded_update import encode_update, method_state
 from fleet_core.model.layout import MODEL_GROUPS as GROUPS
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
 

@@ -9,10 +9,10 @@ import pytest
 
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import CodecError
-from fleet_core.codecs import payloads
 from fleet_core.codecs.frame import pack
-from fleet_core.codecs.registry import CODECS, DRAWN
+from fleet_core.codecs.kinds.registry import CODECS, DRAWN
 from fleet_core.learning import models
+from fleet_core.model import payloads
 from fleet_core.model.layout import InputSpec, Layout
 
 NETWORKS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [

@@ -16,9 +16,11 @@ from hypothesis.extra import numpy as arrays
 from fleet_core.base import compression, storage, trees
 from fleet_core.base.errors import CodecError
 from fleet_core.base.trees import Params
-from fleet_core.codecs import frame, payloads, quantize, top_k, vector
+from fleet_core.codecs import frame, quantize, vector
 from fleet_core.codecs.interface import Arrays
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds import top_k
+from fleet_core.codecs.kinds.registry import CODECS
+from fleet_core.model import payloads
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
 
 GROUPS = ("body", "head")

@@ -20,8 +20,7 @@ from fleet_core.algorithms.methods.pfedhn import NETWORK, HyperServer, embedding
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.base.errors import MessageError
-from fleet_core.codecs import payloads
-from fleet_core.model import hypernetwork
+from fleet_core.model import hypernetwork, payloads
 from fleet_core.protocol import messages
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import PerDevice

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cloud_server.broadcast.models_down import ModelsDown, encode_model
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints, ServedModel
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device, Round
-from cloud_server.rounds.models_down import ModelsDown, encode_model
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
-from fleet_core.codecs import payloads
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
+from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.round_messages import ModelRef
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from fleet_core.base.errors import CodecError
 from fleet_core.codecs.frame import Reader
-from fleet_core.codecs.int8_channel import ChannelCodec
 from fleet_core.codecs.interface import Array
+from fleet_core.codecs.kinds.int8_channel import ChannelCodec
 
 
 class Int4(ChannelCodec):

@@ -9,8 +9,8 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Round
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.trees import Params
-from fleet_core.codecs import choose
-from fleet_core.codecs.choose import Choice
+from fleet_core.model import choose_codec
+from fleet_core.model.choose_codec import Choice
 from fleet_core.protocol.round_messages import ModelRef, UploadManifest
 
 
@@ -94,7 +94,7 @@ class Rounds:
         row = self._ledger.rows(Round, round=opened.number)[0]
         self._ledger.put(replace(
             row, status="closed", closed_at=self._now(), members=members, seconds=self._now() - row.opened_at,
-            loss=choose.mean_of_known(m.metrics.get("loss") for m in opened.received.values()),
+            loss=choose_codec.mean_of_known(m.metrics.get("loss") for m in opened.received.values()),
             models_transmitted=float(len(opened.received) * (self._method.models_down + self._method.models_up)),
             note="; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())),
         ))

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from fleet_core.codecs import choose
-from fleet_core.codecs.choose import AUTO, LADDERS, LONGEST_REST, LOOK_BACK, REST, STAY, WAYS, WINDOW, Choice, Past
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs.kinds.registry import CODECS
+from fleet_core.model import choose_codec
+from fleet_core.model.choose_codec import AUTO, LADDERS, LONGEST_REST, LOOK_BACK, REST, STAY, WAYS, WINDOW, Choice, Past
 
 LADDER = ("int8", "int4", "topk-10")
 FALLING = [1.0 / (k + 1) for k in range(40)]
@@ -53,15 +53,15 @@ def rounds(*codecs: str, left: float | None = 0.1, losses: Sequence[float | None
     ],
 )
 def test_the_next_codec_follows_from_the_rounds_before(past: list[Past], codec: str, said: str) -> None:
-    found = choose.choose("up", LADDER, past)
+    found = choose_codec.choose("up", LADDER, past)
     assert found.codec == codec
     assert said in found.reason
 
 
 def test_a_model_may_leave_out_less_than_an_update() -> None:
     past = rounds("int8", "int4", "topk-10", left=0.5)
-    assert choose.choose("up", LADDER, past).codec == "topk-10"
-    assert choose.choose("down", LADDER, past) == Choice(
+    assert choose_codec.choose("up", LADDER, past).codec == "topk-10"
+    assert choose_codec.choose("down", LADDER, past) == Choice(
         "int4", "left out 0.5 of the model's move, above 0.4: up a step from topk-10"
     )
 
@@ -70,7 +70,7 @@ def play(count: int, left: dict[str, float], losses: Sequence[float] = FALLING) 
     """The codecs of a run in which each leaves out that much."""
     past: list[Past] = []
     for loss in losses[:count]:
-        codec = choose.choose("up", LADDER, past).codec
+        codec = choose_codec.choose("up", LADDER, past).codec
         past.append(Past(codec, loss, left[codec]))
     return [one.codec for one in past]
 
@@ -92,13 +92,13 @@ def test_a_run_whose_loss_rises_goes_up_the_ladder_and_stays_there() -> None:
 
 def test_rounds_longer_ago_than_it_looks_back_do_not_matter() -> None:
     past = rounds(*["topk-10"] * 9, *["int8"] * (LOOK_BACK + 1), losses=FALLING * 11)
-    assert choose.choose("up", LADDER, past) == choose.choose("up", LADDER, past[-LOOK_BACK:])
+    assert choose_codec.choose("up", LADDER, past) == choose_codec.choose("up", LADDER, past[-LOOK_BACK:])
 
 
 def test_a_ladder_leaves_out_what_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LADDERS, "up", ("int8", "topk-1"))
-    assert choose.ladder("up", ["control"]) == ("int8", "topk-1")
-    assert choose.ladder("up", ["dual"]) == ("int8",)
+    assert choose_codec.ladder("up", ["control"]) == ("int8", "topk-1")
+    assert choose_codec.ladder("up", ["dual"]) == ("int8",)
 
 
 def test_no_codec_of_the_ladders_misses() -> None:
@@ -108,19 +108,19 @@ def test_no_codec_of_the_ladders_misses() -> None:
 
 
 def test_a_codec_that_is_named_is_used_without_a_reason() -> None:
-    assert choose.next_choice("up", "topk-1", ["dual"], rounds("int8")) == Choice("topk-1", "")
-    assert choose.possible("up", "topk-1", ["dual"]) == ("topk-1",)
-    assert choose.possible("down", AUTO, ["dual"]) == LADDERS["down"]
+    assert choose_codec.next_choice("up", "topk-1", ["dual"], rounds("int8")) == Choice("topk-1", "")
+    assert choose_codec.possible("up", "topk-1", ["dual"]) == ("topk-1",)
+    assert choose_codec.possible("down", AUTO, ["dual"]) == LADDERS["down"]
 
 
 def test_a_backlog_is_the_mean_norm_over_the_models_move_where_there_is_one() -> None:
-    assert choose.backlog([3.0, None, 1.0], 4.0) == 0.5
-    assert choose.backlog([None], 4.0) is None
-    assert choose.backlog([1.0], 0.0) is None
-    assert choose.backlog([1.0], float("inf")) is None
+    assert choose_codec.backlog([3.0, None, 1.0], 4.0) == 0.5
+    assert choose_codec.backlog([None], 4.0) is None
+    assert choose_codec.backlog([1.0], 0.0) is None
+    assert choose_codec.backlog([1.0], float("inf")) is None
 
 
 def test_a_mean_has_the_same_bits_in_any_order_and_needs_a_value() -> None:
     values = [0.1, 0.7, None, 1e9, 0.3, 1e-9]
-    assert choose.mean_of_known(values) == choose.mean_of_known(reversed(values))
-    assert choose.mean_of_known([None]) is None
+    assert choose_codec.mean_of_known(values) == choose_codec.mean_of_known(reversed(values))
+    assert choose_codec.mean_of_known([None]) is None

@@ -13,7 +13,7 @@ from fleet_core.base import storage, trees
 from fleet_core.base.errors import CodecError, StateError
 from fleet_core.base.trees import Params
 from fleet_core.codecs.interface import Array, Seed
-from fleet_core.codecs.registry import DRAWN, codec
+from fleet_core.codecs.kinds.registry import DRAWN, codec
 from fleet_core.model.layout import Layout
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from fleet_core.base import schema
 from fleet_core.base.errors import CodecError
-from fleet_core.codecs.drawn_weights import DrawnWeights
-from fleet_core.codecs.fp32 import Fp32
-from fleet_core.codecs.half_precision import Bf16, Fp16
-from fleet_core.codecs.int4 import Int4
-from fleet_core.codecs.int8 import Int8, Int8Plain
-from fleet_core.codecs.int8_channel import Int8Channel
-from fleet_core.codecs.int8_random import Int8Random
 from fleet_core.codecs.interface import Codec
-from fleet_core.codecs.low_rank import LowRank
-from fleet_core.codecs.random_mask import Mask
-from fleet_core.codecs.ternary import Ternary
-from fleet_core.codecs.top_k import TopK01, TopK1, TopK10
+from fleet_core.codecs.kinds.drawn_weights import DrawnWeights
+from fleet_core.codecs.kinds.fp32 import Fp32
+from fleet_core.codecs.kinds.half_precision import Bf16, Fp16
+from fleet_core.codecs.kinds.int4 import Int4
+from fleet_core.codecs.kinds.int8 import Int8, Int8Plain
+from fleet_core.codecs.kinds.int8_channel import Int8Channel
+from fleet_core.codecs.kinds.int8_random import Int8Random
+from fleet_core.codecs.kinds.low_rank import LowRank
+from fleet_core.codecs.kinds.random_mask import Mask
+from fleet_core.codecs.kinds.ternary import Ternary
+from fleet_core.codecs.kinds.top_k import TopK01, TopK1, TopK10
 
 ALL: tuple[Codec, ...] = (
     Fp32(), Fp16(), Bf16(), Int8(), Int8Plain(), Int8Channel(), Int8Random(), Int4(), Ternary(), TopK10(), TopK1(),

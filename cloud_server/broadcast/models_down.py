@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from cloud_server.broadcast.open_round import OpenRound
 from cloud_server.broker.publisher import Publisher
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.rounds.open_round import OpenRound
 from fleet_core.algorithms.interface import Method, ServerState
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
-from fleet_core.codecs import payloads, registry
+from fleet_core.codecs.kinds import registry
+from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.protocol import messages
 from fleet_core.protocol.chunks import Blob

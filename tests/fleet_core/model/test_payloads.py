@@ -17,9 +17,11 @@ from hypothesis.extra import numpy as arrays
 from fleet_core.base import compression, storage, trees
 from fleet_core.base.errors import CodecError
 from fleet_core.base.trees import Params
-from fleet_core.codecs import payloads, registry, safetensors_payload
-from fleet_core.codecs.int8 import SCALE
-from fleet_core.codecs.registry import CODECS
+from fleet_core.codecs import safetensors_payload
+from fleet_core.codecs.kinds import registry
+from fleet_core.codecs.kinds.int8 import SCALE
+from fleet_core.codecs.kinds.registry import CODECS
+from fleet_core.model import payloads
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
 
 GROUPS = ("body", "head")

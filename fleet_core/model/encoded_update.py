@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_core.algorithms.interface import ClientState, Method, Payload
-from fleet_core.codecs import payloads
 from fleet_core.codecs.interface import Seed
+from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
 
 RESIDUAL = "residual"

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cloud_server.broadcast.models_down import moved
+from cloud_server.broadcast.open_round import OpenRound
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import RoundCodec
-from cloud_server.rounds.models_down import moved
-from cloud_server.rounds.open_round import OpenRound
 from fleet_core.algorithms.interface import ServerState
-from fleet_core.codecs import choose
-from fleet_core.codecs.choose import WAYS, Choice, Past
+from fleet_core.model import choose_codec
+from fleet_core.model.choose_codec import AUTO, WAYS, Choice, Past
 
 
 class RoundCodecs:
@@ -28,19 +28,19 @@ class RoundCodecs:
     def of_round(self, number: int) -> dict[str, Choice]:
         """Way -> what round ``number`` uses."""
         return {
-            way: choose.next_choice(way, wanted, self._keeps, self._past(way, number) if wanted == choose.AUTO else ())
+            way: choose_codec.next_choice(way, wanted, self._keeps, self._past(way, number) if wanted == AUTO else ())
             for way, wanted in self._wanted.items()
         }
 
     def _past(self, way: str, number: int) -> list[Past]:
-        within = range(max(1, number - choose.LOOK_BACK), number)
+        within = range(max(1, number - choose_codec.LOOK_BACK), number)
         losses = {row.round: row.loss for row in self._ledger.rounds("closed", within)}
         rows = self._ledger.rows(RoundCodec, within, way=way)
         return [Past(row.codec, losses[row.round], row.left_out) for row in rows if row.round in losses]
 
     def accepted(self, preferred: str | None = None) -> tuple[str, ...]:
         """The codecs of updates that a manifest lists: the preferred one, then dearer ones for agents that lack it."""
-        codecs = choose.possible("up", self._wanted["up"], self._keeps)
+        codecs = choose_codec.possible("up", self._wanted["up"], self._keeps)
         return codecs[codecs.index(preferred)::-1] if preferred in codecs else codecs
 
     def begin(self, opened: OpenRound) -> None:
@@ -55,5 +55,5 @@ class RoundCodecs:
         """Adds what the counted updates left out, as their devices say. after: the state after the round."""
         row = self._ledger.rows(RoundCodec, round=opened.number, way=WAYS[0])[0]
         norms = (manifest.residual for manifest in opened.received.values())
-        left = choose.backlog(norms, moved(self._method, after, opened.published))
+        left = choose_codec.backlog(norms, moved(self._method, after, opened.published))
         self._ledger.put(replace(row, left_out=left))

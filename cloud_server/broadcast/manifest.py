@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+from cloud_server.broadcast.models_down import ModelsDown
+from cloud_server.broadcast.open_round import OpenRound
+from cloud_server.broadcast.round_codecs import RoundCodecs
+from cloud_server.broadcast.served_model import ServedModels
 from cloud_server.broker.publisher import Publisher
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Update
-from cloud_server.rounds.models_down import ModelsDown
-from cloud_server.rounds.open_round import OpenRound
-from cloud_server.rounds.round_codecs import RoundCodecs
-from cloud_server.rounds.served_model import ServedModels
 from fleet_core.base import schema
 from fleet_core.base.trees import Params
 from fleet_core.protocol import cohort, messages, round_messages

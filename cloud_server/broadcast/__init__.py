@@ -1,0 +1,7 @@
+"""What a round sends to devices. ``cloud_server.rounds`` builds and asks it; the simulation imports ``models_down`` and
+``served_model``.
+
+``manifest`` builds and signs the message that opens a round. ``models_down`` encodes the training models,
+``served_model`` those that devices answer with, ``round_codecs`` knows each round's codecs. ``open_round`` is the state
+of the round that is open.
+"""
