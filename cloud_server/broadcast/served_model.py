@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cloud_server.broadcast.models_down import ModelsDown, encode_model
+from cloud_server.broadcast.round_codecs import RoundCodecs
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints, ServedModel
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
@@ -18,7 +19,6 @@ from cloud_server.records.ledger_tables import Device, Round
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
-from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.round_messages import ModelRef
@@ -54,7 +54,7 @@ def encode_served(
     audience: Audience,
 ) -> ServedModel:
     """The served model of a closed round as the audience fetches it with the fewest bytes. before: the one before.
-    codec: of models on their way down. layout: of what crosses the wire. seed: of the fleet or run."""
+    codec: of the next round's model. layout: of what crosses the wire. seed: of the fleet or run."""
     exact = layout.ordered(trees.only(closed.state.served, method.shared))
     weights = trees.apply(lambda a: np.asarray(a, np.float32), exact)
     whole = ServedModel(closed.round, weights, source=payloads.identity(weights))
@@ -113,7 +113,7 @@ def _delta(
 ) -> ServedModel | None:
     """A delta to ``base`` in ``codec``, or in a finer one where that loses too much; None where none is fine enough."""
     change = trees.apply(lambda a, b: np.asarray(a - b, np.float32), exact, base)
-    for name in dict.fromkeys(name for name in (codec, FINER) if name in CODECS):
+    for name in dict.fromkeys((codec, FINER)):
         data = payloads.encode(name, change, (seed, number, SERVED))
         weights = payloads.apply_delta(base, payloads.decode(name, data, layout, tuple(exact)))
         if _distance(weights, exact) <= PRECISION:
@@ -155,8 +155,11 @@ class ServedModels:
     layout: of what crosses the wire. ``reference``: the served model that stays published, None before there is one.
     """
 
-    def __init__(self, fleet: Fleet, layout: Layout, ledger: Ledger, checkpoints: Checkpoints, models: ModelsDown):
-        self._config, self._method, self._codec = fleet.config.fleet, fleet.method, fleet.codec_down
+    def __init__(
+        self, fleet: Fleet, layout: Layout, ledger: Ledger, checkpoints: Checkpoints, models: ModelsDown,
+        codecs: RoundCodecs,
+    ):
+        self._config, self._method, self._codecs = fleet.config.fleet, fleet.method, codecs
         self._layout, self._ledger, self._checkpoints, self._models = layout, ledger, checkpoints, models
         self._kept: ServedModel | None = None
         self.reference: ModelRef | None = None
@@ -176,9 +179,9 @@ class ServedModels:
     def serve(self, closed: Checkpoint, *, last: bool = False) -> None:
         """Publishes the served model of a closed round, unless devices answer as well with the one before. last: no
         further round opens."""
-        kept = self._kept
+        kept, codec = self._kept, self._codecs.of_round(closed.round + 1)["down"].codec
         made = encode_served(
-            self._method, closed, kept, self._codec, self._layout, self._config.seed, self._audience(closed, last)
+            self._method, closed, kept, codec, self._layout, self._config.seed, self._audience(closed, last)
         )
         if kept is not None and not is_new(made, kept, self._config.serve_min_change, last=last):
             if not self._method.keeps_weights:

@@ -91,7 +91,7 @@ def assemble(
     )
     publisher = Publisher(settings.name, link, fleet.folder / "state" / "published.json", clock=clock, log=log)
     models = ModelsDown(fleet, wire, publisher)
-    served = ServedModels(fleet, wire, ledger, checkpoints, models)
+    served = ServedModels(fleet, wire, ledger, checkpoints, models, codecs)
     manifests = Manifests(
         fleet, models, served, ledger, publisher, codecs, graph=graph, layout_hash=layout.hash,
         max_upload_bytes=receiver.max_upload_bytes, next_seq=costs.next_seq, now=now,

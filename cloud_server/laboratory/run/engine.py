@@ -154,12 +154,12 @@ class Engine:
             row["codecs"] = {way: {**schema.plain(one), "left": left[way]} for way, one in chosen.items()}
         self._spent.add(row)
         after = Checkpoint(number, state, sent.decoded, sent.lost, answers=before.answers)
+        self._past.append(row)
         if self._due(number):
             after, served, figures = self._serve(after)
             row |= {**figures, **self._evaluated(number, served)}
         row["seconds"] = self._lab.clock() - started
         self._store.add(row)
-        self._past.append(row)
         self._unsaved |= {one.client for one in counted if one.stateful}
         if self._lab.clock() - self._saved > CHECKPOINT_S:
             self._save(after)
@@ -226,7 +226,7 @@ class Engine:
         names, trained, last = self._lab.workload.names, self._asked(closed.round), self._over(closed.round)
         share = asked_next(self._lab.experiment.cohort, len(names), last)
         made = encode_served(
-            self._method, closed, closed.answers, self._codecs["down"], self._wire, self._run.seed,
+            self._method, closed, closed.answers, self._chosen("down").codec, self._wire, self._run.seed,
             Audience(len(names), len(names), len(trained), share),
         )
         before = closed.answers

@@ -86,6 +86,7 @@ def trimmed(state: dict[str, bytes]) -> dict[str, bytes]:
         ("scaffold", {**PLAIN, "finetune_steps": 2}, "lowrank"),
         ("fedper", PLAIN, "int4"),
         ("pfldyn-proto", EPISODES, "auto"),
+        ("p-avg-proto", EPISODES, "auto"),
         ("fedproto", PLAIN, "auto"),
     ],
 )
