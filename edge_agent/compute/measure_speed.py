@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -57,8 +58,7 @@ def measure(seconds: float = PROGRAM_S, clock: Clock = time.perf_counter, now: C
     for side in SIZES:
         a, b = rng.random((2, side, side), dtype=np.float32)
         out = np.empty_like(a)
-        matmul[str(side)] = _rate(lambda a=a, b=b, out=out: np.matmul(a, b, out=out), 2.0 * side**3,  # type: ignore[misc]
-                                  seconds / len(SIZES), clock)
+        matmul[str(side)] = _rate(partial(np.matmul, a, b, out=out), 2.0 * side**3, seconds / len(SIZES), clock)
     convolution, cores = None, os.cpu_count() or 1
     if importlib.util.find_spec("onnxruntime") is not None:
         from edge_agent.compute.onnx_session import open_function

@@ -104,6 +104,7 @@ def yaml_text(value: Any) -> str:
         raise ConfigError("PyYAML is not installed, which writes cloud-init's files",
                           hint='pip install "metafleet[flash]"') from error
 
+    # PyYAML has no types: to mypy its class is Any, unless types-PyYAML happens to be installed.
     class Dumper(yaml.SafeDumper):  # type: ignore[misc, unused-ignore]
         def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> Any:
             node = super().represent_mapping(tag, mapping, flow_style)
