@@ -71,11 +71,7 @@ class Mosquitto:
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+            waiting.exit_or_kill(self.process)
 
 
 @contextmanager

@@ -138,11 +138,7 @@ class Programs:
             if program.process.poll() is None:
                 program.process.send_signal(signal.SIGTERM)
         for program in self.started:
-            try:
-                program.process.wait(60)
-            except subprocess.TimeoutExpired:
-                program.process.kill()
-                program.process.wait()
+            waiting.exit_or_kill(program.process)
 
 
 @contextmanager

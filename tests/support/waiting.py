@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -19,3 +20,12 @@ def until(
     while not condition():
         assert time.monotonic() < end_s, f"not after {PATIENCE_S:g} s: {reason()}"
         meanwhile()
+
+
+def exit_or_kill(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    """Wait for a process that was asked to end; after a minute, kill it."""
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
