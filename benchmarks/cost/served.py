@@ -3,7 +3,8 @@
     python benchmarks/cost/served.py --out FOLDER [--rounds 40] [--codec int8] [--method pfldyn-proto]
 
 The real aggregator and agents of the demo's eight patients, all in every round, a served model after every ten rounds,
-seed 0. FOLDER must not hold a fleet.
+seed 0. FOLDER must not hold a fleet. ``whole``: what the served models would cost whole, in fp32, to every device, each
+at the size of the last one.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from cloud_server.identity.create_fleet import create_fleet
+from cloud_server.records.checkpoint import Checkpoints
 from cloud_server.records.ledger import Ledger
 from cloud_server.running import demo_setup, in_one_process
 from export.first_model import first
 from fleet_core.base import processes
 from fleet_core.board.device_settings import settings_of
+from fleet_core.model import payloads
 
 
 def bytes_by_kind(folder: Path, options: demo_setup.Options) -> dict[str, dict[str, int]]:
@@ -33,7 +36,12 @@ def bytes_by_kind(folder: Path, options: demo_setup.Options) -> dict[str, dict[s
     in_one_process.run(fleet, {home.name: (home, settings_of(home)) for home in homes}, log=processes.say)
     with Ledger(fleet.ledger_path, create=False) as ledger:
         kinds = ledger.totals().payload_by_kind
-        return {kind: {"up": moved.up, "down": moved.down} for kind, moved in sorted(kinds.items())}
+        found = {kind: {"up": moved.up, "down": moved.down} for kind, moved in sorted(kinds.items())}
+    served = Checkpoints(fleet.folder / "state").served()
+    assert served is not None
+    times = -(-options.rounds // fleet.config.fleet.serve_every)
+    whole = times * len(homes) * len(payloads.encode("fp32", served.weights))
+    return {**found, "whole": {"up": 0, "down": whole}}
 
 
 def main() -> None:
