@@ -186,6 +186,7 @@ def test_a_process_that_fails_ends_the_benchmark_with_its_words(tmp_path: Path) 
 
 @LINUX
 @NEEDS_MOSQUITTO
+@pytest.mark.slow
 def test_floor_and_fleet_run_and_tell_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SETTLE_S", 0.1)
     namespaces = netns.unavailable() is None
@@ -208,6 +209,7 @@ def bytes_of(figures: Figures, name: str) -> float:
 
 @LINUX
 @NEEDS_MOSQUITTO
+@pytest.mark.slow
 def test_devices_that_all_connect_as_the_aggregator_starts_are_all_counted() -> None:
     found = fan_in.measure(20, 1, 0.0, 60.0, at_once=True)
     assert (found["lost"], found["refused"], found["devices_on"]) == (0, 0, 20)
@@ -289,6 +291,7 @@ def test_uneven_clients_have_from_the_least_to_the_most() -> None:
     assert sizes == sorted(sizes)
 
 
+@pytest.mark.slow
 def test_rounds_beside_the_loop_give_seconds_of_both_and_their_ratio(torch_threads: None) -> None:
     workload = replace(WORKLOADS["mlp, 10 steps"], clients=2, samples=8, batch=4, local_steps=1, pairs=2)
     for found in simulated.beside_loop(workload, kept=True).values():

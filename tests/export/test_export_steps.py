@@ -182,6 +182,7 @@ def test_first_values_that_are_no_whole_group_are_refused() -> None:
 
 # Every family ---------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_the_steps_of_a_whole_lenet_pass_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """test_export_adapt tests the other families; a record holds all of them with every method."""
     monkeypatch.setattr(adapt, "PASS_BYTES", 20_000)

@@ -172,6 +172,7 @@ def test_a_run_killed_between_any_two_writes_continues_to_the_same_bits(tmp_path
     assert write > 20
 
 
+@pytest.mark.slow
 def test_a_run_killed_again_and_again_continues_to_the_same_bits(tmp_path: Path) -> None:
     asked = resumable(tmp_path, *RESUMED["a device's dual and what its codec left over"])
     wanted = lab.comparable(lab.run_first(asked, tmp_path / "undisturbed"))

@@ -51,6 +51,7 @@ def fleet_with_homes(folder: Path, url: str) -> Fleet:
 
 
 @NEEDS_MOSQUITTO
+@pytest.mark.slow
 def test_the_brokers_own_byte_counts_are_the_ledgers_and_the_aggregators(programs: Programs) -> None:
     """Not in the ledger: the devices' last reports; in the broker's counts only: the connection that asked whether it
     was up. Both are below a tenth of the tolerance."""

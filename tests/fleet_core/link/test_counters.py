@@ -154,6 +154,7 @@ def two_devices(folder: Path, star: Star, files: UserPki) -> Fleet:
     return fleet
 
 
+@pytest.mark.slow
 def test_the_ledger_says_what_passed_each_devices_wire_under_tls_as_well(programs: Programs) -> None:
     """A report holds what was counted before it: of the last one its own message (about 590 bytes up) and the broker's
     acknowledgement (56 down) are in no ledger, nor is a farewell (460 up, 110 down)."""
