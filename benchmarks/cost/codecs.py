@@ -1,8 +1,8 @@
 """What a codec saves and what it costs: bytes and macro-F1 of a method on the heartbeats, for every codec.
 
 The ten patients of the built-in set train cnn1d for 30 rounds in the laboratory, with three seeds. Macro-F1 is of a
-validation part inside each patient's training part; the usual test samples are not used. The first model goes down
-whole; bytes a round are those of a device, up and down, from round 2 on.
+validation part inside each patient's training part; the usual test samples are not used. Bytes a round
+are those of a device, up and down, from round 2 on.
 
     python benchmarks/cost/codecs.py --runs FOLDER [--method pfldyn-proto] [--minutes 15] [--jobs 1] [CODEC ...]
 
