@@ -19,11 +19,18 @@ SERVER = ("sgd", "adam", "yogi")
 
 @dataclass(frozen=True)
 class ClassMoments:
-    """first, second: running means of the direction and of its square. count: directions seen."""
+    """first, second: running means of the direction and of its square. count: directions seen, a number in the place of
+    each array: an array that was frozen in between has seen fewer."""
 
     first: Params
     second: Params
-    count: int
+    count: Params
+
+    @staticmethod
+    def begin(direction: Params, start: float = 0.0) -> ClassMoments:
+        """Before the first direction. start: of the second moment."""
+        zero = trees.zeros_like(direction)
+        return ClassMoments(zero, trees.apply(lambda a: a + start, zero), trees.apply(lambda a: 0, direction))
 
 
 def adam(
@@ -35,20 +42,20 @@ def adam(
     before: the moments so far, None at the first direction. epsilon: τ of Reddi et al. start: initial second moment.
     yogi: use Yogi's rule for the second moment, v ← v − (1 − β₂) Δ² sign(v − Δ²).
     """
-    if before is None:
-        zero = trees.zeros_like(direction)
-        before = ClassMoments(zero, trees.apply(lambda a: a + start, zero), 0)
-    count = before.count + 1
+    before = ClassMoments.begin(direction, start) if before is None else before
+    count = trees.apply(lambda n: n + 1, before.count)
     first = trees.apply(lambda m, d: m * beta1 + d * (1 - beta1), before.first, direction)
     second = trees.apply(
         (lambda v, d: v - d * d * _sign(v - d * d) * (1 - beta2)) if yogi
         else (lambda v, d: v * beta2 + d * d * (1 - beta2)),
         before.second, direction,
     )
-    scale1 = 1 / (1 - beta1**count) if corrected else 1.0
-    scale2 = 1 / (1 - beta2**count) if corrected else 1.0
-    step = trees.apply(lambda m, v: m * scale1 / ((v * scale2) ** 0.5 + epsilon), first, second)
-    return step, ClassMoments(first, second, count)
+
+    def stepped(m: Any, v: Any, n: int) -> Any:
+        scale1, scale2 = (1 / (1 - beta**n) if corrected else 1.0 for beta in (beta1, beta2))
+        return m * scale1 / ((v * scale2) ** 0.5 + epsilon)
+
+    return trees.apply(stepped, first, second, count), ClassMoments(first, second, count)
 
 
 def _sign(array: Any) -> Any:

@@ -86,6 +86,12 @@ def only(tree: Params, groups: Collection[str]) -> dict[str, dict[str, Any]]:
     return {g: dict(named) for g, named in tree.items() if g in groups}
 
 
+def merged(whole: Params, part: Params) -> dict[str, dict[str, Any]]:
+    """``whole``, with the arrays of ``part`` in place of its own; arrays that only ``part`` has come last."""
+    groups = dict.fromkeys((*whole, *part))
+    return {g: {**whole.get(g, {}), **part.get(g, {})} for g in groups}
+
+
 def mirrored(model: Params, tree: Params, group: str) -> dict[str, dict[str, Any]]:
     """``model`` plus one more group: the arrays of ``tree``, which has the model's structure, named ``group.name``."""
     flat = {f"{g}.{n}": array for g, named in tree.items() for n, array in named.items()}

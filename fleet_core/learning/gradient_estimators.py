@@ -55,6 +55,8 @@ PADDED = (
 EPISODIC = ("proto", "metavers", "gp")
 """Adaptations for which a label is only a number within the episode. They count the classes of the device, not those of
 the fleet, which may have a thousand where a device has two."""
+INNER = ("maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd")
+"""Adaptations that take gradient steps of their own, in all arrays."""
 NO_CLASS = -1
 
 

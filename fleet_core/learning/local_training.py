@@ -9,23 +9,26 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fleet_core.algorithms import freezing
 from fleet_core.algorithms.interface import ClientState, GradFn, Method, Payload
 from fleet_core.base import trees
 from fleet_core.base.errors import DataError, RoundError
+from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.data import model_input
 from fleet_core.data.episodes import Draw
 from fleet_core.learning import models
 from fleet_core.learning.architectures import TOKENS
 from fleet_core.learning.augment import augmented
-from fleet_core.learning.flops import flops_of, flops_per_sample
-from fleet_core.learning.gradient_estimators import EPISODIC, PADDED, Episode, Estimators, recorded
+from fleet_core.learning.flops import round_flops
+from fleet_core.learning.gradient_estimators import EPISODIC, INNER, PADDED, Episode, Estimators, recorded
 from fleet_core.learning.models import NumpyParams, outputs, to_numpy, to_torch
 from fleet_core.learning.round_plans import Participant, Plan, Samples, of_equal_size, of_similar_size, plan_of
 from fleet_core.model.layout import Layout
@@ -66,16 +69,19 @@ def train_round(
     hyper: Any,
     rng: np.random.Generator,
     progress: Progress | None = None,
+    moving: Moving = EVERYTHING,
 ) -> TrainResult:
     """Takes ``hyper.local_steps`` local steps on raw samples x [N, *shape], y int64 [N]. Deterministic given ``rng``.
 
     broadcast: numpy arrays of the groups that go down; its scalars include ``round`` and, when the method keeps groups
     on the device, ``seed``. state: the device's, empty for one that never took part. progress: called with
-    (steps done, steps) after each step.
+    (steps done, steps) after each step. moving: the arrays that are trained, and that the update has; no gradient of
+    the others is computed, except by inner steps, which adapt all arrays as a device does that answers.
     Raises DataError for samples that do not fit the layout, RoundError when the loss is not finite.
     """
     one = Participant(state, x, y, rng)
-    return _Round(method, model, layout, broadcast, hyper).train([one], [plan_of(method, one, hyper)], progress)[0]
+    this = _Round(method, model, layout, broadcast, hyper, moving)
+    return this.train([one], [plan_of(method, one, hyper)], progress)[0]
 
 
 def train_side_by_side(
@@ -86,15 +92,17 @@ def train_side_by_side(
     participants: Sequence[Participant],
     hyper: Any,
     padded: bool = False,
+    moving: Moving = EVERYTHING,
 ) -> list[TrainResult]:
     """``train_round`` for many clients at once: clients with equal batch sizes are stacked along a new first axis of
     every array. Returns results in the order of ``participants``. They equal those of ``train_round`` up to rounding
     and to the draws of random layers. Raises the same errors, without the client's name.
 
     padded: also stack clients whose numbers of drawn samples differ by at most a factor of two, by padding their
-    batches with samples that the loss ignores. Requires a model that treats every sample independently.
+    batches with samples that the loss ignores. Requires a model that treats every sample independently. moving: as in
+    ``train_round``; frozen arrays that stay on devices are taken to be the same on all.
     """
-    this = _Round(method, model, layout, broadcast, hyper)
+    this = _Round(method, model, layout, broadcast, hyper, moving)
     plans = [plan_of(method, one, hyper) for one in participants]
     results: dict[int, TrainResult] = {}
     for numbers in of_similar_size(plans) if padded and method.adaptation in PADDED else of_equal_size(plans):
@@ -106,8 +114,11 @@ def train_side_by_side(
 class _Round:
     """A round's method, model and broadcast, which its clients share."""
 
-    def __init__(self, method: Method, model: nn.Module, layout: Layout, broadcast: Payload, hyper: Any):
+    def __init__(
+        self, method: Method, model: nn.Module, layout: Layout, broadcast: Payload, hyper: Any, moving: Moving
+    ):
         self._method, self._model, self._layout, self._hyper = method, model, layout, hyper
+        self._moving = moving
         self._device = next(model.parameters()).device
         self._groups = to_torch(broadcast.groups, self._device)
         self._scalars = broadcast.scalars
@@ -120,12 +131,17 @@ class _Round:
         started = time.perf_counter()
         classes = max(check(self._method, self._layout, one.x, one.y) for one in clients)
         several = len(clients) > 1
-        groups = [self._received(one) for one in clients]
+        received = [self._received(one) for one in clients]
+        before = [self._state(one.state, whole) for one, whole in zip(clients, received, strict=True)]
+        fixed = self._fixed(received[0], before[0])
+        groups = [self._moving.of(whole) for whole in received]
+        parts = [freezing.part_of(state, self._moving) for state in before]
         anchor = Payload(self._stacked(groups) if several else groups[0], self._scalars)
-        before = [self._state(one.state, received) for one, received in zip(clients, groups, strict=True)]
-        roles = {role: self._stacked([state[role] for state in before]) for role in before[0]} if several else before[0]
+        roles = {role: self._stacked([state[role] for state in parts]) for role in parts[0]} if several else parts[0]
         values: list[Tensor] = []
         steps = self._steps(clients, plans, classes, values, progress)
+        if fixed:
+            steps = map(partial(self._beside, self._stacked([fixed] * len(clients)) if several else fixed), steps)
         stacked = trees.side_by_side() if several else contextlib.nullcontext()
         with flushed(), _training(self._model, plans[0].seed), stacked:
             update, pending = self._method.client.run(anchor, roles, steps, self._hyper)
@@ -133,9 +149,10 @@ class _Round:
         _check_finite(losses_CK, len(plans[0].draws))
         seconds = (time.perf_counter() - started) / len(clients)
         return [
-            self._result(one, plan, _of_client(update, i, several), {
-                role: _arrays(tree, i, several) for role, tree in pending.items()
-            }, float(np.mean(losses_CK[i])), seconds)
+            self._result(one, plan, _of_client(update, i, several), freezing.completed(
+                {role: _arrays(tree, i, several) for role, tree in pending.items()},
+                {role: to_numpy(self._moving.rest(tree)) for role, tree in before[i].items()}, self._moving,
+            ), float(np.mean(losses_CK[i])), seconds)
             for i, (one, plan) in enumerate(zip(clients, plans, strict=True))
         ]
 
@@ -148,6 +165,17 @@ class _Round:
         if self._personal is None:
             self._personal = to_torch(first_personal(self._method, self._layout, self._scalars), self._device)
         return self._method.client.init(received, self._personal, self._hyper)
+
+    def _fixed(self, received: Params, state: ClientState) -> Params:
+        """The frozen arrays for inner steps. For other gradients the network holds them, and requires none of them."""
+        frozen = self._moving.rest({**received, **trees.only(state.get("personal", {}), self._method.personal)})
+        if not frozen or self._method.adaptation in INNER:
+            return frozen
+        models.hold(self._model, frozen)
+        return {}
+
+    def _beside(self, fixed: Params, gradient: GradFn) -> GradFn:
+        return lambda at: self._moving.of(gradient(trees.merged(at, fixed)))
 
     def _steps(
         self, clients: Sequence[Participant], plans: Sequence[Plan], classes: int, values: list[Tensor],
@@ -194,20 +222,9 @@ class _Round:
             samples=len(one.y),
             steps=len(plan.draws),
             left_out=plan.left_out,
-            flops=round_flops(self._method, self._model, self._layout, self._hyper, plan),
+            flops=round_flops(self._method, self._model, self._layout, self._hyper, plan, self._moving),
             seconds=seconds,
         )
-
-def round_flops(method: Method, model: nn.Module, layout: Layout, hyper: Any, plan: Plan) -> int | None:
-    """Floating-point operations of one client's round: of all gradients, and of FedProto's final pass over all samples.
-    None if those of the model cannot be counted."""
-    forward = flops_per_sample(model, layout)
-    if forward is None:
-        return None
-    support, query, third = (sum(len(part) for draw in plan.draws for part in draw[k : k + 1]) for k in range(3))
-    inner, repeated = getattr(hyper, "inner_steps", 1), getattr(hyper, "personal_steps", 1)
-    gradients = flops_of(method.adaptation, forward, support, query, inner, third)
-    return repeated * gradients + forward * plan.samples
 
 
 def first_personal(method: Method, layout: Layout, scalars: Mapping[str, float]) -> Params:

@@ -91,6 +91,15 @@ def outputs(network: nn.Module, params: Params, x: Tensor, output: str) -> Tenso
     return cast(Tensor, functional_call(network, named, (x, output)))
 
 
+def hold(network: nn.Module, params: Params) -> None:
+    """The network's own values of arrays that ``outputs`` is not given; it requires no gradients of its own."""
+    named = dict(network.named_parameters())
+    network.requires_grad_(False)
+    for arrays in params.values():
+        for name, array in arrays.items():
+            named[f"core.{name}"].copy_(array)
+
+
 def describe(model: str, input: InputSpec, classes: Sequence[str], options: Mapping[str, Any]) -> Layout:
     """The layout of a model, found by building it and running it on two samples. Raises ConfigError."""
     draft = Layout(model, input, tuple(classes), 1, (), schema.plain(options))

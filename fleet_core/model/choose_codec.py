@@ -111,12 +111,17 @@ def _worse(way: str, past: Sequence[Past]) -> str:
     left, bound = past[-1].left, MOST_LEFT[way]
     if left is not None and left > bound:
         return f"left out {left:.2g} of the model's move, above {bound:g}"
-    before, after = _losses(past)
-    if not before or not after or _since(past) < WINDOW:
+    return rise(_losses(past)) if _since(past) >= WINDOW else ""
+
+
+def rise(losses: Sequence[float]) -> str:
+    """How the mean loss of the last ``WINDOW`` rounds is above that of as many before; empty where it is not."""
+    before, after = losses[-2 * WINDOW : -WINDOW], losses[-WINDOW:]
+    if len(before) < WINDOW:
         return ""
-    rise, error = mean(after) - mean(before), math.hypot(_error(before), _error(after))
-    if rise > RISE * abs(mean(before)) and rise > ERRORS * error:
-        return f"loss rose {_change(past)}, by more than {RISE:.0%} and {ERRORS:g} standard errors"
+    by, error = mean(after) - mean(before), math.hypot(_error(before), _error(after))
+    if by > RISE * abs(mean(before)) and by > ERRORS * error:
+        return f"loss rose {_change(losses)}, by more than {RISE:.0%} and {ERRORS:g} standard errors"
     return ""
 
 
@@ -128,19 +133,19 @@ def _error(losses: Sequence[float]) -> float:
 
 def _well(way: str, past: Sequence[Past]) -> str:
     """The figures, where nothing is worse."""
-    left, change = past[-1].left, _change(past)
+    left, change = past[-1].left, _change(_losses(past))
     said = [] if left is None else [f"left out {left:.2g} of the model's move, at most {MOST_LEFT[way]:g}"]
     return ", ".join([*said, f"loss went {change}"] if change else said) or "no figures yet"
 
 
-def _losses(past: Sequence[Past]) -> tuple[list[float], list[float]]:
-    """Of the ``WINDOW`` rounds before the last ``WINDOW``, and of those; empty where one is not known."""
+def _losses(past: Sequence[Past]) -> list[float]:
+    """Of the last ``2 * WINDOW`` rounds; empty where one is not known."""
     known = [one.loss for one in past[-2 * WINDOW:] if one.loss is not None]
-    return (known[:WINDOW], known[WINDOW:]) if len(known) == 2 * WINDOW else ([], [])
+    return known if len(known) == 2 * WINDOW else []
 
 
-def _change(past: Sequence[Past]) -> str:
-    before, after = _losses(past)
+def _change(losses: Sequence[float]) -> str:
+    before, after = losses[-2 * WINDOW : -WINDOW], losses[-WINDOW:]
     return f"from {mean(before):.3g} to {mean(after):.3g} in {WINDOW} rounds" if before else ""
 
 

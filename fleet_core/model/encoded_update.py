@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fleet_core.algorithms import freezing
 from fleet_core.algorithms.interface import ClientState, Method, Payload
+from fleet_core.base import trees
+from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.codecs.interface import Seed
 from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
@@ -32,19 +35,23 @@ def method_state(state: ClientState) -> ClientState:
 
 def encode_update(
     codec: str, update: Payload, pending: ClientState, before: ClientState, *, method: Method, hyper: Any,
-    layout: Layout, round_number: float, seed: Seed,
+    layout: Layout, round_number: float, seed: Seed, moving: Moving = EVERYTHING,
 ) -> EncodedUpdate:
     """Encodes ``update`` and follows up what the codec lost.
 
     pending: the method's state after the round. before: the device's state before it, whose residual is added to the
-    update. layout: of what crosses the wire. seed: of a codec that draws. With error feedback the loss is the next
-    residual; without, the method corrects its state for it (``ClientRule.after_loss``). Raises CodecError for values
-    that are not finite.
+    update. layout: of what crosses the wire. seed: of a codec that draws. moving: the arrays that the update has; the
+    residual of the others stays. With error feedback the loss is the next residual; without, the method corrects its
+    state for it (``ClientRule.after_loss``). Raises CodecError for values that are not finite.
     """
-    sent = payloads.send(codec, layout.ordered(update.groups), before.get(RESIDUAL), layout, method.shared, seed)
+    part, owed = layout.part(moving), before.get(RESIDUAL)
+    own = part.ordered(update.groups)
+    due = None if owed is None else trees.merged(trees.zeros_like(own), moving.of(owed))
+    sent = payloads.send(codec, own, due, part, method.shared, seed)
     state = dict(pending)
     if sent.error is not None:
-        state = dict(method.client.after_loss(state, sent.error, hyper, round_number))
-    if sent.residual is not None:
-        state[RESIDUAL] = sent.residual
-    return EncodedUpdate(sent.data, Payload(layout.ordered(sent.decoded), update.scalars), state, sent.left)
+        moved = method.client.after_loss(freezing.part_of(pending, moving), sent.error, hyper, round_number)
+        state = dict(freezing.completed(moved, pending, moving))
+    if sent.residual is not None or moving.rest(owed or {}):
+        state[RESIDUAL] = trees.merged(moving.rest(owed or {}), sent.residual or {})
+    return EncodedUpdate(sent.data, Payload(part.ordered(sent.decoded), update.scalars), state, sent.left)

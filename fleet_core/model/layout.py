@@ -12,7 +12,9 @@ import numpy as np
 
 from fleet_core.base import schema
 from fleet_core.base.errors import BundleError, CodecError
+from fleet_core.base.moving import MIRRORED, Moving
 from fleet_core.base.trees import Params
+from fleet_core.protocol import chunks
 
 MODEL_GROUPS = ("body", "head")
 GROUPS = (*MODEL_GROUPS, "buffers", "rates", "control", "prototypes")
@@ -74,13 +76,37 @@ class Layout:
         """
         more = [
             TensorSpec(f"{t.group}.{t.name}", group, t.shape)
-            for group in ("rates", "control") if group in groups
+            for group in MIRRORED if group in groups
             for t in self.tensors if t.group in mirrored
         ]
         if "prototypes" in groups:
             k = len(self.classes)
             more += [TensorSpec("count", "prototypes", (k,)), TensorSpec("total", "prototypes", (k, self.embedding))]
         return replace(self, tensors=(*self.tensors, *more)) if more else self
+
+    def part(self, moving: Moving) -> Layout:
+        """This layout with those arrays alone that move."""
+        if moving.everything:
+            return self
+        return replace(self, tensors=tuple(t for t in self.tensors if moving.has(t.group, t.name)))
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """"group/name" of the model's own arrays, in order."""
+        return tuple(f"{t.group}/{t.name}" for t in self.tensors if t.group in MODEL_GROUPS)
+
+    def places(self, moving: Moving) -> str:
+        """What moves as messages say it: places in ``keys``, ``0-3,7``; empty for everything."""
+        if moving.everything:
+            return ""
+        return chunks.as_ranges([k for k, key in enumerate(self.keys) if key not in moving.frozen])
+
+    def moving(self, places: str) -> Moving:
+        """The inverse of ``places``. Raises MessageError."""
+        if not places:
+            return Moving()
+        found = set(chunks.from_ranges(places, len(self.keys)))
+        return Moving(frozenset(key for k, key in enumerate(self.keys) if k not in found))
 
     def zeros(self, groups: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         """float32 zeros in the shapes of ``groups``."""

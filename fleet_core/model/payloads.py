@@ -101,10 +101,11 @@ def relative(part: Params, whole: Params) -> float | None:
 
 
 def apply_delta(base: Params, delta: Params) -> dict[str, dict[str, Any]]:
-    """base + delta in float32. Aggregator and devices both compute it and must get the same bits."""
-    return trees.apply(
-        lambda b, d: (np.asarray(b, dtype=np.float32) + np.asarray(d, dtype=np.float32)).astype(np.float32), base, delta
-    )
+    """base + delta in float32; an array that the delta lacks stays. Aggregator and devices both compute it and must get
+    the same bits."""
+    return trees.merged(base, trees.apply(
+        lambda d, b: (np.asarray(b, dtype=np.float32) + np.asarray(d, dtype=np.float32)).astype(np.float32), delta, base
+    ))
 
 
 def identity(params: Params) -> str:

@@ -118,7 +118,7 @@ def cut(data: bytes, blob: Blob) -> list[bytes]:
 
 
 def as_ranges(numbers: list[int]) -> str:
-    """Ascending chunk numbers as text, for example ``0-7,12``."""
+    """Ascending numbers as text, for example ``0-7,12``."""
     parts: list[str] = []
     start = previous = -2
     for n in [*numbers, -2]:
@@ -137,7 +137,7 @@ def from_ranges(text: str, limit: int) -> list[int]:
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         if not first <= last < limit or (found and first <= found[-1]):
-            raise MessageError(f"'{text[:80]}' is not a list of chunks", expected=f"ascending ranges below {limit}")
+            raise MessageError(f"'{text[:80]}' is not a list of numbers", expected=f"ascending ranges below {limit}")
         found.extend(range(first, last + 1))
     return found
 

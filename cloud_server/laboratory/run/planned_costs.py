@@ -232,7 +232,7 @@ def _flops(asked: Asked) -> tuple[float | None, str]:
     """(operations of one device in one round, why they are unknown)."""
     try:
         from fleet_core.learning import models
-        from fleet_core.learning.local_training import round_flops
+        from fleet_core.learning.flops import round_flops
         from fleet_core.learning.round_plans import Participant, plan_of
     except ModuleNotFoundError as error:
         return None, f"'{error.name}' is not installed"

@@ -36,6 +36,8 @@ from fleet_core.base import trees
 from fleet_core.base.trees import Params
 
 LARGEST_BETA = 0.999_999
+STEPS = "server_steps"
+"""Of the server's optimizer: scalars of the state, ``server_steps.group/name`` for each array."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +92,26 @@ def moved(
     """(model, memory, scalars) after the server's step along ``change``."""
     if hyper.server_optimizer == "sgd":
         return trees.axpy(hyper.server_lr, change, state.model), state.memory, state.scalars
-    before = None
-    if "first_moment" in state.memory:
-        count = int(state.scalars["server_steps"])
-        before = ClassMoments(state.memory["first_moment"], state.memory["second_moment"], count)
     start = hyper.server_start
     step, after = optimizers.adam(
-        change, before, beta1=hyper.server_beta1, beta2=hyper.server_beta2, epsilon=hyper.server_epsilon,
-        corrected=start is None, start=start or 0.0, yogi=hyper.server_optimizer == "yogi",
+        change, _moments(state, change, start or 0.0), beta1=hyper.server_beta1, beta2=hyper.server_beta2,
+        epsilon=hyper.server_epsilon, corrected=start is None, yogi=hyper.server_optimizer == "yogi",
     )
     memory: dict[str, Any] = {**state.memory, "first_moment": after.first, "second_moment": after.second}
     model = trees.axpy(hyper.server_lr, step, state.model)
-    return model, memory, {**state.scalars, "server_steps": float(after.count)}
+    counts = {f"{STEPS}.{g}/{n}": float(count) for g, named in after.count.items() for n, count in named.items()}
+    return model, memory, {**state.scalars, **counts}
+
+
+def _moments(state: ServerState, change: Params, start: float) -> ClassMoments:
+    """The server's moments of the arrays of ``change``; those of an array that has not moved yet are at their
+    beginning. A checkpoint of an earlier version has one count for all arrays."""
+    fresh, first = ClassMoments.begin(change, start), state.memory.get("first_moment", {})
+    counts = {
+        g: {n: int(state.scalars.get(f"{STEPS}.{g}/{n}", state.scalars.get(STEPS, 0))) for n in named}
+        for g, named in first.items()
+    }
+    return ClassMoments(
+        trees.merged(fresh.first, first), trees.merged(fresh.second, state.memory.get("second_moment", {})),
+        trees.merged(fresh.count, counts),
+    )

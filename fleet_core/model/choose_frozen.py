@@ -1,0 +1,116 @@
+"""``freeze = "auto"``: which arrays rest in a round, from how far each moved in the rounds before it.
+
+An array whose moves have become small against what they were is frozen. Now and then a round is a probe: all arrays
+move, and those whose move is not small any more go on. After a probe that found every array at rest the next one comes
+later, after another it comes sooner. ``Schedule`` follows from closed rounds alone: fleet and simulation freeze the
+same, and a restarted aggregator does again.
+
+After Chen, Xu, Wang, Li, Li, Chen, Zhang, "Communication-Efficient Federated Learning with Adaptive Parameter
+Freezing", ICDCS 2021: freezing for a while and probing, additive increase and multiplicative decrease of that while.
+There a value is at rest where its moves cancel each other over a window; here an array is, where the norm of its moves
+has fallen, which needs no memory of the size of the model. That layers settle one after another: Brock et al.,
+"FreezeOut", 2017.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean as mean
+
+from fleet_core.base.errors import shortened
+from fleet_core.model.choose_codec import WINDOW, rise
+
+SMALL, AGAIN = 0.1, 0.2
+"""An array is at rest where the mean of its last ``WINDOW`` moves is at most ``SMALL`` of the largest such mean so far.
+It moves again where its move in a probe is above ``AGAIN`` of that."""
+REST, LONGEST_REST = 10, 100
+"""Rounds until the first probe. After one that found all at rest it takes as many more, after another half as many."""
+LISTED = 4
+"""Arrays that a reason names."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """arrays: "group/name" of those that rest in a round. reason: one sentence with the figures."""
+
+    arrays: frozenset[str]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """After the closed rounds so far. moves: array -> norms of its last moves, the newest last, ``WINDOW`` at most.
+    largest: mean of ``WINDOW`` moves. frozen: the arrays at rest. rest: rounds from one probe to the next. waited:
+    rounds since the last one, or since some array is at rest. losses: of the last rounds. why: what the last round
+    changed."""
+
+    moves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    largest: Mapping[str, float] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    rest: int = REST
+    waited: int = 0
+    losses: tuple[float, ...] = ()
+    why: str = ""
+
+    @property
+    def probes(self) -> bool:
+        """Whether the next round is a probe."""
+        return bool(self.frozen) and self.waited >= self.rest
+
+    def choice(self) -> Frozen:
+        """For the next round."""
+        if self.probes:
+            return Frozen(frozenset(), f"a probe of all arrays, {self.waited} rounds after the last")
+        left = self.rest - self.waited
+        state = f"{len(self.frozen)} of {len(self.moves)} at rest, the next probe is {left} rounds later"
+        return Frozen(self.frozen, "; ".join(filter(None, (self.why, state if self.frozen else "none at rest"))))
+
+    def after(self, moved: Mapping[str, float], loss: float | None) -> Schedule:
+        """After one more closed round. moved: norm of the move of every array that was sent."""
+        probed, losses = self.probes, (*self.losses, *([] if loss is None else [loss]))[-2 * WINDOW :]
+        if self.frozen and self.waited >= WINDOW and (risen := rise(losses)):
+            return Schedule(dict.fromkeys(self.moves, ()), self.largest, why=f"{risen}: all move again")
+        moves = {**self.moves, **{name: (*self.moves.get(name, ()), norm)[-WINDOW:] for name, norm in moved.items()}}
+        means = {name: mean(moves[name]) for name in moved if len(moves[name]) == WINDOW}
+        largest = {**self.largest, **{n: max(value, self.largest.get(n, 0.0)) for n, value in means.items()}}
+        waited = self.waited + bool(self.frozen)
+        after = replace(self, moves=moves, largest=largest, losses=losses, waited=waited, why="")
+        return after._probed(moved) if probed else after._settled(means)
+
+    def _probed(self, moved: Mapping[str, float]) -> Schedule:
+        """After a probe: those that move again do so with a new window."""
+        again = {n: share for n in sorted(self.frozen & moved.keys()) if (share := self._share(n, moved[n])) > AGAIN}
+        if not again:
+            longer = min(self.rest + REST, LONGEST_REST)
+            return replace(self, rest=longer, waited=0, why="the probe found all at rest")
+        moves = {**self.moves, **{name: (moved[name],) for name in again}}
+        return replace(self, moves=moves, frozen=self.frozen - again.keys(), rest=max(REST, self.rest // 2), waited=0,
+                       why=f"the probe found that {_told(again)} of their largest move move again")
+
+    def _settled(self, means: Mapping[str, float]) -> Schedule:
+        """Freezes what has come to rest; one array moves always."""
+        small = {n: share for n in sorted(means.keys() - self.frozen) if (share := self._share(n, means[n])) <= SMALL}
+        if small and self.moves.keys() <= self.frozen | small.keys():
+            del small[max(small, key=lambda name: small[name])]
+        if not small:
+            return self
+        why = f"{_told(small)} of their largest move come to rest"
+        return replace(self, frozen=self.frozen | small.keys(), why=why)
+
+    def _share(self, name: str, move: float) -> float:
+        largest = self.largest.get(name, 0.0)
+        return move / largest if largest else 0.0
+
+
+def replayed(rounds: Iterable[tuple[Mapping[str, float], float | None]]) -> Schedule:
+    """After these closed rounds: (moves, loss) of each, the oldest first."""
+    schedule = Schedule()
+    for moved, loss in rounds:
+        schedule = schedule.after(moved, loss)
+    return schedule
+
+
+def _told(shares: Mapping[str, float]) -> str:
+    names = [f"{name.partition('/')[2]} with {share:.2g}" for name, share in shares.items()]
+    return ", ".join(shortened(names, LISTED))
