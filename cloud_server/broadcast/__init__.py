@@ -1,7 +1,7 @@
-"""What a round sends to devices. ``cloud_server.rounds`` builds and asks it; the simulation imports ``models_down`` and
-``served_model``.
+"""What a round sends to devices. ``cloud_server.rounds`` builds and asks it; the simulation imports ``models_down``,
+``served_model`` and ``round_arrays``.
 
 ``manifest`` builds and signs the message that opens a round. ``models_down`` encodes the training models,
-``served_model`` those that devices answer with, ``round_codecs`` knows each round's codecs. ``open_round`` is the state
-of the round that is open.
+``served_model`` those that devices answer with, ``round_codecs`` knows each round's codecs, ``round_arrays`` the arrays
+that it trains. ``open_round`` is the state of the round that is open.
 """

@@ -15,6 +15,7 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Update
 from fleet_core.base import schema
 from fleet_core.base.trees import Params
+from fleet_core.model.layout import Layout
 from fleet_core.protocol import cohort, messages, round_messages
 from fleet_core.protocol.round_messages import Cohort, Counted, Manifest, MethodRef, ModelRef, UploadRules
 
@@ -26,20 +27,20 @@ LISTED_IDS = 200
 class Manifests:
     """Builds, signs and publishes one fleet's manifests.
 
-    graph: the graph bundle's bytes. layout_hash: of the model. max_upload_bytes: of the largest update. next_seq: the
+    graph: the graph bundle's bytes. layout: of the model. max_upload_bytes: of the largest update. next_seq: the
     next manifest's sequence number. now: Unix seconds. resting(): devices that are not asked today.
     """
 
     def __init__(
         self, fleet: Fleet, models: ModelsDown, served: ServedModels, ledger: Ledger, publisher: Publisher,
         codecs: RoundCodecs, *,
-        graph: bytes, layout_hash: str, max_upload_bytes: int, next_seq: Callable[[], int], now: Callable[[], float],
+        graph: bytes, layout: Layout, max_upload_bytes: int, next_seq: Callable[[], int], now: Callable[[], float],
         resting: Callable[[], Collection[str]] = tuple,
     ):
         self._config, self._method, self._codecs = fleet.config, fleet.method, codecs
         self._hyper, self._signer = schema.plain(fleet.hyper), fleet.signer()
         self._models, self._served, self._ledger, self._publisher = models, served, ledger, publisher
-        self._graph, self._layout_hash = graph, layout_hash
+        self._graph, self._layout = graph, layout
         self._max_upload_bytes, self._next_seq, self._now = max_upload_bytes, next_seq, now
         self._resting = resting
 
@@ -48,7 +49,8 @@ class Manifests:
         chosen = cohort.announce(self._config.fleet.seed, opened.number, list(opened.cohort), self._resting())
         codecs = self._codecs.accepted(opened.codecs["up"].codec)
         self._publish(
-            after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, is_open=True
+            after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, is_open=True,
+            train=self._layout.places(opened.arrays.moving),
         )
 
     def no_round(self, after: Checkpoint) -> None:
@@ -62,7 +64,7 @@ class Manifests:
 
     def _publish(
         self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float],
-        per_device: Mapping[str, Params], codecs: tuple[str, ...], *, is_open: bool,
+        per_device: Mapping[str, Params], codecs: tuple[str, ...], *, is_open: bool, train: str | None = None,
     ) -> None:
         fleet, link = self._config.fleet, self._config.link
         listed, own = self._models.publish_per_device(per_device)
@@ -79,13 +81,14 @@ class Manifests:
             model=model,
             graph=graph,
             serve=self._served.reference,
-            layout=self._layout_hash,
+            layout=self._layout.hash,
             scalars={**scalars, "round": float(number), "seed": float(fleet.seed)},
             dual_epoch=after.state.dual_epoch,
             counted=self._counted(after.round),
             up=UploadRules(self._max_upload_bytes, link.chunk_bytes, codecs),
             open=is_open,
             per_device=listed,
+            train=train,
         )
         keep = {blob.id for blob in manifest.blobs()} | own
         self._publisher.manifest(self._signer.sign(messages.encode(manifest)), keep)

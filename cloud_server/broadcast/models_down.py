@@ -14,6 +14,7 @@ from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.algorithms.interface import Method, ServerState
 from fleet_core.base import trees
+from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.codecs.kinds import registry
 from fleet_core.model import payloads
@@ -27,7 +28,8 @@ from fleet_core.protocol.round_messages import ModelRef, PerDevice
 class Encoded:
     """A training model on its way down. data: its bytes in ``codec``. delta: whether they are a change to the weights
     published before. decoded: float32 weights as devices will hold them. lost: what a codec with feedback left out, or
-    None. left: norm of what decoding left out over that of the change; None for a whole model and for no change."""
+    None. left: norm of what decoding left out over that of the change; None for a whole model and for no change.
+    moving: the arrays of a delta, those that the round before trained."""
 
     data: bytes
     codec: str
@@ -35,6 +37,7 @@ class Encoded:
     decoded: Params
     lost: Params | None
     left: float | None = None
+    moving: Moving = EVERYTHING
 
 
 def encode_model(
@@ -42,18 +45,21 @@ def encode_model(
 ) -> Encoded:
     """``model`` (float64), plus what was lost ``before``, as a delta to what devices hold; whole in the first round.
     seed: of the fleet or run, for a codec that draws and for first weights that were drawn from it."""
-    held = before.published
-    target = model if before.lost is None else trees.add(model, before.lost)
+    held, moving = before.published, before.moving
+    target = model
+    if before.lost is not None:
+        target = trees.add(model, trees.merged(trees.zeros_like(model), before.lost))
     if not held:
         form, data = payloads.encode_whole(target, seed)
         return Encoded(data, form, False, payloads.decode(form, data, layout, groups), None)
-    delta = _difference(target, held)
+    part, moved = layout.part(moving), moving.of(target)
+    delta = _difference(moved, held)
     data = payloads.encode(codec, delta, (seed, before.round + 1, 0))
-    read = delta if registry.codec(codec).lossless else payloads.decode(codec, data, layout, groups)
+    read = delta if registry.codec(codec).lossless else payloads.decode(codec, data, part, groups)
     decoded = payloads.apply_delta(held, read)
-    missing = _difference(target, decoded)
-    lost = missing if registry.codec(codec).feedback_down else None
-    return Encoded(data, codec, True, decoded, lost, payloads.relative(missing, delta))
+    missing = _difference(moved, decoded)
+    kept = trees.merged(moving.rest(before.lost or {}), missing if registry.codec(codec).feedback_down else {})
+    return Encoded(data, codec, True, decoded, kept or None, payloads.relative(missing, delta), moving)
 
 
 def _difference(left: Params, right: Params) -> dict[str, dict[str, Any]]:
@@ -100,7 +106,8 @@ class ModelsDown:
     def training(
         self, target: Params, before: Checkpoint, number: int, codec: str, lacks: Callable[[str], bool]
     ) -> tuple[ModelRef, Encoded]:
-        """The model of round ``number``; whole as well when some device ``lacks(base)`` the base of its delta.
+        """The model of round ``number``; whole as well when some device ``lacks(base)`` the base of its delta, and the
+        arrays that the last round trained, for a device that holds the others.
 
         First weights as a seed name themselves as their base: agents that do not know ``drawn`` take the whole.
         """
@@ -112,13 +119,24 @@ class ModelsDown:
         if made.codec == registry.DRAWN.name:
             base = model
         full = self.whole(made.decoded) if base is not None and lacks(base) else None
-        return ModelRef(model, self.blob(made.data), made.codec, base=base, full=full, round=number), made
+        reference = ModelRef(model, self.blob(made.data), made.codec, base=base, full=full, round=number)
+        return self.with_part(reference, made.decoded, made.moving), made
+
+    def with_part(self, reference: ModelRef, weights: Params, moving: Moving) -> ModelRef:
+        """Says which arrays the delta has. Where some are frozen and the whole is published, those that move as well,
+        whole, for a device that holds the frozen ones."""
+        if moving.everything:
+            return reference
+        part = self.whole(moving.of(weights)) if reference.full is not None or reference.base is None else None
+        return replace(reference, arrays=self._layout.places(moving), part=part,
+                       rest=payloads.identity(moving.rest(weights)))
 
     def add_whole(self, opened: OpenRound) -> bool:
         """Publishes the round's model whole, for a device that lacks the base; False where it already is."""
         if opened.model.base is None or opened.model.full is not None:
             return False
-        opened.model = replace(opened.model, full=self.whole(opened.published))
+        whole = replace(opened.model, full=self.whole(opened.published))
+        opened.model = self.with_part(whole, opened.published, self._layout.moving(whole.arrays))
         return True
 
     def _identity(self, weights: Params) -> str:

@@ -11,6 +11,7 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.base.trees import Params
 from fleet_core.model import choose_codec
 from fleet_core.model.choose_codec import Choice
+from fleet_core.model.choose_frozen import Chosen
 from fleet_core.protocol.round_messages import ModelRef, UploadManifest
 
 
@@ -21,7 +22,8 @@ class OpenRound:
     opened_at: Unix seconds. deadline: on the aggregator's clock. model: as announced. published: its decoded float32
     weights, which devices hold. lost: what a lossy codec left out of them, or None. scalars: sent with the model.
     per_device: float32 groups that each device of the cohort alone receives; empty for most methods.
-    codecs: way -> codec, with the reason. left: of the model, as in ``models_down.Encoded``.
+    codecs: way -> codec, with the reason. arrays: what it trains, with the reason. left: of the model, as in
+    ``models_down.Encoded``.
     received: device -> its update. failed: device -> why it will send none.
     """
 
@@ -36,6 +38,7 @@ class OpenRound:
     per_device: Mapping[str, Params] = field(default_factory=dict)
     codecs: Mapping[str, Choice] = field(default_factory=dict)
     left: float | None = None
+    arrays: Chosen = field(default_factory=Chosen)
     received: dict[str, UploadManifest] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 

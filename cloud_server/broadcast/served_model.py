@@ -18,6 +18,7 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device, Round
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import trees
+from fleet_core.base.moving import Moving
 from fleet_core.base.trees import Params
 from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
@@ -57,14 +58,18 @@ def encode_served(
     codec: of the next round's model. layout: of what crosses the wire. seed: of the fleet or run."""
     exact = layout.ordered(trees.only(closed.state.served, method.shared))
     weights = trees.apply(lambda a: np.asarray(a, np.float32), exact)
-    whole = ServedModel(closed.round, weights, source=payloads.identity(weights))
-    size = len(payloads.encode("fp32", weights))
+    source, moving = payloads.identity(weights), closed.moving
+    if before is not None and before.weights.keys() == exact.keys():
+        moving = _moving(closed, exact, before.weights)
+        weights = layout.ordered(trees.merged(weights, moving.rest(before.weights)))
+    whole = ServedModel(closed.round, weights, moving=moving)
+    size = len(payloads.encode("fp32", weights if before is None else moving.of(weights)))
     cheapest, least = whole, float(audience.everyone * size)
     for offer, have, need in _offers(method, closed, before, codec, layout, seed, audience, exact):
         total = need * len(offer.data) + (audience.everyone - have) * size
         if total < least:
-            cheapest, least = replace(offer, source=whole.source), total
-    return cheapest
+            cheapest, least = offer, total
+    return replace(cheapest, source=source)
 
 
 def _offers(
@@ -80,11 +85,11 @@ def _offers(
         later = (1 - audience.asked) * audience.trained if following.base else 0.0
         yield following, at_once + later, later
     if has_base and (following is None or following.base is None):
-        delta = _delta(closed.round, exact, published, codec, layout, seed)
+        delta = _delta(closed, exact, published, codec, layout, seed)
         if delta is not None:
             yield delta, audience.trained, audience.trained
     if before is not None and before.weights.keys() == exact.keys() and exact:
-        delta = _delta(closed.round, exact, before.weights, codec, layout, seed)
+        delta = _delta(closed, exact, before.weights, codec, layout, seed)
         if delta is not None:
             yield delta, audience.everyone, audience.everyone
 
@@ -103,36 +108,57 @@ def _next_training_model(
     if _distance(weights, exact) > PRECISION:
         return None
     if not made.delta or method.down != method.shared:
-        return ServedModel(closed.round, weights, following=True)
+        return ServedModel(closed.round, weights, following=True, moving=made.moving)
     base = payloads.identity(closed.published)
-    return ServedModel(closed.round, weights, made.codec, base, made.data, following=True)
+    return ServedModel(closed.round, weights, made.codec, base, made.data, following=True, moving=made.moving)
 
 
 def _delta(
-    number: int, exact: Params, base: Params, codec: str, layout: Layout, seed: int
+    closed: Checkpoint, exact: Params, base: Params, codec: str, layout: Layout, seed: int
 ) -> ServedModel | None:
     """A delta to ``base`` in ``codec``, or in a finer one where that loses too much; None where none is fine enough."""
-    change = trees.apply(lambda a, b: np.asarray(a - b, np.float32), exact, base)
+    moving = _moving(closed, exact, base)
+    part, moved = layout.part(moving), moving.of(exact)
+    change = trees.apply(lambda a, b: np.asarray(a - b, np.float32), moved, base)
     for name in dict.fromkeys((codec, FINER)):
-        data = payloads.encode(name, change, (seed, number, SERVED))
-        weights = payloads.apply_delta(base, payloads.decode(name, data, layout, tuple(exact)))
+        data = payloads.encode(name, change, (seed, closed.round, SERVED))
+        weights = payloads.apply_delta(base, payloads.decode(name, data, part, tuple(exact)))
         if _distance(weights, exact) <= PRECISION:
-            return ServedModel(number, layout.ordered(weights), name, payloads.identity(base), data)
+            identity = payloads.identity(base)
+            return ServedModel(closed.round, layout.ordered(weights), name, identity, data, moving=moving)
     return None
+
+
+def _moving(closed: Checkpoint, exact: Params, base: Params) -> Moving:
+    """What the closed round trained, and of the frozen arrays those that ``base`` does not have within the precision:
+    they moved since, or what was lost of them is more."""
+    frozen = closed.moving.rest(exact)
+    return Moving(frozenset(
+        f"{g}/{n}" for g, named in frozen.items() for n, array in named.items()
+        if _distance({g: {n: base[g][n]}}, {g: {n: array}}) <= PRECISION
+    ))
 
 
 def fetched_bytes(
     made: ServedModel, before: ServedModel | None, everyone: Collection[str], trained: Collection[str],
-    asked: Collection[str],
+    asked: Collection[str], holding: Collection[str] = (),
 ) -> int:
-    """Payload of all devices for a new served model. trained: were asked in its round. asked: are in the next."""
-    whole = len(payloads.encode("fp32", made.weights))
+    """Payload of all devices for a new served model. trained: were asked in its round. asked: are in the next.
+    holding: have its frozen arrays in their training model."""
+    whole, part = (len(payloads.encode("fp32", weights)) for weights in (made.weights, made.moving.of(made.weights)))
     known = before is not None and payloads.identity(before.weights) == made.base
+    held = everyone if before is not None and same_rest(made.moving, before.weights, made.weights) else holding
     free = set(asked) if made.following else set()
     return sum(
-        len(made.data) if made.base is not None and (known or name in trained) else whole
+        len(made.data) if made.base is not None and (known or name in trained) else part if name in held else whole
         for name in everyone if name not in free
     )
+
+
+def same_rest(moving: Moving, left: Params, right: Params) -> bool:
+    """Whether there are frozen arrays, the same bits in both."""
+    rest = moving.rest(right)
+    return bool(rest) and payloads.identity(moving.rest(left)) == payloads.identity(rest)
 
 
 def is_new(made: ServedModel, before: ServedModel, min_change: float, *, last: bool) -> bool:
@@ -204,7 +230,8 @@ class ServedModels:
 
     def _publish(self, served: ServedModel) -> None:
         model, whole = payloads.identity(served.weights), self._models.whole(served.weights)
-        self._kept, self.reference = served, ModelRef(model, whole, "fp32", round=served.round)
+        reference = ModelRef(model, whole, "fp32", round=served.round)
         if served.base is not None:
             delta = self._models.blob(served.data)
-            self.reference = ModelRef(model, delta, served.codec, served.base, whole, served.round)
+            reference = ModelRef(model, delta, served.codec, served.base, whole, served.round)
+        self._kept, self.reference = served, self._models.with_part(reference, served.weights, served.moving)

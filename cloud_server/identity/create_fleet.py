@@ -48,9 +48,12 @@ def _write_model(fleet: Fleet, export: Export, *, complete: bool) -> None:
     graph_path, weights_path = fleet.folder / "graph.safetensors", fleet.folder / "weights.safetensors"
     if not (complete and graph_path.exists() and weights_path.exists()):
         graph, weights = export(fleet.config, "predict" in fleet.method.graphs)
+        fleet.selected(graph_bundle.unpack(graph).layout)  # before anything is written
         storage.write_atomic(graph_path, graph)
         storage.write_atomic(weights_path, weights)
-    fleet.weights(graph_bundle.unpack(fleet.graph_bytes()).layout)  # raises if they are of another model
+    layout = graph_bundle.unpack(fleet.graph_bytes()).layout
+    fleet.weights(layout)  # raises if they are of another model
+    fleet.selected(layout)
 
 
 def _write_signing_key(folder: Path) -> None:

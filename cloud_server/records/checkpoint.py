@@ -20,14 +20,15 @@ import numpy as np
 from fleet_core.algorithms.interface import ServerState
 from fleet_core.base import storage
 from fleet_core.base.errors import StateError
+from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 
 KEPT = 3
 MAX_BYTES = 1 << 34
-FORMAT = 1
-SERVED_FORMAT = 2  # of a served model's file with a delta
+FORMAT, PART_FORMAT = 1, 2  # the second of a round that trained a part of the model
+SERVED_FORMAT, SERVED_PART_FORMAT = 2, 3  # of a served model's file with a delta, and with frozen arrays
 DELTA = "delta"  # array of a served model's file, beside the weights
-METADATA = ("format", "sha256", "round", "dual_epoch", "scalars", "answers")  # metadata that are not facts
+METADATA = ("format", "sha256", "round", "dual_epoch", "scalars", "answers", "frozen")  # metadata that are not facts
 RESTORE = "put the whole fleet folder back from a backup: ledger and state belong together"
 
 
@@ -35,7 +36,8 @@ RESTORE = "put the whole fleet folder back from a backup: ledger and state belon
 class ServedModel:
     """A served model as it is published. round: whose. weights: float32, as devices decode them. data: a delta to the
     weights with the id ``base``, in ``codec``; empty for none. source: id of the aggregator's weights in float32.
-    following: whether the next round's training model has these weights; not stored."""
+    following: whether the next round's training model has these weights; not stored. moving: the arrays of the delta;
+    the others are as in the served model before."""
 
     round: int
     weights: Params
@@ -44,6 +46,7 @@ class ServedModel:
     data: bytes = b""
     source: str = ""
     following: bool = False
+    moving: Moving = EVERYTHING
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Checkpoint:
     round: the last closed round, 0 before the first. state: arrays float64. published: the decoded float32 weights that
     devices have, or None before the first round. lost: what the lossy codec left out of that round's model, or None.
     answers: in a simulation, the served model that devices have, without its delta; a fleet has a file of its own.
+    moving: the arrays that the round trained.
     """
 
     round: int
@@ -61,6 +65,7 @@ class Checkpoint:
     lost: Params | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
     answers: ServedModel | None = None
+    moving: Moving = EVERYTHING
 
 
 class Checkpoints:
@@ -96,7 +101,9 @@ class Checkpoints:
         if checkpoint.answers is not None:
             roles["answers"] = checkpoint.answers.weights
             metadata["answers"] = f"{checkpoint.answers.round} {checkpoint.answers.source}"
-        _write(self.path(checkpoint.round), storage.flatten_roles(roles), metadata)
+        metadata |= _of_moving(checkpoint.moving)
+        version = FORMAT if checkpoint.moving.everything else PART_FORMAT
+        _write(self.path(checkpoint.round), storage.flatten_roles(roles), metadata, version)
         for old in sorted(self._folder.glob("round-*.safetensors"))[:-KEPT]:
             old.unlink(missing_ok=True)
 
@@ -110,14 +117,16 @@ class Checkpoints:
         if served.base is not None:
             metadata |= {"codec": served.codec, "base": served.base}
             arrays[DELTA] = np.frombuffer(served.data, np.uint8)
-        _write(self._served, arrays, metadata, FORMAT if served.base is None else SERVED_FORMAT)
+        metadata |= _of_moving(served.moving)
+        version = FORMAT if served.base is None else SERVED_FORMAT
+        _write(self._served, arrays, metadata, version if served.moving.everything else SERVED_PART_FORMAT)
 
     def served(self) -> ServedModel | None:
         """The last served model, or None. A damaged one is renamed: devices keep theirs until the next one. Raises
         StateError if it is of a newer version."""
         if not self._served.exists():
             return None
-        found = _read(self._served, SERVED_FORMAT)
+        found = _read(self._served, SERVED_PART_FORMAT)
         if found is None:
             aside = self._served.with_suffix(".damaged")
             self._served.replace(aside)
@@ -127,7 +136,7 @@ class Checkpoints:
         delta = arrays.pop(DELTA, None)
         return ServedModel(
             int(metadata["round"]), storage.unflatten(arrays), metadata.get("codec", "fp32"), metadata.get("base"),
-            b"" if delta is None else delta.tobytes(), metadata.get("source", ""),
+            b"" if delta is None else delta.tobytes(), metadata.get("source", ""), moving=_moving(metadata),
         )
 
     def load(self, round_number: int, order: Params) -> Checkpoint:
@@ -151,8 +160,18 @@ class Checkpoints:
         )
         facts = {key: value for key, value in metadata.items() if key not in METADATA}
         return Checkpoint(
-            round_number, state, roles.get("published"), roles.get("lost"), facts, _answers(roles, metadata)
+            round_number, state, roles.get("published"), roles.get("lost"), facts, _answers(roles, metadata),
+            _moving(metadata),
         )
+
+
+def _of_moving(moving: Moving) -> dict[str, str]:
+    """As metadata."""
+    return {} if moving.everything else {"frozen": json.dumps(sorted(moving.frozen))}
+
+
+def _moving(metadata: Mapping[str, str]) -> Moving:
+    return Moving(frozenset(json.loads(metadata.get("frozen", "[]"))))
 
 
 def _answers(roles: Mapping[str, Params], metadata: Mapping[str, str]) -> ServedModel | None:
@@ -177,7 +196,7 @@ def facts(path: Path) -> dict[str, str]:
 def served(path: Path) -> tuple[int, Params]:
     """(round, served model) of a checkpoint, float64, or of a served model's file, float32. Safe while an aggregator
     runs. Raises StateError."""
-    found = _read(path, SERVED_FORMAT)
+    found = _read(path, SERVED_PART_FORMAT)
     if found is None:
         raise StateError("is damaged, or not a checkpoint", where=str(path))
     arrays, metadata = found
@@ -198,7 +217,7 @@ def _write(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str], v
     storage.write_arrays(path, arrays, {**known, "sha256": _digest(arrays, known)})
 
 
-def _read(path: Path, newest: int = FORMAT) -> tuple[dict[str, Any], dict[str, str]] | None:
+def _read(path: Path, newest: int = PART_FORMAT) -> tuple[dict[str, Any], dict[str, str]] | None:
     """(arrays, metadata) as written; None for a damaged file. Raises StateError if it cannot be read now or is of a
     newer version."""
     data = storage.read_bytes(path, limit=MAX_BYTES)

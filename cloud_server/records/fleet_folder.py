@@ -24,13 +24,15 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, schema, storage
 from fleet_core.base.errors import CodecError, ConfigError, StateError
+from fleet_core.base.moving import Moving
 from fleet_core.base.processes import typed
 from fleet_core.base.trees import Params
 from fleet_core.codecs.kinds.registry import CODECS
-from fleet_core.model import graph_bundle, payloads
+from fleet_core.model import graph_bundle, payloads, select_arrays
 from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
+from fleet_core.model.select_arrays import TrainSection
 from fleet_core.protocol.signing import Signer, load_public
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
@@ -126,13 +128,14 @@ class FleetConfig:
     fleet: FleetSection
     model: ModelSection
     link: LinkSection = field(default_factory=LinkSection)
+    train: TrainSection = field(default_factory=TrainSection)
     hyper: Mapping[str, Any] = field(default_factory=dict)
     budget: BudgetSection | None = None
 
 
 NOTES = {
-    f"{section.name}.{key.name}": str(key.metadata["about"])
-    for section, kind in zip(fields(FleetConfig), (FleetSection, ModelSection, LinkSection), strict=False)
+    f"{section}.{key.name}": str(key.metadata["about"])
+    for section, kind in (("fleet", FleetSection), ("link", LinkSection), ("train", TrainSection))
     for key in fields(kind)
     if "about" in key.metadata
 }
@@ -215,6 +218,12 @@ class Fleet:
             if codec != AUTO
             for text in CODECS[codec].remarks(way, self.method.client.keeps)
         ]
+
+    def selected(self, layout: Layout) -> Moving:
+        """The arrays that ``[train] only`` names. Raises ConfigError with every mistake in it."""
+        path = self.folder / "fleet.toml"
+        text = config.text_of(path) if path.exists() else ""
+        return select_arrays.moving_of(self.config.train, layout, self.method, text, str(path))
 
     def signer(self) -> Signer:
         """The fleet's signing key. Raises StateError if it is missing."""
@@ -333,8 +342,9 @@ def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:
     """(method, hyper-parameters). Raises ConfigError that names the wrong keys."""
     method = METHODS[settings.fleet.method]
     hyper, problems = schema.read(method.hyper, settings.hyper)
-    if hyper is None:
+    named = [schema.Problem(f"hyper.{p.key}", p.what, p.hint) for p in problems]
+    named += select_arrays.check(settings.train, method)
+    if named:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        named = [schema.Problem(f"hyper.{p.key}", p.what, p.hint) for p in problems]
         raise ConfigError("\n".join(config.located(problem, text, str(path)) for problem in named))
     return method, hyper

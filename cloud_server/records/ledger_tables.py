@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-VERSION = 6
+VERSION = 7
 STAGES = ("before", "fine_tuned", "after")
 
 SCHEMA = """
@@ -83,6 +83,10 @@ CREATE TABLE codecs (
     round INTEGER NOT NULL REFERENCES rounds, way TEXT NOT NULL CHECK (way IN ('up', 'down')), codec TEXT NOT NULL,
     reason TEXT NOT NULL, left_out REAL, PRIMARY KEY (round, way));
 """,
+    7: """
+CREATE TABLE arrays (
+    round INTEGER PRIMARY KEY REFERENCES rounds, frozen TEXT NOT NULL, reason TEXT NOT NULL, moves TEXT NOT NULL);
+""",
 }
 """Version -> the statements that upgrade a ledger from the version before."""
 
@@ -133,6 +137,20 @@ class RoundCodec(Row):
     codec: str
     reason: str = ""
     left_out: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundArrays(Row):
+    """A round that trains a part of the model, or whose arrays are chosen. frozen: "group/name" of the arrays that did
+    not move. reason: of ``auto``, empty where patterns alone decide. moves: norm of the move of each array that was
+    sent, once the round is closed."""
+
+    table = "arrays"
+    key = ("round",)
+    round: int
+    frozen: tuple[str, ...] = ()
+    reason: str = ""
+    moves: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,8 @@ class Spool:
 
     def read(self, round_number: int, device: str, manifest: UploadManifest) -> Update:
         """The update with float32 arrays. Raises StateError or CodecError if it cannot be read."""
-        params = payloads.decode(manifest.codec, self._data(round_number, device, manifest), self._layout, self._groups)
+        part = self._layout.part(self._layout.moving(manifest.train))
+        params = payloads.decode(manifest.codec, self._data(round_number, device, manifest), part, self._groups)
         return Update(device, Payload(params, manifest.scalars), manifest.samples)
 
     def _data(self, round_number: int, device: str, manifest: UploadManifest) -> bytes:

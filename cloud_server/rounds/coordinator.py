@@ -226,11 +226,13 @@ class Coordinator:
         opened = self._rounds.open = OpenRound(
             number, chosen, started, self._clock() + self.config.fleet.deadline_s, reference, made.decoded, made.lost,
             sent.scalars, self._parts.models.per_device(state, chosen), codecs, made.left,
+            self._parts.arrays.of_round(number),
         )
         if not before:
             self._rounds.begin(opened, len(self._members.members()))
             self._say_numbers(number)
         self._parts.codecs.begin(opened)
+        self._parts.arrays.begin(opened)
         self._idle, self._taken_up, self._begun = None, before is not None and self._begun != number, number
         self._parts.waiting.begin()
         self._parts.receiver.begin(opened)
@@ -318,6 +320,7 @@ class Coordinator:
             self._members.took_part(opened.received)
             self._rounds.close(opened, members)
             self._parts.codecs.close(opened, checkpoint.state)
+            self._parts.arrays.close(opened, checkpoint.state)
         self._rule.checkpoint, self._rounds.open = checkpoint, None
         self._looked_at = -math.inf
         self._rounds.say_stalled("")

@@ -277,8 +277,11 @@ class Members:
             known.state = ""
 
 
-def inability(presence: Presence, *, method: Method, link: LinkSection, parameters: int) -> str | None:
-    """Why a device cannot take part in rounds with this method, these codecs and a model of that size, or None."""
+def inability(
+    presence: Presence, *, method: Method, link: LinkSection, parameters: int, parts: bool = False
+) -> str | None:
+    """Why a device cannot take part in rounds with this method, these codecs and a model of that size, or None. parts:
+    a round may train a part of the model."""
     if presence.proto != messages.PROTOCOL:
         return f"speaks protocol {presence.proto}, this is {messages.PROTOCOL}"
     if not presence.train:
@@ -291,4 +294,6 @@ def inability(presence: Presence, *, method: Method, link: LinkSection, paramete
     needed = [choose_codec.possible("up", link.up, keeps)[0], *choose_codec.possible("down", link.down, keeps)]
     if not set(needed) <= set(presence.codecs):
         return f"lacks codec {' or '.join(dict.fromkeys(needed))}"
+    if parts and not presence.parts:
+        return "cannot train a part of the model: its agent is too old"
     return None

@@ -9,6 +9,7 @@ from functools import partial
 from cloud_server.broadcast.manifest import Manifests
 from cloud_server.broadcast.models_down import ModelsDown
 from cloud_server.broadcast.open_round import Rounds
+from cloud_server.broadcast.round_arrays import RoundArrays
 from cloud_server.broadcast.round_codecs import RoundCodecs
 from cloud_server.broadcast.served_model import ServedModels
 from cloud_server.broker.publisher import Publisher
@@ -45,6 +46,7 @@ class Parts:
     spool: Spool
     costs: RoundCosts
     codecs: RoundCodecs
+    arrays: RoundArrays
     publisher: Publisher
     models: ModelsDown
     served: ServedModels
@@ -73,11 +75,13 @@ def assemble(
     checkpoints = Checkpoints(fleet.folder / "state", log)
     spool = Spool(fleet.folder / "spool", wire, method.shared)
     cannot = partial(
-        inability, method=method, link=fleet.config.link, parameters=layout.parameters(MODEL_GROUPS)
+        inability, method=method, link=fleet.config.link, parameters=layout.parameters(MODEL_GROUPS),
+        parts=fleet.config.train.parts,
     )
     members = Members(ledger, everyone=settings.enrolment == "open", cannot=cannot, clock=clock, now=now, log=log)
     rule = RuleState(fleet, layout, ledger, checkpoints, members, log=log)
-    rounds, costs, codecs = Rounds(ledger, method, now), RoundCosts(ledger, now), RoundCodecs(fleet, ledger)
+    rounds, costs = Rounds(ledger, method, now), RoundCosts(ledger, now)
+    codecs, arrays = RoundCodecs(fleet, ledger), RoundArrays(fleet, layout, ledger)
     waiting = Waiting(members, rounds, settings.deadline_s, clock=clock, log=log)
     messages = ServerMessages(settings.name, link, fleet.signer(), boot, log)
 
@@ -93,15 +97,15 @@ def assemble(
     models = ModelsDown(fleet, wire, publisher)
     served = ServedModels(fleet, wire, ledger, checkpoints, models, codecs)
     manifests = Manifests(
-        fleet, models, served, ledger, publisher, codecs, graph=graph, layout_hash=layout.hash,
+        fleet, models, served, ledger, publisher, codecs, graph=graph, layout=layout,
         max_upload_bytes=receiver.max_upload_bytes, next_seq=costs.next_seq, now=now,
         resting=lambda: members.resting.keys(),
     )
     served.resume(rule.checkpoint)
     return Parts(
         fleet=fleet, layout=layout, members=members, rule=rule, rounds=rounds, checkpoints=checkpoints, spool=spool,
-        costs=costs, codecs=codecs, publisher=publisher, models=models, served=served, manifests=manifests,
-        messages=messages, tell=tell, receiver=receiver, waiting=waiting,
+        costs=costs, codecs=codecs, arrays=arrays, publisher=publisher, models=models, served=served,
+        manifests=manifests, messages=messages, tell=tell, receiver=receiver, waiting=waiting,
         first_wait=FirstWait(
             members, settings.first_wait_s, invited=lambda: open_tokens(ledger), clock=clock, log=log
         ),

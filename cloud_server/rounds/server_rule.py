@@ -11,6 +11,7 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Round
 from cloud_server.rounds.members import Members
+from fleet_core.algorithms import freezing
 from fleet_core.algorithms.interface import ServerState, Update
 from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError
@@ -80,7 +81,8 @@ class RuleState:
         """The checkpoint after a round with these updates; nothing is written yet. Raises StateError or CodecError for
         an update that is not as it was received."""
         joined = self._reconciled(len(self._members.members()), leaving=False)
-        as_received = self._method.server.as_received(joined, trees.widened(opened.published))
-        state = self._method.server.apply(replace(as_received, round=opened.number), updates, members, self._hyper)
+        rule, moving = self._method.server, opened.arrays.moving
+        as_received = replace(rule.as_received(joined, trees.widened(opened.published)), round=opened.number)
+        state = freezing.apply(rule, as_received, updates, members, self._hyper, moving)
         facts = {**self.checkpoint.facts, "members": str(members)}
-        return Checkpoint(opened.number, state, opened.published, opened.lost, facts)
+        return Checkpoint(opened.number, state, opened.published, opened.lost, facts, moving=moving)

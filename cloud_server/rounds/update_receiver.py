@@ -157,6 +157,7 @@ class UpdateReceiver:
             "layout": (manifest.layout, self._layout_hash),
             "dual epoch": (manifest.dual_epoch, dual_epoch),
             "base model": (manifest.base, opened.model.model),
+            "arrays": (manifest.train or "all", self._layout.places(opened.arrays.moving) or "all"),
             "codec": (manifest.codec, manifest.codec if manifest.codec in accepted else " or ".join(accepted)),
             "scalars": (sorted(manifest.scalars), sorted(self._method.up_scalars)),
         }
@@ -172,7 +173,8 @@ class UpdateReceiver:
         The decoded arrays are not kept: the spool holds the encoded bytes, and closing decodes one update after the
         other, so that memory does not grow with the cohort.
         """
-        params = payloads.decode(manifest.codec, data, self._layout, self._method.shared)
+        part = self._layout.part(self._layout.moving(manifest.train))
+        params = payloads.decode(manifest.codec, data, part, self._method.shared)
         length, bound = norm(params), self._link.max_update_norm
         if not self._method.cumulative:
             length /= max(1, manifest.samples)

@@ -17,6 +17,7 @@ from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.registry import entries
 from fleet_core.data.sets.set_cache import load_set
 from fleet_core.model.layout import InputSpec
+from fleet_core.model.select_arrays import TrainSection
 
 NO_WINDOW = "leave --window and --stride out"
 HEAD = "# What is changed here holds from the next start of the server. Every key: docs/fleet.md of Metafleet."
@@ -64,11 +65,11 @@ def _is_named(data: str) -> bool:
 def fleet_toml(
     samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int,
     spec: InputSpec | None = None, model_options: Mapping[str, Any] | None = None, codec: str | None = None,
-    **fleet: Any,
+    train: Mapping[str, Any] | None = None, **fleet: Any,
 ) -> str:  # fmt: skip
     """The content of fleet.toml for these samples, which need class names. model: default by shape. spec: the model's
-    input; by default the samples as they are. codec: as in ``codec_catalogue.chosen``. fleet: further keys of its table
-    ``fleet``."""
+    input; by default the samples as they are. codec: as in ``codec_catalogue.chosen``. train: keys of its table
+    ``train``. fleet: further ones of ``fleet``."""
     hyper = method_catalogue.named(method).hyper()
     chosen = model or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
     return toml_with_defaults(
@@ -83,6 +84,7 @@ def fleet_toml(
                 **({"options": dict(model_options)} if model_options else {}),
             },
             "link": codec_catalogue.chosen(codec) if codec else {},
+            "train": dict(train or {}),
             "hyper": schema.plain(hyper),
         }
     )
@@ -90,8 +92,11 @@ def fleet_toml(
 
 def toml_with_defaults(tables: Mapping[str, Any]) -> str:
     """fleet.toml of these tables, with the defaults of the other common keys and a comment above each key."""
-    known = schema.plain(FleetSection(tables["fleet"]["name"])), schema.plain(LinkSection())
-    link = {key: known[1][key] for key in ("up", "down", "max_update_norm")}
-    whole = {**tables, "fleet": {**known[0], **tables["fleet"]}, "link": {**link, **tables.get("link", {})}}
-    ordered = {name: whole[name] for name in ("fleet", "model", "link", "hyper") if name in whole}
+    link = schema.plain(LinkSection())
+    defaults = {
+        "fleet": schema.plain(FleetSection(tables["fleet"]["name"])), "train": schema.plain(TrainSection()),
+        "link": {key: link[key] for key in ("up", "down", "max_update_norm")},
+    }
+    whole = {**tables, **{name: {**known, **tables.get(name, {})} for name, known in defaults.items()}}
+    ordered = {name: whole[name] for name in ("fleet", "model", "train", "link", "hyper") if name in whole}
     return f"{HEAD}\n{config.toml(ordered, notes=NOTES)}"

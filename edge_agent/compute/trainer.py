@@ -78,7 +78,7 @@ class TrainerJobs:
         model, samples = self._model(order), self._samples(order)
         return local_training.train_round(
             order.method, model, order.layout, broadcast, state, samples.x, samples.y, order.hyper,
-            np.random.default_rng(order.seed),
+            np.random.default_rng(order.seed), moving=order.layout.moving(order.manifest.train),
         )
 
     def _adapt(self, order: Order) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -30,6 +30,7 @@ def keep(
     made = encode_update(
         name, update, pending, before, method=method, hyper=hyper_of(method, manifest.method.hyper),
         layout=wire(layout, method), round_number=manifest.scalars["round"], seed=seed,
+        moving=layout.moving(manifest.train),
     )
     key = state_key(manifest)
     upload = UploadManifest(
@@ -44,5 +45,6 @@ def keep(
         metrics=dict(metrics),
         after=home.learned(key) or NO_UPDATE,
         residual=min(made.left, MAX_RESIDUAL),
+        train=manifest.train,
     )
     home.leave_made(key, life, manifest.round, upload, made.data, made.state)

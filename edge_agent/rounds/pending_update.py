@@ -77,7 +77,7 @@ class PendingUpdates:
 
     def _go_on_offering(self, manifest: Manifest, pending: Pending) -> None:
         """Offers the update once per manifest: an aggregator that was restarted may not have it."""
-        if (pending.round, pending.key, pending.upload.base) != identity(manifest):
+        if (pending.round, pending.key, pending.upload.base, pending.upload.train) != identity(manifest):
             self._discard(pending)  # the round has another model by now: this can never be counted
         elif self._offered_seq != manifest.seq:
             self._offer(manifest, pending)

@@ -29,7 +29,8 @@ class Models:
         self.base = self._sound_base()
         self.served: Weights | None = None
         self._part: tuple[str, tuple[str, ...], str] = ("", (), "")  # training model, groups, their id
-        self._misfit = ""  # id of a delta that did not fit what is held here
+        self._misfits = set[str]()  # ids of deltas and parts that did not fit what is held here
+        self._rest: tuple[Any, bool] = (None, False)  # what was asked last of ``_has_rest``, and the answer
 
     def _sound_base(self) -> str:
         """Drops a training model that a power cut damaged; it is fetched again."""
@@ -62,14 +63,32 @@ class Models:
         return model == self._part[2]
 
     def blob_for(self, ref: ModelRef, groups: tuple[str, ...]) -> Blob | None:
-        """The delta where the device holds its base, first weights as a seed, else the whole model, else None. groups:
-        of the model."""
-        known = ref.codec == DRAWN.name or ref.base is None
-        return ref.blob if known or self._fits(ref, groups) else ref.full
+        """The delta where the device holds its base, first weights as a seed; else the part that moves where it holds
+        the rest; else the whole model, else None. groups: of the model."""
+        if ref.codec == DRAWN.name or self._fits(ref, groups):
+            return ref.blob
+        if ref.part is not None and ref.part.id not in self._misfits and self._has_rest(ref, groups):
+            return ref.part
+        return ref.blob if ref.base is None else ref.full
 
     def _fits(self, ref: ModelRef, groups: tuple[str, ...]) -> bool:
         here = ref.base is not None and self.weights(ref.base, groups) is not None
-        return here and ref.blob.id != self._misfit
+        return here and ref.blob.id not in self._misfits
+
+    def _has_rest(self, ref: ModelRef, groups: tuple[str, ...]) -> bool:
+        served = None if self.served is None else self.served.model
+        asked = ref.rest, ref.arrays, groups, self.base, served, self._service.model
+        if self._rest[0] != asked:
+            self._rest = asked, self._with_rest(ref, groups) is not None
+        return self._rest[1]
+
+    def _with_rest(self, ref: ModelRef, groups: tuple[str, ...]) -> Tree | None:
+        """Weights held here that have the frozen arrays of ``ref``, or None."""
+        moving = self._service.layout.moving(ref.arrays)
+        for held in (self._training(groups), self.served, self._service.slots.weights()):
+            if held is not None and payloads.identity(moving.rest(held.params)) == ref.rest:
+                return held.params
+        return None
 
     def needs_training_base(self, manifest: Manifest, ref: ModelRef) -> bool:
         """Whether the served model is a delta to the training model held here. It has to be fetched before the next
@@ -112,32 +131,45 @@ class Models:
     def _taken(
         self, manifest: Manifest, groups: tuple[str, ...], ref: ModelRef, blob_id: str, data: bytes
     ) -> Tree | None:
-        """The decoded weights; None for a delta that does not fit what is held here."""
+        """The decoded weights; None for a delta or a part that does not fit what is held here."""
         try:
             return self._decode(manifest, groups, ref, blob_id, data)
         except CodecError:
-            if not self._as_delta(ref, groups, blob_id):
+            delta = self._as_delta(ref, groups, blob_id)
+            if not delta and not _is_part(ref, blob_id):
                 raise
-            self._log("the delta does not fit what is held here: the whole model is needed")
-            self._misfit = blob_id
+            self._log(f"the {'delta' if delta else 'part'} does not fit what is held here: the whole model is needed")
+            self._misfits.add(blob_id)
             return None
 
     def _decode(
         self, manifest: Manifest, groups: tuple[str, ...], ref: ModelRef, blob_id: str, data: bytes
     ) -> Tree:
         layout = wire(self._service.layout, method_of(manifest))
-        params = payloads.decode(ref.codec if blob_id == ref.blob.id else "fp32", data, layout, groups)
-        if ref.base is not None and self._as_delta(ref, groups, blob_id):
+        delta, part = self._as_delta(ref, groups, blob_id), _is_part(ref, blob_id)
+        sent = layout.part(self._service.layout.moving(ref.arrays)) if delta or part else layout
+        params = payloads.decode(ref.codec if blob_id == ref.blob.id else "fp32", data, sent, groups)
+        if ref.base is not None and delta:
             held = self.weights(ref.base, groups)
             if held is None:
                 raise CodecError("the base of the delta is not here", where=f"round {ref.round}")
             params = payloads.apply_delta(held.params, params)
+        elif part:
+            rest = self._with_rest(ref, groups)
+            if rest is None:
+                raise CodecError("the arrays that the part leaves out are not here", where=f"round {ref.round}")
+            params = layout.ordered(trees.merged(rest, params))
         if payloads.identity(params) != ref.model:
             raise CodecError("the decoded model is not the one that was announced", where=f"round {ref.round}")
         return params
 
     def _as_delta(self, ref: ModelRef, groups: tuple[str, ...], blob_id: str) -> bool:
-        """Whether the blob is a delta. One from zeros has the same bytes, and id, as the whole model."""
+        """Whether the blob is a delta. One from zeros has the same bytes, and id, as the values themselves."""
         if ref.base is None or blob_id != ref.blob.id or ref.codec == DRAWN.name:
             return False
-        return ref.full is None or blob_id != ref.full.id or self._fits(ref, groups)
+        values = {other.id for other in (ref.full, ref.part) if other is not None}
+        return blob_id not in values or self._fits(ref, groups)
+
+
+def _is_part(ref: ModelRef, blob_id: str) -> bool:
+    return ref.part is not None and blob_id == ref.part.id

@@ -19,6 +19,9 @@ from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.protocol import cohort
 from fleet_core.protocol.round_messages import Manifest
 
+Identity = tuple[int, str, str, str | None]
+"""Number of a round, key of the training state, weights to train from, arrays to train."""
+
 
 class TrainJobs:
     """One round's training at a time; none without a trainer or beyond the board's limits."""
@@ -36,7 +39,7 @@ class TrainJobs:
         self._settings, self._life, self._home, self._service = settings, life, home, service
         self._accounts, self._trainer, self._limits = accounts, trainer, limits
         self._name = settings.device.name
-        self._seen: tuple[int, str, str] | None = None
+        self._seen: Identity | None = None
         self._begun: Manifest | None = None
 
     def wanted(self, manifest: Manifest) -> bool:
@@ -85,9 +88,9 @@ class TrainJobs:
         return begun
 
 
-def identity(manifest: Manifest) -> tuple[int, str, str]:
-    """(number, key of the training state, weights to train from): two rounds with the same are the same."""
-    return manifest.round, state_key(manifest), manifest.model.model
+def identity(manifest: Manifest) -> Identity:
+    """Two rounds with the same are the same."""
+    return manifest.round, state_key(manifest), manifest.model.model, manifest.train
 
 
 def still_asked(begun: Manifest, manifest: Manifest | None) -> bool:

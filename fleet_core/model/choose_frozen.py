@@ -14,11 +14,12 @@ has fallen, which needs no memory of the size of the model. That layers settle o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean as mean
 
 from fleet_core.base.errors import shortened
+from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.model.choose_codec import WINDOW, rise
 
 SMALL, AGAIN = 0.1, 0.2
@@ -31,11 +32,23 @@ LISTED = 4
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """arrays: "group/name" of those that rest in a round. reason: one sentence with the figures."""
+class Chosen:
+    """What a round trains. reason: one sentence with the figures; empty where patterns alone decide."""
 
-    arrays: frozenset[str]
-    reason: str
+    moving: Moving = EVERYTHING
+    reason: str = ""
+
+
+def next_arrays(selected: Moving, sent: Collection[str], schedule: Schedule | None) -> Chosen:
+    """Of the next round. selected: by patterns. sent: the arrays of the model that the method sends. schedule: None
+    for none. One array that is sent moves always, also where the patterns are others than before."""
+    if schedule is None:
+        return Chosen(selected)
+    frozen, reason = schedule.choice()
+    moving = Moving(selected.frozen | frozen)
+    if moving.frozen.issuperset(sent):
+        return Chosen(selected, "all that is selected would be at rest: it moves again")
+    return Chosen(moving, reason)
 
 
 @dataclass(frozen=True)
@@ -58,13 +71,13 @@ class Schedule:
         """Whether the next round is a probe."""
         return bool(self.frozen) and self.waited >= self.rest
 
-    def choice(self) -> Frozen:
-        """For the next round."""
+    def choice(self) -> tuple[frozenset[str], str]:
+        """(the arrays that rest in the next round, why)."""
         if self.probes:
-            return Frozen(frozenset(), f"a probe of all arrays, {self.waited} rounds after the last")
+            return frozenset(), f"a probe of all arrays after {self.waited} rounds"
         left = self.rest - self.waited
         state = f"{len(self.frozen)} of {len(self.moves)} at rest, the next probe is {left} rounds later"
-        return Frozen(self.frozen, "; ".join(filter(None, (self.why, state if self.frozen else "none at rest"))))
+        return self.frozen, "; ".join(filter(None, (self.why, state if self.frozen else "none at rest")))
 
     def after(self, moved: Mapping[str, float], loss: float | None) -> Schedule:
         """After one more closed round. moved: norm of the move of every array that was sent."""
@@ -101,14 +114,6 @@ class Schedule:
     def _share(self, name: str, move: float) -> float:
         largest = self.largest.get(name, 0.0)
         return move / largest if largest else 0.0
-
-
-def replayed(rounds: Iterable[tuple[Mapping[str, float], float | None]]) -> Schedule:
-    """After these closed rounds: (moves, loss) of each, the oldest first."""
-    schedule = Schedule()
-    for moved, loss in rounds:
-        schedule = schedule.after(moved, loss)
-    return schedule
 
 
 def _told(shares: Mapping[str, float]) -> str:

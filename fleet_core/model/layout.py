@@ -12,7 +12,7 @@ import numpy as np
 
 from fleet_core.base import schema
 from fleet_core.base.errors import BundleError, CodecError
-from fleet_core.base.moving import MIRRORED, Moving
+from fleet_core.base.moving import EVERYTHING, MIRRORED, Moving
 from fleet_core.base.trees import Params
 from fleet_core.protocol import chunks
 
@@ -95,16 +95,16 @@ class Layout:
         """"group/name" of the model's own arrays, in order."""
         return tuple(f"{t.group}/{t.name}" for t in self.tensors if t.group in MODEL_GROUPS)
 
-    def places(self, moving: Moving) -> str:
-        """What moves as messages say it: places in ``keys``, ``0-3,7``; empty for everything."""
+    def places(self, moving: Moving) -> str | None:
+        """What moves as messages say it: places in ``keys``, ``0-3,7``; None for everything."""
         if moving.everything:
-            return ""
+            return None
         return chunks.as_ranges([k for k, key in enumerate(self.keys) if key not in moving.frozen])
 
-    def moving(self, places: str) -> Moving:
+    def moving(self, places: str | None) -> Moving:
         """The inverse of ``places``. Raises MessageError."""
-        if not places:
-            return Moving()
+        if places is None:
+            return EVERYTHING
         found = set(chunks.from_ranges(places, len(self.keys)))
         return Moving(frozenset(key for k, key in enumerate(self.keys) if k not in found))
 

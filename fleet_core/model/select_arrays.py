@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from fleet_core.algorithms.interface import Method
+from fleet_core.base.config import located
+from fleet_core.base.errors import ConfigError, shortened
 from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.schema import Problem, suggest
 from fleet_core.model.layout import MODEL_GROUPS, Layout, TensorSpec
 
 NEVER, AUTO = "never", "auto"
-MOST_PATTERNS = 1000
+MOST_PATTERNS, MOST_NAMES = 1000, 40
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,16 @@ def refusal(method: Method) -> str:
     if not method.shared:
         return "shares nothing: no round sends an array"
     return ""
+
+
+def moving_of(section: TrainSection, layout: Layout, method: Method, text: str = "", where: str = "train") -> Moving:
+    """What moves by the section's patterns. text, where: of its file, for messages. Raises ConfigError with every
+    mistake."""
+    moving, problems = selected(section.only, layout, method)
+    if problems:
+        raise ConfigError("\n".join(located(problem, text, where) for problem in problems),
+                          hint=f"the arrays: {', '.join(shortened([t.name for t in layout.tensors], MOST_NAMES))}")
+    return moving
 
 
 def check(section: TrainSection, method: Method) -> Iterator[Problem]:

@@ -9,6 +9,9 @@ from typing import Any
 from fleet_core.protocol.chunks import MAX_BLOB_BYTES, Blob
 from fleet_core.protocol.messages import ID, ROUND, whole
 
+PLACES = {"max_length": 60_000, "pattern": r"[0-9,-]+"}
+"""Places in a layout as text; enough for every other one of 10,000 arrays."""
+
 
 @dataclass(frozen=True)
 class MethodRef:
@@ -34,7 +37,9 @@ class ModelRef:
     """A model to fetch.
 
     model: id of the decoded weights. base: id of the weights that ``blob`` is a delta to, or None. full: the same model
-    without a base, for a device that lacks it.
+    without a base, for a device that lacks it. arrays: those in which the model differs from its base, which are all
+    that the delta has, as places in the layout (``Layout.places``); None for all. part: values of these arrays, whole,
+    for a device that holds other weights whose remaining arrays have the id ``rest``.
     """
 
     model: str = field(metadata={"pattern": ID})
@@ -43,10 +48,13 @@ class ModelRef:
     base: str | None = field(default=None, metadata={"pattern": ID})
     full: Blob | None = None
     round: int = field(default=0, metadata=ROUND)
+    arrays: str | None = field(default=None, metadata=PLACES)
+    part: Blob | None = None
+    rest: str | None = field(default=None, metadata={"pattern": ID})
 
     def blobs(self) -> list[Blob]:
         """The blobs that contain this model."""
-        return [self.blob] if self.full is None else [self.blob, self.full]
+        return [blob for blob in (self.blob, self.full, self.part) if blob is not None]
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,8 @@ class Manifest:
     """The signed message that describes the current round.
 
     open: whether updates are being collected. exp: Unix ms after which the manifest is void. per_device (``given`` on
-    the wire): a ``PerDevice`` list of what each device of the cohort alone receives; None for most methods.
+    the wire): a ``PerDevice`` list of what each device of the cohort alone receives; None for most methods. train: the
+    arrays that the round trains, as places in the layout (``Layout.places``); None for all.
     """
 
     v: int
@@ -93,6 +102,7 @@ class Manifest:
     up: UploadRules = field(default_factory=UploadRules)
     open: bool = True
     per_device: Blob | None = field(default=None, metadata={"key": "given"})
+    train: str | None = field(default=None, metadata=PLACES)
 
     def blobs(self) -> list[Blob]:
         """Every blob that the manifest names."""
@@ -145,7 +155,8 @@ class UploadManifest:
 
     base: id of the weights it was trained from. after: according to the device's training state, its last update that
     was counted in this dual epoch; ``NO_UPDATE`` when there was none; None when the device does not say. residual:
-    Euclidean norm of what the codec left out; None when the device does not say.
+    Euclidean norm of what the codec left out; None when the device does not say. train: the arrays that it has, as in
+    the round's manifest.
     """
 
     blob: Blob
@@ -160,6 +171,7 @@ class UploadManifest:
     cost: Cost = field(default_factory=Cost)
     after: UpdateRef | None = None
     residual: float | None = field(default=None, metadata={"min": 0, "max": MAX_RESIDUAL})
+    train: str | None = field(default=None, metadata=PLACES)
 
     @property
     def id(self) -> str:

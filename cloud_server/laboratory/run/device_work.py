@@ -23,6 +23,7 @@ from cloud_server.laboratory.run.workload import Part, Workload
 from fleet_core.algorithms.interface import ClientState, Payload
 from fleet_core.base import trees
 from fleet_core.base.errors import CodecError, ConfigError, DataError, FleetError, RoundError
+from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.board import allocator
 from fleet_core.codecs.interface import Seed
@@ -43,7 +44,8 @@ Array = np.ndarray[Any, Any]
 @dataclass(frozen=True, eq=False)
 class TrainingTask:
     """One round of training on some devices. broadcast: float32 as decoded. after: the last round that counts.
-    codec: of the updates. per_device: by name, what a device alone receives; empty for most methods."""
+    codec: of the updates. per_device: by name, what a device alone receives; empty for most methods. moving: the arrays
+    that it trains."""
 
     round: int
     clients: tuple[str, ...]
@@ -51,6 +53,7 @@ class TrainingTask:
     after: int
     codec: str
     per_device: Mapping[str, Params] = field(default_factory=dict)
+    moving: Moving = EVERYTHING
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +142,6 @@ class Worker:
         reduced = setting.experiment.precision == "bfloat16"
         alone = setting.side_by_side == 1  # vmap knows no order of pixels
         self._model = models.build(self.layout, channels_last=alone, reduced=reduced).to(setting.device)
-        self._plain_bytes = 4 * self._wire.parameters(self._method.shared)
         self._clients = Clients(setting.folder)
         self._side_by_side = setting.side_by_side
         self._whole = int(self.workload.samples.y.max()) + 1
@@ -163,7 +165,7 @@ class Worker:
         try:
             return local_training.train_round(
                 self._method, self._model, self.layout, task.broadcast.beside(one.per_device), one.state, one.x, one.y,
-                self._hyper, one.rng,
+                self._hyper, one.rng, moving=task.moving,
             )
         except FAILURES as error:
             return error
@@ -174,7 +176,7 @@ class Worker:
         with contextlib.suppress(*FAILURES):
             return local_training.train_side_by_side(
                 self._method, self._model, self.layout, task.broadcast, several, self._hyper,
-                padded=self._experiment.model.name in MODELS,
+                padded=self._experiment.model.name in MODELS, moving=task.moving,
             )
         return None
 
@@ -208,10 +210,11 @@ class Worker:
         """(the update as the server reads it, its bytes, the device's state if it is counted, what was left out)."""
         if task.codec == PLAIN:
             update = Payload(self._wire.ordered(result.update.groups), result.update.scalars)
-            return update, self._plain_bytes, result.pending, None
+            size = 4 * self._wire.part(task.moving).parameters(self._method.shared)
+            return update, size, result.pending, None
         made = encode_update(
             task.codec, result.update, result.pending, before, method=self._method, hyper=self._hyper,
-            layout=self._wire, round_number=task.round, seed=self._seed(task, client),
+            layout=self._wire, round_number=task.round, seed=self._seed(task, client), moving=task.moving,
         )
         return made.update, len(made.data), made.state, made.left
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 
 from cloud_server.broadcast.models_down import encode_model, moved, per_device_models
-from cloud_server.broadcast.served_model import Audience, asked_next, encode_served, fetched_bytes, is_new
+from cloud_server.broadcast.served_model import (
+    Audience,
+    asked_next,
+    encode_served,
+    fetched_bytes,
+    is_new,
+    same_rest,
+)
 from cloud_server.laboratory.run import round_figures
 from cloud_server.laboratory.run.device_work import (
     TEST_STEP,
@@ -27,15 +34,17 @@ from cloud_server.laboratory.run.device_work import (
 )
 from cloud_server.laboratory.run.executors import Executor
 from cloud_server.laboratory.run.experiment import PLAIN, Experiment, Run
+from cloud_server.laboratory.run.frozen_arrays import RunArrays
 from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.workload import Workload
-from cloud_server.records.checkpoint import Checkpoint
+from cloud_server.records.checkpoint import Checkpoint, ServedModel
 from cloud_server.records.fleet_folder import SERVE_MIN_CHANGE, LinkSection
-from fleet_core.algorithms import aggregation
+from fleet_core.algorithms import aggregation, freezing
 from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import RoundError
+from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.model import choose_codec, payloads
 from fleet_core.model.choose_codec import Choice, Past
@@ -71,7 +80,7 @@ class Laboratory:
 @dataclass(frozen=True, eq=False)
 class _Sent:
     """A round's model. decoded: float32, as devices hold it. lost: what a lossy codec left out, or None. size: bytes,
-    of a delta to the last round's or of the whole. left: as in ``models_down.Encoded``."""
+    of a delta to the last round's or of the whole. left, moving: as in ``models_down.Encoded``."""
 
     decoded: Params
     lost: Params | None
@@ -79,6 +88,7 @@ class _Sent:
     size: int
     delta: bool
     left: float | None = None
+    moving: Moving = EVERYTHING
 
 
 class Engine:
@@ -89,9 +99,10 @@ class Engine:
         self._method, self._hyper = run.method, run.hyper
         self._wire = lab.layout.extended(self._method.down, self._method.shared)
         self._spent = round_figures.Spent()
-        self._met, self._met_until = set[str](), 0
+        self._met, self._met_until = dict[str, int](), 0
         self._saved, self._unsaved = lab.clock(), set[str]()
         self._codecs = lab.experiment.codecs(self._method)
+        self._arrays = RunArrays(lab.experiment.train, lab.layout, self._method)
         self._past: list[Mapping[str, Any]] = []
 
     def run(self) -> None:
@@ -115,6 +126,7 @@ class Engine:
         for row in self._store.rounds():
             self._spent.add(row)
             self._past.append(row)
+            self._arrays.add(row)
         if kept is not None:
             return kept
         state = self._method.server.init(trees.widened(trees.only(first, self._method.received)), self._hyper)
@@ -129,21 +141,23 @@ class Engine:
 
     def _round(self, before: Checkpoint) -> Checkpoint:
         started, number = self._lab.clock(), before.round + 1
-        chosen = {way: self._chosen(way) for way in choose_codec.WAYS}
+        chosen, arrays = {way: self._chosen(way) for way in choose_codec.WAYS}, self._arrays.chosen()
         sent = self._publish(before, chosen["down"].codec)
         asked = aggregation.order(self._asked(number))
         broadcast = Payload(sent.decoded, {**sent.scalars, "round": float(number), "seed": float(self._run.seed)})
         taken = _Taken(self._store.folder / "spool")
         per_device = per_device_models(self._method, before.state, asked)
-        task = TrainingTask(number, tuple(asked), broadcast, before.round, chosen["up"].codec, per_device)
+        task = TrainingTask(
+            number, tuple(asked), broadcast, before.round, chosen["up"].codec, per_device, arrays.moving
+        )
         sending = self._averaged(number, asked)
         learned = [self._take(one, taken, one.client in sending) for one in self._lab.executor.learn(task)]
         counted = [one for one in learned if not one.error]
         if not any(one.averaged for one in counted):
             raise RoundError(f"round {number}: no update counts: {next(one.error for one in learned if one.averaged)}")
-        as_received = self._method.server.as_received(before.state, trees.widened(sent.decoded))
-        members = len(self._lab.workload.names)
-        state = self._method.server.apply(replace(as_received, round=number), taken, members, self._hyper)
+        rule, members = self._method.server, len(self._lab.workload.names)
+        as_received = replace(rule.as_received(before.state, trees.widened(sent.decoded)), round=number)
+        state = freezing.apply(rule, as_received, taken, members, self._hyper, arrays.moving)
         taken.clear()
         plain = self._lab.experiment.codec_down == PLAIN
         down_bytes = self._down_bytes(sent, before) + per_device_bytes(per_device, plain=plain)
@@ -152,9 +166,11 @@ class Engine:
         left = {"up": choose_codec.backlog((one.left for one in counted if one.averaged), move), "down": sent.left}
         if choose_codec.AUTO in self._codecs.values():
             row["codecs"] = {way: {**schema.plain(one), "left": left[way]} for way, one in chosen.items()}
+        row |= self._arrays.figures(arrays, state, sent.decoded)
         self._spent.add(row)
-        after = Checkpoint(number, state, sent.decoded, sent.lost, answers=before.answers)
+        after = Checkpoint(number, state, sent.decoded, sent.lost, answers=before.answers, moving=arrays.moving)
         self._past.append(row)
+        self._arrays.add(row)
         if self._due(number):
             after, served, figures = self._serve(after)
             row |= {**figures, **self._evaluated(number, served)}
@@ -182,9 +198,11 @@ class Engine:
         sent = self._method.server.broadcast(before.state)
         if codec == PLAIN:
             plain = trees.apply(lambda a: np.asarray(a, np.float32), sent.groups)
-            return _Sent(plain, None, sent.scalars, 4 * self._wire.parameters(self._method.down), False)
+            moving = EVERYTHING if before.published is None else before.moving
+            size = 4 * self._wire.part(moving).parameters(self._method.down)
+            return _Sent(plain, None, sent.scalars, size, not moving.everything, moving=moving)
         made = encode_model(sent.groups, before, codec, self._wire, self._method.down, self._run.seed)
-        return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), made.delta, made.left)
+        return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), made.delta, made.left, made.moving)
 
     def _down_bytes(self, sent: _Sent, before: Checkpoint) -> int:
         """To all that were asked. As in the fleet a delta is for those that hold the model of the last round, having
@@ -192,17 +210,39 @@ class Engine:
         number = before.round + 1
         asked = self._asked(number)
         if not self._method.down:
-            return len(set(asked) - self._before(number)) * sent.size
+            return len(set(asked) - self._before(number).keys()) * sent.size
         held = self._asked(number - 1) if sent.delta and not _answers_with_published(before) else asked
-        lacking = len(set(asked) - set(held))
-        whole = len(payloads.encode("fp32", sent.decoded)) if lacking else 0
-        return (len(asked) - lacking) * sent.size + lacking * whole
+        lacking = set(asked) - set(held)
+        return (len(asked) - len(lacking)) * sent.size + self._values_bytes(lacking, sent, before)
 
-    def _before(self, number: int) -> set[str]:
-        """Who was asked in an earlier round, and holds a model without arrays, which is the same in every round."""
+    def _values_bytes(self, lacking: Collection[str], sent: _Sent, before: Checkpoint) -> int:
+        """To devices without the base of the delta: what moves, to those that hold the frozen arrays, or the whole."""
+        resting = sum(self._has_rest(name, sent, before) for name in lacking)
+        parts = (resting, sent.moving.of(sent.decoded)), (len(lacking) - resting, sent.decoded)
+        return sum(count * self._values(weights) for count, weights in parts if count)
+
+    def _values(self, weights: Params) -> int:
+        if self._codecs["down"] == PLAIN:
+            return 4 * sum(int(array.size) for named in weights.values() for array in named.values())
+        return len(payloads.encode("fp32", weights))
+
+    def _has_rest(self, name: str, sent: _Sent, before: Checkpoint) -> bool:
+        """Whether a device holds the frozen arrays when a round opens: in the training model of an earlier round, or in
+        what it answers with, which it has fetched if that was served before the last round closed."""
+        if sent.moving.everything:
+            return False
+        since, answers = self._arrays.since(), before.answers
+        if self._before(before.round + 1).get(name, 0) >= since:
+            return True
+        if answers is not None and answers.round < before.round:
+            return same_rest(sent.moving, answers.weights, sent.decoded)
+        return since == 1 and any("serve_bytes" in row for row in self._past[:-1])
+
+    def _before(self, number: int) -> Mapping[str, int]:
+        """Who was asked in an earlier round -> the last one, whose model it holds."""
         while self._met_until < number - 1:
             self._met_until += 1
-            self._met |= set(self._asked(self._met_until))
+            self._met |= dict.fromkeys(self._asked(self._met_until), self._met_until)
         return self._met
 
     def _take(self, one: TrainedDevice, taken: _Taken, averaged: bool) -> TrainedDevice:
@@ -233,8 +273,15 @@ class Engine:
         if before is not None and not is_new(made, before, SERVE_MIN_CHANGE, last=last):
             return closed, before.weights, {"serve_bytes": 0}
         asked = [] if last else self._asked(closed.round + 1)
-        size = fetched_bytes(made, before, names, trained, asked)
+        size = fetched_bytes(made, before, names, trained, asked, self._holding(closed, made))
         return replace(closed, answers=made), made.weights, {"serve_bytes": size}
+
+    def _holding(self, closed: Checkpoint, made: ServedModel) -> Collection[str]:
+        """The devices whose training model has the frozen arrays of a served one."""
+        if not same_rest(made.moving, trees.only(closed.published or {}, self._method.shared), made.weights):
+            return ()
+        since = self._arrays.since()
+        return {name for name, number in self._before(closed.round + 1).items() if number >= since}
 
     def _evaluated(self, number: int, served: Params) -> dict[str, Any]:
         work, evaluation, seed = (

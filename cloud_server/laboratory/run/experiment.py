@@ -24,7 +24,9 @@ from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.data.partitions import PARTITIONS, Newcomers
 from fleet_core.data.samples import FILES
 from fleet_core.data.sets.registry import entries
+from fleet_core.model import select_arrays
 from fleet_core.model.choose_codec import AUTO
+from fleet_core.model.select_arrays import TrainSection
 
 PLAIN = "none"
 PRECISIONS = ("float32", "bfloat16")
@@ -130,7 +132,7 @@ class Experiment:
     train only for themselves, as in pFedMe's paper, which a fleet does not do. codec_up, codec_down: ``none`` counts
     four bytes per value and is lossless. board: a profile or its file, with constants for joules. precision:
     ``bfloat16`` computes the products of a model's body in that type; weights, sums and everything else of a method
-    stay float32. A fleet trains in float32."""
+    stay float32. A fleet trains in float32. train: which arrays rounds train and send, as in fleet.toml."""
 
     data: DataSection
     model: ModelSection
@@ -145,6 +147,7 @@ class Experiment:
     codec_down: str = field(default=PLAIN, metadata={"choices": (PLAIN, *CODECS, AUTO)})
     board: str | None = field(default=None, metadata={"max_length": 4096})
     precision: str = field(default=PRECISIONS[0], metadata={"choices": PRECISIONS})
+    train: TrainSection = field(default_factory=TrainSection)
 
     def codecs(self, method: Method) -> dict[str, str]:
         """Way -> codec, ``none`` or ``auto``; as in a fleet nothing lossy for sums over samples."""
@@ -249,8 +252,8 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
                                          f"{json.dumps(found.data.set)}?)")
     if found.data.path is None and (found.data.window or found.data.stride):
         yield schema.Problem("data.window", "is only for a file of readings: give data.path")
-    _, problems = schema.read(PARTITIONS[found.partition.kind].options, found.partition.options)
-    yield from _below("partition.options", problems)
+    yield from _below(
+        "partition.options", schema.read(PARTITIONS[found.partition.kind].options, found.partition.options)[1])
     yield from _evaluation_checks(found.evaluation)
     if found.budget.joules and found.board is None:
         yield schema.Problem("budget.joules", "are modelled for a board: name it with board")
@@ -260,6 +263,8 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
         yield schema.Problem("seeds", "expected one or more, all different")
     if not found.method:
         yield schema.Problem("method", "no method is named")
+    for name in dict.fromkeys(section.name for section in found.method):
+        yield from select_arrays.check(found.train, METHODS[name])
     grids = [problem for i, section in enumerate(found.method) for problem in _grid_checks(f"method[{i}]", section)]
     yield from grids or _run_checks(found)
 

@@ -29,6 +29,7 @@ from fleet_core.data.partitions import (
 )
 from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.set_cache import load_set
+from fleet_core.model import select_arrays
 from fleet_core.model.layout import InputSpec, Layout
 
 TIME = "time"
@@ -136,6 +137,7 @@ def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload:
     methods = list({run.method.name: run.method for run in runs}.values())
     for method in methods:
         models.check_groups(method, layout)
+        select_arrays.moving_of(experiment.train, layout, method)
     episodic = sorted({run.method.name for run in runs if not hasattr(run.hyper, "batch")})
     _check_devices(workload, episodic, () if workload.support_split == TIME else experiment.evaluation.support)
     ways = max((len(share.labels or ()) for share in workload.novel), default=0)

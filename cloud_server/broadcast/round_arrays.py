@@ -1,0 +1,78 @@
+"""The arrays that a fleet's rounds train: chosen when a round opens, kept in the ledger with the reason and with what
+moved.
+
+The choice for a round depends on fleet.toml and on the closed rounds before it alone, so that a round that is opened
+again after a restart trains the same arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from cloud_server.broadcast.open_round import OpenRound
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import RoundArrays as Row
+from fleet_core.algorithms.interface import Method, ServerState
+from fleet_core.base import trees
+from fleet_core.base.moving import Moving
+from fleet_core.base.trees import Params
+from fleet_core.model import payloads
+from fleet_core.model.choose_frozen import Chosen, Schedule, next_arrays
+from fleet_core.model.layout import Layout
+from fleet_core.model.select_arrays import AUTO
+
+LARGEST_MOVE = 1e300
+
+
+def moves(method: Method, state: ServerState, published: Params, moving: Moving) -> dict[str, float]:
+    """Array that was sent -> norm of what a round has changed of it: from the ``published`` weights to the ``state``
+    after the round."""
+    sent = trees.only(published, method.shared)
+    change = moving.of(trees.subtract(trees.only(method.server.broadcast(state).groups, sent), sent))
+    return {
+        f"{group}/{name}": min(payloads.norm({group: {name: array}}), LARGEST_MOVE)
+        for group, named in change.items() for name, array in named.items()
+    }
+
+
+def sent_arrays(layout: Layout, method: Method) -> Collection[str]:
+    """Of the model, by "group/name"."""
+    return tuple(f"{t.group}/{t.name}" for t in layout.tensors if t.group in method.shared)
+
+
+class RoundArrays:
+    """One fleet's. layout: of the model. Raises ConfigError for patterns that do not fit it."""
+
+    def __init__(self, fleet: Fleet, layout: Layout, ledger: Ledger):
+        self._selected, self._section = fleet.selected(layout), fleet.config.train
+        self._sent, self._method, self._ledger = sent_arrays(layout, fleet.method), fleet.method, ledger
+        self._known = 1, Schedule()  # the round that it is for
+
+    def of_round(self, number: int) -> Chosen:
+        """What round ``number`` trains."""
+        return next_arrays(self._selected, self._sent, self._schedule(number) if self._section.freeze == AUTO else None)
+
+    def _schedule(self, number: int) -> Schedule:
+        first, schedule = self._known if self._known[0] <= number else (1, Schedule())
+        within = range(first, number)
+        losses = {row.round: row.loss for row in self._ledger.rounds("closed", within)} if within else {}
+        for row in self._ledger.each(Row, within) if within else ():
+            if row.round in losses and row.moves:
+                schedule = schedule.after(row.moves, losses[row.round])
+        self._known = number, schedule
+        return schedule
+
+    def begin(self, opened: OpenRound) -> None:
+        """The round's row is in the ledger."""
+        if self._section.parts:
+            frozen = tuple(sorted(opened.arrays.moving.frozen))
+            self._ledger.put(Row(round=opened.number, frozen=frozen, reason=opened.arrays.reason))
+
+    def close(self, opened: OpenRound, after: ServerState) -> None:
+        """Adds how far each array moved. after: the state after the round."""
+        if self._section.freeze == AUTO:
+            row = self._ledger.rows(Row, round=opened.number)[0]
+            moved = moves(self._method, after, opened.published, opened.arrays.moving)
+            self._ledger.put(replace(row, moves=moved))

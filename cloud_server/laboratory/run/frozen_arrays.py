@@ -1,0 +1,53 @@
+"""The arrays that a run's rounds train, and which devices hold those that they do not, as in a fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cloud_server.broadcast.round_arrays import moves, sent_arrays
+from fleet_core.algorithms.interface import Method, ServerState
+from fleet_core.base.trees import Params
+from fleet_core.model import select_arrays
+from fleet_core.model.choose_frozen import Chosen, Schedule, next_arrays
+from fleet_core.model.layout import Layout
+from fleet_core.model.select_arrays import AUTO, TrainSection
+
+ARRAYS = "arrays"
+"""Their place in a round's figures."""
+
+
+class RunArrays:
+    """One run's. Raises ConfigError for patterns that do not fit the layout."""
+
+    def __init__(self, section: TrainSection, layout: Layout, method: Method):
+        self._section, self._method = section, method
+        self._selected, self._sent = select_arrays.moving_of(section, layout, method), sent_arrays(layout, method)
+        self._schedule = Schedule() if section.freeze == AUTO else None
+        self._frozen: list[frozenset[str]] = []
+
+    def chosen(self) -> Chosen:
+        """What the next round trains."""
+        return next_arrays(self._selected, self._sent, self._schedule)
+
+    def figures(self, chosen: Chosen, after: ServerState, published: Params) -> dict[str, Any]:
+        """Of a round that has ended; empty where every round trains everything."""
+        if not self._section.parts:
+            return {}
+        moved = {} if self._schedule is None else moves(self._method, after, published, chosen.moving)
+        return {ARRAYS: {"frozen": sorted(chosen.moving.frozen), "reason": chosen.reason, "moves": moved}}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """A closed round, one after the other."""
+        known = row.get(ARRAYS, {})
+        self._frozen.append(frozenset(known.get("frozen", ())))
+        if self._schedule is not None:
+            self._schedule = self._schedule.after(known["moves"], row["loss"])
+
+    def since(self) -> int:
+        """The first round whose training model has the frozen arrays as they are now; that of the next round without
+        any."""
+        frozen, number = self._frozen[-1] if self._frozen else frozenset(), len(self._frozen)
+        while number and frozen and frozen <= self._frozen[number - 1]:
+            number -= 1
+        return number + 1
