@@ -31,7 +31,7 @@ from fleet_core.learning.flops import round_flops
 from fleet_core.learning.gradient_estimators import EPISODIC, INNER, PADDED, Episode, Estimators, recorded
 from fleet_core.learning.models import NumpyParams, outputs, to_numpy, to_torch
 from fleet_core.learning.round_plans import Participant, Plan, Samples, of_equal_size, of_similar_size, plan_of
-from fleet_core.model.layout import Layout
+from fleet_core.model.layout import MODEL_GROUPS, Layout
 
 Progress = Callable[[int, int], None]
 
@@ -168,7 +168,8 @@ class _Round:
 
     def _fixed(self, received: Params, state: ClientState) -> Params:
         """The frozen arrays for inner steps. For other gradients the network holds them, and requires none of them."""
-        frozen = self._moving.rest({**received, **trees.only(state.get("personal", {}), self._method.personal)})
+        own = trees.only(state.get("personal", {}), self._method.personal)
+        frozen = self._moving.rest(trees.only({**received, **own}, MODEL_GROUPS))
         if not frozen or self._method.adaptation in INNER:
             return frozen
         models.hold(self._model, frozen)

@@ -61,7 +61,7 @@ class Schedule:
     moves: Mapping[str, Sequence[float]] = field(default_factory=dict)
     largest: Mapping[str, float] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
-    rest: int = REST
+    rest: int = field(default_factory=lambda: REST)
     waited: int = 0
     losses: tuple[float, ...] = ()
     why: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import signal
@@ -15,10 +16,12 @@ import pytest
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.experiment import Experiment
 from cloud_server.laboratory.run.run_folder import Clients, Store
-from cloud_server.records.ledger_tables import Evaluation, RoundCodec, Traffic, Update
+from cloud_server.records.ledger_tables import Evaluation, RoundArrays, RoundCodec, Traffic, Update
 from edge_agent.device.state import DeviceState, read_state
+from fleet_core.base import config
 from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.base.trees import Params
+from fleet_core.model import choose_frozen
 from fleet_core.model.choose_codec import WAYS
 from tests.support import lab
 from tests.support.inprocess import World, config_text, toy, world
@@ -27,6 +30,7 @@ from tests.support.lab import EPISODES
 pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
 
 PLAIN = {"local_steps": 3, "batch": 12}
+TUNED = {**PLAIN, "finetune_steps": 2}
 ONE_EPISODE = {**EPISODES, "local_steps": 1}
 ROUNDS = 4
 LONG = os.environ.get("METAFLEET_LONG") == "1"
@@ -35,19 +39,23 @@ LONG = os.environ.get("METAFLEET_LONG") == "1"
 # The same as the fleet ------------------------------------------------------------------------------------------------
 
 
-def run_fleet(folder: Path, method: str, hyper: dict[str, Any], codec: str) -> World:
+def run_fleet(
+    folder: Path, method: str, hyper: dict[str, Any], codec: str, train: dict[str, Any] | None = None,
+    rounds: int = ROUNDS,
+) -> World:
     """Three devices, two per round, until everything is counted and evaluated."""
-    values = "\n".join(f"{name} = {value}" for name, value in hyper.items() if name != "local_steps")
+    values = "\n".join(f"{name} = {json.dumps(value)}" for name, value in hyper.items() if name != "local_steps")
     text = config_text(
-        method, rounds=ROUNDS, hyper=values, link=f'up = "{codec}"\ndown = "{codec}"', fleet="cohort = 2\nseed = 3",
+        method, rounds=rounds, hyper=values, link=f'up = "{codec}"\ndown = "{codec}"', fleet="cohort = 2\nseed = 3",
     )
-    w = world(folder, text.replace(f"serve_every = {ROUNDS}", "serve_every = 2"))
+    text += "\n" + config.toml({"train": train or {}})
+    w = world(folder, text.replace(f"serve_every = {rounds}", "serve_every = 2"))
     w.start_server()
     for n in range(3):
         w.start_agent(f"d{n}", toy(n, shift=0.3 * n), train_fraction=0.6)
 
     def over() -> bool:
-        evaluated = w.server.ledger.rows(Evaluation, round=ROUNDS, stage="after")
+        evaluated = w.server.ledger.rows(Evaluation, round=rounds, stage="after")
         return len(evaluated) == 3 and not any(DeviceState(home).pending() for home in (folder / "devices").iterdir())
 
     assert w.pump(over)
@@ -76,14 +84,14 @@ def trimmed(state: dict[str, bytes]) -> dict[str, bytes]:
         ("pfldyn-proto", EPISODES, "fp32"),
         ("pfldyn-proto", EPISODES, "int8"),
         ("fedper", PLAIN, "int8"),
-        ("scaffold", {**PLAIN, "finetune_steps": 2}, "int8-plain"),
+        ("scaffold", TUNED, "int8-plain"),
         ("fedproto", PLAIN, "int8"),
         ("pfedhn", PLAIN, "int8"),
         ("pfedgp", EPISODES, "int8"),
         ("metavers", {**EPISODES, "shots": 0}, "int8"),
         ("pfldyn-proto", EPISODES, "int8-random"),
         ("pfldyn-proto", EPISODES, "topk-10"),
-        ("scaffold", {**PLAIN, "finetune_steps": 2}, "lowrank"),
+        ("scaffold", TUNED, "lowrank"),
         ("fedper", PLAIN, "int4"),
         ("pfldyn-proto", EPISODES, "auto"),
         ("p-avg-proto", EPISODES, "auto"),
@@ -93,10 +101,54 @@ def trimmed(state: dict[str, bytes]) -> dict[str, bytes]:
 def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     tmp_path: Path, method: str, hyper: dict[str, Any], codec: str
 ) -> None:
-    w = run_fleet(tmp_path / "fleet", method, hyper, codec)
+    compare_with_a_fleet(tmp_path, method, hyper, codec)
+
+
+FROZEN = {
+    "the head of a shared model": ("fedavg", TUNED, "int8", {"only": ["head.*"]}),
+    "a body of which a part moves": ("pfldyn-proto", EPISODES, "int8", {"only": ["layers.0.weight"]}),
+    "without feedback": ("feddyn", TUNED, "int8-plain", {"only": ["layers.*"]}),
+    "with controls beside the model": ("scaffold", TUNED, "int4", {"only": ["*.bias"]}),
+    "through inner steps": ("per-fedavg-fo", EPISODES, "topk-10", {"only": ["head.*"]}),
+    "moments of the server": ("fedmeta-maml", EPISODES, "fp32", {"only": ["*.weight"]}),
+    "a head of one's own that does not move": ("fedper", PLAIN, "int8", {"only": ["layers.0.bias"]}),
+    "by a schedule": ("pfldyn-proto", EPISODES, "int8", {"freeze": "auto"}),
+    "by a schedule, with codecs by round": ("fedavg", TUNED, "auto", {"freeze": "auto"}),
+    "by a schedule, with controls": ("scaffold", TUNED, "int8", {"freeze": "auto"}),
+    "by a schedule within patterns": (
+        "fedavg", {**TUNED, "server_optimizer": "adam", "server_lr": 0.05}, "int8", {"freeze": "auto", "only": ["*.weight"]}),
+    "by a schedule, with a personal head": ("fedper", PLAIN, "ternary", {"freeze": "auto"}),
+}
+
+
+@pytest.mark.parametrize("what", FROZEN)
+def test_a_run_that_trains_a_part_computes_what_a_fleet_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Constants are such that a schedule freezes, probes and thaws within ten rounds."""
+    for name, value in {"WINDOW": 2, "SMALL": 0.9, "AGAIN": 0.7, "REST": 2}.items():
+        monkeypatch.setattr(choose_frozen, name, value)
+    method, hyper, codec, train = FROZEN[what]
+    rounds = 10 if "freeze" in train else ROUNDS
+    store = compare_with_a_fleet(tmp_path, method, hyper, codec, train, rounds)
+    rows = [row["arrays"] for row in store.rounds()]
+    frozen = {len(row["frozen"]) for row in rows}
+    if "freeze" not in train:
+        assert (len(frozen), {row["reason"] for row in rows}) == (1, {""})
+        return
+    assert len(frozen) > 1
+    assert any("a probe of all arrays" in row["reason"] for row in rows)
+    assert any("come to rest" in row["reason"] for row in rows)
+
+
+def compare_with_a_fleet(
+    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, train: dict[str, Any] | None = None,
+    rounds: int = ROUNDS,
+) -> Store:
+    w = run_fleet(tmp_path / "fleet", method, hyper, codec, train, rounds)
     first = w.fleet.weights(w.server.layout)
     asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, seeds=[3], codec_up=codec,
-                           codec_down=codec, budget={"rounds": ROUNDS}, evaluation={"every": 2})
+                           codec_down=codec, budget={"rounds": rounds}, evaluation={"every": 2}, train=train or {})
     store = lab.run_first(asked, tmp_path / "run", first=first)
     theirs = lab.flat(fleet_server(w))
     if w.server.checkpoint.state.served is w.server.checkpoint.state.model:
@@ -107,13 +159,15 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     for name in ("d0", "d1", "d2"):
         assert lab.device_state(store, name) == fleet_device(w, name)
     rows, updates = store.rounds(), w.server.ledger.rows(Update, status="counted")
-    evaluated = {row.device: row.accuracy for row in w.server.ledger.rows(Evaluation, round=ROUNDS, stage="after")}
+    evaluated = {row.device: row.accuracy for row in w.server.ledger.rows(Evaluation, round=rounds, stage="after")}
     assert rows[-1]["devices"] == pytest.approx(evaluated)
+    arrays = {row.round: (list(row.frozen), row.reason, row.moves) for row in w.server.ledger.rows(RoundArrays)}
+    assert {row["round"]: tuple(row["arrays"].values()) for row in rows if "arrays" in row} == arrays
     if codec == "auto" and method != "fedproto":
         ledger = {(one.round, one.way): (one.codec, one.reason, one.left_out)
                   for one in w.server.ledger.rows(RoundCodec)}
         assert {(row["round"], way): tuple(row["codecs"][way].values()) for row in rows for way in WAYS} == ledger
-        assert {codec for codec, _, _ in ledger.values()} == {"int8", "int4"}
+        assert {codec for codec, _, _ in ledger.values()} >= {"int8", "int4"}
     for row in rows:
         down = w.server.ledger.rows(Traffic, round=row["round"], direction="down", kind="model")
         assert row["payload_bytes"] == {
@@ -126,6 +180,7 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
         held = w.agents[name].service.slots.weights()
         assert lab.flat({"answers": held.params}) == answers, "devices answer with the same bits"
     w.close()
+    return store
 
 
 # Ended and begun again ------------------------------------------------------------------------------------------------

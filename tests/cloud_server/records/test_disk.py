@@ -313,7 +313,7 @@ def flipped(path: Path) -> None:
 
 def newer(path: Path) -> None:
     arrays, metadata = storage.unpack(path.read_bytes())
-    newest = checkpoint.SERVED_FORMAT if path.stem == "served" else checkpoint.FORMAT
+    newest = checkpoint.SERVED_PART_FORMAT if path.stem == "served" else checkpoint.PART_FORMAT
     path.write_bytes(storage.pack(arrays, {**metadata, "format": str(newest + 1)}))
 
 
@@ -337,7 +337,7 @@ def deleted(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [(flipped, "is damaged"), (another_epoch, "is damaged"), (shortened, "is damaged"), (emptied, "is damaged"),
-     (deleted, "is missing"), (newer, "was made by a newer metafleet: version 2")],
+     (deleted, "is missing"), (newer, "was made by a newer metafleet: version 3")],
 )  # fmt: skip
 def test_a_checkpoint_that_is_not_as_it_was_written_is_refused_and_not_guessed(copy, damage, said):
     w = start(copy())

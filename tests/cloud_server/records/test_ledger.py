@@ -29,6 +29,7 @@ from cloud_server.records.ledger_tables import (
     Flops,
     Invitation,
     Round,
+    RoundArrays,
     Row,
     Traffic,
     Update,
@@ -64,6 +65,7 @@ def test_every_row_comes_back_as_it_was_written(ledger: Ledger) -> None:
         Evaluation(round=3, device="a", stage="after", method="pfldyn-proto", confusion=((3, 1), (0, 4)),
                        accuracy=0.875,
                   macro_f1=0.87, new=True),
+        RoundArrays(round=3, frozen=("body/a", "head/b"), reason="a with 0.1", moves={"body/c": 0.5}),
     ]  # fmt: skip
     ledger.put(*rows)
     for row in rows:
@@ -249,7 +251,8 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
 
 
 def without_spread(ledger: Ledger) -> None:
-    """Undoes version 6."""
+    """Undoes versions 6 and 7."""
+    ledger._db.execute("DROP TABLE arrays")
     ledger._db.execute("DROP TABLE absent_energy")
     ledger._db.execute("DROP TABLE usage")
     ledger._db.execute("DROP TABLE codecs")
@@ -258,7 +261,7 @@ def without_spread(ledger: Ledger) -> None:
 
 
 def with_former_names(ledger: Ledger) -> None:
-    """Undoes what version 5 renamed, and version 6."""
+    """Undoes what version 5 renamed, and versions 6 and 7."""
     without_spread(ledger)
     ledger._db.execute("ALTER TABLE evaluations RENAME TO judgements")
     ledger._db.execute("ALTER TABLE rounds RENAME COLUMN served_id TO judged_id")
