@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -82,6 +82,10 @@ def init(
     name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's name.")] = None,
     method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto.")] = None,
     codec: CODEC = None,
+    only: Annotated[list[str] | None, typer.Option("--train", metavar="PATTERN", help="Arrays that devices train and "
+                                                   "send, as 'head.*'; may be repeated; default: all.")] = None,
+    freeze: Annotated[str | None, typer.Option(metavar="never|auto", help="auto: arrays that hardly move are left out "
+                                               "of most rounds; default never.")] = None,
     model: Annotated[str | None, typer.Option(help="A named model or package.module:build; default: by data.")]
     = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Default 30.")] = None,
@@ -96,14 +100,14 @@ def init(
     from cloud_server.identity.create_fleet import create_fleet
 
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
-             "--window": window, "--stride": stride, "--codec": codec}
+             "--window": window, "--stride": stride, "--codec": codec, "--train": only or None, "--freeze": freeze}
     unused = [option for option, value in given.items() if value is not None]
     if data is None and unused:
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     text = None
     if data is not None:
         text = _first_fleet_toml(fleet, data, window, stride, name, method or DEFAULT_METHOD, model,
-                                 rounds or DEFAULT_ROUNDS, seed or 0, trial, codec)
+                                 rounds or DEFAULT_ROUNDS, seed or 0, trial, codec, _train(only, freeze))
     made = create_fleet(fleet, text, _export)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")
@@ -116,7 +120,7 @@ def init(
 
 def _first_fleet_toml(
     fleet: Path, data: str, window: int | None, stride: int | None, name: str | None, method: str, model: str | None,
-    rounds: int, seed: int, trial: bool | None, codec: str | None,
+    rounds: int, seed: int, trial: bool | None, codec: str | None, train: dict[str, Any],
 ) -> str:
     """fleet.toml for these samples. The model is the named one, that of the fleet in the folder, the winner of a trial,
     or the default; the first of these that exists. Raises FleetError."""
@@ -130,8 +134,19 @@ def _first_fleet_toml(
     return fleet_toml(
         samples, name or topic_name(fleet.resolve().name), method,
         chosen.name if chosen else model or model_for(data, samples), rounds=rounds, seed=seed, spec=spec,
-        model_options=chosen.options if chosen else None, codec=codec,
+        model_options=chosen.options if chosen else None, codec=codec, train=train,
     )
+
+
+def _train(only: list[str] | None, freeze: str | None) -> dict[str, Any]:
+    """The table ``train``. Raises ConfigError."""
+    from fleet_core.model.select_arrays import TrainSection
+
+    given = {"only": only or [], **({} if freeze is None else {"freeze": freeze})}
+    _, problems = schema.read(TrainSection, given)
+    if problems:
+        raise ConfigError("\n".join(f"--{problem}" for problem in problems))
+    return given
 
 
 def _wants_trial(data: str, model: str | None, trial: bool | None) -> bool:

@@ -54,6 +54,7 @@ def _of_fleet(file: Path, devices: int | None) -> Asked:
     from cloud_server.laboratory.run.planned_costs import Asked
     from cloud_server.records.fleet_folder import Fleet, FleetConfig, method_of
     from fleet_core.base import config
+    from fleet_core.model.select_arrays import AUTO
 
     settings = config.load(FleetConfig, file)
     fleet = Fleet(file.parent, settings, *method_of(settings, file))
@@ -67,7 +68,8 @@ def _of_fleet(file: Path, devices: int | None) -> Asked:
         devices=devices or train, newcomers=new, cohort=settings.fleet.cohort, codec_up=fleet.codec_up,
         codec_down=fleet.codec_down, serve_every=settings.fleet.serve_every, graph_bytes=graph_bytes,
         first=fleet.first(layout) if made else None, seed=settings.fleet.seed,
-        chunk_bytes=settings.link.chunk_bytes, fleet=settings.fleet.name,
+        chunk_bytes=settings.link.chunk_bytes, fleet=settings.fleet.name, moving=fleet.selected(layout),
+        schedule=settings.train.freeze == AUTO,
     )
 
 
@@ -101,6 +103,7 @@ def _of_experiment(file: Path, devices: int | None) -> tuple[list[Asked], str | 
     from cloud_server.laboratory.run import workload as workloads
     from cloud_server.laboratory.run.planned_costs import Asked
     from fleet_core.learning import models
+    from fleet_core.model import select_arrays
 
     loaded = experiments.load(file)
     workload = workloads.build(loaded)
@@ -110,12 +113,14 @@ def _of_experiment(file: Path, devices: int | None) -> tuple[list[Asked], str | 
     every = Asked(label="", method=next(iter(runs.values())).method, hyper=None, layout=layout,
                   rounds=loaded.budget.rounds, devices=devices or len(workload.train), cohort=loaded.cohort,
                   codec_up=loaded.codec_up, codec_down=loaded.codec_down, labels=labels,
-                  first=models.initial(layout, loaded.seeds[0]), seed=loaded.seeds[0])
+                  first=models.initial(layout, loaded.seeds[0]), seed=loaded.seeds[0],
+                  schedule=loaded.train.freeze == select_arrays.AUTO)
     found = []
     for run in runs.values():
         codecs = loaded.codecs(run.method)
+        moving = select_arrays.moving_of(loaded.train, layout, run.method)
         found.append(replace(every, label=run.label, method=run.method, hyper=run.hyper, codec_up=codecs["up"],
-                             codec_down=codecs["down"]))
+                             codec_down=codecs["down"], moving=moving))
     return found, loaded.board
 
 

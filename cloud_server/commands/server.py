@@ -92,26 +92,29 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
 @server_app.command("rounds")
 def rounds(
     fleet: FLEET,
-    explain: Annotated[bool, typer.Option("--explain", help="Each round's codecs, and why they were chosen.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Each round's codecs and frozen arrays, and why.")] = False,
     as_json: JSON = False,
 ) -> None:
     """List every round: cohort, loss, duration."""
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.records.ledger import Ledger
-    from cloud_server.records.ledger_tables import RoundCodec
-    from cloud_server.reports import codec_tables
+    from cloud_server.records.ledger_tables import RoundArrays, RoundCodec
+    from cloud_server.reports import array_tables, codec_tables
 
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:
         listed, codecs = ledger.rounds(), ledger.rows(RoundCodec) if explain else []
+        arrays = ledger.rows(RoundArrays) if explain else []
     if as_json:
         used: dict[int, dict[str, Any]] = {}
         for one in codecs:
             used.setdefault(one.round, {})[one.way] = {
                 "codec": one.codec, "reason": one.reason, "left_out": one.left_out
             }
+        trained = {one.round: {"frozen": one.frozen, "reason": one.reason, "moves": one.moves} for one in arrays}
         return terminal.show([
-            schema.plain(r) | ({"codecs": used.get(r.round, {})} if explain else {}) for r in listed
+            schema.plain(r) | ({"codecs": used.get(r.round, {}), "arrays": trained.get(r.round)} if explain else {})
+            for r in listed
         ])
     rows = [
         (str(r.round), terminal.date(r.opened_at), r.status, str(len(r.cohort)),
@@ -122,9 +125,10 @@ def rounds(
     if not rows:
         return processes.say("no round has been opened yet")
     if explain:
-        heads, lines = codec_tables.explained(codecs)
-        print()
-        terminal.table(lines, heads)
+        tables = [codec_tables.explained(codecs), *([array_tables.explained(arrays)] if arrays else [])]
+        for heads, lines in tables:
+            print()
+            terminal.table(lines, heads)
 
 
 @server_app.command("backup")

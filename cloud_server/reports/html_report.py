@@ -26,7 +26,7 @@ from cloud_server.figures.html_elements import card, cards, count_text, heading,
 from cloud_server.figures.html_style import STYLE
 from cloud_server.figures.scores import Score
 from cloud_server.records.ledger_sums import Bytes, Joules, PhaseJoules
-from cloud_server.reports import codec_tables, html_costs
+from cloud_server.reports import array_tables, codec_tables, html_costs
 from cloud_server.reports import result as results
 from cloud_server.reports.html_costs import Pricing
 from cloud_server.reports.result import Personalization, Pooled, Result, RoundFigures
@@ -45,7 +45,7 @@ BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 def render(result: Mapping[str, Any], *, title: str, pricing: Pricing = UNPRICED) -> str:
     """The page of a finished or interrupted run. Raises DataError if ``result`` is no result.json."""
     run = results.parse(result)
-    sections = [section(run) for section in (_cards, _verdict, _devices, _curves, _traffic, _codecs, _energy)]
+    sections = [section(run) for section in (_cards, _verdict, _devices, _curves, _traffic, _codecs, _arrays, _energy)]
     sections += [html_costs.section(run, pricing), _settings(run)]
     return page(title, STYLE, "\n".join([_heading(run, title), *filter(None, sections)]))
 
@@ -253,6 +253,14 @@ def _codecs(run: Result) -> str:
         return ""
     heads, rows = codec_tables.spans(run.rounds)
     return f'<h2>Codecs</h2><p class="note">{escape(codec_tables.NOTE)}.</p>{text_table(heads, rows, "left")}'
+
+
+def _arrays(run: Result) -> str:
+    """Empty where every round trained the whole model."""
+    if not array_tables.is_partial(run.rounds):
+        return ""
+    heads, rows = array_tables.spans(run.rounds)
+    return f'<h2>Arrays</h2><p class="note">{escape(array_tables.NOTE)}.</p>{text_table(heads, rows, "left")}'
 
 
 def _energy(run: Result) -> str:

@@ -20,9 +20,10 @@ from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.records.ledger_tables import STAGES, Evaluation
-from cloud_server.reports import device_costs
+from cloud_server.reports import device_costs, round_choices
 from cloud_server.reports import verdict as verdicts
 from cloud_server.reports.device_costs import DeviceCosts
+from cloud_server.reports.round_choices import ChosenCodec, TrainedArrays
 from cloud_server.reports.verdict import Verdict
 from fleet_core.algorithms import plugins
 from fleet_core.base import schema
@@ -56,21 +57,12 @@ class Pooled(Score):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChosenCodec:
-    """As ``ledger_tables.RoundCodec``; reason: empty for a codec that is set."""
-
-    codec: str
-    reason: str = ""
-    left: float | None = field(default=None, metadata=AMOUNT)
-
-
-@dataclass(frozen=True, kw_only=True)
 class RoundFigures:
     """A closed round. accuracy, macro_f1 (pooled): of the devices that train, in evaluated rounds.
 
     asked: devices of the cohort. participants: devices whose update was counted. refused: updates. payload_bytes,
     mqtt_bytes, wire_bytes: all traffic of the round. models_transmitted: whole models up and down, without served ones.
-    flops: over all devices. codecs: up and down.
+    flops: over all devices. codecs: up and down. arrays: None where every round trains everything.
     """
 
     round: int = field(metadata={"min": 0})
@@ -88,6 +80,7 @@ class RoundFigures:
     energy_j: Joules | None = None
     seconds: float | None = field(default=None, metadata=AMOUNT)
     codecs: Mapping[str, ChosenCodec] | None = None
+    arrays: TrainedArrays | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +174,7 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
     evaluated: dict[int, list[Evaluation]] = {}
     for row in ledger.each(Evaluation, within, stage="after", new=False):
         evaluated.setdefault(row.round, []).append(row)
-    codecs: dict[int, dict[str, ChosenCodec]] = {}
-    for one in ledger.each(tables.RoundCodec, within):
-        codecs.setdefault(one.round, {})[one.way] = ChosenCodec(codec=one.codec, reason=one.reason, left=one.left_out)
+    codecs, arrays = round_choices.codecs(ledger, within), round_choices.arrays(ledger, within)
     figures = []
     for r in ledger.rounds("closed", within):
         score, moved = pooled(evaluated.get(r.round, ())), volume.get(r.round)
@@ -194,7 +185,7 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
             macro_f1=score.macro_f1 if score else None,
             payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,
             wire_bytes=moved.wire if moved else None, flops=flops.get(r.round), energy_j=joules.get(r.round),
-            codecs=codecs.get(r.round),
+            codecs=codecs.get(r.round), arrays=arrays.get(r.round),
         ))  # fmt: skip
     return tuple(figures)
 

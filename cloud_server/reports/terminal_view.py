@@ -33,7 +33,7 @@ from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.records.ledger_tables import Evaluation
-from cloud_server.reports import codec_tables
+from cloud_server.reports import array_tables, codec_tables
 from cloud_server.reports.result import Result, RoundFigures, Sums, round_figures
 from fleet_core.base import terminal
 from fleet_core.power.meter import WORKING
@@ -206,6 +206,8 @@ def closing_table(result: Result, *, report: str | None = None, result_file: str
     if codec_tables.is_auto(result.rounds):
         lines = codec_tables.counts(result.rounds)
         blocks.append("\n".join(f"{'' if k else 'codecs':<9}{line}" for k, line in enumerate(lines)))
+    if array_tables.is_partial(result.rounds):
+        blocks.append(f"{'arrays':<9}{array_tables.counts(result.rounds)}")
     files = [(name, path) for name, path in (("report", report), ("result", result_file)) if path]
     blocks.append("\n".join(f"{name:<9}{path}" for name, path in files))
     return "\n\n".join(filter(None, blocks)) + "\n"

@@ -20,6 +20,7 @@ from cloud_server.laboratory.run.engine import per_device_bytes
 from cloud_server.laboratory.run.experiment import PLAIN
 from cloud_server.records.ledger_sums import Bytes
 from fleet_core.algorithms.interface import Method
+from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.board.profile import Profile
 from fleet_core.model import choose_codec, payloads
@@ -39,8 +40,8 @@ class Asked:
     """A run to plan. layout: of the model. devices: that train. newcomers: that are only served. cohort: 0 for all.
     serve_every: 0 if no model is served. graph_bytes: of the graph bundle, None if it is not made yet. first: the first
     weights, None for any. seed: of the fleet. Codecs may be ``none``, as in experiments. labels: of the devices'
-    training samples; empty for ``PER_CLASS`` of each class. ``auto`` is planned as the dearest codec that it may
-    choose."""
+    training samples; empty for ``PER_CLASS`` of each class. moving: the arrays that rounds train. schedule: whether
+    more of them may rest. ``auto`` is planned as the dearest codec that it may choose, a schedule as if none rested."""
 
     label: str
     method: Method
@@ -59,13 +60,15 @@ class Asked:
     chunk_bytes: int = 0
     fleet: str = ""
     labels: Sequence[Any] = ()
+    moving: Moving = EVERYTHING
+    schedule: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """chunk_bytes: MQTT headers and acknowledgements of all chunks; None in a simulation. seconds: that the devices
-    compute, side by side, on the board. joules: of all devices. auto: what is assumed for that codec, None
-    without it; payload_bytes is an upper limit then. absent: figure -> why it is not planned."""
+    compute, side by side, on the board. joules: of all devices. auto: what is assumed for that codec and for a
+    schedule, None without them; payload_bytes is an upper limit then. absent: figure -> why it is not planned."""
 
     label: str
     rounds: int
@@ -117,13 +120,15 @@ def _in_place_of_auto(asked: Asked, place: int) -> Asked:
 
 def _auto(asked: Asked) -> str | None:
     """What is assumed for ``auto``, and the lower limit."""
+    resting = "freeze = auto is planned as if no array came to rest, an upper limit" if asked.schedule else None
     if choose_codec.AUTO not in (asked.codec_up, asked.codec_down):
-        return None
+        return resting
     dear, cheap = (_in_place_of_auto(asked, place) for place in (0, -1))
     least = _sum(_Sizes(cheap).kinds())
-    return (f"auto is planned as {dear.codec_up} up and {dear.codec_down} down, an upper limit; with {cheap.codec_up} "
-            f"and {cheap.codec_down} in every round the payload is {bytes_text(least.up)} up and "
-            f"{bytes_text(least.down)} down")
+    codecs = (f"auto is planned as {dear.codec_up} up and {dear.codec_down} down, an upper limit; with "
+              f"{cheap.codec_up} and {cheap.codec_down} in every round the payload is {bytes_text(least.up)} up and "
+              f"{bytes_text(least.down)} down")
+    return "; ".join(filter(None, (codecs, resting)))
 
 
 def _sum(kinds: Mapping[str, Bytes]) -> Bytes:
@@ -138,6 +143,7 @@ class _Sizes:
     def __init__(self, asked: Asked):
         self._asked, self._method = asked, asked.method
         self._wire = asked.layout.extended(self._method.down, self._method.shared)
+        self._part = self._wire.part(asked.moving)
         self._rng = np.random.default_rng(0)
         self.cohort = min(asked.cohort or asked.devices, asked.devices)
 
@@ -153,7 +159,7 @@ class _Sizes:
         asked, everyone = self._asked, self._asked.devices + self._asked.newcomers
         found: dict[str, tuple[Transfers, Transfers]] = {
             "model": ([], self._models()),
-            "update": ([(asked.rounds * self.cohort, self._size(asked.codec_up, self._method.shared))], []),
+            "update": ([(asked.rounds * self.cohort, self._size(asked.codec_up, self._method.shared, self._part))], []),
         }
         if asked.serve_every:
             found["serve"] = ([], self._served(math.ceil(asked.rounds / asked.serve_every)))
@@ -161,9 +167,9 @@ class _Sizes:
         return found
 
     def _models(self) -> Transfers:
-        """Round 1 sends the model whole, later rounds a delta, and the model whole to a device that was not asked in
-        the round before: on average a share 1 - cohort/devices of those that are asked. A model without arrays is
-        fetched once."""
+        """Round 1 sends the model whole, later rounds a delta, and the values of what moves to a device that was not
+        asked in the round before: on average a share 1 - cohort/devices of those that are asked. One that never had a
+        model gets it whole. A model without arrays is fetched once."""
         asked, groups, cohort = self._asked, self._method.down, self.cohort
         later = asked.rounds - 1
         own: Transfers = []
@@ -172,10 +178,16 @@ class _Sizes:
             own = [(asked.rounds, per_device_bytes(devices, plain=asked.codec_down == PLAIN))]
         if not groups:
             return [(min(asked.devices, asked.rounds * cohort), self._size(asked.codec_down, groups)), *own]
-        lacking = 0.0 if asked.codec_down == PLAIN else cohort * (1 - cohort / asked.devices)
+        absent = 1 - cohort / asked.devices
+        lacking = 0.0 if asked.codec_down == PLAIN else later * cohort * absent
+        values = asked.codec_down if asked.codec_down == PLAIN else "fp32"
+        until = asked.serve_every or asked.rounds  # from then on every device has had a served model
+        fresh = sum(cohort * absent**k for k in range(1, min(asked.rounds, until)))
         return [
-            (cohort, self._first()), (later * (cohort - lacking), self._size(asked.codec_down, groups)),
-            (later * lacking, self._size("fp32", groups)), *own,
+            (cohort, self._first()),
+            (later * cohort - max(lacking, fresh), self._size(asked.codec_down, groups, self._part)),
+            (max(0.0, lacking - fresh), self._size(values, groups, self._part)),
+            (fresh, self._size(values, groups)), *own,
         ]
 
     def _served(self, times: int) -> Transfers:
@@ -183,11 +195,13 @@ class _Sizes:
         fewest bytes. Each is taken to be new, and the codec to be fine enough."""
         asked, method, cohort = self._asked, self._method, self.cohort
         everyone = asked.devices + asked.newcomers
-        delta, whole = (self._size(codec, method.shared) for codec in (asked.codec_down, "fp32"))
+        delta, part = (self._size(codec, method.shared, self._part) for codec in (asked.codec_down, "fp32"))
+        first = self._size("fp32", method.shared)
         same = method.server.serves == "model" or (method.server.serves == "mean" and cohort == asked.devices)
         sent: Transfers = []
         for number in range(times):
             share = asked_next(asked.cohort, asked.devices, number == times - 1)
+            whole = part if number else first
             ways: list[Transfers] = [[(everyone, whole)]]
             if same:  # the next training model; a delta for the others only where it has no other groups
                 free = share * asked.devices
@@ -206,16 +220,16 @@ class _Sizes:
         groups = {group: first[group] for group in self._method.down if group in first}
         return len(payloads.encode_whole(groups, self._asked.seed)[1])
 
-    def _size(self, codec: str, groups: tuple[str, ...]) -> int:
-        """Bytes of these groups, encoded."""
+    def _size(self, codec: str, groups: tuple[str, ...], layout: Layout | None = None) -> int:
+        """Bytes of these groups, encoded. layout: default whole."""
         if codec == PLAIN:
-            return 4 * self._wire.parameters(groups)
-        return len(payloads.encode(codec, self._params(groups)))
+            return 4 * (layout or self._wire).parameters(groups)
+        return len(payloads.encode(codec, self._params(groups, layout)))
 
-    def _params(self, groups: tuple[str, ...]) -> Params:
+    def _params(self, groups: tuple[str, ...], layout: Layout | None = None) -> Params:
         return {
             group: {name: self._rng.normal(size=array.shape) for name, array in named.items()}
-            for group, named in self._wire.zeros(groups).items()
+            for group, named in (layout or self._wire).zeros(groups).items()
         }
 
     def chunk_overhead(self) -> Bytes:
@@ -243,7 +257,7 @@ def _flops(asked: Asked) -> tuple[float | None, str]:
     counts = []
     for y in labels:
         plan = plan_of(asked.method, Participant({}, y, np.asarray(y), np.random.default_rng(0)), asked.hyper)
-        counts.append(round_flops(asked.method, model, asked.layout, asked.hyper, plan))
+        counts.append(round_flops(asked.method, model, asked.layout, asked.hyper, plan, asked.moving))
     known = [count for count in counts if count is not None]
     if not known:
         return None, f"the operations of the model {asked.layout.model} are not counted"

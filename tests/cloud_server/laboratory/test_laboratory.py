@@ -116,7 +116,9 @@ FROZEN = {
     "by a schedule, with codecs by round": ("fedavg", TUNED, "auto", {"freeze": "auto"}),
     "by a schedule, with controls": ("scaffold", TUNED, "int8", {"freeze": "auto"}),
     "by a schedule within patterns": (
-        "fedavg", {**TUNED, "server_optimizer": "adam", "server_lr": 0.05}, "int8", {"freeze": "auto", "only": ["*.weight"]}),
+        "fedavg", {**TUNED, "server_optimizer": "adam", "server_lr": 0.05}, "int8",
+        {"freeze": "auto", "only": ["*.weight"]},
+    ),
     "by a schedule, with a personal head": ("fedper", PLAIN, "ternary", {"freeze": "auto"}),
 }
 

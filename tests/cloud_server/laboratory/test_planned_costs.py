@@ -55,14 +55,16 @@ def board(tmp_path: Path) -> Profile:
     return profile.load(path)
 
 
-@pytest.mark.parametrize(("method", "codec", "cohort", "rounds"), [
-    ("fedavg", "fp32", 0, 3), ("pfldyn-proto", "int8", 2, 6), ("fedper", "int8", 0, 5),
+@pytest.mark.parametrize(("method", "codec", "cohort", "rounds", "train"), [
+    ("fedavg", "fp32", 0, 3, ""), ("pfldyn-proto", "int8", 2, 6, ""), ("fedper", "int8", 0, 5, ""),
+    ("fedavg", "int8", 2, 6, 'only = ["head.*"]'),
 ])
 def test_the_planned_payload_is_within_a_fifth_of_the_ledgers(
-    tmp_path: Path, plan: Plan, method: str, codec: str, cohort: int, rounds: int
+    tmp_path: Path, plan: Plan, method: str, codec: str, cohort: int, rounds: int, train: str
 ) -> None:
     text = config_text(method, rounds=rounds, fleet=f"cohort = {cohort}", link=f'up = "{codec}"\ndown = "{codec}"')
     text = text.replace("hidden = [6]", "hidden = [40]").replace(f"serve_every = {rounds}", "serve_every = 2")
+    text += f"[train]\n{train}\n"
     w = world(tmp_path, text)
     (before,) = plan(w.fleet.folder, "--devices", 3)
     w.start_server()
@@ -81,9 +83,12 @@ def test_the_planned_payload_is_within_a_fifth_of_the_ledgers(
     w.close()
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
-def test_the_plan_of_an_experiment_is_what_its_simulation_sends(tmp_path: Path, plan: Plan, codec: str) -> None:
-    asked = lab.settings(lab.recordings(tmp_path / "all.npz"), cohort=2, codec_up=codec, codec_down=codec)
+@pytest.mark.parametrize(("codec", "only"), [("none", []), ("int8", []), ("none", ["layers.*"]), ("int8", ["*.bias"])])
+def test_the_plan_of_an_experiment_is_what_its_simulation_sends(
+    tmp_path: Path, plan: Plan, codec: str, only: list[str]
+) -> None:
+    asked = lab.settings(lab.recordings(tmp_path / "all.npz"), cohort=2, codec_up=codec, codec_down=codec,
+                         train={"only": only})
     path = tmp_path / "experiment.toml"
     tables = {key: value for key, value in asked.items() if key != "method"}
     path.write_text(config.toml({key: value for key, value in tables.items() if not isinstance(value, dict)})
@@ -119,6 +124,13 @@ def test_auto_is_planned_as_the_dearest_codec_with_the_cheapest_as_lower_limit(t
         "auto is planned as int8 up and int8 down, an upper limit; with topk-10 and int4 in every round the payload "
         f"is {bytes_text(cheap.payload_bytes.up)} up and {bytes_text(cheap.payload_bytes.down)} down"
     )
+
+
+def test_a_schedule_is_planned_as_if_no_array_came_to_rest(tmp_path: Path) -> None:
+    without, with_one = (planned_costs.planned(asked(tmp_path, schedule=one), None) for one in (False, True))
+    assert without.payload_bytes == with_one.payload_bytes
+    assert (without.auto, with_one.auto) == (
+        None, "freeze = auto is planned as if no array came to rest, an upper limit")
 
 
 def test_joules_and_seconds_come_from_the_boards_cited_constants(tmp_path: Path, board: Profile) -> None:
