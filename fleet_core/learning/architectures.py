@@ -278,6 +278,10 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 TOKENS = frozenset({"char-lstm"})
 """Models that take int64 tokens; the others take numbers."""
 
+ADAPTABLE = frozenset(MODELS) - {"char-lstm", "logistic"}
+"""Models with linear layers or convolutions in their body; they take the option ``adapter``, the rank of
+``adapters``."""
+
 BATCHABLE = frozenset(MODELS) - {"char-lstm"}
 """Models that ``torch.func.vmap`` can run for stacked clients; torch has no vmap rule for its LSTM."""
 

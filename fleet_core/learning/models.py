@@ -27,7 +27,8 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError
 from fleet_core.base.trees import Params
-from fleet_core.learning.architectures import MODELS, TOKENS
+from fleet_core.learning.adapters import with_adapters
+from fleet_core.learning.architectures import ADAPTABLE, MAX_SIZE, MODELS, TOKENS
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout, TensorSpec
 
 NumpyParams = dict[str, dict[str, np.ndarray[Any, Any]]]
@@ -35,6 +36,7 @@ TorchParams = dict[str, dict[str, Tensor]]
 
 
 NO_PACKAGES = {*sys.stdlib_module_names, "test", "__main__"}
+ADAPTER = "adapter"
 IMAGES = 4
 """Number of axes of a batch of images."""
 
@@ -161,13 +163,24 @@ def _network(layout: Layout) -> Network:
     builder = _builder(layout.model)
     _check_tokens(layout)
     _check_options(layout, builder)
+    own = {name: value for name, value in layout.options.items() if name != ADAPTER or layout.model not in ADAPTABLE}
     try:
-        core = builder(tuple(layout.input.shape), len(layout.classes), **layout.options)
+        core = builder(tuple(layout.input.shape), len(layout.classes), **own)
     except Exception as error:  # the builder is the user's code
         raise ConfigError(f"the model '{layout.model}' cannot be built: {error}") from error
+    if own.keys() != layout.options.keys():
+        _add_adapters(core, layout)
     if not isinstance(core, nn.Module) or not callable(getattr(core, "embed", None)):
         raise ConfigError(f"the model '{layout.model}' has no embed(x)", expected="an nn.Module with embed, maybe head")
     return Network(core, layout.input)
+
+
+def _add_adapters(core: nn.Module, layout: Layout) -> None:
+    rank = layout.options[ADAPTER]
+    if type(rank) is not int or not 0 <= rank <= MAX_SIZE:
+        raise ConfigError(f"the model '{layout.model}' has adapter = {rank!r}", expected=f"a rank from 0 to {MAX_SIZE}")
+    if rank:
+        with_adapters(core, rank)
 
 
 def _builder(model: str) -> Callable[..., nn.Module]:
@@ -195,7 +208,7 @@ def _check_options(layout: Layout, builder: Callable[..., nn.Module]) -> None:
     known = list(inspect.signature(builder).parameters.values())[2:]
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known):
         return
-    names = [p.name for p in known]
+    names = [*(p.name for p in known), *([ADAPTER] if layout.model in ADAPTABLE else [])]
     for option in layout.options:
         if option not in names:
             near = schema.suggest(option, names)
