@@ -76,7 +76,7 @@ class Schedule:
         if self.probes:
             return frozenset(), f"a probe of all arrays after {self.waited} rounds"
         left = self.rest - self.waited
-        state = f"{len(self.frozen)} of {len(self.moves)} at rest, the next probe is {left} rounds later"
+        state = f"{len(self.frozen)} of {len(self.moves)} at rest, next probe in {left} rounds"
         return self.frozen, "; ".join(filter(None, (self.why, state if self.frozen else "none at rest")))
 
     def after(self, moved: Mapping[str, float], loss: float | None) -> Schedule:
@@ -99,7 +99,7 @@ class Schedule:
             return replace(self, rest=longer, waited=0, why="the probe found all at rest")
         moves = {**self.moves, **{name: (moved[name],) for name in again}}
         return replace(self, moves=moves, frozen=self.frozen - again.keys(), rest=max(REST, self.rest // 2), waited=0,
-                       why=f"the probe found that {_told(again)} of their largest move move again")
+                       why=f"move again after the probe, by the share of their largest move: {_told(again)}")
 
     def _settled(self, means: Mapping[str, float]) -> Schedule:
         """Freezes what has come to rest; one array moves always."""
@@ -108,7 +108,7 @@ class Schedule:
             del small[max(small, key=lambda name: small[name])]
         if not small:
             return self
-        why = f"{_told(small)} of their largest move come to rest"
+        why = f"came to rest, by the share of their largest move: {_told(small)}"
         return replace(self, frozen=self.frozen | small.keys(), why=why)
 
     def _share(self, name: str, move: float) -> float:
@@ -117,5 +117,5 @@ class Schedule:
 
 
 def _told(shares: Mapping[str, float]) -> str:
-    names = [f"{name.partition('/')[2]} with {share:.2g}" for name, share in shares.items()]
+    names = [f"{name.partition('/')[2]} {share:.2g}" for name, share in shares.items()]
     return ", ".join(shortened(names, LISTED))

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet_core.algorithms import aggregation
+from fleet_core.algorithms import aggregation, freezing
 from fleet_core.algorithms.interface import ClientRule, ClientState, Payload, ServerRule, Update
 from fleet_core.algorithms.methods.average import Averaging
 from fleet_core.algorithms.methods.dyn import Dyn
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.algorithms.methods.scaf import Scaf
 from fleet_core.base import trees
+from fleet_core.base.moving import Moving
 from fleet_core.base.trees import Params
 from fleet_core.model import payloads
 from fleet_core.model.layout import MODEL_GROUPS as GROUPS
@@ -41,12 +42,19 @@ LAYOUT = Layout(
 )
 
 
+def part_of(groups: Params) -> Layout:
+    """The layout of these arrays."""
+    return replace(LAYOUT, tensors=tuple(t for t in LAYOUT.tensors if t.name in groups.get(t.group, {})))
+
+
 def tree(vector: Vector) -> dict[str, dict[str, Any]]:
     """[6] as three arrays in two groups, so that the rules are tested on trees."""
     return {"body": {"a": vector[:2], "b": vector[2:5].reshape(1, 3)}, "head": {"c": vector[5:]}}
 
 
 def vector(params: Params) -> Vector:
+    """Arrays of the model in the layout's order."""
+    params = trees.merged(LAYOUT.ordered(params), params)
     return np.concatenate([np.ravel(array) for named in params.values() for array in named.values()])
 
 
@@ -67,7 +75,7 @@ class Quadratic:
     def gradient(self, at: Params) -> Params:
         """The gradient of f in the model's groups; with ``rates``, the gradient of Meta-SGD's f(w − a∘∇f(w)) in both.
         Groups of measured values hold the value instead: a margin, or a class mean of the mean of w."""
-        w = vector({**tree(np.zeros(SIZE)), **trees.only(at, GROUPS)})
+        w = vector(trees.merged(tree(np.zeros(SIZE)), trees.only(at, GROUPS)))
         if "rates" in at:
             slope, rates = self.slope(w), vector({"rates": at["rates"]})
             after = self.slope(w - rates * slope)
@@ -160,38 +168,54 @@ class QuadraticFleet:
 
     # A round ----------------------------------------------------------------------------------------------------------
 
-    def round(self, active: Collection[str] = (), lost: Collection[str] = (), unheard: Collection[str] = ()) -> None:
+    def round(
+        self, active: Collection[str] = (), lost: Collection[str] = (), unheard: Collection[str] = (),
+        frozen: Collection[str] = (),
+    ) -> None:
         """One round of the ``active`` devices (all by default); updates of ``lost`` are not counted.
 
         ``unheard`` devices do not hear this round's record: they stay pending, and train again once they have heard.
+        frozen: arrays that do not move.
         """
+        moving = Moving(frozenset(frozen))
         self.number += 1
         sent = self.server.broadcast(self.state)
         broadcast = Payload(self.publish(sent.groups), {**sent.scalars, "round": float(self.number)})
         before = replace(self.server.as_received(self.state, broadcast.groups), round=self.number)
         names = aggregation.order(n for n in active or self.devices if self.devices[n].pending is None)
         given = {name: self.server.per_device(self.state, name) for name in names}
-        updates = {name: self._train(self.devices[name], name, broadcast.beside(given[name])) for name in names}
+        updates = {name: self._train(self.devices[name], name, broadcast.beside(given[name]), moving) for name in names}
         counted = [update for name, update in updates.items() if name not in lost]
         self.counted[self.number] = {update.device for update in counted}
         if counted:
-            self.state = self.server.apply(before, counted, len(self.devices), self.hyper)
+            self.state = freezing.apply(self.server, before, counted, len(self.devices), self.hyper, moving)
         for name, device in self.devices.items():
             if name not in unheard:
                 self._settle(name, device)
 
-    def _train(self, device: Device, name: str, broadcast: Payload) -> Update:
+    def _train(self, device: Device, name: str, broadcast: Payload, moving: Moving) -> Update:
         if device.epoch != self.state.dual_epoch:  # state of another epoch is set aside
             device.state, device.residual, device.epoch = {}, None, self.state.dual_epoch
         before = device.state or self.client.init(broadcast.groups, self.first, self.hyper)
-        steps = [device.loss.gradient] * (self.hyper.local_steps + self.measures)
-        payload, state = self.client.run(broadcast, before, steps, self.hyper)
-        sent = self.send(payload.groups, device.residual)
+        fixed = moving.rest(trees.only(broadcast.groups, GROUPS))
+
+        def gradient(at: Params) -> Params:
+            return moving.of(device.loss.gradient(trees.merged(at, fixed)))
+
+        received = Payload(moving.of(broadcast.groups), broadcast.scalars)
+        steps = [gradient] * (self.hyper.local_steps + self.measures)
+        payload, state = self.client.run(received, freezing.part_of(before, moving), steps, self.hyper)
+        owed = device.residual
+        due = None if owed is None else trees.merged(trees.zeros_like(payload.groups), moving.of(owed))
+        sent = self.send(payload.groups, due)
         error = trees.subtract(payload.groups, sent.decoded) if self.dual == "decoded" else sent.error
         if error is not None and self.dual != "own":
             state = self.client.after_loss(state, error, self.hyper, float(self.number))
-        device.pending = Pending(self.number, self.state.dual_epoch, state, sent.residual)
-        device.latest = trees.add(payload.groups, broadcast.groups)
+        residual = trees.merged(moving.rest(owed or {}), sent.residual or {}) or None
+        state = freezing.completed(state, before, moving)
+        device.pending = Pending(self.number, self.state.dual_epoch, state, residual)
+        moved = trees.add(payload.groups, trees.only(moving.of(broadcast.groups), payload.groups))
+        device.latest = trees.merged(trees.only(broadcast.groups, payload.groups), moved)
         return Update(name, Payload(sent.decoded, payload.scalars), device.samples)
 
     def _settle(self, name: str, device: Device) -> None:
@@ -303,7 +327,7 @@ def random_cohorts(names: Iterable[str], count: int, rounds: int, seed: int) -> 
 def int8(name: str = "int8") -> Send:
     """The product's codec of that name, with another seed for every update."""
     seeds = itertools.count()
-    return lambda own, residual: payloads.send(name, own, residual, LAYOUT, GROUPS, (next(seeds),))
+    return lambda own, residual: payloads.send(name, own, residual, part_of(own), GROUPS, (next(seeds),))
 
 
 def top_k(kept: int, *, feedback: bool) -> Send:

@@ -140,7 +140,7 @@ def test_a_run_that_trains_a_part_computes_what_a_fleet_computes(
         return
     assert len(frozen) > 1
     assert any("a probe of all arrays" in row["reason"] for row in rows)
-    assert any("come to rest" in row["reason"] for row in rows)
+    assert any("came to rest" in row["reason"] for row in rows)
 
 
 def compare_with_a_fleet(
