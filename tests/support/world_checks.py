@@ -53,7 +53,7 @@ def devices_dual(w: World, feedback: bool) -> trees.Params | None:
             continue
         mine = trees.apply(lambda a: a.astype(np.float64), state["dual"])
         if feedback:
-            mine = trees.axpy(penalty, state["residual"], mine)
+            mine = trees.merged(mine, trees.axpy(penalty, state["residual"], mine))
         total = mine if total is None else trees.add(total, mine)
     return total
 

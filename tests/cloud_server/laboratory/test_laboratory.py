@@ -195,12 +195,16 @@ RESUMED = {
     "a hypernetwork and its embeddings": ("pfedhn", {"local_steps": 2, "batch": 12}, "int8"),
     "controls on both sides": ("pflscaf-maml", ONE_EPISODE, "int8-plain"),
     "what the rounds before measured": ("pfldyn-proto", ONE_EPISODE, "auto"),
+    "arrays by a schedule within patterns": (
+        "feddyn", {"local_steps": 2, "batch": 12}, "int8", {"freeze": "auto", "only": ["*.weight"]}),
 }
 
 
-def resumable(tmp_path: Path, method: str, hyper: dict[str, Any], codec: str) -> Experiment:
+def resumable(
+    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, train: dict[str, Any] | None = None
+) -> Experiment:
     return lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, codec_up=codec, codec_down=codec,
-                          evaluation={"every": 3})
+                          evaluation={"every": 3}, train=train or {})
 
 
 def killed_at(write: int, asked: Experiment, folder: Path) -> bool:

@@ -257,14 +257,15 @@ def deadly(monkeypatch: pytest.MonkeyPatch, death: Death) -> None:
     monkeypatch.setattr(LoopbackLink, "publish", publish_message)
 
 
-@pytest.fixture
-def founded(tmp_path: Path) -> World:
+@pytest.fixture(params=['', 'only = ["layers.0.weight"]', 'freeze = "auto"'], ids=["whole", "part", "auto"])
+def founded(tmp_path: Path, request: pytest.FixtureRequest) -> World:
     """A fleet that has not run yet, with two devices' samples."""
-    w = world(tmp_path / "founded", config_text(**TWO_ROUNDS))
+    text = f"{config_text(**TWO_ROUNDS)}\n[train]\n{request.param}\n"
+    w = world(tmp_path / "founded", text)
     start(w, "d0", "d1")
     w.close()
     shutil.rmtree(w.fleet.folder)
-    return world(tmp_path / "founded", config_text(**TWO_ROUNDS))
+    return world(tmp_path / "founded", text)
 
 
 def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[World, Death, list[tuple[str, str]]]:
