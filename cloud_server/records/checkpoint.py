@@ -208,7 +208,8 @@ def served(path: Path) -> tuple[int, Params]:
 
 
 def _ordered(tree: Params, order: Params) -> Params:
-    known = {g: {n: tree[g][n] for n in named} for g, named in order.items() if g in tree}
+    """Some roles have only the arrays that have moved so far."""
+    known = {g: {n: tree[g][n] for n in named if n in tree[g]} for g, named in order.items() if g in tree}
     return known | {g: {n: tree[g][n] for n in sorted(tree[g])} for g in sorted(tree) if g not in order}
 
 

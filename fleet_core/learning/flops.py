@@ -60,20 +60,19 @@ def round_flops(
         return None
     support, query, third = (sum(len(part) for draw in plan.draws for part in draw[k : k + 1]) for k in range(3))
     inner, repeated = getattr(hyper, "inner_steps", 1), getattr(hyper, "personal_steps", 1)
-    once = 3 * forward if method.adaptation in INNER else _gradient(layers, {
-        t.name for t in layout.tensors if moving.has(t.group, t.name)
-    })
+    whole = moving.everything or method.adaptation in INNER
+    once = 3 * forward if whole else _gradient(layers, {t.name for t in layout.part(moving).tensors})
     gradients = flops_of(method.adaptation, forward, support, query, inner, third, once)
     return repeated * gradients + forward * plan.samples
 
 
 def _gradient(layers: Sequence[Layer], moving: Collection[str]) -> int:
-    """Operations of one sample's forward and backward pass. The backward pass ends at the first layer that moves; in
-    each layer it costs as much as the forward pass for what is handed down, and as much again for weights that
-    move."""
+    """Operations of one sample's forward and backward pass where a part moves. The backward pass ends at the first
+    layer that does; in a layer it costs as much as the forward pass for weights that move, and as much for what it
+    hands down, which the first does not."""
     moves = [not layer.arrays.isdisjoint(moving) for layer in layers]
     first = moves.index(True) if True in moves else len(layers)
-    return sum(layer.forward * (1 + (k >= first) + moves[k]) for k, layer in enumerate(layers))
+    return sum(layer.forward * (1 + moves[k] + (k > first)) for k, layer in enumerate(layers))
 
 
 def flops_of(

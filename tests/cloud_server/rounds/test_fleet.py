@@ -40,7 +40,7 @@ from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.learning.local_training import TrainResult
 from fleet_core.link.interface import Connected, Disconnected, Message
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
-from fleet_core.model import payloads
+from fleet_core.model import choose_frozen, payloads
 from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.protocol import chunks, device_messages, messages, round_messages, topics
@@ -258,8 +258,10 @@ def deadly(monkeypatch: pytest.MonkeyPatch, death: Death) -> None:
 
 
 @pytest.fixture(params=['', 'only = ["layers.0.weight"]', 'freeze = "auto"'], ids=["whole", "part", "auto"])
-def founded(tmp_path: Path, request: pytest.FixtureRequest) -> World:
-    """A fleet that has not run yet, with two devices' samples."""
+def founded(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A fleet that has not run yet, with two devices' samples. A schedule freezes in the second round."""
+    monkeypatch.setattr(choose_frozen, "WINDOW", 1)
+    monkeypatch.setattr(choose_frozen, "SMALL", 2.0)
     text = f"{config_text(**TWO_ROUNDS)}\n[train]\n{request.param}\n"
     w = world(tmp_path / "founded", text)
     start(w, "d0", "d1")
