@@ -38,8 +38,10 @@ def start(
 ) -> None:
     """Run the aggregator; a stopped run is continued."""
     from cloud_server.records.fleet_folder import Fleet
+    from fleet_core.model import graph_bundle
 
-    Fleet.load(fleet).graph_bytes()  # raises before the process is replaced
+    made = Fleet.load(fleet)
+    made.selected(graph_bundle.unpack(made.graph_bytes()).layout)  # both raise before the process is replaced
     options = {"broker": broker, "host": host, "port": port, "plain": plain, "connect_s": connect_s,
                "until_done": until_done, "quiet": quiet}
     processes.exec_module("cloud_server.running.aggregator_process", str(fleet), json.dumps(options))

@@ -46,12 +46,13 @@ def refusal(method: Method) -> str:
     return ""
 
 
-def moving_of(section: TrainSection, layout: Layout, method: Method, text: str = "", where: str = "train") -> Moving:
+def moving_of(section: TrainSection, layout: Layout, method: Method, text: str = "", where: str = "") -> Moving:
     """What moves by the section's patterns. text, where: of its file, for messages. Raises ConfigError with every
     mistake."""
     moving, problems = selected(section.only, layout, method)
     if problems:
-        raise ConfigError("\n".join(located(problem, text, where) for problem in problems),
+        told = (located(problem, text, where) if text else str(problem) for problem in problems)
+        raise ConfigError("\n".join(told),
                           hint=f"the arrays: {', '.join(shortened([t.name for t in layout.tensors], MOST_NAMES))}")
     return moving
 

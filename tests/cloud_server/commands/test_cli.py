@@ -538,6 +538,37 @@ def test_init_makes_a_fleet_once_and_again_only_what_is_missing(run: Run, data: 
     assert contents(fleet) == made
 
 
+def test_init_takes_the_arrays_that_rounds_train_and_says_what_does_not_go(
+    run: Run, data: Path, tmp_path: Path
+) -> None:
+    fleet, given = tmp_path / "fleet", ("--data", data, "--method", "fedavg", "--model", "mlp")
+    ran = run("metafleet", "init", fleet, *given, "--train", "hed.*", "--train", "layers.*")
+    refused(ran, 2, "train.only[0]: no array of the model mlp is named 'hed.*' (did you mean 'head.*'?)",
+            "hint: the arrays: layers.0.weight, layers.0.bias, head.weight, head.bias")
+    assert not (fleet / "fleet.toml").exists()
+    refused(run("metafleet", "init", fleet, *given, "--freeze", "atuo"), 2,
+            "--freeze: unknown value 'atuo', expected one of auto, never (did you mean 'auto'?)")
+    refused(run("metafleet", "init", fleet, "--data", data, "--method", "pfedhn", "--freeze", "auto"), 2,
+            "train.freeze: pfedhn makes the whole model of every device anew in each round")
+    assert run("metafleet", "init", fleet, *given, "--train", "head.*", "--freeze", "auto").code == 0
+    path = fleet / "fleet.toml"
+    text = path.read_text()
+    assert '# Arrays that devices train and send, by name, with * and ?: ["head.*"]; empty: the whole model.\n' in text
+    assert 'only = ["head.*"]\n' in text
+    assert 'freeze = "auto"\n' in text
+    path.write_text(text.replace("head.*", "haed.*", 2))
+    ran = run("metafleet", "server", "start", fleet, "--broker", NOBODY)
+    refused(ran, 2, "train.only[0]: no array of the model mlp is named 'haed.*' (did you mean 'head.*'?)")
+
+
+def test_a_new_fleet_trains_everything(run: Run, data: Path, tmp_path: Path) -> None:
+    assert run("metafleet", "init", tmp_path / "fleet", "--data", data).code == 0
+    text = (tmp_path / "fleet" / "fleet.toml").read_text()
+    assert "[train]" in text
+    assert "\nonly = []\n" in text
+    assert '\nfreeze = "never"\n' in text
+
+
 def test_a_folder_of_another_fleet_is_refused(run: Run, data: Path, place: Path) -> None:
     before = contents(place)
     ran = run("metafleet", "init", place / "fleet", "--data", data, "--method", "fedavg")

@@ -166,6 +166,8 @@ MANY = list(range(1, 600))
             '[partition]\nkind = "acdi"\n[model]',
             f"6: partition.kind: unknown value 'acdi', expected one of {PARTITIONS} (did you mean 'acid'?)",
         ),
+        ("[model]", '[train]\nfreeze = "atuo"\n[model]',
+         "6: train.freeze: unknown value 'atuo', expected one of auto, never (did you mean 'auto'?)"),
         ("[data]", '[data]\npath = "x.npz"', "4: data.set: give either data.set or data.path"),
         ('set = "synthetic"\n', "", "2: data.set: give either data.set or data.path"),
         (
@@ -415,3 +417,23 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, data: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             laboratory.simulate(lab.experiment(data), tmp_path / "out", options)
+
+
+# A part of the model --------------------------------------------------------------------------------------------------
+
+
+def test_a_method_that_cannot_train_a_part_is_named_before_anything_is_computed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        lab.experiment(tmp_path, train={"only": ["head.*"], "freeze": "auto"},
+                       method=[{"name": "fedavg"}, {"name": "pfedhn"}, {"name": "fedproto"}])
+    lines = str(caught.value).splitlines()
+    assert ["pfedhn" in line or "fedproto" in line for line in lines] == [True] * 4
+    assert any("train.only: fedproto shares prototypes" in line for line in lines)
+    assert any("train.freeze: pfedhn makes the whole model" in line for line in lines)
+
+
+def test_patterns_that_do_not_fit_the_model_are_refused_with_the_others_checks(tmp_path: Path) -> None:
+    asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), "fedavg", {}, train={"only": ["layer.*", "head.*"]})
+    with pytest.raises(ConfigError, match=r"^train\.only\[0\]: no array of the model mlp is named") as caught:
+        laboratory.checked(asked, experiments.runs(asked))
+    assert "did you mean 'layers.*'?" in str(caught.value)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 from fleet_core.base.moving import Moving
-from fleet_core.model.choose_codec import WINDOW
+from fleet_core.model.choose_codec import ERRORS, RISE, WINDOW
 from fleet_core.model.choose_frozen import AGAIN, LONGEST_REST, REST, SMALL, Chosen, Schedule, next_arrays
+from tests.support.paths import ROOT
 
 A, B = "body/a", "body/b"
 
@@ -125,6 +126,17 @@ def test_many_arrays_are_counted_and_not_all_named() -> None:
     names = [f"body/layer.{n:02}" for n in range(20)]
     after = played([dict.fromkeys((*names, B), 1.0)] * WINDOW + [{**dict.fromkeys(names, SMALL / 2), B: 1.0}] * WINDOW)
     assert "layer.02 0.05, layer.03 0.05, and 16 more; 20 of 21 at rest" in after.choice()[1]
+
+
+def test_the_page_says_the_figures_of_the_code() -> None:
+    page = (ROOT / "docs" / "freezing.md").read_text(encoding="utf-8")
+    for said in (
+        f"the mean of an array's last {WINDOW} moves is at most {SMALL:g} of the largest such mean",
+        f"| a probe | {REST} rounds after", f"its move in a probe is above {AGAIN:g} of", f"up to {LONGEST_REST};",
+        f"the mean loss of {WINDOW} rounds is above that of the {WINDOW} before by more than {RISE * 100:g} % and "
+        f"{ERRORS:g} standard errors",
+    ):
+        assert said in page
 
 
 # With patterns --------------------------------------------------------------------------------------------------------
