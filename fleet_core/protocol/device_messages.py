@@ -27,7 +27,7 @@ class Presence:
     boot: str = field(default="", metadata={"max_length": 64})
     ph: str = field(default="idle", metadata={"max_length": 32})
     ver: str = field(default="", metadata={"max_length": 32})
-    proto: int = PROTOCOL
+    proto: int = 1
     methods: Mapping[str, int] = field(default_factory=dict)
     codecs: tuple[str, ...] = ("fp32",)
     layouts: tuple[str, ...] = ()

@@ -1,12 +1,15 @@
 """Messages as JSON that a person can read in ``mosquitto_sub``, and the limits that their fields share.
 
 The messages are frozen dataclasses in ``round_messages`` and ``device_messages``. Within a major version, unknown keys
-are ignored and missing keys take their defaults, so that a fleet can be updated one device at a time.
+are ignored, missing keys take their defaults, and no default changes, so that a fleet can be updated one device at a
+time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from fleet_core.base import schema
@@ -28,8 +31,8 @@ ROUND = whole(1_000_000_000)
 
 
 def encode(message: Any) -> bytes:
-    """A message as compact JSON. Fields that are None are left out."""
-    return json.dumps(_without_none(schema.plain(message)), separators=(",", ":"), allow_nan=False).encode()
+    """A message as compact JSON, without the fields that have their default, which a reader takes for missing ones."""
+    return json.dumps(_short(message), separators=(",", ":"), allow_nan=False).encode()
 
 
 def decode(cls: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES) -> T:
@@ -46,7 +49,15 @@ def decode(cls: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES) -> T:
     return message
 
 
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
-    return [_without_none(v) for v in value] if isinstance(value, list) else value
+def _short(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        given = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.metadata.get("key", f.name): _short(v) for f, v in given if v is not None and v != _default(f)}
+    if isinstance(value, Mapping):
+        return {k: _short(v) for k, v in value.items() if v is not None}
+    return [_short(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """MISSING for a field without one."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
