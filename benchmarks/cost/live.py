@@ -5,7 +5,7 @@
 Aggregator, mosquitto with certificates, and agents are processes on this machine. The first patients of the task
 heartbeat-22 train, all in every round, with the settings and the codec of chosen.json. Bytes are those of rounds 3 to
 the last but one, so that neither the graph, nor the first model, nor the served model after the last round counts:
-payload, what went through the MQTT socket, and on the wire: TLS, TCP and IP. It prints JSON, and writes it to live.json.
+payload, what went through the MQTT socket, and on the wire: TLS, TCP and IP. It writes live.json.
 """
 
 from __future__ import annotations

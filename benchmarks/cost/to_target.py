@@ -3,8 +3,8 @@
     METAFLEET_DATA=CACHE python -m benchmarks.cost.to_target choose|run|front|page --runs FOLDER [--only TASK ...]
         [--minutes M] [--jobs N]
 
-choose: hyper-parameters of each method, then the codec of PFLDyn-Proto, inside the training samples of each task, with a
-seed of their own; the result is chosen.json. run: the rows of the table. front: every method with every codec of
+choose: hyper-parameters of each method, then the codec of PFLDyn-Proto, inside the training samples of each task, with
+a seed of their own; the result is chosen.json. run: the rows of the table. front: every method with every codec of
 ``FRONT``. page: to_target.md and the pictures from the runs that have ended. Every command resumes and ends after the
 rounds in progress when the time is up; tasks/TASK.toml are the experiments.
 
@@ -87,7 +87,7 @@ def curve(name: str, folder: Path) -> Curve:
         flops += row.get("flops", float("nan"))
         if "accuracy" in row:
             points.append((of_figure(name, row), row["round"], up, down, flops if flops == flops else None))
-    return Curve(result["seed"], *(tuple(column) for column in zip(*points, strict=True)))  # type: ignore[arg-type]
+    return Curve(result["seed"], *(tuple(column) for column in zip(*points, strict=True)))
 
 
 # Choosing -------------------------------------------------------------------------------------------------------------
@@ -118,14 +118,15 @@ def choose(name: str, runs: Path, how: Options, stopped: Callable[[], bool]) -> 
         curves[codec] = curve(name, folder)
     plain = curves.pop("fp32")
     target = max(plain.figure) - WITHIN
-    codecs = [{"codec": codec, "end": round(end(one), 4), "bytes": bytes_to(one, target)}
-              for codec, one in curves.items()]
-    fit = [one for one in codecs if one["end"] >= end(plain) - WITHIN and one["bytes"] is not None]
+    fit = {codec: moved for codec, one in curves.items()
+           if end(one) >= end(plain) - WITHIN and (moved := bytes_to(one, target)) is not None}
     chosen = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
     write_json(CHOSEN, {**chosen, name: {
         "rounds": inside.budget.rounds, "seed": CHOOSING_SEED, "target": round(target, 4), "fp32": round(end(plain), 4),
-        "codec": min(fit, key=lambda one: int(one["bytes"]))["codec"] if fit else "int8",
-        "codecs": codecs, "methods": best, "tried": tried}})
+        "codec": min(fit, key=lambda codec: fit[codec]) if fit else "int8",
+        "codecs": [{"codec": codec, "end": round(end(one), 4), "bytes": bytes_to(one, target)}
+                   for codec, one in curves.items()],
+        "methods": best, "tried": tried}})
 
 
 def end(one: Curve) -> float:

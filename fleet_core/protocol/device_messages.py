@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fleet_core.base.spread import Spread
-from fleet_core.protocol.messages import ID, MAX_MESSAGE_BYTES, PROTOCOL, ROUND, whole
+from fleet_core.protocol.messages import ID, MAX_MESSAGE_BYTES, ROUND, whole
 from fleet_core.protocol.round_messages import UpdateRef
 
 MAX_SOURCE, MAX_ABSENT = 200, 16
