@@ -58,6 +58,7 @@ class DeviceMessages:
         if self._members.revoked(name):
             self._read_requests()
         self._members.on_presence(name, presence, self._closed)
+        self._parts.manifests.unpack()
         if presence.st == "off":
             self._parts.receiver.drop(name)
         elif self._members.revoked(name):

@@ -63,12 +63,15 @@ class Members:
         self._awaited: set[str] = set()
         self._members: set[str] = set()
         self._ready: set[str] = set()
+        self._plain: set[str] = set()
         self.resting: Mapping[str, str] = {}
         self.leaves = int(ledger.fact("leaves") or "0")
         for device in ledger.each(Device):
             self._know(device)
             if device.state == "on" and device.name in self._members:
                 self._awaited.add(device.name)
+            if device.state == "on" and not device.capabilities.get("packed"):
+                self._plain.add(device.name)
 
     # Questions --------------------------------------------------------------------------------------------------------
 
@@ -97,6 +100,10 @@ class Members:
     def askable(self) -> Set[str]:
         """Ready members that are not resting."""
         return self._ready - self.resting.keys() if self.resting else self._ready
+
+    def read_packed(self) -> bool:
+        """Whether every device that is on, or was at the aggregator's restart, reads manifests under zstd."""
+        return not self._plain
 
     def awaited(self) -> bool:
         """Whether a member that was on before the aggregator's restart has not been heard of yet."""
@@ -202,6 +209,8 @@ class Members:
             known.boot, known.base = presence.boot, intern(presence.base)
         self.heard(name)
         self._awaited.discard(name)
+        plain = presence.st == "on" and not presence.packed
+        (self._plain.add if plain else self._plain.discard)(name)
         able = name in self._members and presence.st == "on" and not self._cannot(presence)
         (self._ready.add if able else self._ready.discard)(name)
 
@@ -275,6 +284,7 @@ class Members:
                 group.discard(name)
         if not enrolled:
             known.state = ""
+            self._plain.discard(name)
 
 
 def inability(presence: Presence, *, method: Method, link: LinkSection, parameters: int) -> str | None:

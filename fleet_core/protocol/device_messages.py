@@ -20,7 +20,7 @@ class Presence:
 
     boot: changes at every start. ph: phase. train: whether it can train. cannot: why it cannot, or empty. most:
     parameters of the largest model that it trains, 0 for no limit. base: id of the model that it holds. beat: this is a
-    heartbeat, of which only the phase counts.
+    heartbeat, of which only the phase counts. packed: whether it reads manifests under zstd.
     """
 
     st: str = field(metadata={"choices": ("on", "off")})
@@ -37,6 +37,7 @@ class Presence:
     most: int = field(default=0, metadata=whole(1 << 40))
     base: str = field(default="", metadata={"max_length": 32})
     beat: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True)

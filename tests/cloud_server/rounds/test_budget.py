@@ -64,11 +64,11 @@ def cohorts(w: World) -> list[tuple[str, ...]]:
 
 
 def test_a_spent_budget_ends_the_run_serves_what_was_learned_and_stays_so(fleet: Make) -> None:
-    w = fleet("[budget]\nbytes = 60_000")
+    w = fleet("[budget]\nbytes = 30_000")
     assert w.pump(lambda: w.server.finished)
     closed = w.closed()
     assert 0 < closed < ROUNDS
-    assert used(w) >= 60_000
+    assert used(w) >= 30_000
     assert w.logged(f"the fleet's budget is spent: {w.server.ended.split(': ')[1].split(';')[0]}")
     assert w.logged(f"no round opens after round {closed}; [budget] in fleet.toml has the limit")
     assert w.pump(lambda: len(w.server.ledger.rows(Evaluation, round=closed, stage="after")) == 3)
@@ -81,11 +81,11 @@ def test_a_spent_budget_ends_the_run_serves_what_was_learned_and_stays_so(fleet:
 
 
 def test_a_raised_budget_goes_on(fleet: Make) -> None:
-    w = fleet("[budget]\nbytes = 60_000")
+    w = fleet("[budget]\nbytes = 30_000")
     assert w.pump(lambda: w.server.finished)
     path = w.fleet.folder / "fleet.toml"
     w.kill_server()
-    path.write_text(path.read_text().replace("60_000", "1e9"))
+    path.write_text(path.read_text().replace("30_000", "1e9"))
     w.start_server()
     assert w.pump(lambda: w.closed() == ROUNDS)
     assert w.server.ended == ""
@@ -93,10 +93,10 @@ def test_a_raised_budget_goes_on(fleet: Make) -> None:
 
 
 def test_money_and_joules_end_a_run_as_bytes_do(fleet: Make) -> None:
-    w = fleet("[budget]\nmoney = 0.05", tariff="per_mb = 1")
+    w = fleet("[budget]\nmoney = 0.03", tariff="per_mb = 1")
     assert w.pump(lambda: w.server.finished)
-    assert "EUR of 0.05 EUR" in w.server.ended
-    assert used(w) >= 50_000
+    assert "EUR of 0.03 EUR" in w.server.ended
+    assert used(w) >= 30_000
 
 
 def test_joules_that_nobody_reports_are_not_kept_and_that_is_said(fleet: Make) -> None:

@@ -33,7 +33,7 @@ from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import ClientState, Payload
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
-from fleet_core.base.compression import compress
+from fleet_core.base.compression import MAGIC, compress
 from fleet_core.base.errors import BundleError, ConfigError, LinkError
 from fleet_core.codecs import safetensors_payload
 from fleet_core.codecs.kinds.registry import CODECS
@@ -950,6 +950,27 @@ def test_an_open_round_is_looked_over_ten_times_a_second_and_not_at_every_messag
     for _ in range(250):
         w.step(0.004)
     assert 9 <= len(looks) <= 11
+
+
+def test_a_manifest_goes_under_zstd_until_a_device_comes_that_does_not_read_it(fleet):
+    def body() -> bytes:
+        return w.broker.retained[topics.current(w.name)].partition(b"\n")[2]
+
+    w = fleet(rounds=3, devices=2)
+    start(w, "d0", "d1")
+    assert w.pump(lambda: w.closed() == 1)
+    assert body().startswith(MAGIC)
+    packed = messages.decode(Manifest, body())
+    older = Presence("on", "boot", methods=dict.fromkeys(METHODS, 1), codecs=("fp32", "int8"))
+    w.broker.publish(topics.presence(w.name, "older"), messages.encode(older), retain=True)
+    w.step(0.1)
+    assert body().startswith(b"{")
+    plain = messages.decode(Manifest, body())
+    assert plain.round >= packed.round
+    assert plain.seq > packed.seq
+    w.broker.publish(topics.presence(w.name, "older"), messages.encode(Presence("off", "boot", ver="1")), retain=True)
+    assert w.pump(lambda: w.closed() == 3)
+    assert body().startswith(MAGIC), "it has gone"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet_core.base import config, schema, storage
+from fleet_core.base import compression, config, schema, storage
 from fleet_core.base.errors import ConfigError, MessageError, StateError
 from fleet_core.protocol import chunks, cohort, messages, topics
 from fleet_core.protocol.chunks import Blob, Inbox, cut
@@ -124,6 +124,7 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 @settings(max_examples=80, deadline=None)
 def test_a_message_is_read_as_it_was_written(message):
     assert messages.decode(type(message), messages.encode(message)) == message
+    assert messages.decode(type(message), messages.encode(message, packed=True)) == message
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,6 +161,21 @@ def test_a_message_with_one_part_replaced_is_read_or_refused(message, data):
 def test_malformed_json_is_a_message_error(data):
     with pytest.raises(MessageError):
         messages.decode(Down, data)
+
+
+def test_a_message_under_zstd_that_grows_beyond_its_limit_or_is_damaged_is_refused():
+    bomb = compression.compress(b" " * 100_000 + messages.encode(Down("done", 3)))
+    assert messages.decode(Down, bomb) == Down("done", 3)
+    for data in (bomb[:-3], bomb + b"{}"):
+        with pytest.raises(MessageError):
+            messages.decode(Down, data)
+    with pytest.raises(MessageError):
+        messages.decode(Down, bomb, limit=100_000)
+
+
+def test_a_field_that_has_its_default_is_not_sent():
+    assert messages.encode(Down("done", 3)) == b'{"t":"done","r":3}'
+    assert messages.encode(Presence("on", beat=True)) == b'{"st":"on","beat":true}'
 
 
 def test_a_message_over_its_limit_is_refused_before_it_is_parsed():
