@@ -29,8 +29,8 @@ class Manifests:
     """Builds, signs and publishes one fleet's manifests.
 
     graph: the graph bundle's bytes. layout_hash: of the model. max_upload_bytes: of the largest update. next_seq: the
-    next manifest's sequence number. now: Unix seconds. resting(): devices that are not asked today. packed(): whether every
-    device that is on reads manifests under zstd.
+    next manifest's sequence number. now: Unix seconds. resting(): devices that are not asked today. packed(): whether
+    every device that is on reads manifests under zstd.
     """
 
     def __init__(
