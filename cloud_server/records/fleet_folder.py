@@ -113,9 +113,13 @@ class Amounts:
 @dataclass(frozen=True)
 class BudgetSection(Amounts):
     """The fleet's limits, at which no further round opens. target_accuracy: mean over the devices that train, at which
-    none does either. device_day: of one device on one day (UTC), after which it is not asked until the next."""
+    none does either. patience: after how many evaluations in a row without a gain none does; a gain is more than
+    ``min_gain`` over the best before. device_day: of one device on one day (UTC), after which it is not asked until the
+    next."""
 
     target_accuracy: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    patience: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
+    min_gain: float = field(default=0.002, metadata={"min": 0, "max": 1})
     device_day: Amounts = field(default_factory=Amounts)
 
 
