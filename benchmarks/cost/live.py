@@ -41,9 +41,9 @@ def measured(folder: Path, label: str, codec: str, devices: int, rounds: int) ->
     """Runs one fleet in ``folder``, which is made anew: counter -> bytes of one device in one round, up and down."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    chosen = json.loads(CHOSEN.read_text())[TASK]
-    codec = chosen["codec"] if codec == BEST else codec
-    method = chosen["methods"][label]
+    methods = json.loads(CHOSEN.read_text())[TASK]["methods"]
+    method = methods[BEST if codec == BEST else label]
+    codec = method["codec"] if codec == BEST else codec
     commands = Commands(folder)
     with ExitStack() as stack:
         stack.callback(commands.end)

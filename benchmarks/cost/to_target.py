@@ -4,7 +4,7 @@
         [--minutes M] [--jobs N]
 
 choose: hyper-parameters of each method, then the codec of PFLDyn-Proto, inside the training samples of each task, with
-a seed of their own; the result is chosen.json. run: the rows of the table. front: every method with every codec of
+two seeds of their own; the result is chosen.json. run: the rows of the table. front: every method with every codec of
 ``FRONT``. page: to_target.md and the pictures from the runs that have ended. Every command resumes and ends after the
 rounds in progress when the time is up; tasks/TASK.toml are the experiments.
 
@@ -44,7 +44,10 @@ ROWS = ((PER_FEDAVG, "fp32"), (FEDAVG, "fp32"), (PFLDYN, "fp32"), (PFLDYN, "int8
 CODECS = ("int8", "int4", "ternary", "topk-10/int4", "topk-10", "topk-1/topk-10", "topk-1", "auto")
 """UP/DOWN, or one for both; those that are tried for ``best``."""
 FRONT = ("fp32", "int8", "int4", "ternary", "topk-10", "topk-1")
-SEEDS, CHOOSING_SEED = (0, 1, 2), 100
+SEEDS, CHOOSING_SEEDS = (0, 1, 2), (100, 101)
+PENALTIES = (1.0, 4.0)
+"""Times the penalty that was chosen with fp32: lossy codecs may need a larger one (docs/codecs.md)."""
+LAST = 5
 WITHIN = 0.005
 """Half a point: how much lower than fp32's the figure at the end may be."""
 
@@ -94,49 +97,54 @@ def curve(name: str, folder: Path) -> Curve:
 
 
 def choose(name: str, runs: Path, how: Options, stopped: Callable[[], bool]) -> None:
-    """The best hyper-parameters by label, by the mean figure over the evaluated rounds, then the codec with the fewest
-    bytes to what PFLDyn-Proto reaches in fp32, among those that end within half a point of it."""
+    """Hyper-parameters by label: those with the best mean figure over the evaluated rounds. Then PFLDyn-Proto's codec
+    with its penalty: that with the fewest bytes in the whole run among those that end within half a point of fp32."""
     asked = task(name)
-    inside = replace(asked, seeds=(CHOOSING_SEED,), evaluation=replace(asked.evaluation, within_training=True))
-    candidates = experiments.runs(inside)
-    folders = simulate(with_codec(inside, "fp32"), runs / name / "hyper", how, stopped=stopped)
-    tried: dict[str, list[dict[str, Any]]] = {}
-    for run, folder in zip(candidates, folders, strict=True):
-        found = curve(name, folder)
-        tried.setdefault(run.label.partition(",")[0], []).append(
-            {"method": run.method.name, "hyper": schema.plain(run.hyper), "figure": round(mean(found.figure), 4)})
-    best = {label: max(several, key=lambda one: float(one["figure"])) for label, several in tried.items()}
-    section = of_label(PFLDYN, best)
-    curves = {}
+    inside = replace(asked, seeds=CHOOSING_SEEDS, evaluation=replace(asked.evaluation, within_training=True))
+    hyper = tried(name, with_codec(inside, "fp32"), runs / name / "hyper", how, stopped)
+    labels = dict.fromkeys(one["label"].partition(",")[0] for one in hyper)
+    methods = {label: max((one for one in hyper if one["label"].partition(",")[0] == label),
+                          key=lambda one: float(one["mean"])) for label in labels}
+    best = of_label(PFLDYN, methods)
+    several = replace(inside, method=tuple(
+        replace(best, label=f"{PFLDYN}-{factor:g}", hyper={**best.hyper, "penalty": factor * best.hyper["penalty"]})
+        for factor in PENALTIES))
+    codecs = []
     for codec in ("fp32", *CODECS):
         out = runs / name / "codecs" / codec.replace("/", "-")
-        try:
-            [folder] = simulate(with_codec(replace(inside, method=(section,)), codec), out, how, stopped=stopped)
-        except RoundError as error:
-            processes.say(f"{name}: {codec} ended with an error: {error}")
-            continue
-        curves[codec] = curve(name, folder)
-    plain = curves.pop("fp32")
-    target = max(plain.figure) - WITHIN
-    fit = {codec: moved for codec, one in curves.items()
-           if end(one) >= end(plain) - WITHIN and (moved := bytes_to(one, target)) is not None}
+        codecs += [{"codec": codec, **one} for one in tried(name, with_codec(several, codec), out, how, stopped)]
+    plain = max(float(one["end"]) for one in codecs if one["codec"] == "fp32")
+    fit = [one for one in codecs if one["end"] >= plain - WITHIN]
     chosen = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
+    methods[BEST] = min(fit, key=lambda one: int(one["bytes"]))
     write_json(CHOSEN, {**chosen, name: {
-        "rounds": inside.budget.rounds, "seed": CHOOSING_SEED, "target": round(target, 4), "fp32": round(end(plain), 4),
-        "codec": min(fit, key=lambda codec: fit[codec]) if fit else "int8",
-        "codecs": [{"codec": codec, "end": round(end(one), 4), "bytes": bytes_to(one, target)}
-                   for codec, one in curves.items()],
-        "methods": best, "tried": tried}})
+        "rounds": inside.budget.rounds, "seeds": CHOOSING_SEEDS, "methods": methods, "hyper": hyper, "codecs": codecs}})
+
+
+def tried(
+    name: str, asked: Experiment, out: Path, how: Options, stopped: Callable[[], bool]
+) -> list[dict[str, Any]]:
+    """A row per label, of the runs that did not diverge: figures over seeds, and bytes of all devices in the whole
+    run."""
+    try:
+        simulate(asked, out, how, stopped=stopped)
+    except RoundError as error:
+        processes.say(f"{name}: {error}")
+    found: dict[str, list[tuple[Any, Curve]]] = {}
+    for run in experiments.runs(asked):
+        if Store(out / run.name).done:
+            found.setdefault(run.label, []).append((run, curve(name, out / run.name)))
+    return [{
+        "label": label, "method": several[0][0].method.name, "hyper": schema.plain(several[0][0].hyper),
+        "mean": round(mean(mean(one.figure) for _, one in several), 4),
+        "end": round(mean(end(one) for _, one in several), 4),
+        "bytes": round(mean(one.total(-1) for _, one in several)),
+    } for label, several in found.items() if len(several) == len(asked.seeds)]
 
 
 def end(one: Curve) -> float:
-    """The figure at the end: the mean of the last three evaluations, which differ less than one alone."""
-    return mean(one.figure[-3:])
-
-
-def bytes_to(one: Curve, target: float) -> int | None:
-    k = one.first(target)
-    return None if k is None else one.total(k)
+    """The figure at the end: the mean of the last evaluations, which differ less than one alone."""
+    return mean(one.figure[-LAST:])
 
 
 def of_label(label: str, best: Mapping[str, Mapping[str, Any]]) -> MethodSection:
@@ -165,11 +173,11 @@ def run(
 
 
 def row_of(name: str, label: str, codec: str, runs: Path) -> tuple[Path, Experiment]:
-    """(the folder of its runs, the experiment). ``best`` is the codec that was chosen."""
-    chosen = json.loads(CHOSEN.read_text())[name]
-    codec = chosen["codec"] if codec == BEST else codec
-    asked = replace(with_codec(task(name), codec), seeds=SEEDS, method=(of_label(label, chosen["methods"]),))
-    return runs / name / "rows" / f"{label} {codec.replace('/', '-')}", asked
+    """(the folder of its runs, the experiment). ``best``: the codec and the penalty that were chosen."""
+    methods = json.loads(CHOSEN.read_text())[name]["methods"]
+    method = of_label(label, methods | ({label: methods[BEST]} if codec == BEST else {}))
+    asked = with_codec(task(name), methods[BEST]["codec"] if codec == BEST else codec)
+    return runs / name / "rows" / f"{label} {codec.replace('/', '-')}", replace(asked, seeds=SEEDS, method=(method,))
 
 
 def main() -> None:
@@ -192,7 +200,7 @@ def main() -> None:
             elif options.what == "run":
                 run(name, ROWS, options.runs, how, stopped)
             elif options.what == "front":
-                labels = json.loads(CHOSEN.read_text())[name]["methods"]
+                labels = (PER_FEDAVG, FEDAVG, PFLDYN)
                 run(name, [(label, codec) for codec in FRONT for label in labels], options.runs, how, stopped)
         if options.what == "page":
             from benchmarks.cost import to_target_page

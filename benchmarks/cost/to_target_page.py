@@ -45,7 +45,7 @@ def write(runs: Path) -> None:
     tables = {"targets": targets_table(found, chosen), "chosen": chosen_table(chosen)}
     write_atomic(PAGE, markdown.filled(PAGE.read_text(), tables).encode())
     draw_front(found, HERE / "front.png")
-    draw_curves(found, chosen, HERE / "to_target.png")
+    draw_curves(found, HERE / "to_target.png")
 
 
 def curves_of(kept: Mapping[str, Sequence[Mapping[str, Any]]]) -> Curves:
@@ -74,11 +74,6 @@ def spent(several: Sequence[Curve], target: float) -> tuple[float, float, int]:
     return mean(one.total(k) for one, k in at), mean(one.rounds[k] for one, k in at), len(at)
 
 
-def rows_of(chosen: Mapping[str, Any]) -> list[Key]:
-    codec = chosen["codec"].replace("/", "-")
-    return list(dict.fromkeys((label, codec if one == BEST else one) for label, one in ROWS))
-
-
 def targets_table(found: Mapping[str, Curves], chosen: Mapping[str, Any]) -> str:
     head = ("task", "method", "codec", "at the end", "target", "rounds", "bytes", "Per-FedAvg's / its",
             "target", "rounds", "bytes", "PFLDyn-Proto's / its")
@@ -86,11 +81,13 @@ def targets_table(found: Mapping[str, Curves], chosen: Mapping[str, Any]) -> str
 
 
 def lines(name: str, curves: Curves, chosen: Mapping[str, Any]) -> Iterator[list[str]]:
-    for key in rows_of(chosen):
+    best = chosen["methods"][BEST]
+    for key in ROWS:
         if key not in curves:
             continue
         ends = [end(one) for one in curves[key]]
-        cells = [TITLES[name], f"`{key[0]}`", f"`{key[1]}`",
+        codec = f"`{key[1]}`" if key[1] != BEST else f"best: `{best['codec']}`, penalty {best['hyper']['penalty']:g}"
+        cells = [TITLES[name], f"`{key[0]}`", codec,
                  f"{mean(ends):.3f}" + (f" ± {stdev(ends):.3f}" if len(ends) > 1 else "")]
         for label in (PER_FEDAVG, PFLDYN):
             base = curves.get(FP32[label])
@@ -109,17 +106,17 @@ def reached(several: Sequence[Curve], base: Sequence[Curve]) -> list[str]:
 
 
 def chosen_table(chosen: Mapping[str, Any]) -> str:
-    def cell(one: Mapping[str, Any]) -> str:
-        return f"{one['end']:.3f}, " + (bytes_text(one["bytes"]) if one["bytes"] is not None else "not reached")
-
+    """A row per task and penalty: by codec, the figure at the end and bytes of the run."""
     codecs = list(dict.fromkeys(one["codec"] for of in chosen.values() for one in of["codecs"]))
     rows = []
     for name in FIGURES:
-        if name in chosen:
-            by = {one["codec"]: cell(one) for one in chosen[name]["codecs"]}
-            rows.append([TITLES[name], f"{chosen[name]['fp32']:.3f}", *(by.get(codec, "diverged") for codec in codecs),
-                         f"`{chosen[name]['codec']}`"])
-    return markdown.table(("task", "fp32", *(f"`{codec}`" for codec in codecs), "chosen"), rows)
+        found = chosen[name]["codecs"] if name in chosen else []
+        for label in dict.fromkeys(one["label"] for one in found):
+            by = {one["codec"]: one for one in found if one["label"] == label}
+            cells = [f"{by[codec]['end']:.3f}, {bytes_text(by[codec]['bytes'])}" if codec in by else "diverged"
+                     for codec in codecs]
+            rows.append([TITLES[name], f"{next(iter(by.values()))['hyper']['penalty']:g}", *cells])
+    return markdown.table(("task", "penalty", *(f"`{codec}`" for codec in codecs)), rows)
 
 
 # Pictures -------------------------------------------------------------------------------------------------------------
@@ -182,7 +179,7 @@ def task_devices(name: str) -> int:
     return len(workload.build(to_target.task(name)).train)
 
 
-def draw_curves(found: Mapping[str, Curves], chosen: Mapping[str, Any], path: Path) -> None:
+def draw_curves(found: Mapping[str, Curves], path: Path) -> None:
     """The figure against the bytes so far of all devices, of the rows of the table; a dashed line at the target."""
     from matplotlib.figure import Figure
 
@@ -192,12 +189,10 @@ def draw_curves(found: Mapping[str, Curves], chosen: Mapping[str, Any], path: Pa
     for panel in panels[len(found):]:
         panel.set_axis_off()
     for panel, (name, curves) in zip(panels[:len(found)], found.items(), strict=True):
-        for k, key in enumerate(rows_of(chosen[name])):
+        for k, key in enumerate(ROWS):
             for one in curves.get(key, ()):
-                colour, _ = style(k)
-                label = f"{key[0]}, {BEST if k == len(ROWS) - 1 else key[1]}"
                 at = [one.total(i) for i in range(len(one.rounds))]
-                panel.plot(at, one.figure, color=colour, linewidth=1.2, label=label)
+                panel.plot(at, one.figure, color=style(k)[0], linewidth=1.2, label=", ".join(key))
         if FP32[PER_FEDAVG] in curves:
             panel.axhline(target_of(curves[FP32[PER_FEDAVG]]), color="0.5", linewidth=1, linestyle="--")
         panel.set(xscale="log", xlabel="payload of all devices, bytes", ylabel=WORDS[FIGURES[name][1]],
