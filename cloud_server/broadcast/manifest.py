@@ -48,7 +48,8 @@ class Manifests:
         chosen = cohort.announce(self._config.fleet.seed, opened.number, list(opened.cohort), self._resting())
         codecs = self._codecs.accepted(opened.codecs["up"].codec)
         self._publish(
-            after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, is_open=True
+            after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, is_open=True,
+            links={link.blob.id for link in opened.chain.links},
         )
 
     def no_round(self, after: Checkpoint) -> None:
@@ -62,7 +63,7 @@ class Manifests:
 
     def _publish(
         self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float],
-        per_device: Mapping[str, Params], codecs: tuple[str, ...], *, is_open: bool,
+        per_device: Mapping[str, Params], codecs: tuple[str, ...], *, is_open: bool, links: Collection[str] = (),
     ) -> None:
         fleet, link = self._config.fleet, self._config.link
         listed, own = self._models.publish_per_device(per_device)
@@ -87,7 +88,7 @@ class Manifests:
             open=is_open,
             per_device=listed,
         )
-        keep = {blob.id for blob in manifest.blobs()} | own
+        keep = {blob.id for blob in manifest.blobs()} | own | {*links}
         self._publisher.manifest(self._signer.sign(messages.encode(manifest)), keep)
 
     def _counted(self, closed: int) -> tuple[Counted, ...]:

@@ -35,28 +35,35 @@ LONG = os.environ.get("METAFLEET_LONG") == "1"
 # The same as the fleet ------------------------------------------------------------------------------------------------
 
 
-def run_fleet(folder: Path, method: str, hyper: dict[str, Any], codec: str) -> World:
-    """Three devices, two per round, until everything is counted and evaluated."""
+def run_fleet(
+    folder: Path, method: str, hyper: dict[str, Any], codec: str, *, rounds: int = ROUNDS, devices: int = 3,
+    hidden: int = 6,
+) -> World:
+    """Devices, two per round, until everything is counted and evaluated."""
     values = "\n".join(f"{name} = {value}" for name, value in hyper.items() if name != "local_steps")
     text = config_text(
-        method, rounds=ROUNDS, hyper=values, link=f'up = "{codec}"\ndown = "{codec}"', fleet="cohort = 2\nseed = 3",
+        method, rounds=rounds, hyper=values, link=f'up = "{codec}"\ndown = "{codec}"', fleet="cohort = 2\nseed = 3",
+        devices=devices,
     )
-    w = world(folder, text.replace(f"serve_every = {ROUNDS}", "serve_every = 2"))
+    text = text.replace(f"serve_every = {rounds}", "serve_every = 2").replace("hidden = [6]", f"hidden = [{hidden}]")
+    w = world(folder, text)
     w.start_server()
-    for n in range(3):
+    for n in range(devices):
         w.start_agent(f"d{n}", toy(n, shift=0.3 * n), train_fraction=0.6)
 
     def over() -> bool:
-        evaluated = w.server.ledger.rows(Evaluation, round=ROUNDS, stage="after")
-        return len(evaluated) == 3 and not any(DeviceState(home).pending() for home in (folder / "devices").iterdir())
+        evaluated = w.server.ledger.rows(Evaluation, round=rounds, stage="after")
+        return len(evaluated) == devices and not any(DeviceState(home).pending() for home in (folder / "devices").iterdir())
 
     assert w.pump(over)
     return w
 
 
 def fleet_server(w: World) -> dict[str, Params]:
-    state = w.server.checkpoint.state
-    return {"model": state.model, "served": state.served, **state.memory, "published": w.server.checkpoint.published}
+    closed = w.server.checkpoint
+    deltas = {f"{k:03}": np.frombuffer(one.data, np.uint8) for k, one in enumerate(closed.deltas)}
+    state = {"model": closed.state.model, "served": closed.state.served, **closed.state.memory}
+    return {**state, "published": closed.published, **({"deltas": {"data": deltas}} if deltas else {})}
 
 
 def fleet_device(w: World, name: str) -> dict[str, bytes]:
@@ -106,7 +113,7 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     assert trimmed(lab.server_state(store)) == theirs
     for name in ("d0", "d1", "d2"):
         assert lab.device_state(store, name) == fleet_device(w, name)
-    rows, updates = store.rounds(), w.server.ledger.rows(Update, status="counted")
+    rows = store.rounds()
     evaluated = {row.device: row.accuracy for row in w.server.ledger.rows(Evaluation, round=ROUNDS, stage="after")}
     assert rows[-1]["devices"] == pytest.approx(evaluated)
     if codec == "auto" and method != "fedproto":
@@ -114,6 +121,17 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
                   for one in w.server.ledger.rows(RoundCodec)}
         assert {(row["round"], way): tuple(row["codecs"][way].values()) for row in rows for way in WAYS} == ledger
         assert {codec for codec, _, _ in ledger.values()} == {"int8", "int4"}
+    check_bytes(w, rows)
+    answers = {name: value for name, value in lab.server_state(store).items() if name.startswith("answers/")}
+    for name in ("d0", "d1", "d2"):
+        held = w.agents[name].service.slots.weights()
+        assert lab.flat({"answers": held.params}) == answers, "devices answer with the same bits"
+    w.close()
+
+
+def check_bytes(w: World, rows: list[dict[str, Any]]) -> None:
+    """The simulation's bytes are the fleet's, in each round."""
+    updates = w.server.ledger.rows(Update, status="counted")
     for row in rows:
         down = w.server.ledger.rows(Traffic, round=row["round"], direction="down", kind="model")
         assert row["payload_bytes"] == {
@@ -121,10 +139,33 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
             "down": sum(traffic.payload_bytes for traffic in down),
         }
     assert sum(row.get("serve_bytes", 0) for row in rows) == w.server.ledger.totals().payload_by_kind["serve"].down
-    answers = {name: value for name, value in lab.server_state(store).items() if name.startswith("answers/")}
-    for name in ("d0", "d1", "d2"):
-        held = w.agents[name].service.slots.weights()
-        assert lab.flat({"answers": held.params}) == answers, "devices answer with the same bits"
+
+
+@pytest.mark.parametrize(
+    ("method", "hyper", "codec"),
+    [
+        ("pfldyn-proto", EPISODES, "int8"),
+        ("pfldyn-proto", EPISODES, "ternary"),
+        ("pfldyn-proto", EPISODES, "auto"),
+        ("fedavg", {**PLAIN, "finetune_steps": 2}, "ternary"),
+        ("scaffold", {**PLAIN, "finetune_steps": 2}, "int4"),
+        ("fedper", PLAIN, "topk-10"),
+    ],
+)
+def test_a_run_counts_the_bytes_of_a_fleet_whose_devices_miss_rounds(
+    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str
+) -> None:
+    w = run_fleet(tmp_path / "fleet", method, hyper, codec, rounds=10, devices=6, hidden=80)
+    asked = lab.experiment(
+        lab.recordings(tmp_path / "all.npz", devices=6), method, hyper, seeds=[3], codec_up=codec, codec_down=codec,
+        budget={"rounds": 10}, evaluation={"every": 2}, model={"name": "mlp", "options": {"hidden": [80]}},
+    )
+    first = w.fleet.weights(w.server.layout)
+    store = lab.run_first(asked, tmp_path / "run", first=first)
+    check_bytes(w, store.rounds())
+    deltas = w.server.checkpoint.deltas
+    assert len(deltas) > 1
+    assert deltas == lab.checkpoint(store).deltas
     w.close()
 
 
