@@ -64,7 +64,7 @@ class DeltaChain:
 
     def fetched(self, held: Collection[str]) -> list[int]:
         """Bytes of each blob that a device fetches for the model, if it holds the models ``held``."""
-        if self.newest.base in held:
+        if self.newest.base is None or self.newest.base in held:
             return [len(self.newest.data)]
         listed = [len(self.listed)] if self.earlier else []
         start = self._start(held)

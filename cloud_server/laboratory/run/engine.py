@@ -212,7 +212,7 @@ class Engine:
         if not self._method.down:
             return sum(name not in self._before(number) for name in asked) * sent.size
         chain = sent.chain
-        if chain is None or chain.newest.base is None:
+        if chain is None:
             return len(asked) * sent.size
         held = self._held(number, chain)
         return sum(sum(chain.fetched(held(name))) for name in asked)
