@@ -102,8 +102,8 @@ class Models:
 
     def _link(self, manifest: Manifest) -> ModelRef | None:
         """The link of the chain to fetch now, the last one whose base is here; or None."""
-        chain, (listed, links) = self._chain_of(manifest.model, method_of(manifest).down), self._chain
-        if chain is None or chain.id != listed:
+        ref, (listed, links) = manifest.model, self._chain
+        if ref.chain is None or ref.chain.id != listed or self._chain_of(ref, method_of(manifest).down) is None:
             return None
         here = {self.base, *self._service.slots.models()}
         return next((link for link in reversed(links) if link.base is None or link.base in here), None)
