@@ -52,7 +52,8 @@ class Manifests:
         chosen = cohort.announce(self._config.fleet.seed, opened.number, list(opened.cohort), self._resting())
         codecs = self._codecs.accepted(opened.codecs["up"].codec)
         self._publish(
-            after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, is_open=True
+            after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, is_open=True,
+            links={link.blob.id for link in opened.chain.links},
         )
         self._again = partial(self.open_round, opened, after) if self._packed() else None
 
@@ -73,7 +74,7 @@ class Manifests:
 
     def _publish(
         self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float],
-        per_device: Mapping[str, Params], codecs: tuple[str, ...], *, is_open: bool,
+        per_device: Mapping[str, Params], codecs: tuple[str, ...], *, is_open: bool, links: Collection[str] = (),
     ) -> None:
         fleet, link = self._config.fleet, self._config.link
         listed, own = self._models.publish_per_device(per_device)
@@ -98,7 +99,7 @@ class Manifests:
             open=is_open,
             per_device=listed,
         )
-        keep = {blob.id for blob in manifest.blobs()} | own
+        keep = {blob.id for blob in manifest.blobs()} | own | {*links}
         self._publisher.manifest(self._signer.sign(messages.encode(manifest, packed=self._packed())), keep)
 
     def _counted(self, closed: int) -> tuple[Counted, ...]:

@@ -1,16 +1,18 @@
-"""The models that go down for training: to all as a delta or whole, and what one device alone receives."""
+"""The models that go down for training: to all as a delta, by a chain of them or whole, and what one device alone
+receives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from cloud_server.broadcast.delta_chain import DeltaChain, Holder, chain_of
 from cloud_server.broadcast.open_round import OpenRound
 from cloud_server.broker.publisher import Publisher
-from cloud_server.records.checkpoint import Checkpoint
+from cloud_server.records.checkpoint import Checkpoint, Delta
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.algorithms.interface import Method, ServerState
 from fleet_core.base import trees
@@ -98,9 +100,10 @@ class ModelsDown:
     # The training model -----------------------------------------------------------------------------------------------
 
     def training(
-        self, target: Params, before: Checkpoint, number: int, codec: str, lacks: Callable[[str], bool]
-    ) -> tuple[ModelRef, Encoded]:
-        """The model of round ``number``; whole as well when some device ``lacks(base)`` the base of its delta.
+        self, target: Params, before: Checkpoint, number: int, codec: str,
+        lacking: Callable[[str], Collection[Holder]],
+    ) -> tuple[ModelRef, Encoded, DeltaChain]:
+        """The model of round ``number``, with the ways to it that devices need that are ``lacking(base)``.
 
         First weights as a seed name themselves as their base: agents that do not know ``drawn`` take the whole.
         """
@@ -109,17 +112,35 @@ class ModelsDown:
         )
         base = self._identity(before.published) if made.delta and before.published is not None else None
         model = self._identity(made.decoded)
+        newest = Delta(number, model, made.codec, base, made.data)
+        whole = len(payloads.encode("fp32", made.decoded))
+        chain = chain_of(before, newest, whole, self._config.link.chunk_bytes)
         if made.codec == registry.DRAWN.name:
             base = model
-        full = self.whole(made.decoded) if base is not None and lacks(base) else None
-        return ModelRef(model, self.blob(made.data), made.codec, base=base, full=full, round=number), made
+        reference = ModelRef(model, self.blob(made.data), made.codec, base=base, round=number)
+        holders = lacking(base) if base is not None else ()
+        if any(one.chains for one in holders):
+            reference = replace(reference, chain=self._listed(chain))
+        if not all(map(chain.suits, holders)):
+            reference = replace(reference, full=self.whole(made.decoded))
+        return reference, made, chain
 
-    def add_whole(self, opened: OpenRound) -> bool:
-        """Publishes the round's model whole, for a device that lacks the base; False where it already is."""
+    def add_way(self, opened: OpenRound, holder: Holder) -> bool:
+        """Publishes a way to the round's model for a device that lacks the base: the chain if that may be one, else the
+        whole model. False where the device has it."""
         if opened.model.base is None or opened.model.full is not None:
             return False
-        opened.model = replace(opened.model, full=self.whole(opened.published))
+        if opened.model.chain is None and opened.chain.suits(holder):
+            opened.model = replace(opened.model, chain=self._listed(opened.chain))
+        else:
+            opened.model = replace(opened.model, full=self.whole(opened.published))
         return True
+
+    def _listed(self, chain: DeltaChain) -> Blob | None:
+        """Publishes the links of a chain, and their list; None without any."""
+        for link, one in zip(chain.links, chain.earlier, strict=True):
+            self._publisher.blob(link.blob, one.data)
+        return self.blob(chain.listed) if chain.links else None
 
     def _identity(self, weights: Params) -> str:
         """Remembers the last one: the base of a round is the model of the round before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from cloud_server.broadcast.delta_chain import DeltaChain
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Round
 from fleet_core.algorithms.interface import Method
@@ -20,8 +21,8 @@ class OpenRound:
 
     opened_at: Unix seconds. deadline: on the aggregator's clock. model: as announced. published: its decoded float32
     weights, which devices hold. lost: what a lossy codec left out of them, or None. scalars: sent with the model.
-    per_device: float32 groups that each device of the cohort alone receives; empty for most methods.
-    codecs: way -> codec, with the reason. left: of the model, as in ``models_down.Encoded``.
+    chain: of deltas to the model. per_device: float32 groups that each device of the cohort alone receives; empty for
+    most methods. codecs: way -> codec, with the reason. left: of the model, as in ``models_down.Encoded``.
     received: device -> its update. failed: device -> why it will send none.
     """
 
@@ -33,6 +34,7 @@ class OpenRound:
     published: Params
     lost: Params | None
     scalars: Mapping[str, float]
+    chain: DeltaChain
     per_device: Mapping[str, Params] = field(default_factory=dict)
     codecs: Mapping[str, Choice] = field(default_factory=dict)
     left: float | None = None

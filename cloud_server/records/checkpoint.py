@@ -27,7 +27,7 @@ MAX_BYTES = 1 << 34
 FORMAT = 1
 SERVED_FORMAT = 2  # of a served model's file with a delta
 DELTA = "delta"  # array of a served model's file, beside the weights
-METADATA = ("format", "sha256", "round", "dual_epoch", "scalars", "answers")  # metadata that are not facts
+METADATA = ("format", "sha256", "round", "dual_epoch", "scalars", "answers", "deltas")  # metadata that are not facts
 RESTORE = "put the whole fleet folder back from a backup: ledger and state belong together"
 
 
@@ -47,12 +47,25 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """What was published of the training model of ``round``. model: id of its weights. data: in ``codec``, a delta to
+    the weights with the id ``base``; None for first weights."""
+
+    round: int
+    model: str
+    codec: str
+    base: str | None
+    data: bytes
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """What the next round starts from.
 
     round: the last closed round, 0 before the first. state: arrays float64. published: the decoded float32 weights that
     devices have, or None before the first round. lost: what the lossy codec left out of that round's model, or None.
     answers: in a simulation, the served model that devices have, without its delta; a fleet has a file of its own.
+    deltas: of the last rounds, oldest first, each to the model of the one before; the last one leads to ``published``.
     """
 
     round: int
@@ -61,6 +74,7 @@ class Checkpoint:
     lost: Params | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
     answers: ServedModel | None = None
+    deltas: tuple[Delta, ...] = ()
 
 
 class Checkpoints:
@@ -96,6 +110,10 @@ class Checkpoints:
         if checkpoint.answers is not None:
             roles["answers"] = checkpoint.answers.weights
             metadata["answers"] = f"{checkpoint.answers.round} {checkpoint.answers.source}"
+        if checkpoint.deltas:
+            roles["deltas"] = {"data": {f"{k:03}": np.frombuffer(d.data, np.uint8)
+                                        for k, d in enumerate(checkpoint.deltas)}}
+            metadata["deltas"] = json.dumps([(d.round, d.model, d.codec, d.base) for d in checkpoint.deltas])
         _write(self.path(checkpoint.round), storage.flatten_roles(roles), metadata)
         for old in sorted(self._folder.glob("round-*.safetensors"))[:-KEPT]:
             old.unlink(missing_ok=True)
@@ -151,7 +169,8 @@ class Checkpoints:
         )
         facts = {key: value for key, value in metadata.items() if key not in METADATA}
         return Checkpoint(
-            round_number, state, roles.get("published"), roles.get("lost"), facts, _answers(roles, metadata)
+            round_number, state, roles.get("published"), roles.get("lost"), facts, _answers(roles, metadata),
+            _deltas(roles, metadata),
         )
 
 
@@ -160,6 +179,17 @@ def _answers(roles: Mapping[str, Params], metadata: Mapping[str, str]) -> Served
         return None
     number, source = metadata["answers"].split()
     return ServedModel(int(number), roles.get("answers", {}), source=source)
+
+
+def _deltas(roles: Mapping[str, Params], metadata: Mapping[str, str]) -> tuple[Delta, ...]:
+    """None where a version without them has kept the metadata alone."""
+    if "deltas" not in roles:
+        return ()
+    data, known = roles["deltas"]["data"], json.loads(metadata["deltas"])
+    return tuple(
+        Delta(number, model, codec, base, data[f"{k:03}"].tobytes())
+        for k, (number, model, codec, base) in enumerate(known)
+    )
 
 
 def file_name(round_number: int) -> str:

@@ -215,9 +215,9 @@ class Coordinator:
         sent = self.method.server.broadcast(state)
         had = self._rounds.cohort(self.checkpoint.round)
         codecs = self._parts.codecs.of_round(number)
-        reference, made = self._parts.models.training(
+        reference, made, chain = self._parts.models.training(
             sent.groups, self.checkpoint, number, codecs["down"].codec,
-            lambda base: self._members.someone_lacks(base, besides=had),
+            lambda base: self._members.lacking(base, besides=had),
         )
         chosen = before.cohort if before else tuple(
             cohort.select(self.config.fleet.seed, number, self._members.askable(), self.config.fleet.cohort)
@@ -225,7 +225,7 @@ class Coordinator:
         started = before.opened_at if before else self._now()
         opened = self._rounds.open = OpenRound(
             number, chosen, started, self._clock() + self.config.fleet.deadline_s, reference, made.decoded, made.lost,
-            sent.scalars, self._parts.models.per_device(state, chosen), codecs, made.left,
+            sent.scalars, chain, self._parts.models.per_device(state, chosen), codecs, made.left,
         )
         if not before:
             self._rounds.begin(opened, len(self._members.members()))
@@ -315,7 +315,7 @@ class Coordinator:
         self._parts.checkpoints.save(checkpoint)  # before the ledger says so: a crash between leaves the round open
         with self.ledger.transaction():
             self._parts.receiver.record_counted(opened)
-            self._members.took_part(opened.received)
+            self._members.took_part(opened.received, opened.model.model)
             self._rounds.close(opened, members)
             self._parts.codecs.close(opened, checkpoint.state)
         self._rule.checkpoint, self._rounds.open = checkpoint, None

@@ -74,7 +74,7 @@ class DeviceMessages:
         if report.failed:
             self._on_failure(device, report)
         if report.want == "full":
-            self._publish_whole()
+            self._publish_way(device)
         if report.want == "chunks":
             self._parts.publisher.again()
         if report.pending is not None:
@@ -112,10 +112,10 @@ class DeviceMessages:
         if report.evaluated_round is None and opened is not None and report.round == opened.number:
             opened.fail(device, report.failed)
 
-    def _publish_whole(self) -> None:
-        """A device lacks the base of the round's delta."""
+    def _publish_way(self, device: str) -> None:
+        """The device lacks the base of the round's delta."""
         opened = self._parts.rounds.open
-        if opened is not None and self._parts.models.add_whole(opened):
+        if opened is not None and self._parts.models.add_way(opened, self._members.holder(device)):
             self._parts.manifests.open_round(opened, self._rule.checkpoint)
 
     def _renew(self, device: str, asked: RenewalRequest) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, replace
 from sys import intern
 
+from cloud_server.broadcast.delta_chain import Holder
 from cloud_server.records.fleet_folder import LinkSection
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device
@@ -30,8 +31,9 @@ class _Known:
     """What is kept of a device in memory; the rest is in the ledger.
 
     boot: of its last start, or empty. state: on | off, or empty until heard of since the aggregator's start. base:
-    id of the training model that it holds. heard_s: on the clock. lost: it is off because its connection broke. Texts
-    that thousands of devices share (state, phase, base) are interned.
+    id of the training model that it holds. chain: whether it takes a model as a chain of deltas. heard_s: on the clock.
+    lost: it is off because its connection broke. Texts that thousands of devices share (state, phase, base) are
+    interned.
     """
 
     enrolled: bool
@@ -41,6 +43,7 @@ class _Known:
     state: str = ""
     phase: str = ""
     base: str = ""
+    chain: bool = False
     heard_s: float = 0.0
     lost: bool = False
 
@@ -145,13 +148,18 @@ class Members:
     def phase(self, name: str) -> str:
         return self._devices[name].phase if name in self._devices else ""
 
-    def someone_lacks(self, model: str, *, besides: Collection[str]) -> bool:
-        """Whether a ready device, other than ``besides``, has not said that it holds ``model``."""
-        return any(name not in besides and self._devices[name].base != model for name in self._ready)
+    def holder(self, name: str) -> Holder:
+        return Holder(self._devices[name].base, self._devices[name].chain)
 
-    def took_part(self, names: Collection[str]) -> None:
-        """Marks devices whose updates were counted."""
+    def lacking(self, model: str, *, besides: Collection[str]) -> set[Holder]:
+        """The ready devices, other than ``besides``, that are not known to hold ``model``."""
+        holders = {self.holder(name) for name in self._ready if name not in besides}
+        return {one for one in holders if one.base != model}
+
+    def took_part(self, names: Collection[str], model: str) -> None:
+        """Marks devices whose updates were counted. model: id of what they trained from."""
         for name in names:
+            self._devices[name].base = intern(model)
             if not self._devices[name].took_part:
                 self._put(replace(self._row(name), took_part=True))
 
@@ -206,7 +214,7 @@ class Members:
         known.state, known.phase = intern(presence.st), intern(presence.ph)
         known.lost = presence.st == "off" and not presence.ver  # a last will does not name a version
         if presence.st == "on":
-            known.boot, known.base = presence.boot, intern(presence.base)
+            known.boot, known.base, known.chain = presence.boot, intern(presence.base), presence.chain
         self.heard(name)
         self._awaited.discard(name)
         plain = presence.st == "on" and not presence.packed

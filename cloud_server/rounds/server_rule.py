@@ -83,4 +83,4 @@ class RuleState:
         as_received = self._method.server.as_received(joined, trees.widened(opened.published))
         state = self._method.server.apply(replace(as_received, round=opened.number), updates, members, self._hyper)
         facts = {**self.checkpoint.facts, "members": str(members)}
-        return Checkpoint(opened.number, state, opened.published, opened.lost, facts)
+        return Checkpoint(opened.number, state, opened.published, opened.lost, facts, deltas=opened.chain.kept)

@@ -19,8 +19,9 @@ class Presence:
     """A device's state.
 
     boot: changes at every start. ph: phase. train: whether it can train. cannot: why it cannot, or empty. most:
-    parameters of the largest model that it trains, 0 for no limit. base: id of the model that it holds. beat: this is a
-    heartbeat, of which only the phase counts. packed: whether it reads manifests under zstd.
+    parameters of the largest model that it trains, 0 for no limit. base: id of the model that it holds. chain: whether
+    it takes a model as a ``Chain`` of deltas. beat: this is a heartbeat, of which only the phase counts. packed:
+    whether it reads manifests under zstd.
     """
 
     st: str = field(metadata={"choices": ("on", "off")})
@@ -36,6 +37,7 @@ class Presence:
     cannot: str = field(default="", metadata={"max_length": 200})
     most: int = field(default=0, metadata=whole(1 << 40))
     base: str = field(default="", metadata={"max_length": 32})
+    chain: bool = False
     beat: bool = False
     packed: bool = False
 

@@ -33,8 +33,9 @@ class Cohort:
 class ModelRef:
     """A model to fetch.
 
-    model: id of the decoded weights. base: id of the weights that ``blob`` is a delta to, or None. full: the same model
-    without a base, for a device that lacks it.
+    model: id of the decoded weights. base: id of the weights that ``blob`` is a delta to, or None. For a device that
+    lacks the base: chain: a list of deltas that lead to it (see ``protocol.delta_chain``); full: the same model without
+    a base.
     """
 
     model: str = field(metadata={"pattern": ID})
@@ -43,10 +44,11 @@ class ModelRef:
     base: str | None = field(default=None, metadata={"pattern": ID})
     full: Blob | None = None
     round: int = field(default=0, metadata=ROUND)
+    chain: Blob | None = None
 
     def blobs(self) -> list[Blob]:
-        """The blobs that contain this model."""
-        return [self.blob] if self.full is None else [self.blob, self.full]
+        """The blobs named here."""
+        return [blob for blob in (self.blob, self.full, self.chain) if blob is not None]
 
 
 @dataclass(frozen=True)

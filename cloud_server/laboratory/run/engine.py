@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.broadcast.models_down import encode_model, moved, per_device_models
+from cloud_server.broadcast.delta_chain import DeltaChain, chain_of
+from cloud_server.broadcast.models_down import Encoded, encode_model, moved, per_device_models
 from cloud_server.broadcast.served_model import Audience, asked_next, encode_served, fetched_bytes, is_new
 from cloud_server.laboratory.run import round_figures
 from cloud_server.laboratory.run.device_work import (
@@ -30,7 +31,7 @@ from cloud_server.laboratory.run.experiment import PLAIN, Experiment, Run
 from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.workload import Workload
-from cloud_server.records.checkpoint import Checkpoint
+from cloud_server.records.checkpoint import Checkpoint, Delta
 from cloud_server.records.fleet_folder import SERVE_MIN_CHANGE, LinkSection
 from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import Payload, Update
@@ -71,13 +72,14 @@ class Laboratory:
 @dataclass(frozen=True, eq=False)
 class _Sent:
     """A round's model. decoded: float32, as devices hold it. lost: what a lossy codec left out, or None. size: bytes,
-    of a delta to the last round's or of the whole. left: as in ``models_down.Encoded``."""
+    of a delta to the last round's or of the whole. chain: the ways to it; None where all devices fetch the same. left:
+    as in ``models_down.Encoded``."""
 
     decoded: Params
     lost: Params | None
     scalars: Mapping[str, float]
     size: int
-    delta: bool
+    chain: DeltaChain | None = None
     left: float | None = None
 
 
@@ -89,7 +91,8 @@ class Engine:
         self._method, self._hyper = run.method, run.hyper
         self._wire = lab.layout.extended(self._method.down, self._method.shared)
         self._spent = round_figures.Spent()
-        self._met, self._met_until = set[str](), 0
+        self._last_asked, self._asked_until = dict[str, int](), 0
+        self._sent: tuple[int, _Sent] | None = None
         self._saved, self._unsaved = lab.clock(), set[str]()
         self._codecs = lab.experiment.codecs(self._method)
         self._past: list[Mapping[str, Any]] = []
@@ -130,7 +133,7 @@ class Engine:
     def _round(self, before: Checkpoint) -> Checkpoint:
         started, number = self._lab.clock(), before.round + 1
         chosen = {way: self._chosen(way) for way in choose_codec.WAYS}
-        sent = self._publish(before, chosen["down"].codec)
+        sent = self._published(before, chosen["down"].codec)
         asked = aggregation.order(self._asked(number))
         broadcast = Payload(sent.decoded, {**sent.scalars, "round": float(number), "seed": float(self._run.seed)})
         taken = _Taken(self._store.folder / "spool")
@@ -146,14 +149,15 @@ class Engine:
         state = self._method.server.apply(replace(as_received, round=number), taken, members, self._hyper)
         taken.clear()
         plain = self._lab.experiment.codec_down == PLAIN
-        down_bytes = self._down_bytes(sent, before) + per_device_bytes(per_device, plain=plain)
+        down_bytes = self._down_bytes(sent, number) + per_device_bytes(per_device, plain=plain)
         row = round_figures.of_round(number, self._method, learned, down_bytes, self._lab.costs)
         move = moved(self._method, state, sent.decoded)
         left = {"up": choose_codec.backlog((one.left for one in counted if one.averaged), move), "down": sent.left}
         if choose_codec.AUTO in self._codecs.values():
             row["codecs"] = {way: {**schema.plain(one), "left": left[way]} for way, one in chosen.items()}
         self._spent.add(row)
-        after = Checkpoint(number, state, sent.decoded, sent.lost, answers=before.answers)
+        deltas = () if sent.chain is None else sent.chain.kept
+        after = Checkpoint(number, state, sent.decoded, sent.lost, answers=before.answers, deltas=deltas)
         self._past.append(row)
         if self._due(number):
             after, served, figures = self._serve(after)
@@ -178,32 +182,55 @@ class Engine:
                 for row in self._past[-choose_codec.LOOK_BACK:] if "codecs" in row]
         return choose_codec.next_choice(way, self._codecs[way], self._method.client.keeps, past)
 
+    def _published(self, before: Checkpoint, codec: str) -> _Sent:
+        """The model of the round after ``before``, made once."""
+        if self._sent is None or self._sent[0] != before.round + 1:
+            self._sent = before.round + 1, self._publish(before, codec)
+        return self._sent[1]
+
     def _publish(self, before: Checkpoint, codec: str) -> _Sent:
         sent = self._method.server.broadcast(before.state)
         if codec == PLAIN:
             plain = trees.apply(lambda a: np.asarray(a, np.float32), sent.groups)
-            return _Sent(plain, None, sent.scalars, 4 * self._wire.parameters(self._method.down), False)
+            return _Sent(plain, None, sent.scalars, 4 * self._wire.parameters(self._method.down))
         made = encode_model(sent.groups, before, codec, self._wire, self._method.down, self._run.seed)
-        return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), made.delta, made.left)
+        return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), self._chain(before, made), made.left)
 
-    def _down_bytes(self, sent: _Sent, before: Checkpoint) -> int:
-        """To all that were asked. As in the fleet a delta is for those that hold the model of the last round, having
-        been asked in it or answering with it; the others take the model whole."""
-        number = before.round + 1
+    def _chain(self, before: Checkpoint, made: Encoded) -> DeltaChain | None:
+        """None where every device holds the model of the last round, having been asked in it."""
+        if not 0 < self._lab.experiment.cohort < len(self._lab.workload.names) or not self._method.down:
+            return None
+        base = payloads.identity(before.published) if made.delta and before.published is not None else None
+        newest = Delta(before.round + 1, payloads.identity(made.decoded), made.codec, base, made.data)
+        whole = len(payloads.encode("fp32", made.decoded))
+        return chain_of(before, newest, whole, LinkSection().chunk_bytes)
+
+    def _down_bytes(self, sent: _Sent, number: int) -> int:
+        """To all that were asked. As in the fleet a delta is for those that hold its base, a chain of them for those
+        that hold an earlier model of it; the others take the model whole. One without arrays is fetched once."""
         asked = self._asked(number)
         if not self._method.down:
-            return len(set(asked) - self._before(number)) * sent.size
-        held = self._asked(number - 1) if sent.delta and not _answers_with_published(before) else asked
-        lacking = len(set(asked) - set(held))
-        whole = len(payloads.encode("fp32", sent.decoded)) if lacking else 0
-        return (len(asked) - lacking) * sent.size + lacking * whole
+            return sum(name not in self._before(number) for name in asked) * sent.size
+        chain = sent.chain
+        if chain is None:
+            return len(asked) * sent.size
+        held = self._held(number, chain)
+        return sum(sum(chain.fetched(held(name))) for name in asked)
 
-    def _before(self, number: int) -> set[str]:
-        """Who was asked in an earlier round, and holds a model without arrays, which is the same in every round."""
-        while self._met_until < number - 1:
-            self._met_until += 1
-            self._met |= set(self._asked(self._met_until))
-        return self._met
+    def _held(self, number: int, chain: DeltaChain) -> Callable[[str], set[str]]:
+        """(device) -> ids of the models that it holds when round ``number`` opens: the training model of the last round
+        in which it was asked, and the last two that it answered with."""
+        models = {one.round - 1: one.base or "" for one in (*chain.earlier, chain.newest)}
+        served = [str(row["served_id"]) for row in self._past[: number - 2] if "served_id" in row][-2:]
+        before = self._before(number)
+        return lambda name: {models.get(before.get(name, 0), ""), *served}
+
+    def _before(self, number: int) -> Mapping[str, int]:
+        """Device -> the last round before ``number`` in which it was asked."""
+        while self._asked_until < number - 1:
+            self._asked_until += 1
+            self._last_asked |= dict.fromkeys(self._asked(self._asked_until), self._asked_until)
+        return self._last_asked
 
     def _take(self, one: TrainedDevice, taken: _Taken, averaged: bool) -> TrainedDevice:
         """Keeps the update for the closing, and the rest for the figures."""
@@ -233,8 +260,17 @@ class Engine:
         if before is not None and not is_new(made, before, SERVE_MIN_CHANGE, last=last):
             return closed, before.weights, {"serve_bytes": 0}
         asked = [] if last else self._asked(closed.round + 1)
-        size = fetched_bytes(made, before, names, trained, asked)
-        return replace(closed, answers=made), made.weights, {"serve_bytes": size}
+        size = fetched_bytes(made, before, names, {*trained, *self._passing(closed, asked)}, asked)
+        figures = {"serve_bytes": size, "served_id": payloads.identity(made.weights)}
+        return replace(closed, answers=made), made.weights, figures
+
+    def _passing(self, closed: Checkpoint, asked: Sequence[str]) -> list[str]:
+        """Devices that come by the closed round's training model on the chain to the next one."""
+        chain = self._published(closed, self._chosen("down").codec).chain if asked else None
+        if chain is None:
+            return []
+        held = self._held(closed.round + 1, chain)
+        return [name for name in asked if chain.follows(held(name))]
 
     def _evaluated(self, number: int, served: Params) -> dict[str, Any]:
         work, evaluation, seed = (
@@ -252,13 +288,6 @@ class Engine:
             evaluated for task in asked for evaluated in self._lab.executor.evaluate(task)
         ]
         return round_figures.evaluated(evaluations)
-
-
-def _answers_with_published(before: Checkpoint) -> bool:
-    """Whether the training model of the last round was served when it opened."""
-    served = before.answers
-    return served is not None and served.round == before.round - 1 and (
-        payloads.identity(served.weights) == payloads.identity(before.published or {}))
 
 
 def per_device_bytes(per_device: Mapping[str, Params], *, plain: bool) -> int:

@@ -10,16 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from cloud_server.broadcast.delta_chain import DeltaChain, chain_of
 from cloud_server.broadcast.served_model import asked_next
 from cloud_server.figures.formatting import bytes_text
 from cloud_server.laboratory.run.engine import per_device_bytes
 from cloud_server.laboratory.run.experiment import PLAIN
+from cloud_server.records.checkpoint import Checkpoint, Delta
+from cloud_server.records.fleet_folder import LinkSection
 from cloud_server.records.ledger_sums import Bytes
-from fleet_core.algorithms.interface import Method
+from fleet_core.algorithms.interface import Method, ServerState
 from fleet_core.base.trees import Params
 from fleet_core.board.profile import Profile
 from fleet_core.model import choose_codec, payloads
@@ -29,6 +33,7 @@ from fleet_core.power.radio import radio_of
 from fleet_core.protocol import topics
 
 EXAMPLE_NAME, EXAMPLE_ID = "device-1", "0" * 32
+UNLIKE = 32  # bytes by which two examples differ
 PER_CLASS = 64  # samples of each class that a device is taken to have
 PACKET_BYTES = 1 + 3 + 2 + 2 + 1  # PUBLISH at QoS 1 in MQTT 5: type, length, topic's length, identifier, properties
 ACKNOWLEDGED_BYTES = 4  # PUBACK
@@ -161,22 +166,56 @@ class _Sizes:
         return found
 
     def _models(self) -> Transfers:
-        """Round 1 sends the model whole, later rounds a delta, and the model whole to a device that was not asked in
-        the round before: on average a share 1 - cohort/devices of those that are asked. A model without arrays is
-        fetched once."""
+        """The training models, and what devices alone receive. A model without arrays is fetched once."""
         asked, groups, cohort = self._asked, self._method.down, self.cohort
-        later = asked.rounds - 1
         own: Transfers = []
         if self._method.per_device:
             devices = {f"{EXAMPLE_NAME}{k}": self._params(self._method.per_device) for k in range(cohort)}
             own = [(asked.rounds, per_device_bytes(devices, plain=asked.codec_down == PLAIN))]
         if not groups:
             return [(min(asked.devices, asked.rounds * cohort), self._size(asked.codec_down, groups)), *own]
-        lacking = 0.0 if asked.codec_down == PLAIN else cohort * (1 - cohort / asked.devices)
-        return [
-            (cohort, self._first()), (later * (cohort - lacking), self._size(asked.codec_down, groups)),
-            (later * lacking, self._size("fp32", groups)), *own,
-        ]
+        if asked.codec_down == PLAIN:
+            return [(asked.rounds * cohort, self._size(PLAIN, groups)), *own]
+        sent: dict[int, float] = {}
+        for times, chain, holders in self._chains:
+            for share, held in holders:
+                for size in chain.fetched({held}):
+                    sent[size] = sent.get(size, 0.0) + times * share * cohort
+        return [*((count, size) for size, count in sent.items()), *own]
+
+    @cached_property
+    def _chains(self) -> list[tuple[int, DeltaChain, list[tuple[float, str]]]]:
+        """(number of rounds like this one, its chain, shares of the devices that it asks with the model that each share
+        holds). A share p = cohort/devices was asked in the round before, (1 - p) p in the one before that, and so
+        on."""
+        asked, p, chunk = self._asked, self.cohort / self._asked.devices, LinkSection().chunk_bytes
+        size, whole = (self._size(codec, self._method.down) for codec in (asked.codec_down, "fp32"))
+        newest, links, models = self._delta(1, None, self._first()), tuple[Delta, ...](), list[str]()
+        found: list[tuple[int, DeltaChain, list[tuple[float, str]]]] = []
+        for number in range(1, asked.rounds + 1):
+            closed = Checkpoint(number - 1, ServerState({}, {}), deltas=links)
+            chain = chain_of(closed, newest, whole, asked.chunk_bytes or chunk)
+            settled = bool(found) and _sizes(chain) == _sizes(found[-1][1])  # and in all later rounds
+            holders = [((1 - p) ** missed * p, model) for missed, model in enumerate(reversed(models))]
+            holders.append(((1 - p) ** len(models), ""))
+            found.append((asked.rounds - number + 1 if settled else 1, chain, holders))
+            if settled:
+                break
+            models.append(newest.model)
+            newest, links = self._delta(number + 1, newest.model, size), chain.kept
+        return found
+
+    def _passing(self, number: int) -> float:
+        """Devices that come by the training model of a round on the chain to the next one."""
+        if number >= self._asked.rounds:
+            return 0.0
+        _, chain, holders = self._chains[min(number, len(self._chains) - 1)]
+        return self.cohort * sum(share for share, held in holders if chain.follows({held}))
+
+    def _delta(self, number: int, base: str | None, size: int) -> Delta:
+        """Of ``size`` bytes that no other one has."""
+        data = self._rng.bytes(min(size, UNLIKE)).ljust(size, b"\0")
+        return Delta(number, self._rng.bytes(16).hex(), self._asked.codec_down, base, data)
 
     def _served(self, times: int) -> Transfers:
         """Every served model as ``rounds.served_model`` publishes it: of the ways that there are, the one with the
@@ -193,10 +232,14 @@ class _Sizes:
                 free = share * asked.devices
                 fetch = (1 - share) * cohort if method.down == method.shared else 0.0
                 ways.append([(fetch, delta), (everyone - free - fetch, whole)])
-            if set(method.shared) <= set(method.down):
-                ways.append([(cohort, delta), (everyone - cohort, whole)])
+            trained: Transfers = [(cohort, delta), (everyone - cohort, whole)]
+            ways += [trained] if set(method.shared) <= set(method.down) else []
             ways += [[(everyone, delta)]] if number else []
-            sent += min(ways, key=lambda way: sum(n * size for n, size in way))
+            cheapest = min(ways, key=lambda way: sum(n * size for n, size in way))
+            if cheapest is trained and method.down:
+                hold = cohort + self._passing((number + 1) * asked.serve_every)
+                cheapest = [(hold, delta), (everyone - hold, whole)]
+            sent += cheapest
         return sent
 
     def _first(self) -> int:
@@ -226,6 +269,10 @@ class _Sizes:
                         for n, size in ways[way]) for way in (0, 1))
         return Bytes(up=round(up * (PACKET_BYTES + len(topic_up)) + down * ACKNOWLEDGED_BYTES),
                      down=round(down * (PACKET_BYTES + len(topic_down)) + up * ACKNOWLEDGED_BYTES))
+
+
+def _sizes(chain: DeltaChain) -> list[int]:
+    return [len(one.data) for one in chain.earlier]
 
 
 def _flops(asked: Asked) -> tuple[float | None, str]:

@@ -35,28 +35,36 @@ LONG = os.environ.get("METAFLEET_LONG") == "1"
 # The same as the fleet ------------------------------------------------------------------------------------------------
 
 
-def run_fleet(folder: Path, method: str, hyper: dict[str, Any], codec: str) -> World:
-    """Three devices, two per round, until everything is counted and evaluated."""
+def run_fleet(
+    folder: Path, method: str, hyper: dict[str, Any], codec: str, *, rounds: int = ROUNDS, devices: int = 3,
+    hidden: int = 6, seed: int = 3, cohort: int = 2,
+) -> World:
+    """Until everything is counted and evaluated."""
     values = "\n".join(f"{name} = {value}" for name, value in hyper.items() if name != "local_steps")
     text = config_text(
-        method, rounds=ROUNDS, hyper=values, link=f'up = "{codec}"\ndown = "{codec}"', fleet="cohort = 2\nseed = 3",
+        method, rounds=rounds, hyper=values, link=f'up = "{codec}"\ndown = "{codec}"', devices=devices,
+        fleet=f"cohort = {cohort}\nseed = {seed}",
     )
-    w = world(folder, text.replace(f"serve_every = {ROUNDS}", "serve_every = 2"))
+    text = text.replace(f"serve_every = {rounds}", "serve_every = 2").replace("hidden = [6]", f"hidden = [{hidden}]")
+    w = world(folder, text)
     w.start_server()
-    for n in range(3):
+    for n in range(devices):
         w.start_agent(f"d{n}", toy(n, shift=0.3 * n), train_fraction=0.6)
 
     def over() -> bool:
-        evaluated = w.server.ledger.rows(Evaluation, round=ROUNDS, stage="after")
-        return len(evaluated) == 3 and not any(DeviceState(home).pending() for home in (folder / "devices").iterdir())
+        evaluated = w.server.ledger.rows(Evaluation, round=rounds, stage="after")
+        homes = (folder / "devices").iterdir()
+        return len(evaluated) == devices and not any(DeviceState(home).pending() for home in homes)
 
     assert w.pump(over)
     return w
 
 
 def fleet_server(w: World) -> dict[str, Params]:
-    state = w.server.checkpoint.state
-    return {"model": state.model, "served": state.served, **state.memory, "published": w.server.checkpoint.published}
+    closed = w.server.checkpoint
+    deltas = {f"{k:03}": np.frombuffer(one.data, np.uint8) for k, one in enumerate(closed.deltas)}
+    state = {"model": closed.state.model, "served": closed.state.served, **closed.state.memory}
+    return {**state, "published": closed.published, **({"deltas": {"data": deltas}} if deltas else {})}
 
 
 def fleet_device(w: World, name: str) -> dict[str, bytes]:
@@ -106,7 +114,7 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     assert trimmed(lab.server_state(store)) == theirs
     for name in ("d0", "d1", "d2"):
         assert lab.device_state(store, name) == fleet_device(w, name)
-    rows, updates = store.rounds(), w.server.ledger.rows(Update, status="counted")
+    rows = store.rounds()
     evaluated = {row.device: row.accuracy for row in w.server.ledger.rows(Evaluation, round=ROUNDS, stage="after")}
     assert rows[-1]["devices"] == pytest.approx(evaluated)
     if codec == "auto" and method != "fedproto":
@@ -114,6 +122,17 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
                   for one in w.server.ledger.rows(RoundCodec)}
         assert {(row["round"], way): tuple(row["codecs"][way].values()) for row in rows for way in WAYS} == ledger
         assert {codec for codec, _, _ in ledger.values()} == {"int8", "int4"}
+    check_bytes(w, rows)
+    answers = {name: value for name, value in lab.server_state(store).items() if name.startswith("answers/")}
+    for name in ("d0", "d1", "d2"):
+        held = w.agents[name].service.slots.weights()
+        assert lab.flat({"answers": held.params}) == answers, "devices answer with the same bits"
+    w.close()
+
+
+def check_bytes(w: World, rows: list[dict[str, Any]]) -> None:
+    """The simulation's bytes are the fleet's, in each round."""
+    updates = w.server.ledger.rows(Update, status="counted")
     for row in rows:
         down = w.server.ledger.rows(Traffic, round=row["round"], direction="down", kind="model")
         assert row["payload_bytes"] == {
@@ -121,11 +140,39 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
             "down": sum(traffic.payload_bytes for traffic in down),
         }
     assert sum(row.get("serve_bytes", 0) for row in rows) == w.server.ledger.totals().payload_by_kind["serve"].down
-    answers = {name: value for name, value in lab.server_state(store).items() if name.startswith("answers/")}
-    for name in ("d0", "d1", "d2"):
-        held = w.agents[name].service.slots.weights()
-        assert lab.flat({"answers": held.params}) == answers, "devices answer with the same bits"
+
+
+@pytest.mark.parametrize(
+    ("method", "hyper", "codec", "cohort"),
+    [
+        ("pfldyn-proto", EPISODES, "ternary", 2),
+        ("fedavg", {**PLAIN, "finetune_steps": 2}, "int8", 4),
+        pytest.param("pfldyn-proto", EPISODES, "auto", 2, marks=pytest.mark.slow),
+        pytest.param("fedavg", {**PLAIN, "finetune_steps": 2}, "ternary", 2, marks=pytest.mark.slow),
+        pytest.param("scaffold", {**PLAIN, "finetune_steps": 2}, "int4", 2, marks=pytest.mark.slow),
+        pytest.param("fedper", PLAIN, "topk-10", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_counts_the_bytes_of_a_fleet_whose_devices_miss_rounds(
+    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, cohort: int
+) -> None:
+    w = run_fleet(tmp_path / "fleet", method, hyper, codec, rounds=10, devices=6, hidden=80, seed=0, cohort=cohort)
+    asked = missing_rounds(tmp_path, method, hyper, codec, cohort)
+    first = w.fleet.weights(w.server.layout)
+    store = lab.run_first(asked, tmp_path / "run", first=first)
+    check_bytes(w, store.rounds())
+    assert w.server.checkpoint.deltas
+    assert w.server.checkpoint.deltas == lab.checkpoint(store).deltas
     w.close()
+
+
+def missing_rounds(tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, cohort: int) -> Experiment:
+    """Six devices, some of them in a round; the model is large enough for deltas to pay."""
+    return lab.experiment(
+        lab.recordings(tmp_path / "all.npz", devices=6), method, hyper, seeds=[0], codec_up=codec, codec_down=codec,
+        cohort=cohort, budget={"rounds": 10}, evaluation={"every": 2},
+        model={"name": "mlp", "options": {"hidden": [80]}},
+    )
 
 
 # Ended and begun again ------------------------------------------------------------------------------------------------
@@ -202,6 +249,17 @@ def test_a_run_that_is_stopped_has_kept_its_last_round_and_continues_to_the_same
     lab.run_first(asked, tmp_path / "run", told=rows.append)
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
     assert lab.comparable(Store(tmp_path / "run")) == wanted
+
+
+def test_a_run_that_continues_counts_the_bytes_of_devices_that_missed_rounds_before_it_was_stopped(
+    tmp_path: Path
+) -> None:
+    asked, rows = missing_rounds(tmp_path, "fedavg", PLAIN, "int8", 4), list[Any]()
+    wanted = lab.comparable(lab.run_first(asked, tmp_path / "undisturbed"))
+    for until in (3, 4, 7):
+        with pytest.raises(Stopped):
+            lab.run_first(asked, tmp_path / "run", told=rows.append, stopped=lambda until=until: len(rows) == until)
+    assert lab.comparable(lab.run_first(asked, tmp_path / "run")) == wanted
 
 
 def test_a_device_s_state_is_kept_once_however_often_it_took_part(tmp_path: Path) -> None:

@@ -81,9 +81,15 @@ def test_the_planned_payload_is_within_a_fifth_of_the_ledgers(
     w.close()
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
-def test_the_plan_of_an_experiment_is_what_its_simulation_sends(tmp_path: Path, plan: Plan, codec: str) -> None:
-    asked = lab.settings(lab.recordings(tmp_path / "all.npz"), cohort=2, codec_up=codec, codec_down=codec)
+@pytest.mark.parametrize(("codec", "devices", "more"), [
+    ("none", 3, {}), ("int8", 3, {}),
+    ("ternary", 12, {"budget": {"rounds": 20}, "model": {"name": "mlp", "options": {"hidden": [80]}}}),
+])
+def test_the_plan_of_an_experiment_is_what_its_simulation_sends(
+    tmp_path: Path, plan: Plan, codec: str, devices: int, more: dict[str, Any]
+) -> None:
+    recordings = lab.recordings(tmp_path / "all.npz", devices)
+    asked = lab.settings(recordings, cohort=2, codec_up=codec, codec_down=codec, **more)
     path = tmp_path / "experiment.toml"
     tables = {key: value for key, value in asked.items() if key != "method"}
     path.write_text(config.toml({key: value for key, value in tables.items() if not isinstance(value, dict)})

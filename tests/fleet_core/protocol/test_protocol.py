@@ -51,7 +51,9 @@ text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 numbers = st.floats(-1e9, 1e9)
 ids = st.text("0123456789abcdef", min_size=32, max_size=32)
 blobs = st.builds(Blob.of, st.binary(min_size=1, max_size=5000), st.sampled_from([1024, 2048]))
-models = st.builds(ModelRef, ids, blobs, st.just("int8"), st.none() | ids, st.none() | blobs, st.integers(0, 10**9))
+models = st.builds(
+    ModelRef, ids, blobs, st.just("int8"), st.none() | ids, st.none() | blobs, st.integers(0, 10**9), st.none() | blobs
+)
 cohorts = st.builds(Cohort, st.none() | st.lists(names, max_size=5).map(tuple), st.none() | text, st.integers(0, 2**53))
 manifests = st.builds(
     Manifest,
