@@ -14,7 +14,7 @@ from benchmarks import markdown
 from benchmarks.cost import to_target
 from benchmarks.cost.to_target import BEST, CHOSEN, FEDAVG, FIGURES, HERE, PER_FEDAVG, PFLDYN, ROWS, Curve, end
 from cloud_server.figures.formatting import bytes_text
-from cloud_server.laboratory.compare.plots import style
+from cloud_server.laboratory.compare.comparison_charts import style
 from cloud_server.laboratory.run.run_folder import Store
 from fleet_core.base.storage import write_atomic, write_json
 from fleet_core.power.radio import HUANG

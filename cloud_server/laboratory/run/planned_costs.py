@@ -218,7 +218,7 @@ class _Sizes:
         return Delta(number, self._rng.bytes(16).hex(), self._asked.codec_down, base, data)
 
     def _served(self, times: int) -> Transfers:
-        """Every served model as ``rounds.served_model`` publishes it: of the ways that there are, the one with the
+        """Every served model as ``broadcast.served_model`` publishes it: of the ways that there are, the one with the
         fewest bytes. Each is taken to be new, and the codec to be fine enough."""
         asked, method, cohort = self._asked, self._method, self.cohort
         everyone = asked.devices + asked.newcomers
