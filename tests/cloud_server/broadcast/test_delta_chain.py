@@ -24,9 +24,10 @@ from fleet_core.model import payloads
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.delta_chain import MAX_LINKS, Chain
 from fleet_core.protocol.round_messages import Manifest
-from tests.support.inprocess import World, config_text, toy, world
+from tests.support.deaths import Death, deadly
+from tests.support.inprocess import Killed, World, config_text, toy, world
 from tests.support.stand_ins import BrokerFaults
-from tests.support.world_checks import check_duals, finished, opened, settled, statuses
+from tests.support.world_checks import check_duals, checkpoint_bits, finished, opened, settled, statuses
 
 pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
 
@@ -304,6 +305,38 @@ def test_a_device_that_comes_back_while_all_others_hold_the_base_asks_and_gets_t
     number = asked_first(w, "d2")
     run_to(w, number)
     assert fetched(w, "d2", number) < whole(w) / 2
+
+
+@pytest.mark.slow
+def test_an_aggregator_that_dies_at_any_moment_goes_on_with_the_same_chain(fleet: Any) -> None:
+    def live(at: int | None) -> tuple[World, Death]:
+        w = fleet(rounds=4)
+        death = Death("server", at, w)
+        with pytest.MonkeyPatch.context() as patch:
+            deadly(patch, death)
+            for _ in range(1500):
+                if finished(w) and settled(w) and w.server.settled:
+                    break
+                try:
+                    w.step(0.1)
+                except Killed:
+                    w.kill_server()
+                    w.start_server()
+        return w, death
+
+    undisturbed, none = live(None)
+    wanted = undisturbed.server.checkpoint.deltas
+    assert rounds(wanted) == [1, 2, 3, 4]
+    for at in range(1, none.points + 1, 3):
+        w, death = live(at)
+        assert w.server.finished, death.where
+        assert w.server.checkpoint.deltas == wanted, death.where
+        assert checkpoint_bits(w) == checkpoint_bits(undisturbed), death.where
+        for name in NAMES:
+            sizes = [sum(fetched(one, name, number) for number in range(1, 5)) for one in (w, undisturbed)]
+            assert sizes[0] == sizes[1], death.where
+        assert at_broker(w) == {blob.id for blob in manifest(w).blobs()}, f"{death.where}: what is not named is cleared"
+        w.close()
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------
