@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloud_server.broadcast.delta_chain import LINK_BYTES, DeltaChain, Holder, chain_of
+from cloud_server.broadcast.delta_chain import LINK_BYTES, NAMED_BYTES, DeltaChain, Holder, chain_of
 from cloud_server.records import checkpoint as checkpoints
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints, Delta
 from cloud_server.records.ledger_tables import Round, Traffic
@@ -91,6 +91,19 @@ def test_a_device_fetches_what_leads_from_the_last_model_that_it_holds() -> None
     assert later.suits(Holder("m5", True))
     assert not later.suits(Holder("m5", False))
     assert not later.suits(Holder("m4", True))
+
+
+def test_it_is_named_beside_the_whole_only_where_it_saves_more_than_all_manifests_grow() -> None:
+    made = chain(9, 100 + 3 * (100 + LINK_BYTES) + 1)
+    on_it, off_it, older = Holder("m6", True), Holder("m2", True), Holder("m6", False)
+    saved = made.whole - sum(made.fetched(("m6",)))
+    assert made.pays([on_it], listening=1_000_000), "it takes the place of the whole"
+    assert made.pays([on_it, older], listening=saved // NAMED_BYTES)
+    assert not made.pays([on_it, older], listening=saved // NAMED_BYTES + 1)
+    assert not made.pays([on_it, off_it], listening=saved // NAMED_BYTES), "the other one fetches the list in vain"
+    assert not made.pays([off_it, older], listening=1)
+    assert not made.pays([], listening=1)
+    assert not chain(9, 100).pays([on_it], listening=1)
 
 
 def test_a_checkpoint_keeps_the_deltas_and_one_of_a_version_without_them_has_none(tmp_path: Path) -> None:
@@ -232,14 +245,14 @@ def test_a_restarted_aggregator_names_the_same_chain(fleet: Any) -> None:
     undisturbed = fleet(rounds=6)
     run_to(undisturbed, 6)
     w = fleet(rounds=6)
-    run_to(w, 3)
-    assert w.pump(lambda: opened(w, 4))
+    run_to(w, 4)
+    assert w.pump(lambda: opened(w, 5))
     before, links = w.server.open.model, w.server.open.chain.earlier
     assert before.chain is not None
     w.kill_server()
     w.broker.retained.clear()
     w.start_server()
-    assert w.pump(lambda: opened(w, 4))
+    assert w.pump(lambda: opened(w, 5))
     assert w.server.open.chain.earlier == links
     assert replace(w.server.open.model, chain=before.chain) == before, "the chain is named once somebody asks"
     run_to(w, 6)
@@ -274,7 +287,8 @@ def of_the_version_before(agent: Any) -> None:
     send, models = agent._reporter._send, agent._models
 
     def without(topic: str, payload: bytes, **more: Any) -> None:
-        content = {key: value for key, value in json.loads(payload).items() if key != "chain"}
+        content = json.loads(payload)
+        content.pop("base" if "want" in content else "chain", None)
         send(topic, json.dumps(content).encode(), **more)
 
     agent._reporter._send = without
