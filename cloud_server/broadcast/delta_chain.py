@@ -5,6 +5,7 @@ Fleet and simulation share it. It depends on the closed rounds alone, so that a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,8 @@ from fleet_core.protocol.round_messages import ModelRef
 
 LINK_BYTES = 270
 """What a link costs beside its delta: its entry in the list, and MQTT's bytes to fetch one more blob."""
+NAMED_BYTES = 190
+"""Of a blob's description in the manifest, which every device receives that is on."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,16 @@ class DeltaChain:
         return self.newest.base not in held and self._start(held) is not None
 
     def suits(self, holder: Holder) -> bool:
-        """Whether a device that lacks the newest delta's base can follow the chain, as far as it is known."""
-        return holder.chains and self._start((holder.base,)) is not None
+        """Whether a device that lacks the newest delta's base needs no whole model, as far as it is known."""
+        return holder.chains and (self.newest.base is None or self._start((holder.base,)) is not None)
+
+    def pays(self, lacking: Collection[Holder], listening: int) -> bool:
+        """Whether the manifest should name the chain, for the asked devices that are ``lacking`` the base. It takes the
+        place of the whole model if it suits all of them; otherwise both are named to all devices that are
+        ``listening``."""
+        known = [(one, count) for one, count in Counter(lacking).items() if one.chains]
+        saved = sum(count * (self.whole - sum(self.fetched((one.base,)))) for one, count in known)
+        return bool(self.earlier) and saved > (0 if all(map(self.suits, lacking)) else NAMED_BYTES * listening)
 
     def fetched(self, held: Collection[str]) -> list[int]:
         """Bytes of each blob that a device fetches for the model, if it holds the models ``held``."""

@@ -101,11 +101,13 @@ class ModelsDown:
 
     def training(
         self, target: Params, before: Checkpoint, number: int, codec: str,
-        lacking: Callable[[str], Collection[Holder]],
+        lacking: Callable[[str], Collection[Holder]], listening: int,
     ) -> tuple[ModelRef, Encoded, DeltaChain]:
-        """The model of round ``number``, with the ways to it that devices need that are ``lacking(base)``.
+        """The model of round ``number``, with the ways to it for asked devices that are ``lacking(base)``. listening:
+        number of devices that receive the manifest.
 
-        First weights as a seed name themselves as their base: agents that do not know ``drawn`` take the whole.
+        First weights as a seed name themselves as their base: agents that do not know ``drawn``, nor chains, take the
+        whole.
         """
         made = encode_model(
             target, before, codec, self._layout, self._method.down, self._config.fleet.seed
@@ -119,9 +121,10 @@ class ModelsDown:
             base = model
         reference = ModelRef(model, self.blob(made.data), made.codec, base=base, round=number)
         holders = lacking(base) if base is not None else ()
-        if any(one.chains for one in holders):
-            reference = replace(reference, chain=self._listed(chain))
-        if not all(map(chain.suits, holders)):
+        ways = chain if chain.pays(holders, listening) else replace(chain, earlier=())
+        if ways.earlier:
+            reference = replace(reference, chain=self._listed(ways))
+        if not all(map(ways.suits, holders)):
             reference = replace(reference, full=self.whole(made.decoded))
         return reference, made, chain
 
@@ -136,11 +139,11 @@ class ModelsDown:
             opened.model = replace(opened.model, full=self.whole(opened.published))
         return True
 
-    def _listed(self, chain: DeltaChain) -> Blob | None:
-        """Publishes the links of a chain, and their list; None without any."""
+    def _listed(self, chain: DeltaChain) -> Blob:
+        """Publishes the links of a chain, and their list."""
         for link, one in zip(chain.links, chain.earlier, strict=True):
             self._publisher.blob(link.blob, one.data)
-        return self.blob(chain.listed) if chain.links else None
+        return self.blob(chain.listed)
 
     def _identity(self, weights: Params) -> str:
         """Remembers the last one: the base of a round is the model of the round before."""

@@ -213,14 +213,14 @@ class Coordinator:
             return
         state = self._rule.opening(before)
         sent = self.method.server.broadcast(state)
-        had = self._rounds.cohort(self.checkpoint.round)
+        chosen = before.cohort if before else tuple(
+            cohort.select(self.config.fleet.seed, number, self._members.askable(), self.config.fleet.cohort)
+        )
+        others = set(chosen) - self._rounds.cohort(self.checkpoint.round)
         codecs = self._parts.codecs.of_round(number)
         reference, made, chain = self._parts.models.training(
             sent.groups, self.checkpoint, number, codecs["down"].codec,
-            lambda base: self._members.lacking(base, besides=had),
-        )
-        chosen = before.cohort if before else tuple(
-            cohort.select(self.config.fleet.seed, number, self._members.askable(), self.config.fleet.cohort)
+            lambda base: self._members.lacking(base, others), self._members.listening,
         )
         started = before.opened_at if before else self._now()
         opened = self._rounds.open = OpenRound(

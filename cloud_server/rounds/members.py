@@ -131,9 +131,14 @@ class Members:
         """Enrolled devices that are not on."""
         return [name for name, known in self._devices.items() if known.enrolled and known.state != "on"]
 
+    @property
+    def listening(self) -> int:
+        """How many enrolled devices are on."""
+        return sum(known.enrolled and known.state == "on" for known in self._devices.values())
+
     def numbers(self) -> str:
         enrolled = sum(known.enrolled for known in self._devices.values())
-        return f"{enrolled - len(self.not_on())} of {enrolled} enrolled devices on"
+        return f"{self.listening} of {enrolled} enrolled devices on"
 
     def standing(self, name: str) -> str:
         """A device's state in a few words, for people."""
@@ -148,13 +153,10 @@ class Members:
     def phase(self, name: str) -> str:
         return self._devices[name].phase if name in self._devices else ""
 
-    def holder(self, name: str) -> Holder:
-        return Holder(self._devices[name].base, self._devices[name].chain)
-
-    def lacking(self, model: str, *, besides: Collection[str]) -> set[Holder]:
-        """The ready devices, other than ``besides``, that are not known to hold ``model``."""
-        holders = {self.holder(name) for name in self._ready if name not in besides}
-        return {one for one in holders if one.base != model}
+    def lacking(self, model: str, names: Collection[str]) -> list[Holder]:
+        """Those of ``names`` that are ready and not known to hold ``model``."""
+        known = (self._devices[name] for name in names if name in self._ready)
+        return [Holder(one.base, one.chain) for one in known if one.base != model]
 
     def took_part(self, names: Collection[str], model: str) -> None:
         """Marks devices whose updates were counted. model: id of what they trained from."""

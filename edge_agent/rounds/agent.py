@@ -377,7 +377,7 @@ class Agent:
         if blob is not None:
             self._fetcher.start(blob, MAX_MODEL_BYTES, "model")
         else:
-            self._reporter.ask("full", manifest.model.model, want="full")
+            self._reporter.ask("full", manifest.model.model, want="full", base=self._models.base)
 
     def _stop_idle_trainer(self, manifest: Manifest) -> None:
         """Ends the trainer while no round is open, to free its memory."""

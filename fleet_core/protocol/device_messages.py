@@ -112,11 +112,12 @@ class Report:
     """Metrics and costs outside an upload.
 
     failed: why the device delivers no update this round. want: ``full`` when it lacks the base of the round's model,
-    ``chunks`` when retained chunks do not arrive. pending: an update of an older round; the device asks whether it was
-    counted. flops: since the agent started. renew: asks for the next certificate; such a report holds nothing else.
-    alone: the baseline of the evaluations, None where it was not measured. absent_terms: "term: reason" for what the
-    joules do not include. cpu_s: of the agent and its children since
-    the agent started. peak_mib: most memory that they may have held since.
+    ``chunks`` when retained chunks do not arrive. base: with ``full``, id of the training model that it holds, or
+    empty; None from agents that take no chain of deltas. pending: an update of an older round; the device asks whether
+    it was counted. flops: since the agent started. renew: asks for the next certificate; such a report holds nothing
+    else. alone: the baseline of the evaluations, None where it was not measured. absent_terms: "term: reason" for what
+    the joules do not include. cpu_s: of the agent and its children since the agent started. peak_mib: most memory that
+    they may have held since.
     """
 
     round: int = field(metadata=ROUND)
@@ -127,6 +128,7 @@ class Report:
     traffic: Traffic | None = None
     flops: float | None = field(default=None, metadata={"min": 0})
     want: str | None = field(default=None, metadata={"choices": ("full", "chunks")})
+    base: str | None = field(default=None, metadata={"max_length": 32})
     pending: UpdateRef | None = None
     new: bool = False
     failed: str = field(default="", metadata={"max_length": 500})

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.broadcast.delta_chain import DeltaChain, chain_of
+from cloud_server.broadcast.delta_chain import DeltaChain, Holder, chain_of
 from cloud_server.broadcast.models_down import Encoded, encode_model, moved, per_device_models
 from cloud_server.broadcast.served_model import Audience, asked_next, encode_served, fetched_bytes, is_new
 from cloud_server.laboratory.run import round_figures
@@ -211,19 +211,21 @@ class Engine:
         asked = self._asked(number)
         if not self._method.down:
             return sum(name not in self._before(number) for name in asked) * sent.size
-        chain = sent.chain
-        if chain is None:
+        if sent.chain is None:
             return len(asked) * sent.size
-        held = self._held(number, chain)
-        return sum(sum(chain.fetched(held(name))) for name in asked)
+        return sum(sum(chain.fetched(held)) for chain, held in self._ways(number, sent.chain).values())
 
-    def _held(self, number: int, chain: DeltaChain) -> Callable[[str], set[str]]:
-        """(device) -> ids of the models that it holds when round ``number`` opens: the training model of the last round
-        in which it was asked, and the last two that it answered with."""
-        models = {one.round - 1: one.base or "" for one in (*chain.earlier, chain.newest)}
+    def _ways(self, number: int, chain: DeltaChain) -> dict[str, tuple[DeltaChain, set[str]]]:
+        """Device asked -> (the chain as it is announced, ids of the models that the device holds when the round opens).
+        These are the training model of the last round in which it was asked, of which an aggregator knows, and the last
+        two that it answered with."""
+        models, before = {one.round - 1: one.base or "" for one in (*chain.earlier, chain.newest)}, self._before(number)
+        trained = {name: models.get(before.get(name, 0), "") for name in self._asked(number)}
+        lacking = [Holder(base, chains=True) for base in trained.values() if base != chain.newest.base]
+        if not chain.pays(lacking, len(self._lab.workload.names)):
+            chain = replace(chain, earlier=())
         served = [str(row["served_id"]) for row in self._past[: number - 2] if "served_id" in row][-2:]
-        before = self._before(number)
-        return lambda name: {models.get(before.get(name, 0), ""), *served}
+        return {name: (chain, {base, *served}) for name, base in trained.items()}
 
     def _before(self, number: int) -> Mapping[str, int]:
         """Device -> the last round before ``number`` in which it was asked."""
@@ -267,10 +269,8 @@ class Engine:
     def _passing(self, closed: Checkpoint, asked: Sequence[str]) -> list[str]:
         """Devices that come by the closed round's training model on the chain to the next one."""
         chain = self._published(closed, self._chosen("down").codec).chain if asked else None
-        if chain is None:
-            return []
-        held = self._held(closed.round + 1, chain)
-        return [name for name in asked if chain.follows(held(name))]
+        ways = {} if chain is None else self._ways(closed.round + 1, chain)
+        return [name for name, (announced, held) in ways.items() if announced.follows(held)]
 
     def _evaluated(self, number: int, served: Params) -> dict[str, Any]:
         work, evaluation, seed = (

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.broadcast.delta_chain import DeltaChain, chain_of
+from cloud_server.broadcast.delta_chain import NAMED_BYTES, DeltaChain, Holder, chain_of
 from cloud_server.broadcast.served_model import asked_next
 from cloud_server.figures.formatting import bytes_text
 from cloud_server.laboratory.run.engine import per_device_bytes
@@ -185,25 +185,35 @@ class _Sizes:
 
     @cached_property
     def _chains(self) -> list[tuple[int, DeltaChain, list[tuple[float, str]]]]:
-        """(number of rounds like this one, its chain, shares of the devices that it asks with the model that each share
-        holds). A share p = cohort/devices was asked in the round before, (1 - p) p in the one before that, and so
-        on."""
+        """(number of rounds like this one, its chain as announced, shares of the devices that it asks with the model
+        that each share holds). A share p = cohort/devices was asked in the round before, (1 - p) p in the one before
+        that, and so on."""
         asked, p, chunk = self._asked, self.cohort / self._asked.devices, LinkSection().chunk_bytes
         size, whole = (self._size(codec, self._method.down) for codec in (asked.codec_down, "fp32"))
         newest, links, models = self._delta(1, None, self._first()), tuple[Delta, ...](), list[str]()
+        sizes: list[int] | None = None
         found: list[tuple[int, DeltaChain, list[tuple[float, str]]]] = []
         for number in range(1, asked.rounds + 1):
             closed = Checkpoint(number - 1, ServerState({}, {}), deltas=links)
             chain = chain_of(closed, newest, whole, asked.chunk_bytes or chunk)
-            settled = bool(found) and _sizes(chain) == _sizes(found[-1][1])  # and in all later rounds
+            settled = sizes == (sizes := [len(one.data) for one in chain.earlier])  # so are later ones
             holders = [((1 - p) ** missed * p, model) for missed, model in enumerate(reversed(models))]
             holders.append(((1 - p) ** len(models), ""))
-            found.append((asked.rounds - number + 1 if settled else 1, chain, holders))
+            found.append((asked.rounds - number + 1 if settled else 1, self._named(chain, holders), holders))
             if settled:
                 break
             models.append(newest.model)
             newest, links = self._delta(number + 1, newest.model, size), chain.kept
         return found
+
+    def _named(self, chain: DeltaChain, holders: list[tuple[float, str]]) -> DeltaChain:
+        """The chain as it is announced: without links where they save less than their name in all manifests costs, if
+        some device needs the whole model beside them."""
+        lacking = [(share, Holder(held, chains=True)) for share, held in holders if held != chain.newest.base]
+        saved = self.cohort * sum(share * (chain.whole - sum(chain.fetched({one.base}))) for share, one in lacking)
+        both = 1 - (1 - sum(share for share, one in lacking if not chain.suits(one))) ** self.cohort
+        named = saved > both * NAMED_BYTES * (self._asked.devices + self._asked.newcomers)
+        return chain if named else replace(chain, earlier=())
 
     def _passing(self, number: int) -> float:
         """Devices that come by the training model of a round on the chain to the next one."""
@@ -269,10 +279,6 @@ class _Sizes:
                         for n, size in ways[way]) for way in (0, 1))
         return Bytes(up=round(up * (PACKET_BYTES + len(topic_up)) + down * ACKNOWLEDGED_BYTES),
                      down=round(down * (PACKET_BYTES + len(topic_down)) + up * ACKNOWLEDGED_BYTES))
-
-
-def _sizes(chain: DeltaChain) -> list[int]:
-    return [len(one.data) for one in chain.earlier]
 
 
 def _flops(asked: Asked) -> tuple[float | None, str]:

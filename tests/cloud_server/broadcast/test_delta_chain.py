@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloud_server.broadcast.delta_chain import LINK_BYTES, DeltaChain, Holder, chain_of
+from cloud_server.broadcast.delta_chain import LINK_BYTES, NAMED_BYTES, DeltaChain, Holder, chain_of
 from cloud_server.records import checkpoint as checkpoints
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints, Delta
 from cloud_server.records.ledger_tables import Round, Traffic
@@ -24,9 +24,10 @@ from fleet_core.model import payloads
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.delta_chain import MAX_LINKS, Chain
 from fleet_core.protocol.round_messages import Manifest
-from tests.support.inprocess import World, config_text, toy, world
+from tests.support.deaths import Death, deadly
+from tests.support.inprocess import Killed, World, config_text, toy, world
 from tests.support.stand_ins import BrokerFaults
-from tests.support.world_checks import check_duals, finished, opened, settled, statuses
+from tests.support.world_checks import check_duals, checkpoint_bits, finished, opened, settled, statuses
 
 pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
 
@@ -90,6 +91,19 @@ def test_a_device_fetches_what_leads_from_the_last_model_that_it_holds() -> None
     assert later.suits(Holder("m5", True))
     assert not later.suits(Holder("m5", False))
     assert not later.suits(Holder("m4", True))
+
+
+def test_it_is_named_beside_the_whole_only_where_it_saves_more_than_all_manifests_grow() -> None:
+    made = chain(9, 100 + 3 * (100 + LINK_BYTES) + 1)
+    on_it, off_it, older = Holder("m6", True), Holder("m2", True), Holder("m6", False)
+    saved = made.whole - sum(made.fetched(("m6",)))
+    assert made.pays([on_it], listening=1_000_000), "it takes the place of the whole"
+    assert made.pays([on_it, older], listening=saved // NAMED_BYTES)
+    assert not made.pays([on_it, older], listening=saved // NAMED_BYTES + 1)
+    assert not made.pays([on_it, off_it], listening=saved // NAMED_BYTES), "the other one fetches the list in vain"
+    assert not made.pays([off_it, older], listening=1)
+    assert not made.pays([], listening=1)
+    assert not chain(9, 100).pays([on_it], listening=1)
 
 
 def test_a_checkpoint_keeps_the_deltas_and_one_of_a_version_without_them_has_none(tmp_path: Path) -> None:
@@ -231,14 +245,14 @@ def test_a_restarted_aggregator_names_the_same_chain(fleet: Any) -> None:
     undisturbed = fleet(rounds=6)
     run_to(undisturbed, 6)
     w = fleet(rounds=6)
-    run_to(w, 3)
-    assert w.pump(lambda: opened(w, 4))
+    run_to(w, 4)
+    assert w.pump(lambda: opened(w, 5))
     before, links = w.server.open.model, w.server.open.chain.earlier
     assert before.chain is not None
     w.kill_server()
     w.broker.retained.clear()
     w.start_server()
-    assert w.pump(lambda: opened(w, 4))
+    assert w.pump(lambda: opened(w, 5))
     assert w.server.open.chain.earlier == links
     assert replace(w.server.open.model, chain=before.chain) == before, "the chain is named once somebody asks"
     run_to(w, 6)
@@ -273,7 +287,8 @@ def of_the_version_before(agent: Any) -> None:
     send, models = agent._reporter._send, agent._models
 
     def without(topic: str, payload: bytes, **more: Any) -> None:
-        content = {key: value for key, value in json.loads(payload).items() if key != "chain"}
+        content = json.loads(payload)
+        content.pop("base" if "want" in content else "chain", None)
         send(topic, json.dumps(content).encode(), **more)
 
     agent._reporter._send = without
@@ -304,6 +319,38 @@ def test_a_device_that_comes_back_while_all_others_hold_the_base_asks_and_gets_t
     number = asked_first(w, "d2")
     run_to(w, number)
     assert fetched(w, "d2", number) < whole(w) / 2
+
+
+@pytest.mark.slow
+def test_an_aggregator_that_dies_at_any_moment_goes_on_with_the_same_chain(fleet: Any) -> None:
+    def live(at: int | None) -> tuple[World, Death]:
+        w = fleet(rounds=4)
+        death = Death("server", at, w)
+        with pytest.MonkeyPatch.context() as patch:
+            deadly(patch, death)
+            for _ in range(1500):
+                if finished(w) and settled(w) and w.server.settled:
+                    break
+                try:
+                    w.step(0.1)
+                except Killed:
+                    w.kill_server()
+                    w.start_server()
+        return w, death
+
+    undisturbed, none = live(None)
+    wanted = undisturbed.server.checkpoint.deltas
+    assert rounds(wanted) == [1, 2, 3, 4]
+    for at in range(1, none.points + 1, 3):
+        w, death = live(at)
+        assert w.server.finished, death.where
+        assert w.server.checkpoint.deltas == wanted, death.where
+        assert checkpoint_bits(w) == checkpoint_bits(undisturbed), death.where
+        for name in NAMES:
+            sizes = [sum(fetched(one, name, number) for number in range(1, 5)) for one in (w, undisturbed)]
+            assert sizes[0] == sizes[1], death.where
+        assert at_broker(w) == {blob.id for blob in manifest(w).blobs()}, f"{death.where}: what is not named is cleared"
+        w.close()
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_the_planned_payload_is_within_a_fifth_of_the_ledgers(
     tmp_path: Path, plan: Plan, method: str, codec: str, cohort: int, rounds: int
 ) -> None:
     text = config_text(method, rounds=rounds, fleet=f"cohort = {cohort}", link=f'up = "{codec}"\ndown = "{codec}"')
-    text = text.replace("hidden = [6]", "hidden = [40]").replace(f"serve_every = {rounds}", "serve_every = 2")
+    text = text.replace("hidden = [6]", "hidden = [60]").replace(f"serve_every = {rounds}", "serve_every = 2")
     w = world(tmp_path, text)
     (before,) = plan(w.fleet.folder, "--devices", 3)
     w.start_server()

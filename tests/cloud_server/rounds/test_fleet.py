@@ -48,6 +48,7 @@ from fleet_core.protocol.chunks import Blob, cut
 from fleet_core.protocol.device_messages import Answer, Down, Presence, Question
 from fleet_core.protocol.round_messages import Manifest, UploadManifest
 from fleet_core.protocol.signing import Signer
+from tests.support.deaths import Death, deadly
 from tests.support.inprocess import CLASSES, Killed, World, config_text, toy, world
 from tests.support.stand_ins import BrokerFaults, FakeDevice, SlowTrainer, constant_update
 from tests.support.world_checks import (
@@ -217,44 +218,6 @@ def test_devices_that_commit_without_being_counted_would_be_noticed(fleet):
 
 
 # c. death at any moment ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Death:
-    """Ends one actor at its n-th write, row or publish; ``points`` counts them."""
-
-    actor: str
-    at: int | None
-    w: World
-    points: int = 0
-    where: str = ""
-
-    def pass_by(self, what: str) -> None:
-        if self.w.acting == self.actor:
-            self.points += 1
-            if self.points == self.at:
-                self.where = what
-                raise Killed(what)
-
-
-def deadly(monkeypatch: pytest.MonkeyPatch, death: Death) -> None:
-    write, put, publish = storage.write_parts, Ledger.put, LoopbackLink.publish
-
-    def write_parts(path: Path, parts: Any, **options: Any) -> None:
-        death.pass_by(f"write {path.name}")
-        write(path, parts, **options)
-
-    def put_rows(ledger: Ledger, *rows: Any) -> None:
-        death.pass_by(f"row {type(rows[0]).__name__}")
-        put(ledger, *rows)
-
-    def publish_message(link: LoopbackLink, topic: str, payload: bytes, **options: Any) -> None:
-        death.pass_by(f"publish {topic}")
-        publish(link, topic, payload, **options)
-
-    monkeypatch.setattr(storage, "write_parts", write_parts)
-    monkeypatch.setattr(Ledger, "put", put_rows)
-    monkeypatch.setattr(LoopbackLink, "publish", publish_message)
 
 
 @pytest.fixture
