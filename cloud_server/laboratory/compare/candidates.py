@@ -74,7 +74,7 @@ def _candidate(group: Sequence[FinishedRun], cohort: int) -> Candidate:
         stat([run.last[DEVICES]["worst"] for run in group]),
         stat([scores["mean"] for scores in new]) if all(new) else None, each("payload_bytes") or 0.0,
         each("flops"), each("joules"), sum(_risen(run) for run in group) / len(group), _pooled(group),
-        _mean([run.loss for run in group]), codec[0].replace(*reversed(IN_LABEL)) if codec else PLAIN,
+        _mean([run.loss for run in group]), codec[0].replace(IN_LABEL[1], IN_LABEL[0]) if codec else PLAIN,
     )
 
 

@@ -402,7 +402,8 @@ def test_methods_run_with_one_seed_the_best_with_three_and_the_chosen_one_with_c
     assert found.advice.codec == "ternary"
     assert found.advice.remarks == ("knn-per: it broke",)
     assert (found.facts["devices"], found.facts["new_devices"], found.facts["evaluated"]) == (5, 1, 60)
-    assert found.command == f"metafleet init FLEET --data {data} --method pfldyn-proto --model mlp --rounds 30 --codec ternary"
+    assert found.command == (f"metafleet init FLEET --data {data} --method pfldyn-proto --model mlp --rounds 30 "
+                             "--codec ternary")
 
 
 def test_other_codecs_are_tried_or_none(tmp_path: Path) -> None:
