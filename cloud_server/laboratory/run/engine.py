@@ -37,9 +37,10 @@ from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import RoundError
 from fleet_core.base.trees import Params
-from fleet_core.model import choose_codec, payloads
+from fleet_core.model import choose_codec, payloads, skipped_updates
 from fleet_core.model.choose_codec import Choice, Past
 from fleet_core.model.layout import MODEL_GROUPS, Layout
+from fleet_core.model.skipped_updates import Measured
 from fleet_core.protocol import cohort, messages
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import PerDevice
@@ -47,6 +48,7 @@ from fleet_core.protocol.round_messages import PerDevice
 IN_MEMORY_BYTES = 256 << 20
 CHECKPOINT_S = 2.0
 MAX_UPDATE_BYTES = 1 << 34
+SINCE = "model_since"
 
 
 class Stopped(Exception):
@@ -71,7 +73,7 @@ class Laboratory:
 @dataclass(frozen=True, eq=False)
 class _Sent:
     """A round's model. decoded: float32, as devices hold it. lost: what a lossy codec left out, or None. size: bytes,
-    of a delta to the last round's or of the whole. left: as in ``models_down.Encoded``."""
+    of a delta to the last round's or of the whole. left: as in ``models_down.Encoded``. same: it is the last one."""
 
     decoded: Params
     lost: Params | None
@@ -79,6 +81,7 @@ class _Sent:
     size: int
     delta: bool
     left: float | None = None
+    same: bool = False
 
 
 class Engine:
@@ -92,6 +95,7 @@ class Engine:
         self._met, self._met_until = set[str](), 0
         self._saved, self._unsaved = lab.clock(), set[str]()
         self._codecs = lab.experiment.codecs(self._method)
+        self._skip_below = lab.experiment.skip_below if self._method.cumulative else 0.0  # as in a fleet
         self._past: list[Mapping[str, Any]] = []
 
     def run(self) -> None:
@@ -135,15 +139,16 @@ class Engine:
         broadcast = Payload(sent.decoded, {**sent.scalars, "round": float(number), "seed": float(self._run.seed)})
         taken = _Taken(self._store.folder / "spool")
         per_device = per_device_models(self._method, before.state, asked)
-        task = TrainingTask(number, tuple(asked), broadcast, before.round, chosen["up"].codec, per_device)
+        least_norm = skipped_updates.least_norm(self._skip_below, before.facts)
+        task = TrainingTask(number, tuple(asked), broadcast, before.round, chosen["up"].codec, per_device, least_norm)
         sending = self._averaged(number, asked)
         learned = [self._take(one, taken, one.client in sending) for one in self._lab.executor.learn(task)]
         counted = [one for one in learned if not one.error]
         if not any(one.averaged for one in counted):
             raise RoundError(f"round {number}: no update counts: {next(one.error for one in learned if one.averaged)}")
         as_received = self._method.server.as_received(before.state, trees.widened(sent.decoded))
-        members = len(self._lab.workload.names)
-        state = self._method.server.apply(replace(as_received, round=number), taken, members, self._hyper)
+        members, passing = len(self._lab.workload.names), Measured(taken, self._skip_below)
+        state = self._method.server.apply(replace(as_received, round=number), passing, members, self._hyper)
         taken.clear()
         plain = self._lab.experiment.codec_down == PLAIN
         down_bytes = self._down_bytes(sent, before) + per_device_bytes(per_device, plain=plain)
@@ -153,7 +158,8 @@ class Engine:
         if choose_codec.AUTO in self._codecs.values():
             row["codecs"] = {way: {**schema.plain(one), "left": left[way]} for way, one in chosen.items()}
         self._spent.add(row)
-        after = Checkpoint(number, state, sent.decoded, sent.lost, answers=before.answers)
+        facts = {**passing.facts(before.facts), SINCE: str(_since(before) if sent.same else number)}
+        after = Checkpoint(number, state, sent.decoded, sent.lost, facts, before.answers)
         self._past.append(row)
         if self._due(number):
             after, served, figures = self._serve(after)
@@ -184,19 +190,27 @@ class Engine:
             plain = trees.apply(lambda a: np.asarray(a, np.float32), sent.groups)
             return _Sent(plain, None, sent.scalars, 4 * self._wire.parameters(self._method.down), False)
         made = encode_model(sent.groups, before, codec, self._wire, self._method.down, self._run.seed)
-        return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), made.delta, made.left)
+        same = made.delta and _equal(made.decoded, before.published or {})
+        return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), made.delta, made.left, same)
 
     def _down_bytes(self, sent: _Sent, before: Checkpoint) -> int:
         """To all that were asked. As in the fleet a delta is for those that hold the model of the last round, having
-        been asked in it or answering with it; the others take the model whole."""
+        been asked while it was the same or answering with it; the others take the model whole. Those that hold it
+        already, because it has not changed, take nothing."""
         number = before.round + 1
         asked = self._asked(number)
         if not self._method.down:
             return len(set(asked) - self._before(number)) * sent.size
-        held = self._asked(number - 1) if sent.delta and not _answers_with_published(before) else asked
-        lacking = len(set(asked) - set(held))
+        held = set(asked)
+        if sent.delta and not _answers_with_published(before):
+            held = self._holding(before)
+        lacking = len(set(asked) - held)
         whole = len(payloads.encode("fp32", sent.decoded)) if lacking else 0
-        return (len(asked) - lacking) * sent.size + lacking * whole
+        return (len(asked) - lacking) * (0 if sent.same else sent.size) + lacking * whole
+
+    def _holding(self, closed: Checkpoint) -> set[str]:
+        """Who was asked in the last round, or in one before it that had the same model."""
+        return {name for number in range(_since(closed), closed.round + 1) for name in self._asked(number)}
 
     def _before(self, number: int) -> set[str]:
         """Who was asked in an earlier round, and holds a model without arrays, which is the same in every round."""
@@ -223,17 +237,17 @@ class Engine:
         if self._codecs["down"] == PLAIN:
             exact = trees.only(closed.state.served, self._method.shared)
             return closed, trees.apply(lambda a: np.asarray(a, np.float32), exact), {}
-        names, trained, last = self._lab.workload.names, self._asked(closed.round), self._over(closed.round)
+        names, last = self._lab.workload.names, self._over(closed.round)
         share = asked_next(self._lab.experiment.cohort, len(names), last)
         made = encode_served(
             self._method, closed, closed.answers, self._chosen("down").codec, self._wire, self._run.seed,
-            Audience(len(names), len(names), len(trained), share),
+            Audience(len(names), len(names), len(self._asked(closed.round)), share),
         )
         before = closed.answers
         if before is not None and not is_new(made, before, SERVE_MIN_CHANGE, last=last):
             return closed, before.weights, {"serve_bytes": 0}
         asked = [] if last else self._asked(closed.round + 1)
-        size = fetched_bytes(made, before, names, trained, asked)
+        size = fetched_bytes(made, before, names, self._holding(closed), asked)
         return replace(closed, answers=made), made.weights, {"serve_bytes": size}
 
     def _evaluated(self, number: int, served: Params) -> dict[str, Any]:
@@ -252,6 +266,15 @@ class Engine:
             evaluated for task in asked for evaluated in self._lab.executor.evaluate(task)
         ]
         return round_figures.evaluated(evaluations)
+
+
+def _since(closed: Checkpoint) -> int:
+    """The first of the last rounds that had the same training model."""
+    return int(closed.facts.get(SINCE, closed.round))
+
+
+def _equal(one: Params, other: Params) -> bool:
+    return all(np.array_equal(array, other[g][n]) for g, named in one.items() for n, array in named.items())
 
 
 def _answers_with_published(before: Checkpoint) -> bool:
