@@ -75,13 +75,16 @@ class DeltaChain:
 
     def fetched(self, held: Collection[str]) -> list[int]:
         """Bytes of each blob that a device fetches for the model, if it holds the models ``held``."""
+        if self.newest.model in held:
+            return []
         if self.newest.base is None or self.newest.base in held:
             return [len(self.newest.data)]
         listed = [len(self.listed)] if self.earlier else []
         start = self._start(held)
         if start is None:
             return [*listed, self.whole]
-        return [*listed, *(len(one.data) for one in (*self.earlier[start:], self.newest))]
+        newest = () if self.newest.model == self.newest.base else (self.newest,)
+        return [*listed, *(len(one.data) for one in (*self.earlier[start:], *newest))]
 
     def _start(self, held: Collection[str]) -> int | None:
         """The first link that such a device fetches; None if there is none."""

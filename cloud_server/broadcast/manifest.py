@@ -52,8 +52,8 @@ class Manifests:
         chosen = cohort.announce(self._config.fleet.seed, opened.number, list(opened.cohort), self._resting())
         codecs = self._codecs.accepted(opened.codecs["up"].codec)
         self._publish(
-            after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, is_open=True,
-            links={link.blob.id for link in opened.chain.links},
+            after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, opened.least_norm,
+            is_open=True, links={link.blob.id for link in opened.chain.links},
         )
         self._again = partial(self.open_round, opened, after) if self._packed() else None
 
@@ -64,7 +64,7 @@ class Manifests:
                 self._served.serve(after)
             assert self._served.reference is not None
             self._publish(after, after.round, Cohort(devices=()), self._served.reference, {}, {},
-                          self._codecs.accepted(), is_open=False)
+                          self._codecs.accepted(), 0.0, is_open=False)
             self._again = partial(self.no_round, after) if self._packed() else None
 
     def unpack(self) -> None:
@@ -74,7 +74,8 @@ class Manifests:
 
     def _publish(
         self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float],
-        per_device: Mapping[str, Params], codecs: tuple[str, ...], *, is_open: bool, links: Collection[str] = (),
+        per_device: Mapping[str, Params], codecs: tuple[str, ...], least_norm: float, *, is_open: bool,
+        links: Collection[str] = (),
     ) -> None:
         fleet, link = self._config.fleet, self._config.link
         listed, own = self._models.publish_per_device(per_device)
@@ -95,7 +96,7 @@ class Manifests:
             scalars={**scalars, "round": float(number), "seed": float(fleet.seed)},
             dual_epoch=after.state.dual_epoch,
             counted=self._counted(after.round),
-            up=UploadRules(self._max_upload_bytes, link.chunk_bytes, codecs),
+            up=UploadRules(self._max_upload_bytes, link.chunk_bytes, codecs, least_norm),
             open=is_open,
             per_device=listed,
         )

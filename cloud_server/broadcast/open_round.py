@@ -12,6 +12,7 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.base.trees import Params
 from fleet_core.model import choose_codec
 from fleet_core.model.choose_codec import Choice
+from fleet_core.model.skipped_updates import is_note
 from fleet_core.protocol.round_messages import ModelRef, UploadManifest
 
 
@@ -22,7 +23,8 @@ class OpenRound:
     opened_at: Unix seconds. deadline: on the aggregator's clock. model: as announced. published: its decoded float32
     weights, which devices hold. lost: what a lossy codec left out of them, or None. scalars: sent with the model.
     chain: of deltas to the model. per_device: float32 groups that each device of the cohort alone receives; empty for
-    most methods. codecs: way -> codec, with the reason. left: of the model, as in ``models_down.Encoded``.
+    most methods. codecs: way -> codec, with the reason. left: of the model, as in ``models_down.Encoded``. least_norm:
+    below it an update is skipped.
     received: device -> its update. failed: device -> why it will send none.
     """
 
@@ -38,8 +40,14 @@ class OpenRound:
     per_device: Mapping[str, Params] = field(default_factory=dict)
     codecs: Mapping[str, Choice] = field(default_factory=dict)
     left: float | None = None
+    least_norm: float = 0.0
     received: dict[str, UploadManifest] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def skipped(self) -> int:
+        """How many devices said that they have nothing to send."""
+        return sum(is_note(manifest.codec) for manifest in self.received.values())
 
     @property
     def answered(self) -> bool:
@@ -97,7 +105,8 @@ class Rounds:
         self._ledger.put(replace(
             row, status="closed", closed_at=self._now(), members=members, seconds=self._now() - row.opened_at,
             loss=choose_codec.mean_of_known(m.metrics.get("loss") for m in opened.received.values()),
-            models_transmitted=float(len(opened.received) * (self._method.models_down + self._method.models_up)),
+            models_transmitted=float(len(opened.received) * (self._method.models_down + self._method.models_up)
+                                     - opened.skipped * self._method.models_up),
             note="; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())),
         ))
 

@@ -125,10 +125,13 @@ def fetched_bytes(
     made: ServedModel, before: ServedModel | None, everyone: Collection[str], trained: Collection[str],
     asked: Collection[str],
 ) -> int:
-    """Payload of all devices for a new served model. trained: were asked in its round. asked: are in the next."""
+    """Payload of all devices for a new served model. trained: hold the training model of its round. asked: are in the
+    next."""
     whole = len(payloads.encode("fp32", made.weights))
     known = before is not None and payloads.identity(before.weights) == made.base
-    free = set(asked) if made.following else set()
+    free = set(asked) if made.following else set[str]()
+    if made.base == payloads.identity(made.weights):  # the round changed nothing
+        free |= set(trained)
     return sum(
         len(made.data) if made.base is not None and (known or name in trained) else whole
         for name in everyone if name not in free

@@ -25,6 +25,7 @@ from cloud_server.rounds.device_messages import DeviceMessages
 from cloud_server.rounds.parts import assemble
 from fleet_core.base.errors import CodecError, FleetError, StateError
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
+from fleet_core.model import skipped_updates
 from fleet_core.protocol import cohort, messages, topics
 from fleet_core.protocol.device_messages import ServerPresence
 
@@ -226,6 +227,7 @@ class Coordinator:
         opened = self._rounds.open = OpenRound(
             number, chosen, started, self._clock() + self.config.fleet.deadline_s, reference, made.decoded, made.lost,
             sent.scalars, chain, self._parts.models.per_device(state, chosen), codecs, made.left,
+            skipped_updates.least_norm(self.fleet.skip_below, self.checkpoint.facts),
         )
         if not before:
             self._rounds.begin(opened, len(self._members.members()))

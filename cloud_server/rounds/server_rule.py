@@ -15,6 +15,7 @@ from fleet_core.algorithms.interface import ServerState, Update
 from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError
 from fleet_core.model.layout import Layout
+from fleet_core.model.skipped_updates import Measured
 
 
 class RuleState:
@@ -24,7 +25,7 @@ class RuleState:
         self, fleet: Fleet, layout: Layout, ledger: Ledger, checkpoints: Checkpoints, members: Members, *,
         log: Callable[[str], None],
     ):
-        self._method, self._hyper = fleet.method, fleet.hyper
+        self._method, self._hyper, self._skip_below = fleet.method, fleet.hyper, fleet.skip_below
         self._checkpoints, self._members, self._log = checkpoints, members, log
         self.checkpoint = self._resumed(fleet, layout, ledger)
 
@@ -81,6 +82,7 @@ class RuleState:
         an update that is not as it was received."""
         joined = self._reconciled(len(self._members.members()), leaving=False)
         as_received = self._method.server.as_received(joined, trees.widened(opened.published))
-        state = self._method.server.apply(replace(as_received, round=opened.number), updates, members, self._hyper)
-        facts = {**self.checkpoint.facts, "members": str(members)}
+        passing = Measured(updates, self._skip_below)
+        state = self._method.server.apply(replace(as_received, round=opened.number), passing, members, self._hyper)
+        facts = {**passing.facts(self.checkpoint.facts), "members": str(members)}
         return Checkpoint(opened.number, state, opened.published, opened.lost, facts, deltas=opened.chain.kept)

@@ -91,7 +91,7 @@ def fleet_toml(
 def toml_with_defaults(tables: Mapping[str, Any]) -> str:
     """fleet.toml of these tables, with the defaults of the other common keys and a comment above each key."""
     known = schema.plain(FleetSection(tables["fleet"]["name"])), schema.plain(LinkSection())
-    link = {key: known[1][key] for key in ("up", "down", "max_update_norm")}
+    link = {key: known[1][key] for key in ("up", "down", "skip_below", "max_update_norm")}
     whole = {**tables, "fleet": {**known[0], **tables["fleet"]}, "link": {**link, **tables.get("link", {})}}
     ordered = {name: whole[name] for name in ("fleet", "model", "link", "hyper") if name in whole}
     return f"{HEAD}\n{config.toml(ordered, notes=NOTES)}"

@@ -3,5 +3,5 @@
 ``layout``: input, classes and named arrays. ``graph_bundle``: the ONNX graphs. ``golden``: inputs and outputs that a
 graph is checked with. ``hypernetwork``: makes weights from an embedding (pFedHN). ``payloads``: weights through a
 codec, with error feedback; deltas and identities of models. ``encoded_update``: an update with what its codec lost.
-``choose_codec``: the codec of the next round.
+``choose_codec``: the codec of the next round. ``skipped_updates``: when an update is too small to be sent.
 """

@@ -13,7 +13,7 @@ from fleet_core.base import storage, trees
 from fleet_core.base.errors import CodecError, StateError
 from fleet_core.base.trees import Params
 from fleet_core.codecs.interface import Array, Seed
-from fleet_core.codecs.kinds.registry import DRAWN, codec
+from fleet_core.codecs.kinds.registry import DRAWN, NOTHING, codec
 from fleet_core.model.layout import Layout
 
 
@@ -64,28 +64,39 @@ def max_bytes(name: str, layout: Layout, groups: tuple[str, ...]) -> int:
 class Sent:
     """An encoded update. decoded: what the receiver decodes. residual: what the sender adds to its next update, or
     None. error: own − decoded of a codec without feedback, which the sender's state has to follow; or None. left: norm
-    of what decoding left out."""
+    of what the codec left out, None where it was not used. codec: the name of the one that was."""
 
     data: bytes
     decoded: Params
     residual: Params | None
     error: Params | None
-    left: float = 0.0
+    left: float | None = 0.0
+    codec: str = ""
 
 
 def send(
-    name: str, own: Params, residual: Params | None, layout: Layout, groups: tuple[str, ...], seed: Seed = (0,)
+    name: str, own: Params, residual: Params | None, layout: Layout, groups: tuple[str, ...], seed: Seed = (0,),
+    least_norm: float = 0.0,
 ) -> Sent:
-    """Encodes an update. The residual of earlier updates is added first, whatever codec left it."""
+    """Encodes an update. The residual of earlier updates is added first, whatever codec left it. If the norm is then
+    below ``least_norm`` nothing is sent but a note, and all of it is the next residual, whatever the codec: as the
+    server counts zero, what it lacks is what the residual owes, as with any codec that has feedback."""
     form = codec(name)
     intended = own if residual is None else trees.add(own, residual)
+    if norm(intended) < least_norm:
+        return withheld(intended)
     data = encode(name, intended, seed)
     if form.lossless:
-        return Sent(data, intended, None, None)
+        return Sent(data, intended, None, None, codec=name)
     decoded = decode(name, data, layout, groups)
     lost = trees.apply(lambda a, b: np.asarray(a - b, dtype=np.float32), intended, decoded)
     kept, error = (lost, None) if form.feedback else (None, lost)
-    return Sent(data, decoded, kept, error, norm(lost))
+    return Sent(data, decoded, kept, error, norm(lost), name)
+
+
+def withheld(intended: Params) -> Sent:
+    """A note in place of an update."""
+    return Sent(encode(NOTHING.name, intended), trees.zeros_like(intended), intended, None, None, NOTHING.name)
 
 
 def norm(params: Params) -> float:

@@ -9,6 +9,8 @@ from typing import Any
 from fleet_core.protocol.chunks import MAX_BLOB_BYTES, Blob
 from fleet_core.protocol.messages import ID, ROUND, whole
 
+MAX_NORM = 1e30
+
 
 @dataclass(frozen=True)
 class MethodRef:
@@ -62,11 +64,13 @@ class Counted:
 
 @dataclass(frozen=True)
 class UploadRules:
-    """max: bytes of one update. chunk: bytes of one publish. codecs: those accepted, the preferred one first."""
+    """max: bytes of one update. chunk: bytes of one publish. codecs: those accepted, the preferred one first.
+    least_norm: an update of a smaller Euclidean norm is not sent, but a note (``nothing``); 0: every update is."""
 
     max: int = field(default=1 << 28, metadata=whole(MAX_BLOB_BYTES, 1))
     chunk: int = field(default=61440, metadata=whole(1 << 24, 1024))
     codecs: tuple[str, ...] = ("fp32",)
+    least_norm: float = field(default=0.0, metadata={"min": 0, "max": MAX_NORM})
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,6 @@ class UpdateRef:
 
 
 NO_UPDATE = UpdateRef(0, "0" * 32)
-MAX_RESIDUAL = 1e30
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class UploadManifest:
 
     base: id of the weights it was trained from. after: according to the device's training state, its last update that
     was counted in this dual epoch; ``NO_UPDATE`` when there was none; None when the device does not say. residual:
-    Euclidean norm of what the codec left out; None when the device does not say.
+    Euclidean norm of what the codec left out; None when the device does not say, or sends nothing.
     """
 
     blob: Blob
@@ -161,7 +164,7 @@ class UploadManifest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
     after: UpdateRef | None = None
-    residual: float | None = field(default=None, metadata={"min": 0, "max": MAX_RESIDUAL})
+    residual: float | None = field(default=None, metadata={"min": 0, "max": MAX_NORM})
 
     @property
     def id(self) -> str:

@@ -22,10 +22,11 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.algorithms.methods.scaf import Scaf
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
-from fleet_core.model import payloads
+from fleet_core.model import payloads, skipped_updates
 from fleet_core.model.layout import MODEL_GROUPS as GROUPS
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
 from fleet_core.model.payloads import Sent
+from fleet_core.model.skipped_updates import Measured
 
 Vector = NDArray[np.float64]
 Send = Callable[[Params, Params | None], Sent]
@@ -97,7 +98,7 @@ def minimiser(losses: Iterable[Quadratic]) -> Vector:
 
 def exact(own: Params, residual: Params | None) -> Sent:
     """An update that is not changed by encoding."""
-    return Sent(b"", own, None, None)
+    return Sent(b"", own if residual is None else trees.add(own, residual), None, None)
 
 
 def unchanged(groups: Params) -> Params:
@@ -134,6 +135,7 @@ class QuadraticFleet:
     measures: gradients that a device's round takes beyond its steps. commits_anyway: a device commits even when its
     update was not counted (wrong). role: the state of device and server whose mean the identities are about. dual:
     which delta the dual follows; ``agent`` is the product's rule: the decoded one where there is no feedback.
+    skip_below: as in a fleet; ``skipped`` and ``trained`` count updates.
     """
 
     client: ClientRule
@@ -149,8 +151,11 @@ class QuadraticFleet:
     commits_anyway: bool = False
     dual: str = "agent"
     role: str = "dual"
+    skip_below: float = 0.0
 
     def __post_init__(self) -> None:
+        self.facts: dict[str, str] = {}
+        self.skipped = self.trained = 0
         self.devices = {name: Device(loss, i) for i, (name, loss) in enumerate(self.losses.items(), start=1)}
         first = trees.widened(LAYOUT.extended(self.down, GROUPS).zeros((*self.down, *self.given, *self.personal)))
         self.first = trees.only(first, self.personal)
@@ -175,7 +180,9 @@ class QuadraticFleet:
         counted = [update for name, update in updates.items() if name not in lost]
         self.counted[self.number] = {update.device for update in counted}
         if counted:
-            self.state = self.server.apply(before, counted, len(self.devices), self.hyper)
+            passing = Measured(counted, self.skip_below)
+            self.state = self.server.apply(before, passing, len(self.devices), self.hyper)
+            self.facts = passing.facts(self.facts)
         for name, device in self.devices.items():
             if name not in unheard:
                 self._settle(name, device)
@@ -186,13 +193,19 @@ class QuadraticFleet:
         before = device.state or self.client.init(broadcast.groups, self.first, self.hyper)
         steps = [device.loss.gradient] * (self.hyper.local_steps + self.measures)
         payload, state = self.client.run(broadcast, before, steps, self.hyper)
-        sent = self.send(payload.groups, device.residual)
+        sent = self._sent(payload.groups, device.residual)
         error = trees.subtract(payload.groups, sent.decoded) if self.dual == "decoded" else sent.error
         if error is not None and self.dual != "own":
             state = self.client.after_loss(state, error, self.hyper, float(self.number))
         device.pending = Pending(self.number, self.state.dual_epoch, state, sent.residual)
         device.latest = trees.add(payload.groups, broadcast.groups)
         return Update(name, Payload(sent.decoded, payload.scalars), device.samples)
+
+    def _sent(self, own: Params, residual: Params | None) -> Sent:
+        intended = own if residual is None else trees.add(own, residual)
+        skips = payloads.norm(intended) < skipped_updates.least_norm(self.skip_below, self.facts)
+        self.trained, self.skipped = self.trained + 1, self.skipped + skips
+        return payloads.withheld(intended) if skips else self.send(own, residual)
 
     def _settle(self, name: str, device: Device) -> None:
         pending, device.pending = device.pending, None

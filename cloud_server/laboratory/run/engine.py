@@ -38,9 +38,10 @@ from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import RoundError
 from fleet_core.base.trees import Params
-from fleet_core.model import choose_codec, payloads
+from fleet_core.model import choose_codec, payloads, skipped_updates
 from fleet_core.model.choose_codec import Choice, Past
 from fleet_core.model.layout import MODEL_GROUPS, Layout
+from fleet_core.model.skipped_updates import Measured
 from fleet_core.protocol import cohort, messages
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import PerDevice
@@ -48,6 +49,7 @@ from fleet_core.protocol.round_messages import PerDevice
 IN_MEMORY_BYTES = 256 << 20
 CHECKPOINT_S = 2.0
 MAX_UPDATE_BYTES = 1 << 34
+SINCE = "model_since"
 
 
 class Stopped(Exception):
@@ -73,7 +75,7 @@ class Laboratory:
 class _Sent:
     """A round's model. decoded: float32, as devices hold it. lost: what a lossy codec left out, or None. size: bytes,
     of a delta to the last round's or of the whole. chain: the ways to it; None where all devices fetch the same. left:
-    as in ``models_down.Encoded``."""
+    as in ``models_down.Encoded``. same: it is the last one."""
 
     decoded: Params
     lost: Params | None
@@ -81,6 +83,7 @@ class _Sent:
     size: int
     chain: DeltaChain | None = None
     left: float | None = None
+    same: bool = False
 
 
 class Engine:
@@ -95,6 +98,7 @@ class Engine:
         self._sent: tuple[int, _Sent] | None = None
         self._saved, self._unsaved = lab.clock(), set[str]()
         self._codecs = lab.experiment.codecs(self._method)
+        self._skip_below = lab.experiment.skip_below if self._method.cumulative else 0.0  # as in a fleet
         self._past: list[Mapping[str, Any]] = []
 
     def run(self) -> None:
@@ -138,15 +142,16 @@ class Engine:
         broadcast = Payload(sent.decoded, {**sent.scalars, "round": float(number), "seed": float(self._run.seed)})
         taken = _Taken(self._store.folder / "spool")
         per_device = per_device_models(self._method, before.state, asked)
-        task = TrainingTask(number, tuple(asked), broadcast, before.round, chosen["up"].codec, per_device)
+        least_norm = skipped_updates.least_norm(self._skip_below, before.facts)
+        task = TrainingTask(number, tuple(asked), broadcast, before.round, chosen["up"].codec, per_device, least_norm)
         sending = self._averaged(number, asked)
         learned = [self._take(one, taken, one.client in sending) for one in self._lab.executor.learn(task)]
         counted = [one for one in learned if not one.error]
         if not any(one.averaged for one in counted):
             raise RoundError(f"round {number}: no update counts: {next(one.error for one in learned if one.averaged)}")
         as_received = self._method.server.as_received(before.state, trees.widened(sent.decoded))
-        members = len(self._lab.workload.names)
-        state = self._method.server.apply(replace(as_received, round=number), taken, members, self._hyper)
+        members, passing = len(self._lab.workload.names), Measured(taken, self._skip_below)
+        state = self._method.server.apply(replace(as_received, round=number), passing, members, self._hyper)
         taken.clear()
         plain = self._lab.experiment.codec_down == PLAIN
         down_bytes = self._down_bytes(sent, number) + per_device_bytes(per_device, plain=plain)
@@ -157,7 +162,8 @@ class Engine:
             row["codecs"] = {way: {**schema.plain(one), "left": left[way]} for way, one in chosen.items()}
         self._spent.add(row)
         deltas = () if sent.chain is None else sent.chain.kept
-        after = Checkpoint(number, state, sent.decoded, sent.lost, answers=before.answers, deltas=deltas)
+        facts = {**passing.facts(before.facts), SINCE: str(_since(before) if sent.same else number)}
+        after = Checkpoint(number, state, sent.decoded, sent.lost, facts, before.answers, deltas)
         self._past.append(row)
         if self._due(number):
             after, served, figures = self._serve(after)
@@ -194,7 +200,10 @@ class Engine:
             plain = trees.apply(lambda a: np.asarray(a, np.float32), sent.groups)
             return _Sent(plain, None, sent.scalars, 4 * self._wire.parameters(self._method.down))
         made = encode_model(sent.groups, before, codec, self._wire, self._method.down, self._run.seed)
-        return _Sent(made.decoded, made.lost, sent.scalars, len(made.data), self._chain(before, made), made.left)
+        same = made.delta and _equal(made.decoded, before.published or {})
+        return _Sent(
+            made.decoded, made.lost, sent.scalars, len(made.data), self._chain(before, made), made.left, same
+        )
 
     def _chain(self, before: Checkpoint, made: Encoded) -> DeltaChain | None:
         """None where every device holds the model of the last round, having been asked in it."""
@@ -212,8 +221,12 @@ class Engine:
         if not self._method.down:
             return sum(name not in self._before(number) for name in asked) * sent.size
         if sent.chain is None:
-            return len(asked) * sent.size
+            return 0 if sent.same else len(asked) * sent.size
         return sum(sum(chain.fetched(held)) for chain, held in self._ways(number, sent.chain).values())
+
+    def _holding(self, closed: Checkpoint) -> set[str]:
+        """Who was asked in the last round, or in one before it that had the same model."""
+        return {name for number in range(_since(closed), closed.round + 1) for name in self._asked(number)}
 
     def _ways(self, number: int, chain: DeltaChain) -> dict[str, tuple[DeltaChain, set[str]]]:
         """Device asked -> (the chain as it is announced, ids of the models that the device holds when the round opens).
@@ -252,17 +265,17 @@ class Engine:
         if self._codecs["down"] == PLAIN:
             exact = trees.only(closed.state.served, self._method.shared)
             return closed, trees.apply(lambda a: np.asarray(a, np.float32), exact), {}
-        names, trained, last = self._lab.workload.names, self._asked(closed.round), self._over(closed.round)
+        names, last = self._lab.workload.names, self._over(closed.round)
         share = asked_next(self._lab.experiment.cohort, len(names), last)
         made = encode_served(
             self._method, closed, closed.answers, self._chosen("down").codec, self._wire, self._run.seed,
-            Audience(len(names), len(names), len(trained), share),
+            Audience(len(names), len(names), len(self._asked(closed.round)), share),
         )
         before = closed.answers
         if before is not None and not is_new(made, before, SERVE_MIN_CHANGE, last=last):
             return closed, before.weights, {"serve_bytes": 0}
         asked = [] if last else self._asked(closed.round + 1)
-        size = fetched_bytes(made, before, names, {*trained, *self._passing(closed, asked)}, asked)
+        size = fetched_bytes(made, before, names, {*self._holding(closed), *self._passing(closed, asked)}, asked)
         figures = {"serve_bytes": size, "served_id": payloads.identity(made.weights)}
         return replace(closed, answers=made), made.weights, figures
 
@@ -288,6 +301,15 @@ class Engine:
             evaluated for task in asked for evaluated in self._lab.executor.evaluate(task)
         ]
         return round_figures.evaluated(evaluations)
+
+
+def _since(closed: Checkpoint) -> int:
+    """The first of the last rounds that had the same training model."""
+    return int(closed.facts.get(SINCE, closed.round))
+
+
+def _equal(one: Params, other: Params) -> bool:
+    return all(np.array_equal(array, other[g][n]) for g, named in one.items() for n, array in named.items())
 
 
 def per_device_bytes(per_device: Mapping[str, Params], *, plain: bool) -> int:

@@ -16,6 +16,7 @@ from fleet_core.codecs.kinds.low_rank import LowRank
 from fleet_core.codecs.kinds.random_mask import Mask
 from fleet_core.codecs.kinds.ternary import Ternary
 from fleet_core.codecs.kinds.top_k import TopK01, TopK1, TopK10
+from fleet_core.codecs.nothing import Nothing
 
 ALL: tuple[Codec, ...] = (
     Fp32(), Fp16(), Bf16(), Int8(), Int8Plain(), Int8Channel(), Int8Random(), Int4(), Ternary(), TopK10(), TopK1(),
@@ -25,13 +26,15 @@ ALL: tuple[Codec, ...] = (
 CODECS: dict[str, Codec] = {c.name: c for c in ALL}
 """Those that a user can choose."""
 
-DRAWN = DrawnWeights()
+DRAWN, NOTHING = DrawnWeights(), Nothing()
+OTHERS: dict[str, Codec] = {c.name: c for c in (DRAWN, NOTHING)}
+"""Those that take their place where there is less to send: for a first model, and for a skipped update."""
 
 
 def codec(name: str) -> Codec:
-    """One of ``CODECS``, or ``DRAWN``. Raises CodecError for another name."""
-    if name == DRAWN.name:
-        return DRAWN
+    """One of ``CODECS`` or ``OTHERS``. Raises CodecError for another name."""
+    if name in OTHERS:
+        return OTHERS[name]
     if name not in CODECS:
         near = schema.suggest(name, CODECS)
         raise CodecError(f"unknown codec '{name[:40]}'" + (f" (did you mean '{near}'?)" if near else ""),

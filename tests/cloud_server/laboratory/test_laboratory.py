@@ -37,13 +37,13 @@ LONG = os.environ.get("METAFLEET_LONG") == "1"
 
 def run_fleet(
     folder: Path, method: str, hyper: dict[str, Any], codec: str, *, rounds: int = ROUNDS, devices: int = 3,
-    hidden: int = 6, seed: int = 3, cohort: int = 2,
+    hidden: int = 6, seed: int = 3, cohort: int = 2, skip_below: float = 0.0,
 ) -> World:
     """Until everything is counted and evaluated."""
     values = "\n".join(f"{name} = {value}" for name, value in hyper.items() if name != "local_steps")
     text = config_text(
-        method, rounds=rounds, hyper=values, link=f'up = "{codec}"\ndown = "{codec}"', devices=devices,
-        fleet=f"cohort = {cohort}\nseed = {seed}",
+        method, rounds=rounds, hyper=values, devices=devices, fleet=f"cohort = {cohort}\nseed = {seed}",
+        link=f'up = "{codec}"\ndown = "{codec}"\nskip_below = {skip_below}',
     )
     text = text.replace(f"serve_every = {rounds}", "serve_every = 2").replace("hidden = [6]", f"hidden = [{hidden}]")
     w = world(folder, text)
@@ -79,32 +79,38 @@ def trimmed(state: dict[str, bytes]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("method", "hyper", "codec"),
+    ("method", "hyper", "codec", "skip_below"),
     [
-        ("pfldyn-proto", EPISODES, "fp32"),
-        ("pfldyn-proto", EPISODES, "int8"),
-        ("fedper", PLAIN, "int8"),
-        ("scaffold", {**PLAIN, "finetune_steps": 2}, "int8-plain"),
-        ("fedproto", PLAIN, "int8"),
-        ("pfedhn", PLAIN, "int8"),
-        ("pfedgp", EPISODES, "int8"),
-        ("metavers", {**EPISODES, "shots": 0}, "int8"),
-        ("pfldyn-proto", EPISODES, "int8-random"),
-        ("pfldyn-proto", EPISODES, "topk-10"),
-        ("scaffold", {**PLAIN, "finetune_steps": 2}, "lowrank"),
-        ("fedper", PLAIN, "int4"),
-        ("pfldyn-proto", EPISODES, "auto"),
-        ("p-avg-proto", EPISODES, "auto"),
-        ("fedproto", PLAIN, "auto"),
+        ("pfldyn-proto", EPISODES, "fp32", 0.0),
+        ("pfldyn-proto", EPISODES, "int8", 0.0),
+        ("fedper", PLAIN, "int8", 0.0),
+        ("scaffold", {**PLAIN, "finetune_steps": 2}, "int8-plain", 0.0),
+        ("fedproto", PLAIN, "int8", 0.0),
+        ("pfedhn", PLAIN, "int8", 0.0),
+        ("pfedgp", EPISODES, "int8", 0.0),
+        ("metavers", {**EPISODES, "shots": 0}, "int8", 0.0),
+        ("pfldyn-proto", EPISODES, "int8-random", 0.0),
+        ("pfldyn-proto", EPISODES, "topk-10", 0.0),
+        ("scaffold", {**PLAIN, "finetune_steps": 2}, "lowrank", 0.0),
+        ("fedper", PLAIN, "int4", 0.0),
+        ("pfldyn-proto", EPISODES, "auto", 0.0),
+        ("p-avg-proto", EPISODES, "auto", 0.0),
+        ("fedproto", PLAIN, "auto", 0.0),
+        ("pfldyn-proto", EPISODES, "int8", 1.0),
+        ("fedper", PLAIN, "fp32", 1.0),
+        ("scaffold", {**PLAIN, "finetune_steps": 2}, "int8-plain", 1.0),
+        ("metavers", {**EPISODES, "shots": 0}, "int4", 1.0),
+        ("pfldyn-proto", EPISODES, "auto", 1.0),
+        ("fedproto", PLAIN, "int8", 1.0),
     ],
 )
 def test_a_run_computes_what_a_fleet_of_real_agents_computes(
-    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str
+    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, skip_below: float
 ) -> None:
-    w = run_fleet(tmp_path / "fleet", method, hyper, codec)
+    w = run_fleet(tmp_path / "fleet", method, hyper, codec, skip_below=skip_below)
     first = w.fleet.weights(w.server.layout)
     asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, seeds=[3], codec_up=codec,
-                           codec_down=codec, budget={"rounds": ROUNDS}, evaluation={"every": 2})
+                           codec_down=codec, skip_below=skip_below, budget={"rounds": ROUNDS}, evaluation={"every": 2})
     store = lab.run_first(asked, tmp_path / "run", first=first)
     theirs = lab.flat(fleet_server(w))
     if w.server.checkpoint.state.served is w.server.checkpoint.state.model:
@@ -122,6 +128,11 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
                   for one in w.server.ledger.rows(RoundCodec)}
         assert {(row["round"], way): tuple(row["codecs"][way].values()) for row in rows for way in WAYS} == ledger
         assert {codec for codec, _, _ in ledger.values()} == {"int8", "int4"}
+    updates = w.server.ledger.rows(Update, status="counted")
+    skipped = [sum(update.skipped for update in updates if update.round == row["round"]) for row in rows]
+    assert [row.get("skipped", 0) for row in rows] == skipped
+    assert bool(sum(skipped)) == bool(skip_below and method != "fedproto")
+    assert [row["models_transmitted"] for row in rows] == [r.models_transmitted for r in w.server.ledger.rounds()]
     check_bytes(w, rows)
     answers = {name: value for name, value in lab.server_state(store).items() if name.startswith("answers/")}
     for name in ("d0", "d1", "d2"):
@@ -177,7 +188,7 @@ def missing_rounds(tmp_path: Path, method: str, hyper: dict[str, Any], codec: st
 
 # Ended and begun again ------------------------------------------------------------------------------------------------
 
-RESUMED = {
+RESUMED: dict[str, tuple[Any, ...]] = {
     "a device's dual and what its codec left over": ("pfldyn-proto", ONE_EPISODE, "int8"),
     "groups of a device's own": ("fedrep", {"local_steps": 2, "batch": 12}, "none"),
     "moments of the server's optimizer": ("fedmeta-metasgd", ONE_EPISODE, "fp32"),
@@ -185,12 +196,13 @@ RESUMED = {
     "a hypernetwork and its embeddings": ("pfedhn", {"local_steps": 2, "batch": 12}, "int8"),
     "controls on both sides": ("pflscaf-maml", ONE_EPISODE, "int8-plain"),
     "what the rounds before measured": ("pfldyn-proto", ONE_EPISODE, "auto"),
+    "what was too small to send": ("fedper", {"local_steps": 2, "batch": 12}, "none", 1.0),
 }
 
 
-def resumable(tmp_path: Path, method: str, hyper: dict[str, Any], codec: str) -> Experiment:
+def resumable(tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, skip_below: float = 0.0) -> Experiment:
     return lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, codec_up=codec, codec_down=codec,
-                          evaluation={"every": 3})
+                          skip_below=skip_below, evaluation={"every": 3})
 
 
 def killed_at(write: int, asked: Experiment, folder: Path) -> bool:

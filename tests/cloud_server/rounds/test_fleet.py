@@ -220,14 +220,16 @@ def test_devices_that_commit_without_being_counted_would_be_noticed(fleet):
 # c. death at any moment ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def founded(tmp_path: Path) -> World:
-    """A fleet that has not run yet, with two devices' samples."""
-    w = world(tmp_path / "founded", config_text(**TWO_ROUNDS))
+@pytest.fixture(params=[0.0, 0.6], ids=["all are sent", "one is too small"])
+def founded(tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    """A fleet that has not run yet, with two devices' samples. In round 2 one of them has too little to send, or
+    not."""
+    text = config_text(**{**TWO_ROUNDS, "link": f"{TWO_ROUNDS['link']}\nskip_below = {request.param}"})
+    w = world(tmp_path / "founded", text)
     start(w, "d0", "d1")
     w.close()
     shutil.rmtree(w.fleet.folder)
-    return world(tmp_path / "founded", config_text(**TWO_ROUNDS))
+    return world(tmp_path / "founded", text)
 
 
 def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[World, Death, list[tuple[str, str]]]:
@@ -271,6 +273,8 @@ def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[Worl
 def test_a_death_at_any_moment_changes_nothing(founded, tmp_path, actor):
     undisturbed, none, _ = live(founded, tmp_path / "whole", actor, None)
     wanted = checkpoint_bits(undisturbed)
+    skipped = [u.skipped for u in undisturbed.server.ledger.rows(Update)]
+    assert sum(skipped) == bool(founded.fleet.config.link.skip_below)
     assert undisturbed.server.finished
     assert none.points > 20
     undisturbed.close()
@@ -285,6 +289,7 @@ def test_a_death_at_any_moment_changes_nothing(founded, tmp_path, actor):
         assert [(r.round, r.status, r.cohort) for r in rounds] == [(n, "closed", ("d0", "d1")) for n in (1, 2)]
         counted = [(u.round, u.device) for u in w.server.ledger.rows(Update)]
         assert counted == [(1, "d0"), (1, "d1"), (2, "d0"), (2, "d1")], death.where
+        assert [u.skipped for u in w.server.ledger.rows(Update)] == skipped, death.where
         assert all_evaluated(w, 2), death.where
         retained = {t.split("/")[3] for t in w.broker.retained if t.startswith("fl1/t/b/")}
         named = {b.id for b in w.agents["d0"].manifest.blobs()}
