@@ -133,7 +133,7 @@ class ModelsDown:
         whole model. False where the device has it."""
         if opened.model.base is None or opened.model.full is not None:
             return False
-        if opened.model.chain is None and opened.chain.suits(holder):
+        if opened.model.chain is None and opened.chain.earlier and opened.chain.suits(holder):
             opened.model = replace(opened.model, chain=self._listed(opened.chain))
         else:
             opened.model = replace(opened.model, full=self.whole(opened.published))
