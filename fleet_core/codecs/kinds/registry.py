@@ -5,7 +5,7 @@ from __future__ import annotations
 from fleet_core.base import schema
 from fleet_core.base.errors import CodecError
 from fleet_core.codecs.interface import Codec
-from fleet_core.codecs.kinds.drawn_weights import DrawnWeights
+from fleet_core.codecs.kinds.drawn_weights import DrawnPart, DrawnWeights
 from fleet_core.codecs.kinds.fp32 import Fp32
 from fleet_core.codecs.kinds.half_precision import Bf16, Fp16
 from fleet_core.codecs.kinds.int4 import Int4
@@ -25,13 +25,14 @@ ALL: tuple[Codec, ...] = (
 CODECS: dict[str, Codec] = {c.name: c for c in ALL}
 """Those that a user can choose."""
 
-DRAWN = DrawnWeights()
+DRAWN = {form.name: form for form in (DrawnWeights(), DrawnPart())}
+"""Those of first weights; for all weights of a model before that for a part."""
 
 
 def codec(name: str) -> Codec:
-    """One of ``CODECS``, or ``DRAWN``. Raises CodecError for another name."""
-    if name == DRAWN.name:
-        return DRAWN
+    """One of ``CODECS`` or ``DRAWN``. Raises CodecError for another name."""
+    if name in DRAWN:
+        return DRAWN[name]
     if name not in CODECS:
         near = schema.suggest(name, CODECS)
         raise CodecError(f"unknown codec '{name[:40]}'" + (f" (did you mean '{near}'?)" if near else ""),
