@@ -47,7 +47,7 @@ def encode_model(
     held = before.published
     target = model if before.lost is None else trees.add(model, before.lost)
     if not held:
-        form, data = payloads.encode_whole(target, seed)
+        form, data = payloads.encode_whole(target, seed, layout.others(groups))
         return Encoded(data, form, False, payloads.decode(form, data, layout, groups), None)
     delta = _difference(target, held)
     data = payloads.encode(codec, delta, (seed, before.round + 1, 0))
@@ -117,7 +117,7 @@ class ModelsDown:
         newest = Delta(number, model, made.codec, base, made.data)
         whole = len(payloads.encode("fp32", made.decoded))
         chain = chain_of(before, newest, whole, self._config.link.chunk_bytes)
-        if made.codec == registry.DRAWN.name:
+        if made.codec in registry.DRAWN:
             base = model
         reference = ModelRef(model, self.blob(made.data), made.codec, base=base, round=number)
         holders = lacking(base) if base is not None else ()
@@ -133,7 +133,7 @@ class ModelsDown:
         whole model. False where the device has it."""
         if opened.model.base is None or opened.model.full is not None:
             return False
-        if opened.model.chain is None and opened.chain.suits(holder):
+        if opened.model.chain is None and opened.chain.earlier and opened.chain.suits(holder):
             opened.model = replace(opened.model, chain=self._listed(opened.chain))
         else:
             opened.model = replace(opened.model, full=self.whole(opened.published))

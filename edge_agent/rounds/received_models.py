@@ -69,7 +69,7 @@ class Models:
         return ref.blob if self._at_once(ref, groups) else ref.full
 
     def _at_once(self, ref: ModelRef, groups: tuple[str, ...]) -> bool:
-        return ref.codec == DRAWN.name or ref.base is None or self._fits(ref, groups)
+        return ref.codec in DRAWN or ref.base is None or self._fits(ref, groups)
 
     def _fits(self, ref: ModelRef, groups: tuple[str, ...]) -> bool:
         here = ref.base is not None and self.weights(ref.base, groups) is not None
@@ -196,6 +196,6 @@ class Models:
 
     def _as_delta(self, ref: ModelRef, groups: tuple[str, ...], blob_id: str) -> bool:
         """Whether the blob is a delta. One from zeros has the same bytes, and id, as the whole model."""
-        if ref.base is None or blob_id != ref.blob.id or ref.codec == DRAWN.name:
+        if ref.base is None or blob_id != ref.blob.id or ref.codec in DRAWN:
             return False
         return ref.full is None or blob_id != ref.full.id or self._fits(ref, groups)

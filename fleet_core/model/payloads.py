@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from fleet_core.base import storage, trees
 from fleet_core.base.errors import CodecError, StateError
 from fleet_core.base.trees import Params
 from fleet_core.codecs.interface import Array, Seed
+from fleet_core.codecs.kinds.drawn_weights import DrawnWeights
 from fleet_core.codecs.kinds.registry import DRAWN, NOTHING, codec
 from fleet_core.model.layout import Layout
 
@@ -29,13 +31,13 @@ def encode(name: str, params: Params, seed: Seed = (0,)) -> bytes:
     return codec(name).encode(arrays, seed)
 
 
-def encode_whole(params: Params, seed: int) -> tuple[str, bytes]:
+def encode_whole(params: Params, seed: int, others: int = 0) -> tuple[str, bytes]:
     """(codec, bytes) of float32 weights, exact, that a device decodes without other weights. seed: of the fleet, which
-    is enough for weights that were drawn from it."""
-    try:
-        return DRAWN.name, encode(DRAWN.name, params, (seed,))
-    except CodecError:
-        return "fp32", encode("fp32", params)
+    is enough for weights that were drawn from it. others: number of values of the model that are not among them."""
+    for name in DRAWN if others else (DrawnWeights.name,):
+        with contextlib.suppress(CodecError):
+            return name, encode(name, params, (seed, others))
+    return "fp32", encode("fp32", params)
 
 
 def decode(name: str, data: bytes, layout: Layout, groups: tuple[str, ...]) -> dict[str, dict[str, Any]]:

@@ -257,7 +257,7 @@ class _Sizes:
         if first is None or self._asked.codec_down == PLAIN:
             return self._size("fp32" if self._asked.codec_down != PLAIN else PLAIN, self._method.down)
         groups = {group: first[group] for group in self._method.down if group in first}
-        return len(payloads.encode_whole(groups, self._asked.seed)[1])
+        return len(payloads.encode_whole(groups, self._asked.seed, self._wire.others(self._method.down))[1])
 
     def _size(self, codec: str, groups: tuple[str, ...]) -> int:
         """Bytes of these groups, encoded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fleet_core.base import schema
 from fleet_core.base.errors import CodecError
 from fleet_core.codecs.interface import Codec
-from fleet_core.codecs.kinds.drawn_weights import DrawnWeights
+from fleet_core.codecs.kinds.drawn_weights import DrawnPart, DrawnWeights
 from fleet_core.codecs.kinds.fp32 import Fp32
 from fleet_core.codecs.kinds.half_precision import Bf16, Fp16
 from fleet_core.codecs.kinds.int4 import Int4
@@ -26,15 +26,18 @@ ALL: tuple[Codec, ...] = (
 CODECS: dict[str, Codec] = {c.name: c for c in ALL}
 """Those that a user can choose."""
 
-DRAWN, NOTHING = DrawnWeights(), Nothing()
-OTHERS: dict[str, Codec] = {c.name: c for c in (DRAWN, NOTHING)}
-"""Those that take their place where there is less to send: for a first model, and for a skipped update."""
+NOTHING = Nothing()
+"""In the place of a codec where an update is skipped."""
+
+DRAWN = {form.name: form for form in (DrawnWeights(), DrawnPart())}
+"""Those of first weights; for all weights of a model before that for a part."""
 
 
 def codec(name: str) -> Codec:
-    """One of ``CODECS`` or ``OTHERS``. Raises CodecError for another name."""
-    if name in OTHERS:
-        return OTHERS[name]
+    """One of ``CODECS``, ``DRAWN`` or ``NOTHING``. Raises CodecError for another name."""
+    others = DRAWN | {NOTHING.name: NOTHING}
+    if name in others:
+        return others[name]
     if name not in CODECS:
         near = schema.suggest(name, CODECS)
         raise CodecError(f"unknown codec '{name[:40]}'" + (f" (did you mean '{near}'?)" if near else ""),

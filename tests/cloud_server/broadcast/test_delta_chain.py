@@ -127,7 +127,8 @@ def fleet(tmp_path: Path) -> Iterator[Callable[..., World]]:
     def make(method: str = "pfldyn-proto", *, broker: LoopbackBroker | None = None, rounds: int = 8, seed: int = 0,
              codec: str = "ternary", devices: int = len(NAMES), started: bool = True) -> World:
         text = config_text(method, rounds=rounds, devices=devices, fleet=f"cohort = 2\nseed = {seed}",
-                           link=f'up = "int8"\ndown = "{codec}"', hyper="support_batch = 12\nquery_batch = 12")
+                           link=f'up = "int8"\ndown = "{codec}"',
+                           hyper="support_batch = 12\nquery_batch = 12" if "proto" in method else "")
         w = world(tmp_path / str(len(made)), text.replace("hidden = [6]", "hidden = [80]"), broker)
         made.append(w)
         w.start_server()
@@ -230,6 +231,15 @@ def test_a_device_that_joins_begins_with_the_seed(fleet: Any) -> None:
     way = w.server.open.chain.fetched(())
     run_to(w, number)
     assert fetched(w, "late", number) == sum(way) < whole(w)
+
+
+def test_a_method_that_shares_a_head_alone_sends_it_as_a_seed_and_by_deltas(fleet: Any) -> None:
+    w = fleet("lg-fedavg", rounds=6)
+    for number in range(1, 7):
+        run_to(w, number)
+    assert {fetched(w, name, 1) for name in cohort(w, 1)} <= set(range(100))
+    assert missing(w, 6)
+    assert max(fetched(w, name, 6) for name in missing(w, 6)) < whole(w)
 
 
 def test_where_first_weights_are_no_seed_a_device_that_joins_gets_the_whole(fleet: Any) -> None:
