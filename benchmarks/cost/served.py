@@ -1,8 +1,10 @@
 """What served models cost: payload by kind of a whole fleet in one process on the heartbeats.
 
-    python benchmarks/cost/served.py --out FOLDER [--rounds 40] [--codec int8] [--method pfldyn-proto]
+    python benchmarks/cost/served.py --out FOLDER [--rounds 40] [--codec int8] [--method pfldyn-proto] [--data har]
+        [--devices 8]
 
-The real aggregator and agents of the demo's eight patients, all in every round, a served model after every ten rounds,
+The real aggregator and agents of the demo's eight patients, or of the clients of a set of ``metafleet datasets``, all
+in every round, a served model after every ten rounds,
 seed 0. FOLDER must not hold a fleet. ``whole``: what the served models would cost whole, in fp32, to every device, each
 at the size of the last one.
 """
@@ -21,6 +23,8 @@ from cloud_server.running import demo_setup, in_one_process
 from export.first_model import first
 from fleet_core.base import processes
 from fleet_core.board.device_settings import settings_of
+from fleet_core.data.samples import save
+from fleet_core.data.sets.set_cache import load_set
 from fleet_core.model import payloads
 
 
@@ -50,8 +54,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--method", default="pfldyn-proto")
+    parser.add_argument("--data", default="heartbeat", help="heartbeat, or a set whose samples have clients")
+    parser.add_argument("--devices", type=int, default=8)
     given = parser.parse_args()
-    options = demo_setup.Options(rounds=given.rounds, codec=given.codec, method=given.method, new_devices=0)
+    given.out.mkdir(parents=True, exist_ok=True)
+    data = given.data
+    if data != "heartbeat":
+        data = str(given.out / "samples.npz")
+        save(Path(data), load_set(given.data).train)
+    options = demo_setup.Options(rounds=given.rounds, codec=given.codec, method=given.method, new_devices=0,
+                                 data=data, devices=given.devices)
     print(json.dumps(bytes_by_kind(given.out, options)))
 
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from benchmarks.own_data import sets, table
 from benchmarks.own_data.baseline import nearest_mean
 from cloud_server.laboratory.compare import finished_runs
-from cloud_server.laboratory.compare.advice import score
+from cloud_server.laboratory.compare.candidates import score
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import workload
 from cloud_server.laboratory.run.engine import Stopped

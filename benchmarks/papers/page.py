@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks import markdown
 from benchmarks.papers import collect, run
 from cloud_server.figures.formatting import ABSENT
-from cloud_server.laboratory.compare.plots import style
+from cloud_server.laboratory.compare.comparison_charts import style
 from fleet_core.base.errors import FleetError
 from fleet_core.base.storage import write_atomic, write_json
 

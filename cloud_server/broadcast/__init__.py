@@ -2,6 +2,7 @@
 ``served_model`` and ``round_arrays``.
 
 ``manifest`` builds and signs the message that opens a round. ``models_down`` encodes the training models,
-``served_model`` those that devices answer with, ``round_codecs`` knows each round's codecs, ``round_arrays`` the arrays
-that it trains. ``open_round`` is the state of the round that is open.
+``delta_chain`` knows the deltas of earlier rounds that devices missed, ``served_model`` encodes the models that devices
+answer with, ``round_codecs`` knows each round's codecs, ``round_arrays`` the arrays that it trains. ``open_round`` is
+the state of the round that is open.
 """

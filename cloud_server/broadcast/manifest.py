@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 from cloud_server.broadcast.models_down import ModelsDown
 from cloud_server.broadcast.open_round import OpenRound
@@ -20,38 +21,43 @@ from fleet_core.protocol import cohort, messages, round_messages
 from fleet_core.protocol.round_messages import Cohort, Counted, Manifest, MethodRef, ModelRef, UploadRules
 
 EXPIRY_MS = 30 * 24 * 3600 * 1000
-COUNTED_ROUNDS = 4
-LISTED_IDS = 200
+COUNTED_ROUNDS = 1
+"""Devices that were away for more ask for the fate of their update: every manifest goes to every device."""
+LISTED_IDS = 64
 
 
 class Manifests:
     """Builds, signs and publishes one fleet's manifests.
 
-    graph: the graph bundle's bytes. layout: of the model. max_upload_bytes: of the largest update. next_seq: the
-    next manifest's sequence number. now: Unix seconds. resting(): devices that are not asked today.
+    graph: the graph bundle's bytes. layout: of the model. max_upload_bytes: of the largest update. next_seq: the next
+    manifest's sequence number. now: Unix seconds. resting(): devices that are not asked today. packed(): whether every
+    device that is on reads manifests under zstd.
     """
 
     def __init__(
         self, fleet: Fleet, models: ModelsDown, served: ServedModels, ledger: Ledger, publisher: Publisher,
         codecs: RoundCodecs, *,
         graph: bytes, layout: Layout, max_upload_bytes: int, next_seq: Callable[[], int], now: Callable[[], float],
-        resting: Callable[[], Collection[str]] = tuple,
+        resting: Callable[[], Collection[str]] = tuple, packed: Callable[[], bool] = lambda: False,
     ):
         self._config, self._method, self._codecs = fleet.config, fleet.method, codecs
         self._hyper, self._signer = schema.plain(fleet.hyper), fleet.signer()
         self._models, self._served, self._ledger, self._publisher = models, served, ledger, publisher
         self._graph, self._layout = graph, layout
         self._max_upload_bytes, self._next_seq, self._now = max_upload_bytes, next_seq, now
-        self._resting = resting
+        self._resting, self._packed = resting, packed
+        self._again: Callable[[], None] | None = None
 
     def open_round(self, opened: OpenRound, after: Checkpoint) -> None:
         """Announces the open round, which follows ``after``."""
         chosen = cohort.announce(self._config.fleet.seed, opened.number, list(opened.cohort), self._resting())
         codecs = self._codecs.accepted(opened.codecs["up"].codec)
         self._publish(
-            after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, is_open=True,
+            after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, opened.least_norm,
+            is_open=True, links={link.blob.id for link in opened.chain.links},
             train=self._layout.places(opened.arrays.moving),
         )
+        self._again = partial(self.open_round, opened, after) if self._packed() else None
 
     def no_round(self, after: Checkpoint) -> None:
         """Says what was counted and which model is served, while nobody is asked to train."""
@@ -60,11 +66,18 @@ class Manifests:
                 self._served.serve(after)
             assert self._served.reference is not None
             self._publish(after, after.round, Cohort(devices=()), self._served.reference, {}, {},
-                          self._codecs.accepted(), is_open=False)
+                          self._codecs.accepted(), 0.0, is_open=False)
+            self._again = partial(self.no_round, after) if self._packed() else None
+
+    def unpack(self) -> None:
+        """Publishes the manifest again, plain, if a device that came does not read it under zstd."""
+        if self._again is not None and not self._packed():
+            self._again()
 
     def _publish(
         self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float],
-        per_device: Mapping[str, Params], codecs: tuple[str, ...], *, is_open: bool, train: str | None = None,
+        per_device: Mapping[str, Params], codecs: tuple[str, ...], least_norm: float, *, is_open: bool,
+        links: Collection[str] = (), train: str | None = None,
     ) -> None:
         fleet, link = self._config.fleet, self._config.link
         listed, own = self._models.publish_per_device(per_device)
@@ -85,13 +98,13 @@ class Manifests:
             scalars={**scalars, "round": float(number), "seed": float(fleet.seed)},
             dual_epoch=after.state.dual_epoch,
             counted=self._counted(after.round),
-            up=UploadRules(self._max_upload_bytes, link.chunk_bytes, codecs),
+            up=UploadRules(self._max_upload_bytes, link.chunk_bytes, codecs, least_norm),
             open=is_open,
             per_device=listed,
             train=train,
         )
-        keep = {blob.id for blob in manifest.blobs()} | own
-        self._publisher.manifest(self._signer.sign(messages.encode(manifest)), keep)
+        keep = {blob.id for blob in manifest.blobs()} | own | {*links}
+        self._publisher.manifest(self._signer.sign(messages.encode(manifest, packed=self._packed())), keep)
 
     def _counted(self, closed: int) -> tuple[Counted, ...]:
         """Which updates the last closed rounds counted; devices ask for the fate of older ones."""

@@ -1,16 +1,18 @@
-"""The models that go down for training: to all as a delta or whole, and what one device alone receives."""
+"""The models that go down for training: to all as a delta, by a chain of them or whole, and what one device alone
+receives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from cloud_server.broadcast.delta_chain import DeltaChain, Holder, chain_of
 from cloud_server.broadcast.open_round import OpenRound
 from cloud_server.broker.publisher import Publisher
-from cloud_server.records.checkpoint import Checkpoint
+from cloud_server.records.checkpoint import Checkpoint, Delta
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.algorithms.interface import Method, ServerState
 from fleet_core.base import trees
@@ -50,7 +52,7 @@ def encode_model(
     if before.lost is not None:
         target = trees.add(model, trees.merged(trees.zeros_like(model), before.lost))
     if not held:
-        form, data = payloads.encode_whole(target, seed)
+        form, data = payloads.encode_whole(target, seed, layout.others(groups))
         return Encoded(data, form, False, payloads.decode(form, data, layout, groups), None)
     part, moved = layout.part(moving), moving.of(target)
     delta = _difference(moved, held)
@@ -104,23 +106,36 @@ class ModelsDown:
     # The training model -----------------------------------------------------------------------------------------------
 
     def training(
-        self, target: Params, before: Checkpoint, number: int, codec: str, lacks: Callable[[str], bool]
-    ) -> tuple[ModelRef, Encoded]:
-        """The model of round ``number``; whole as well when some device ``lacks(base)`` the base of its delta, and the
-        arrays that the last round trained, for a device that holds the others.
+        self, target: Params, before: Checkpoint, number: int, codec: str,
+        lacking: Callable[[str], Collection[Holder]], listening: int,
+    ) -> tuple[ModelRef, Encoded, DeltaChain]:
+        """The model of round ``number``, with the ways to it for asked devices that are ``lacking(base)``: a chain, or
+        the whole model and, for a device that holds the others, the arrays that the last round trained. listening:
+        number of devices that receive the manifest.
 
-        First weights as a seed name themselves as their base: agents that do not know ``drawn`` take the whole.
+        First weights as a seed name themselves as their base: agents that do not know ``drawn``, nor chains, take the
+        whole.
         """
         made = encode_model(
             target, before, codec, self._layout, self._method.down, self._config.fleet.seed
         )
         base = self._identity(before.published) if made.delta and before.published is not None else None
         model = self._identity(made.decoded)
-        if made.codec == registry.DRAWN.name:
+        newest = Delta(number, model, made.codec, base, made.data)
+        whole = len(payloads.encode("fp32", made.decoded))
+        chain = chain_of(before, newest, whole, self._config.link.chunk_bytes)
+        if made.codec in registry.DRAWN:
             base = model
-        full = self.whole(made.decoded) if base is not None and lacks(base) else None
-        reference = ModelRef(model, self.blob(made.data), made.codec, base=base, full=full, round=number)
-        return self.with_part(reference, made.decoded, made.moving), made
+        if not made.moving.everything:
+            chain = replace(chain, earlier=())  # a device that holds the frozen arrays fetches the others whole
+        reference = ModelRef(model, self.blob(made.data), made.codec, base=base, round=number)
+        holders = lacking(base) if base is not None else ()
+        ways = chain if chain.pays(holders, listening) else replace(chain, earlier=())
+        if ways.earlier:
+            reference = replace(reference, chain=self._listed(ways))
+        if not all(map(ways.suits, holders)):
+            reference = replace(reference, full=self.whole(made.decoded))
+        return self.with_part(reference, made.decoded, made.moving), made, chain
 
     def with_part(self, reference: ModelRef, weights: Params, moving: Moving) -> ModelRef:
         """Says which arrays the delta has. Where some are frozen and the whole is published, those that move as well,
@@ -131,13 +146,23 @@ class ModelsDown:
         return replace(reference, arrays=self._layout.places(moving), part=part,
                        rest=payloads.identity(moving.rest(weights)))
 
-    def add_whole(self, opened: OpenRound) -> bool:
-        """Publishes the round's model whole, for a device that lacks the base; False where it already is."""
+    def add_way(self, opened: OpenRound, holder: Holder) -> bool:
+        """Publishes a way to the round's model for a device that lacks the base: the chain if that may be one, else the
+        whole model. False where the device has it."""
         if opened.model.base is None or opened.model.full is not None:
             return False
-        whole = replace(opened.model, full=self.whole(opened.published))
-        opened.model = self.with_part(whole, opened.published, self._layout.moving(whole.arrays))
+        if opened.model.chain is None and opened.chain.earlier and opened.chain.suits(holder):
+            opened.model = replace(opened.model, chain=self._listed(opened.chain))
+        else:
+            whole = replace(opened.model, full=self.whole(opened.published))
+            opened.model = self.with_part(whole, opened.published, self._layout.moving(whole.arrays))
         return True
+
+    def _listed(self, chain: DeltaChain) -> Blob:
+        """Publishes the links of a chain, and their list."""
+        for link, one in zip(chain.links, chain.earlier, strict=True):
+            self._publisher.blob(link.blob, one.data)
+        return self.blob(chain.listed)
 
     def _identity(self, weights: Params) -> str:
         """Remembers the last one: the base of a round is the model of the round before."""

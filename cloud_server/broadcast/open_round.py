@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from cloud_server.broadcast.delta_chain import DeltaChain
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Round
 from fleet_core.algorithms.interface import Method
@@ -12,6 +13,7 @@ from fleet_core.base.trees import Params
 from fleet_core.model import choose_codec
 from fleet_core.model.choose_codec import Choice
 from fleet_core.model.choose_frozen import Chosen
+from fleet_core.model.skipped_updates import is_note
 from fleet_core.protocol.round_messages import ModelRef, UploadManifest
 
 
@@ -21,9 +23,9 @@ class OpenRound:
 
     opened_at: Unix seconds. deadline: on the aggregator's clock. model: as announced. published: its decoded float32
     weights, which devices hold. lost: what a lossy codec left out of them, or None. scalars: sent with the model.
-    per_device: float32 groups that each device of the cohort alone receives; empty for most methods.
-    codecs: way -> codec, with the reason. arrays: what it trains, with the reason. left: of the model, as in
-    ``models_down.Encoded``.
+    chain: of deltas to the model. per_device: float32 groups that each device of the cohort alone receives; empty for
+    most methods. codecs: way -> codec, with the reason. left: of the model, as in ``models_down.Encoded``. least_norm:
+    below it an update is skipped. arrays: what the round trains, with the reason.
     received: device -> its update. failed: device -> why it will send none.
     """
 
@@ -35,12 +37,19 @@ class OpenRound:
     published: Params
     lost: Params | None
     scalars: Mapping[str, float]
+    chain: DeltaChain
     per_device: Mapping[str, Params] = field(default_factory=dict)
     codecs: Mapping[str, Choice] = field(default_factory=dict)
     left: float | None = None
+    least_norm: float = 0.0
     arrays: Chosen = field(default_factory=Chosen)
     received: dict[str, UploadManifest] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def skipped(self) -> int:
+        """How many devices said that they have nothing to send."""
+        return sum(is_note(manifest.codec) for manifest in self.received.values())
 
     @property
     def answered(self) -> bool:
@@ -98,7 +107,8 @@ class Rounds:
         self._ledger.put(replace(
             row, status="closed", closed_at=self._now(), members=members, seconds=self._now() - row.opened_at,
             loss=choose_codec.mean_of_known(m.metrics.get("loss") for m in opened.received.values()),
-            models_transmitted=float(len(opened.received) * (self._method.models_down + self._method.models_up)),
+            models_transmitted=float(len(opened.received) * (self._method.models_down + self._method.models_up)
+                                     - opened.skipped * self._method.models_up),
             note="; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())),
         ))
 

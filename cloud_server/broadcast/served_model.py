@@ -143,12 +143,14 @@ def fetched_bytes(
     made: ServedModel, before: ServedModel | None, everyone: Collection[str], trained: Collection[str],
     asked: Collection[str], holding: Collection[str] = (),
 ) -> int:
-    """Payload of all devices for a new served model. trained: were asked in its round. asked: are in the next.
-    holding: have its frozen arrays in their training model."""
+    """Payload of all devices for a new served model. trained: hold the training model of its round. asked: are in the
+    next. holding: have its frozen arrays in their training model."""
     whole, part = (len(payloads.encode("fp32", weights)) for weights in (made.weights, made.moving.of(made.weights)))
     known = before is not None and payloads.identity(before.weights) == made.base
     held = everyone if before is not None and same_rest(made.moving, before.weights, made.weights) else holding
-    free = set(asked) if made.following else set()
+    free = set(asked) if made.following else set[str]()
+    if made.base == payloads.identity(made.weights):  # the round changed nothing
+        free |= set(trained)
     return sum(
         len(made.data) if made.base is not None and (known or name in trained) else part if name in held else whole
         for name in everyone if name not in free

@@ -72,7 +72,7 @@ def verify(
 
 def _export_bundle(source: Path, stored: str, data: str | None) -> Bundle:
     """data: samples to calibrate an int8 encoder with, or None. Raises FleetError."""
-    from cloud_server.records.served_model import place_of, served_model
+    from cloud_server.records.read_served_model import place_of, served_model
     from fleet_core.data import samples
     from fleet_core.model import graph_bundle
 

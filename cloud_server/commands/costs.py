@@ -113,7 +113,8 @@ def _csv(run: Result, chosen: Pricing) -> str:
     scores = {one.device: one for one in run.personalization}
     lines = []
     for one in run.costs:
-        line: dict[str, Any] = {"device": one.device, "new": int(one.new), "rounds": one.rounds}
+        line: dict[str, Any] = {"device": one.device, "new": int(one.new), "rounds": one.rounds,
+                                "skipped": one.skipped or 0}
         for counter in ("payload", "mqtt", "wire"):
             line |= _two(counter, getattr(one, f"{counter}_bytes"))
         for kind in ("graph", "model", "update", "serve"):

@@ -211,16 +211,20 @@ def advise(
     stride: STRIDE = None,
     budget_minutes: Annotated[float, typer.Option("--budget-minutes", min=0.01, help="Total time for all runs.")] = 5.0,
     board: Annotated[str | None, typer.Option(help="A board profile or its file, to estimate joules.")] = None,
+    codecs: Annotated[str | None, typer.Option(metavar="NAME,UP/DOWN,…", help="Codecs to try with the best method, or "
+                                               "none; default: int8,int4,ternary,topk-10.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the runs; default: advice-DATA.")] = None,
     as_json: JSON = False,
 ) -> None:
     """Recommend a method, model and codec for these recordings, from a short comparison on them."""
     from cloud_server.laboratory.compare import advice
     from cloud_server.laboratory.compare import advise as advising
+    from cloud_server.running import codec_catalogue
     from fleet_core.base import storage
 
     folder = out or Path(f"advice-{Path(data).stem}")
-    outcome = _advice_on(advising.Options(data, budget_minutes, board, window, stride), folder)
+    tried = advising.CODECS_TRIED if codecs is None else codec_catalogue.several(codecs)
+    outcome = _advice_on(advising.Options(data, budget_minutes, board, window, stride, tried), folder)
     facts = {**advice.to_json(outcome.advice), "facts": outcome.facts,
              "sentences": advice.sentences(outcome.advice, outcome.facts)}
     storage.write_json(folder / "advice.json", facts)

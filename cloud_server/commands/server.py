@@ -6,6 +6,7 @@ Heavy modules are imported inside the commands.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,16 +98,18 @@ def rounds(
     explain: Annotated[bool, typer.Option("--explain", help="Each round's codecs and frozen arrays, and why.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """List every round: cohort, loss, duration."""
+    """List every round: cohort, skipped updates, loss, duration."""
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.records.ledger import Ledger
-    from cloud_server.records.ledger_tables import RoundArrays, RoundCodec
+    from cloud_server.records.ledger_tables import RoundArrays, RoundCodec, Update
     from cloud_server.reports import array_tables, codec_tables
 
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:
         listed, codecs = ledger.rounds(), ledger.rows(RoundCodec) if explain else []
         arrays = ledger.rows(RoundArrays) if explain else []
+        skipped = Counter(one.round for one in ledger.each(Update, status="counted", skipped=True))
+    some = bool(skipped)
     if as_json:
         used: dict[int, dict[str, Any]] = {}
         for one in codecs:
@@ -115,15 +118,16 @@ def rounds(
             }
         trained = {one.round: {"frozen": one.frozen, "reason": one.reason, "moves": one.moves} for one in arrays}
         return terminal.show([
-            schema.plain(r) | ({"codecs": used.get(r.round, {}), "arrays": trained.get(r.round)} if explain else {})
+            {**schema.plain(r), "skipped": skipped[r.round],
+             **({"codecs": used.get(r.round, {}), "arrays": trained.get(r.round)} if explain else {})}
             for r in listed
         ])
     rows = [
-        (str(r.round), terminal.date(r.opened_at), r.status, str(len(r.cohort)),
+        (str(r.round), terminal.date(r.opened_at), r.status, str(len(r.cohort)), *[str(skipped[r.round])] * some,
          "" if r.loss is None else f"{r.loss:.4f}", "" if r.seconds is None else f"{r.seconds:.1f}", r.note)
         for r in listed
     ]
-    terminal.table(rows, ("round", "opened", "status", "cohort", "loss", "seconds", "note"))
+    terminal.table(rows, ("round", "opened", "status", "cohort", *["skipped"] * some, "loss", "seconds", "note"))
     if not rows:
         return processes.say("no round has been opened yet")
     if explain:

@@ -183,7 +183,7 @@ def _write_image(job: ImageJob, path: Path) -> None:
 
 def _write_card(job: ImageJob, card: Card, rehearse: bool) -> dict[str, Any]:
     from firmware_profiles.image import block_device
-    from firmware_profiles.image import card as cards
+    from firmware_profiles.image import write_card as cards
     from firmware_profiles.package.progress_line import Progress
 
     with _scratch_folder() as folder:

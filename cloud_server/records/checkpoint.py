@@ -28,7 +28,8 @@ MAX_BYTES = 1 << 34
 FORMAT, PART_FORMAT = 1, 2  # the second of a round that trained a part of the model
 SERVED_FORMAT, SERVED_PART_FORMAT = 2, 3  # of a served model's file with a delta, and with frozen arrays
 DELTA = "delta"  # array of a served model's file, beside the weights
-METADATA = ("format", "sha256", "round", "dual_epoch", "scalars", "answers", "frozen")  # metadata that are not facts
+METADATA = ("format", "sha256", "round", "dual_epoch", "scalars", "answers", "deltas", "frozen")
+"""Metadata that are not facts."""
 RESTORE = "put the whole fleet folder back from a backup: ledger and state belong together"
 
 
@@ -50,12 +51,25 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """What was published of the training model of ``round``. model: id of its weights. data: in ``codec``, a delta to
+    the weights with the id ``base``; None for first weights."""
+
+    round: int
+    model: str
+    codec: str
+    base: str | None
+    data: bytes
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """What the next round starts from.
 
     round: the last closed round, 0 before the first. state: arrays float64. published: the decoded float32 weights that
     devices have, or None before the first round. lost: what the lossy codec left out of that round's model, or None.
     answers: in a simulation, the served model that devices have, without its delta; a fleet has a file of its own.
+    deltas: of the last rounds, oldest first, each to the model of the one before; the last one leads to ``published``.
     moving: the arrays that the round trained.
     """
 
@@ -65,6 +79,7 @@ class Checkpoint:
     lost: Params | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
     answers: ServedModel | None = None
+    deltas: tuple[Delta, ...] = ()
     moving: Moving = EVERYTHING
 
 
@@ -101,6 +116,10 @@ class Checkpoints:
         if checkpoint.answers is not None:
             roles["answers"] = checkpoint.answers.weights
             metadata["answers"] = f"{checkpoint.answers.round} {checkpoint.answers.source}"
+        if checkpoint.deltas:
+            roles["deltas"] = {"data": {f"{k:03}": np.frombuffer(d.data, np.uint8)
+                                        for k, d in enumerate(checkpoint.deltas)}}
+            metadata["deltas"] = json.dumps([(d.round, d.model, d.codec, d.base) for d in checkpoint.deltas])
         metadata |= _of_moving(checkpoint.moving)
         version = FORMAT if checkpoint.moving.everything else PART_FORMAT
         _write(self.path(checkpoint.round), storage.flatten_roles(roles), metadata, version)
@@ -161,6 +180,7 @@ class Checkpoints:
         facts = {key: value for key, value in metadata.items() if key not in METADATA}
         return Checkpoint(
             round_number, state, roles.get("published"), roles.get("lost"), facts, _answers(roles, metadata),
+            _deltas(roles, metadata),
             _moving(metadata),
         )
 
@@ -179,6 +199,17 @@ def _answers(roles: Mapping[str, Params], metadata: Mapping[str, str]) -> Served
         return None
     number, source = metadata["answers"].split()
     return ServedModel(int(number), roles.get("answers", {}), source=source)
+
+
+def _deltas(roles: Mapping[str, Params], metadata: Mapping[str, str]) -> tuple[Delta, ...]:
+    """None where a version without them has kept the metadata alone."""
+    if "deltas" not in roles:
+        return ()
+    data, known = roles["deltas"]["data"], json.loads(metadata["deltas"])
+    return tuple(
+        Delta(number, model, codec, base, data[f"{k:03}"].tobytes())
+        for k, (number, model, codec, base) in enumerate(known)
+    )
 
 
 def file_name(round_number: int) -> str:

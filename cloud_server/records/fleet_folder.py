@@ -98,6 +98,8 @@ class LinkSection:
     down: str = field(default="int8", metadata={"choices": (*CODECS, AUTO), "about":
         "How models travel to the devices: the same choice."})
     chunk_bytes: int = field(default=61440, metadata={"min": 1024, "max": 1 << 24})
+    skip_below: float = field(default=0.0, metadata={"min": 0, "max": 1, "about":
+        "An update whose norm is below this share of the last rounds' mean is not sent (0.2, say); 0: all are."})
     max_update_norm: float = field(default=1e4, metadata={"above": 0, "about":
         "An update whose Euclidean norm is above this is refused."})
 
@@ -115,9 +117,13 @@ class Amounts:
 @dataclass(frozen=True)
 class BudgetSection(Amounts):
     """The fleet's limits, at which no further round opens. target_accuracy: mean over the devices that train, at which
-    none does either. device_day: of one device on one day (UTC), after which it is not asked until the next."""
+    none does either. patience: after how many evaluations in a row without a gain none does; a gain is more than
+    ``min_gain`` over the best before. device_day: of one device on one day (UTC), after which it is not asked until the
+    next."""
 
     target_accuracy: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    patience: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
+    min_gain: float = field(default=0.002, metadata={"min": 0, "max": 1})
     device_day: Amounts = field(default_factory=Amounts)
 
 
@@ -182,6 +188,11 @@ class Fleet:
         rare class would be lost in the quantization of a frequent one."""
         return self.config.link.down if self.method.cumulative else "fp32"
 
+    @property
+    def skip_below(self) -> float:
+        """0 if the server does not sum updates over rounds: what is not sent could not be made up for."""
+        return self.config.link.skip_below if self.method.cumulative else 0.0
+
     def remarks(self) -> list[str]:
         """What users may not expect of the method: what it sends, and which settings it overrides."""
         if not self.method.received:
@@ -205,10 +216,14 @@ class Fleet:
         if getattr(self.hyper, "head_steps", 0) >= steps:
             text = f"head_steps = {self.hyper.head_steps} of local_steps = {steps} move the head alone"
             return [f"{name} never trains what is shared: {text}"]
+        texts = []
         if (self.codec_up, self.codec_down) != (link.up, link.down):
             text = f"all goes as fp32, not as {link.up} up and {link.down} down"
-            return [f"{name} sends sums over samples, which a lossy codec would spoil: {text}"]
-        return []
+            texts.append(f"{name} sends sums over samples, which a lossy codec would spoil: {text}")
+        if self.skip_below != link.skip_below:
+            texts.append(f"{name} sends sums over samples, which count in their own round alone: skip_below does not "
+                         "apply")
+        return texts
 
     def _codec_remarks(self) -> list[str]:
         """Where the method is known to miss the minimiser with these codecs."""

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-VERSION = 7
+VERSION = 8
 STAGES = ("before", "fine_tuned", "after")
 
 SCHEMA = """
@@ -83,7 +83,8 @@ CREATE TABLE codecs (
     round INTEGER NOT NULL REFERENCES rounds, way TEXT NOT NULL CHECK (way IN ('up', 'down')), codec TEXT NOT NULL,
     reason TEXT NOT NULL, left_out REAL, PRIMARY KEY (round, way));
 """,
-    7: """
+    7: "ALTER TABLE updates ADD COLUMN skipped INTEGER NOT NULL DEFAULT 0;",
+    8: """
 CREATE TABLE arrays (
     round INTEGER PRIMARY KEY REFERENCES rounds, frozen TEXT NOT NULL, reason TEXT NOT NULL, moves TEXT NOT NULL);
 """,
@@ -208,7 +209,8 @@ class Certificate(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Update(Row):
-    """A completely received update. status: counted | refused | late. reason: of the last two."""
+    """A completely received update. status: counted | refused | late. reason: of the last two. skipped: the device
+    sent a note that it is too small; counted as zero."""
 
     table = "updates"
     key = ("round", "device", "update_id")
@@ -222,6 +224,7 @@ class Update(Row):
     chunks: int = 0
     status: str = "counted"
     reason: str = ""
+    skipped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,8 @@ Rows = list[tuple[str, ...]]
 
 def device_table(run: Result) -> tuple[tuple[str, ...], Rows]:
     """(heads, rows) of every device, and of the fleet as the last row."""
-    heads = ("device", "rounds", *(f"{name} up / down" for name, _ in COUNTERS), "FLOP", "joules",
+    some = any(one.skipped for one in run.costs)
+    heads = ("device", "rounds", *["skipped"] * some, *(f"{name} up / down" for name, _ in COUNTERS), "FLOP", "joules",
              "CPU", "peak memory", "connected", "sent again", "accuracy")
     scores = {one.device: one for one in run.personalization}
     rows = []
@@ -39,13 +40,20 @@ def device_table(run: Result) -> tuple[tuple[str, ...], Rows]:
         scored = scores.get(one.device)
         stages = (scored.before, scored.after) if scored else (None, None)
         accuracy = _change(*(stage.accuracy if stage else None for stage in stages))
-        rows.append((one.device + " (new)" * one.new, str(one.rounds), *_figures(one), *_usage([one]), accuracy))
+        rows.append((one.device + " (new)" * one.new, str(one.rounds), *[str(one.skipped or 0)] * some, *_figures(one),
+                     *_usage([one]), accuracy))
     pooled, sums = run.evaluated, run.totals
     reported = [one for one in run.costs if one.payload_bytes is not None]
     before = pooled.before.accuracy if pooled and pooled.before else None
     accuracy = _change(before, pooled.accuracy if pooled else None)
-    rounds = str(sum(one.rounds for one in run.costs))
-    return heads, [*rows, (FLEET, rounds, *_figures(sums), *_usage(reported), accuracy)]
+    rounds, skipped = (str(sum(getattr(one, key) or 0 for one in run.costs)) for key in ("rounds", "skipped"))
+    return heads, [*rows, (FLEET, rounds, *[skipped] * some, *_figures(sums), *_usage(reported), accuracy)]
+
+
+def skipped_text(run: Result) -> str:
+    """How many updates were too small to send; empty for none."""
+    skipped, counted = (sum(getattr(one, key) or 0 for one in run.rounds) for key in ("skipped", "participants"))
+    return f"{skipped} of {counted} updates were too small to send (skip_below)" if skipped else ""
 
 
 def _figures(one: Any) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from cloud_server.figures.html_elements import card, cards, count_text, heading,
 from cloud_server.figures.html_style import STYLE
 from cloud_server.figures.scores import Score
 from cloud_server.records.ledger_sums import Bytes, Joules, PhaseJoules
-from cloud_server.reports import array_tables, codec_tables, html_costs
+from cloud_server.reports import array_tables, codec_tables, cost_tables, html_costs
 from cloud_server.reports import result as results
 from cloud_server.reports.html_costs import Pricing
 from cloud_server.reports.result import Personalization, Pooled, Result, RoundFigures
@@ -214,7 +214,9 @@ def _traffic(run: Result) -> str:
     rows[1:1] = [_byte_row(f"of which {kind}", moved) for kind, moved in sorted((sums.kinds or {}).items())]
     lacks = any(row[3] for row in rows)
     table = text_table(("whole run, all devices", "up", "down", *([""] * lacks)), [row[: 3 + lacks] for row in rows])
-    return f'<h2>Bytes</h2><div class="charts">{charts}</div>{COUNTERS_NOTE}{table}'
+    skipped = cost_tables.skipped_text(run)
+    note = f'<p class="note">{escape(skipped)}.</p>' if skipped else ""
+    return f'<h2>Bytes</h2><div class="charts">{charts}</div>{COUNTERS_NOTE}{table}{note}'
 
 
 def _cumulative(rounds: Sequence[RoundFigures], way: str) -> list[Line]:

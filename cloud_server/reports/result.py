@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,13 +61,15 @@ class Pooled(Score):
 class RoundFigures:
     """A closed round. accuracy, macro_f1 (pooled): of the devices that train, in evaluated rounds.
 
-    asked: devices of the cohort. participants: devices whose update was counted. refused: updates. payload_bytes,
-    mqtt_bytes, wire_bytes: all traffic of the round. models_transmitted: whole models up and down, without served ones.
-    flops: over all devices. codecs: up and down. arrays: None where every round trains everything.
+    asked: devices of the cohort. participants: devices whose update was counted. skipped: those of them that sent none,
+    because it was too small; None for no such. refused: updates. payload_bytes, mqtt_bytes, wire_bytes: all traffic of
+    the round. models_transmitted: whole models up and down, without served ones. flops: over all devices. codecs: up
+    and down. arrays: None where every round trains everything.
     """
 
     round: int = field(metadata={"min": 0})
     participants: int = field(metadata=AMOUNT)
+    skipped: int | None = field(default=None, metadata=AMOUNT)
     refused: int = field(metadata=AMOUNT)
     asked: int | None = field(default=None, metadata=AMOUNT)
     accuracy: Spread | None = None
@@ -168,9 +171,10 @@ def pooled(evaluations: Iterable[Evaluation]) -> Score | None:
 def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFigures, ...]:
     """The closed rounds of a ledger, optionally only those ``within`` a range."""
     volume, joules, flops = ledger.volume("round", within), ledger.joules("round", within), ledger.flops(within)
-    statuses: dict[int, list[str]] = {}
+    updates = defaultdict[int, Counter[str]](Counter)
     for update in ledger.each(tables.Update, within):
-        statuses.setdefault(update.round, []).append(update.status)
+        updates[update.round][update.status] += 1
+        updates[update.round]["skipped"] += update.skipped and update.status == "counted"
     evaluated: dict[int, list[Evaluation]] = {}
     for row in ledger.each(Evaluation, within, stage="after", new=False):
         evaluated.setdefault(row.round, []).append(row)
@@ -180,12 +184,12 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
         score, moved = pooled(evaluated.get(r.round, ())), volume.get(r.round)
         figures.append(RoundFigures(
             round=r.round, asked=len(r.cohort), loss=r.loss, seconds=r.seconds, models_transmitted=r.models_transmitted,
-            participants=statuses.get(r.round, []).count("counted"), refused=statuses.get(r.round, []).count("refused"),
-            accuracy=_spread([j.accuracy for j in evaluated.get(r.round, ())]),
-            macro_f1=score.macro_f1 if score else None,
+            participants=updates[r.round]["counted"], refused=updates[r.round]["refused"],
+            skipped=updates[r.round]["skipped"] or None, macro_f1=score.macro_f1 if score else None,
+            accuracy=_spread([j.accuracy for j in evaluated.get(r.round, ())]), codecs=codecs.get(r.round),
             payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,
             wire_bytes=moved.wire if moved else None, flops=flops.get(r.round), energy_j=joules.get(r.round),
-            codecs=codecs.get(r.round), arrays=arrays.get(r.round),
+            arrays=arrays.get(r.round),
         ))  # fmt: skip
     return tuple(figures)
 
@@ -247,8 +251,7 @@ def sums_of(data: Mapping[str, Any]) -> Sums:
 
 def plain(figures: Any) -> dict[str, Any]:
     """A dataclass of figures ready for ``json.dumps``; missing figures are left out."""
-    found: dict[str, Any] = _without_nulls(schema.plain(figures))
-    return found
+    return dict(_without_nulls(schema.plain(figures)))
 
 
 def to_json(result: Result) -> dict[str, Any]:

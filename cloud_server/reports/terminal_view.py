@@ -33,7 +33,7 @@ from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.records.ledger_tables import Evaluation
-from cloud_server.reports import array_tables, codec_tables
+from cloud_server.reports import array_tables, codec_tables, cost_tables
 from cloud_server.reports.result import Result, RoundFigures, Sums, round_figures
 from fleet_core.base import terminal
 from fleet_core.power.meter import WORKING
@@ -214,12 +214,13 @@ def closing_table(result: Result, *, report: str | None = None, result_file: str
 
 
 def _figures(closed: RoundFigures) -> list[str]:
-    refused = f"{closed.refused} refused" if closed.refused else ""
+    refused, skipped = (f"{n} {what}" if n else "" for n, what in ((closed.refused, "refused"),
+                                                                   (closed.skipped, "skipped")))
     loss = f"loss {closed.loss:.3f}" if closed.loss is not None else ""
     moved = traffic_text(closed.payload_bytes) if closed.payload_bytes else "bytes not counted"
     seconds = seconds_text(closed.seconds) if closed.seconds is not None else ""
     energy = f"energy {joules_text(closed.energy_j)}" + _spread(closed.energy_j)
-    return list(filter(None, [refused, loss, _accuracy(closed), moved, energy, seconds]))
+    return list(filter(None, [refused, skipped, loss, _accuracy(closed), moved, energy, seconds]))
 
 
 def _accuracy(closed: RoundFigures) -> str:
@@ -278,6 +279,8 @@ def _cost_block(result: Result) -> str:
         for name, key in TOTAL_ROWS
     ]
     devices = result.devices + sum(p.new for p in result.personalization)
+    skipped = cost_tables.skipped_text(result)
+    lines += [f"{'':<9}{skipped}"] if skipped else []
     return "\n".join([*lines, *energy_lines(sums, devices)])
 
 

@@ -7,10 +7,11 @@ what a round and the last served model cost. A round belongs to the day (UTC) on
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cloud_server.figures.formatting import bytes_text, phase_text
+from cloud_server.figures.html_elements import count_text
 from cloud_server.records.fleet_folder import Amounts, BudgetSection
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Joules, Volume
@@ -21,9 +22,10 @@ from cloud_server.rounds.members import Members
 
 DAY_S = 86_400
 LOOK_S = 2.0
-ENDED, RESTING, REACHED = "ended", "resting", "reached"
+ENDED, RESTING, REACHED, EVALUATED = "ended", "resting", "reached", "evaluated"
 """Facts of the ledger: why the run ended early; the devices that rest, with the end of the day; the accuracy that
-reached a target."""
+reached a target; the rounds that enough devices have evaluated, with their accuracy."""
+MOST_EVALUATED = 1000
 
 
 class Budget:
@@ -57,10 +59,9 @@ class Budget:
         return bool(self.ended)
 
     def evaluated(self, number: int) -> None:
-        """An evaluation of round ``number`` is in the ledger. The target counts once four of five devices that are on
-        and train have reported."""
-        target = None if self._section is None else self._section.target_accuracy
-        if target is None:
+        """An evaluation of round ``number`` is in the ledger. It counts once four of five devices that are on and train
+        have reported."""
+        if self._section is None or (self._section.target_accuracy is None and self._section.patience is None):
             return
         latest: dict[str, float] = {}
         for row in self._ledger.rows(Evaluation, round=number, new=False):
@@ -68,9 +69,12 @@ class Budget:
         ready = self._members.ready()
         if not latest or len(ready - latest.keys()) > MISSING_REPORTS * len(ready):
             return
-        mean = sum(latest.values()) / len(latest)
-        if mean >= target and mean > self._reached()[1]:
+        mean, target = sum(latest.values()) / len(latest), self._section.target_accuracy
+        if target is not None and mean >= target and mean > self._reached()[1]:
             self._ledger.set_facts(**{REACHED: json.dumps([number, mean])})
+        if self._section.patience is not None:
+            found = sorted((dict(self._evaluations()) | {number: mean}).items())[-MOST_EVALUATED:]
+            self._keep(EVALUATED, json.dumps(found))
 
     # The fleet --------------------------------------------------------------------------------------------------------
 
@@ -82,6 +86,10 @@ class Budget:
             self.ended, self.spent = f"the fleet's budget is spent: {over}", True
         elif section.target_accuracy is not None and accuracy >= section.target_accuracy:
             self.ended = f"the target is reached: accuracy {accuracy:.3f} after round {number}"
+        elif section.patience is not None and (best := _flat(self._evaluations(), section)):
+            times = count_text(section.patience, "evaluation")
+            self.ended = (f"a longer run does not pay: {times} without a gain over accuracy {best[1]:.3f} after round "
+                          f"{best[0]}")
         else:
             return self._say_unknown(closed, section, used)
         self.ended += f"; no round opens after round {closed}; [budget] in fleet.toml has the limit"
@@ -92,6 +100,9 @@ class Budget:
         """(round, accuracy) of the best evaluation that reached a target."""
         number, accuracy = json.loads(self._ledger.fact(REACHED) or "[0, 0.0]")
         return int(number), float(accuracy)
+
+    def _evaluations(self) -> list[tuple[int, float]]:
+        return [(int(number), float(mean)) for number, mean in json.loads(self._ledger.fact(EVALUATED) or "[]")]
 
     def _say_unknown(self, closed: int, section: BudgetSection, used: Mapping[str, float]) -> None:
         """Once for each limit that cannot be kept because no device reports the figure."""
@@ -156,6 +167,18 @@ def resting(ledger: Ledger, now: float) -> dict[str, str]:
     """Device -> why the aggregator does not ask it today, as the ledger says. now: Unix seconds."""
     facts: dict[str, Any] = json.loads(ledger.fact(RESTING) or "{}")
     return dict(facts["devices"]) if facts and now < facts["until"] else {}
+
+
+def _flat(found: Sequence[tuple[int, float]], section: BudgetSection) -> tuple[int, float] | None:
+    """(round, accuracy) of the last gain, if ``patience`` evaluations have followed it; else None. found: rising
+    rounds."""
+    best, since = None, 0
+    for at in found:
+        if best is None or at[1] > best[1] + section.min_gain:
+            best, since = at, 0
+        else:
+            since += 1
+    return best if section.patience is not None and since >= section.patience else None
 
 
 def _over(limits: Amounts, used: Mapping[str, float], tariff: Tariff | None) -> str:

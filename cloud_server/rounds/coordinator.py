@@ -25,6 +25,7 @@ from cloud_server.rounds.device_messages import DeviceMessages
 from cloud_server.rounds.parts import assemble
 from fleet_core.base.errors import CodecError, FleetError, StateError
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
+from fleet_core.model import skipped_updates
 from fleet_core.protocol import cohort, messages, topics
 from fleet_core.protocol.device_messages import ServerPresence
 
@@ -213,19 +214,20 @@ class Coordinator:
             return
         state = self._rule.opening(before)
         sent = self.method.server.broadcast(state)
-        had = self._rounds.cohort(self.checkpoint.round)
-        codecs = self._parts.codecs.of_round(number)
-        reference, made = self._parts.models.training(
-            sent.groups, self.checkpoint, number, codecs["down"].codec,
-            lambda base: self._members.someone_lacks(base, besides=had),
-        )
         chosen = before.cohort if before else tuple(
             cohort.select(self.config.fleet.seed, number, self._members.askable(), self.config.fleet.cohort)
+        )
+        others = set(chosen) - self._rounds.cohort(self.checkpoint.round)
+        codecs = self._parts.codecs.of_round(number)
+        reference, made, chain = self._parts.models.training(
+            sent.groups, self.checkpoint, number, codecs["down"].codec,
+            lambda base: self._members.lacking(base, others), self._members.listening,
         )
         started = before.opened_at if before else self._now()
         opened = self._rounds.open = OpenRound(
             number, chosen, started, self._clock() + self.config.fleet.deadline_s, reference, made.decoded, made.lost,
-            sent.scalars, self._parts.models.per_device(state, chosen), codecs, made.left,
+            sent.scalars, chain, self._parts.models.per_device(state, chosen), codecs, made.left,
+            skipped_updates.least_norm(self.fleet.skip_below, self.checkpoint.facts),
             self._parts.arrays.of_round(number),
         )
         if not before:
@@ -317,7 +319,7 @@ class Coordinator:
         self._parts.checkpoints.save(checkpoint)  # before the ledger says so: a crash between leaves the round open
         with self.ledger.transaction():
             self._parts.receiver.record_counted(opened)
-            self._members.took_part(opened.received)
+            self._members.took_part(opened.received, opened.model.model)
             self._rounds.close(opened, members)
             self._parts.codecs.close(opened, checkpoint.state)
             self._parts.arrays.close(opened, checkpoint.state)

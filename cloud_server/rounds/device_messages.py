@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from cloud_server.broadcast.delta_chain import Holder
 from cloud_server.rounds.parts import Parts
 from fleet_core.base.errors import MessageError
 from fleet_core.protocol import messages, topics
@@ -58,6 +59,7 @@ class DeviceMessages:
         if self._members.revoked(name):
             self._read_requests()
         self._members.on_presence(name, presence, self._closed)
+        self._parts.manifests.unpack()
         if presence.st == "off":
             self._parts.receiver.drop(name)
         elif self._members.revoked(name):
@@ -73,7 +75,7 @@ class DeviceMessages:
         if report.failed:
             self._on_failure(device, report)
         if report.want == "full":
-            self._publish_whole()
+            self._publish_way(Holder(report.base or "", report.base is not None))
         if report.want == "chunks":
             self._parts.publisher.again()
         if report.pending is not None:
@@ -111,10 +113,10 @@ class DeviceMessages:
         if report.evaluated_round is None and opened is not None and report.round == opened.number:
             opened.fail(device, report.failed)
 
-    def _publish_whole(self) -> None:
+    def _publish_way(self, holder: Holder) -> None:
         """A device lacks the base of the round's delta."""
         opened = self._parts.rounds.open
-        if opened is not None and self._parts.models.add_whole(opened):
+        if opened is not None and self._parts.models.add_way(opened, holder):
             self._parts.manifests.open_round(opened, self._rule.checkpoint)
 
     def _renew(self, device: str, asked: RenewalRequest) -> None:

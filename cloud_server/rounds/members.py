@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, replace
 from sys import intern
 
+from cloud_server.broadcast.delta_chain import Holder
 from cloud_server.records.fleet_folder import LinkSection
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device
@@ -30,8 +31,9 @@ class _Known:
     """What is kept of a device in memory; the rest is in the ledger.
 
     boot: of its last start, or empty. state: on | off, or empty until heard of since the aggregator's start. base:
-    id of the training model that it holds. heard_s: on the clock. lost: it is off because its connection broke. Texts
-    that thousands of devices share (state, phase, base) are interned.
+    id of the training model that it holds. chain: whether it takes a model as a chain of deltas. heard_s: on the clock.
+    lost: it is off because its connection broke. Texts that thousands of devices share (state, phase, base) are
+    interned.
     """
 
     enrolled: bool
@@ -41,6 +43,7 @@ class _Known:
     state: str = ""
     phase: str = ""
     base: str = ""
+    chain: bool = False
     heard_s: float = 0.0
     lost: bool = False
 
@@ -63,12 +66,15 @@ class Members:
         self._awaited: set[str] = set()
         self._members: set[str] = set()
         self._ready: set[str] = set()
+        self._plain: set[str] = set()
         self.resting: Mapping[str, str] = {}
         self.leaves = int(ledger.fact("leaves") or "0")
         for device in ledger.each(Device):
             self._know(device)
             if device.state == "on" and device.name in self._members:
                 self._awaited.add(device.name)
+            if device.state == "on" and not device.capabilities.get("packed"):
+                self._plain.add(device.name)
 
     # Questions --------------------------------------------------------------------------------------------------------
 
@@ -98,6 +104,10 @@ class Members:
         """Ready members that are not resting."""
         return self._ready - self.resting.keys() if self.resting else self._ready
 
+    def read_packed(self) -> bool:
+        """Whether every device that is on, or was at the aggregator's restart, reads manifests under zstd."""
+        return not self._plain
+
     def awaited(self) -> bool:
         """Whether a member that was on before the aggregator's restart has not been heard of yet."""
         return bool(self._awaited)
@@ -121,9 +131,14 @@ class Members:
         """Enrolled devices that are not on."""
         return [name for name, known in self._devices.items() if known.enrolled and known.state != "on"]
 
+    @property
+    def listening(self) -> int:
+        """How many enrolled devices are on."""
+        return sum(known.enrolled and known.state == "on" for known in self._devices.values())
+
     def numbers(self) -> str:
         enrolled = sum(known.enrolled for known in self._devices.values())
-        return f"{enrolled - len(self.not_on())} of {enrolled} enrolled devices on"
+        return f"{self.listening} of {enrolled} enrolled devices on"
 
     def standing(self, name: str) -> str:
         """A device's state in a few words, for people."""
@@ -138,13 +153,15 @@ class Members:
     def phase(self, name: str) -> str:
         return self._devices[name].phase if name in self._devices else ""
 
-    def someone_lacks(self, model: str, *, besides: Collection[str]) -> bool:
-        """Whether a ready device, other than ``besides``, has not said that it holds ``model``."""
-        return any(name not in besides and self._devices[name].base != model for name in self._ready)
+    def lacking(self, model: str, names: Collection[str]) -> list[Holder]:
+        """Those of ``names`` that are ready and not known to hold ``model``."""
+        known = (self._devices[name] for name in names if name in self._ready)
+        return [Holder(one.base, one.chain) for one in known if one.base != model]
 
-    def took_part(self, names: Collection[str]) -> None:
-        """Marks devices whose updates were counted."""
+    def took_part(self, names: Collection[str], model: str) -> None:
+        """Marks devices whose updates were counted. model: id of what they trained from."""
         for name in names:
+            self._devices[name].base = intern(model)
             if not self._devices[name].took_part:
                 self._put(replace(self._row(name), took_part=True))
 
@@ -199,9 +216,11 @@ class Members:
         known.state, known.phase = intern(presence.st), intern(presence.ph)
         known.lost = presence.st == "off" and not presence.ver  # a last will does not name a version
         if presence.st == "on":
-            known.boot, known.base = presence.boot, intern(presence.base)
+            known.boot, known.base, known.chain = presence.boot, intern(presence.base), presence.chain
         self.heard(name)
         self._awaited.discard(name)
+        plain = presence.st == "on" and not presence.packed
+        (self._plain.add if plain else self._plain.discard)(name)
         able = name in self._members and presence.st == "on" and not self._cannot(presence)
         (self._ready.add if able else self._ready.discard)(name)
 
@@ -275,6 +294,7 @@ class Members:
                 group.discard(name)
         if not enrolled:
             known.state = ""
+            self._plain.discard(name)
 
 
 def inability(

@@ -16,6 +16,7 @@ from fleet_core.algorithms.interface import ServerState, Update
 from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError
 from fleet_core.model.layout import Layout
+from fleet_core.model.skipped_updates import Measured
 
 
 class RuleState:
@@ -25,7 +26,7 @@ class RuleState:
         self, fleet: Fleet, layout: Layout, ledger: Ledger, checkpoints: Checkpoints, members: Members, *,
         log: Callable[[str], None],
     ):
-        self._method, self._hyper = fleet.method, fleet.hyper
+        self._method, self._hyper, self._skip_below = fleet.method, fleet.hyper, fleet.skip_below
         self._checkpoints, self._members, self._log = checkpoints, members, log
         self.checkpoint = self._resumed(fleet, layout, ledger)
 
@@ -83,6 +84,10 @@ class RuleState:
         joined = self._reconciled(len(self._members.members()), leaving=False)
         rule, moving = self._method.server, opened.arrays.moving
         as_received = replace(rule.as_received(joined, trees.widened(opened.published)), round=opened.number)
-        state = freezing.apply(rule, as_received, updates, members, self._hyper, moving)
-        facts = {**self.checkpoint.facts, "members": str(members)}
-        return Checkpoint(opened.number, state, opened.published, opened.lost, facts, moving=moving)
+        passing = Measured(updates, self._skip_below)
+        state = freezing.apply(rule, as_received, passing, members, self._hyper, moving)
+        facts = {**passing.facts(self.checkpoint.facts), "members": str(members)}
+        deltas = opened.chain.kept if self.checkpoint.moving.everything else ()
+        return Checkpoint(
+            opened.number, state, opened.published, opened.lost, facts, deltas=deltas, moving=moving
+        )

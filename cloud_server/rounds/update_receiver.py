@@ -21,6 +21,7 @@ from fleet_core.base import storage, trees
 from fleet_core.base.errors import FleetError, MessageError
 from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
+from fleet_core.model.skipped_updates import is_note
 from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.round_messages import UploadManifest
 
@@ -152,13 +153,14 @@ class UpdateReceiver:
         if device not in opened.cohort:
             return "not in this round's cohort"
         accepted = self._codecs.accepted(opened.codecs["up"].codec)
+        noted = is_note(manifest.codec) and self._method.cumulative
         checks: dict[str, tuple[Any, Any]] = {
             "method": (manifest.method, self._method.name),
             "layout": (manifest.layout, self._layout_hash),
             "dual epoch": (manifest.dual_epoch, dual_epoch),
             "base model": (manifest.base, opened.model.model),
             "arrays": (manifest.train or "all", self._layout.places(opened.arrays.moving) or "all"),
-            "codec": (manifest.codec, manifest.codec if manifest.codec in accepted else " or ".join(accepted)),
+            "codec": (manifest.codec, manifest.codec if manifest.codec in accepted or noted else " or ".join(accepted)),
             "scalars": (sorted(manifest.scalars), sorted(self._method.up_scalars)),
         }
         wrong = [f"{what} {got}, expected {wanted}" for what, (got, wanted) in checks.items() if got != wanted]
@@ -198,7 +200,7 @@ class UpdateReceiver:
         return Update(
             round=number, device=device, update_id=manifest.id, received_at=self._now(), samples=manifest.samples,
             loss=manifest.metrics.get("loss"), payload_bytes=manifest.blob.size, chunks=manifest.blob.n, status=status,
-            reason=reason,
+            reason=reason, skipped=is_note(manifest.codec),
         )
 
 

@@ -1,7 +1,8 @@
-"""Descriptions of the codecs, and the option ``--codec``."""
+"""Descriptions of the codecs, and the options ``--codec`` and ``--codecs``."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ DEFAULT_MODEL: dict[str, tuple[int, ...]] = {
 }
 """The arrays of the model that ``metafleet demo`` trains: 31 787 values."""
 
+NONE = "none"
 ABOUT_AUTO = "chosen for each round and way"
 
 
@@ -61,13 +63,35 @@ def _feedback(codec: Codec) -> str:
 def chosen(text: str) -> dict[str, str]:
     """Keys of ``[link]`` from ``NAME`` for both ways, ``up:NAME,down:NAME`` or one of the two. Raises ConfigError."""
     ways = dict(part.split(":", 1) for part in text.split(",")) if _is_by_way(text) else dict.fromkeys(WAYS, text)
-    for name in ways.values():
+    _check(ways.values(), "--codec", "up:NAME,down:NAME")
+    return ways
+
+
+def several(text: str) -> tuple[str, ...]:
+    """The codecs of ``NAME,UP/DOWN,…``, or none of ``none``. Raises ConfigError."""
+    named = () if text == NONE else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    _check([name for one in named for name in by_way(one).values()], "--codecs", f"UP/DOWN; or {NONE}")
+    return named
+
+
+def by_way(codec: str) -> dict[str, str]:
+    """Keys of ``[link]`` from ``NAME`` for both ways or ``UP/DOWN``."""
+    up, slash, down = codec.partition("/")
+    return dict(zip(WAYS, (up, down if slash else up), strict=True))
+
+
+def option(codec: str) -> str:
+    """What ``--codec`` takes for ``NAME`` or ``UP/DOWN``."""
+    return ",".join(f"{way}:{name}" for way, name in by_way(codec).items()) if "/" in codec else codec
+
+
+def _check(names: Iterable[str], where: str, other: str) -> None:
+    for name in names:
         if name not in (*CODECS, AUTO):
             near = schema.suggest(name, (*CODECS, AUTO))
             raise ConfigError(f"unknown codec '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
-                              where="--codec", expected=f"{', '.join((*CODECS, AUTO))}; or up:NAME,down:NAME",
+                              where=where, expected=f"{', '.join((*CODECS, AUTO))}; or {other}",
                               hint="metafleet codecs")
-    return ways
 
 
 def _is_by_way(text: str) -> bool:

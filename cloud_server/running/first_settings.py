@@ -95,7 +95,7 @@ def toml_with_defaults(tables: Mapping[str, Any]) -> str:
     link = schema.plain(LinkSection())
     defaults = {
         "fleet": schema.plain(FleetSection(tables["fleet"]["name"])), "train": schema.plain(TrainSection()),
-        "link": {key: link[key] for key in ("up", "down", "max_update_norm")},
+        "link": {key: link[key] for key in ("up", "down", "skip_below", "max_update_norm")},
     }
     whole = {**tables, **{name: {**known, **tables.get(name, {})} for name, known in defaults.items()}}
     ordered = {name: whole[name] for name in ("fleet", "model", "train", "link", "hyper") if name in whole}

@@ -12,14 +12,15 @@ from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.model.encoded_update import encode_update
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.chunks import Blob
-from fleet_core.protocol.round_messages import MAX_RESIDUAL, NO_UPDATE, Manifest, UploadManifest
+from fleet_core.protocol.round_messages import MAX_NORM, NO_UPDATE, Manifest, UploadManifest
 
 
 def keep(
     home: DeviceState, life: str, manifest: Manifest, layout: Layout, update: Payload, pending: ClientState,
     before: ClientState, *, samples: int, metrics: Mapping[str, float], seed: Seed,
 ) -> None:
-    """Writes the update, in the first of the round's codecs that this device knows, and the state after it.
+    """Writes the update, in the first of the round's codecs that this device knows, or the note that it is too small to
+    send, and the state after it.
 
     life: of the agent that asked for it. pending: the method's state after the round; before: the device's state before
     it. metrics: what the aggregator is told of the training, the loss above all. seed: of a codec that draws. Raises
@@ -31,11 +32,12 @@ def keep(
         name, update, pending, before, method=method, hyper=hyper_of(method, manifest.method.hyper),
         layout=wire(layout, method), round_number=manifest.scalars["round"], seed=seed,
         moving=layout.moving(manifest.train),
+        least_norm=manifest.up.least_norm,
     )
     key = state_key(manifest)
     upload = UploadManifest(
         blob=Blob.of(made.data, manifest.up.chunk),
-        codec=name,
+        codec=made.codec,
         base=manifest.model.model,
         method=method.name,
         layout=layout.hash,
@@ -44,7 +46,7 @@ def keep(
         scalars=dict(update.scalars),
         metrics=dict(metrics),
         after=home.learned(key) or NO_UPDATE,
-        residual=min(made.left, MAX_RESIDUAL),
+        residual=None if made.left is None else min(made.left, MAX_NORM),
         train=manifest.train,
     )
     home.leave_made(key, life, manifest.round, upload, made.data, made.state)

@@ -138,6 +138,10 @@ class Slots:
         """The slot with the weights ``model``, preferably the one that answers; empty for none."""
         return next((name for name in self.in_order() if self._home.held(f"slots/{name}/serve") == model), "")
 
+    def models(self) -> set[str]:
+        """Ids of the stored weights."""
+        return {self._home.held(f"slots/{name}/serve") for name in self.in_order()} - {""}
+
     def graphs(self) -> set[str]:
         """Ids of the graphs that the stored weights fit."""
         return {self._home.facts(f"slots/{name}/serve").get("graph", "") for name in self.in_order()} - {""}

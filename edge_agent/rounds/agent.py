@@ -214,7 +214,8 @@ class Agent:
         if before is not None and (manifest.round, not manifest.open) < (before.round, not before.open):
             self._training.forget()  # the rounds went back: the fleet's folder is from a backup
         self._reporter.round = manifest.round
-        self._fetcher.keep({blob.id for blob in manifest.blobs()} | self._per_device.named(manifest))
+        named = self._models.named(manifest) | self._per_device.named(manifest)
+        self._fetcher.keep({blob.id for blob in manifest.blobs()} | named)
         self._advance()
 
     def _on_server(self, presence: ServerPresence) -> None:
@@ -236,7 +237,7 @@ class Agent:
             self._attempt("graph", lambda: self._graphs.take(manifest, blob_id, data))
         elif counted is not None:
             self._updates.on_counted(counted.round, data.decode("ascii", "replace").split())
-        elif manifest.open and blob_id in (blob.id for blob in manifest.model.blobs()):
+        elif manifest.open and blob_id in self._models.named(manifest):
             self._attempt("model", lambda: self._models.take_training(manifest, blob_id, data))
         elif manifest.open and self._per_device.is_of(manifest, blob_id):
             self._attempt("model", lambda: self._per_device.take(manifest, blob_id, data))
@@ -372,11 +373,11 @@ class Agent:
                 self._reporter.enter("train")
                 self._training.begin(manifest, "" if self._per_device.blob is None else self._per_device.blob.id)
             return
-        blob = self._models.blob_for(manifest.model, method_of(manifest).down)
+        blob = self._models.next_blob(manifest)
         if blob is not None:
             self._fetcher.start(blob, MAX_MODEL_BYTES, "model")
         else:
-            self._reporter.ask("full", manifest.model.model, want="full")
+            self._reporter.ask("full", manifest.model.model, want="full", base=self._models.base)
 
     def _stop_idle_trainer(self, manifest: Manifest) -> None:
         """Ends the trainer while no round is open, to free its memory."""

@@ -10,10 +10,11 @@ from edge_agent.device.manifest_method import method_of, wire
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference.service import Service
 from fleet_core.base import trees
-from fleet_core.base.errors import CodecError
+from fleet_core.base.errors import CodecError, FleetError
 from fleet_core.codecs.kinds.registry import DRAWN
 from fleet_core.model import payloads
 from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.delta_chain import MAX_CHAIN_BYTES, Chain
 from fleet_core.protocol.round_messages import Manifest, ModelRef
 
 MAX_MODEL_BYTES = 1 << 30
@@ -31,6 +32,7 @@ class Models:
         self._part: tuple[str, tuple[str, ...], str] = ("", (), "")  # training model, groups, their id
         self._misfits = set[str]()  # ids of deltas and parts that did not fit what is held here
         self._rest: tuple[Any, bool] = (None, False)  # what was asked last of ``_has_rest``, and the answer
+        self._chain: tuple[str, tuple[ModelRef, ...]] = ("", ())  # id of the last list of links, and those of use
 
     def _sound_base(self) -> str:
         """Drops a training model that a power cut damaged; it is fetched again."""
@@ -65,11 +67,14 @@ class Models:
     def blob_for(self, ref: ModelRef, groups: tuple[str, ...]) -> Blob | None:
         """The delta where the device holds its base, first weights as a seed; else the part that moves where it holds
         the rest; else the whole model, else None. groups: of the model."""
-        if ref.codec == DRAWN.name or self._fits(ref, groups):
+        if ref.codec in DRAWN or self._fits(ref, groups):
             return ref.blob
         if ref.part is not None and ref.part.id not in self._misfits and self._has_rest(ref, groups):
             return ref.part
         return ref.blob if ref.base is None else ref.full
+
+    def _at_once(self, ref: ModelRef, groups: tuple[str, ...]) -> bool:
+        return ref.codec in DRAWN or ref.base is None or self._fits(ref, groups)
 
     def _fits(self, ref: ModelRef, groups: tuple[str, ...]) -> bool:
         here = ref.base is not None and self.weights(ref.base, groups) is not None
@@ -99,6 +104,35 @@ class Models:
         held = self.weights(ref.model, groups) is not None
         return not held and self._is_training(ref.base, groups) and self._fits(ref, groups)
 
+    def next_blob(self, manifest: Manifest) -> Blob | None:
+        """What to fetch next for the training model: where its base is not here, the list of its chain, then one link
+        after the other; else what ``blob_for`` gives."""
+        ref, groups = manifest.model, method_of(manifest).down
+        chain = self._chain_of(ref, groups)
+        if chain is not None and self._chain[0] != chain.id:
+            return chain
+        link = self._link(manifest)
+        return self.blob_for(ref, groups) if link is None else link.blob
+
+    def _chain_of(self, ref: ModelRef, groups: tuple[str, ...]) -> Blob | None:
+        """The list of the links to the base, where that is not here and may help."""
+        if ref.chain is None or ref.chain.size > MAX_CHAIN_BYTES or ref.blob.id in self._misfits:
+            return None
+        return None if self._at_once(ref, groups) else ref.chain
+
+    def _link(self, manifest: Manifest) -> ModelRef | None:
+        """The link of the chain to fetch now, the last one whose base is here; or None."""
+        ref, (listed, links) = manifest.model, self._chain
+        if ref.chain is None or ref.chain.id != listed or self._chain_of(ref, method_of(manifest).down) is None:
+            return None
+        here = {self.base, *self._service.slots.models()}
+        return next((link for link in reversed(links) if link.base is None or link.base in here), None)
+
+    def named(self, manifest: Manifest) -> set[str]:
+        """Ids of the blobs that lead to the training model."""
+        link = self._link(manifest)
+        return {blob.id for blob in manifest.model.blobs()} | (set() if link is None else {link.blob.id})
+
     def adopt_training(self, manifest: Manifest) -> bool:
         """Takes the training model from what is held here, such as a served model with the same weights."""
         ref = manifest.model
@@ -116,11 +150,36 @@ class Models:
     def take_training(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
         """Raises CodecError for a blob that is not the announced model. A delta that does not fit drops the base, so
         that the whole model is fetched."""
-        params = self._taken(manifest, method_of(manifest).down, manifest.model, blob_id, data)
+        ref = manifest.model
+        if ref.chain is not None and blob_id == ref.chain.id:
+            return self._take_chain(ref, data)
+        link = self._link(manifest)
+        if link is not None and blob_id == link.blob.id:
+            return self._take_link(manifest, link, data)
+        params = self._taken(manifest, method_of(manifest).down, ref, blob_id, data)
         if params is None:
             self.base = ""
         else:
-            self._keep_training(manifest.model, params)
+            self._keep_training(ref, params)
+
+    def _take_chain(self, ref: ModelRef, data: bytes) -> None:
+        """Without links where the list is none that leads to the base: then the whole model is fetched."""
+        assert ref.chain is not None
+        try:
+            self._chain = ref.chain.id, Chain.decode(data, ref.base).links
+        except FleetError as error:
+            self._log(f"the chain of deltas is of no use, the whole model is needed: {error}")
+            self._chain = ref.chain.id, ()
+
+    def _take_link(self, manifest: Manifest, link: ModelRef, data: bytes) -> None:
+        """After a link that is not what it is said to be the whole model is fetched."""
+        try:
+            params = self._decode(manifest, method_of(manifest).down, link, link.blob.id, data)
+        except CodecError as error:
+            self._log(f"the chain of deltas is of no use, the whole model is needed: {error}")
+            self.base, self._chain = "", (self._chain[0], ())
+        else:
+            self._keep_training(link, params)
 
     def take_served(self, manifest: Manifest, ref: ModelRef, blob_id: str, data: bytes) -> None:
         """Raises CodecError for a blob that is not the announced model. After a delta that does not fit the whole is
@@ -165,7 +224,7 @@ class Models:
 
     def _as_delta(self, ref: ModelRef, groups: tuple[str, ...], blob_id: str) -> bool:
         """Whether the blob is a delta. One from zeros has the same bytes, and id, as the values themselves."""
-        if ref.base is None or blob_id != ref.blob.id or ref.codec == DRAWN.name:
+        if ref.base is None or blob_id != ref.blob.id or ref.codec in DRAWN:
             return False
         values = {other.id for other in (ref.full, ref.part) if other is not None}
         return blob_id not in values or self._fits(ref, groups)

@@ -114,6 +114,8 @@ class Reporter:
             cannot=self._limits.why[:200],
             most=self._limits.max_parameters or 0,
             base=base,
+            chain=True,
+            packed=True,
             parts=True,
         )
         self._send(topics.presence(self._fleet, self._name), messages.encode(presence), retain=True)

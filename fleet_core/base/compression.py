@@ -22,8 +22,13 @@ checksum detects a frame that changed on disk."""
 SMALLEST_WINDOW_LOG, LARGEST_WINDOW_LOG = 10, 27
 
 
-def compress(data: bytes | memoryview) -> bytes:
-    return zstd.compress(data, options=OPTIONS)
+MAGIC = b"\x28\xb5\x2f\xfd"
+"""The first bytes of every zstd frame."""
+
+
+def compress(data: bytes | memoryview, level: int | None = None) -> bytes:
+    """level: zstd's, for text; without one as suits weights."""
+    return zstd.compress(data, options=OPTIONS) if level is None else zstd.compress(data, level)
 
 
 def decompress(data: bytes, limit: int) -> bytes:

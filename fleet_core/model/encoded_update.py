@@ -12,6 +12,7 @@ from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.codecs.interface import Seed
 from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
+from fleet_core.model.skipped_updates import is_note
 
 RESIDUAL = "residual"
 """The role of what lossy codecs left out of earlier updates, beside the roles of the method's own state."""
@@ -20,12 +21,17 @@ RESIDUAL = "residual"
 @dataclass(frozen=True)
 class EncodedUpdate:
     """data: the payload's bytes. update: what the aggregator reads from them. state: what the device keeps if the
-    update is counted, the residual included. left: as in ``payloads.Sent``."""
+    update is counted, the residual included. left, codec: as in ``payloads.Sent``."""
 
     data: bytes
     update: Payload
     state: ClientState
-    left: float
+    left: float | None
+    codec: str
+
+    @property
+    def skipped(self) -> bool:
+        return is_note(self.codec)
 
 
 def method_state(state: ClientState) -> ClientState:
@@ -35,23 +41,24 @@ def method_state(state: ClientState) -> ClientState:
 
 def encode_update(
     codec: str, update: Payload, pending: ClientState, before: ClientState, *, method: Method, hyper: Any,
-    layout: Layout, round_number: float, seed: Seed, moving: Moving = EVERYTHING,
+    layout: Layout, round_number: float, seed: Seed, least_norm: float = 0.0, moving: Moving = EVERYTHING,
 ) -> EncodedUpdate:
     """Encodes ``update`` and follows up what the codec lost.
 
     pending: the method's state after the round. before: the device's state before it, whose residual is added to the
-    update. layout: of what crosses the wire. seed: of a codec that draws. moving: the arrays that the update has; the
-    residual of the others stays. With error feedback the loss is the next residual; without, the method corrects its
-    state for it (``ClientRule.after_loss``). Raises CodecError for values that are not finite.
+    update. layout: of what crosses the wire. seed: of a codec that draws. least_norm: below it the update is skipped.
+    moving: the arrays that the update has; the residual of the others stays. With error feedback the loss is the next
+    residual; without, the method corrects its state for it (``ClientRule.after_loss``). Raises CodecError for values
+    that are not finite.
     """
     part, owed = layout.part(moving), before.get(RESIDUAL)
     own = part.ordered(update.groups)
     due = None if owed is None else trees.merged(trees.zeros_like(own), moving.of(owed))
-    sent = payloads.send(codec, own, due, part, method.shared, seed)
+    sent = payloads.send(codec, own, due, part, method.shared, seed, least_norm)
     state = dict(pending)
     if sent.error is not None:
         moved = method.client.after_loss(freezing.part_of(pending, moving), sent.error, hyper, round_number)
         state = dict(freezing.completed(moved, pending, moving))
     if sent.residual is not None or moving.rest(owed or {}):
         state[RESIDUAL] = trees.merged(moving.rest(owed or {}), sent.residual or {})
-    return EncodedUpdate(sent.data, Payload(part.ordered(sent.decoded), update.scalars), state, sent.left)
+    return EncodedUpdate(sent.data, Payload(part.ordered(sent.decoded), update.scalars), state, sent.left, sent.codec)

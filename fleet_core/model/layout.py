@@ -135,6 +135,10 @@ class Layout:
         """Number of values in ``groups``."""
         return sum(t.size for t in self.tensors if t.group in groups)
 
+    def others(self, groups: tuple[str, ...]) -> int:
+        """Number of values of the model that are not in ``groups``."""
+        return self.parameters(tuple(group for group in MODEL_GROUPS if group not in groups))
+
     def shapes(self, groups: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
         """"group/name" -> shape of the arrays of ``groups``."""
         return {f"{t.group}/{t.name}": t.shape for t in self.tensors if t.group in groups}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from fleet_core.base import storage, trees
 from fleet_core.base.errors import CodecError, StateError
 from fleet_core.base.trees import Params
 from fleet_core.codecs.interface import Array, Seed
-from fleet_core.codecs.kinds.registry import DRAWN, codec
+from fleet_core.codecs.kinds.drawn_weights import DrawnWeights
+from fleet_core.codecs.kinds.registry import DRAWN, NOTHING, codec
 from fleet_core.model.layout import Layout
 
 
@@ -29,13 +31,13 @@ def encode(name: str, params: Params, seed: Seed = (0,)) -> bytes:
     return codec(name).encode(arrays, seed)
 
 
-def encode_whole(params: Params, seed: int) -> tuple[str, bytes]:
+def encode_whole(params: Params, seed: int, others: int = 0) -> tuple[str, bytes]:
     """(codec, bytes) of float32 weights, exact, that a device decodes without other weights. seed: of the fleet, which
-    is enough for weights that were drawn from it."""
-    try:
-        return DRAWN.name, encode(DRAWN.name, params, (seed,))
-    except CodecError:
-        return "fp32", encode("fp32", params)
+    is enough for weights that were drawn from it. others: number of values of the model that are not among them."""
+    for name in DRAWN if others else (DrawnWeights.name,):
+        with contextlib.suppress(CodecError):
+            return name, encode(name, params, (seed, others))
+    return "fp32", encode("fp32", params)
 
 
 def decode(name: str, data: bytes, layout: Layout, groups: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -64,28 +66,39 @@ def max_bytes(name: str, layout: Layout, groups: tuple[str, ...]) -> int:
 class Sent:
     """An encoded update. decoded: what the receiver decodes. residual: what the sender adds to its next update, or
     None. error: own − decoded of a codec without feedback, which the sender's state has to follow; or None. left: norm
-    of what decoding left out."""
+    of what the codec left out, None where it was not used. codec: the name of the one that was."""
 
     data: bytes
     decoded: Params
     residual: Params | None
     error: Params | None
-    left: float = 0.0
+    left: float | None = 0.0
+    codec: str = ""
 
 
 def send(
-    name: str, own: Params, residual: Params | None, layout: Layout, groups: tuple[str, ...], seed: Seed = (0,)
+    name: str, own: Params, residual: Params | None, layout: Layout, groups: tuple[str, ...], seed: Seed = (0,),
+    least_norm: float = 0.0,
 ) -> Sent:
-    """Encodes an update. The residual of earlier updates is added first, whatever codec left it."""
+    """Encodes an update. The residual of earlier updates is added first, whatever codec left it. If the norm is then
+    below ``least_norm`` nothing is sent but a note, and all of it is the next residual, whatever the codec: as the
+    server counts zero, what it lacks is what the residual owes, as with any codec that has feedback."""
     form = codec(name)
     intended = own if residual is None else trees.add(own, residual)
+    if norm(intended) < least_norm:
+        return withheld(intended)
     data = encode(name, intended, seed)
     if form.lossless:
-        return Sent(data, intended, None, None)
+        return Sent(data, intended, None, None, codec=name)
     decoded = decode(name, data, layout, groups)
     lost = trees.apply(lambda a, b: np.asarray(a - b, dtype=np.float32), intended, decoded)
     kept, error = (lost, None) if form.feedback else (None, lost)
-    return Sent(data, decoded, kept, error, norm(lost))
+    return Sent(data, decoded, kept, error, norm(lost), name)
+
+
+def withheld(intended: Params) -> Sent:
+    """A note in place of an update."""
+    return Sent(encode(NOTHING.name, intended), trees.zeros_like(intended), intended, None, None, NOTHING.name)
 
 
 def norm(params: Params) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fleet_core.base.spread import Spread
-from fleet_core.protocol.messages import ID, MAX_MESSAGE_BYTES, PROTOCOL, ROUND, whole
+from fleet_core.protocol.messages import ID, MAX_MESSAGE_BYTES, ROUND, whole
 from fleet_core.protocol.round_messages import UpdateRef
 
 MAX_SOURCE, MAX_ABSENT = 200, 16
@@ -19,15 +19,16 @@ class Presence:
     """A device's state.
 
     boot: changes at every start. ph: phase. train: whether it can train. cannot: why it cannot, or empty. most:
-    parameters of the largest model that it trains, 0 for no limit. base: id of the model that it holds. beat: this is a
-    heartbeat, of which only the phase counts. parts: whether it can train a part of a model; None: it does not say.
+    parameters of the largest model that it trains, 0 for no limit. base: id of the model that it holds. chain: whether
+    it takes a model as a ``Chain`` of deltas. beat: this is a heartbeat, of which only the phase counts. packed:
+    whether it reads manifests under zstd. parts: whether it can train a part of a model; None: it does not say.
     """
 
     st: str = field(metadata={"choices": ("on", "off")})
     boot: str = field(default="", metadata={"max_length": 64})
     ph: str = field(default="idle", metadata={"max_length": 32})
     ver: str = field(default="", metadata={"max_length": 32})
-    proto: int = PROTOCOL
+    proto: int = 1
     methods: Mapping[str, int] = field(default_factory=dict)
     codecs: tuple[str, ...] = ("fp32",)
     layouts: tuple[str, ...] = ()
@@ -36,7 +37,9 @@ class Presence:
     cannot: str = field(default="", metadata={"max_length": 200})
     most: int = field(default=0, metadata=whole(1 << 40))
     base: str = field(default="", metadata={"max_length": 32})
+    chain: bool = False
     beat: bool = False
+    packed: bool = False
     parts: bool | None = None
 
 
@@ -110,11 +113,12 @@ class Report:
     """Metrics and costs outside an upload.
 
     failed: why the device delivers no update this round. want: ``full`` when it lacks the base of the round's model,
-    ``chunks`` when retained chunks do not arrive. pending: an update of an older round; the device asks whether it was
-    counted. flops: since the agent started. renew: asks for the next certificate; such a report holds nothing else.
-    alone: the baseline of the evaluations, None where it was not measured. absent_terms: "term: reason" for what the
-    joules do not include. cpu_s: of the agent and its children since
-    the agent started. peak_mib: most memory that they may have held since.
+    ``chunks`` when retained chunks do not arrive. base: with ``full``, id of the training model that it holds, or
+    empty; None from agents that take no chain of deltas. pending: an update of an older round; the device asks whether
+    it was counted. flops: since the agent started. renew: asks for the next certificate; such a report holds nothing
+    else. alone: the baseline of the evaluations, None where it was not measured. absent_terms: "term: reason" for what
+    the joules do not include. cpu_s: of the agent and its children since the agent started. peak_mib: most memory that
+    they may have held since.
     """
 
     round: int = field(metadata=ROUND)
@@ -125,6 +129,7 @@ class Report:
     traffic: Traffic | None = None
     flops: float | None = field(default=None, metadata={"min": 0})
     want: str | None = field(default=None, metadata={"choices": ("full", "chunks")})
+    base: str | None = field(default=None, metadata={"max_length": 32})
     pending: UpdateRef | None = None
     new: bool = False
     failed: str = field(default="", metadata={"max_length": 500})

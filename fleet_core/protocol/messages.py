@@ -1,19 +1,23 @@
 """Messages as JSON that a person can read in ``mosquitto_sub``, and the limits that their fields share.
 
 The messages are frozen dataclasses in ``round_messages`` and ``device_messages``. Within a major version, unknown keys
-are ignored and missing keys take their defaults, so that a fleet can be updated one device at a time.
+are ignored, missing keys take their defaults, and no default changes, so that a fleet can be updated one device at a
+time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from fleet_core.base import schema
-from fleet_core.base.errors import MessageError
+from fleet_core.base import compression, schema
+from fleet_core.base.errors import CodecError, MessageError
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 1 << 20
+MESSAGE_LEVEL = 12
 ID = r"[0-9a-f]{32}"
 
 T = TypeVar("T")
@@ -27,18 +31,21 @@ def whole(maximum: int, minimum: int = 0) -> dict[str, int]:
 ROUND = whole(1_000_000_000)
 
 
-def encode(message: Any) -> bytes:
-    """A message as compact JSON. Fields that are None are left out."""
-    return json.dumps(_without_none(schema.plain(message)), separators=(",", ":"), allow_nan=False).encode()
+def encode(message: Any, *, packed: bool = False) -> bytes:
+    """A message as compact JSON, without the fields that have their default, which a reader takes for missing ones.
+    packed: under zstd where that is shorter, for readers that know it."""
+    plain = json.dumps(_short(message), separators=(",", ":"), allow_nan=False).encode()
+    return min(plain, compression.compress(plain, level=MESSAGE_LEVEL), key=len) if packed else plain
 
 
 def decode(cls: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES) -> T:
-    """Reads JSON bytes as a ``cls``. Raises MessageError that names the faulty keys."""
+    """Reads JSON, also under zstd, of at most ``limit`` bytes as a ``cls``. Raises MessageError that names the faulty
+    keys."""
     if len(data) > limit:
         raise MessageError(f"a message of {len(data)} bytes", expected=f"at most {limit}")
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        value = json.loads(compression.decompress(data, limit) if data.startswith(compression.MAGIC) else data)
+    except (ValueError, RecursionError, CodecError) as error:
         raise MessageError("a message is not JSON") from error
     message, problems = schema.read(cls, value, unknown="ignore")
     if message is None:
@@ -46,7 +53,15 @@ def decode(cls: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES) -> T:
     return message
 
 
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
-    return [_without_none(v) for v in value] if isinstance(value, list) else value
+def _short(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        given = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.metadata.get("key", f.name): _short(v) for f, v in given if v is not None and v != _default(f)}
+    if isinstance(value, Mapping):
+        return {k: _short(v) for k, v in value.items() if v is not None}
+    return [_short(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """MISSING for a field without one."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

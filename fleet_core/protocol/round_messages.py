@@ -9,6 +9,7 @@ from typing import Any
 from fleet_core.protocol.chunks import MAX_BLOB_BYTES, Blob
 from fleet_core.protocol.messages import ID, ROUND, whole
 
+MAX_NORM = 1e30
 PLACES = {"max_length": 60_000, "pattern": r"[0-9,-]+"}
 """Places in a layout as text; enough for every other one of 10,000 arrays."""
 
@@ -36,10 +37,11 @@ class Cohort:
 class ModelRef:
     """A model to fetch.
 
-    model: id of the decoded weights. base: id of the weights that ``blob`` is a delta to, or None. full: the same model
-    without a base, for a device that lacks it. arrays: those in which the model differs from its base, which are all
-    that the delta has, as places in the layout (``Layout.places``); None for all. part: values of these arrays, whole,
-    for a device that holds other weights whose remaining arrays have the id ``rest``.
+    model: id of the decoded weights. base: id of the weights that ``blob`` is a delta to, or None. For a device that
+    lacks the base: chain: a list of deltas that lead to it (see ``protocol.delta_chain``); full: the same model without
+    a base. arrays: those in which the model differs from its base, which are all that the delta has, as places in the
+    layout (``Layout.places``); None for all. part: values of these arrays, whole, for a device that holds other weights
+    whose remaining arrays have the id ``rest``.
     """
 
     model: str = field(metadata={"pattern": ID})
@@ -48,13 +50,14 @@ class ModelRef:
     base: str | None = field(default=None, metadata={"pattern": ID})
     full: Blob | None = None
     round: int = field(default=0, metadata=ROUND)
+    chain: Blob | None = None
     arrays: str | None = field(default=None, metadata=PLACES)
     part: Blob | None = None
     rest: str | None = field(default=None, metadata={"pattern": ID})
 
     def blobs(self) -> list[Blob]:
-        """The blobs that contain this model."""
-        return [blob for blob in (self.blob, self.full, self.part) if blob is not None]
+        """The blobs named here."""
+        return [blob for blob in (self.blob, self.full, self.chain, self.part) if blob is not None]
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,13 @@ class Counted:
 
 @dataclass(frozen=True)
 class UploadRules:
-    """max: bytes of one update. chunk: bytes of one publish. codecs: those accepted, the preferred one first."""
+    """max: bytes of one update. chunk: bytes of one publish. codecs: those accepted, the preferred one first.
+    least_norm: an update of a smaller Euclidean norm is not sent, but a note (``nothing``); 0: every update is."""
 
     max: int = field(default=1 << 28, metadata=whole(MAX_BLOB_BYTES, 1))
     chunk: int = field(default=61440, metadata=whole(1 << 24, 1024))
     codecs: tuple[str, ...] = ("fp32",)
+    least_norm: float = field(default=0.0, metadata={"min": 0, "max": MAX_NORM})
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,6 @@ class UpdateRef:
 
 
 NO_UPDATE = UpdateRef(0, "0" * 32)
-MAX_RESIDUAL = 1e30
 
 
 @dataclass(frozen=True)
@@ -155,8 +159,8 @@ class UploadManifest:
 
     base: id of the weights it was trained from. after: according to the device's training state, its last update that
     was counted in this dual epoch; ``NO_UPDATE`` when there was none; None when the device does not say. residual:
-    Euclidean norm of what the codec left out; None when the device does not say. train: the arrays that it has, as in
-    the round's manifest.
+    Euclidean norm of what the codec left out; None when the device does not say, or sends nothing. train: the arrays
+    that it has, as in the round's manifest.
     """
 
     blob: Blob
@@ -170,7 +174,7 @@ class UploadManifest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
     after: UpdateRef | None = None
-    residual: float | None = field(default=None, metadata={"min": 0, "max": MAX_RESIDUAL})
+    residual: float | None = field(default=None, metadata={"min": 0, "max": MAX_NORM})
     train: str | None = field(default=None, metadata=PLACES)
 
     @property

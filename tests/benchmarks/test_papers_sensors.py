@@ -12,8 +12,8 @@ import pytest
 from benchmarks.papers import page
 from benchmarks.papers.sensors import choose, table
 from cloud_server.laboratory.compare import finished_runs
-from cloud_server.laboratory.compare.advice import score
 from cloud_server.laboratory.compare.advise import METHODS_TRIED
+from cloud_server.laboratory.compare.candidates import score
 from cloud_server.laboratory.compare.comparison import Bound, stat
 from cloud_server.laboratory.compare.tables import TIMES
 from cloud_server.laboratory.run import experiment as experiments

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from firmware_profiles.image import block_device, card
+from firmware_profiles.image import block_device, write_card
 from firmware_profiles.image.block_device import Card
 from fleet_core.base.errors import ConfigError, FlashError
 from tests.support import disks
@@ -163,7 +163,7 @@ def used(request, tmp_path):
 
 def test_every_block_is_on_the_card_holes_too_and_no_more(used, tmp_path):
     image, seen = picture(tmp_path), []
-    done = card.write(image, used, lambda what, done, total: seen.append((what, done, total)))
+    done = write_card.write(image, used, lambda what, done, total: seen.append((what, done, total)))
     held = used.path.read_bytes()
     size = image.stat().st_size
     assert held[:size] == image.read_bytes()
@@ -176,7 +176,7 @@ def test_every_block_is_on_the_card_holes_too_and_no_more(used, tmp_path):
 
 @pytest.mark.parametrize("at", [0, 511, MIB, 3 * MIB, 6 * MIB + 511])
 def test_one_bit_that_changes_after_it_was_written_is_found(used, tmp_path, monkeypatch, at):
-    verify = card._verify
+    verify = write_card._verify
 
     def corrupted(*arguments):
         with used.path.open("r+b") as file:
@@ -188,9 +188,9 @@ def test_one_bit_that_changes_after_it_was_written_is_found(used, tmp_path, monk
             os.fsync(file.fileno())
         return verify(*arguments)
 
-    monkeypatch.setattr(card, "_verify", corrupted)
+    monkeypatch.setattr(write_card, "_verify", corrupted)
     with pytest.raises(FlashError, match=rf"first at byte {at}$|first at byte {at}\n"):
-        card.write(picture(tmp_path), used)
+        write_card.write(picture(tmp_path), used)
 
 
 def test_a_run_that_is_cut_off_leaves_a_card_without_a_partition_table(used, tmp_path):
@@ -199,15 +199,15 @@ def test_a_run_that_is_cut_off_leaves_a_card_without_a_partition_table(used, tmp
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        card.write(picture(tmp_path), used, cut)
+        write_card.write(picture(tmp_path), used, cut)
     assert set(used.path.read_bytes()[:MIB]) == {0}
-    card.write(picture(tmp_path), used)
+    write_card.write(picture(tmp_path), used)
     assert used.path.read_bytes()[:MIB] == (tmp_path / "image.img").read_bytes()[:MIB]
 
 
 def test_a_card_that_is_too_small_is_refused_before_it_is_touched(used, tmp_path):
     with pytest.raises(ConfigError, match="too small"):
-        card.write(picture(tmp_path, 9 * MIB), used)
+        write_card.write(picture(tmp_path, 9 * MIB), used)
     assert set(used.path.read_bytes()) == {0xAA}
 
 
@@ -224,11 +224,11 @@ def test_a_card_that_lies_about_its_size_is_found(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwrite", wrapped)
         with pytest.raises(FlashError, match="smaller than it reports"):
-            card.write(picture(tmp_path), liar)
+            write_card.write(picture(tmp_path), liar)
 
 
 def test_a_device_that_something_else_has_opened_for_itself_is_not_written(used, tmp_path):
     if used.is_file:
         return
     with open(os.open(used.path, os.O_RDWR | os.O_EXCL), "rb"), pytest.raises(ConfigError, match="something uses it"):
-        card.write(picture(tmp_path), used)
+        write_card.write(picture(tmp_path), used)

@@ -32,7 +32,7 @@ HOMES = {
     "onnxscript": ("export/",),
     "onnxruntime": ("export/", "edge_agent/compute/onnx_session.py"),
     "paho": ("fleet_core/link/",),
-    "matplotlib": ("cloud_server/laboratory/compare/plots.py",),
+    "matplotlib": ("cloud_server/laboratory/compare/comparison_charts.py",),
     "ray": ("cloud_server/laboratory/run/executors.py",),
     "yaml": ("firmware_profiles/image/first_boot.py",),
 }
@@ -53,7 +53,7 @@ LIGHT = {
         (
             "cloud_server.running.aggregator_process", "cloud_server.identity.create_fleet",
             "cloud_server.commands.predict", "cloud_server.reports.html_report", "cloud_server.running.backup",
-            "cloud_server.records.served_model", "cloud_server.running.method_catalogue",
+            "cloud_server.records.read_served_model", "cloud_server.running.method_catalogue",
             "cloud_server.identity.token_enrolment", "cloud_server.devices.flash_over_ssh", "cloud_server.running.demo",
             "cloud_server.laboratory.compare.html_page", "cloud_server.laboratory.run.run_folder",
             "cloud_server.laboratory.run.run_progress", "firmware_profiles.image.card_image",

@@ -25,6 +25,7 @@ from cloud_server.laboratory.run.executors import Executor, Inline
 from cloud_server.laboratory.run.experiment import Experiment, Run
 from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store
+from cloud_server.records.checkpoint import Checkpoint
 from fleet_core.base import storage
 from fleet_core.base.trees import Params
 from fleet_core.data.samples import Samples, save
@@ -102,6 +103,13 @@ def server_state(store: Store) -> dict[str, bytes]:
     path = sorted((store.folder / "state").glob("round-*"))[-1]
     arrays, metadata = storage.unpack(path.read_bytes())
     return {**{name: bits(array) for name, array in arrays.items()}, "metadata": json.dumps(metadata).encode()}
+
+
+def checkpoint(store: Store) -> Checkpoint:
+    """The last one."""
+    kept = store.resume({})
+    assert kept is not None
+    return kept
 
 
 def device_state(store: Store, name: str) -> dict[str, bytes]:

@@ -23,10 +23,11 @@ from fleet_core.algorithms.methods.scaf import Scaf
 from fleet_core.base import trees
 from fleet_core.base.moving import Moving
 from fleet_core.base.trees import Params
-from fleet_core.model import payloads
+from fleet_core.model import payloads, skipped_updates
 from fleet_core.model.layout import MODEL_GROUPS as GROUPS
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
 from fleet_core.model.payloads import Sent
+from fleet_core.model.skipped_updates import Measured
 
 Vector = NDArray[np.float64]
 Send = Callable[[Params, Params | None], Sent]
@@ -105,7 +106,7 @@ def minimiser(losses: Iterable[Quadratic]) -> Vector:
 
 def exact(own: Params, residual: Params | None) -> Sent:
     """An update that is not changed by encoding."""
-    return Sent(b"", own, None, None)
+    return Sent(b"", own if residual is None else trees.add(own, residual), None, None)
 
 
 def unchanged(groups: Params) -> Params:
@@ -142,6 +143,7 @@ class QuadraticFleet:
     measures: gradients that a device's round takes beyond its steps. commits_anyway: a device commits even when its
     update was not counted (wrong). role: the state of device and server whose mean the identities are about. dual:
     which delta the dual follows; ``agent`` is the product's rule: the decoded one where there is no feedback.
+    skip_below: as in a fleet; ``skipped`` and ``trained`` count updates.
     """
 
     client: ClientRule
@@ -157,8 +159,11 @@ class QuadraticFleet:
     commits_anyway: bool = False
     dual: str = "agent"
     role: str = "dual"
+    skip_below: float = 0.0
 
     def __post_init__(self) -> None:
+        self.facts: dict[str, str] = {}
+        self.skipped = self.trained = 0
         self.devices = {name: Device(loss, i) for i, (name, loss) in enumerate(self.losses.items(), start=1)}
         first = trees.widened(LAYOUT.extended(self.down, GROUPS).zeros((*self.down, *self.given, *self.personal)))
         self.first = trees.only(first, self.personal)
@@ -188,7 +193,9 @@ class QuadraticFleet:
         counted = [update for name, update in updates.items() if name not in lost]
         self.counted[self.number] = {update.device for update in counted}
         if counted:
-            self.state = freezing.apply(self.server, before, counted, len(self.devices), self.hyper, moving)
+            passing = Measured(counted, self.skip_below)
+            self.state = freezing.apply(self.server, before, passing, len(self.devices), self.hyper, moving)
+            self.facts = passing.facts(self.facts)
         for name, device in self.devices.items():
             if name not in unheard:
                 self._settle(name, device)
@@ -207,7 +214,7 @@ class QuadraticFleet:
         payload, state = self.client.run(received, freezing.part_of(before, moving), steps, self.hyper)
         owed = device.residual
         due = None if owed is None else trees.merged(trees.zeros_like(payload.groups), moving.of(owed))
-        sent = self.send(payload.groups, due)
+        sent = self._sent(payload.groups, due)
         error = trees.subtract(payload.groups, sent.decoded) if self.dual == "decoded" else sent.error
         if error is not None and self.dual != "own":
             state = self.client.after_loss(state, error, self.hyper, float(self.number))
@@ -217,6 +224,12 @@ class QuadraticFleet:
         moved = trees.add(payload.groups, trees.only(moving.of(broadcast.groups), payload.groups))
         device.latest = trees.merged(trees.only(broadcast.groups, payload.groups), moved)
         return Update(name, Payload(sent.decoded, payload.scalars), device.samples)
+
+    def _sent(self, own: Params, residual: Params | None) -> Sent:
+        intended = own if residual is None else trees.add(own, residual)
+        skips = payloads.norm(intended) < skipped_updates.least_norm(self.skip_below, self.facts)
+        self.trained, self.skipped = self.trained + 1, self.skipped + skips
+        return payloads.withheld(intended) if skips else self.send(own, residual)
 
     def _settle(self, name: str, device: Device) -> None:
         pending, device.pending = device.pending, None

@@ -45,14 +45,15 @@ def state_key(w: World, epoch: int) -> str:
 
 
 def devices_dual(w: World, feedback: bool) -> trees.Params | None:
-    """Σ g_i (+ α Σ e_i) over the enrolled devices, from their disks; None if none has committed."""
+    """Σ g_i (+ α Σ e_i) over the enrolled devices, from their disks; None if none has committed. feedback: every one
+    has an e_i; others have one where they skipped."""
     penalty, total = w.server.hyper.penalty, None
     for name in w.server._members.members():
         state = DeviceState(w.folder / "devices" / name).state(state_key(w, w.server.checkpoint.state.dual_epoch))
         if state is None:
             continue
         mine = trees.apply(lambda a: a.astype(np.float64), state["dual"])
-        if feedback:
+        if feedback or "residual" in state:
             mine = trees.merged(mine, trees.axpy(penalty, state["residual"], mine))
         total = mine if total is None else trees.add(total, mine)
     return total

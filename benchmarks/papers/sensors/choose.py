@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.papers.run import told
 from cloud_server.laboratory.compare import finished_runs
-from cloud_server.laboratory.compare.advice import score
+from cloud_server.laboratory.compare.candidates import score
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.simulate import Options, simulate

@@ -1,27 +1,25 @@
 """Recommends a method, model and codec from the runs of ``advise``, and explains the recommendation.
 
-A candidate's score is macro-F1, which weighs a rare class as much as a frequent one, averaged over the devices that
-trained and the new ones. Two candidates differ if their scores differ by more than the spread of that difference over
-seeds, and by at least half a point. Among the candidates that do not differ from the best, the one that sends the
-fewest bytes is chosen; among equals, the one with the best worst device.
+Among the candidates that do not differ from the best, the one that sends the fewest bytes is chosen; among equals, the
+one with the best worst device. Of the codecs that were tried with it, the one with the fewest bytes is chosen that
+loses no more than it may.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text, phase_text
-from cloud_server.figures.scores import Score
-from cloud_server.laboratory.compare.comparison import Stat, present, stat
-from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, Scores
+from cloud_server.laboratory.compare.candidates import LEAST_GAP, Candidate, cheapest, gap, most_lost
+from cloud_server.laboratory.compare.comparison import Stat, present
+from cloud_server.laboratory.compare.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.compare.tables import aligned, share, stat_text
 from fleet_core.base import schema
 
-CODEC, PLAIN_CODEC = "int8", "fp32"
-LEAST_GAP, GAP_OF_ONE_SEED = 0.005, 0.02
+CODEC, EXACT = "int8", "fp32"
+"""A fleet's default, where none was tried; where each that was tried loses too much."""
 RISING, FEW_ROUNDS = 0.01, 20
 OTHERS_TOLD = 3
 LEGEND = """macro-F1: over all devices, old and new; accuracy, worst device: of those that trained
@@ -31,105 +29,22 @@ bytes, arithmetic, energy: of one device in one round
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A method with a model, and its figures. score: macro-F1 over all devices, old and new. mean, worst: accuracy of
-    the devices that trained; new: mean accuracy of the new ones. payload, flops, joules: of one device in one round.
-    risen: increase of the accuracy in the second half of the rounds. pooled: over all test samples of the devices that
-    trained; loss: of their last training round. Both are means over seeds."""
-
-    method: str
-    model: str
-    score: Stat
-    mean: Stat
-    worst: Stat
-    new: Stat | None
-    payload: float
-    flops: float | None
-    joules: float | None
-    risen: float
-    pooled: Score | None = None
-    loss: float | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.method} with {self.model}"
-
-
-@dataclass(frozen=True)
 class Advice:
     """ranked: all candidates, the best score first. chosen: the recommended one. tied: those that do not differ from
-    the best. coded: the recommended one with ``CODEC`` on the wire, if that was run."""
+    the best. coded: the one for a fleet with each codec that was tried, in that order. codec: the recommended one, NAME
+    or UP/DOWN."""
 
     chosen: Candidate
     ranked: tuple[Candidate, ...]
     tied: tuple[Candidate, ...]
-    coded: Candidate | None
+    coded: tuple[Candidate, ...]
     codec: str
     rounds: int
     minutes: float
     remarks: tuple[str, ...]
 
 
-def candidates(runs: Sequence[FinishedRun], cohort: int) -> list[Candidate]:
-    """One candidate for each label ``METHOD+MODEL…`` of the runs. cohort: devices per round."""
-    groups: dict[str, list[FinishedRun]] = {}
-    for run in runs:
-        groups.setdefault(run.label, []).append(run)
-    return [_candidate(group, cohort) for group in groups.values()]
-
-
-def _candidate(group: Sequence[FinishedRun], cohort: int) -> Candidate:
-    method, model = group[0].label.split("+")[:2]
-    new = [_new(run) for run in group]
-
-    def each(key: str) -> float | None:
-        spent = [run.spent[key] / (run.spent["rounds"] * cohort) for run in group if key in run.spent]
-        return sum(spent) / len(spent) if len(spent) == len(group) else None
-
-    return Candidate(
-        method, model, stat([score(run) for run in group]),
-        stat([run.last[DEVICES]["mean"] for run in group]),
-        stat([run.last[DEVICES]["worst"] for run in group]),
-        stat([scores["mean"] for scores in new]) if all(new) else None, each("payload_bytes") or 0.0,
-        each("flops"), each("joules"), sum(_risen(run) for run in group) / len(group), _pooled(group),
-        _mean([run.loss for run in group]),
-    )
-
-
-def _pooled(group: Sequence[FinishedRun]) -> Score | None:
-    accuracy, f1 = (_mean([run.last[DEVICES].get(key) for run in group]) for key in ("pooled", "macro_f1"))
-    return None if accuracy is None or f1 is None else Score(accuracy=accuracy, macro_f1=f1)
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    """None if one of the values is missing."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if len(known) == len(values) else None
-
-
-def _new(run: FinishedRun) -> Scores:
-    return next((scores for kind, scores in run.last.items() if kind.startswith("new")), {})
-
-
-def score(run: FinishedRun) -> float:
-    """Macro-F1 of the devices that train and of the new ones; all devices weigh the same."""
-    evaluated = [scores for scores in (run.last[DEVICES], _new(run)) if scores]
-    return sum(of["macro_f1"] * of["devices"] for of in evaluated) / sum(of["devices"] for of in evaluated)
-
-
-def _risen(run: FinishedRun) -> float:
-    """Increase of the mean accuracy from the first to the last evaluation."""
-    return run.points[-1].scores[DEVICES]["mean"] - run.points[0].scores[DEVICES]["mean"]
-
-
 # The decision ---------------------------------------------------------------------------------------------------------
-
-
-def gap(one: Candidate, other: Candidate) -> float:
-    """The smallest difference of two scores that counts."""
-    if one.score.std is None or other.score.std is None:
-        return GAP_OF_ONE_SEED
-    return max(LEAST_GAP, math.hypot(one.score.std, other.score.std))
 
 
 def decide(
@@ -143,11 +58,9 @@ def decide(
     best = evaluated[0]
     tied = [one for one in evaluated if best.score.mean - one.score.mean <= gap(best, one)]
     chosen = min(tied, key=lambda one: (one.payload, -one.worst.mean, -one.score.mean))
-    smaller = coded[0] if coded else None
-    one = _federated(chosen, ranked)
-    costly = smaller is not None and one.score.mean - smaller.score.mean > gap(one, smaller)
-    return Advice(chosen, tuple(ranked), tuple(tied), smaller, PLAIN_CODEC if costly else CODEC, rounds, minutes,
-                  remarks)
+    taken = cheapest(_federated(chosen, ranked), coded)
+    codec = taken.codec if taken else EXACT if coded else CODEC
+    return Advice(chosen, tuple(ranked), tuple(tied), tuple(coded), codec, rounds, minutes, remarks)
 
 
 def federated(advice: Advice) -> Candidate:
@@ -155,10 +68,28 @@ def federated(advice: Advice) -> Candidate:
     return _federated(advice.chosen, advice.ranked)
 
 
+def on_the_wire(advice: Advice) -> Candidate:
+    """The candidate to make a fleet of, with the recommended codec as far as that was tried."""
+    return next((one for one in advice.coded if one.codec == advice.codec), federated(advice))
+
+
 def _federated(chosen: Candidate, ranked: Sequence[Candidate]) -> Candidate:
     most = max(one.score.seeds for one in ranked)
     sending = sorted((one for one in ranked if one.payload), key=lambda one: (one.score.seeds < most, -one.score.mean))
     return chosen if chosen.payload or not sending else sending[0]
+
+
+def baseline_facts(advice: Advice, baselines: SimpleBaselines) -> dict[str, Any]:
+    """The scores of the simple baselines, and warnings about candidates that are no better."""
+    one = federated(advice)
+    warnings = [] if one.pooled is None else baselines.warnings(one.name, one.pooled, one.loss, advice.rounds)
+    others = [*((other.name, other) for other in advice.ranked if other is not one),
+              *((f"{other.name}, {other.codec}", other) for other in advice.coded)]
+    for name, other in others:
+        if other.pooled is not None:
+            warnings += baselines.near_chance(name, other.pooled, other.loss, advice.rounds)
+    facts = {"plain": baselines.plain, "frequent": baselines.frequent}
+    return {**{name: schema.plain(score) for name, score in facts.items() if score is not None}, "warnings": warnings}
 
 
 # In words -------------------------------------------------------------------------------------------------------------
@@ -242,18 +173,28 @@ def _times(ratio: float, what: str) -> str:
 
 
 def _bytes(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
-    one, coded = federated(advice), advice.coded
-    if coded is None:
+    one, taken = federated(advice), on_the_wire(advice)
+    if not advice.coded:
         yield (f"A device sends and receives {bytes_text(one.payload)} a round without a codec; {CODEC}, a fleet's "
                "default, was not tried.")
         return
-    verdict = "more than the spread, so keep full precision" if advice.codec != CODEC else "within the spread"
-    yield (f"{CODEC} on the wire brings a device's bytes of a round from {bytes_text(one.payload)} to "
-           f"{bytes_text(coded.payload)}, and changes macro-F1 by {coded.score.mean - one.score.mean:+.3f}, {verdict}.")
+    most = most_lost(one)
+    why = "one seed" if one.score.std is None else "half a point" if most == LEAST_GAP else "the spread without a codec"
+    others = together([f"{other.codec} {other.score.mean - one.score.mean:+.3f}" for other in advice.coded
+                       if other != taken])
+    if taken == one:
+        yield (f"A device sends and receives {bytes_text(one.payload)} a round without a codec; each that was tried "
+               f"loses more than {most:.3f} of macro-F1 ({why}): {others}.")
+        return
+    yield (f"{taken.codec} on the wire brings a device's bytes of a round from {bytes_text(one.payload)} to "
+           f"{bytes_text(taken.payload)}, and changes macro-F1 by {taken.score.mean - one.score.mean:+.3f}.")
+    if others:
+        yield (f"Of the codecs tried it sends the fewest bytes and loses no more than {most:.3f} ({why}); the others: "
+               f"{others}.")
 
 
 def _energy(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
-    one = advice.coded if advice.coded is not None and advice.codec == CODEC else federated(advice)
+    one = on_the_wire(advice)
     work = f"{flops_text(one.flops)} of training" if one.flops else "training whose operations are not counted"
     if facts.get("board") is None:
         yield f"A round takes a device {work}; joules need --board."
@@ -281,13 +222,14 @@ def _certainty(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def table(advice: Advice, facts: Mapping[str, Any] | None = None) -> str:
-    """All candidates, the best first, and the simple baselines in ``facts``."""
+    """All candidates, the best first, the recommended one with each codec, and the simple baselines in ``facts``."""
     heads = ("", "macro-F1", "accuracy", "worst device", "new devices", "bytes", "arithmetic", "energy", "seeds")
+    named = [*((one.name, one) for one in advice.ranked), *((f"{one.name}, {one.codec}", one) for one in advice.coded)]
     rows = [
-        (one.name, stat_text(one.score), stat_text(one.mean), stat_text(one.worst), stat_text(one.new),
+        (name, stat_text(one.score), stat_text(one.mean), stat_text(one.worst), stat_text(one.new),
          bytes_text(one.payload), ABSENT if one.flops is None else flops_text(one.flops),
          ABSENT if one.joules is None else phase_text(one.joules), str(one.score.seeds))
-        for one in advice.ranked
+        for name, one in named
     ]
     simple = {"plain baseline": (facts or {}).get("plain"), "most frequent class": (facts or {}).get("frequent")}
     others = [(name, share(score["macro_f1"]), share(score["accuracy"]), *[ABSENT] * 6)
@@ -302,8 +244,8 @@ def to_json(advice: Advice) -> dict[str, Any]:
 
 
 def together(words: Sequence[str]) -> str:
-    """The words as ``a, b and c``."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    """The words as ``a, b and c``; empty without any."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def _points(one: Stat) -> str:

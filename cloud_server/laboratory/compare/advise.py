@@ -4,7 +4,7 @@
 2. all methods with one seed and two models, for as many rounds as the budget allows;
 3. the best methods with the other models;
 4. the best of all, and training alone, with two more seeds;
-5. the recommended one with int8 on the wire.
+5. the recommended one with a few codecs.
 
 A plain baseline and the most frequent class are measured on the same samples.
 
@@ -19,11 +19,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cloud_server.laboratory.compare import finished_runs, simple_baselines
-from cloud_server.laboratory.compare.advice import CODEC, Advice, candidates, decide, federated, together
+from cloud_server.laboratory.compare.advice import CODEC, Advice, baseline_facts, decide, federated, together
+from cloud_server.laboratory.compare.candidates import Candidate, candidates, label_of
 from cloud_server.laboratory.compare.finished_runs import FinishedRun
 from cloud_server.laboratory.compare.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.run import experiment as experiments
@@ -31,6 +33,7 @@ from cloud_server.laboratory.run import workload as workloads
 from cloud_server.laboratory.run.experiment import PLAIN, Experiment
 from cloud_server.laboratory.run.recordings import MAX_CLIENTS, MIN_SAMPLES, TRAIN_FRACTION, Recordings, recordings
 from cloud_server.records.fleet_folder import FleetConfig
+from cloud_server.running import codec_catalogue
 from cloud_server.running.first_settings import toml_with_defaults
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, schema, storage
@@ -42,13 +45,14 @@ from fleet_core.power.energy_model import BoardModel
 METHODS_TRIED = ("local", "fedavg-meta", "p-avg-proto", "pfldyn-proto", "per-fedavg-fo", "knn-per")
 """The baselines, and the best methods on heart beats and human activity (benchmarks/papers/sensors); of each kind the
 one that sends the least."""
+CODECS_TRIED = ("int8", "int4", "ternary", "topk-10")
+"""From dear to cheap; still cheaper ones lost accuracy on the heartbeats (benchmarks/cost)."""
 TIMED = ("local", "per-fedavg-fo")  # the methods with the least and the most arithmetic
 NEW_DEVICES, SUPPORT, COHORT = 0.2, 0.2, 10
 PACE_ROUNDS, MIN_ROUNDS, MAX_ROUNDS, FLEET_ROUNDS = 2, 5, 50, 30
 WITH_ALL_METHODS, BEST_METHODS = 2, 2
 """How many models run with all methods; how many of the best methods run with the other models."""
 FINALISTS, MORE_SEEDS = 3, (1, 2)
-LATER_RUNS = (FINALISTS + 1) * len(MORE_SEEDS) + 1 + len(MORE_SEEDS)
 PLANNED = 0.85  # share of the budget that is planned for
 
 T = TypeVar("T")
@@ -59,13 +63,14 @@ Simulate = Callable[[Experiment, Path, str], tuple[list[Path], list[str]]]
 @dataclass(frozen=True)
 class Options:
     """data: a named set or a file. board: the profile to estimate joules with. window, stride: to cut a file of
-    readings. """
+    readings. codecs: to try with the best method, each NAME for both ways or UP/DOWN."""
 
     data: str = field(metadata={"max_length": 4096})
     budget_minutes: float = field(default=5.0, metadata={"above": 0, "max": 100_000})
     board: str | None = field(default=None, metadata={"max_length": 4096})
     window: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
     stride: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
+    codecs: tuple[str, ...] = field(default=CODECS_TRIED, metadata={"max_length": 100})
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,8 @@ class Plan:
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """facts: data, devices, board and baselines of the comparison. fleet_toml: of a fleet with the recommended
-    settings; None if the classes have no names. command: makes such a fleet with the default input, codecs and cohort;
-    None if the model has options."""
+    settings; None if the classes have no names. command: makes such a fleet with the default input and cohort; None if
+    the model has options."""
 
     advice: Advice
     facts: Mapping[str, Any]
@@ -135,7 +140,7 @@ class _Work:
             raise ConfigError("holds an advice with other options", where=str(self._out), hint="give another --out")
         plan = _stored(self._out / "plan.json", Plan)
         if plan is None:
-            plan = Plan(*fitting_plan(*self._measure_rounds(), self._left_s, self._cores))
+            plan = Plan(*fitting_plan(*self._measure_rounds(), self._left_s, self._cores, len(self._options.codecs)))
             storage.write_json(self._out / "plan.json", schema.plain(plan))
         left = [label for label in self._models if label not in plan.models]
         self.remarks += [f"the budget left no time for {together(left)}"] if left else []
@@ -176,14 +181,26 @@ class _Work:
         if self._time_for("other seeds"):
             known += self._more_seeds(plan, known)
         found = candidates(known, self._cohort)
-        one = federated(decide(found))
-        coded: list[FinishedRun] = []
-        if one.payload and self._time_for(CODEC):
-            seeds = range(one.score.seeds)
-            coded = self._run(CODEC, one.model, (one.method,), tuple(seeds), plan.rounds, f"{one.name}, {CODEC}", CODEC)
+        coded = self._with_codecs(federated(decide(found)), plan.rounds)
         minutes = (self._clock() - self._started) / 60
-        return decide(found, candidates(coded, self._cohort), rounds=plan.rounds, minutes=minutes,
-                      remarks=tuple(self.remarks))
+        return decide(found, coded, rounds=plan.rounds, minutes=minutes, remarks=tuple(self.remarks))
+
+    def _with_codecs(self, one: Candidate, rounds: int) -> list[Candidate]:
+        """The best method with each codec, as many as the budget allows; none where it answers near chance, because
+        then no codec would make it worse."""
+        left = list(self._options.codecs) if one.payload else []
+        if left and one.pooled and self.simple.near_chance(one.name, one.pooled, one.loss, rounds):
+            self.remarks.append(f"no codec was tried, because {one.name} is near chance")
+            return []
+        coded = list[FinishedRun]()
+        while left and self._time_for(together(left)):
+            codec, stage, seeds = left[0], left.pop(0).replace("/", "-"), range(one.score.seeds)
+            coded += self._run(stage, one.model, (one.method,), seeds, rounds, f"{one.name}, {codec}", codec)
+        return candidates(coded, self._cohort)
+
+    @cached_property
+    def simple(self) -> SimpleBaselines:
+        return simple_baselines.on_test_samples(self._workload)
 
     def _other_models(self, labels: Sequence[str], rounds: int, first: Sequence[FinishedRun]) -> list[FinishedRun]:
         """Runs the best methods with further models. ``logistic``, which is only a head, needs methods that share
@@ -235,16 +252,17 @@ class _Work:
         self, stage: str, label: str, methods: Sequence[str], seeds: Sequence[int], rounds: int, codec: str, cohort: int
     ) -> Experiment:
         model, many = self._models[label], self._found.clients > MAX_CLIENTS
-        ending = f"+{label}" + ("" if codec == PLAIN else f"+{codec}")
+        up, down = codec_catalogue.by_way(codec).values()
         return experiments.read({
             "data": dict(self._found.section), "model": {"name": model.name, "options": dict(model.options)},
             "partition": {"kind": "natural", "options": {
                 "split": "time", "train_fraction": TRAIN_FRACTION, "min_samples": MIN_SAMPLES,
                 "max_clients": MAX_CLIENTS if many else 0}},
-            "method": [{"name": name, "label": name + ending} for name in methods], "seeds": list(seeds),
+            "method": [{"name": name, "label": label_of(name, label, codec)} for name in methods],
+            "seeds": list(seeds),
             "evaluation": {"every": 0 if stage == "pace" else math.ceil(rounds / 2), "new_devices": NEW_DEVICES,
                            "support": [SUPPORT], "support_split": "time"},
-            "budget": {"rounds": rounds}, "cohort": cohort, "codec_up": codec, "codec_down": codec,
+            "budget": {"rounds": rounds}, "cohort": cohort, "codec_up": up, "codec_down": down,
             "board": self._options.board,
         })
 
@@ -259,13 +277,14 @@ class _Work:
         }
         if options.board is not None:
             facts["absent"] = dict(BoardModel(catalogue.load(options.board)).absent_terms)
-        facts |= _baseline_facts(advice, simple_baselines.on_test_samples(work))
+        facts |= baseline_facts(advice, self.simple)
         one, named = federated(advice), self._found.samples.classes is not None
         model, rounds = self._models[one.model], max(advice.rounds, FLEET_ROUNDS)
         cut = "".join(f" --{name} {value}" for name, value in (("window", options.window), ("stride", options.stride))
                       if value is not None)
         command = (f"metafleet init FLEET --data {typed(options.data)}{cut} --method {one.method} --model {model.name} "
                    f"--rounds {rounds}")
+        command += f" --codec {codec_catalogue.option(advice.codec)}" if advice.codec != CODEC else ""
         return Outcome(advice, facts, self._fleet_toml(advice, rounds) if named else None,
                        command if named and not model.options else None)
 
@@ -277,41 +296,38 @@ class _Work:
                       "cohort": self._cohort if self._cohort < devices else 0},
             "model": {"name": model.name, "classes": list(self._workload.classes),
                       "input": schema.plain(self._workload.spec), "options": dict(model.options)},
-            "link": {"up": advice.codec, "down": advice.codec}, "hyper": schema.plain(METHODS[one.method].hyper()),
+            "link": codec_catalogue.by_way(advice.codec), "hyper": schema.plain(METHODS[one.method].hyper()),
         })
         config.parse(FleetConfig, text, "fleet.toml")
         return text
 
 
-def _baseline_facts(advice: Advice, baselines: SimpleBaselines) -> dict[str, Any]:
-    """The scores of the simple baselines, and warnings about candidates that are no better."""
-    one = federated(advice)
-    warnings = [] if one.pooled is None else baselines.warnings(one.name, one.pooled, one.loss, advice.rounds)
-    for other in advice.ranked:
-        if other is not one and other.pooled is not None:
-            warnings += baselines.near_chance(other.name, other.pooled, other.loss, advice.rounds)
-    facts = {"plain": baselines.plain, "frequent": baselines.frequent}
-    return {**{name: schema.plain(score) for name, score in facts.items() if score is not None}, "warnings": warnings}
+def later_runs(codecs: int) -> int:
+    """Runs after those with one seed: of the best with more seeds, and with each of so many codecs."""
+    return (FINALISTS + 1) * len(MORE_SEEDS) + codecs * (1 + len(MORE_SEEDS))
 
 
 def fitting_plan(
-    round_s: Mapping[str, float], overhead_s: float, left_s: float, cores: int
+    round_s: Mapping[str, float], overhead_s: float, left_s: float, cores: int, codecs: int
 ) -> tuple[int, tuple[str, ...], int]:
     """The first of these plans that fits into ``left_s`` seconds, as (rounds, models, how many run with all methods):
-    all models; the first two; the first two, but only the faster one with all methods; the faster one.
+    all models; the first two; the first two, but only the faster one with all methods; the faster one; that with one
+    codec.
 
-    round_s: model label -> seconds of a round. overhead_s: seconds of a run besides its rounds. Raises ConfigError if
-    none fits.
+    round_s: model label -> seconds of a round. overhead_s: seconds of a run besides its rounds. codecs: how many are to
+    be tried. Raises ConfigError if none fits.
     """
     first = tuple(round_s)[:WITH_ALL_METHODS]
     fastest = min(first, key=lambda label: round_s[label])
     needed_s = math.inf
     ordered = (fastest, *(label for label in first if label != fastest))
-    for labels, whole in ((tuple(round_s), WITH_ALL_METHODS), (first, WITH_ALL_METHODS), (ordered, 1), ((fastest,), 1)):
+    both = WITH_ALL_METHODS
+    for labels, whole, tried in ((tuple(round_s), both, codecs), (first, both, codecs), (ordered, 1, codecs),
+                                 ((fastest,), 1, codecs), ((fastest,), 1, min(1, codecs))):
         methods = [len(METHODS_TRIED) if number < whole else BEST_METHODS for number in range(len(labels))]
-        runs = sum(methods) + LATER_RUNS
+        runs = sum(methods) + later_runs(tried)
         all_runs_s = sum(number * round_s[label] for number, label in zip(methods, labels, strict=True))
-        all_runs_s += LATER_RUNS * max(round_s[label] for label in labels)
+        all_runs_s += later_runs(tried) * max(round_s[label] for label in labels)
         rounds = int((PLANNED * left_s * cores - runs * overhead_s) / all_runs_s)
         if rounds >= MIN_ROUNDS:
             return min(rounds, MAX_ROUNDS), labels, whole

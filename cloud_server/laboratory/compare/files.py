@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from cloud_server.laboratory.compare import comparison as comparing
-from cloud_server.laboratory.compare import html_page, plots, tables
+from cloud_server.laboratory.compare import comparison_charts, html_page, tables
 from cloud_server.laboratory.compare.comparison import Comparison
 from fleet_core.base import storage
 
@@ -15,7 +15,7 @@ def write(compared: Comparison, out: Path) -> list[Path]:
     """The paths of the files, in ``out``. Raises ConfigError before anything is written if matplotlib is missing."""
     contents = {
         "compare.html": html_page.render(compared, title="Comparison").encode(),
-        "curves.png": plots.png(compared, html_page.brief(compared)),
+        "curves.png": comparison_charts.png(compared, html_page.brief(compared)),
         "tables.csv": tables.csv_text(compared).encode(),
         "compare.json": json.dumps(comparing.to_json(compared), indent=2, allow_nan=False).encode(),
     }

@@ -12,7 +12,7 @@ from cloud_server.figures.charts import swatch
 from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text, phase_text
 from cloud_server.figures.html_elements import card, cards, count_text, heading, page, row, table
 from cloud_server.figures.html_style import STYLE
-from cloud_server.laboratory.compare import plots
+from cloud_server.laboratory.compare import comparison_charts
 from cloud_server.laboratory.compare.comparison import (
     ACCURACY,
     MEASURES,
@@ -81,7 +81,7 @@ def render(comparison: Comparison, *, title: str) -> str:
     """The page's HTML."""
     sections = (_warnings, _cards, _curves, _scores, _others, _costs, _targets, _notes, _settings)
     body = [heading(title, brief(comparison)), *filter(None, (section(comparison) for section in sections))]
-    return page(title, f"{STYLE}{LOOK}{plots.css(len(comparison.entries))}", "\n".join(body))
+    return page(title, f"{STYLE}{LOOK}{comparison_charts.css(len(comparison.entries))}", "\n".join(body))
 
 
 def brief(comparison: Comparison) -> str:
@@ -169,15 +169,17 @@ def _cheapest_card(comparison: Comparison) -> str:
 
 
 def _curves(comparison: Comparison) -> str:
-    charts = plots.charts(comparison)
+    charts = comparison_charts.charts(comparison)
     if not charts:
         return ""
     everyone = {curve.number: curve for chart in charts for curve in chart.curves}
     figures = "".join(
-        f"<figure><figcaption>Accuracy against {escape(chart.measure.title)}</figcaption>{plots.svg(chart)}</figure>"
+        f"<figure><figcaption>Accuracy against {escape(chart.measure.title)}</figcaption>"
+        f"{comparison_charts.svg(chart)}</figure>"
         for chart in charts
     )
-    legend = plots.legend([everyone[number] for number in sorted(everyone)]).replace("legend", "legend all", 1)
+    shown = comparison_charts.legend([everyone[number] for number in sorted(everyone)])
+    legend = shown.replace("legend", "legend all", 1)
     free = any(curve.free for chart in charts for curve in chart.curves)
     note = '<p class="note">A label that spends nothing is drawn as its last accuracy from end to end.</p>'
     return f'<h2>Curves</h2>{legend}<div class="charts">{figures}</div>{note if free else ""}'
@@ -260,7 +262,7 @@ def _row(comparison: Comparison, place: int, cells: Iterable[str]) -> str:
     """cells: HTML."""
     entry = comparison.entries[place]
     letter = f' <span class="pm">{entry.setting}</span>' if comparison.mixed else ""
-    return row(f"{swatch(f'c{place}', plots.SWATCH_WIDTH)}{escape(entry.label)}{letter}", cells)
+    return row(f"{swatch(f'c{place}', comparison_charts.SWATCH_WIDTH)}{escape(entry.label)}{letter}", cells)
 
 
 def _stat(stat: Stat | None, text: Callable[[float], str]) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text, share_text
 from cloud_server.figures.scores import Score
 from cloud_server.laboratory.compare import finished_runs, simple_baselines
-from cloud_server.laboratory.compare.advice import LEAST_GAP
+from cloud_server.laboratory.compare.candidates import LEAST_GAP
 from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun
 from cloud_server.laboratory.compare.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.run import experiment as experiments

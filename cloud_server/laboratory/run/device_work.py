@@ -31,7 +31,7 @@ from fleet_core.data.partitions import Share
 from fleet_core.learning import local_training, models, personal_model
 from fleet_core.learning.architectures import MODELS
 from fleet_core.learning.round_plans import Participant
-from fleet_core.model.encoded_update import encode_update, method_state
+from fleet_core.model.encoded_update import EncodedUpdate, encode_update, method_state
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 
@@ -44,8 +44,8 @@ Array = np.ndarray[Any, Any]
 @dataclass(frozen=True, eq=False)
 class TrainingTask:
     """One round of training on some devices. broadcast: float32 as decoded. after: the last round that counts.
-    codec: of the updates. per_device: by name, what a device alone receives; empty for most methods. moving: the arrays
-    that it trains."""
+    codec: of the updates. per_device: by name, what a device alone receives; empty for most methods. least_norm: below
+    it an update is skipped. moving: the arrays that it trains."""
 
     round: int
     clients: tuple[str, ...]
@@ -53,14 +53,15 @@ class TrainingTask:
     after: int
     codec: str
     per_device: Mapping[str, Params] = field(default_factory=dict)
+    least_norm: float = 0.0
     moving: Moving = EVERYTHING
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedDevice:
     """The result of a device's training; ``error`` and nothing else where it failed. update: as the server decodes it.
-    payload_bytes: of the update on the wire. left: as in ``payloads.Sent``. averaged: whether the server is to have the
-    update."""
+    payload_bytes: of the update on the wire. left: as in ``payloads.Sent``. skipped: it was too small to be sent.
+    averaged: whether the server is to have the update."""
 
     client: str
     update: Payload | None = None
@@ -72,6 +73,7 @@ class TrainedDevice:
     stateful: bool = False
     error: str = ""
     averaged: bool = True
+    skipped: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,27 +198,32 @@ class Worker:
         try:
             if isinstance(result, FleetError):
                 raise result
-            update, size, after, left = self._encoded(task, client, result, before)
-            _check_finite(update)
+            made = self._encoded(task, client, result, before)
+            _check_finite(made.update)
         except FAILURES as error:
             return TrainedDevice(client, error=str(error))
-        if after:
-            self._clients.save(client, task.round, after)
-        return TrainedDevice(client, update, result.samples, result.loss, result.flops, size, left, bool(after))
+        stateful = bool(made.state or before)  # a state without a residual takes the place of one with it
+        if stateful:
+            self._clients.save(client, task.round, made.state)
+        plain, size = task.codec == PLAIN, len(made.data)
+        if plain and not made.skipped:
+            size = 4 * self._wire.part(task.moving).parameters(self._method.shared)
+        return TrainedDevice(
+            client, made.update, result.samples, result.loss, result.flops, size, None if plain else made.left,
+            stateful, skipped=made.skipped,
+        )
 
     def _encoded(
         self, task: TrainingTask, client: str, result: local_training.TrainResult, before: ClientState
-    ) -> tuple[Payload, int, ClientState, float | None]:
-        """(the update as the server reads it, its bytes, the device's state if it is counted, what was left out)."""
-        if task.codec == PLAIN:
+    ) -> EncodedUpdate:
+        if task.codec == PLAIN and not self._experiment.skip_below:
             update = Payload(self._wire.ordered(result.update.groups), result.update.scalars)
-            size = 4 * self._wire.part(task.moving).parameters(self._method.shared)
-            return update, size, result.pending, None
-        made = encode_update(
-            task.codec, result.update, result.pending, before, method=self._method, hyper=self._hyper,
-            layout=self._wire, round_number=task.round, seed=self._seed(task, client), moving=task.moving,
+            return EncodedUpdate(b"", update, result.pending, None, PLAIN)
+        return encode_update(
+            "fp32" if task.codec == PLAIN else task.codec, result.update, result.pending, before, method=self._method,
+            hyper=self._hyper, layout=self._wire, round_number=task.round, seed=self._seed(task, client),
+            least_norm=task.least_norm, moving=task.moving,
         )
-        return made.update, len(made.data), made.state, made.left
 
     # Evaluate ---------------------------------------------------------------------------------------------------------
 

@@ -130,9 +130,10 @@ class Budget:
 class Experiment:
     """cohort: devices per round, 0 for all. averaged: how many of these the server averages, 0 for all; the others
     train only for themselves, as in pFedMe's paper, which a fleet does not do. codec_up, codec_down: ``none`` counts
-    four bytes per value and is lossless. board: a profile or its file, with constants for joules. precision:
-    ``bfloat16`` computes the products of a model's body in that type; weights, sums and everything else of a method
-    stay float32. A fleet trains in float32. train: which arrays rounds train and send, as in fleet.toml."""
+    four bytes per value and is lossless. skip_below: as in a fleet. board: a profile or its file, with constants for
+    joules. precision: ``bfloat16`` computes the products of a model's body in that type; weights, sums and everything
+    else of a method stay float32. A fleet trains in float32. train: which arrays rounds train and send, as in
+    fleet.toml."""
 
     data: DataSection
     model: ModelSection
@@ -145,6 +146,7 @@ class Experiment:
     averaged: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
     codec_up: str = field(default=PLAIN, metadata={"choices": (PLAIN, *CODECS, AUTO)})
     codec_down: str = field(default=PLAIN, metadata={"choices": (PLAIN, *CODECS, AUTO)})
+    skip_below: float = field(default=0.0, metadata={"min": 0, "max": 1})
     board: str | None = field(default=None, metadata={"max_length": 4096})
     precision: str = field(default=PRECISIONS[0], metadata={"choices": PRECISIONS})
     train: TrainSection = field(default_factory=TrainSection)

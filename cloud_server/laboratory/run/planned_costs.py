@@ -10,16 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from cloud_server.broadcast.delta_chain import NAMED_BYTES, DeltaChain, Holder, chain_of
 from cloud_server.broadcast.served_model import asked_next
 from cloud_server.figures.formatting import bytes_text
 from cloud_server.laboratory.run.engine import per_device_bytes
 from cloud_server.laboratory.run.experiment import PLAIN
+from cloud_server.records.checkpoint import Checkpoint, Delta
+from cloud_server.records.fleet_folder import LinkSection
 from cloud_server.records.ledger_sums import Bytes
-from fleet_core.algorithms.interface import Method
+from fleet_core.algorithms.interface import Method, ServerState
 from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.board.profile import Profile
@@ -30,6 +34,7 @@ from fleet_core.power.radio import radio_of
 from fleet_core.protocol import topics
 
 EXAMPLE_NAME, EXAMPLE_ID = "device-1", "0" * 32
+UNLIKE = 32  # bytes by which two examples differ
 PER_CLASS = 64  # samples of each class that a device is taken to have
 PACKET_BYTES = 1 + 3 + 2 + 2 + 1  # PUBLISH at QoS 1 in MQTT 5: type, length, topic's length, identifier, properties
 ACKNOWLEDGED_BYTES = 4  # PUBACK
@@ -167,18 +172,31 @@ class _Sizes:
         return found
 
     def _models(self) -> Transfers:
-        """Round 1 sends the model whole, later rounds a delta, and the values of what moves to a device that was not
-        asked in the round before: on average a share 1 - cohort/devices of those that are asked. One that never had a
-        model gets it whole. A model without arrays is fetched once."""
+        """The training models, and what devices alone receive. A model without arrays is fetched once."""
         asked, groups, cohort = self._asked, self._method.down, self.cohort
-        later = asked.rounds - 1
         own: Transfers = []
         if self._method.per_device:
             devices = {f"{EXAMPLE_NAME}{k}": self._params(self._method.per_device) for k in range(cohort)}
             own = [(asked.rounds, per_device_bytes(devices, plain=asked.codec_down == PLAIN))]
         if not groups:
             return [(min(asked.devices, asked.rounds * cohort), self._size(asked.codec_down, groups)), *own]
-        absent = 1 - cohort / asked.devices
+        if not asked.moving.everything:
+            return [*self._part_models(), *own]
+        if asked.codec_down == PLAIN:
+            return [(asked.rounds * cohort, self._size(PLAIN, groups)), *own]
+        sent: dict[int, float] = {}
+        for times, chain, holders in self._chains:
+            for share, held in holders:
+                for size in chain.fetched({held}):
+                    sent[size] = sent.get(size, 0.0) + times * share * cohort
+        return [*((count, size) for size, count in sent.items()), *own]
+
+    def _part_models(self) -> Transfers:
+        """Where some arrays are frozen: round 1 sends the model whole, later rounds a delta, and the values of what
+        moves to a device that was not asked in the round before: on average a share 1 - cohort/devices of those that
+        are asked. One that never had a model gets it whole."""
+        asked, groups, cohort = self._asked, self._method.down, self.cohort
+        later, absent = asked.rounds - 1, 1 - cohort / asked.devices
         lacking = 0.0 if asked.codec_down == PLAIN else later * cohort * absent
         values = asked.codec_down if asked.codec_down == PLAIN else "fp32"
         until = asked.serve_every or asked.rounds  # from then on every device has had a served model
@@ -187,11 +205,55 @@ class _Sizes:
             (cohort, self._first()),
             (later * cohort - max(lacking, fresh), self._size(asked.codec_down, groups, self._part)),
             (max(0.0, lacking - fresh), self._size(values, groups, self._part)),
-            (fresh, self._size(values, groups)), *own,
+            (fresh, self._size(values, groups)),
         ]
 
+    @cached_property
+    def _chains(self) -> list[tuple[int, DeltaChain, list[tuple[float, str]]]]:
+        """(number of rounds like this one, its chain as announced, shares of the devices that it asks with the model
+        that each share holds). A share p = cohort/devices was asked in the round before, (1 - p) p in the one before
+        that, and so on."""
+        asked, p, chunk = self._asked, self.cohort / self._asked.devices, LinkSection().chunk_bytes
+        size, whole = (self._size(codec, self._method.down) for codec in (asked.codec_down, "fp32"))
+        newest, links, models = self._delta(1, None, self._first()), tuple[Delta, ...](), list[str]()
+        sizes: list[int] | None = None
+        found: list[tuple[int, DeltaChain, list[tuple[float, str]]]] = []
+        for number in range(1, asked.rounds + 1):
+            closed = Checkpoint(number - 1, ServerState({}, {}), deltas=links)
+            chain = chain_of(closed, newest, whole, asked.chunk_bytes or chunk)
+            settled = sizes == (sizes := [len(one.data) for one in chain.earlier])  # so are later ones
+            holders = [((1 - p) ** missed * p, model) for missed, model in enumerate(reversed(models))]
+            holders.append(((1 - p) ** len(models), ""))
+            found.append((asked.rounds - number + 1 if settled else 1, self._named(chain, holders), holders))
+            if settled:
+                break
+            models.append(newest.model)
+            newest, links = self._delta(number + 1, newest.model, size), chain.kept
+        return found
+
+    def _named(self, chain: DeltaChain, holders: list[tuple[float, str]]) -> DeltaChain:
+        """The chain as it is announced: without links where they save less than their name in all manifests costs, if
+        some device needs the whole model beside them."""
+        lacking = [(share, Holder(held, chains=True)) for share, held in holders if held != chain.newest.base]
+        saved = self.cohort * sum(share * (chain.whole - sum(chain.fetched({one.base}))) for share, one in lacking)
+        both = 1 - (1 - sum(share for share, one in lacking if not chain.suits(one))) ** self.cohort
+        named = saved > both * NAMED_BYTES * (self._asked.devices + self._asked.newcomers)
+        return chain if named else replace(chain, earlier=())
+
+    def _passing(self, number: int) -> float:
+        """Devices that come by the training model of a round on the chain to the next one."""
+        if number >= self._asked.rounds:
+            return 0.0
+        _, chain, holders = self._chains[min(number, len(self._chains) - 1)]
+        return self.cohort * sum(share for share, held in holders if chain.follows({held}))
+
+    def _delta(self, number: int, base: str | None, size: int) -> Delta:
+        """Of ``size`` bytes that no other one has."""
+        data = self._rng.bytes(min(size, UNLIKE)).ljust(size, b"\0")
+        return Delta(number, self._rng.bytes(16).hex(), self._asked.codec_down, base, data)
+
     def _served(self, times: int) -> Transfers:
-        """Every served model as ``rounds.served_model`` publishes it: of the ways that there are, the one with the
+        """Every served model as ``broadcast.served_model`` publishes it: of the ways that there are, the one with the
         fewest bytes. Each is taken to be new, and the codec to be fine enough."""
         asked, method, cohort = self._asked, self._method, self.cohort
         everyone = asked.devices + asked.newcomers
@@ -207,10 +269,14 @@ class _Sizes:
                 free = share * asked.devices
                 fetch = (1 - share) * cohort if method.down == method.shared else 0.0
                 ways.append([(fetch, delta), (everyone - free - fetch, whole)])
-            if set(method.shared) <= set(method.down):
-                ways.append([(cohort, delta), (everyone - cohort, whole)])
+            trained: Transfers = [(cohort, delta), (everyone - cohort, whole)]
+            ways += [trained] if set(method.shared) <= set(method.down) else []
             ways += [[(everyone, delta)]] if number else []
-            sent += min(ways, key=lambda way: sum(n * size for n, size in way))
+            cheapest = min(ways, key=lambda way: sum(n * size for n, size in way))
+            if cheapest is trained and method.down:
+                hold = cohort + self._passing((number + 1) * asked.serve_every)
+                cheapest = [(hold, delta), (everyone - hold, whole)]
+            sent += cheapest
         return sent
 
     def _first(self) -> int:
@@ -218,7 +284,7 @@ class _Sizes:
         if first is None or self._asked.codec_down == PLAIN:
             return self._size("fp32" if self._asked.codec_down != PLAIN else PLAIN, self._method.down)
         groups = {group: first[group] for group in self._method.down if group in first}
-        return len(payloads.encode_whole(groups, self._asked.seed)[1])
+        return len(payloads.encode_whole(groups, self._asked.seed, self._wire.others(self._method.down))[1])
 
     def _size(self, codec: str, groups: tuple[str, ...], layout: Layout | None = None) -> int:
         """Bytes of these groups, encoded. layout: default whole."""

@@ -70,6 +70,7 @@ def of_round(
     """A round's figures without its evaluation; missing ones are left out. down_bytes: to all devices."""
     counted = [one for one in learned if not one.error]
     sent = [one for one in counted if one.averaged]
+    skipped = sum(one.skipped for one in sent)
     paper = method.paper_models or (method.models_down, method.models_up)
     up = sum(one.payload_bytes for one in sent)
     row: dict[str, Any] = {
@@ -77,8 +78,8 @@ def of_round(
         "loss": statistics.fmean(one.loss for one in counted),
         "participants": len(counted),
         "refused": len(learned) - len(counted),
-        "models_transmitted": float(len(counted) * method.models_down + len(sent) * method.models_up),
-        "models_transmitted_paper": float(len(counted) * paper[0] + len(sent) * paper[1]),
+        "models_transmitted": float(len(counted) * method.models_down + (len(sent) - skipped) * method.models_up),
+        "models_transmitted_paper": float(len(counted) * paper[0] + (len(sent) - skipped) * paper[1]),
         "payload_bytes": {"up": up, "down": down_bytes},
     }
     if counted and all(one.flops is not None for one in counted):
@@ -86,6 +87,7 @@ def of_round(
     energy = costs.joules(row.get("flops"), up, down_bytes)
     if energy is not None:
         row["energy_j"] = energy
+    row |= {"skipped": skipped} if skipped else {}
     errors = {one.client: one.error for one in learned if one.error}
     return row | ({"errors": errors} if errors else {})
 

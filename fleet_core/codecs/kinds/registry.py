@@ -5,7 +5,7 @@ from __future__ import annotations
 from fleet_core.base import schema
 from fleet_core.base.errors import CodecError
 from fleet_core.codecs.interface import Codec
-from fleet_core.codecs.kinds.drawn_weights import DrawnWeights
+from fleet_core.codecs.kinds.drawn_weights import DrawnPart, DrawnWeights
 from fleet_core.codecs.kinds.fp32 import Fp32
 from fleet_core.codecs.kinds.half_precision import Bf16, Fp16
 from fleet_core.codecs.kinds.int4 import Int4
@@ -16,6 +16,7 @@ from fleet_core.codecs.kinds.low_rank import LowRank
 from fleet_core.codecs.kinds.random_mask import Mask
 from fleet_core.codecs.kinds.ternary import Ternary
 from fleet_core.codecs.kinds.top_k import TopK01, TopK1, TopK10
+from fleet_core.codecs.nothing import Nothing
 
 ALL: tuple[Codec, ...] = (
     Fp32(), Fp16(), Bf16(), Int8(), Int8Plain(), Int8Channel(), Int8Random(), Int4(), Ternary(), TopK10(), TopK1(),
@@ -25,13 +26,18 @@ ALL: tuple[Codec, ...] = (
 CODECS: dict[str, Codec] = {c.name: c for c in ALL}
 """Those that a user can choose."""
 
-DRAWN = DrawnWeights()
+NOTHING = Nothing()
+"""In the place of a codec where an update is skipped."""
+
+DRAWN = {form.name: form for form in (DrawnWeights(), DrawnPart())}
+"""Those of first weights; for all weights of a model before that for a part."""
 
 
 def codec(name: str) -> Codec:
-    """One of ``CODECS``, or ``DRAWN``. Raises CodecError for another name."""
-    if name == DRAWN.name:
-        return DRAWN
+    """One of ``CODECS``, ``DRAWN`` or ``NOTHING``. Raises CodecError for another name."""
+    others = DRAWN | {NOTHING.name: NOTHING}
+    if name in others:
+        return others[name]
     if name not in CODECS:
         near = schema.suggest(name, CODECS)
         raise CodecError(f"unknown codec '{name[:40]}'" + (f" (did you mean '{near}'?)" if near else ""),

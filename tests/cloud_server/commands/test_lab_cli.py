@@ -288,16 +288,29 @@ def test_advise_writes_its_advice_and_the_settings_of_a_fleet(
     ran = run("advise", data, "--out", tmp_path / "out", "--board", "raspberry-pi-4b")
     assert ran.code == 0
     assert ran.err.count("warning: a word") == 1
-    assert "Take pfldyn-proto with mlp, int8 on the wire." in ran.out
+    assert "Take pfldyn-proto with mlp, ternary on the wire." in ran.out
     assert "joules on raspberry-pi-4b are not known (" in ran.out
     assert f"metafleet init FLEET --data {data} --method pfldyn-proto --model mlp" in ran.out
     facts = json.loads((tmp_path / "out" / "advice.json").read_text())
     assert facts["chosen"]["method"] == "pfldyn-proto"
-    assert "Take pfldyn-proto with mlp, int8 on the wire." in facts["sentences"]
+    assert "Take pfldyn-proto with mlp, ternary on the wire." in facts["sentences"]
     again = run("advise", data, "--out", tmp_path / "out", "--board", "raspberry-pi-4b", "--json")
     assert json.loads(again.out)["ranked"] == facts["ranked"]
+    assert [one["codec"] for one in facts["coded"]] == ["int8", "int4", "ternary", "topk-10"]
+    other = run("advise", data, "--out", tmp_path / "other", "--codecs", "topk-1/int4", "--json")
+    assert [one["codec"] for one in json.loads(other.out)["coded"]] == ["topk-1/int4"]
+    without = run("advise", data, "--out", tmp_path / "without", "--codecs", "none", "--json")
+    assert json.loads(without.out)["coded"] == []
     fleet = config.load(FleetConfig, tmp_path / "out" / "fleet" / "fleet.toml")
     assert (fleet.fleet.method, fleet.model.classes) == ("pfldyn-proto", ("a", "b", "c"))
+
+
+@pytest.mark.parametrize(("asked", "wrong"), [("int8,topk10", "topk10"), ("int4/it8", "it8"), ("", "")])
+def test_advise_refuses_an_unknown_codec_before_it_runs(run: Run, tmp_path: Path, asked: str, wrong: str) -> None:
+    ran = run("advise", written(tmp_path / "mine.npz"), "--out", tmp_path / "out", "--codecs", asked)
+    assert (ran.code, (tmp_path / "out").exists()) == (2, False)
+    assert f"--codecs: unknown codec '{wrong}'" in ran.err
+    assert "or UP/DOWN; or none" in ran.err
 
 
 def test_the_commands_are_there_and_datasets_are_listed(run: Run) -> None:

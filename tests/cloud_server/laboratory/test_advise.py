@@ -14,8 +14,9 @@ import pytest
 from cloud_server.figures.scores import Score
 from cloud_server.laboratory.compare import advise as advising
 from cloud_server.laboratory.compare import finished_runs
-from cloud_server.laboratory.compare.advice import Candidate, candidates, decide, federated, sentences, table, to_json
-from cloud_server.laboratory.compare.advise import Options, Outcome, fitting_plan
+from cloud_server.laboratory.compare.advice import baseline_facts, decide, federated, sentences, table, to_json
+from cloud_server.laboratory.compare.advise import Options, Outcome, fitting_plan, later_runs
+from cloud_server.laboratory.compare.candidates import Candidate, candidates
 from cloud_server.laboratory.compare.comparison import stat
 from cloud_server.laboratory.compare.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.run import experiment as experiments
@@ -113,25 +114,31 @@ def test_the_input_is_standardized_by_channel_of_what_comes_first_in_time(tmp_pa
 
 
 def test_the_budget_gives_the_rounds_of_all_models_or_else_of_the_quickest() -> None:
-    both = 2 * 6 + advising.LATER_RUNS
+    same, both = {"cnn1d": 1.0, "mlp": 1.0}, 2 * 6 + later_runs(codecs=4)
     left_s = both * (2.0 + 10 * 1.0) / 0.85 / 2
-    assert fitting_plan({"cnn1d": 1.0, "mlp": 1.0}, 2.0, left_s + 1, 2) == (10, ("cnn1d", "mlp"), 2)
-    assert fitting_plan({"cnn1d": 1.0, "mlp": 1.0}, 2.0, 100 * left_s, 2) == (advising.MAX_ROUNDS, ("cnn1d", "mlp"), 2)
-    rounds, models, whole = fitting_plan({"cnn1d": 100.0, "mlp": 1.0}, 2.0, left_s, 2)
+    assert fitting_plan(same, 2.0, left_s + 1, 2, 4) == (10, ("cnn1d", "mlp"), 2)
+    assert fitting_plan(same, 2.0, 100 * left_s, 2, 4) == (advising.MAX_ROUNDS, ("cnn1d", "mlp"), 2)
+    rounds, models, whole = fitting_plan({"cnn1d": 100.0, "mlp": 1.0}, 2.0, left_s, 2, 4)
     assert (models, whole, rounds > 10) == (("mlp",), 1, True)
     with pytest.raises(ConfigError, match=r"5 rounds with mlp alone take about 1 minute more"):
-        fitting_plan({"cnn1d": 100.0, "mlp": 1.0}, 2.0, 10.0, 2)
+        fitting_plan({"cnn1d": 100.0, "mlp": 1.0}, 2.0, 10.0, 2, 4)
+
+
+def test_each_codec_takes_its_part_of_the_budget_and_a_short_one_has_all_but_one_dropped() -> None:
+    assert later_runs(codecs=4) - later_runs(codecs=1) == 3 * (1 + len(advising.MORE_SEEDS))
+    paces, left_s = {"mlp": 1.0}, (6 + later_runs(codecs=1)) * 5.01 / 0.85
+    assert [fitting_plan(paces, 0.0, left_s, 1, codecs)[0] for codecs in (4, 1, 0)] == [5, 5, 6]
 
 
 def test_a_short_budget_drops_further_models_first_and_then_all_but_the_best_methods_of_two() -> None:
-    paces, later = {"cnn1d": 4.0, "mlp": 1.0, "logistic": 1.0}, advising.LATER_RUNS
+    paces, later = {"cnn1d": 4.0, "mlp": 1.0, "logistic": 1.0}, later_runs(codecs=4)
 
     def left_s(quick: int, slow: int) -> float:
         return 5.01 * (quick * 1.0 + (slow + later) * 4.0) / 0.85
 
-    assert fitting_plan(paces, 0.0, left_s(8, 6), 1) == (5, ("cnn1d", "mlp", "logistic"), 2)
-    assert fitting_plan(paces, 0.0, left_s(6, 6), 1) == (5, ("cnn1d", "mlp"), 2)
-    assert fitting_plan(paces, 0.0, left_s(6, 2), 1) == (5, ("mlp", "cnn1d"), 1)
+    assert fitting_plan(paces, 0.0, left_s(8, 6), 1, 4) == (5, ("cnn1d", "mlp", "logistic"), 2)
+    assert fitting_plan(paces, 0.0, left_s(6, 6), 1, 4) == (5, ("cnn1d", "mlp"), 2)
+    assert fitting_plan(paces, 0.0, left_s(6, 2), 1, 4) == (5, ("mlp", "cnn1d"), 1)
 
 
 # The decision ---------------------------------------------------------------------------------------------------------
@@ -187,11 +194,26 @@ def test_one_with_fewer_seeds_is_reported_and_not_taken() -> None:
     assert "lucky with mlp had 0.950, but with fewer seeds." in sentences(found, FACTS)
 
 
-def test_int8_is_taken_unless_it_costs_more_than_the_spread() -> None:
-    known = [one("fedavg", [0.90, 0.91])]
+def test_of_the_codecs_that_lose_no_more_than_the_spread_the_one_with_the_fewest_bytes_is_taken() -> None:
+    def coded(codec: str, scores: Sequence[float], payload: float) -> Candidate:
+        return one("fedavg", scores, payload=payload, codec=codec)
+
+    known = [one("fedavg", [0.90, 0.91])]  # a spread of 0.0071
+    int8, int4 = coded("int8", [0.90, 0.905], 260), coded("int4", [0.898, 0.898], 130)
     assert decide(known).codec == "int8"
-    assert decide(known, [one("fedavg", [0.90, 0.905], payload=260)]).codec == "int8"
-    assert decide(known, [one("fedavg", [0.80, 0.81], payload=260)]).codec == "fp32"
+    assert decide(known, [int8]).codec == "int8"
+    assert decide(known, [int8, int4]).codec == "int4"
+    assert decide(known, [int8, int4, coded("ternary", [0.8975, 0.8975], 65)]).codec == "int4"
+    assert decide(known, [coded("int8", [0.80, 0.81], 260)]).codec == "fp32"
+    assert decide(known, [int8, coded("topk-10", [0.80, 0.98], 30)]).codec == "int8", "its own spread excuses nothing"
+    assert decide(known, [int8, coded("topk-10", [0.91], 30)]).codec == "int8", "it lacks a seed"
+    assert decide(known, [coded("topk-10/int4", [0.91, 0.91], 30)]).codec == "topk-10/int4"
+
+
+def test_half_a_point_is_never_told_apart_of_a_codec_either() -> None:
+    known = [one("fedavg", [0.9, 0.9])]
+    assert decide(known, [one("fedavg", [0.896, 0.896], codec="int4")]).codec == "int4"
+    assert decide(known, [one("fedavg", [0.894, 0.894], codec="int4")]).codec == "fp32"
 
 
 def test_where_training_alone_ties_no_fleet_is_needed_and_the_best_method_is_named() -> None:
@@ -213,8 +235,9 @@ def test_the_words_have_the_figures() -> None:
     chosen = one("pfldyn-proto", [0.90, 0.92], worst=0.7, risen=0.034)
     others = [one("fedavg", [0.80, 0.80], payload=2000, flops=1e6), one("local", [0.7, 0.7], payload=0),
               one("pfldyn-proto", [0.6], model="cnn1d", payload=400)]  # fmt: skip
-    coded = one("pfldyn-proto", [0.90, 0.915], payload=260)
-    found = decide([chosen, *others], [coded], rounds=19, minutes=3.21, remarks=("one thing",))
+    coded = [one("pfldyn-proto", [0.90, 0.915], payload=260, codec="int8"),
+             one("pfldyn-proto", [0.80, 0.82], payload=130, codec="int4")]  # fmt: skip
+    found = decide([chosen, *others], coded, rounds=19, minutes=3.21, remarks=("one thing",))
     text = "\n".join(sentences(found, FACTS))
     for words in (
         "Take pfldyn-proto with mlp, int8 on the wire.",
@@ -226,8 +249,9 @@ def test_the_words_have_the_figures() -> None:
         "With fedavg with mlp instead: macro-F1 -0.110, accuracy -11.0 points, the worst device -20.0, "
         "new devices +0.0, 2 times the bytes, 0.5 times the arithmetic.",
         "With pfldyn-proto with cnn1d instead: macro-F1 -0.310, ",
-        "int8 on the wire brings a device's bytes of a round from 1.00 kB to 260 B, and changes macro-F1 by -0.003, "
-        "within the spread.",
+        "int8 on the wire brings a device's bytes of a round from 1.00 kB to 260 B, and changes macro-F1 by -0.003.\n"
+        "Of the codecs tried it sends the fewest bytes and loses no more than 0.014 (the spread without a codec); the "
+        "others: int4 -0.100.",
         "A round takes a device 2.00 MFLOP of training; joules need --board.",
         "How sure: 19 rounds, 2 seeds for the best and one for the others;",
         "144 samples evaluated on. 3.2 minutes this time, of a budget of 5.",
@@ -236,6 +260,20 @@ def test_the_words_have_the_figures() -> None:
         "Note: one thing.",
     ):
         assert words in text
+
+
+def test_where_every_codec_loses_too_much_the_words_say_so() -> None:
+    lost = [one("fedavg", [0.8, 0.8], payload=260, codec="int8"), one("fedavg", [0.7, 0.7], codec="int4")]
+    said = sentences(decide([one("fedavg", [0.9, 0.9])], lost), FACTS)
+    assert said[0] == "Take fedavg with mlp, fp32 on the wire."
+    assert ("A device sends and receives 1.00 kB a round without a codec; each that was tried loses more than 0.005 of "
+            "macro-F1 (half a point): int8 -0.100 and int4 -0.200.") in said
+
+
+def test_joules_are_those_with_the_recommended_codec() -> None:
+    known = one("fedavg", [0.9, 0.9], joules=8.0)
+    found = decide([known], [one("fedavg", [0.9, 0.9], joules=5.0, payload=260, codec="int8")])
+    assert "2.00 MFLOP of training and 5.00 J on pi" in "\n".join(sentences(found, {**FACTS, "board": "pi"}))
 
 
 @pytest.mark.parametrize(
@@ -249,9 +287,14 @@ def test_joules_are_reported_or_why_they_are_unknown(joules: float | None, absen
 
 
 def test_the_table_has_every_candidate_and_the_json_no_empty_figure() -> None:
-    found = decide([one("fedavg", [0.9, 0.8]), one("fedrep", [0.95], new=None)])
+    coded = one("fedavg", [0.9, 0.8], payload=260, joules=5.0, codec="int8")
+    found = decide([one("fedavg", [0.9, 0.8]), one("fedrep", [0.95], new=None)], [coded])
     lines = table(found).splitlines()
-    assert [line.split("  ")[0] for line in lines[1:3]] == ["fedrep with mlp", "fedavg with mlp"]
+    assert [line.split("  ")[0] for line in lines[1:4]] == ["fedrep with mlp", "fedavg with mlp",
+                                                            "fedavg with mlp, int8"]
+    assert "260 B" in lines[3]
+    assert "5.00 J" in lines[3]
+    assert [one["codec"] for one in to_json(found)["coded"]] == ["int8"]
     assert "0.850 ± 0.071" in lines[2]
     assert "null" not in json.dumps(to_json(found))
     assert "new" not in to_json(found)["ranked"][0]
@@ -263,7 +306,7 @@ def test_what_simple_answers_come_to_is_reported_and_who_memorised() -> None:
     beside = SimpleBaselines(Score(accuracy=0.36, macro_f1=0.33), plain, np.array([900, 900, 900]))
     found = decide([one("fedavg", [0.71], pooled=fair, loss=0.2), one("fedrep", [0.39], pooled=low, loss=0.004)],
                    rounds=19)
-    facts = advising._baseline_facts(found, beside)
+    facts = baseline_facts(found, beside)
     text = sentences(found, {**FACTS, **facts})
     assert ("Beside it: a plain baseline, nearest mean on spectrum and statistics, that learned from all devices "
             "together has 93.0 %; each device's most frequent class has 36.0 %.") in text
@@ -275,7 +318,7 @@ def test_what_simple_answers_come_to_is_reported_and_who_memorised() -> None:
     assert [row.split("  ")[0] for row in table(found, facts).splitlines()[3:5]] == ["plain baseline",
                                                                                     "most frequent class"]
     fine = decide([one("fedavg", [0.93], pooled=plain, loss=0.004)])
-    assert advising._baseline_facts(fine, beside)["warnings"] == []
+    assert baseline_facts(fine, beside)["warnings"] == []
     json.dumps({**to_json(found), "facts": facts})
 
 
@@ -305,6 +348,8 @@ ACCURACY = {
     "local": 0.5, "fedavg": 0.7, "fedavg-meta": 0.7, "p-avg-proto": 0.8, "pfldyn-proto": 0.9, "per-fedavg-fo": 0.6,
     "knn-per": 0.85,
 }  # fmt: skip
+SHARES = {"none": 1.0, "int8": 0.25, "int4": 0.125, "ternary": 0.05, "topk-10": 0.03, "topk-1": 0.01}
+"""Of a model's bytes; of these codecs, topk-10 loses accuracy."""
 
 
 class Bench:
@@ -323,44 +368,79 @@ class Bench:
                 self.now += self._run_s
                 worse = 0.2 if asked.model.name == "logistic" else 0.1 if asked.model.options else 0
                 accuracy = ACCURACY[run.method.name] - worse + 0.01 * run.seed
-                share = 0.25 if asked.codec_up == "int8" else 1.0
+                share = SHARES[asked.codec_up]
                 models = (0.0, 0.0) if run.method.name == "local" else (share, share)
+                accuracy -= 0.05 if asked.codec_up == "topk-10" else 0
                 ended(folder, run.label, [accuracy] * 2, method=run.method.name, seed=run.seed, new=True,
                       models=models, seconds=self._run_s)  # fmt: skip
             places.append(place)
         return places, ["knn-per: it broke"] if folder.name.startswith("seeds") else []
 
-    def advise(self, data: str, out: Path, minutes: float = 5.0) -> Outcome:
-        return advising.advise(Options(data, minutes), out, self, cores=1, clock=lambda: self.now)
+    def advise(self, data: str, out: Path, minutes: float = 5.0, **options: Any) -> Outcome:
+        return advising.advise(Options(data, minutes, **options), out, self, cores=1, clock=lambda: self.now)
 
 
-def test_methods_run_with_one_seed_the_best_with_three_and_the_chosen_one_with_int8(tmp_path: Path) -> None:
+def test_methods_run_with_one_seed_the_best_with_three_and_the_chosen_one_with_codecs(tmp_path: Path) -> None:
     bench, data = Bench(), written(tmp_path / "mine.npz")
     found = bench.advise(data, tmp_path / "out")
     runs = {place: asked for place, asked in bench.asked}
     assert list(runs) == ["pace-mlp", "pace-mlp-64-64", "pace-logistic", "first-mlp", "first-mlp-64-64",
-                          "first-logistic", "seeds-mlp", "int8-mlp"]  # fmt: skip
+                          "first-logistic", "seeds-mlp", "int8-mlp", "int4-mlp", "ternary-mlp",
+                          "topk-10-mlp"]  # fmt: skip
     assert [m.name for m in runs["first-mlp"].method] == list(advising.METHODS_TRIED)
     assert [m.name for m in runs["first-logistic"].method] == ["knn-per", "fedavg-meta"]
     assert [m.name for m in runs["seeds-mlp"].method] == ["pfldyn-proto", "knn-per", "p-avg-proto", "local"]
     assert (runs["seeds-mlp"].seeds, runs["int8-mlp"].seeds) == ((1, 2), (0, 1, 2))
-    assert (runs["int8-mlp"].codec_up, runs["int8-mlp"].codec_down) == ("int8", "int8")
+    assert (runs["int4-mlp"].codec_up, runs["int4-mlp"].codec_down) == ("int4", "int4")
     assert runs["first-mlp"].partition.options["split"] == "time"
     assert runs["first-mlp"].cohort == 5
     assert found.advice.chosen.name == "pfldyn-proto with mlp"
     assert found.advice.chosen.payload == (UP + DOWN) / 5
-    assert found.advice.coded is not None
-    assert found.advice.coded.payload == (UP + DOWN) / 20
+    assert [one.codec for one in found.advice.coded] == ["int8", "int4", "ternary", "topk-10"]
+    assert [one.score.seeds for one in found.advice.coded] == [3, 3, 3, 3]
+    assert found.advice.coded[0].payload == (UP + DOWN) / 20
+    assert found.advice.codec == "ternary"
     assert found.advice.remarks == ("knn-per: it broke",)
     assert (found.facts["devices"], found.facts["new_devices"], found.facts["evaluated"]) == (5, 1, 60)
-    assert found.command == f"metafleet init FLEET --data {data} --method pfldyn-proto --model mlp --rounds 30"
+    assert found.command == (f"metafleet init FLEET --data {data} --method pfldyn-proto --model mlp --rounds 30 "
+                             "--codec ternary")
+
+
+def test_other_codecs_are_tried_or_none(tmp_path: Path) -> None:
+    data, bench = written(tmp_path / "mine.npz"), Bench()
+    found = bench.advise(data, tmp_path / "out", codecs=("topk-1/int4",))
+    place, asked = bench.asked[-1]
+    assert (place, asked.codec_up, asked.codec_down) == ("topk-1-int4-mlp", "topk-1", "int4")
+    assert (found.advice.codec, [one.codec for one in found.advice.coded]) == ("topk-1/int4", ["topk-1/int4"])
+    assert (found.command or "").endswith(" --codec up:topk-1,down:int4")
+    link = config.parse(FleetConfig, found.fleet_toml or "", "fleet.toml").link
+    assert (link.up, link.down) == ("topk-1", "int4")
+    without = bench.advise(data, tmp_path / "none", codecs=())
+    assert (without.advice.codec, without.advice.coded, bench.asked[-1][0]) == ("int8", (), "seeds-mlp")
+
+
+def test_codecs_are_not_tried_with_a_method_near_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, chance = Bench(), {name: 0.34 + k / 1000 for k, name in enumerate(ACCURACY)}
+    monkeypatch.setitem(globals(), "ACCURACY", chance)
+    found = bench.advise(written(tmp_path / "mine.npz"), tmp_path / "out")
+    assert (found.advice.coded, found.advice.codec) == ((), "int8")
+    assert any("no codec was tried, because" in text for text in found.advice.remarks)
+    assert any("accuracy near chance" in text for text in found.facts["warnings"])
+
+
+def test_a_codec_with_which_the_model_answers_near_chance_is_warned_of() -> None:
+    fair, low = Score(accuracy=0.9, macro_f1=0.9), Score(accuracy=0.36, macro_f1=0.2)
+    beside = SimpleBaselines(Score(accuracy=0.36, macro_f1=0.33), None, np.array([900, 900, 900]))
+    coded = one("fedavg", [0.2, 0.2], pooled=low, loss=0.004, codec="topk-01")
+    warnings = baseline_facts(decide([one("fedavg", [0.9, 0.9], pooled=fair)], [coded]), beside)["warnings"]
+    assert [text.partition(": ")[0] for text in warnings] == ["fedavg with mlp, topk-01"]
 
 
 def test_the_fleet_toml_is_a_fleets(tmp_path: Path) -> None:
     found = Bench().advise(written(tmp_path / "mine.npz"), tmp_path / "out")
     assert found.fleet_toml is not None
     fleet = config.parse(FleetConfig, found.fleet_toml, "fleet.toml")
-    assert (fleet.fleet.method, fleet.fleet.rounds, fleet.link.up) == ("pfldyn-proto", 30, "int8")
+    assert (fleet.fleet.method, fleet.fleet.rounds, fleet.link.up) == ("pfldyn-proto", 30, "ternary")
     assert (fleet.model.name, fleet.model.classes, fleet.model.input.shape) == ("mlp", ("a", "b", "c"), (4,))
     assert len(fleet.model.input.mean) == 4
     nameless = Bench().advise(written(tmp_path / "other.npz", classes=None, y=np.arange(180) % 3), tmp_path / "two")
@@ -380,7 +460,8 @@ def test_an_advice_that_was_stopped_continues_with_its_plan(tmp_path: Path) -> N
     again = Bench(run_s=3.0)
     found = again.advise(data, tmp_path / "out")
     assert [place for place, _ in again.asked] == [
-        "first-mlp", "first-mlp-64-64", "first-logistic", "seeds-mlp", "int8-mlp"
+        "first-mlp", "first-mlp-64-64", "first-logistic", "seeds-mlp", "int8-mlp", "int4-mlp", "ternary-mlp",
+        "topk-10-mlp",
     ]  # fmt: skip
     assert found.advice == replace(Bench().advise(data, tmp_path / "whole").advice, minutes=found.advice.minutes)
 
@@ -401,9 +482,9 @@ def test_what_the_budget_has_no_time_for_is_reported_not_run(tmp_path: Path, mon
     assert [place for place, _ in bench.asked] == ["pace-mlp", "pace-mlp-64-64", "pace-logistic", "first-mlp"]
     assert found.advice.remarks == (
         "the budget left no time for mlp-64-64 and logistic", "the budget was used up before other seeds",
-        "the budget was used up before int8",
+        "the budget was used up before int8, int4, ternary and topk-10",
     )  # fmt: skip
-    assert (found.advice.chosen.score.seeds, found.advice.coded) == (1, None)
+    assert (found.advice.chosen.score.seeds, found.advice.coded) == (1, ())
     assert "int8, a fleet's default, was not tried" in "\n".join(sentences(found.advice, found.facts))
 
 
@@ -419,11 +500,14 @@ def test_a_real_advice_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
         lines.append(title)
         return simulate.simulate(asked, folder, simulate.Options(jobs=1, device="cpu")), []
 
-    found = advising.advise(Options(written(tmp_path / "mine.npz"), 60), tmp_path / "out", engine, cores=1)
+    options = Options(written(tmp_path / "mine.npz"), 60, codecs=("int8", "topk-10/int4"))
+    found = advising.advise(options, tmp_path / "out", engine, cores=1)
     assert {one.name for one in found.advice.ranked} == {"local with mlp", "fedavg with mlp"}
     assert found.advice.chosen.score.seeds == 2
     assert found.advice.chosen.score.mean > 0.9
     assert found.facts["plain"]["accuracy"] > 0.9 > found.facts["frequent"]["accuracy"]
     assert found.facts["warnings"] == []
     assert found.advice.ranked[0].loss is not None
-    assert [title for title in lines if "int8" in title] == [f"{federated(found.advice).name}, int8"]
+    assert lines[-2:] == [f"{federated(found.advice).name}, {codec}" for codec in options.codecs]
+    by_codec = {one.codec: one.payload for one in found.advice.coded}
+    assert by_codec["topk-10/int4"] < by_codec["int8"] < federated(found.advice).payload

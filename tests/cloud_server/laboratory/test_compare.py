@@ -15,7 +15,7 @@ import pytest
 
 from cloud_server.figures.formatting import flops_text
 from cloud_server.figures.scores import Score
-from cloud_server.laboratory.compare import finished_runs, html_page, plots, tables
+from cloud_server.laboratory.compare import comparison_charts, finished_runs, html_page, tables
 from cloud_server.laboratory.compare.comparison import Bound, Comparison, Entry, Stat, compare, to_json
 from cloud_server.laboratory.compare.finished_runs import DEVICES
 from cloud_server.records.ledger_sums import Bytes
@@ -445,7 +445,7 @@ def test_the_csv_has_every_figure_in_plain_units(found: Comparison) -> None:
 
 
 def test_charts_have_a_curve_for_each_label_in_units_that_fit(found: Comparison) -> None:
-    charts = {chart.measure.key: chart for chart in plots.charts(found)}
+    charts = {chart.measure.key: chart for chart in comparison_charts.charts(found)}
     assert list(charts) == ["rounds", "models", "payload_bytes", "flops"]
     assert charts["payload_bytes"].axis == "payload, kB"
     proto, exact, alone = charts["payload_bytes"].curves
@@ -459,14 +459,14 @@ def test_charts_have_a_curve_for_each_label_in_units_that_fit(found: Comparison)
 
 
 def test_the_first_labels_differ_in_colour_neighbours_in_dashes_too_and_no_two_look_alike() -> None:
-    styles = [plots.style(number) for number in range(32)]
+    styles = [comparison_charts.style(number) for number in range(32)]
     assert len(set(styles)) == 32
     assert len({colour for colour, _ in styles[:8]}) == 8
     assert all(one[1] != other[1] for one, other in itertools.pairwise(styles))
 
 
 def test_the_picture_is_a_png_of_all_charts(found: Comparison) -> None:
-    data = plots.png(found, "title")
+    data = comparison_charts.png(found, "title")
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     assert (width, height) == (1380, 1185)

@@ -40,31 +40,35 @@ LONG = os.environ.get("METAFLEET_LONG") == "1"
 
 
 def run_fleet(
-    folder: Path, method: str, hyper: dict[str, Any], codec: str, train: dict[str, Any] | None = None,
-    rounds: int = ROUNDS,
+    folder: Path, method: str, hyper: dict[str, Any], codec: str, *, rounds: int = ROUNDS, devices: int = 3,
+    hidden: int = 6, seed: int = 3, cohort: int = 2, skip_below: float = 0.0, train: dict[str, Any] | None = None,
 ) -> World:
-    """Three devices, two per round, until everything is counted and evaluated."""
+    """Until everything is counted and evaluated."""
     values = "\n".join(f"{name} = {json.dumps(value)}" for name, value in hyper.items() if name != "local_steps")
     text = config_text(
-        method, rounds=rounds, hyper=values, link=f'up = "{codec}"\ndown = "{codec}"', fleet="cohort = 2\nseed = 3",
+        method, rounds=rounds, hyper=values, devices=devices, fleet=f"cohort = {cohort}\nseed = {seed}",
+        link=f'up = "{codec}"\ndown = "{codec}"\nskip_below = {skip_below}',
     )
-    text += "\n" + config.toml({"train": train or {}})
-    w = world(folder, text.replace(f"serve_every = {rounds}", "serve_every = 2"))
+    text = text.replace(f"serve_every = {rounds}", "serve_every = 2").replace("hidden = [6]", f"hidden = [{hidden}]")
+    w = world(folder, f"{text}\n{config.toml({'train': train or {}})}")
     w.start_server()
-    for n in range(3):
+    for n in range(devices):
         w.start_agent(f"d{n}", toy(n, shift=0.3 * n), train_fraction=0.6)
 
     def over() -> bool:
         evaluated = w.server.ledger.rows(Evaluation, round=rounds, stage="after")
-        return len(evaluated) == 3 and not any(DeviceState(home).pending() for home in (folder / "devices").iterdir())
+        homes = (folder / "devices").iterdir()
+        return len(evaluated) == devices and not any(DeviceState(home).pending() for home in homes)
 
     assert w.pump(over)
     return w
 
 
 def fleet_server(w: World) -> dict[str, Params]:
-    state = w.server.checkpoint.state
-    return {"model": state.model, "served": state.served, **state.memory, "published": w.server.checkpoint.published}
+    closed = w.server.checkpoint
+    deltas = {f"{k:03}": np.frombuffer(one.data, np.uint8) for k, one in enumerate(closed.deltas)}
+    state = {"model": closed.state.model, "served": closed.state.served, **closed.state.memory}
+    return {**state, "published": closed.published, **({"deltas": {"data": deltas}} if deltas else {})}
 
 
 def fleet_device(w: World, name: str) -> dict[str, bytes]:
@@ -79,29 +83,35 @@ def trimmed(state: dict[str, bytes]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("method", "hyper", "codec"),
+    ("method", "hyper", "codec", "skip_below"),
     [
-        ("pfldyn-proto", EPISODES, "fp32"),
-        ("pfldyn-proto", EPISODES, "int8"),
-        ("fedper", PLAIN, "int8"),
-        ("scaffold", TUNED, "int8-plain"),
-        ("fedproto", PLAIN, "int8"),
-        ("pfedhn", PLAIN, "int8"),
-        ("pfedgp", EPISODES, "int8"),
-        ("metavers", {**EPISODES, "shots": 0}, "int8"),
-        ("pfldyn-proto", EPISODES, "int8-random"),
-        ("pfldyn-proto", EPISODES, "topk-10"),
-        ("scaffold", TUNED, "lowrank"),
-        ("fedper", PLAIN, "int4"),
-        ("pfldyn-proto", EPISODES, "auto"),
-        ("p-avg-proto", EPISODES, "auto"),
-        ("fedproto", PLAIN, "auto"),
+        ("pfldyn-proto", EPISODES, "fp32", 0.0),
+        ("pfldyn-proto", EPISODES, "int8", 0.0),
+        ("fedper", PLAIN, "int8", 0.0),
+        ("scaffold", TUNED, "int8-plain", 0.0),
+        ("fedproto", PLAIN, "int8", 0.0),
+        ("pfedhn", PLAIN, "int8", 0.0),
+        ("pfedgp", EPISODES, "int8", 0.0),
+        ("metavers", {**EPISODES, "shots": 0}, "int8", 0.0),
+        ("pfldyn-proto", EPISODES, "int8-random", 0.0),
+        ("pfldyn-proto", EPISODES, "topk-10", 0.0),
+        ("scaffold", TUNED, "lowrank", 0.0),
+        ("fedper", PLAIN, "int4", 0.0),
+        ("pfldyn-proto", EPISODES, "auto", 0.0),
+        ("p-avg-proto", EPISODES, "auto", 0.0),
+        ("fedproto", PLAIN, "auto", 0.0),
+        ("pfldyn-proto", EPISODES, "int8", 1.0),
+        ("fedper", PLAIN, "fp32", 1.0),
+        ("scaffold", TUNED, "int8-plain", 1.0),
+        ("metavers", {**EPISODES, "shots": 0}, "int4", 1.0),
+        ("pfldyn-proto", EPISODES, "auto", 1.0),
+        ("fedproto", PLAIN, "int8", 1.0),
     ],
 )
 def test_a_run_computes_what_a_fleet_of_real_agents_computes(
-    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str
+    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, skip_below: float
 ) -> None:
-    compare_with_a_fleet(tmp_path, method, hyper, codec)
+    compare_with_a_fleet(tmp_path, method, hyper, codec, skip_below=skip_below)
 
 
 FROZEN = {
@@ -132,7 +142,7 @@ def test_a_run_that_trains_a_part_computes_what_a_fleet_computes(
         monkeypatch.setattr(choose_frozen, name, value)
     method, hyper, codec, train = FROZEN[what]
     rounds = 10 if "freeze" in train else ROUNDS
-    store = compare_with_a_fleet(tmp_path, method, hyper, codec, train, rounds)
+    store = compare_with_a_fleet(tmp_path, method, hyper, codec, train=train, rounds=rounds)
     rows = [row["arrays"] for row in store.rounds()]
     frozen = {len(row["frozen"]) for row in rows}
     if "freeze" not in train:
@@ -144,13 +154,14 @@ def test_a_run_that_trains_a_part_computes_what_a_fleet_computes(
 
 
 def compare_with_a_fleet(
-    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, train: dict[str, Any] | None = None,
-    rounds: int = ROUNDS,
+    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, *, rounds: int = ROUNDS,
+    skip_below: float = 0.0, train: dict[str, Any] | None = None,
 ) -> Store:
-    w = run_fleet(tmp_path / "fleet", method, hyper, codec, train, rounds)
+    w = run_fleet(tmp_path / "fleet", method, hyper, codec, rounds=rounds, skip_below=skip_below, train=train)
     first = w.fleet.weights(w.server.layout)
     asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, seeds=[3], codec_up=codec,
-                           codec_down=codec, budget={"rounds": rounds}, evaluation={"every": 2}, train=train or {})
+                           codec_down=codec, skip_below=skip_below, budget={"rounds": rounds}, evaluation={"every": 2},
+                           train=train or {})
     store = lab.run_first(asked, tmp_path / "run", first=first)
     theirs = lab.flat(fleet_server(w))
     if w.server.checkpoint.state.served is w.server.checkpoint.state.model:
@@ -160,7 +171,7 @@ def compare_with_a_fleet(
     assert trimmed(lab.server_state(store)) == theirs
     for name in ("d0", "d1", "d2"):
         assert lab.device_state(store, name) == fleet_device(w, name)
-    rows, updates = store.rounds(), w.server.ledger.rows(Update, status="counted")
+    rows = store.rounds()
     evaluated = {row.device: row.accuracy for row in w.server.ledger.rows(Evaluation, round=rounds, stage="after")}
     assert rows[-1]["devices"] == pytest.approx(evaluated)
     arrays = {row.round: (list(row.frozen), row.reason, row.moves) for row in w.server.ledger.rows(RoundArrays)}
@@ -170,13 +181,12 @@ def compare_with_a_fleet(
                   for one in w.server.ledger.rows(RoundCodec)}
         assert {(row["round"], way): tuple(row["codecs"][way].values()) for row in rows for way in WAYS} == ledger
         assert {codec for codec, _, _ in ledger.values()} >= {"int8", "int4"}
-    for row in rows:
-        down = w.server.ledger.rows(Traffic, round=row["round"], direction="down", kind="model")
-        assert row["payload_bytes"] == {
-            "up": sum(update.payload_bytes for update in updates if update.round == row["round"]),
-            "down": sum(traffic.payload_bytes for traffic in down),
-        }
-    assert sum(row.get("serve_bytes", 0) for row in rows) == w.server.ledger.totals().payload_by_kind["serve"].down
+    updates = w.server.ledger.rows(Update, status="counted")
+    skipped = [sum(update.skipped for update in updates if update.round == row["round"]) for row in rows]
+    assert [row.get("skipped", 0) for row in rows] == skipped
+    assert bool(sum(skipped)) == bool(skip_below and method != "fedproto")
+    assert [row["models_transmitted"] for row in rows] == [r.models_transmitted for r in w.server.ledger.rounds()]
+    check_bytes(w, rows)
     answers = {name: value for name, value in lab.server_state(store).items() if name.startswith("answers/")}
     for name in ("d0", "d1", "d2"):
         held = w.agents[name].service.slots.weights()
@@ -185,9 +195,54 @@ def compare_with_a_fleet(
     return store
 
 
+def check_bytes(w: World, rows: list[dict[str, Any]]) -> None:
+    """The simulation's bytes are the fleet's, in each round."""
+    updates = w.server.ledger.rows(Update, status="counted")
+    for row in rows:
+        down = w.server.ledger.rows(Traffic, round=row["round"], direction="down", kind="model")
+        assert row["payload_bytes"] == {
+            "up": sum(update.payload_bytes for update in updates if update.round == row["round"]),
+            "down": sum(traffic.payload_bytes for traffic in down),
+        }
+    assert sum(row.get("serve_bytes", 0) for row in rows) == w.server.ledger.totals().payload_by_kind["serve"].down
+
+
+@pytest.mark.parametrize(
+    ("method", "hyper", "codec", "cohort"),
+    [
+        ("pfldyn-proto", EPISODES, "ternary", 2),
+        ("fedavg", TUNED, "int8", 4),
+        pytest.param("pfldyn-proto", EPISODES, "auto", 2, marks=pytest.mark.slow),
+        pytest.param("fedavg", TUNED, "ternary", 2, marks=pytest.mark.slow),
+        pytest.param("scaffold", TUNED, "int4", 2, marks=pytest.mark.slow),
+        pytest.param("fedper", PLAIN, "topk-10", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_counts_the_bytes_of_a_fleet_whose_devices_miss_rounds(
+    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, cohort: int
+) -> None:
+    w = run_fleet(tmp_path / "fleet", method, hyper, codec, rounds=10, devices=6, hidden=80, seed=0, cohort=cohort)
+    asked = missing_rounds(tmp_path, method, hyper, codec, cohort)
+    first = w.fleet.weights(w.server.layout)
+    store = lab.run_first(asked, tmp_path / "run", first=first)
+    check_bytes(w, store.rounds())
+    assert w.server.checkpoint.deltas
+    assert w.server.checkpoint.deltas == lab.checkpoint(store).deltas
+    w.close()
+
+
+def missing_rounds(tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, cohort: int) -> Experiment:
+    """Six devices, some of them in a round; the model is large enough for deltas to pay."""
+    return lab.experiment(
+        lab.recordings(tmp_path / "all.npz", devices=6), method, hyper, seeds=[0], codec_up=codec, codec_down=codec,
+        cohort=cohort, budget={"rounds": 10}, evaluation={"every": 2},
+        model={"name": "mlp", "options": {"hidden": [80]}},
+    )
+
+
 # Ended and begun again ------------------------------------------------------------------------------------------------
 
-RESUMED = {
+RESUMED: dict[str, tuple[Any, ...]] = {
     "a device's dual and what its codec left over": ("pfldyn-proto", ONE_EPISODE, "int8"),
     "groups of a device's own": ("fedrep", {"local_steps": 2, "batch": 12}, "none"),
     "moments of the server's optimizer": ("fedmeta-metasgd", ONE_EPISODE, "fp32"),
@@ -195,16 +250,17 @@ RESUMED = {
     "a hypernetwork and its embeddings": ("pfedhn", {"local_steps": 2, "batch": 12}, "int8"),
     "controls on both sides": ("pflscaf-maml", ONE_EPISODE, "int8-plain"),
     "what the rounds before measured": ("pfldyn-proto", ONE_EPISODE, "auto"),
+    "what was too small to send": ("fedper", {"local_steps": 2, "batch": 12}, "none", {"skip_below": 1.0}),
     "arrays by a schedule within patterns": (
-        "feddyn", {"local_steps": 2, "batch": 12}, "int8", {"freeze": "auto", "only": ["*.weight"]}),
+        "feddyn", {"local_steps": 2, "batch": 12}, "int8", {"train": {"freeze": "auto", "only": ["*.weight"]}}),
 }
 
 
 def resumable(
-    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, train: dict[str, Any] | None = None
+    tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, more: dict[str, Any] | None = None
 ) -> Experiment:
     return lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, codec_up=codec, codec_down=codec,
-                          evaluation={"every": 3}, train=train or {})
+                          evaluation={"every": 3}, **(more or {}))
 
 
 def killed_at(write: int, asked: Experiment, folder: Path) -> bool:
@@ -263,6 +319,17 @@ def test_a_run_that_is_stopped_has_kept_its_last_round_and_continues_to_the_same
     lab.run_first(asked, tmp_path / "run", told=rows.append)
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
     assert lab.comparable(Store(tmp_path / "run")) == wanted
+
+
+def test_a_run_that_continues_counts_the_bytes_of_devices_that_missed_rounds_before_it_was_stopped(
+    tmp_path: Path
+) -> None:
+    asked, rows = missing_rounds(tmp_path, "fedavg", PLAIN, "int8", 4), list[Any]()
+    wanted = lab.comparable(lab.run_first(asked, tmp_path / "undisturbed"))
+    for until in (3, 4, 7):
+        with pytest.raises(Stopped):
+            lab.run_first(asked, tmp_path / "run", told=rows.append, stopped=lambda until=until: len(rows) == until)
+    assert lab.comparable(lab.run_first(asked, tmp_path / "run")) == wanted
 
 
 def test_a_device_s_state_is_kept_once_however_often_it_took_part(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_the_planned_payload_is_within_a_fifth_of_the_ledgers(
     tmp_path: Path, plan: Plan, method: str, codec: str, cohort: int, rounds: int, train: str
 ) -> None:
     text = config_text(method, rounds=rounds, fleet=f"cohort = {cohort}", link=f'up = "{codec}"\ndown = "{codec}"')
-    text = text.replace("hidden = [6]", "hidden = [40]").replace(f"serve_every = {rounds}", "serve_every = 2")
+    text = text.replace("hidden = [6]", "hidden = [60]").replace(f"serve_every = {rounds}", "serve_every = 2")
     text += f"[train]\n{train}\n"
     w = world(tmp_path, text)
     (before,) = plan(w.fleet.folder, "--devices", 3)
@@ -83,12 +83,16 @@ def test_the_planned_payload_is_within_a_fifth_of_the_ledgers(
     w.close()
 
 
-@pytest.mark.parametrize(("codec", "only"), [("none", []), ("int8", []), ("none", ["layers.*"]), ("int8", ["*.bias"])])
+@pytest.mark.parametrize(("codec", "devices", "more"), [
+    ("none", 3, {}), ("int8", 3, {}),
+    ("none", 3, {"train": {"only": ["layers.*"]}}), ("int8", 3, {"train": {"only": ["*.bias"]}}),
+    ("ternary", 12, {"budget": {"rounds": 20}, "model": {"name": "mlp", "options": {"hidden": [80]}}}),
+])
 def test_the_plan_of_an_experiment_is_what_its_simulation_sends(
-    tmp_path: Path, plan: Plan, codec: str, only: list[str]
+    tmp_path: Path, plan: Plan, codec: str, devices: int, more: dict[str, Any]
 ) -> None:
-    asked = lab.settings(lab.recordings(tmp_path / "all.npz"), cohort=2, codec_up=codec, codec_down=codec,
-                         train={"only": only})
+    recordings = lab.recordings(tmp_path / "all.npz", devices)
+    asked = lab.settings(recordings, cohort=2, codec_up=codec, codec_down=codec, **more)
     path = tmp_path / "experiment.toml"
     tables = {key: value for key, value in asked.items() if key != "method"}
     path.write_text(config.toml({key: value for key, value in tables.items() if not isinstance(value, dict)})

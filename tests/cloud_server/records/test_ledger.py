@@ -250,9 +250,15 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
     assert digest(ledger.path) == before
 
 
-def without_spread(ledger: Ledger) -> None:
-    """Undoes versions 6 and 7."""
+def without_skipped(ledger: Ledger) -> None:
+    """Undoes versions 7 and 8."""
     ledger._db.execute("DROP TABLE arrays")
+    ledger._db.execute("ALTER TABLE updates DROP COLUMN skipped")
+
+
+def without_spread(ledger: Ledger) -> None:
+    """Undoes versions 6 to 8."""
+    without_skipped(ledger)
     ledger._db.execute("DROP TABLE absent_energy")
     ledger._db.execute("DROP TABLE usage")
     ledger._db.execute("DROP TABLE codecs")
@@ -261,7 +267,7 @@ def without_spread(ledger: Ledger) -> None:
 
 
 def with_former_names(ledger: Ledger) -> None:
-    """Undoes what version 5 renamed, and versions 6 and 7."""
+    """Undoes what version 5 renamed, and versions 6 to 8."""
     without_spread(ledger)
     ledger._db.execute("ALTER TABLE evaluations RENAME TO judgements")
     ledger._db.execute("ALTER TABLE rounds RENAME COLUMN served_id TO judged_id")
@@ -293,6 +299,18 @@ def test_a_ledger_of_the_third_version_takes_what_devices_do_alone(ledger: Ledge
         row = Alone(round=1, device="a", frequent=1, method="nearest mean", confusion=((3, 1), (0, 2)))
         again.put(row, replace(row, frequent=0))
         assert again.rows(Alone) == [replace(row, frequent=0)]
+
+
+def test_no_update_of_a_ledger_of_the_sixth_version_was_skipped(ledger: Ledger) -> None:
+    before = ledger.rows(Update)
+    without_skipped(ledger)
+    ledger._db.execute("PRAGMA user_version = 6")
+    ledger.close()
+    with Ledger(ledger.path) as again:
+        assert again.rows(Update) == before
+        assert not any(row.skipped for row in before)
+        again.put(replace(before[0], skipped=True))
+        assert again.rows(Update, skipped=True) == [replace(before[0], skipped=True)]
 
 
 def test_joules_of_a_ledger_of_the_fifth_version_have_no_spread_and_later_ones_have(ledger: Ledger) -> None:

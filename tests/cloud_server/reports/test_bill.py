@@ -183,7 +183,7 @@ def test_the_command_shows_a_finished_fleet_as_text_csv_and_json(
     finished: Path, tmp_path: Path, costs: Callable[..., str]
 ) -> None:
     fleet = shutil.copytree(finished / "fleet", tmp_path / "fleet")
-    shutil.copy(ROOT / "docs" / "tariffs" / "example-cellular.toml", fleet / "tariff.toml")
+    shutil.copy(ROOT / "docs" / "tariffs" / "example-mains.toml", fleet / "tariff.toml")
     text = costs(fleet, "--per-month", 24)
     assert "d0" in text
     assert "sum EUR" in text

@@ -102,8 +102,8 @@ def test_what_agents_do_not_say_they_left_out_keeps_the_codec(tmp_path: Path, mo
     """As agents of a version without ``residual``."""
     encode = messages.encode
 
-    def without_residual(message: Any) -> bytes:
-        data = encode(message)
+    def without_residual(message: Any, **how: Any) -> bytes:
+        data = encode(message, **how)
         if not isinstance(message, UploadManifest):
             return data
         return json.dumps({key: value for key, value in json.loads(data).items() if key != "residual"}).encode()

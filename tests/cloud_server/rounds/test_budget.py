@@ -14,8 +14,9 @@ import pytest
 
 from cloud_server.commands import fleet_status
 from cloud_server.devices.devices import _facts, _status
-from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.fleet_folder import BudgetSection, Fleet
 from cloud_server.records.ledger_tables import Energy, Evaluation, Round, Traffic
+from cloud_server.rounds import budget
 from cloud_server.rounds.budget import DAY_S, resting
 from fleet_core.base.errors import ConfigError
 from fleet_core.protocol import cohort
@@ -64,11 +65,11 @@ def cohorts(w: World) -> list[tuple[str, ...]]:
 
 
 def test_a_spent_budget_ends_the_run_serves_what_was_learned_and_stays_so(fleet: Make) -> None:
-    w = fleet("[budget]\nbytes = 60_000")
+    w = fleet("[budget]\nbytes = 30_000")
     assert w.pump(lambda: w.server.finished)
     closed = w.closed()
     assert 0 < closed < ROUNDS
-    assert used(w) >= 60_000
+    assert used(w) >= 30_000
     assert w.logged(f"the fleet's budget is spent: {w.server.ended.split(': ')[1].split(';')[0]}")
     assert w.logged(f"no round opens after round {closed}; [budget] in fleet.toml has the limit")
     assert w.pump(lambda: len(w.server.ledger.rows(Evaluation, round=closed, stage="after")) == 3)
@@ -81,11 +82,11 @@ def test_a_spent_budget_ends_the_run_serves_what_was_learned_and_stays_so(fleet:
 
 
 def test_a_raised_budget_goes_on(fleet: Make) -> None:
-    w = fleet("[budget]\nbytes = 60_000")
+    w = fleet("[budget]\nbytes = 30_000")
     assert w.pump(lambda: w.server.finished)
     path = w.fleet.folder / "fleet.toml"
     w.kill_server()
-    path.write_text(path.read_text().replace("60_000", "1e9"))
+    path.write_text(path.read_text().replace("30_000", "1e9"))
     w.start_server()
     assert w.pump(lambda: w.closed() == ROUNDS)
     assert w.server.ended == ""
@@ -93,10 +94,10 @@ def test_a_raised_budget_goes_on(fleet: Make) -> None:
 
 
 def test_money_and_joules_end_a_run_as_bytes_do(fleet: Make) -> None:
-    w = fleet("[budget]\nmoney = 0.05", tariff="per_mb = 1")
+    w = fleet("[budget]\nmoney = 0.03", tariff="per_mb = 1")
     assert w.pump(lambda: w.server.finished)
-    assert "EUR of 0.05 EUR" in w.server.ended
-    assert used(w) >= 50_000
+    assert "EUR of 0.03 EUR" in w.server.ended
+    assert used(w) >= 30_000
 
 
 def test_joules_that_nobody_reports_are_not_kept_and_that_is_said(fleet: Make) -> None:
@@ -129,6 +130,30 @@ def test_a_target_is_not_taken_from_the_reports_of_a_few_devices(fleet: Make) ->
         w.server.ledger.put(replace(perfect, device=name, accuracy=0.85))
     w.server._parts.budget.evaluated(1)
     assert json.loads(w.server.ledger.fact("reached")) == [1, pytest.approx(0.9)]
+
+
+def test_a_run_stops_after_as_many_evaluations_without_a_gain_as_it_is_patient_for(fleet: Make) -> None:
+    w = fleet("[budget]\npatience = 1\nmin_gain = 1")
+    assert w.pump(lambda: w.server.finished)
+    assert 4 <= w.closed() < ROUNDS
+    assert "a longer run does not pay: 1 evaluation without a gain over accuracy" in w.server.ended
+    assert "after round 2;" in w.server.ended
+    path = w.fleet.folder / "fleet.toml"
+    w.kill_server()
+    path.write_text(path.read_text().replace("patience = 1", "patience = 9"))
+    w.start_server()
+    assert w.pump(lambda: w.closed() == ROUNDS)
+
+
+@pytest.mark.parametrize(("accuracies", "ends"), [
+    ((), None), ((0.5,), None), ((0.5, 0.5), None), ((0.5, 0.51, 0.5), (1, 0.5)), ((0.5, 0.51, 0.53), None),
+    ((0.5, 0.53, 0.4, 0.54), (2, 0.53)), ((0.5, 0.5, 0.5, 0.6), None),
+])
+def test_a_gain_is_more_than_the_least_gain_over_the_best_before(
+    accuracies: tuple[float, ...], ends: tuple[int, float] | None
+) -> None:
+    section = BudgetSection(patience=2, min_gain=0.02)
+    assert budget._flat(list(enumerate(accuracies, 1)), section) == ends
 
 
 # A device's day -------------------------------------------------------------------------------------------------------

@@ -300,7 +300,7 @@ def test_a_made_fleet_toml_has_every_key_of_the_fleet_with_a_comment_above_it(tm
     text = (small_fleet(tmp_path / "fleet").folder / "fleet.toml").read_text()
     lines = text.splitlines()
     assert lines[0] == HEAD
-    for key in schema.plain(FleetSection("x")).keys() | {"up", "down", "max_update_norm"}:
+    for key in schema.plain(FleetSection("x")).keys() | {"up", "down", "skip_below", "max_update_norm"}:
         at = next(n for n, line in enumerate(lines) if line.startswith(f"{key} = "))
         assert lines[at - 1].startswith("# ")
     assert all(len(line) < 120 for line in lines if line.startswith("#"))

@@ -33,7 +33,7 @@ from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import ClientState, Payload
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
-from fleet_core.base.compression import compress
+from fleet_core.base.compression import MAGIC, compress
 from fleet_core.base.errors import BundleError, ConfigError, LinkError
 from fleet_core.codecs import safetensors_payload
 from fleet_core.codecs.kinds.registry import CODECS
@@ -48,6 +48,7 @@ from fleet_core.protocol.chunks import Blob, cut
 from fleet_core.protocol.device_messages import Answer, Down, Presence, Question
 from fleet_core.protocol.round_messages import Manifest, UploadManifest
 from fleet_core.protocol.signing import Signer
+from tests.support.deaths import Death, deadly
 from tests.support.inprocess import CLASSES, Killed, World, config_text, toy, world
 from tests.support.stand_ins import BrokerFaults, FakeDevice, SlowTrainer, constant_update
 from tests.support.world_checks import (
@@ -219,50 +220,16 @@ def test_devices_that_commit_without_being_counted_would_be_noticed(fleet):
 # c. death at any moment ---------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Death:
-    """Ends one actor at its n-th write, row or publish; ``points`` counts them."""
-
-    actor: str
-    at: int | None
-    w: World
-    points: int = 0
-    where: str = ""
-
-    def pass_by(self, what: str) -> None:
-        if self.w.acting == self.actor:
-            self.points += 1
-            if self.points == self.at:
-                self.where = what
-                raise Killed(what)
-
-
-def deadly(monkeypatch: pytest.MonkeyPatch, death: Death) -> None:
-    write, put, publish = storage.write_parts, Ledger.put, LoopbackLink.publish
-
-    def write_parts(path: Path, parts: Any, **options: Any) -> None:
-        death.pass_by(f"write {path.name}")
-        write(path, parts, **options)
-
-    def put_rows(ledger: Ledger, *rows: Any) -> None:
-        death.pass_by(f"row {type(rows[0]).__name__}")
-        put(ledger, *rows)
-
-    def publish_message(link: LoopbackLink, topic: str, payload: bytes, **options: Any) -> None:
-        death.pass_by(f"publish {topic}")
-        publish(link, topic, payload, **options)
-
-    monkeypatch.setattr(storage, "write_parts", write_parts)
-    monkeypatch.setattr(Ledger, "put", put_rows)
-    monkeypatch.setattr(LoopbackLink, "publish", publish_message)
-
-
-@pytest.fixture(params=['', 'only = ["layers.0.weight"]', 'freeze = "auto"'], ids=["whole", "part", "auto"])
+@pytest.fixture(params=[("", 0.0), ("", 0.6), ('only = ["layers.0.weight"]', 0.0), ('freeze = "auto"', 0.0)],
+                ids=["all are sent", "one is too small", "part", "auto"])
 def founded(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
-    """A fleet that has not run yet, with two devices' samples. A schedule freezes in the second round."""
+    """A fleet that has not run yet, with two devices' samples. In round 2 one of them has too little to send, or not; a
+    schedule freezes from then on."""
     monkeypatch.setattr(choose_frozen, "WINDOW", 1)
     monkeypatch.setattr(choose_frozen, "SMALL", 2.0)
-    text = f"{config_text(**TWO_ROUNDS)}\n[train]\n{request.param}\n"
+    train, skip_below = request.param
+    text = config_text(**{**TWO_ROUNDS, "link": f"{TWO_ROUNDS['link']}\nskip_below = {skip_below}"})
+    text += f"\n[train]\n{train}\n"
     w = world(tmp_path / "founded", text)
     start(w, "d0", "d1")
     w.close()
@@ -311,6 +278,8 @@ def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[Worl
 def test_a_death_at_any_moment_changes_nothing(founded, tmp_path, actor):
     undisturbed, none, _ = live(founded, tmp_path / "whole", actor, None)
     wanted = checkpoint_bits(undisturbed)
+    skipped = [u.skipped for u in undisturbed.server.ledger.rows(Update)]
+    assert sum(skipped) == bool(founded.fleet.config.link.skip_below)
     assert undisturbed.server.finished
     assert none.points > 20
     undisturbed.close()
@@ -325,6 +294,7 @@ def test_a_death_at_any_moment_changes_nothing(founded, tmp_path, actor):
         assert [(r.round, r.status, r.cohort) for r in rounds] == [(n, "closed", ("d0", "d1")) for n in (1, 2)]
         counted = [(u.round, u.device) for u in w.server.ledger.rows(Update)]
         assert counted == [(1, "d0"), (1, "d1"), (2, "d0"), (2, "d1")], death.where
+        assert [u.skipped for u in w.server.ledger.rows(Update)] == skipped, death.where
         assert all_evaluated(w, 2), death.where
         retained = {t.split("/")[3] for t in w.broker.retained if t.startswith("fl1/t/b/")}
         named = {b.id for b in w.agents["d0"].manifest.blobs()}
@@ -953,6 +923,27 @@ def test_an_open_round_is_looked_over_ten_times_a_second_and_not_at_every_messag
     for _ in range(250):
         w.step(0.004)
     assert 9 <= len(looks) <= 11
+
+
+def test_a_manifest_goes_under_zstd_until_a_device_comes_that_does_not_read_it(fleet):
+    def body() -> bytes:
+        return w.broker.retained[topics.current(w.name)].partition(b"\n")[2]
+
+    w = fleet(rounds=3, devices=2)
+    start(w, "d0", "d1")
+    assert w.pump(lambda: w.closed() == 1)
+    assert body().startswith(MAGIC)
+    packed = messages.decode(Manifest, body())
+    older = Presence("on", "boot", methods=dict.fromkeys(METHODS, 1), codecs=("fp32", "int8"))
+    w.broker.publish(topics.presence(w.name, "older"), messages.encode(older), retain=True)
+    w.step(0.1)
+    assert body().startswith(b"{")
+    plain = messages.decode(Manifest, body())
+    assert plain.round >= packed.round
+    assert plain.seq > packed.seq
+    w.broker.publish(topics.presence(w.name, "older"), messages.encode(Presence("off", "boot", ver="1")), retain=True)
+    assert w.pump(lambda: w.closed() == 3)
+    assert body().startswith(MAGIC), "it has gone"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet_core.base import config, schema, storage
+from fleet_core.base import compression, config, schema, storage
 from fleet_core.base.errors import ConfigError, MessageError, StateError
 from fleet_core.protocol import chunks, cohort, messages, topics
 from fleet_core.protocol.chunks import Blob, Inbox, cut
@@ -51,7 +51,9 @@ text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 numbers = st.floats(-1e9, 1e9)
 ids = st.text("0123456789abcdef", min_size=32, max_size=32)
 blobs = st.builds(Blob.of, st.binary(min_size=1, max_size=5000), st.sampled_from([1024, 2048]))
-models = st.builds(ModelRef, ids, blobs, st.just("int8"), st.none() | ids, st.none() | blobs, st.integers(0, 10**9))
+models = st.builds(
+    ModelRef, ids, blobs, st.just("int8"), st.none() | ids, st.none() | blobs, st.integers(0, 10**9), st.none() | blobs
+)
 cohorts = st.builds(Cohort, st.none() | st.lists(names, max_size=5).map(tuple), st.none() | text, st.integers(0, 2**53))
 manifests = st.builds(
     Manifest,
@@ -124,6 +126,7 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 @settings(max_examples=80, deadline=None)
 def test_a_message_is_read_as_it_was_written(message):
     assert messages.decode(type(message), messages.encode(message)) == message
+    assert messages.decode(type(message), messages.encode(message, packed=True)) == message
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,6 +163,21 @@ def test_a_message_with_one_part_replaced_is_read_or_refused(message, data):
 def test_malformed_json_is_a_message_error(data):
     with pytest.raises(MessageError):
         messages.decode(Down, data)
+
+
+def test_a_message_under_zstd_that_grows_beyond_its_limit_or_is_damaged_is_refused():
+    bomb = compression.compress(b" " * 100_000 + messages.encode(Down("done", 3)))
+    assert messages.decode(Down, bomb) == Down("done", 3)
+    for data in (bomb[:-3], bomb + b"{}"):
+        with pytest.raises(MessageError):
+            messages.decode(Down, data)
+    with pytest.raises(MessageError):
+        messages.decode(Down, bomb, limit=100_000)
+
+
+def test_a_field_that_has_its_default_is_not_sent():
+    assert messages.encode(Down("done", 3)) == b'{"t":"done","r":3}'
+    assert messages.encode(Presence("on", beat=True)) == b'{"st":"on","beat":true}'
 
 
 def test_a_message_over_its_limit_is_refused_before_it_is_parsed():

@@ -1,0 +1,108 @@
+"""The saving on the wire: live fleets over MQTT with TLS, one for each codec, and bytes of a device and round.
+
+    METAFLEET_DATA=CACHE python -m benchmarks.cost.live --out FOLDER [--devices 8] [--rounds 20]
+
+Aggregator, mosquitto with certificates, and agents are processes on this machine. The first patients of the task
+heartbeat-22 train, all in every round, with the settings and the codec of chosen.json. Bytes are those of rounds 3 to
+the last but one, so that neither the graph, nor the first model, nor the served model after the last round counts:
+payload, what went through the MQTT socket, and on the wire: TLS, TCP and IP. It writes live.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tomllib
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.cost.to_target import BEST, CHOSEN, PER_FEDAVG, PFLDYN, task
+from benchmarks.own_data.commands import Commands
+from cloud_server.laboratory.run import workload as workloads
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_sums import Bytes, Volume
+from fleet_core.base import config
+from fleet_core.base.processes import say
+from fleet_core.base.storage import write_atomic, write_json
+from fleet_core.data.samples import Samples, save
+
+HERE = Path(__file__).parent
+TASK, FLEET = "heartbeat-22", "fleet"
+ROWS = ((PER_FEDAVG, "fp32"), (PFLDYN, "fp32"), (PFLDYN, "int8"), (PFLDYN, BEST))
+FIRST_ROUND = 3
+ROUNDS_S = 1800.0
+COUNTERS = ("payload", "mqtt", "wire")
+
+
+def measured(folder: Path, label: str, codec: str, devices: int, rounds: int) -> dict[str, Any]:
+    """Runs one fleet in ``folder``, which is made anew: counter -> bytes of one device in one round, up and down."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    methods = json.loads(CHOSEN.read_text())[TASK]["methods"]
+    method = methods[BEST if codec == BEST else label]
+    codec = method["codec"] if codec == BEST else codec
+    commands = Commands(folder)
+    with ExitStack() as stack:
+        stack.callback(commands.end)
+        up, _, down = codec.partition("/")
+        commands.done("metafleet", "init", FLEET, "--data", "heartbeat", "--model", task(TASK).model.name, "--no-trial",
+                      "--method", method["method"], "--codec", f"up:{up},down:{down or up}", "--rounds", rounds)
+        settings = folder / FLEET / "fleet.toml"
+        made = tomllib.loads(settings.read_text())
+        made["hyper"] = method["hyper"]
+        made["fleet"] |= {"min_devices": devices, "serve_every": rounds}
+        write_atomic(settings, config.toml(made).encode())
+        server, log = commands.start("metafleet", "server", "start", FLEET, "--host", "0.0.0.0", "--quiet")
+        commands.says(log, "broker: ")
+        names = enrolled(commands, devices)
+        agents = [commands.start("edge-agent", "run", "--home", name)[0] for name in names]
+        with Ledger(folder / FLEET / "ledger.sqlite") as ledger:
+            commands.until(lambda: len(ledger.rounds("closed")) >= rounds, f"round {rounds}", ROUNDS_S)
+            by_round = ledger.volume("round")
+            found = [by_round[number] for number in range(FIRST_ROUND, rounds)]
+        commands.stop(*agents)
+        commands.stop(server)
+    return {"method": label, "codec": codec,
+            **{name: each(found, name, devices) for name in COUNTERS}}
+
+
+def enrolled(commands: Commands, devices: int) -> list[str]:
+    """Enrols the first devices with a token each; their homes hold their training samples."""
+    work = workloads.build(task(TASK))
+    names = []
+    for share in work.train[:devices]:
+        name = f"p{share.name}"
+        home = commands.folder / name
+        home.mkdir()
+        kept = work.samples.take(share.train)
+        save(home / "samples.npz", Samples(kept.x, kept.y, classes=kept.classes, time=kept.time))
+        commands.done("metafleet", "devices", "enroll", FLEET, name)
+        commands.done("edge-agent", "enroll", f"{name}.token", "--home", name)
+        names.append(name)
+    return names
+
+
+def each(found: list[Volume], counter: str, devices: int) -> dict[str, float]:
+    """Bytes of one device in one round."""
+    counted: list[Bytes] = [getattr(volume, counter) for volume in found]
+    return {"up": mean(one.up for one in counted) / devices, "down": mean(one.down for one in counted) / devices}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the fleets")
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=20)
+    given = parser.parse_args()
+    rows = []
+    for label, codec in ROWS:
+        rows.append(measured(given.out / f"{label}-{codec}", label, codec, given.devices, given.rounds))
+        say(json.dumps(rows[-1]))
+    write_json(HERE / "live.json", {"task": TASK, "devices": given.devices, "rounds": given.rounds, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""to_target.json, to_target.md and their pictures, from the runs that have ended."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from benchmarks import markdown
+from benchmarks.cost import to_target
+from benchmarks.cost.to_target import BEST, CHOSEN, FEDAVG, FIGURES, HERE, PER_FEDAVG, PFLDYN, ROWS, Curve, end
+from cloud_server.figures.formatting import bytes_text
+from cloud_server.laboratory.compare.comparison_charts import style
+from cloud_server.laboratory.run.run_folder import Store
+from fleet_core.base.storage import write_atomic, write_json
+from fleet_core.power.radio import HUANG
+
+RESULT, PAGE = HERE / "to_target.json", HERE / "to_target.md"
+FP32 = {label: (label, "fp32") for label in (PER_FEDAVG, FEDAVG, PFLDYN)}
+TITLES = {"heartbeat-22": "Heart beats, new patients", "har": "Human activity, new people", "omniglot": "Omniglot",
+          "mnist": "MNIST, new writers", "cifar-10": "CIFAR-10, ACID-5"}
+WORDS = {"macro_f1": "macro-F1", "accuracy": "accuracy"}
+MARKERS = {"fp32": "o", "int8": "s", "int4": "D", "ternary": "^", "topk-10": "v", "topk-1": "P"}
+
+Key = tuple[str, str]
+Curves = dict[Key, list[Curve]]
+
+
+def write(runs: Path) -> None:
+    """Adds the runs that have ended in ``runs`` to to_target.json, and makes the page and the pictures from that."""
+    kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    for name in FIGURES:
+        for folder in sorted((runs / name / "rows").glob("*")):
+            label, _, codec = folder.name.partition(" ")
+            ended = [one for one in (folder / f"{label}-s{seed}" for seed in to_target.SEEDS) if Store(one).done]
+            if ended:
+                kept.setdefault(name, {})[f"{label} {codec}"] = [asdict(to_target.curve(name, one)) for one in ended]
+    write_json(RESULT, kept)
+    chosen = json.loads(CHOSEN.read_text())
+    found = {name: curves_of(kept[name]) for name in FIGURES if name in kept and name in chosen}
+    tables = {"targets": targets_table(found, chosen), "chosen": chosen_table(chosen)}
+    write_atomic(PAGE, markdown.filled(PAGE.read_text(), tables).encode())
+    draw_front(found, HERE / "front.png")
+    draw_curves(found, HERE / "to_target.png")
+
+
+def curves_of(kept: Mapping[str, Sequence[Mapping[str, Any]]]) -> Curves:
+    """(label, codec) -> curves by seed."""
+    return {
+        (name.partition(" ")[0], name.partition(" ")[2]): [
+            Curve(one["seed"], *(tuple(one[key]) for key in ("figure", "rounds", "up", "down", "flops")))
+            for one in several
+        ] for name, several in kept.items()
+    }
+
+
+# Targets --------------------------------------------------------------------------------------------------------------
+
+
+def target_of(several: Sequence[Curve]) -> float:
+    """The highest whole point that every seed reaches."""
+    return math.floor(100 * min(max(one.figure) for one in several) + 1e-9) / 100
+
+
+def spent(several: Sequence[Curve], target: float) -> tuple[float, float, int]:
+    """(mean bytes of all devices, mean rounds, seeds) of the seeds that reach the target."""
+    at = [(one, k) for one in several if (k := one.first(target)) is not None]
+    if not at:
+        return math.nan, math.nan, 0
+    return mean(one.total(k) for one, k in at), mean(one.rounds[k] for one, k in at), len(at)
+
+
+def targets_table(found: Mapping[str, Curves], chosen: Mapping[str, Any]) -> str:
+    head = ("task", "method", "codec", "at the end", "target", "rounds", "bytes", "Per-FedAvg's / its",
+            "target", "rounds", "bytes", "PFLDyn-Proto's / its")
+    return markdown.table(head, [line for name, curves in found.items() for line in lines(name, curves, chosen[name])])
+
+
+def lines(name: str, curves: Curves, chosen: Mapping[str, Any]) -> Iterator[list[str]]:
+    best = chosen["methods"][BEST]
+    for key in ROWS:
+        if key not in curves:
+            continue
+        ends = [end(one) for one in curves[key]]
+        codec = f"`{key[1]}`" if key[1] != BEST else f"best: `{best['codec']}`, penalty {best['hyper']['penalty']:g}"
+        cells = [TITLES[name], f"`{key[0]}`", codec,
+                 f"{mean(ends):.3f}" + (f" ± {stdev(ends):.3f}" if len(ends) > 1 else "")]
+        for label in (PER_FEDAVG, PFLDYN):
+            base = curves.get(FP32[label])
+            cells += reached(curves[key], base) if base else ["-"] * 4
+        yield cells
+
+
+def reached(several: Sequence[Curve], base: Sequence[Curve]) -> list[str]:
+    """Cells: target, rounds, bytes, and how many times the base's bytes are those."""
+    target = target_of(base)
+    moved, rounds, seeds = spent(several, target)
+    if not seeds:
+        return [f"{target:.2f}", f"> {several[0].rounds[-1]}", "-", "-"]
+    part = f" ({seeds} of {len(several)} seeds)" if seeds < len(several) else ""
+    return [f"{target:.2f}", f"{rounds:.0f}{part}", bytes_text(moved), f"{spent(base, target)[0] / moved:.1f}"]
+
+
+def chosen_table(chosen: Mapping[str, Any]) -> str:
+    """A row per task and penalty: by codec, the figure at the end and bytes of the run."""
+    codecs = list(dict.fromkeys(one["codec"] for of in chosen.values() for one in of["codecs"]))
+    rows = []
+    for name in FIGURES:
+        found = chosen[name]["codecs"] if name in chosen else []
+        for label in dict.fromkeys(one["label"] for one in found):
+            by = {one["codec"]: one for one in found if one["label"] == label}
+            cells = [f"{by[codec]['end']:.3f}, {bytes_text(by[codec]['bytes'])}" if codec in by else "diverged"
+                     for codec in codecs]
+            rows.append([TITLES[name], f"{next(iter(by.values()))['hyper']['penalty']:g}", *cells])
+    return markdown.table(("task", "penalty", *(f"`{codec}`" for codec in codecs)), rows)
+
+
+# Pictures -------------------------------------------------------------------------------------------------------------
+
+
+def draw_front(found: Mapping[str, Curves], path: Path) -> None:
+    """The figure at the end against bytes, and against joules of the radio, of a device in the whole run."""
+    from matplotlib.figure import Figure
+
+    names = [name for name, curves in found.items() if len(curves) > len(ROWS) + 2]
+    if not names:
+        return
+    figure = Figure(figsize=(11.0, 4.0 * len(names)), dpi=130, layout="constrained")
+    panels = figure.subplots(len(names), 2, squeeze=False, sharey="row")
+    for row, name in zip(panels, names, strict=True):
+        devices = task_devices(name)
+        for panel, (what, cost) in zip(row, COSTS.items(), strict=True):
+            points = {key: (cost(several) / devices, mean(map(end, several))) for key, several in found[name].items()}
+            for label, codec in points:
+                if codec in MARKERS:
+                    panel.plot(*points[label, codec], MARKERS[codec], color=COLOURS[label], markersize=7)
+            best = front({key: at for key, at in points.items() if key[1] in MARKERS})
+            panel.plot(*zip(*best, strict=True), color="0.6", linewidth=1, zorder=0)
+            panel.set(xscale="log", xlabel=what, title=TITLES[name])
+            panel.grid(alpha=0.3)
+        row[0].set_ylabel(f"{WORDS[FIGURES[name][1]]} at the end")
+    from matplotlib.lines import Line2D
+
+    keys = [Line2D([], [], color=colour, linewidth=4, label=label) for label, colour in COLOURS.items()]
+    keys += [Line2D([], [], color="0.3", marker=mark, linestyle="", label=codec) for codec, mark in MARKERS.items()]
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False, fontsize=9)
+    figure.savefig(path, metadata={"Software": None})
+
+
+def front(points: Mapping[Key, tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that none beats in both: the cheapest first."""
+    best: list[tuple[float, float]] = []
+    for cost, value in sorted(points.values()):
+        if not best or value > best[-1][1]:
+            best.append((cost, value))
+    return best
+
+
+def _bytes(several: Sequence[Curve]) -> float:
+    return mean(one.total(-1) for one in several)
+
+
+def _joules(several: Sequence[Curve]) -> float:
+    return mean(HUANG["lte"].joules(one.up[-1], one.down[-1]) or math.nan for one in several)
+
+
+COSTS = {"payload of a device, bytes": _bytes,
+         "radio of a device, J (LTE, modelled on other hardware)": _joules}
+COLOURS = {label: style(k)[0] for k, label in enumerate(FP32)}
+
+
+def task_devices(name: str) -> int:
+    from cloud_server.laboratory.run import workload
+
+    return len(workload.build(to_target.task(name)).train)
+
+
+def draw_curves(found: Mapping[str, Curves], path: Path) -> None:
+    """The figure against the bytes so far of all devices, of the rows of the table; a dashed line at the target."""
+    from matplotlib.figure import Figure
+
+    columns = 2
+    figure = Figure(figsize=(11.0, 3.8 * math.ceil(len(found) / columns)), dpi=130, layout="constrained")
+    panels = figure.subplots(math.ceil(len(found) / columns), columns, squeeze=False).ravel()
+    for panel in panels[len(found):]:
+        panel.set_axis_off()
+    for panel, (name, curves) in zip(panels[:len(found)], found.items(), strict=True):
+        for k, key in enumerate(ROWS):
+            for one in curves.get(key, ()):
+                at = [one.total(i) for i in range(len(one.rounds))]
+                panel.plot(at, one.figure, color=style(k)[0], linewidth=1.2, label=", ".join(key))
+        if FP32[PER_FEDAVG] in curves:
+            panel.axhline(target_of(curves[FP32[PER_FEDAVG]]), color="0.5", linewidth=1, linestyle="--")
+        panel.set(xscale="log", xlabel="payload of all devices, bytes", ylabel=WORDS[FIGURES[name][1]],
+                  title=TITLES[name])
+        panel.grid(alpha=0.3)
+    shown = {line.get_label(): line for panel in panels for line in panel.get_lines()
+             if not str(line.get_label()).startswith("_")}
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(shown), frameon=False,
+                  fontsize=9)
+    figure.savefig(path, metadata={"Software": None})

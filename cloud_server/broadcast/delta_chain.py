@@ -1,0 +1,109 @@
+"""The chain: the deltas of the last rounds, which a device that missed some applies in order in place of the whole.
+
+Fleet and simulation share it. It depends on the closed rounds alone, so that a restarted aggregator names the same one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+from cloud_server.records.checkpoint import Checkpoint, Delta
+from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.delta_chain import MAX_LINKS, Chain
+from fleet_core.protocol.round_messages import ModelRef
+
+LINK_BYTES = 270
+"""What a link costs beside its delta: its entry in the list, and MQTT's bytes to fetch one more blob."""
+NAMED_BYTES = 190
+"""Of a blob's description in the manifest, which every device receives that is on."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What is known of a device. base: id of the training model that it holds, or empty. chains: whether it takes a
+    model as a chain of deltas."""
+
+    base: str
+    chains: bool
+
+
+@dataclass(frozen=True)
+class DeltaChain:
+    """The ways to a round's model. newest: as all devices that hold its base fetch it. earlier: the deltas that lead to
+    that base, oldest first; empty where they do not pay. whole: bytes of the model in fp32. chunk_bytes: of a chunk."""
+
+    newest: Delta
+    earlier: tuple[Delta, ...]
+    whole: int
+    chunk_bytes: int
+
+    @property
+    def kept(self) -> tuple[Delta, ...]:
+        """What the next round may name, if its delta is as large as this one."""
+        return _paying((*self.earlier, self.newest), len(self.newest.data), self.whole)
+
+    @cached_property
+    def links(self) -> tuple[ModelRef, ...]:
+        return tuple(
+            ModelRef(one.model, Blob.of(one.data, self.chunk_bytes), one.codec, one.base, round=one.round)
+            for one in self.earlier
+        )
+
+    @cached_property
+    def listed(self) -> bytes:
+        """The blob with the links; empty without any."""
+        return Chain(self.links).encode() if self.links else b""
+
+    def follows(self, held: Collection[str]) -> bool:
+        """Whether a device that holds the models ``held`` fetches a part of ``earlier``."""
+        return self.newest.base not in held and self._start(held) is not None
+
+    def suits(self, holder: Holder) -> bool:
+        """Whether a device that lacks the newest delta's base needs no whole model, as far as it is known."""
+        return holder.chains and (self.newest.base is None or self._start((holder.base,)) is not None)
+
+    def pays(self, lacking: Collection[Holder], listening: int) -> bool:
+        """Whether the manifest should name the chain, for the asked devices that are ``lacking`` the base. It takes the
+        place of the whole model if it suits all of them; otherwise both are named to all devices that are
+        ``listening``."""
+        known = [(one, count) for one, count in Counter(lacking).items() if one.chains]
+        saved = sum(count * (self.whole - sum(self.fetched((one.base,)))) for one, count in known)
+        return bool(self.earlier) and saved > (0 if all(map(self.suits, lacking)) else NAMED_BYTES * listening)
+
+    def fetched(self, held: Collection[str]) -> list[int]:
+        """Bytes of each blob that a device fetches for the model, if it holds the models ``held``."""
+        if self.newest.model in held:
+            return []
+        if self.newest.base is None or self.newest.base in held:
+            return [len(self.newest.data)]
+        listed = [len(self.listed)] if self.earlier else []
+        start = self._start(held)
+        if start is None:
+            return [*listed, self.whole]
+        newest = () if self.newest.model == self.newest.base else (self.newest,)
+        return [*listed, *(len(one.data) for one in (*self.earlier[start:], *newest))]
+
+    def _start(self, held: Collection[str]) -> int | None:
+        """The first link that such a device fetches; None if there is none."""
+        begins = (k for k, one in enumerate(self.earlier) if one.base is None or one.base in held)
+        return max(begins, default=None)
+
+
+def chain_of(before: Checkpoint, newest: Delta, whole: int, chunk_bytes: int) -> DeltaChain:
+    """The chain of the round after ``before``; without links if those in the checkpoint lead elsewhere."""
+    known = before.deltas if before.deltas and before.deltas[-1].model == newest.base else ()
+    return DeltaChain(newest, _paying(known, len(newest.data), whole), whole, chunk_bytes)
+
+
+def _paying(deltas: tuple[Delta, ...], newest_bytes: int, whole: int) -> tuple[Delta, ...]:
+    """The last ``deltas`` that together with the newest one cost less than the whole model."""
+    spent, first = newest_bytes, len(deltas)
+    for one in reversed(deltas[-MAX_LINKS:]):
+        spent += len(one.data) + LINK_BYTES
+        if spent >= whole:
+            break
+        first -= 1
+    return deltas[first:]
