@@ -22,7 +22,7 @@ from fleet_core.base.errors import shortened
 from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.model.choose_codec import WINDOW, rise
 
-SMALL, AGAIN = 0.1, 0.2
+SMALL, AGAIN = 0.2, 0.4
 """An array is at rest where the mean of its last ``WINDOW`` moves is at most ``SMALL`` of the largest such mean so far.
 It moves again where its move in a probe is above ``AGAIN`` of that."""
 REST, LONGEST_REST = 10, 100
