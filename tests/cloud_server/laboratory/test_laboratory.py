@@ -151,6 +151,7 @@ def check_bytes(w: World, rows: list[dict[str, Any]]) -> None:
         pytest.param("fedavg", {**PLAIN, "finetune_steps": 2}, "ternary", 2, marks=pytest.mark.slow),
         pytest.param("scaffold", {**PLAIN, "finetune_steps": 2}, "int4", 2, marks=pytest.mark.slow),
         pytest.param("fedper", PLAIN, "topk-10", 2, marks=pytest.mark.slow),
+        pytest.param("lg-fedavg", PLAIN, "ternary", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_counts_the_bytes_of_a_fleet_whose_devices_miss_rounds(
