@@ -216,6 +216,7 @@ def check_bytes(w: World, rows: list[dict[str, Any]]) -> None:
         pytest.param("fedavg", TUNED, "ternary", 2, marks=pytest.mark.slow),
         pytest.param("scaffold", TUNED, "int4", 2, marks=pytest.mark.slow),
         pytest.param("fedper", PLAIN, "topk-10", 2, marks=pytest.mark.slow),
+        pytest.param("lg-fedavg", PLAIN, "ternary", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_counts_the_bytes_of_a_fleet_whose_devices_miss_rounds(
