@@ -104,7 +104,7 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     compare_with_a_fleet(tmp_path, method, hyper, codec)
 
 
-FROZEN = {
+FROZEN: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "the head of a shared model": ("fedavg", TUNED, "int8", {"only": ["head.*"]}),
     "a body of which a part moves": ("pfldyn-proto", EPISODES, "int8", {"only": ["layers.0.weight"]}),
     "without feedback": ("feddyn", TUNED, "int8-plain", {"only": ["layers.*"]}),
@@ -187,7 +187,7 @@ def compare_with_a_fleet(
 
 # Ended and begun again ------------------------------------------------------------------------------------------------
 
-RESUMED = {
+RESUMED: dict[str, tuple[Any, ...]] = {
     "a device's dual and what its codec left over": ("pfldyn-proto", ONE_EPISODE, "int8"),
     "groups of a device's own": ("fedrep", {"local_steps": 2, "batch": 12}, "none"),
     "moments of the server's optimizer": ("fedmeta-metasgd", ONE_EPISODE, "fp32"),

@@ -59,7 +59,8 @@ def trained(
 @pytest.mark.parametrize("name", ABLE)
 def test_a_single_step_is_that_part_of_the_whole_step(name: str) -> None:
     """Without a clip, which is of the direction that there is."""
-    moving, one_step = frozen_of(name), {"local_steps": 1, "head_steps": 0, "clip_norm": 0.0, "personal_steps": 1}
+    moving = frozen_of(name)
+    one_step: dict[str, Any] = {"local_steps": 1, "head_steps": 0, "clip_norm": 0.0, "personal_steps": 1}
     part, whole = (trained(name, which, **one_step)[0] for which in (moving, EVERYTHING))
     assert {g: set(named) for g, named in part.update.groups.items()} == {
         g: set(named) for g, named in moving.of(whole.update.groups).items()

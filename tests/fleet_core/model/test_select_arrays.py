@@ -6,6 +6,7 @@ import pytest
 
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.errors import ConfigError
+from fleet_core.base.moving import EVERYTHING
 from fleet_core.model import select_arrays
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
 from fleet_core.model.select_arrays import TrainSection, selected
@@ -34,7 +35,7 @@ def test_what_matches_moves(only: list[str], wanted: list[str]) -> None:
 
 
 def test_no_pattern_is_the_whole_model() -> None:
-    assert selected([], LAYOUT, METHODS["fedavg"]) == (select_arrays.EVERYTHING, [])
+    assert selected([], LAYOUT, METHODS["fedavg"]) == (EVERYTHING, [])
 
 
 @pytest.mark.parametrize(("only", "method", "said"), [
