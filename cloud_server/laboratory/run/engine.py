@@ -16,14 +16,7 @@ from typing import Any
 import numpy as np
 
 from cloud_server.broadcast.models_down import encode_model, moved, per_device_models
-from cloud_server.broadcast.served_model import (
-    Audience,
-    asked_next,
-    encode_served,
-    fetched_bytes,
-    is_new,
-    same_rest,
-)
+from cloud_server.broadcast.served_model import Audience, asked_next, encode_served, fetched_bytes, is_new, same_rest
 from cloud_server.laboratory.run import round_figures
 from cloud_server.laboratory.run.device_work import (
     TEST_STEP,
