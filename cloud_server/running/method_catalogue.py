@@ -12,6 +12,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError
 from fleet_core.model.layout import MODEL_GROUPS
+from fleet_core.model.select_arrays import refusal
 from fleet_core.personalization.gradient_steps import steps_of, trains
 
 DERIVED = {
@@ -121,6 +122,7 @@ def description(method: Method) -> str:
         "source": method.source, "down": transfer_text(method, "down"), "up": transfer_text(method, "up"),
         **({"in print": f"{paper[0]} models down, {paper[1]} up"} if paper else {}),
         "codecs": "any" if method.cumulative else "fp32 alone: sums over samples, which a lossy one would spoil",
+        **({"a part": f"not trained alone: it {why}"} if (why := refusal(method)) else {}),
         "stays": ", ".join(stays(method)) or "nothing", "gradient": method.adaptation,
         "answers": f"{method.personalizer}; without torch: {without_torch(method)}",
     }

@@ -216,21 +216,6 @@ def runs(experiment: Experiment) -> tuple[Run, ...]:
     return tuple(made)
 
 
-def settled(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run (``run.json``), with defaults for keys that it is too old to have. Unreadable settings are
-    returned unchanged."""
-    method = METHODS.get(str(asked.get("method")))
-    experiment, hyper = asked.get("experiment"), asked.get("hyper")
-    if method is None or not isinstance(experiment, Mapping):
-        return dict(asked)
-    found, _ = schema.read(Experiment, {**experiment, "method": []})
-    read_hyper, _ = schema.read(method.hyper, hyper)
-    if found is None or read_hyper is None:
-        return dict(asked)
-    plain = {key: value for key, value in schema.plain(found).items() if key not in SEVERAL}
-    return dict(json.loads(json.dumps({**asked, "experiment": plain, "hyper": schema.plain(read_hyper)})))
-
-
 def _combinations(section: MethodSection) -> Iterator[tuple[str, dict[str, Any]]]:
     names = sorted(section.grid)
     for values in itertools.product(*(section.grid[name] for name in names)):

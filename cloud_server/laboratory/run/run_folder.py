@@ -22,9 +22,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cloud_server.laboratory.run.experiment import settled
+from cloud_server.laboratory.run.experiment import SEVERAL, Experiment
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints
-from fleet_core.base import storage
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import schema, storage
 from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.base.trees import Params
 
@@ -181,3 +182,18 @@ def read_table(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise StateError("holds no table", where=str(path))
     return found
+
+
+def settled(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run (``run.json``), with defaults for keys that it is too old to have. Unreadable settings are
+    returned unchanged."""
+    method = METHODS.get(str(asked.get("method")))
+    experiment, hyper = asked.get("experiment"), asked.get("hyper")
+    if method is None or not isinstance(experiment, Mapping):
+        return dict(asked)
+    found, _ = schema.read(Experiment, {**experiment, "method": []})
+    read_hyper, _ = schema.read(method.hyper, hyper)
+    if found is None or read_hyper is None:
+        return dict(asked)
+    plain = {key: value for key, value in schema.plain(found).items() if key not in SEVERAL}
+    return dict(json.loads(json.dumps({**asked, "experiment": plain, "hyper": schema.plain(read_hyper)})))

@@ -114,7 +114,7 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     compare_with_a_fleet(tmp_path, method, hyper, codec, skip_below=skip_below)
 
 
-FROZEN: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
+FROZEN: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "the head of a shared model": ("fedavg", TUNED, "int8", {"only": ["head.*"]}),
     "a body of which a part moves": ("pfldyn-proto", EPISODES, "int8", {"only": ["layers.0.weight"]}),
     "without feedback": ("feddyn", TUNED, "int8-plain", {"only": ["layers.*"]}),

@@ -55,15 +55,15 @@ def board(tmp_path: Path) -> Profile:
     return profile.load(path)
 
 
-@pytest.mark.parametrize(("method", "codec", "cohort", "rounds", "train"), [
-    ("fedavg", "fp32", 0, 3, ""), ("pfldyn-proto", "int8", 2, 6, ""), ("fedper", "int8", 0, 5, ""),
-    ("fedavg", "int8", 2, 6, 'only = ["head.*"]'),
+@pytest.mark.parametrize(("method", "codec", "cohort", "rounds", "hidden", "train"), [
+    ("fedavg", "fp32", 0, 3, 60, ""), ("pfldyn-proto", "int8", 2, 6, 60, ""), ("fedper", "int8", 0, 5, 60, ""),
+    ("fedavg", "int8", 2, 6, 40, 'only = ["head.*"]'),
 ])
 def test_the_planned_payload_is_within_a_fifth_of_the_ledgers(
-    tmp_path: Path, plan: Plan, method: str, codec: str, cohort: int, rounds: int, train: str
+    tmp_path: Path, plan: Plan, method: str, codec: str, cohort: int, rounds: int, hidden: int, train: str
 ) -> None:
     text = config_text(method, rounds=rounds, fleet=f"cohort = {cohort}", link=f'up = "{codec}"\ndown = "{codec}"')
-    text = text.replace("hidden = [6]", "hidden = [60]").replace(f"serve_every = {rounds}", "serve_every = 2")
+    text = text.replace("hidden = [6]", f"hidden = [{hidden}]").replace(f"serve_every = {rounds}", "serve_every = 2")
     text += f"[train]\n{train}\n"
     w = world(tmp_path, text)
     (before,) = plan(w.fleet.folder, "--devices", 3)

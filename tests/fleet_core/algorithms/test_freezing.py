@@ -190,17 +190,17 @@ def adam(frozen: Callable[[int], Collection[str]], rounds: int) -> list[ServerSt
     return states
 
 
+def path(states: list[ServerState], name: str) -> list[Any]:
+    return [np.ravel(state.model["body"][name]).tolist() for state in states]
+
+
 def test_an_adam_of_the_server_goes_on_as_if_the_rounds_of_a_frozen_array_had_not_been() -> None:
     """Its moments, and the number of steps that corrects their start."""
     whole = adam(lambda number: (), 8)
     part = adam(lambda number: (B,) if number in (1, 2, 3, 6) else (), 12)
-
-    def at(states: list[Any], name: str) -> list[Any]:
-        return [np.ravel(state.model["body"][name]).tolist() for state in states]
-
     moved = [n for n in range(12) if n not in (1, 2, 3, 6)]
-    np.testing.assert_array_equal([at(part, "b")[n] for n in moved], at(whole, "b"))
-    np.testing.assert_array_equal(at(part, "a")[:8], at(whole, "a"))
+    np.testing.assert_array_equal([path(part, "b")[n] for n in moved], path(whole, "b"))
+    np.testing.assert_array_equal(path(part, "a")[:8], path(whole, "a"))
     assert part[-1].scalars[f"{STEPS}.{B}"] == 8
     assert part[-1].scalars[f"{STEPS}.{A}"] == 12
 

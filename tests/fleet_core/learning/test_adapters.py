@@ -73,17 +73,18 @@ def test_its_graph_answers_as_torch_does(model: str) -> None:
 ])  # fmt: skip
 def test_it_adds_a_product_of_low_rank_to_the_weights(base: Any, x: torch.Tensor) -> None:
     """For a convolution B A is a kernel too."""
-    layer: Any = Adapted(base, RANK)
-    nn.init.normal_(layer.adapter.up.weight)
-    down, up = layer.adapter.down.weight, layer.adapter.up.weight
+    layer = Adapted(base, RANK)
+    arrays: dict[str, Any] = dict(layer.adapter.named_parameters())
+    down, up = arrays["down.weight"], arrays["up.weight"]
+    nn.init.normal_(up)
     product = (up.flatten(1) @ down.flatten(1)).reshape(base.weight.shape)
     assert torch.linalg.matrix_rank(product.flatten(1)) <= RANK
-    expected = base(x) + (
-        x @ product.T if isinstance(base, nn.Linear)
-        else {3: nn.functional.conv1d, 4: nn.functional.conv2d}[x.dim()](
-            x, product, None, base.stride, base.padding, base.dilation)
-    )
-    torch.testing.assert_close(layer(x), expected)
+    if isinstance(base, nn.Linear):
+        beside = x @ product.T
+    else:
+        conv: Any = nn.functional.conv1d if x.dim() == 3 else nn.functional.conv2d
+        beside = conv(x, product, None, base.stride, base.padding, base.dilation)
+    torch.testing.assert_close(layer(x), base(x) + beside)
 
 
 class Own(nn.Module):

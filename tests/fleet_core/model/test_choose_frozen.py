@@ -99,8 +99,8 @@ def test_an_array_that_moves_again_in_a_probe_goes_on_and_the_next_probe_comes_s
     schedule = played([{A: AGAIN + 0.01, B: 1.0}], of=schedule)
     frozen, reason = schedule.choice()
     assert frozen == frozenset()
-    shares = f"a {AGAIN + 0.01:.2g}"
-    assert reason == f"move again after the probe, by the share of their largest move: {shares}; none at rest"
+    share = f"{AGAIN + 0.01:.2g}"
+    assert reason == f"move again after the probe, by the share of their largest move: a {share}; none at rest"
     assert schedule.rest == 2 * REST
     assert played([{A: 0.05, B: 1.0}] * (WINDOW - 2), of=schedule).choice()[0] == frozenset(), "it has a new window"
     assert played([{A: 0.01, B: 1.0}] * WINDOW, of=schedule).choice()[0] == {A}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from fleet_core.algorithms.methods.registry import METHODS
@@ -10,6 +12,7 @@ from fleet_core.base.moving import EVERYTHING
 from fleet_core.model import select_arrays
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
 from fleet_core.model.select_arrays import TrainSection, selected
+from tests.support.paths import ROOT
 
 NAMES = ("convs.0.base.weight", "convs.0.base.bias", "convs.0.adapter.down.weight", "convs.0.adapter.up.weight",
          "norm.weight", "head.weight", "head.bias")
@@ -80,7 +83,9 @@ def test_a_method_that_cannot_freeze_says_why(method: str, why: str) -> None:
     assert why in select_arrays.refusal(METHODS[method])
 
 
-def test_all_other_methods_can() -> None:
+def test_all_other_methods_can_as_the_page_says() -> None:
     refused = {name for name, method in METHODS.items() if select_arrays.refusal(method)}
     assert refused == {"pfedhn", "fedproto", "fedmeta-metasgd", "local"}
+    page = (ROOT / "docs" / "freezing.md").read_text(encoding="utf-8").partition("## What does not go")[2]
+    assert set(re.findall(r"^\| `([\w-]+)` \|", page.partition("\n## ")[0], re.MULTILINE)) == refused
     assert not list(select_arrays.check(TrainSection(), METHODS["local"])), "nothing is asked of it"

@@ -51,9 +51,9 @@ text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 numbers = st.floats(-1e9, 1e9)
 ids = st.text("0123456789abcdef", min_size=32, max_size=32)
 blobs = st.builds(Blob.of, st.binary(min_size=1, max_size=5000), st.sampled_from([1024, 2048]))
-models = st.builds(
-    ModelRef, ids, blobs, st.just("int8"), st.none() | ids, st.none() | blobs, st.integers(0, 10**9), st.none() | blobs
-)
+places = st.none() | st.sets(st.integers(0, 300), min_size=1).map(lambda found: chunks.as_ranges(sorted(found)))
+models = st.builds(ModelRef, ids, blobs, st.just("int8"), st.none() | ids, st.none() | blobs, st.integers(0, 10**9),
+                   st.none() | blobs, places, st.none() | blobs, st.none() | ids)
 cohorts = st.builds(Cohort, st.none() | st.lists(names, max_size=5).map(tuple), st.none() | text, st.integers(0, 2**53))
 manifests = st.builds(
     Manifest,
@@ -77,11 +77,12 @@ manifests = st.builds(
     ).map(tuple),
     up=st.builds(UploadRules, st.integers(1, 2**30), st.integers(1024, 2**20), st.just(("fp32",))),
     open=st.booleans(),
+    train=places,
 )
 uploads = st.builds(
     UploadManifest, blobs, codecs, ids, names, names, st.integers(0, 9), st.integers(0, 9),
     st.dictionaries(names, numbers, max_size=3), st.dictionaries(names, numbers, max_size=3),
-    st.builds(Cost, st.integers(0, 9), st.floats(0, 9), st.none() | st.floats(0, 9)),
+    st.builds(Cost, st.integers(0, 9), st.floats(0, 9), st.none() | st.floats(0, 9)), train=places,
 )
 reports = st.builds(
     Report,
