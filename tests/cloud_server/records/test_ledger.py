@@ -299,6 +299,7 @@ def test_a_ledger_of_the_third_version_takes_what_devices_do_alone(ledger: Ledge
 
 
 def test_no_update_of_a_ledger_of_the_sixth_version_was_skipped(ledger: Ledger) -> None:
+    ledger.put(Update(round=1, device="a", update_id="u", received_at=1.5, payload_bytes=7, chunks=1))
     before = ledger.rows(Update)
     without_skipped(ledger)
     ledger._db.execute("PRAGMA user_version = 6")
