@@ -35,10 +35,6 @@ AUTO = 'freeze = "auto"'
 TICK_S = 0.25
 
 
-def has_closed(w: World, number: int) -> bool:
-    return bool(w.closed() >= number)
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No fsync, and a schedule that freezes and probes within some rounds."""
