@@ -70,5 +70,8 @@ def test_a_folder_without_a_tariff_has_none_and_a_named_file_has_to_be_there(tmp
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "tariffs").glob("*.toml")), ids=lambda path: path.stem)
-def test_the_examples_are_read_and_say_that_they_are_no_offer(path: Path) -> None:
-    assert "no provider's offer" in tariff.load(path).source
+def test_the_examples_have_prices_and_name_their_source(path: Path) -> None:
+    example = tariff.load(path)
+    assert example.source.partition(":")[0] in ("Telnyx IoT data plans, US zone 1, up to 100 MB a month",
+                                               "Eurostat nrg_pc_204")
+    assert example.data(1e6, 1e6) is not None
