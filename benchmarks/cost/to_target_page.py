@@ -101,8 +101,9 @@ def reached(several: Sequence[Curve], base: Sequence[Curve]) -> list[str]:
     moved, rounds, seeds = spent(several, target)
     if not seeds:
         return [f"{target:.2f}", f"> {several[0].rounds[-1]}", "-", "-"]
-    part = f" ({seeds} of {len(several)} seeds)" if seeds < len(several) else ""
-    return [f"{target:.2f}", f"{rounds:.0f}{part}", bytes_text(moved), f"{spent(base, target)[0] / moved:.1f}"]
+    if seeds < len(several):
+        return [f"{target:.2f}", f"{rounds:.0f} ({seeds} of {len(several)} seeds)", "-", "-"]
+    return [f"{target:.2f}", f"{rounds:.0f}", bytes_text(moved), f"{spent(base, target)[0] / moved:.1f}"]
 
 
 def chosen_table(chosen: Mapping[str, Any]) -> str:
@@ -183,8 +184,8 @@ def draw_curves(found: Mapping[str, Curves], path: Path) -> None:
     """The figure against the bytes so far of all devices, of the rows of the table; a dashed line at the target."""
     from matplotlib.figure import Figure
 
-    columns = 2
-    figure = Figure(figsize=(11.0, 3.8 * math.ceil(len(found) / columns)), dpi=130, layout="constrained")
+    columns = min(2, len(found))
+    figure = Figure(figsize=(5.5 * columns + 2.0, 3.8 * math.ceil(len(found) / columns)), dpi=130, layout="constrained")
     panels = figure.subplots(math.ceil(len(found) / columns), columns, squeeze=False).ravel()
     for panel in panels[len(found):]:
         panel.set_axis_off()
@@ -200,6 +201,5 @@ def draw_curves(found: Mapping[str, Curves], path: Path) -> None:
         panel.grid(alpha=0.3)
     shown = {line.get_label(): line for panel in panels for line in panel.get_lines()
              if not str(line.get_label()).startswith("_")}
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(shown), frameon=False,
-                  fontsize=9)
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.savefig(path, metadata={"Software": None})
