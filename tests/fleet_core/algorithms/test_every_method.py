@@ -48,6 +48,7 @@ from fleet_core.model import graph_bundle, payloads
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, softmax
 from fleet_core.protocol import messages, round_messages, topics
+from fleet_core.protocol.device_messages import Answer
 from fleet_core.protocol.round_messages import Manifest, PerDevice, UploadManifest
 from tests.support.inprocess import CLASSES, World, config_text, toy, without_fsync, world
 from tests.support.paths import ROOT
@@ -378,7 +379,7 @@ def test_the_commands_of_a_device_do_without_torch_what_they_can(fleet, tmp_path
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
     done = edge_agent("predict", tmp_path / "x.npy", "--json")
-    assert json.loads(done.stdout) == json.loads(messages.encode(wanted)), done.stderr
+    assert messages.decode(Answer, done.stdout.encode()) == wanted, done.stderr
     done = edge_agent("personalize", "--json")
     if METHODS[method].personalizer in ("proto", "knn"):
         assert json.loads(done.stdout)["personalization"] == METHODS[method].personalizer, done.stderr
