@@ -125,6 +125,12 @@ def test_every_experiment_runs_in_small(
         assert 0 <= method["over"]["figures"]["accuracy.mean"]["mean"] <= 1
 
 
+DEFAULTS = schema.plain({
+    field.name: field.default_factory() if callable(field.default_factory) else field.default
+    for field in dataclasses.fields(experiments.Experiment) if field.name in ("skip_below", "train")
+})
+
+
 @pytest.mark.parametrize("folder", PAGES, ids=lambda folder: folder.name)
 def test_a_pages_tables_are_those_that_its_result_gives(folder: Path) -> None:
     assert page.page(folder, json.loads((folder / page.RESULT).read_text())) == (folder / page.PAGE).read_text()
@@ -138,7 +144,9 @@ def test_a_result_is_of_the_experiments_that_are_there(folder: Path) -> None:
         if found is None:  # none of its runs has begun
             continue
         settings = comparison.present(schema.plain(asked))
-        assert found["settings"] == {key: settings[key] for key in settings if key not in ("method", "seeds")}
+        later = {key: value for key, value in DEFAULTS.items() if key not in found["settings"]}  # came afterwards
+        kept = {key: settings[key] for key in settings if key not in ("method", "seeds")}
+        assert {**found["settings"], **comparison.present(later)} == kept
         hyper = {one.label: schema.plain(one.hyper) for one in experiments.runs(asked)}
         for label, method in found["methods"].items():
             assert method["hyper"] == hyper[label]
