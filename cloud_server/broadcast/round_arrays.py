@@ -65,8 +65,8 @@ class RoundArrays:
         return schedule
 
     def begin(self, opened: OpenRound) -> None:
-        """The round's row is in the ledger."""
-        if self._section.parts:
+        """The round's row is in the ledger, and maybe one of this from before fleet.toml was changed."""
+        if self._section.parts or self._ledger.rows(Row, round=opened.number):
             frozen = tuple(sorted(opened.arrays.moving.frozen))
             self._ledger.put(Row(round=opened.number, frozen=frozen, reason=opened.arrays.reason))
 

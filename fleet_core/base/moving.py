@@ -19,9 +19,6 @@ class Moving:
 
     frozen: frozenset[str] = frozenset()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "frozen", frozenset(self.frozen))
-
     @property
     def everything(self) -> bool:
         return not self.frozen

@@ -384,3 +384,16 @@ def test_a_fleet_that_trains_everything_has_no_rows_and_no_section(fleet: Callab
     assert "arrays" not in data["rounds"][0]
     assert "<h2>Arrays</h2>" not in html_report.render(data, title="t")
     assert "arrays" not in terminal_view.closing_table(result.parse(data))
+
+
+def test_a_round_that_was_opened_for_a_part_and_closes_with_everything_is_booked_so(fleet: Callable[..., World]) -> None:
+    w = fleet(HEAD, rounds=2)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: is_open(w, 2))
+    w.kill_server()
+    text = w.fleet.folder / "fleet.toml"
+    text.write_text(text.read_text().replace(HEAD, ""))
+    w.start_server()
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
+    assert arrays(w) == {1: ({"body/layers.0.weight", "body/layers.0.bias"}, ""), 2: (set(), "")}
+    assert w.server.checkpoint.moving.everything
