@@ -386,7 +386,7 @@ def test_a_fleet_that_trains_everything_has_no_rows_and_no_section(fleet: Callab
     assert "arrays" not in terminal_view.closing_table(result.parse(data))
 
 
-def test_a_round_that_was_opened_for_a_part_and_closes_with_everything_is_booked_so(fleet: Callable[..., World]) -> None:
+def test_a_round_opened_for_a_part_that_closes_with_everything_is_booked_so(fleet: Callable[..., World]) -> None:
     w = fleet(HEAD, rounds=2)
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: is_open(w, 2))
