@@ -397,3 +397,27 @@ def test_a_round_opened_for_a_part_that_closes_with_everything_is_booked_so(flee
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
     assert arrays(w) == {1: ({"body/layers.0.weight", "body/layers.0.bias"}, ""), 2: (set(), "")}
     assert w.server.checkpoint.moving.everything
+
+
+def test_a_fleet_trains_all_but_the_adapters_and_then_adapters_alone(tmp_path: Path) -> None:
+    text = config_text("fedavg", rounds=2).replace("hidden = [6]", "hidden = [6]\nadapter = 2")
+    w = world(tmp_path, f'{text}\n[train]\nonly = ["*.base.*", "head.*"]\n')
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: finished(w) and settled(w))
+    before = weights(w, "d0")
+    assert not np.frombuffer(before["body/layers.0.adapter.up.weight"], np.float32).any()
+    w.kill_server()
+    path = w.fleet.folder / "fleet.toml"
+    later = path.read_text().replace('["*.base.*", "head.*"]', '["*.adapter.*"]')
+    path.write_text(later.replace("rounds = 2", "rounds = 4"))
+    w.start_server()
+    assert w.pump(lambda: w.closed() == 4 and finished(w) and settled(w), tick_s=TICK_S)
+    after = weights(w, "d0")
+    assert np.frombuffer(after["body/layers.0.adapter.up.weight"], np.float32).any()
+    served = storage.flatten(w.agents["d0"].service.slots.weights().params)
+    model = storage.flatten(w.server.checkpoint.state.model)
+    for name in ("body/layers.0.base.weight", "head/head.weight"):
+        published = np.frombuffer(after[name], np.float32)
+        np.testing.assert_array_equal(published, model[name].astype(np.float32).ravel())
+        np.testing.assert_array_equal(published, served[name].ravel())
+    w.close()
