@@ -20,11 +20,11 @@ from fleet_core.codecs.kinds.registry import CODECS
 
 AUTO = "auto"
 WAYS = ("up", "down")
-LADDERS = {"up": ("int8", "int4", "topk-10"), "down": ("int8", "int4")}
-"""From dear to cheap. ``topk-1`` costs macro-F1 on the heartbeats (benchmarks/cost), and ``topk-10`` has no feedback
-down, so that what it leaves out of a model is lost for the round."""
-MOST_LEFT = {"up": 1.5, "down": 0.4}
-"""Of ``Past.left``."""
+LADDERS = {"up": ("int8", "int4", "topk-10"), "down": ("int8", "int4", "ternary")}
+"""From dear to cheap. Up, ``ternary`` is no better than ``topk-10`` and sends as much or more; ``topk-1`` costs
+macro-F1 (benchmarks/cost)."""
+MOST_LEFT = {"up": 1.5, "down": 0.7}
+"""Of ``Past.left``. Down, ``ternary`` leaves out half of a move or more, and ``topk-1`` more than this."""
 WINDOW = 5
 """Rounds whose mean loss is compared with that of as many before."""
 RISE, ERRORS = 0.1, 2.0

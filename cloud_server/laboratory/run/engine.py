@@ -173,7 +173,7 @@ class Engine:
         row = round_figures.of_round(number, self._method, learned, down_bytes, self._lab.costs)
         move = moved(self._method, state, sent.decoded)
         left = {"up": choose_codec.backlog((one.left for one in counted if one.averaged), move), "down": sent.left}
-        if choose_codec.AUTO in self._codecs.values():
+        if set(self._codecs.values()) != {PLAIN}:
             row["codecs"] = {way: {**schema.plain(one), "left": left[way]} for way, one in chosen.items()}
         row |= self._arrays.figures(arrays, state, sent.decoded)
         self._spent.add(row)

@@ -118,14 +118,14 @@ def asked(tmp_path: Path, **more: Any) -> planned_costs.Asked:
 
 
 def test_auto_is_planned_as_the_dearest_codec_with_the_cheapest_as_lower_limit(tmp_path: Path) -> None:
-    codecs = ("auto", "auto"), ("int8", "int8"), ("topk-10", "int4")
+    codecs = ("auto", "auto"), ("int8", "int8"), ("topk-10", "ternary")
     auto, dear, cheap = (
         planned_costs.planned(asked(tmp_path, codec_up=up, codec_down=down), None) for up, down in codecs
     )
     assert auto.payload_bytes == dear.payload_bytes
     assert dear.auto is None
     assert auto.auto == (
-        "auto is planned as int8 up and int8 down, an upper limit; with topk-10 and int4 in every round the payload "
+        "auto is planned as int8 up and int8 down, an upper limit; with topk-10 and ternary in every round the payload "
         f"is {bytes_text(cheap.payload_bytes.up)} up and {bytes_text(cheap.payload_bytes.down)} down"
     )
 

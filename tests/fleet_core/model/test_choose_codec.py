@@ -59,11 +59,20 @@ def test_the_next_codec_follows_from_the_rounds_before(past: list[Past], codec: 
 
 
 def test_a_model_may_leave_out_less_than_an_update() -> None:
-    past = rounds("int8", "int4", "topk-10", left=0.5)
+    past = rounds("int8", "int4", "topk-10", left=0.8)
     assert choose_codec.choose("up", LADDER, past).codec == "topk-10"
     assert choose_codec.choose("down", LADDER, past) == Choice(
-        "int4", "left out 0.5 of the model's move, above 0.4: up a step from topk-10"
+        "int4", "left out 0.8 of the model's move, above 0.7: up a step from topk-10"
     )
+
+
+def test_a_model_in_ternary_stays_with_it_and_one_that_loses_more_does_not() -> None:
+    """What ternary and topk-1 left out on two sets (benchmarks/cost)."""
+    past = rounds(*["int8"] * STAY, *["int4"] * STAY)
+    assert choose_codec.choose("down", LADDERS["down"], past).codec == "ternary"
+    kept = choose_codec.choose("down", LADDERS["down"], [*past, Past("ternary", 0.1, 0.62)])
+    assert (kept.codec, "the cheapest" in kept.reason) == ("ternary", True)
+    assert choose_codec.choose("down", LADDERS["down"], [*past, Past("ternary", 0.1, 0.8)]).codec == "int4"
 
 
 def play(count: int, left: dict[str, float], losses: Sequence[float] = FALLING) -> list[str]:
