@@ -35,7 +35,8 @@ METHODS, ROUNDS = ("pfldyn-proto", "fedavg"), 80
 
 
 def experiment(method: str, freeze: str, rounds: int = ROUNDS) -> experiments.Experiment:
-    return replace(codecs.experiment("int8", method, rounds=rounds), train=TrainSection(freeze=freeze))
+    asked = codecs.experiment("int8", method)
+    return replace(asked, budget=replace(asked.budget, rounds=rounds), train=TrainSection(freeze=freeze))
 
 
 def row(method: str, freeze: str, folders: Sequence[Path]) -> dict[str, Any]:
@@ -76,7 +77,8 @@ def write(rows: Sequence[dict[str, Any]], folder: Path = HERE) -> None:
     kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     named = {(one["method"], one["freeze"]): one for one in (*kept, *rows)}
     rows = [named[key] for method in METHODS for freeze in (NEVER, AUTO) if (key := (method, freeze)) in named]
-    storage.write_json(path, {"rounds": ROUNDS, "seeds": list(codecs.SEEDS), "rows": rows})
+    seeds = list(range(codecs.SETTINGS[codecs.HEARTBEAT].seeds))
+    storage.write_json(path, {"rounds": ROUNDS, "seeds": seeds, "rows": rows})
     page = folder / "README.md"
     page.write_text(markdown.filled(page.read_text(encoding="utf-8"), {"freezing": table(rows)}), encoding="utf-8")
 
