@@ -11,7 +11,8 @@ import numpy as np
 
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.identity.device_folder import write_device_folder
-from cloud_server.records.fleet_folder import Fleet, FleetConfig
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.fleet_settings import FleetConfig
 from export.first_model import first
 from fleet_core.base import config
 from fleet_core.data.samples import Samples, save

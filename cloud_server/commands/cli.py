@@ -22,8 +22,8 @@ from fleet_core.base.processes import typed
 from fleet_core.protocol import topics
 
 if TYPE_CHECKING:
-    from cloud_server.laboratory.run.recordings import Model
-    from cloud_server.records.fleet_folder import FleetConfig, ModelSection
+    from cloud_server.laboratory.compare.recordings import Model
+    from cloud_server.records.fleet_settings import FleetConfig, ModelSection
 
 app = terminal.application("Personalized federated learning on real edge devices.")
 app.add_typer(server_app, name="server")
@@ -157,7 +157,7 @@ def _wants_trial(data: str, model: str | None, trial: bool | None) -> bool:
 
 def _existing_model(fleet: Path) -> ModelSection | Model | None:
     """The model of the fleet in the folder, which keeps it; None if there is no fleet yet."""
-    from cloud_server.records.fleet_folder import FleetConfig
+    from cloud_server.records.fleet_settings import FleetConfig
     from fleet_core.base import config
 
     if not (fleet / "fleet.toml").exists():

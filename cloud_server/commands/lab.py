@@ -18,8 +18,8 @@ from fleet_core.base.processes import typed
 
 if TYPE_CHECKING:
     from cloud_server.laboratory.compare.advise import Options, Outcome, Simulate
+    from cloud_server.laboratory.compare.recordings import Model
     from cloud_server.laboratory.run.experiment import Experiment, Run
-    from cloud_server.laboratory.run.recordings import Model
     from cloud_server.laboratory.run.run_folder import Store
     from fleet_core.data.samples import Samples
     from fleet_core.model.layout import InputSpec

@@ -52,7 +52,8 @@ def plan(
 def _of_fleet(file: Path, devices: int | None) -> Asked:
     """Raises ConfigError if it is unknown how many devices there will be."""
     from cloud_server.laboratory.run.planned_costs import Asked
-    from cloud_server.records.fleet_folder import Fleet, FleetConfig, method_of
+    from cloud_server.records.fleet_folder import Fleet, method_of
+    from cloud_server.records.fleet_settings import FleetConfig
     from fleet_core.base import config
     from fleet_core.model.select_arrays import AUTO
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from cloud_server.records import ledger_statements as statements
 from cloud_server.records import ledger_sums
 from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger_sums import Bytes, Joules, Totals, Volume
@@ -109,7 +110,7 @@ class Ledger:
         """Inserts ``rows`` or replaces those with the same key, all or none. Raises StateError."""
         with self.transaction():
             for row in rows:
-                self._query(tables.upsert(type(row)), tables.stored(row))
+                self._query(statements.upsert(type(row)), statements.stored(row))
 
     def rows(self, kind: type[R], /, within: range | None = None, **equal: Any) -> list[R]:
         """The rows of a table whose columns equal ``equal``, in the order of its key. within: only these rounds."""
@@ -118,16 +119,17 @@ class Ledger:
     def each(self, kind: type[R], /, within: range | None = None, **equal: Any) -> Iterator[R]:
         """As ``rows``, one at a time, for tables too large for memory. Do not write while iterating."""
         sql = (
-            f"SELECT {', '.join(tables.columns(kind))} FROM {kind.table}"
-            f" WHERE {tables.in_rounds(within)} AND {tables.equal_to(kind, equal)} ORDER BY {', '.join(kind.key)}"
+            f"SELECT {', '.join(statements.columns(kind))} FROM {kind.table}"
+            f" WHERE {statements.in_rounds(within)} AND {statements.equal_to(kind, equal)}"
+            f" ORDER BY {', '.join(kind.key)}"
         )
         with self._errors():
             for values in self._db.execute(sql, list(equal.values())):
-                yield tables.made(kind, values)
+                yield statements.made(kind, values)
 
     def newest(self, kind: type[Row], /, **equal: Any) -> int | None:
         """The last round that has such a row; None without one."""
-        sql = f"SELECT round FROM {kind.table} WHERE {tables.equal_to(kind, equal)} ORDER BY round DESC LIMIT 1"
+        sql = f"SELECT round FROM {kind.table} WHERE {statements.equal_to(kind, equal)} ORDER BY round DESC LIMIT 1"
         found = self._query(sql, list(equal.values()))
         return int(found[0][0]) if found else None
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cloud_server.records.ledger_tables import in_rounds
+from cloud_server.records.ledger_statements import in_rounds
 from fleet_core.power.meter import WORKING
 
 Query = Callable[[str], list[tuple[Any, ...]]]

@@ -12,7 +12,7 @@ from typing import Any
 
 from cloud_server.figures.formatting import bytes_text, phase_text
 from cloud_server.figures.html_elements import count_text
-from cloud_server.records.fleet_folder import Amounts, BudgetSection
+from cloud_server.records.fleet_settings import Amounts, BudgetSection
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Joules, Volume
 from cloud_server.records.ledger_tables import Evaluation, Round

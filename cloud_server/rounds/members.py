@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from sys import intern
 
 from cloud_server.broadcast.delta_chain import Holder
-from cloud_server.records.fleet_folder import LinkSection
+from cloud_server.records.fleet_settings import LinkSection
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device
 from fleet_core.algorithms.interface import Method

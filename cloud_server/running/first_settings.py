@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cloud_server.records.fleet_folder import NOTES, FleetSection, LinkSection
+from cloud_server.records.fleet_settings import NOTES, FleetSection, LinkSection
 from cloud_server.running import codec_catalogue, method_catalogue
 from fleet_core.base import config, schema
 from fleet_core.base.errors import DataError

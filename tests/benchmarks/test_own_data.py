@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.own_data import choose, series, table
 from benchmarks.own_data.baseline import features
-from cloud_server.laboratory.run.recordings import recordings
+from cloud_server.laboratory.compare.recordings import recordings
 from cloud_server.running.first_settings import fleet_toml, load_data, model_for
 from fleet_core.base import config
 from fleet_core.data import model_input

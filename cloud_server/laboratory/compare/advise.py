@@ -27,12 +27,12 @@ from cloud_server.laboratory.compare import finished_runs, simple_baselines
 from cloud_server.laboratory.compare.advice import CODEC, Advice, baseline_facts, decide, federated, together
 from cloud_server.laboratory.compare.candidates import Candidate, candidates, label_of
 from cloud_server.laboratory.compare.finished_runs import FinishedRun
+from cloud_server.laboratory.compare.recordings import MAX_CLIENTS, MIN_SAMPLES, TRAIN_FRACTION, Recordings, recordings
 from cloud_server.laboratory.compare.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import workload as workloads
 from cloud_server.laboratory.run.experiment import PLAIN, Experiment
-from cloud_server.laboratory.run.recordings import MAX_CLIENTS, MIN_SAMPLES, TRAIN_FRACTION, Recordings, recordings
-from cloud_server.records.fleet_folder import FleetConfig
+from cloud_server.records.fleet_settings import FleetConfig
 from cloud_server.running import codec_catalogue
 from cloud_server.running.first_settings import toml_with_defaults
 from fleet_core.algorithms.methods.registry import METHODS

@@ -25,13 +25,13 @@ from cloud_server.figures.scores import Score
 from cloud_server.laboratory.compare import finished_runs, simple_baselines
 from cloud_server.laboratory.compare.candidates import LEAST_GAP
 from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun
+from cloud_server.laboratory.compare.recordings import MIN_SAMPLES, TRAIN_FRACTION, Model, models_for
 from cloud_server.laboratory.compare.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import simulate
 from cloud_server.laboratory.run import workload as workloads
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.experiment import Experiment, Run
-from cloud_server.laboratory.run.recordings import MIN_SAMPLES, TRAIN_FRACTION, Model, models_for
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.workload import Workload
 from cloud_server.reports.verdict import worse

@@ -8,23 +8,15 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cloud_server.broadcast.delta_chain import DeltaChain, Holder, chain_of
-from cloud_server.broadcast.models_down import Encoded, encode_model, moved, per_device_models
-from cloud_server.broadcast.served_model import (
-    Audience,
-    asked_next,
-    encode_served,
-    fetched_bytes,
-    is_new,
-    same_rest,
-)
+from cloud_server.broadcast.models_down import encode_model, moved, per_device_models
+from cloud_server.broadcast.served_model import Audience, asked_next, encode_served, is_new
 from cloud_server.laboratory.run import round_figures
 from cloud_server.laboratory.run.device_work import (
     TEST_STEP,
@@ -36,29 +28,27 @@ from cloud_server.laboratory.run.device_work import (
 from cloud_server.laboratory.run.executors import Executor
 from cloud_server.laboratory.run.experiment import PLAIN, Experiment, Run
 from cloud_server.laboratory.run.frozen_arrays import RunArrays
+from cloud_server.laboratory.run.model_downloads import SINCE, ModelDownloads, Sent, model_since, per_device_bytes
 from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.workload import Workload
-from cloud_server.records.checkpoint import Checkpoint, Delta, ServedModel
-from cloud_server.records.fleet_folder import SERVE_MIN_CHANGE, LinkSection
+from cloud_server.records.checkpoint import Checkpoint
+from cloud_server.records.fleet_settings import SERVE_MIN_CHANGE
 from fleet_core.algorithms import aggregation, freezing
 from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import RoundError
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving import EVERYTHING
 from fleet_core.base.trees import Params
 from fleet_core.model import choose_codec, payloads, skipped_updates
 from fleet_core.model.choose_codec import Choice, Past
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.model.skipped_updates import Measured
-from fleet_core.protocol import cohort, messages
-from fleet_core.protocol.chunks import Blob
-from fleet_core.protocol.round_messages import PerDevice
+from fleet_core.protocol import cohort
 
 IN_MEMORY_BYTES = 256 << 20
 CHECKPOINT_S = 2.0
 MAX_UPDATE_BYTES = 1 << 34
-SINCE = "model_since"
 
 
 class Stopped(Exception):
@@ -80,22 +70,6 @@ class Laboratory:
     clock: Callable[[], float] = time.monotonic
 
 
-@dataclass(frozen=True, eq=False)
-class _Sent:
-    """A round's model. decoded: float32, as devices hold it. lost: what a lossy codec left out, or None. size: bytes,
-    of a delta to the last round's or of the whole. chain: the ways to it; None where all devices fetch the same. left,
-    moving: as in ``models_down.Encoded``. same: it is the last one."""
-
-    decoded: Params
-    lost: Params | None
-    scalars: Mapping[str, float]
-    size: int
-    chain: DeltaChain | None = None
-    left: float | None = None
-    same: bool = False
-    moving: Moving = EVERYTHING
-
-
 class Engine:
     """Runs ``run`` in ``store``."""
 
@@ -104,13 +78,13 @@ class Engine:
         self._method, self._hyper = run.method, run.hyper
         self._wire = lab.layout.extended(self._method.down, self._method.shared)
         self._spent = round_figures.Spent()
-        self._last_asked, self._asked_until = dict[str, int](), 0
-        self._sent: tuple[int, _Sent] | None = None
+        self._sent: tuple[int, Sent] | None = None
         self._saved, self._unsaved = lab.clock(), set[str]()
         self._codecs = lab.experiment.codecs(self._method)
         self._arrays = RunArrays(lab.experiment.train, lab.layout, self._method)
         self._skip_below = lab.experiment.skip_below if self._method.cumulative else 0.0  # as in a fleet
         self._past: list[Mapping[str, Any]] = []
+        self._downloads = ModelDownloads(lab.experiment, run, lab.workload.names, self._arrays, self._past)
 
     def run(self) -> None:
         """Runs until the budget is spent. Raises Stopped, and RoundError when a round counts no update."""
@@ -150,7 +124,7 @@ class Engine:
         started, number = self._lab.clock(), before.round + 1
         chosen, arrays = {way: self._chosen(way) for way in choose_codec.WAYS}, self._arrays.chosen()
         sent = self._published(before, chosen["down"].codec)
-        asked = aggregation.order(self._asked(number))
+        asked = aggregation.order(self._downloads.asked(number))
         broadcast = Payload(sent.decoded, {**sent.scalars, "round": float(number), "seed": float(self._run.seed)})
         taken = _Taken(self._store.folder / "spool")
         per_device = per_device_models(self._method, before.state, asked)
@@ -169,7 +143,7 @@ class Engine:
         state = freezing.apply(rule, as_received, passing, members, self._hyper, arrays.moving)
         taken.clear()
         plain = self._lab.experiment.codec_down == PLAIN
-        down_bytes = self._down_bytes(sent, before) + per_device_bytes(per_device, plain=plain)
+        down_bytes = self._downloads.of_round(sent, before) + per_device_bytes(per_device, plain=plain)
         row = round_figures.of_round(number, self._method, learned, down_bytes, self._lab.costs)
         move = moved(self._method, state, sent.decoded)
         left = {"up": choose_codec.backlog((one.left for one in counted if one.averaged), move), "down": sent.left}
@@ -178,7 +152,7 @@ class Engine:
         row |= self._arrays.figures(arrays, state, sent.decoded)
         self._spent.add(row)
         deltas = () if sent.chain is None else sent.chain.kept
-        facts = {**passing.facts(before.facts), SINCE: str(_since(before) if sent.same else number)}
+        facts = {**passing.facts(before.facts), SINCE: str(model_since(before) if sent.same else number)}
         after = Checkpoint(number, state, sent.decoded, sent.lost, facts, before.answers, deltas, arrays.moving)
         self._past.append(row)
         self._arrays.add(row)
@@ -193,9 +167,6 @@ class Engine:
         self._lab.told(row)
         return after
 
-    def _asked(self, number: int) -> list[str]:
-        return cohort.select(self._run.seed, number, self._lab.workload.names, self._lab.experiment.cohort)
-
     def _averaged(self, number: int, asked: Sequence[str]) -> set[str]:
         """Whose updates the server has: all, or the draw that would be a cohort of so many."""
         return set(cohort.select(self._run.seed, number, asked, self._lab.experiment.averaged))
@@ -205,96 +176,25 @@ class Engine:
                 for row in self._past[-choose_codec.LOOK_BACK:] if "codecs" in row]
         return choose_codec.next_choice(way, self._codecs[way], self._method.client.keeps, past)
 
-    def _published(self, before: Checkpoint, codec: str) -> _Sent:
+    def _published(self, before: Checkpoint, codec: str) -> Sent:
         """The model of the round after ``before``, made once."""
         if self._sent is None or self._sent[0] != before.round + 1:
             self._sent = before.round + 1, self._publish(before, codec)
         return self._sent[1]
 
-    def _publish(self, before: Checkpoint, codec: str) -> _Sent:
+    def _publish(self, before: Checkpoint, codec: str) -> Sent:
         sent = self._method.server.broadcast(before.state)
         if codec == PLAIN:
             plain = trees.apply(lambda a: np.asarray(a, np.float32), sent.groups)
             moving = EVERYTHING if before.published is None else before.moving
             size = 4 * self._wire.part(moving).parameters(self._method.down)
-            return _Sent(plain, None, sent.scalars, size, moving=moving)
+            return Sent(plain, None, sent.scalars, size, moving=moving)
         made = encode_model(sent.groups, before, codec, self._wire, self._method.down, self._run.seed)
         same = made.delta and _equal(made.decoded, before.published or {})
-        return _Sent(
-            made.decoded, made.lost, sent.scalars, len(made.data), self._chain(before, made), made.left, same,
-            made.moving,
+        return Sent(
+            made.decoded, made.lost, sent.scalars, len(made.data), self._downloads.chain(before, made), made.left,
+            same, made.moving,
         )
-
-    def _chain(self, before: Checkpoint, made: Encoded) -> DeltaChain | None:
-        """None where every device holds the model of the last round, having been asked in it."""
-        some = 0 < self._lab.experiment.cohort < len(self._lab.workload.names)
-        if not some or not self._method.down or not made.moving.everything:
-            return None
-        base = payloads.identity(before.published) if made.delta and before.published is not None else None
-        newest = Delta(before.round + 1, payloads.identity(made.decoded), made.codec, base, made.data)
-        whole = len(payloads.encode("fp32", made.decoded))
-        return chain_of(before, newest, whole, LinkSection().chunk_bytes)
-
-    def _down_bytes(self, sent: _Sent, before: Checkpoint) -> int:
-        """To all that were asked. As in the fleet a delta is for those that hold its base, a chain of them for those
-        that hold an earlier model of it; the others take the model whole. One without arrays is fetched once."""
-        number = before.round + 1
-        asked = self._asked(number)
-        if not self._method.down:
-            return sum(name not in self._before(number) for name in asked) * sent.size
-        if not sent.moving.everything:
-            return self._part_bytes(sent, before)
-        if sent.chain is None:
-            return 0 if sent.same else len(asked) * sent.size
-        return sum(sum(chain.fetched(held)) for chain, held in self._ways(number, sent.chain).values())
-
-    def _part_bytes(self, sent: _Sent, before: Checkpoint) -> int:
-        """Where some arrays are frozen: a delta, or what moves to those that hold the frozen arrays, or the whole."""
-        asked = self._asked(before.round + 1)
-        held = set(asked) if _answers_with_published(before) else self._holding(before)
-        lacking = set(asked) - held
-        resting = sum(self._has_rest(name, sent, before) for name in lacking)
-        parts = (resting, sent.moving.of(sent.decoded)), (len(lacking) - resting, sent.decoded)
-        values = sum(count * self._values(weights) for count, weights in parts if count)
-        return (0 if sent.same else (len(asked) - len(lacking)) * sent.size) + values
-
-    def _values(self, weights: Params) -> int:
-        if self._codecs["down"] == PLAIN:
-            return 4 * sum(int(array.size) for named in weights.values() for array in named.values())
-        return len(payloads.encode("fp32", weights))
-
-    def _has_rest(self, name: str, sent: _Sent, before: Checkpoint) -> bool:
-        """Whether a device holds the frozen arrays when a round opens: in the training model of an earlier round, or in
-        what it answers with, which it has fetched if that was served before the last round closed."""
-        since, answers = self._arrays.since(), before.answers
-        if self._before(before.round + 1).get(name, 0) >= since:
-            return True
-        if answers is not None and answers.round < before.round:
-            return same_rest(sent.moving, answers.weights, sent.decoded)
-        return since == 1 and any("serve_bytes" in row for row in self._past[:-1])
-
-    def _holding(self, closed: Checkpoint) -> set[str]:
-        """Who was asked in the last round, or in one before it that had the same model."""
-        return {name for number in range(_since(closed), closed.round + 1) for name in self._asked(number)}
-
-    def _ways(self, number: int, chain: DeltaChain) -> dict[str, tuple[DeltaChain, set[str]]]:
-        """Device asked -> (the chain as it is announced, ids of the models that the device holds when the round opens).
-        These are the training model of the last round in which it was asked, of which an aggregator knows, and the last
-        two that it answered with."""
-        models, before = {one.round - 1: one.base or "" for one in (*chain.earlier, chain.newest)}, self._before(number)
-        trained = {name: models.get(before.get(name, 0), "") for name in self._asked(number)}
-        lacking = [Holder(base, chains=True) for base in trained.values() if base != chain.newest.base]
-        if not chain.pays(lacking, len(self._lab.workload.names)):
-            chain = replace(chain, earlier=())
-        served = [str(row["served_id"]) for row in self._past[: number - 2] if "served_id" in row][-2:]
-        return {name: (chain, {base, *served}) for name, base in trained.items()}
-
-    def _before(self, number: int) -> Mapping[str, int]:
-        """Device -> the last round before ``number`` in which it was asked."""
-        while self._asked_until < number - 1:
-            self._asked_until += 1
-            self._last_asked |= dict.fromkeys(self._asked(self._asked_until), self._asked_until)
-        return self._last_asked
 
     def _take(self, one: TrainedDevice, taken: _Taken, averaged: bool) -> TrainedDevice:
         """Keeps the update for the closing, and the rest for the figures."""
@@ -318,29 +218,15 @@ class Engine:
         share = asked_next(self._lab.experiment.cohort, len(names), last)
         made = encode_served(
             self._method, closed, closed.answers, self._chosen("down").codec, self._wire, self._run.seed,
-            Audience(len(names), len(names), len(self._asked(closed.round)), share),
+            Audience(len(names), len(names), len(self._downloads.asked(closed.round)), share),
         )
         before = closed.answers
         if before is not None and not is_new(made, before, SERVE_MIN_CHANGE, last=last):
             return closed, before.weights, {"serve_bytes": 0}
-        asked = [] if last else self._asked(closed.round + 1)
-        size = fetched_bytes(made, before, names, {*self._holding(closed), *self._passing(closed, asked)}, asked,
-                             self._with_rest(closed, made))
+        following = None if last else self._published(closed, self._chosen("down").codec)
+        size = self._downloads.of_served(made, closed, following)
         figures = {"serve_bytes": size, "served_id": payloads.identity(made.weights)}
         return replace(closed, answers=made), made.weights, figures
-
-    def _passing(self, closed: Checkpoint, asked: Sequence[str]) -> list[str]:
-        """Devices that come by the closed round's training model on the chain to the next one."""
-        chain = self._published(closed, self._chosen("down").codec).chain if asked else None
-        ways = {} if chain is None else self._ways(closed.round + 1, chain)
-        return [name for name, (announced, held) in ways.items() if announced.follows(held)]
-
-    def _with_rest(self, closed: Checkpoint, made: ServedModel) -> Collection[str]:
-        """The devices whose training model has the frozen arrays of a served one."""
-        if not same_rest(made.moving, trees.only(closed.published or {}, self._method.shared), made.weights):
-            return ()
-        since = self._arrays.since()
-        return {name for name, number in self._before(closed.round + 1).items() if number >= since}
 
     def _evaluated(self, number: int, served: Params) -> dict[str, Any]:
         work, evaluation, seed = (
@@ -360,32 +246,8 @@ class Engine:
         return round_figures.evaluated(evaluations)
 
 
-def _since(closed: Checkpoint) -> int:
-    """The first of the last rounds that had the same training model."""
-    return int(closed.facts.get(SINCE, closed.round))
-
-
 def _equal(one: Params, other: Params) -> bool:
     return all(np.array_equal(array, other[g][n]) for g, named in one.items() for n, array in named.items())
-
-
-def _answers_with_published(before: Checkpoint) -> bool:
-    """Whether the training model of the last round was served when it opened."""
-    served = before.answers
-    return served is not None and served.round == before.round - 1 and (
-        payloads.identity(served.weights) == payloads.identity(before.published or {}))
-
-
-def per_device_bytes(per_device: Mapping[str, Params], *, plain: bool) -> int:
-    """Of what devices alone receive in a round, with the list that each of them fetches; plain: of its values alone."""
-    if plain or not per_device:
-        return sum(
-            4 * array.size for groups in per_device.values() for named in groups.values() for array in named.values()
-        )
-    blobs = tuple(Blob.of(payloads.encode("fp32", groups), LinkSection().chunk_bytes) for groups in per_device.values())
-    return sum(blob.size for blob in blobs) + len(per_device) * len(
-        messages.encode(PerDevice(tuple(per_device), blobs))
-    )
 
 
 class _Taken(Iterable[Update]):

@@ -18,10 +18,10 @@ import numpy as np
 from cloud_server.broadcast.delta_chain import NAMED_BYTES, DeltaChain, Holder, chain_of
 from cloud_server.broadcast.served_model import asked_next
 from cloud_server.figures.formatting import bytes_text
-from cloud_server.laboratory.run.engine import per_device_bytes
 from cloud_server.laboratory.run.experiment import PLAIN
+from cloud_server.laboratory.run.model_downloads import per_device_bytes
 from cloud_server.records.checkpoint import Checkpoint, Delta
-from cloud_server.records.fleet_folder import LinkSection
+from cloud_server.records.fleet_settings import LinkSection
 from cloud_server.records.ledger_sums import Bytes
 from fleet_core.algorithms.interface import Method, ServerState
 from fleet_core.base.moving import EVERYTHING, Moving

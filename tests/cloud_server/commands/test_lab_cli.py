@@ -19,7 +19,7 @@ from cloud_server.commands import cli, lab
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run.experiment import Experiment
 from cloud_server.laboratory.run.run_progress import Progress
-from cloud_server.records.fleet_folder import FleetConfig
+from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.base import config, processes
 from fleet_core.data.partitions import PARTITIONS, Newcomers
 from fleet_core.learning.architectures import MODELS

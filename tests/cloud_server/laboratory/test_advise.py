@@ -18,12 +18,12 @@ from cloud_server.laboratory.compare.advice import baseline_facts, decide, feder
 from cloud_server.laboratory.compare.advise import Options, Outcome, fitting_plan, later_runs
 from cloud_server.laboratory.compare.candidates import Candidate, candidates
 from cloud_server.laboratory.compare.comparison import stat
+from cloud_server.laboratory.compare.recordings import Model, models_for, recordings
 from cloud_server.laboratory.compare.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import simulate
 from cloud_server.laboratory.run.experiment import Experiment
-from cloud_server.laboratory.run.recordings import Model, models_for, recordings
-from cloud_server.records.fleet_folder import FleetConfig
+from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.base import config
 from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.data.samples import Samples, save
@@ -493,7 +493,7 @@ def test_a_real_advice_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
              "MORE_SEEDS": (1,)}
     for name, value in fewer.items():
         monkeypatch.setattr(advising, name, value)
-    monkeypatch.setattr("cloud_server.laboratory.run.recordings.models_for", lambda *_: (Model("mlp", "mlp"),))
+    monkeypatch.setattr("cloud_server.laboratory.compare.recordings.models_for", lambda *_: (Model("mlp", "mlp"),))
     lines: list[str] = []
 
     def engine(asked: Experiment, folder: Path, title: str) -> tuple[list[Path], list[str]]:

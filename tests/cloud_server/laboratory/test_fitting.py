@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cloud_server.commands import cli
+from cloud_server.laboratory.compare.recordings import recordings
 from cloud_server.laboratory.run import experiment as experiments
 from cloud_server.laboratory.run import workload
-from cloud_server.laboratory.run.recordings import recordings
 from cloud_server.running.first_settings import load_data
 from edge_agent.commands import device_commands
 from edge_agent.device.local_samples import LocalData

@@ -14,9 +14,9 @@ from cloud_server.commands import cli, lab
 from cloud_server.figures.scores import Score
 from cloud_server.laboratory.compare import model_trial, simple_baselines
 from cloud_server.laboratory.compare.model_trial import COLUMNS, FewLabels, Outcome, TriedModel, reason_to_skip
+from cloud_server.laboratory.compare.recordings import Model
 from cloud_server.laboratory.compare.simple_baselines import SimpleBaselines
-from cloud_server.laboratory.run.recordings import Model
-from cloud_server.records.fleet_folder import FleetConfig
+from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.base import config
 from fleet_core.data import model_input
 from fleet_core.data.samples import Samples, load

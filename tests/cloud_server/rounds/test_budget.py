@@ -14,7 +14,8 @@ import pytest
 
 from cloud_server.commands import fleet_status
 from cloud_server.devices.devices import _facts, _status
-from cloud_server.records.fleet_folder import BudgetSection, Fleet
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.fleet_settings import BudgetSection
 from cloud_server.records.ledger_tables import Energy, Evaluation, Round, Traffic
 from cloud_server.rounds import budget
 from cloud_server.rounds.budget import DAY_S, resting

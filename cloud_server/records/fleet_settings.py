@@ -1,0 +1,125 @@
+"""The settings of a fleet: the tables and keys of ``fleet.toml``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.codecs.kinds.registry import CODECS
+from fleet_core.model.choose_codec import AUTO
+from fleet_core.model.layout import InputSpec
+from fleet_core.model.select_arrays import TrainSection
+
+NAME = r"[A-Za-z0-9_-]{1,64}"
+SERVE_MIN_CHANGE = 0.001
+ABOVE_0 = {"above": 0, "max": 1e18}
+
+
+@dataclass(frozen=True)
+class FleetSection:
+    """The table ``fleet``. ``about`` is the comment above the key in a new fleet.toml."""
+
+    name: str = field(metadata={"pattern": NAME, "words": "1 to 64 letters, digits, '-' or '_'",
+                                "about": "The fleet's name in every topic; devices know it, so it stays."})
+    method: str = field(default="pfldyn-proto", metadata={
+        "choices": METHODS, "about": "What is learned and how; 'metafleet methods' lists what there is."})
+    rounds: int = field(default=30, metadata={"min": 1, "max": 1_000_000, "about":
+        "Rounds of training in all. To go on after the last one: raise this and start the server again."})
+    cohort: int = field(default=0, metadata={"min": 0, "max": 1_000_000, "about":
+        "Devices that are asked to train in a round, drawn anew for each round; 0: all that are on."})
+    min_devices: int = field(default=1, metadata={"min": 1, "max": 1_000_000, "about":
+        "A round begins when this many devices are on and can train."})
+    quorum: float = field(default=0.5, metadata={"above": 0, "max": 1, "about":
+        "A round closes only with updates of at least this share of the devices that it asked."})
+    deadline_s: float = field(default=120.0, metadata={"above": 0, "max": 1e6, "about":
+        "Seconds that a round waits for devices that are on and have not delivered; with all updates it closes at once."
+    })
+    first_wait_s: float = field(default=30.0, metadata={"min": 0, "max": 1e6, "about":
+        "Seconds that round 1 waits for enrolled devices that are not on yet; 0: it does not wait."})
+    serve_every: int = field(default=10, metadata={"min": 1, "max": 1_000_000, "about":
+        "Devices get a new model to answer with after every this many rounds, and after the last one."})
+    serve_min_change: float = field(default=SERVE_MIN_CHANGE, metadata={"min": 0, "max": 1, "about":
+        "They get it only if its weights changed by this share of their norm; 0: if a bit differs."})
+    enrolment: str = field(default="open", metadata={"choices": ("open", "listed"), "about":
+        "open: every device that reaches the broker joins; listed: only those of 'metafleet devices enroll'."})
+    seed: int = field(default=0, metadata={"min": 0, "max": 2**53, "about":
+        "Seed of the first weights and of the draw of cohorts."})
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """name: a named model or ``package.module:build``. classes: names in the order of the labels; they never change."""
+
+    name: str = field(metadata={"max_length": 200})
+    input: InputSpec
+    classes: tuple[str, ...] = field(metadata={"max_length": 10_000})
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LinkSection:
+    """broker: mqtt(s)://host:port; None for a private broker. enrolment: mqtts://host:port of the enrolment port; None
+    for the port after the broker's. ca: PEM file, beside fleet.toml, of the authority that signs the broker's
+    certificate; None for the fleet's own, ``system`` for those that the system trusts. plain: allow mqtt:// beyond this
+    machine. chunk_bytes: maximum payload of one publish."""
+
+    broker: str | None = None
+    enrolment: str | None = None
+    ca: str | None = None
+    plain: bool = False
+    up: str = field(default="int8", metadata={"choices": (*CODECS, AUTO), "about":
+        "How updates travel to the server: int8 (a byte a value), fp32 (exact), auto (by round); "
+        "'metafleet codecs' lists all."})
+    down: str = field(default="int8", metadata={"choices": (*CODECS, AUTO), "about":
+        "How models travel to the devices: the same choice."})
+    chunk_bytes: int = field(default=61440, metadata={"min": 1024, "max": 1 << 24})
+    skip_below: float = field(default=0.0, metadata={"min": 0, "max": 1, "about":
+        "An update whose norm is below this share of the last rounds' mean is not sent (0.2, say); 0: all are."})
+    max_update_norm: float = field(default=1e4, metadata={"above": 0, "about":
+        "An update whose Euclidean norm is above this is refused."})
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """Limits; None for no limit. bytes: up and down, by the largest counter that is reported (wire, MQTT or payload).
+    joules: of work, without idle. money: in the currency of tariff.toml, without fee and included volume."""
+
+    bytes: float | None = field(default=None, metadata=ABOVE_0)
+    joules: float | None = field(default=None, metadata=ABOVE_0)
+    money: float | None = field(default=None, metadata=ABOVE_0)
+
+
+@dataclass(frozen=True)
+class BudgetSection(Amounts):
+    """The fleet's limits, at which no further round opens. target_accuracy: mean over the devices that train, at which
+    none does either. patience: after how many evaluations in a row without a gain none does; a gain is more than
+    ``min_gain`` over the best before. device_day: of one device on one day (UTC), after which it is not asked until the
+    next."""
+
+    target_accuracy: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    patience: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
+    min_gain: float = field(default=0.002, metadata={"min": 0, "max": 1})
+    device_day: Amounts = field(default_factory=Amounts)
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """fleet.toml. hyper: the method's hyper-parameters; unknown names are refused. budget: None for no limits."""
+
+    fleet: FleetSection
+    model: ModelSection
+    link: LinkSection = field(default_factory=LinkSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    hyper: Mapping[str, Any] = field(default_factory=dict)
+    budget: BudgetSection | None = None
+
+
+NOTES = {
+    f"{section}.{key.name}": str(key.metadata["about"])
+    for section, kind in (("fleet", FleetSection), ("link", LinkSection), ("train", TrainSection))
+    for key in fields(kind)
+    if "about" in key.metadata
+}
+"""Comments for the keys of fleet.toml that users may want to change."""
