@@ -176,8 +176,8 @@ class Agent:
     # What arrives -----------------------------------------------------------------------------------------------------
 
     def _on_connected(self) -> None:
-        if self._lost:
-            self._lost = False
+        again, self._lost = self._lost, False
+        if again:
             self._log("broker: connected")
         self.link.subscribe(
             topics.current(self.fleet),
@@ -186,6 +186,8 @@ class Agent:
             topics.question(self.fleet, self.name, "+"),
         )
         self._announce()
+        if again:
+            self._serving.tell_again()  # the report may have been lost with the connection
         self._gave_up.clear()
         self._reporter.reconnected()
         self._advance()

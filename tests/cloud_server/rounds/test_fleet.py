@@ -321,6 +321,18 @@ def test_connections_that_die_again_and_again_lose_nothing(fleet):
     assert [r.status for r in w.server.ledger.rounds()] == ["closed"] * 6
 
 
+def test_an_evaluation_that_was_lost_with_the_connection_is_reported_on_the_next(fleet):
+    faults = BrokerFaults()
+    w = fleet(rounds=1, broker=LoopbackBroker(faults=faults))
+    start(w, "d0", "d1", "d2")
+    lost = faults.drop("/a/d1/rep")
+    assert w.pump(lambda: {row.device for row in w.server.ledger.rows(Evaluation, round=1)} == {"d0", "d2"})
+    assert not w.pump(lambda: all_evaluated(w, 1), steps=50, tick_s=TICK_S)
+    lost()
+    w.broker.drop(w.agents["d1"].link.client_id)
+    assert w.pump(lambda: all_evaluated(w, 1), tick_s=TICK_S)
+
+
 def test_a_broker_that_comes_back_without_its_memory_is_given_everything_again(fleet):
     w = fleet(rounds=4)
     start(w, "d0", "d1", "d2")
