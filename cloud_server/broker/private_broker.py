@@ -148,7 +148,7 @@ def start_broker(
     mosquitto = None if embedded else find_mosquitto()
     if mosquitto is None and importlib.util.find_spec("amqtt") is None:
         raise LinkError("neither mosquitto nor the embedded broker is installed", hint=install_command())
-    port = _reserve(host, port)
+    port = reserve(host, port)
     if mosquitto is None:
         command = processes.command("cloud_server.broker.embedded", host, str(port))
     else:
@@ -167,7 +167,7 @@ def start_secured(config: Path, setup: BrokerSetup) -> Broker:
         raise LinkError("certificates need mosquitto, and it is not installed", hint=install_command())
     host = setup.listen or "0.0.0.0"
     for port in (setup.port, setup.enrolment_port):
-        _reserve(host, port)
+        reserve(host, port)
     return _start(config.with_name("broker.log"), [program, "-c", str(config)], "mosquitto", reachable(host),
                   setup.port, "mqtts")
 
@@ -292,7 +292,7 @@ def _check_loopback(host: str) -> None:
         )
 
 
-def _reserve(host: str, port: int) -> int:
+def reserve(host: str, port: int) -> int:
     """``port``, or a free one for 0. Raises LinkError if it is not possible to listen on it."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

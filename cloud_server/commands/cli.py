@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -263,6 +265,34 @@ def report(
     print(out)
     if not found["rounds"]:
         processes.say("no round has been closed yet")
+
+
+@app.command()
+def watch(fleet: FLEET) -> None:
+    """Watch a fleet: its rounds, devices, bytes and joules, live on a terminal, else a line for each round."""
+    from cloud_server.commands import fleet_status
+    from cloud_server.records.fleet_folder import Fleet
+
+    with contextlib.suppress(KeyboardInterrupt):
+        fleet_status.watch(Fleet.load(fleet), sys.stdout)
+
+
+@app.command()
+def doctor(
+    fleet: Annotated[Path | None, typer.Argument(help="A fleet's folder, whose broker and disk are looked at.")] = None,
+    as_json: JSON = False,
+) -> None:
+    """Check this machine: packages, broker, ports, clock, firewall, disk. Exit code 1 if something is wrong."""
+    from cloud_server.commands import doctor as machine
+
+    found = machine.examine(fleet)
+    if as_json:
+        terminal.show([schema.plain(one) for one in found])
+    else:
+        for line in machine.lines(found):
+            print(line)
+    if any(one.state == "wrong" for one in found):
+        raise typer.Exit(1)
 
 
 for command in (bundle.export, costs.costs, plan.plan, flash.flash, lab.simulate, lab.compare, lab.advise):

@@ -1,22 +1,24 @@
-"""``metafleet server status``: a fleet's state as plain values, and as lines for the terminal."""
+"""``metafleet server status`` and ``metafleet watch``: a fleet's state as plain values, as lines, and live."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from cloud_server.commands import pause
 from cloud_server.identity import token_enrolment
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.reports import result
-from cloud_server.reports.terminal_view import energy_lines, snapshot
+from cloud_server.reports.terminal_view import LiveView, energy_lines, snapshot
 from cloud_server.rounds.budget import ENDED, resting
 from fleet_core.base.errors import shortened
 from fleet_core.base.processes import typed
+
+LOOK_S = 1.0
 
 
 def facts(fleet: Fleet, ledger: Ledger) -> dict[str, Any]:
@@ -66,3 +68,20 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
     if payload:
         yield f"payload up {payload['up']} bytes, down {payload['down']} bytes"
     yield from energy_lines(result.sums_of(facts["totals"]), facts["enrolled"])
+
+
+def watch(fleet: Fleet, stream: TextIO, *, stopped: Callable[[], bool] = lambda: False, look_s: float = LOOK_S) -> None:
+    """Shows the fleet on ``stream`` until it has ended and no aggregator runs, or ``stopped``. look_s: between two
+    looks at the ledger."""
+    with (
+        Ledger(fleet.ledger_path, create=False) as ledger,
+        LiveView(fleet.config.fleet.rounds, stream, after_round=pause.last_closed(ledger)) as view,
+    ):
+        if not fleet.running():
+            view.say("the aggregator is not running")
+        while not stopped():
+            view.update(snapshot(ledger, view.told))
+            ended = pause.last_closed(ledger) >= fleet.config.fleet.rounds or ledger.fact(ENDED)
+            if ended and not fleet.running():
+                return
+            time.sleep(look_s)
