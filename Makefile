@@ -42,7 +42,7 @@ lint: setup
 	$(BIN)/mypy --python-version 3.10 --no-warn-return-any fleet_core edge_agent
 
 api: setup
-	@$(BIN)/pdoc --output-directory build/api fleet_core edge_agent cloud_server export firmware_profiles
+	@$(BIN)/pdoc --output-directory build/api metafleet fleet_core edge_agent cloud_server export firmware_profiles
 	@echo build/api/index.html
 
 dist: setup

@@ -24,7 +24,7 @@ COMMANDS = (
 
 LIGHT = """
 import importlib.util
-import fleet_core, edge_agent, cloud_server, firmware_profiles
+import fleet_core, edge_agent, cloud_server, firmware_profiles, metafleet
 import fleet_core.algorithms.methods.registry, fleet_core.data.samples, fleet_core.link.mqtt, fleet_core.model.payloads
 import edge_agent.rounds.agent, edge_agent.http.serve, edge_agent.compute.onnx_session
 import cloud_server.rounds.coordinator, cloud_server.commands.cli, cloud_server.reports.html_report

@@ -139,7 +139,8 @@ def test_the_users_own_model_on_the_page_becomes_a_fleet_with_steps_without_torc
 
 
 READ = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("**/*.md")])
-PLACES = "fleet_core|edge_agent|cloud_server|export|firmware_profiles|tests|scripts|docs|benchmarks|requirements"
+PLACES = ("metafleet|fleet_core|edge_agent|cloud_server|export|firmware_profiles|tests|scripts|docs|benchmarks|"
+          "requirements")
 
 
 @pytest.mark.parametrize("path", sorted({
