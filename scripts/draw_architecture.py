@@ -20,7 +20,7 @@ ROOMS: dict[str, Rows] = {
         [("laboratory.compare", "tables, curves, advice")],
         [("laboratory.run", "simulated experiments"), ("devices", "enrol, revoke, flash")],
         [("running", "aggregator process, demo, backup")],
-        [("rounds", "the round: open, receive, close")],
+        [("rounds", "the round: open, receive, close"), ("integrations", "Prometheus")],
         [("identity", "certificates and tokens"), ("broadcast", "manifest and models down")],
         [("broker", "mosquitto, publishing"), ("reports", "result.json, report, verdict")],
         [("figures", "scores, units, charts")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -275,6 +276,31 @@ def watch(fleet: FLEET) -> None:
 
     with contextlib.suppress(KeyboardInterrupt):
         fleet_status.watch(Fleet.load(fleet), sys.stdout)
+
+
+@app.command()
+def metrics(
+    fleet: FLEET,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any free port.")] = 9464,
+    host: Annotated[str, typer.Option(help="Address to listen on; everyone who reaches it can read the figures.")]
+    = "127.0.0.1",
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="Print a dashboard for Grafana instead.")] = False,
+) -> None:
+    """Answer Prometheus with the fleet's figures, until stopped; the aggregator may run or not."""
+    try:
+        from cloud_server.integrations import prometheus
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[monitor]"') from error
+    from cloud_server.records.fleet_folder import Fleet
+
+    if dashboard:
+        return print(prometheus.dashboard(), end="")
+    taken, end = prometheus.serve(Fleet.load(fleet), host, port)
+    print(f"http://{host}:{taken}/metrics", flush=True)
+    with processes.until_signal() as stopped:
+        while not stopped():
+            time.sleep(0.2)
+    end()
 
 
 @app.command()

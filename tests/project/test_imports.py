@@ -35,6 +35,7 @@ HOMES = {
     "matplotlib": ("cloud_server/laboratory/compare/comparison_charts.py",),
     "ray": ("cloud_server/laboratory/run/executors.py",),
     "yaml": ("firmware_profiles/image/first_boot.py",),
+    "prometheus_client": ("cloud_server/integrations/prometheus.py",),
 }
 
 # What a folder may import besides the standard library and fleet_core: at the top of a file, and inside functions.

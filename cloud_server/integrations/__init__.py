@@ -1,0 +1,4 @@
+"""A fleet in other people's tools.
+
+``prometheus`` is an endpoint with the ledger's figures, ``grafana.json`` a dashboard of them.
+"""
