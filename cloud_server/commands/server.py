@@ -48,6 +48,31 @@ def start(
     processes.exec_module("cloud_server.running.aggregator_process", str(fleet), json.dumps(options))
 
 
+@server_app.command("install")
+def server_install(
+    fleet: FLEET,
+    broker: BROKER = None,
+    host: Annotated[str | None, typer.Option(help="As of 'server start'.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="As of 'server start'.")] = None,
+    user: Annotated[bool, typer.Option("--user", help="A service of your own, without root.")] = False,
+    printed: Annotated[bool, typer.Option("--print", help="Print the unit; install nothing.")] = False,
+) -> None:
+    """Run the aggregator as a systemd service: installs, enables and starts it."""
+    from cloud_server.records.fleet_folder import Fleet
+    from cloud_server.running import systemd_service
+
+    given = (("--broker", broker), ("--host", host), ("--port", port))
+    options = [text for name, value in given if value is not None for text in (name, str(value))]
+    service = systemd_service.service_of(Fleet.load(fleet), options, user=user)
+    if printed:
+        return print(service.text, end="")
+    systemd_service.install(service)
+    print(service.path)
+    scope = " --user" if user else ""
+    processes.say(f"it runs; its log: journalctl{scope} -u {service.name} -f; to end it: "
+                  f"systemctl{scope} disable --now {service.name}")
+
+
 @server_app.command("config")
 def server_config(
     fleet: FLEET,

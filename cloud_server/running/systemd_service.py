@@ -1,0 +1,105 @@
+"""``metafleet server install``: the aggregator of a fleet as a systemd service."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cloud_server.records.fleet_folder import Fleet
+from fleet_core.base import storage
+from fleet_core.base.errors import ConfigError, StateError
+from fleet_core.base.processes import typed
+
+SYSTEM = Path("/etc/systemd/system")
+
+UNIT = """\
+# Written by 'metafleet server install'.
+[Unit]
+Description=Metafleet aggregator of the fleet {fleet}
+Wants=network-online.target
+After=network-online.target time-sync.target
+
+[Service]
+{account}WorkingDirectory={parent}
+ExecStart={command}
+# The aggregator ends its broker itself.
+KillMode=mixed
+Restart=on-failure
+RestartSec=5
+LimitNOFILE=65536
+NoNewPrivileges=yes
+PrivateTmp=yes
+ProtectSystem=strict
+ReadWritePaths={folder}
+
+[Install]
+WantedBy={target}
+"""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service of a fleet. path: of its unit file. user: whether it is of the calling user alone, not the system's."""
+
+    path: Path
+    text: str
+    user: bool
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+def service_of(fleet: Fleet, options: Sequence[str], *, user: bool, home: Path | None = None) -> Service:
+    """The service that runs ``metafleet server start`` with these options. A system service runs as the owner of the
+    fleet's folder. home: of the calling user.
+
+    Raises ConfigError if that owner is root, or a path cannot stand in a unit file."""
+    folder = fleet.folder.resolve()
+    command = [sys.executable, "-m", "cloud_server.commands.cli", "server", "start", str(folder), "--quiet", *options]
+    for word in (*command, str(folder)):
+        if any(c.isspace() or c in '%"\'\\$' for c in word):
+            raise ConfigError("a unit file cannot name it as it is", where=word,
+                              hint="a folder without spaces, quotes and %")
+    account = "" if user else f"User={_owner(folder)}\n"
+    text = UNIT.format(fleet=fleet.config.fleet.name, account=account, parent=folder.parent, folder=folder,
+                       command=shlex.join(command), target="default.target" if user else "multi-user.target")
+    units = (home or Path.home()) / ".config/systemd/user" if user else SYSTEM
+    return Service(units / f"metafleet-{fleet.config.fleet.name}.service", text, user)
+
+
+def _owner(folder: Path) -> str:
+    uid = folder.stat().st_uid
+    if uid == 0:
+        raise ConfigError("belongs to root, as whom an aggregator should not run", where=str(folder),
+                          hint=f"sudo useradd --system metafleet; sudo chown -R metafleet {typed(folder)}")
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def install(service: Service) -> None:
+    """Writes the unit, and has systemd enable and start it. Raises ConfigError without systemd or the rights, and
+    StateError if systemd refuses."""
+    systemctl = shutil.which("systemctl")
+    if systemctl is None:
+        raise ConfigError("there is no systemctl on this machine", hint="--print shows the unit")
+    if not service.user and os.geteuid() != 0:
+        raise ConfigError("a service of the system needs root", where=str(service.path),
+                          hint="sudo, or --user for a service of your own")
+    service.path.parent.mkdir(parents=True, exist_ok=True)
+    storage.write_atomic(service.path, service.text.encode())
+    scope = ["--user"] if service.user else []
+    for command in (["daemon-reload"], ["enable", service.name], ["restart", service.name]):
+        done = subprocess.run([systemctl, *scope, *command], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise StateError(f"systemctl {' '.join(command)}: {done.stderr.strip() or done.returncode}",
+                             where=str(service.path))
