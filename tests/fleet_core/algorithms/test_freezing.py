@@ -68,10 +68,12 @@ def subset_minimiser(frozen: Collection[str], at: Vector) -> Vector:
 @BOTH
 @pytest.mark.parametrize("frozen", SUBSETS)
 def test_a_subset_is_trained_to_its_own_minimiser(build: Build, frozen: tuple[str, ...]) -> None:
-    fleet = build()
+    fleet, wanted = build(), subset_minimiser(frozen, np.zeros(SIZE))
     for _ in range(800):
         fleet.round(frozen=frozen)
-    np.testing.assert_allclose(fleet.model, subset_minimiser(frozen, np.zeros(SIZE)), atol=1e-8)
+        if np.abs(fleet.model - wanted).max() < 1e-9:
+            break
+    np.testing.assert_allclose(fleet.model, wanted, atol=1e-8)
     assert (fleet.model[places(frozen)] == 0).all()
 
 
@@ -84,6 +86,8 @@ def test_arrays_that_were_frozen_for_a_while_and_thawed_reach_the_minimiser(buil
     for number, active in enumerate(random_cohorts(fleet.devices, 2, 3000, seed=1)):
         frozen = SUBSETS[rng.integers(len(SUBSETS))] if number < 1500 and rng.random() < 0.8 else ()
         fleet.round(active, lost=[name for name in active if rng.random() < 0.1], frozen=frozen)
+        if number > 1500 and fleet.error < 1e-9:
+            break
     assert fleet.error < 1e-8
 
 
