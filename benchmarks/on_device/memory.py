@@ -29,7 +29,7 @@ from benchmarks.overhead.memory import Watch
 from cloud_server.reports.result import environment
 from fleet_core.base.storage import write_json
 
-AGENT = [sys.executable, "-c", "from edge_agent.commands.start import main; main()"]  # as the command edge-agent does
+AGENT = [sys.executable, "-c", "from edge_agent.commands.cli import main; main()"]  # as the command edge-agent does
 BARE = [sys.executable, str(Path(__file__).with_name("bare.py"))]
 BARS = {"predict_mb": 65.0, "first_answer_s": 0.8, "adapt_ratio": 1.10, "after_mb": 80.0}
 

@@ -49,7 +49,7 @@ START = """#!/bin/sh
 # The agent of this folder, with the modules beside it and the system's Python.
 here=$(dirname "$(dirname "$(readlink -f "$0")")")
 export PYTHONPATH="$here/lib" PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1
-exec python3 -m edge_agent.commands.start "$@"
+exec python3 -m edge_agent.commands.cli "$@"
 """
 PAUSE = Path(__file__).with_name("pause.sh").read_text(encoding="utf-8")
 SCRIPTS = {"bin/edge-agent": START, "bin/pause": PAUSE}
