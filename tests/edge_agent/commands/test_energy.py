@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,7 +175,8 @@ def test_a_broker_on_this_machine_is_reached_without_a_radio_unless_device_toml_
 
 # doctor ---------------------------------------------------------------------------------------------------------------
 
-FOUND = Machine("aarch64", 64, 6, 7620, "2.35", "3.10.12", packages={"torch": "2.9.1", "onnxruntime": "1.23.2"})
+FOUND = Machine("aarch64", 64, 6, 7620, "2.35", "3.10.12", packages={"torch": "2.10.0", "onnxruntime": "1.23.2"})
+FOUR = replace(FOUND, packages={"torch": "2.9.1", "onnxruntime": "1.23.2"})
 
 
 @pytest.fixture
@@ -192,7 +194,7 @@ def test_a_board_that_fits_its_profile_has_no_complaints(tmp_path: Path) -> None
     assert seen.sensor == "INA3221 VDD_IN: 5.00 W"
     sides = {what: (profile, here) for what, profile, here in doctor.rows(seen)}
     assert sides["glibc"] == ("2.28 or later", "2.35")
-    assert sides["torch"] == ("2.9.1", "2.9.1")
+    assert sides["torch"] == ("2.10.0", "2.10.0")
     assert sides["training"] == ("yes", "on")
 
 
@@ -204,8 +206,10 @@ def test_a_sensor_that_does_not_read_is_wrong_and_the_hint_is_kept(tmp_path: Pat
     assert complaint.hint == "is this a Jetson with NVIDIA's kernel?"
 
 
-@pytest.mark.usefixtures("on_orin")
-def test_what_is_wrong_is_printed_with_hints_and_exit_code_1(tmp_path: Path) -> None:
+def test_what_is_wrong_is_printed_with_hints_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleet_core.board.probe.machine", lambda root: FOUR)
     home = home_with(tmp_path, '[board]\nprofile = "raspberry-pi-4b"\n[train]\nthreads = 9\n')
     code, text, _ = edge_agent("doctor", "--home", str(home))
     assert code == 1
@@ -282,7 +286,7 @@ def test_a_profile_may_be_a_file_beside_device_toml(tmp_path: Path) -> None:
 def test_an_agent_says_at_its_start_what_differs_from_the_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleet_core.board.probe.machine", lambda: FOUND)
+    monkeypatch.setattr("fleet_core.board.probe.machine", lambda: FOUR)
     home = home_with(tmp_path, '[board]\nprofile = "raspberry-pi-4b"\n')
     assert agents_board.remarks(home, settings_of(home)) == ["cores: 6 instead of 4"]
 
