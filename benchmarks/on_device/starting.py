@@ -3,10 +3,10 @@
     git archive COMMIT | tar -x -C build/before
     python -m benchmarks.on_device.starting --tree before=build/before --out benchmarks/on_device/starting.json   Linux
 
-Of this tree and the others, in turn and ``--repeats`` times, with the same 1-D CNN: ``--help``, ``--version`` and
-``predict`` (peak of the process and CPU seconds, by ``memory.launched``), ``serve`` after one answer, and ``run``,
-connected to a private mosquitto, that has answered nothing yet. Memory of ``serve`` and ``run`` is that of the device
-alone (``benchmarks/overhead/memory.py``). No round is played. MB are 10^6 bytes.
+Of this tree and the others, in turn and ``--repeats`` times, with the same 1-D CNN: ``--help`` and ``predict`` (peak of
+the process and CPU seconds, by ``memory.launched``), ``serve`` after one request, and ``run`` as soon as it is
+connected to a private mosquitto. Memory of these two is that of the device alone (``benchmarks/overhead/memory.py``),
+their CPU seconds are those since the start of the command. No round is played. MB are 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from benchmarks.on_device import homes
 from benchmarks.on_device.cases import CASES
 from benchmarks.on_device.memory import launched
 from benchmarks.overhead.memory import parse
+from benchmarks.overhead.processes import cpu_s
 from cloud_server.broker.private_broker import MOSQUITTO_CONFIG, find_mosquitto
 from cloud_server.reports.result import environment
 from fleet_core.base.storage import write_json
@@ -88,9 +89,9 @@ def measured(tree: Tree, place: homes.Place, broker: str) -> dict[str, float]:
         address = text.partition("answers at ")[2].split()[0].partition("/v2")[0]
         with urllib.request.urlopen(f"{address}/v2/health/ready") as answer:
             assert answer.status == 200
-        found["serve_mb"] = resident(pid) / 1e6
+        found |= {"serve_mb": resident(pid) / 1e6, "serve_cpu_s": cpu_s([pid])}
     with tree.living("is on, fleet", "run", "--home", home, "--broker", broker) as (pid, _):
-        found["run_mb"] = resident(pid) / 1e6
+        found |= {"run_mb": resident(pid) / 1e6, "run_cpu_s": cpu_s([pid])}
     return found
 
 

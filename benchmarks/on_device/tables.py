@@ -115,7 +115,8 @@ def memory(found: Mapping[str, Any]) -> str:
 def starting(found: Mapping[str, Any]) -> str:
     """Medians by version."""
     figures = {"help_cpu_s": "--help, CPU s", "help_mb": "--help, MB", "predict_cpu_s": "predict, CPU s",
-               "predict_mb": "predict, MB", "serve_mb": "serve, MB", "run_mb": "run, connected, MB"}
+               "predict_mb": "predict, MB", "serve_cpu_s": "serve, CPU s", "serve_mb": "serve, MB",
+               "run_cpu_s": "run until connected, CPU s", "run_mb": "run, connected, MB"}
     rows = [[name, *(f"{one[key]['median']:.{1 if key.endswith('mb') else 2}f}" for one in found["trees"].values())]
             for key, name in figures.items()]
     return markdown(["edge-agent", *found["trees"]], rows)

@@ -107,13 +107,13 @@ def _is_on(variable: str) -> bool:
 
 
 def run(given: Namespace) -> None:
-    from edge_agent.connection import broker_login, enrolment
+    from fleet_core.protocol import enrolment_token
 
-    unused = enrolment.token_in(given.home, given.token)
+    unused = enrolment_token.token_in(given.home, given.token)
     if unused is not None:
+        from edge_agent.connection import enrolment  # slow to import, and seldom needed
+
         enrolment.enroll(given.home, unused, limit_s=given.connect_s, log=processes.say)
-    settings = settings_of(given.home, given.broker)
-    broker_login.tls_files(given.home, settings, plain=given.plain)  # raises before the process is replaced
     options = [*(["--plain"] if given.plain else []), *([] if given.broker is None else [given.broker])]
     processes.exec_module("edge_agent.commands.run", "--home", str(given.home), str(given.connect_s), *options)
 

@@ -209,6 +209,22 @@ def test_serving_personalizing_and_running_load_a_devices_packages_and_no_more(t
     assert {"paho", "onnxruntime"} <= processes[-1][1], "it was the agent that ended"
 
 
+def test_an_agent_is_started_before_its_libraries_are_loaded(tmp_path: Path) -> None:
+    program = """
+import sys
+from edge_agent.commands import cli
+from fleet_core.base import processes
+def told(*command):
+    print(*command, *{"numpy", "cryptography", "paho", "ssl", "onnxruntime"} & set(sys.modules))
+processes.exec_module = told
+cli.main()
+"""
+    home = homes.home(tmp_path / "d0", toy(1))
+    command = [sys.executable, "-c", program, "run", "--home", str(home), "--plain"]
+    done = subprocess.run(command, cwd=ROOT, env=clean_environ(), capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stdout.split() == ["edge_agent.commands.run", "--home", str(home), "60.0", "--plain"], done.stderr
+
+
 def test_the_operators_program_says_what_to_install_where_only_a_devices_packages_are() -> None:
     program = """
 import importlib.util, sys
