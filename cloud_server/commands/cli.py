@@ -15,11 +15,11 @@ from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
 from cloud_server.commands.datasets import datasets_app
 from cloud_server.commands.lab import STRIDE, WINDOW
 from cloud_server.commands.server import BROKER, server_app
+from cloud_server.commands.start import application
 from cloud_server.devices import flash
 from cloud_server.devices.devices import BROKER_OPTION, FLEET, JSON, PLAIN, broker_url, devices_app, enrolled_device
 from cloud_server.devices.profiles import profiles_app
 from cloud_server.devices.programs import programs_app
-from fleet_core import __version__
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import ConfigError
 from fleet_core.base.processes import typed
@@ -29,31 +29,7 @@ if TYPE_CHECKING:
     from cloud_server.laboratory.compare.recordings import Model
     from cloud_server.records.fleet_settings import FleetConfig, ModelSection
 
-def _application() -> typer.Typer:
-    """The program, with ``--version`` and ``--verbose``."""
-    made = typer.Typer(
-        help="Personalized federated learning on real edge devices.", no_args_is_help=True, add_completion=False,
-        pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
-    )
-
-    @made.callback()
-    def _options(
-        version: bool = typer.Option(False, "--version", help="Print the version and leave.", callback=_version,
-                                     is_eager=True),
-        verbose: bool = typer.Option(False, "--verbose", help="Print the traceback of an error."),
-    ) -> None:
-        del version, verbose
-
-    return made
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(__version__)
-        raise typer.Exit()
-
-
-app = _application()
+app = application()
 app.add_typer(server_app, name="server")
 app.add_typer(devices_app, name="devices")
 app.add_typer(datasets_app, name="datasets")

@@ -1,11 +1,17 @@
-"""The entry point of ``metafleet``: says what is missing where only a device's packages are installed."""
+"""The entry point of ``metafleet``, which says what is missing where only a device's packages are installed; and the
+program that its commands are added to."""
 
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
+from fleet_core import __version__
 from fleet_core.base import processes
 from fleet_core.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    import typer
 
 LIBRARIES = ("typer", "rich")
 
@@ -22,6 +28,31 @@ def _start() -> None:
     from cloud_server.commands import cli
 
     cli.main()
+
+
+def application() -> typer.Typer:
+    """The program without commands, with ``--version`` and ``--verbose``."""
+    import typer
+
+    made = typer.Typer(
+        help="Personalized federated learning on real edge devices.", no_args_is_help=True, add_completion=False,
+        pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    def told(wanted: bool) -> None:
+        if wanted:
+            print(__version__)
+            raise typer.Exit()
+
+    @made.callback()
+    def _options(
+        version: bool = typer.Option(False, "--version", help="Print the version and leave.", callback=told,
+                                     is_eager=True),
+        verbose: bool = typer.Option(False, "--verbose", help="Print the traceback of an error."),
+    ) -> None:
+        del version, verbose
+
+    return made
 
 
 if __name__ == "__main__":
