@@ -1,7 +1,8 @@
 """Builds wheel and sdist into dist/ and tries the wheel in a clean environment: `make dist`.
 
-The wheel is built from the sdist. It is installed without extras, at the pinned versions, and its commands run outside
-the checkout, so that nothing comes from the source tree. Needs the package `build` and an index for pip.
+The wheel is built from the sdist. It is installed without extras, as a device has it, then with the aggregator's, at
+the pinned versions; its commands run outside the checkout, so that nothing comes from the source tree. Needs the
+package `build` and an index for pip.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
-COMMANDS = (
-    ("metafleet", "--help"), ("edge-agent", "--help"), ("metafleet", "methods"), ("metafleet", "profiles"),
-    ("metafleet", "datasets"), ("metafleet", "server", "--help"), ("edge-agent", "doctor", "--help"),
-)
-"""What a machine without torch can run; profiles and datasets read the data files of the wheel."""
+COMMANDS = {
+    "": (("edge-agent", "--help"), ("edge-agent", "doctor", "--help")),
+    "[server]": (("metafleet", "--help"), ("metafleet", "methods"), ("metafleet", "profiles"),
+                 ("metafleet", "datasets"), ("metafleet", "server", "--help")),
+}
+"""What a machine without torch can run, by extra; profiles and datasets read the data files of the wheel."""
 
 LIGHT = """
 import importlib.util
@@ -53,10 +55,11 @@ def tried(wheel: Path, folder: Path) -> str:
     """The version that the wheel has, once its commands ran in a new environment in ``folder``."""
     run([sys.executable, "-m", "venv", str(folder / "venv")])
     bin_ = folder / "venv" / "bin"
-    run([str(bin_ / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet",
-         f"--constraint={CONSTRAINTS}", str(wheel)])
-    for program, *arguments in COMMANDS:
-        run([str(bin_ / program), *arguments], folder)
+    for extra, commands in COMMANDS.items():
+        run([str(bin_ / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet",
+             f"--constraint={CONSTRAINTS}", f"{wheel}{extra}"])
+        for program, *arguments in commands:
+            run([str(bin_ / program), *arguments], folder)
     return run([str(bin_ / "python"), "-c", LIGHT], folder).strip()
 
 

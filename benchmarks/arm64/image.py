@@ -43,6 +43,11 @@ def put(path: Path, file: Path, folder: str, name: str) -> None:
     commands.unlink()
 
 
+def folder(path: Path, name: str) -> None:
+    """Makes a folder of the root, below an existing one."""
+    _run("debugfs", "-w", "-R", f"mkdir {name}", f"{path}?offset={(FAT_AT + FAT_MIB) * MIB}")
+
+
 def cmdline(path: Path) -> str:
     """The kernel's command line from cmdline.txt of the FAT partition, as a board's firmware reads it."""
     return _run("mtype", "-i", f"{path}@@{FAT_AT * MIB}", "::cmdline.txt").strip()

@@ -13,7 +13,7 @@ from benchmarks.arm64.scene import Scene
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Certificate
 
-PARTS = {"0xd03": "Cortex-A53", "0xd08": "Cortex-A72"}
+PARTS = {"0xd03": "Cortex-A53", "0xd08": "Cortex-A72", "0xd0b": "Cortex-A76"}
 """CPU part numbers of Arm's cores, as /proc/cpuinfo has them."""
 HOME = "/var/lib/metafleet"
 BOOT_S = 900.0

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import markdown
-from benchmarks.arm64 import cloud_init, over_ssh, power_cut, training
+from benchmarks.arm64 import cloud_init, featherweight, over_ssh, power_cut, runtimes, sizes, training
 from benchmarks.arm64.proof import Notes, Proof
 from benchmarks.arm64.scene import PROGRAMS, scene, which
 from fleet_core.base import storage
@@ -30,7 +30,10 @@ from fleet_core.base import storage
 HERE = Path(__file__).parent
 RESULT, PAGE = HERE / "result.json", HERE / "README.md"
 BASE = HERE.parent.parent / "build" / "arm64"
-PROOFS = {each.name: each for each in (cloud_init.PROOF, power_cut.PROOF, training.PROOF, over_ssh.PROOF)}
+PROOFS = {each.name: each for each in (
+    cloud_init.PROOF, power_cut.PROOF, training.PROOF, over_ssh.PROOF, runtimes.PROOF,
+    featherweight.PROOF,
+)}
 LABEL = "emulated ARM64: no board, and no time of a board"
 
 
@@ -84,11 +87,16 @@ def write(proof: Proof, notes: Notes, seconds: float, trouble: str) -> None:
     }
     told["proofs"] = {name: told["proofs"][name] for name in PROOFS if name in told["proofs"]}
     storage.write_atomic(RESULT, (json.dumps(told, indent=1) + "\n").encode())
-    storage.write_atomic(PAGE, markdown.filled(PAGE.read_text(), tables(told)).encode())
+    fill_page()
+
+
+def fill_page() -> None:
+    """Writes the page's tables anew."""
+    storage.write_atomic(PAGE, markdown.filled(PAGE.read_text(), tables(json.loads(RESULT.read_text()))).encode())
 
 
 def tables(told: dict[str, Any]) -> dict[str, str]:
-    """The page's tables: one row per proof, per statement that held, and per fact."""
+    """The page's tables: one row per proof, per statement that held, per fact, and per package."""
     proofs = told["proofs"].items()
     rows = [(name, each["title"], "held" if each["passed"] else f"failed: {each['failed']}", str(len(each["held"])),
              str(each["emulator_seconds"])) for name, each in proofs]
@@ -97,7 +105,7 @@ def tables(told: dict[str, Any]) -> dict[str, str]:
     held = [(name, sentence) for name, each in proofs for sentence in each["held"]]
     return {"proofs": markdown.table(("proof", "what is shown", "outcome", "checks", "emulator's seconds"), rows),
             "held": markdown.table(("proof", "what held"), held),
-            "facts": markdown.table(("proof", "fact", "found"), facts)}
+            "facts": markdown.table(("proof", "fact", "found"), facts), "sizes": sizes.table()}
 
 
 def emulator() -> str:

@@ -44,9 +44,11 @@ DESK = "desk"
 
 
 class Scene:
-    """One fleet with its processes, in ``folder``; used as a context. cores: of the emulated board."""
+    """One fleet with its processes, in ``folder``; used as a context. cores: of the emulated board. user: who logs in
+    there."""
 
     cores = 2
+    user = "me"
 
     def __init__(self, folder: Path, base: Base, say: Callable[[str], None]):
         self.folder, self.base, self.say = folder, base, say
@@ -159,7 +161,7 @@ class Scene:
         """The command line that runs ``command`` on the board."""
         return ["ssh", "-i", str(self.key()), "-p", str(self.ssh_port), "-o", "BatchMode=yes",
                 "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR",
-                "me@127.0.0.1", command]
+                f"{self.user}@127.0.0.1", command]
 
     def on_board(self, command: str, timeout_s: float = 120) -> str:
         """The output of ``command`` on the board, over SSH."""

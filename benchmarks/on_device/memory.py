@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from benchmarks.overhead.memory import Watch
 from cloud_server.reports.result import environment
 from fleet_core.base.storage import write_json
 
-AGENT = [sys.executable, "-c", "from edge_agent.commands.start import main; main()"]  # as the command edge-agent does
+AGENT = [sys.executable, "-c", "from edge_agent.commands.cli import main; main()"]  # as the command edge-agent does
 BARE = [sys.executable, str(Path(__file__).with_name("bare.py"))]
 BARS = {"predict_mb": 65.0, "first_answer_s": 0.8, "adapt_ratio": 1.10, "after_mb": 80.0}
 
@@ -46,10 +46,10 @@ print(json.dumps({"status": status, "seconds": seconds, "cpu_s": used.ru_utime +
 """A launcher of little memory: a process inherits the high-water mark of its parent."""
 
 
-def launched(command: Sequence[str]) -> dict[str, float]:
-    """seconds, cpu_s and peak (bytes) of a command, which must succeed."""
+def launched(command: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, float]:
+    """seconds, cpu_s and peak (bytes) of a command, which must succeed. environ: in place of this process's."""
     launcher = [sys.executable, "-I", "-S", "-c", LAUNCH, "quiet", *command]
-    done = subprocess.run(launcher, capture_output=True, text=True, check=True)
+    done = subprocess.run(launcher, capture_output=True, text=True, check=True, env=environ)
     *said, last = done.stderr.strip().splitlines()
     found: dict[str, float] = json.loads(last)
     if found.pop("status"):

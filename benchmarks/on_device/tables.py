@@ -112,6 +112,16 @@ def memory(found: Mapping[str, Any]) -> str:
     return markdown(head, rows)
 
 
+def starting(found: Mapping[str, Any]) -> str:
+    """Medians by version."""
+    figures = {"help_cpu_s": "--help, CPU s", "help_mb": "--help, MB", "predict_cpu_s": "predict, CPU s",
+               "predict_mb": "predict, MB", "serve_cpu_s": "serve, CPU s", "serve_mb": "serve, MB",
+               "run_cpu_s": "run until connected, CPU s", "run_mb": "run, connected, MB"}
+    rows = [[name, *(f"{one[key]['median']:.{1 if key.endswith('mb') else 2}f}" for one in found["trees"].values())]
+            for key, name in figures.items()]
+    return markdown(["edge-agent", *found["trees"]], rows)
+
+
 def latency(found: Mapping[str, Any]) -> str:
     """Medians."""
     head = ["model", "class means: session, agent, µs", "own weights: session, agent, µs", "ten steps, ms",
@@ -145,6 +155,7 @@ def _both(one: Mapping[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "accuracy": accuracy, "unknown": unknown, "parity": parity, "memory": memory, "latency": latency, "int8": int8,
+    "starting": starting,
 }  # fmt: skip
 """By the result file's name; other files have other tables."""
 

@@ -1,4 +1,5 @@
-"""``metafleet``, the operator's command line. ``cli`` declares it; each group of commands has a file.
+"""``metafleet``, the operator's command line. ``start`` is its entry point, ``cli`` declares it; each group of
+commands has a file.
 
 Commands import what they need when they are called, so that ``--help`` is fast. The commands about devices and flashing
 are in ``cloud_server.devices``.

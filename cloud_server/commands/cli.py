@@ -15,6 +15,7 @@ from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
 from cloud_server.commands.datasets import datasets_app
 from cloud_server.commands.lab import STRIDE, WINDOW
 from cloud_server.commands.server import BROKER, server_app
+from cloud_server.commands.start import application
 from cloud_server.devices import flash
 from cloud_server.devices.devices import BROKER_OPTION, FLEET, JSON, PLAIN, broker_url, devices_app, enrolled_device
 from cloud_server.devices.profiles import profiles_app
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from cloud_server.laboratory.compare.recordings import Model
     from cloud_server.records.fleet_settings import FleetConfig, ModelSection
 
-app = terminal.application("Personalized federated learning on real edge devices.")
+app = application()
 app.add_typer(server_app, name="server")
 app.add_typer(devices_app, name="devices")
 app.add_typer(datasets_app, name="datasets")

@@ -251,7 +251,7 @@ def facts_of(package: Package) -> dict[str, Any]:
     built = {**schema.plain(package.program), "path": str(package.program.path)}
     system = package.machine
     return {"device": package.device, "board": system.board, "os": system.os, "python": system.python,
-            "arch": system.arch, "first_boot": system.first_boot, "trains": system.train, "program": built}
+            "arch": system.arch, "first_boot": system.first_boot, "torch": bool(system.torch), "program": built}
 
 
 def _file_facts(file: File) -> dict[str, Any]:

@@ -68,8 +68,8 @@ def prepare(path: Path, *, python: str | None = None) -> Prepared:
     device = device_file.load(path, os.environ, partial(_problems, path.parent))
     fleet = Fleet.load(path.parent / Path(device.fleet).expanduser())
     profile = _profile(device.board, path.parent)
-    train = device.train.get("enabled", True) is not False
-    system = machine.of(boards.load(profile), device.os, train=train, python=python)
+    train, engine = device.train.get("enabled", True) is not False, str(device.train.get("engine", "auto"))
+    system = machine.of(boards.load(profile), device.os, train=train, engine=engine, python=python)
     program.check_python(system)
     _check_own_code(fleet, system, device, path)
     broker = devices.broker_for_token(device.broker, fleet)
@@ -86,7 +86,7 @@ def _check_own_code(fleet: Fleet, system: Machine, device: DeviceFile, path: Pat
     model, method = fleet.config.model.name, fleet.config.fleet.method
     module, _, build = model.partition(":")
     own = []
-    if build and system.train and not any(own_wheels.holds(Path(wheel), module) for wheel in device.wheels):
+    if build and system.torch and not any(own_wheels.holds(Path(wheel), module) for wheel in device.wheels):
         own.append(f"model '{model}'")
     if method not in PRODUCT and not any(method in own_wheels.entry_points(Path(w), GROUP) for w in device.wheels):
         own.append(f"method '{method}'")

@@ -28,6 +28,7 @@ from cloud_server.figures.formatting import (
     stage_text,
     traffic_text,
 )
+from cloud_server.figures.live_display import live
 from cloud_server.figures.scores import Score
 from cloud_server.records import ledger_tables as tables
 from cloud_server.records.ledger import Ledger
@@ -35,7 +36,6 @@ from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.records.ledger_tables import Evaluation
 from cloud_server.reports import array_tables, codec_tables, cost_tables
 from cloud_server.reports.result import Result, RoundFigures, Sums, round_figures
-from fleet_core.base import terminal
 from fleet_core.power.meter import WORKING
 
 SHOWN_DEVICES = 20
@@ -113,7 +113,7 @@ class LiveView:
         self._settle_s = settle_s
         self._seen: dict[int, float] = {}
         self._untold: list[RoundFigures] = []
-        self._live = terminal.live(self.stream)
+        self._live = live(self.stream)
 
     def __enter__(self) -> LiveView:
         if self._live:

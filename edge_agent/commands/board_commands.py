@@ -2,72 +2,61 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from argparse import Namespace
 
-import typer
-
-energy_app = typer.Typer(help="Watts now, by source.", invoke_without_command=True)
-
-HOME = Annotated[
-    Path, typer.Option("--home", envvar="METAFLEET_HOME", help="Folder with device.toml, samples and state.")
-]
-PROFILE = Annotated[
-    str | None, typer.Option("--profile", metavar="NAME|FILE", help="A board in place of device.toml's.")
-]
-JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-HERE = Path(".")
+from edge_agent.commands.arguments import Parser, home, json, within
 
 
-@energy_app.callback()
-def energy(
-    context: typer.Context,
-    home: HOME = HERE,
-    profile: PROFILE = None,
-    seconds: Annotated[float, typer.Option(min=0.1, max=86400, help="How long to read.")] = 5.0,
-    as_json: JSON = False,
-) -> None:
-    """Show watts now, by source (the board's sensor, RAPL, the model), and why a source has no reading."""
-    if context.invoked_subcommand is not None:
-        return
-    from edge_agent.commands import energy as commands
-
-    commands.show(home, profile, seconds, as_json)
+def profile(parser: Parser) -> None:
+    parser.add_argument("--profile", metavar="NAME|FILE", help="a board in place of device.toml's")
 
 
-@energy_app.command()
-def calibrate(
-    meter_watts: Annotated[
-        tuple[float, float] | None,
-        typer.Option(metavar="IDLE BUSY", help="A meter's readings at the input: idle, and with all cores busy."),
-    ] = None,
-    radio: Annotated[
-        float | None,
-        typer.Option("--radio-j-per-byte", help="Joules of a byte sent or received, above idle: your own figure."),
-    ] = None,
-    home: HOME = HERE,
-) -> None:
-    """Write your own meter's figures to device.toml; they replace the profile's."""
-    from edge_agent.commands import energy as commands
+def declare(root: Parser) -> None:
+    """Adds both commands."""
+    energy = root.command("energy", "Show watts now, by source (the board's sensor, RAPL, the model), and why a source "
+                          "has no reading.", show_energy)
+    home(energy)
+    profile(energy)
+    energy.add_argument("--seconds", metavar="S", type=within(float, 0.1, 86400), default=5.0,
+                        help="how long to read; default 5")
+    json(energy)
+    one = energy.command("calibrate", "Write your own meter's figures to device.toml; they replace the profile's.",
+                         calibrate)
+    one.add_argument("--meter-watts", metavar=("IDLE", "BUSY"), nargs=2, type=float,
+                     help="a meter's readings at the input: idle, and with all cores busy")
+    one.add_argument("--radio-j-per-byte", metavar="J", type=float,
+                     help="joules of a byte sent or received, above idle: your own figure")
+    home(one)
+    one = root.command("doctor", "Compare the board with its profile, show what the agent will do, and what is wrong "
+                       "(exit code 1).", doctor)
+    home(one)
+    profile(one)
+    one.add_argument("--run", action="store_true", help="also run torch and onnxruntime once, each in a process")
+    one.add_argument("--measure", action="store_true",
+                     help="also measure this board's FLOP/s, about ten seconds; kept in its home")
+    json(one)
 
-    if meter_watts is None and radio is None:
-        raise typer.BadParameter("give --meter-watts IDLE BUSY, --radio-j-per-byte J, or both")
-    if meter_watts is not None:
-        commands.calibrate(home, *meter_watts)
-    if radio is not None:
-        commands.calibrate_radio(home, radio)
+
+def show_energy(given: Namespace) -> None:
+    from edge_agent.commands import energy
+
+    energy.show(given.home, given.profile, given.seconds, given.as_json)
 
 
-def doctor(
-    home: HOME = HERE,
-    profile: PROFILE = None,
-    run: Annotated[bool, typer.Option("--run", help="Also run torch and onnxruntime once, each in a process.")] = False,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Also measure this board's FLOP/s, about ten seconds; kept in its home.")
-    ] = False,
-    as_json: JSON = False,
-) -> None:
-    """Compare the board with its profile, show what the agent will do, and what is wrong (exit code 1)."""
-    from edge_agent.commands import doctor as commands
+def calibrate(given: Namespace) -> None:
+    from edge_agent.commands import energy
+    from fleet_core.base.errors import ConfigError
 
-    commands.doctor(home, profile, run, as_json, measure)
+    if given.meter_watts is None and given.radio_j_per_byte is None:
+        raise ConfigError("give --meter-watts IDLE BUSY, --radio-j-per-byte J, or both",
+                          where="edge-agent energy calibrate")
+    if given.meter_watts is not None:
+        energy.calibrate(given.home, *given.meter_watts)
+    if given.radio_j_per_byte is not None:
+        energy.calibrate_radio(given.home, given.radio_j_per_byte)
+
+
+def doctor(given: Namespace) -> None:
+    from edge_agent.commands import doctor as examining
+
+    examining.doctor(given.home, given.profile, given.run, given.as_json, given.measure)

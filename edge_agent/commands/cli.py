@@ -2,168 +2,179 @@
 
 from __future__ import annotations
 
+import os
+from argparse import Namespace
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from edge_agent.commands.board_commands import doctor, energy_app
+from edge_agent.commands import board_commands
+from edge_agent.commands.arguments import Parser, home, json, within
+from fleet_core import __version__
 from fleet_core.base import processes, terminal
 from fleet_core.board.device_settings import WAYS, settings_of
 
-app = terminal.application("The agent on a device: trains, personalizes and answers; the data stays here.")
-samples_app = typer.Typer(help="The device's own labelled samples.", no_args_is_help=True)
-app.add_typer(samples_app, name="samples")
-app.add_typer(energy_app, name="energy")
-app.command()(doctor)
-
-HOME = Annotated[
-    Path, typer.Option("--home", envvar="METAFLEET_HOME", help="Folder with device.toml, samples and state.")
-]
-JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-HERE = Path(".")
-INPUT = ".npy array, .npz, .csv, .ndjson, image or folder of images; labels in it are ignored."
+INPUT = ".npy array, .npz, .csv, .ndjson, image or folder of images; labels in it are ignored"
 
 
-@app.command()
-def run(
-    home: HOME = HERE,
-    broker: Annotated[str | None, typer.Option(envvar="METAFLEET_BROKER", help="mqtt(s)://host:port")] = None,
-    connect_s: Annotated[float, typer.Option(help="Exit if no broker answers within this time at the start.")] = 60.0,
-    token: Annotated[Path | None, typer.Option(envvar="METAFLEET_TOKEN", metavar="FILE",
-                                               help="Enrolment token, if the file exists; else HOME/enrol.token.")]
-    = None,
-    plain: Annotated[bool, typer.Option("--plain", envvar="METAFLEET_PLAIN",
-                                        help="Allow plain MQTT to leave this machine.")] = False,
-) -> None:
-    """Take part in rounds and answer, until stopped. Enrols first if there is a token."""
-    from edge_agent.connection import broker_login, enrolment
+def parser() -> Parser:
+    """All commands with their options."""
+    root = Parser("edge-agent", "The agent on a device: trains, personalizes and answers; the data stays here.")
+    root.add_argument("--version", action="version", version=__version__, help="print the version and leave")
+    root.add_argument("--verbose", action="store_true", help="print the traceback of an error")
+    _connected(root)
+    _local(root)
+    samples = root.command("samples", "The device's own labelled samples.")
+    _samples(samples)
+    board_commands.declare(root)
+    return root
 
-    unused = enrolment.token_in(home, token)
+
+def _connected(root: Parser) -> None:
+    """The commands that need a broker, and the server."""
+    one = root.command("run", "Take part in rounds and answer, until stopped. Enrols first if there is a token.", run)
+    home(one)
+    one.add_argument("--broker", metavar="URL", default=os.environ.get("METAFLEET_BROKER") or None,
+                     help="mqtt(s)://host:port; also METAFLEET_BROKER")
+    one.add_argument("--connect-s", metavar="S", type=float, default=60.0,
+                     help="exit if no broker answers within this time at the start; default 60")
+    one.add_argument("--token", metavar="FILE", type=Path, default=os.environ.get("METAFLEET_TOKEN") or None,
+                     help="enrolment token, if the file exists; else HOME/enrol.token; also METAFLEET_TOKEN")
+    one.add_argument("--plain", action="store_true", default=_is_on("METAFLEET_PLAIN"),
+                     help="allow plain MQTT to leave this machine; also METAFLEET_PLAIN")
+    one = root.command("enroll", "Become a device of a fleet: makes a key, a certificate and device.toml, and erases "
+                       "the token.", enroll)
+    one.add_argument("token", metavar="TOKENFILE", type=Path, help="what 'metafleet devices enroll' wrote")
+    home(one)
+    one.add_argument("--connect-s", metavar="S", type=float, default=60.0,
+                     help="how long to wait for broker and aggregator; default 60")
+    one = root.command("serve", "Answer over HTTP (Open Inference Protocol v2) with this device's model, until "
+                       "stopped.", serve)
+    home(one)
+    one.add_argument("--host", help="address to listen on; default: device.toml's, or 127.0.0.1")
+    one.add_argument("--port", type=within(int, 0, 65535),
+                     help="default: device.toml's, or 8080; 0 for any free port")
+
+
+def _local(root: Parser) -> None:
+    """The commands that need no connection."""
+    one = root.command("status", "Show this device's weights, personalization and training state.", status)
+    home(one)
+    json(one)
+    one = root.command("install", "Check a bundle and answer with it from now on; needs no broker, aggregator or "
+                       "torch.", install)
+    one.add_argument("bundle", metavar="BUNDLE", type=Path, help="a folder or one file of 'metafleet export'")
+    home(one)
+    one.add_argument("--name", help="name of a new device; default: the folder's")
+    json(one)
+    one = root.command("personalize", "Personalize the served model on this device's samples; needs no aggregator or "
+                       "torch.", personalize)
+    home(one)
+    one.add_argument("--by", metavar="WAY", help=f"one of {', '.join(WAYS)}; it also applies to later rounds")
+    one.add_argument("--steps", type=int, help="number of gradient steps; default: the method's")
+    one.add_argument("--rate", type=float, help="rate of gradient steps; default: the method's")
+    one.add_argument("--int8", action="store_true", default=None,
+                     help="embed with the quantized encoder, if a bundle brought one")
+    one.add_argument("--fp32", dest="int8", action="store_false", help="embed with the encoder as it was trained")
+    json(one)
+    one = root.command("predict", "Answer raw samples with this device's personalized model.", predict)
+    one.add_argument("inputs", metavar="INPUT", type=Path, help=INPUT)
+    home(one)
+    json(one)
+
+
+def _samples(group: Parser) -> None:
+    one = group.command("add", "Add labelled samples to the device's own; the next personalization uses them.", add)
+    one.add_argument("file", metavar="FILE", type=Path, help=INPUT)
+    one.add_argument("--label", required=True, help="the class of the samples")
+    one.add_argument("--new-class", action="store_true",
+                     help="the class is this device's own; the fleet does not have it")
+    home(one)
+    one = group.command("list", "Show how many samples of each class this device has.", list_samples)
+    home(one)
+    json(one)
+    one = group.command("drop", "Remove the labelled samples that were added last; the next 'edge-agent personalize' "
+                        "does not use them.", drop)
+    one.add_argument("--last", metavar="N", type=within(int, 1), required=True,
+                     help="how many of the samples that were added last")
+    home(one)
+
+
+def _is_on(variable: str) -> bool:
+    """Whether an environment variable says yes."""
+    return os.environ.get(variable, "").lower() in ("1", "true", "t", "yes", "y", "on")
+
+
+# What the commands do -------------------------------------------------------------------------------------------------
+
+
+def run(given: Namespace) -> None:
+    from fleet_core.protocol import enrolment_token
+
+    unused = enrolment_token.token_in(given.home, given.token)
     if unused is not None:
-        enrolment.enroll(home, unused, limit_s=connect_s, log=processes.say)
-    broker_login.tls_files(home, settings_of(home, broker), plain=plain)  # raises before the process is replaced
-    options = [*(["--plain"] if plain else []), *([] if broker is None else [broker])]
-    processes.exec_module("edge_agent.commands.run", "--home", str(home), str(connect_s), *options)
+        from edge_agent.connection import enrolment  # slow to import, and seldom needed
+
+        enrolment.enroll(given.home, unused, limit_s=given.connect_s, log=processes.say)
+    options = [*(["--plain"] if given.plain else []), *([] if given.broker is None else [given.broker])]
+    processes.exec_module("edge_agent.commands.run", "--home", str(given.home), str(given.connect_s), *options)
 
 
-@app.command()
-def enroll(
-    token: Annotated[Path, typer.Argument(metavar="TOKENFILE", help="What 'metafleet devices enroll' wrote.")],
-    home: HOME = HERE,
-    connect_s: Annotated[float, typer.Option(help="How long to wait for broker and aggregator.")] = 60.0,
-) -> None:
-    """Become a device of a fleet: makes a key, a certificate and device.toml, and erases the token."""
+def enroll(given: Namespace) -> None:
     from edge_agent.connection import enrolment
 
-    enrolment.enroll(home, token, limit_s=connect_s, log=processes.say)
+    enrolment.enroll(given.home, given.token, limit_s=given.connect_s, log=processes.say)
 
 
-@app.command()
-def serve(
-    home: HOME = HERE,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; default: device.toml's, or 127.0.0.1.")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Default: device.toml's, or 8080; 0 for any free port.")
-    ] = None,
-) -> None:
-    """Answer over HTTP (Open Inference Protocol v2) with this device's model, until stopped."""
-    defaults = settings_of(home).serve
-    address = defaults.host if host is None else host
-    number = (defaults.port or 8080) if port is None else port
-    processes.exec_module("edge_agent.http.serve", "--home", str(home), address, str(number))
+def serve(given: Namespace) -> None:
+    defaults = settings_of(given.home).serve
+    host = defaults.host if given.host is None else given.host
+    port = (defaults.port or 8080) if given.port is None else given.port
+    processes.exec_module("edge_agent.http.serve", "--home", str(given.home), host, str(port))
 
 
-@app.command()
-def status(home: HOME = HERE, as_json: JSON = False) -> None:
-    """Show this device's weights, personalization and training state."""
+def status(given: Namespace) -> None:
     from edge_agent.commands import device_commands
 
-    device_commands.status(home, as_json)
+    device_commands.status(given.home, given.as_json)
 
 
-@app.command()
-def install(
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder or one file of 'metafleet export'.")],
-    home: HOME = HERE,
-    name: Annotated[str | None, typer.Option(help="Name of a new device; default: the folder's.")] = None,
-    as_json: JSON = False,
-) -> None:
-    """Check a bundle and answer with it from now on; needs no broker, aggregator or torch."""
+def install(given: Namespace) -> None:
     from edge_agent.commands import install as installing
 
-    installing.command(bundle, home, name, as_json)
+    installing.command(given.bundle, given.home, given.name, given.as_json)
 
 
-@app.command()
-def personalize(
-    home: HOME = HERE,
-    by: Annotated[
-        str | None, typer.Option("--by", help=f"One of {', '.join(WAYS)}; it also applies to later rounds.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of gradient steps; default: the method's.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Rate of gradient steps; default: the method's.")] = None,
-    int8: Annotated[
-        bool | None, typer.Option("--int8/--fp32", help="Embed with the quantized encoder, if a bundle brought one.")
-    ] = None,
-    as_json: JSON = False,
-) -> None:
-    """Personalize the served model on this device's samples; needs no aggregator or torch."""
+def personalize(given: Namespace) -> None:
     from edge_agent.commands import device_commands
 
-    device_commands.personalize(home, as_json, by, steps, rate, int8)
+    device_commands.personalize(given.home, given.as_json, given.by, given.steps, given.rate, given.int8)
 
 
-@app.command()
-def predict(
-    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=INPUT)],
-    home: HOME = HERE,
-    as_json: JSON = False,
-) -> None:
-    """Answer raw samples with this device's personalized model."""
+def predict(given: Namespace) -> None:
     from edge_agent.commands import device_commands
 
-    device_commands.predict(inputs, home, as_json)
+    device_commands.predict(given.inputs, given.home, given.as_json)
 
 
-@samples_app.command("add")
-def add(
-    file: Annotated[Path, typer.Argument(help=INPUT)],
-    label: Annotated[str, typer.Option("--label", help="The class of the samples.")],
-    new_class: Annotated[
-        bool, typer.Option("--new-class", help="The class is this device's own; the fleet does not have it.")
-    ] = False,
-    home: HOME = HERE,
-) -> None:
-    """Add labelled samples to the device's own; the next personalization uses them."""
+def add(given: Namespace) -> None:
     from edge_agent.commands import device_commands
 
-    device_commands.add(file, label, home, new_class=new_class)
+    device_commands.add(given.file, given.label, given.home, new_class=given.new_class)
 
 
-@samples_app.command("list")
-def list_samples(home: HOME = HERE, as_json: JSON = False) -> None:
-    """Show how many samples of each class this device has."""
+def list_samples(given: Namespace) -> None:
     from edge_agent.commands import device_commands
 
-    device_commands.list_samples(home, as_json)
+    device_commands.list_samples(given.home, given.as_json)
 
 
-@samples_app.command("drop")
-def drop(
-    last: Annotated[int, typer.Option("--last", min=1, help="How many of the samples that were added last.")],
-    home: HOME = HERE,
-) -> None:
-    """Remove the labelled samples that were added last; the next 'edge-agent personalize' does not use them."""
+def drop(given: Namespace) -> None:
     from edge_agent.commands import device_commands
 
-    device_commands.drop(home, last)
+    device_commands.drop(given.home, given.last)
 
 
 def main() -> None:
-    terminal.main(app)
+    terminal.main(lambda args: parser().run(args))
 
 
 if __name__ == "__main__":

@@ -32,11 +32,6 @@ MAX_ANSWER_BYTES = 16_384
 ANOTHER = "ask for another one: metafleet devices enroll FLEET NAME"
 
 
-def token_in(home: Path, named: Path | None = None) -> Path | None:
-    """The unused token: the file ``named`` if it exists, else the one in the home, else None."""
-    return next((path for path in (named, home / enrolment_token.FILE) if path is not None and path.is_file()), None)
-
-
 def enroll(
     home: Path, path: Path, *, limit_s: float, log: Callable[[str], None], stopped: Callable[[], bool] = lambda: False
 ) -> str:

@@ -40,7 +40,7 @@ def make(folder: Path) -> Wheel:
     files = dict(_modules())
     files[f"{info}/METADATA"] = _metadata().encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: metafleet\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nedge-agent = edge_agent.commands.start:main\n"
+    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nedge-agent = edge_agent.commands.cli:main\n"
     record = "".join(f"{name},sha256={_base64(data)},{len(data)}\n" for name, data in sorted(files.items()))
     path = folder / f"metafleet-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError
-from fleet_core.board.profile import Image, Profile
+from fleet_core.board.profile import LEAST_ISA, TORCH_BELOW, Image, Profile
 
 UV_GLIBC_MINORS = (17, 28, *range(31, 41))
 """The minor versions of glibc 2 that uv has a platform for."""
+
+LEAST_TORCH_MIB = 1024
+"""A board that is only sold with less memory gets no torch: it would leave little of 512 MB for anything else."""
 
 FIRST_BOOT = ("cloud-init", "firstrun", "ssh")
 
@@ -28,7 +31,7 @@ class Machine:
         first_boot: what sets up the system at its first start: cloud-init, firstrun, or ssh for nothing on the card.
         os: the system's name, for people.
         pins: exact versions by package.
-        train: whether torch is included.
+        torch: the requirement for torch, as ``torch>=2.9``; empty if it is not included.
         memory_max: MemoryMax of the agent's unit.
         groups: groups that the agent joins, if they exist, for the board's power sensor.
         devices: device files that the agent needs.
@@ -41,7 +44,7 @@ class Machine:
     first_boot: str = "cloud-init"
     os: str = ""
     pins: Mapping[str, str] = field(default_factory=dict)
-    train: bool = False
+    torch: str = ""
     memory_max: str = "80%"
     groups: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
@@ -59,12 +62,14 @@ class Machine:
         return re.match(r"raspberry-pi", self.board) is not None
 
 
-def of(profile: Profile, os: str | None = None, *, train: bool = True, python: str | None = None) -> Machine:
+def of(
+    profile: Profile, os: str | None = None, *, train: bool = True, engine: str = "auto", python: str | None = None
+) -> Machine:
     """The machine of a board's profile.
 
-    os: words of the name of one of its systems, as ``bookworm``; None for the first. train: wanted by the device file;
-    ignored if the board cannot train. python: found on the device, replaces the profile's. Raises ConfigError for a
-    system that the profile does not name.
+    os: words of the name of one of its systems, as ``bookworm``; None for the first. train, engine: of ``[train]`` in
+    the device file. python: found on the device, replaces the profile's. Raises ConfigError for a system that the
+    profile does not name.
     """
     image = _image(profile, os)
     python = python or image.python or profile.wheels.python
@@ -74,10 +79,25 @@ def of(profile: Profile, os: str | None = None, *, train: bool = True, python: s
     sensor = profile.power.sensor
     return Machine(
         board=profile.name, arch=profile.arch, python=".".join(python.split(".")[:2]), glibc=profile.glibc or "2.28",
-        first_boot=image.first_boot, os=image.name, pins=profile.wheels.pins, train=train and profile.can.train,
+        first_boot=image.first_boot, os=image.name, pins=profile.wheels.pins,
+        torch=_torch(profile) if train and _takes_torch(profile, engine) else "",
         memory_max=profile.memory_max or _memory_share(profile),
         groups=("video",) if sensor == "pmic" else (), devices=("/dev/vcio",) if sensor == "pmic" else (),
     )
+
+
+def _takes_torch(profile: Profile, engine: str) -> bool:
+    """Whether torch is for this board: not if it cannot train, nor by default if every variant has too little memory
+    for anything beside it."""
+    if not profile.can.train or engine == "onnx":
+        return False
+    return engine == "torch" or max(profile.memory_mib, default=LEAST_TORCH_MIB) >= LEAST_TORCH_MIB
+
+
+def _torch(profile: Profile) -> str:
+    """The versions for the board's processor, within which the profile may pin one."""
+    below = TORCH_BELOW.get(profile.isa or LEAST_ISA, "") if profile.arch == "aarch64" else ""
+    return f"torch>=2.9{below and f',<{below}'}"
 
 
 def _memory_share(profile: Profile) -> str:

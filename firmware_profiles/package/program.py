@@ -8,8 +8,9 @@ uv picks the wheels for the board's Python and architecture and unpacks them her
     0.1.0-3fa9c1d2e0/lib/               modules and their *.dist-info
     0.1.0-3fa9c1d2e0/manifest.json      its distributions, with licences and sizes
 
-Wheels of the user, with a model or a method, are unpacked with the others. The archive is cached (``program_cache``)
-under a hash of the request: agent, wheels, pins, Python and architecture.
+Wheels of the user, with a model or a method, are unpacked with the others. Without them and without torch, packages
+that nothing on a device imports are left out (``left_out.txt``). The archive is cached (``program_cache``) under a hash
+of the request: agent, wheels, pins, Python and architecture.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ START = """#!/bin/sh
 # The agent of this folder, with the modules beside it and the system's Python.
 here=$(dirname "$(dirname "$(readlink -f "$0")")")
 export PYTHONPATH="$here/lib" PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1
-exec python3 -m edge_agent.commands.start "$@"
+exec python3 -m edge_agent.commands.cli "$@"
 """
 PAUSE = Path(__file__).with_name("pause.sh").read_text(encoding="utf-8")
+LEFT_OUT = Path(__file__).with_name("left_out.txt")
 SCRIPTS = {"bin/edge-agent": START, "bin/pause": PAUSE}
 
 
@@ -128,7 +130,7 @@ def check_python(machine: Machine) -> None:
 
 def _key(machine: Machine, wheel: Wheel, own: Mapping[Path, str], index: Sequence[str]) -> str:
     request = [FORMAT, wheel.digest, sorted(own.values()), machine.platform, machine.python,
-               sorted(machine.pins.items()), machine.train, list(index), SCRIPTS]
+               sorted(machine.pins.items()), machine.torch, list(index), SCRIPTS, LEFT_OUT.read_text()]
     return hashlib.sha256(json.dumps(request).encode()).hexdigest()[:32]
 
 
@@ -152,7 +154,7 @@ def _make(
 ) -> Program:
     lib = folder / "lib"
     say(f"wheels for {machine.board}: CPython {machine.python}, {machine.platform}"
-        + ("" if machine.train else ", without torch"))
+        + ("" if machine.torch else ", without torch"))
     _unpack(machine, wheel, tuple(own), lib, index)
     parts = tuple(_parts(lib))
     content = [wheel.digest, *sorted(own.values()), SCRIPTS, [schema.plain(p) for p in parts]]
@@ -180,13 +182,14 @@ def _unpack(machine: Machine, wheel: Wheel, own: Sequence[Path], lib: Path, inde
     """Unpacks the agent's wheel, the user's own and their dependencies into ``lib``. Raises ConfigError, FlashError."""
     pins = wheel.path.parent / "pins.txt"
     pins.write_text("".join(f"{name}=={version}\n" for name, version in sorted(machine.pins.items())))
-    requirements = [f"metafleet{'[train]' if machine.train else ''} @ {wheel.path.as_uri()}"]
+    requirements = [f"metafleet @ {wheel.path.as_uri()}", *([machine.torch] if machine.torch else [])]
+    without = [] if machine.torch or own else ["--overrides", str(LEFT_OUT)]
     for path in own:  # copied, because uv misreads a path with a '#' or a '$'
         requirements.append(str(shutil.copy(path, wheel.path.parent)))
     command = [
         uv(), "pip", "install", "--quiet", "--target", str(lib), "--link-mode", "copy",
         "--python", sys.executable, "--python-platform", machine.platform, "--python-version", machine.python,
-        "--only-binary", ":all:", "--constraints", str(pins), *(["--no-config"] if index else []), *index,
+        "--only-binary", ":all:", "--constraints", str(pins), *without, *(["--no-config"] if index else []), *index,
         *requirements,
     ]
     folder = wheel.path.parent  # uv reads the configuration of a project in its working directory

@@ -6,6 +6,7 @@ file are reported at once, as ``file:line: key: problem``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,10 @@ VERSION = r"\d+(\.\d+){1,3}"
 MEMORY_MAX = r"([1-9]\d?|100)%|[1-9]\d{0,11}[KMG]"
 """As in systemd.resource-control(5): a share of the system's memory, or bytes."""
 PACKAGES = ("torch", "onnxruntime", "numpy")
+LEAST_ISA = "armv8.0"
+TORCH_BELOW = {"armv8.0": "2.10", "armv8.2": "2.11"}
+"""The first torch that an aarch64 board cannot use, by instruction set: 2.10 dies of an illegal instruction on ARMv8.0
+(pytorch issue 176993), and 2.11 asks for gigabytes of CUDA."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +111,15 @@ class Radio:
 
 @dataclass(frozen=True)
 class Profile:
-    """A board. name: as on the command line. arch: as printed by ``uname -m``. memory_mib: nominal memory of each
-    variant. memory_max: what the agent may use of the system's memory; by a rule if left out. glibc: the oldest version
-    that its wheels support. tried: on which hardware it was tested, or that it was not."""
+    """A board. name: as on the command line. arch: as printed by ``uname -m``. isa: the instruction set of its Cortex
+    cores: armv8.0 of A53, A57 and A72, armv8.2 of A55 and later; armv8.0 if left out. memory_mib: nominal memory of
+    each variant. memory_max: what the agent may use of the system's memory; by a rule if left out. glibc: the oldest
+    version that its wheels support. tried: on which hardware it was tested, or that it was not."""
 
     name: str = field(metadata={"pattern": r"[a-z0-9][a-z0-9.\-]{0,63}"})
     title: str = field(metadata={"max_length": 200})
     arch: str = field(metadata={"choices": ARCHITECTURES})
+    isa: str | None = field(default=None, metadata={"choices": tuple(TORCH_BELOW)})
     soc: str | None = field(default=None, metadata={"max_length": 200})
     cores: int | None = field(default=None, metadata={"min": 1, "max": 4096})
     memory_mib: tuple[int, ...] = field(default=(), metadata={"min": 16, "max": 1 << 30, "max_length": LINES})
@@ -163,6 +170,7 @@ def _contradictions(tables: Mapping[str, Any]) -> Iterator[Problem]:
         yield from _unsourced(table, _table(tables, table), figures, source)
     yield from _watts(_table(tables, "power"))
     pins = _table(_table(tables, "wheels"), "pins")
+    yield from _torch(pins.get("torch"), tables)
     for package in pins:
         if package not in PACKAGES:
             yield Problem(f"wheels.pins.{package}", "is not a package that an agent needs",
@@ -175,6 +183,16 @@ def _unsourced(name: str, table: Mapping[str, Any], figures: Sequence[str], sour
     if given and (cited is None or (isinstance(cited, str) and not cited.strip())):
         yield Problem(f"{name}.{given[0]}", f"has no source: add {source} = \"…\" (a document, or how it was measured) "
                       "or leave the figure out")
+
+
+def _torch(pin: Any, tables: Mapping[str, Any]) -> Iterator[Problem]:
+    """A torch that this processor cannot use."""
+    isa = tables.get("isa", LEAST_ISA)
+    below = TORCH_BELOW.get(isa) if isinstance(isa, str) else None
+    if tables.get("arch") != "aarch64" or below is None or not isinstance(pin, str) or not re.fullmatch(VERSION, pin):
+        return
+    if [int(part) for part in pin.split(".")] >= [int(part) for part in below.split(".")]:
+        yield Problem("wheels.pins.torch", f"{pin} is not for {isa}, expected a version below {below}")
 
 
 def _watts(power: Mapping[str, Any]) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleet_core.base import config, schema, storage
+from fleet_core.base import config, schema
 
 FILE = "enrol.token"
 """The token's file name in the agent's home folder."""
@@ -48,9 +48,16 @@ def load(path: Path) -> Token:
 
 def save(path: Path, token: Token) -> None:
     """Mode 0600. Raises StateError."""
+    from fleet_core.base import storage  # with numpy, which an agent that looks for a token does not need yet
+
     storage.write_atomic(path, config.toml(schema.plain(token)).encode(), mode=0o600)
 
 
 def to_sign(fleet: str, token_id: str, request: bytes) -> bytes:
     """What the token's key signs: the request, bound to the fleet and the token."""
     return f"{fleet}/{token_id}\n".encode() + request
+
+
+def token_in(home: Path, named: Path | None = None) -> Path | None:
+    """The unused token: the file ``named`` if it exists, else the one in the home, else None."""
+    return next((path for path in (named, home / FILE) if path is not None and path.is_file()), None)

@@ -10,7 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.on_device import accuracy, answers, fleets, homes, int8, latency, memory, parity, tables, unknown, ways
+from benchmarks.on_device import (
+    accuracy,
+    answers,
+    fleets,
+    homes,
+    int8,
+    latency,
+    memory,
+    parity,
+    starting,
+    tables,
+    unknown,
+    ways,
+)
 from benchmarks.on_device.cases import CLASSES, Case
 from benchmarks.on_device.fleets import Plan
 from cloud_server.reports.result import environment
@@ -197,6 +210,15 @@ def test_withheld_classes_that_lie_far_are_all_called_unknown() -> None:
     assert found["auroc"] == 1
     assert found["unseen_0.95"] == 1
     assert found["known_0.95"] < 0.1 < found["known_0.8"]
+
+
+def test_a_version_is_started_from_its_own_folder() -> None:
+    tree = starting.Tree(starting.ROOT)
+    cost = tree.once("--version")
+    assert 0 < cost["cpu_s"] <= 60
+    assert cost["peak"] > 1 << 20
+    with tree.living("there is no command", "serv") as (_, text):
+        assert "did you mean 'serve'?" in text
 
 
 # What is committed ----------------------------------------------------------------------------------------------------

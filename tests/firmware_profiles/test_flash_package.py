@@ -81,7 +81,7 @@ def test_it_says_what_the_agent_was_built_from_and_its_licences(made):
 
 
 def test_torch_is_included_only_if_the_board_trains_and_as_pinned(cache, index, made):
-    training = program.make(replace(PI, train=True), cache=cache, say=lambda line: None, index=index)
+    training = program.make(replace(PI, torch="torch>=2.9,<2.10"), cache=cache, say=lambda line: None, index=index)
     assert ("torch", "2.9.1") in {(part.name, part.version) for part in training.parts}
     assert training.version != made.version
 
@@ -95,6 +95,22 @@ def test_every_board_gets_the_wheels_of_its_own_python_and_processor(cache, inde
     assert ("tomli" in {part.name for part in found.parts}) == (python == "3.10")
 
 
+def left_out() -> set[str]:
+    lines = program.LEFT_OUT.read_text().splitlines()
+    return {line.partition(";")[0] for line in lines if not line.startswith("#")}
+
+
+def test_what_nothing_on_a_device_imports_is_left_out_unless_torch_or_a_wheel_of_the_user_may_need_it(
+    tmp_path, cache, index, made
+):
+    assert left_out() == {*wheels.WITH_ONNXRUNTIME, "pycparser"}
+    assert left_out().isdisjoint({part.name for part in made.parts})
+    mine = wheels.wheel(tmp_path, "my_lab", "1.0")
+    for machine, own in ((replace(PI, torch="torch>=2.9,<2.10"), []), (PI, [mine])):
+        found = program.make(machine, own, cache=cache, say=lambda line: None, index=index)
+        assert left_out() <= {part.name for part in found.parts}
+
+
 def test_a_cached_program_is_not_made_again_and_needs_no_index(cache, made, index, monkeypatch):
     monkeypatch.setattr(program, "_unpack", lambda *_: pytest.fail("made again"))
     assert program.make(PI, cache=cache, say=lambda line: None, index=index) == made
@@ -104,7 +120,7 @@ def test_a_wheel_of_the_user_is_added_with_its_dependencies_and_makes_another_pr
     wheels.wheel(Path(index[2]), "einops", "0.8.0")
     mine = wheels.wheel(tmp_path, "my_lab", "1.0", requires=("einops",))
     found = program.make(PI, [mine], cache=cache, say=lambda line: None, index=index)
-    assert {part.name for part in found.parts} - {part.name for part in made.parts} == {"my_lab", "einops"}
+    assert {part.name for part in found.parts} - {part.name for part in made.parts} - left_out() == {"my_lab", "einops"}
     assert 'VERSION = "1.0"' in content(found, "lib/my_lab/__init__.py")
     with tarfile.open(found.path) as archive:
         assert not [name for name in archive.getnames() if "direct_url" in name]

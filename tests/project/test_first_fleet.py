@@ -16,8 +16,7 @@ from edge_agent.commands import cli as device_cli
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "first-fleet.md").read_text(encoding="utf-8")
-PROGRAMS: dict[str, Any] = {name: typer.main.get_command(app)
-                            for name, app in (("metafleet", operator_cli.app), ("edge-agent", device_cli.app))}
+PROGRAMS: dict[str, Any] = {"metafleet": typer.main.get_command(operator_cli.app), "edge-agent": device_cli.parser()}
 BLOCKS = re.findall(r"^```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 SHOWN = [line.removeprefix("$ ").partition("  #")[0] for block in BLOCKS for line in block.splitlines()
          if line.startswith("$ ")]
@@ -35,8 +34,9 @@ def parsed(command: str) -> tuple[list[str], list[str], list[str]]:
             break
         found = found.commands[word]
         path.append(word)
-    assert not hasattr(found, "commands"), f"{command}: no such command"
-    known = [name for parameter in found.params for name in (*parameter.opts, *parameter.secondary_opts)]
+    assert not getattr(found, "commands", {}), f"{command}: no such command"
+    known = list(found._option_string_actions) if words[0] == "edge-agent" else [
+        name for parameter in found.params for name in (*parameter.opts, *parameter.secondary_opts)]
     return path, [word for word in words if word.startswith("--")], known
 
 

@@ -36,6 +36,8 @@ HOMES = {
     "ray": ("cloud_server/laboratory/run/executors.py",),
     "yaml": ("firmware_profiles/image/first_boot.py",),
     "prometheus_client": ("cloud_server/integrations/prometheus.py",),
+    "typer": ("cloud_server/commands/", "cloud_server/devices/"),
+    "rich": ("cloud_server/", "firmware_profiles/ssh/"),
 }
 
 # What a folder may import besides the standard library and fleet_core: at the top of a file, and inside functions.
@@ -61,8 +63,8 @@ LIGHT = {
         ),
         OPERATOR,
     ),
-    "edge_agent.commands.cli": {"torch", "onnx", "onnxscript"},
-    "edge_agent.http.serve": {"torch", "onnx", "onnxscript", "paho", "cryptography", "typer", "rich"},
+    "edge_agent.commands.cli": {"torch", "onnx", "onnxscript", "numpy", "onnxruntime", "paho", "cryptography"},
+    "edge_agent.http.serve": {"torch", "onnx", "onnxscript", "paho", "cryptography"},
     "fleet_core.power": {"torch"},
     "fleet_core.data": {"torch"},
     "fleet_core.algorithms": {"torch", "numpy"},

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks.arm64 import scene
+from cloud_server.commands import start
 from tests.support import bare
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE_S
@@ -256,10 +257,10 @@ def test_the_versions_for_boards_are_within_bounds_and_pinned_on_arm64(extra: st
     assert version_of(name, board) == version
 
 
-def test_serving_and_aggregating_need_no_extra() -> None:
-    base = {canonicalize_name(Requirement(line).name) for line in project()[""]}
-    assert {"numpy", "onnxruntime", "paho-mqtt", "safetensors", "cryptography", "typer"} <= base
-    assert base.isdisjoint({"torch", "onnx", "onnxscript", "amqtt", "pillow"})
+def test_a_device_needs_no_more_than_this_and_aggregating_a_command_line() -> None:
+    names = {extra: {canonicalize_name(Requirement(line).name) for line in lines} for extra, lines in project().items()}
+    assert names[""] == {"numpy", "onnxruntime", "paho-mqtt", "safetensors", "cryptography", "backports-zstd", "tomli"}
+    assert names["server"] == set(start.LIBRARIES)
 
 
 def test_every_dependency_has_its_reason() -> None:

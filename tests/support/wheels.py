@@ -5,9 +5,12 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
+WITH_ONNXRUNTIME = ("coloredlogs", "flatbuffers", "packaging", "protobuf", "sympy")
 NEEDED = (
-    ("numpy", "2.1.0", ()), ("paho_mqtt", "2.1.0", ()), ("safetensors", "0.5.3", ()), ("cryptography", "45.0.1", ()),
-    ("typer", "0.15.1", ("rich>=10",)), ("rich", "13.9.4", ()), ("backports_zstd", "1.0.0", ()), ("tomli", "2.2.1", ()),
+    ("numpy", "2.1.0", ()), ("paho_mqtt", "2.1.0", ()), ("safetensors", "0.5.3", ()),
+    ("cryptography", "45.0.1", ("cffi",)), ("cffi", "2.1.1", ("pycparser",)), ("pycparser", "3.0", ()),
+    ("backports_zstd", "1.0.0", ()), ("tomli", "2.2.1", ()),
+    *((name, "1.0", ()) for name in WITH_ONNXRUNTIME),
 )
 
 
@@ -39,7 +42,7 @@ def wheel_folder(folder: Path) -> tuple[str, ...]:
         for arch in ("aarch64", "x86_64"):
             tag = f"{python}-{python}-manylinux_2_28_{arch}"
             for version in ("1.23.2", "1.31.1"):
-                wheel(folder, "onnxruntime", version, tag)
+                wheel(folder, "onnxruntime", version, tag, WITH_ONNXRUNTIME)
             for version, requires in (("2.9.1", ()), ("2.13.0", ("nvidia_cuda; platform_machine == 'aarch64'",))):
                 wheel(folder, "torch", version, tag, requires)
     return ("--no-index", "--find-links", str(folder))

@@ -1,5 +1,5 @@
-"""The base install from the published wheel, without extras and so without torch, runs the aggregator and an agent that
-personalizes and answers."""
+"""The base install from the published wheel, without extras and so without torch, runs an agent that personalizes and
+answers; with the libraries of the command line it runs the aggregator."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cloud_server.commands.start import LIBRARIES
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device, Evaluation
 from export.graph import MIN_ONNXRUNTIME
@@ -43,7 +44,7 @@ class Torchless:
 
     bin: Path
     folder: Path  # an empty working directory: nothing is imported from the checkout
-    first: Path | None = None  # a folder that comes first on the import path
+    first: tuple[Path, ...] = ()  # folders that come first on the import path
 
     def run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run ``program`` of this environment to its end."""
@@ -56,7 +57,7 @@ class Torchless:
     def environ(self) -> dict[str, str]:
         """Environment for processes: this environment's programs first, and no PYTHONPATH."""
         others = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        first = {} if self.first is None else {"PYTHONPATH": str(self.first)}
+        first = {"PYTHONPATH": os.pathsep.join(map(str, self.first))} if self.first else {}
         return others | first | {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
 
 
@@ -80,11 +81,19 @@ def torchless(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Torchles
 
 
 @pytest.fixture(scope="session")
+def operator(torchless: Torchless, tmp_path_factory: pytest.TempPathFactory) -> Torchless:
+    """The same with the libraries of the extra ``server``."""
+    folder = tmp_path_factory.mktemp("server")
+    pip("install", "--constraint", str(ROOT / "requirements" / "constraints.txt"), "--target", str(folder), *LIBRARIES)
+    return replace(torchless, first=(folder,))
+
+
+@pytest.fixture(scope="session")
 def oldest(torchless: Torchless, tmp_path_factory: pytest.TempPathFactory) -> Torchless:
     """The same with the oldest onnxruntime that is supported, which boards use."""
     folder = tmp_path_factory.mktemp("oldest")
     pip("install", "--no-deps", "--target", str(folder), f"onnxruntime=={MIN_ONNXRUNTIME}")
-    return replace(torchless, first=folder)
+    return replace(torchless, first=(*torchless.first, folder))
 
 
 def pip(*arguments: str) -> None:
@@ -116,7 +125,9 @@ def test_the_wheel_ships_the_heartbeats_with_their_licence(wheel: Path) -> None:
     assert any("LICEN" in name.upper() for name in data)
 
 
-@pytest.mark.parametrize("module", ["torch", "onnx", "onnxscript", "amqtt", "PIL"])
+@pytest.mark.parametrize("module", [
+    "torch", "onnx", "onnxscript", "amqtt", "PIL", "typer", "rich", "click", "pydantic", "pygments",
+])
 def test_the_base_install_has_none_of_the_extras(torchless: Torchless, module: str) -> None:
     done = torchless.run("python", "-c", f"import {module}")
     assert done.returncode == 1
@@ -124,26 +135,35 @@ def test_the_base_install_has_none_of_the_extras(torchless: Torchless, module: s
 
 
 @pytest.mark.parametrize("program", ["metafleet", "edge-agent"])
-def test_both_commands_start_without_torch(torchless: Torchless, program: str) -> None:
-    done = torchless.run(program, "--version")
+def test_both_commands_start_without_torch(operator: Torchless, program: str) -> None:
+    done = operator.run(program, "--version")
     assert (done.returncode, done.stderr) == (0, "")
     assert "0.1.0" in done.stdout
 
 
-def test_a_fleet_is_not_made_without_torch_and_the_extra_is_named(torchless: Torchless, tmp_path: Path) -> None:
+def test_the_operators_command_says_what_a_device_lacks(torchless: Torchless) -> None:
+    done = torchless.run("metafleet", "--version")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert 'hint: pip install "metafleet[server]"' in done.stderr
+    assert torchless.run("edge-agent", "--version").stdout == "0.1.0\n"
+
+
+def test_a_fleet_is_not_made_without_torch_and_the_extra_is_named(operator: Torchless, tmp_path: Path) -> None:
     data = write_samples(tmp_path / "data.npz")
-    done = torchless.run("metafleet", "init", str(tmp_path / "fleet"), "--data", str(data))
+    done = operator.run("metafleet", "init", str(tmp_path / "fleet"), "--data", str(data))
     assert (done.returncode, done.stdout) == (2, "")
     assert 'hint: pip install "metafleet[export]"' in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == [data]
     few = ("--devices", "2", "--new-devices", "1", "--data", str(data), "--out", str(tmp_path / "run"))
-    done = torchless.run("metafleet", "demo", *few)
+    done = operator.run("metafleet", "demo", *few)
     assert (done.returncode, done.stdout) == (1, "")
     assert 'hint: pip install "metafleet[export]"' in done.stderr
 
 
-def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(torchless: Torchless, tmp_path: Path) -> None:
+def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(
+    torchless: Torchless, operator: Torchless, tmp_path: Path
+) -> None:
     fleet = small_fleet(tmp_path / "fleet")
     trains, serves = (device(fleet, name, tmp_path / name) for name in ("d0", "d1"))
     np.save(tmp_path / "raw.npy", np.eye(3, 8, dtype=np.float32) * 3)
@@ -152,7 +172,8 @@ def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(torchles
 
         def start(program: str, *arguments: object) -> Program:
             command = [str(torchless.bin / program), *map(str, arguments), *at]
-            return programs.start(*command, environ=torchless.environ, cwd=torchless.folder)
+            environ = operator.environ if program == "metafleet" else torchless.environ
+            return programs.start(*command, environ=environ, cwd=torchless.folder)
 
         server = start("metafleet", "server", "start", fleet.folder)
         agent = start("edge-agent", "run", "--home", serves)
@@ -165,7 +186,7 @@ def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(torchles
             server.until(lambda: {row.device for row in ledger.rows(Evaluation, round=2)} == {"d0", "d1"})
             assert ledger.rows(Device, name="d1")[0].cannot == "does not train: torch is not installed"
             assert [row.cohort for row in ledger.rounds("closed")] == [("d0",), ("d0",)]
-        done = torchless.run(
+        done = operator.run(
             "metafleet", "predict", str(fleet.folder), "d1", str(tmp_path / "raw.npy"), "--json", *at
         )
         assert done.returncode == 0, done.stderr
@@ -209,10 +230,11 @@ def test_a_device_without_torch_installs_and_answers_with_the_oldest_and_newest_
 
 
 def test_an_operator_without_torch_verifies_a_bundle_and_a_device_refuses_a_broken_one(
-    oldest: Torchless, tmp_path: Path
+    oldest: Torchless, operator: Torchless, tmp_path: Path
 ) -> None:
     device_bundle.write(tmp_path / "b", bundle_of("fedmeta-metasgd"))
-    done = oldest.run("metafleet", "bundle", "verify", str(tmp_path / "b"), "--json")
+    both = replace(oldest, first=(*oldest.first, *operator.first))
+    done = both.run("metafleet", "bundle", "verify", str(tmp_path / "b"), "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["torch"], result["onnxruntime"]) == (False, MIN_ONNXRUNTIME)

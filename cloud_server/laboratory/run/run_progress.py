@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cloud_server.figures.formatting import plain_text, seconds_text, share_text
-from fleet_core.base import terminal
+from cloud_server.figures.live_display import live
 
 SHOWN_RUNS = 16
 LINE_EVERY_S = 10.0
@@ -52,7 +52,7 @@ class Progress:
         self._first_s: float | None = None
         self._rounds_timed, self._drawn_s = 0, 0.0
         self._stream = stream or sys.stderr
-        self._live = terminal.live(self._stream)
+        self._live = live(self._stream)
 
     def __enter__(self) -> Progress:
         if self._live:

@@ -217,7 +217,7 @@ def test_a_users_own_model_or_method_is_not_exported_without_its_package(desk, t
     config = made.fleet.config
     model = dataclasses.replace(config, model=dataclasses.replace(config.model, name="my_lab:build"))
     method = dataclasses.replace(model, fleet=dataclasses.replace(config.fleet, method="ditto"))
-    training, serving = dataclasses.replace(made.machine, train=True), dataclasses.replace(made.machine, train=False)
+    training, serving = dataclasses.replace(made.machine, torch="torch"), dataclasses.replace(made.machine, torch="")
 
     def checked(config: Any, machine: Any, described: Any = made.device) -> None:
         fleet = dataclasses.replace(made.fleet, config=config)
@@ -308,21 +308,32 @@ def test_every_board_that_boots_from_a_card_says_which_python_it_has():
     assert {m.board for m in found.values()} >= {
         "raspberry-pi-5", "raspberry-pi-4b", "raspberry-pi-3b-plus", "raspberry-pi-zero-2-w"}
     assert {m.python for m in found.values()} == {"3.11", "3.12", "3.13"}
-    assert all(m.pins["torch"] == "2.9.1" for m in found.values())
+    old = {m.board: m.pins["torch"] == "2.9.1" for m in found.values()}
+    assert old == {name: name != "raspberry-pi-5" for name in old}
 
 
-def test_a_board_asks_for_what_its_sensor_needs_and_trains_where_it_can():
+def test_a_board_asks_for_what_its_sensor_needs_and_for_a_python_that_is_new_enough():
     five, nano = catalogue.load("raspberry-pi-5"), catalogue.load("jetson-nano")
     assert (board_needs.of(five).groups, board_needs.of(five).devices) == (("video",), ("/dev/vcio",))
-    assert board_needs.of(five).train
-    assert not board_needs.of(five, train=False).train
-    assert not board_needs.of(nano).train
     with pytest.raises(ConfigError, match=r"Python 3\.6"):
         program.check_python(board_needs.of(nano))
     small = board_needs.of(catalogue.load("raspberry-pi-zero-2-w"))
     assert (small.memory_max, board_needs.of(five).memory_max) == ("90%", "80%")
     assert board_needs.of(dataclasses.replace(five, memory_max="800M")).memory_max == "800M"
     assert board_needs.of(dataclasses.replace(five, memory_max=None, memory_mib=(1024,))).memory_max == "90%"
+
+
+def test_torch_is_for_boards_that_train_with_memory_for_it_unless_the_device_file_names_an_engine():
+    five, four, zero, nano, pc = (catalogue.load(name) for name in (
+        "raspberry-pi-5", "raspberry-pi-4b", "raspberry-pi-zero-2-w", "jetson-nano", "x86-64"))
+    of = board_needs.of
+    assert (of(five).torch, of(four).torch, of(pc, python="3.13").torch) == (
+        "torch>=2.9,<2.11", "torch>=2.9,<2.10", "torch>=2.9")
+    assert (of(zero).torch, of(nano).torch, of(five, train=False).torch, of(five, engine="onnx").torch) == ("",) * 4
+    assert of(zero, engine="torch").torch == "torch>=2.9,<2.10"
+    assert of(zero, engine="torch", train=False).torch == ""
+    sold = dataclasses.replace(zero, memory_mib=(512, 1024), isa=None)
+    assert of(sold).torch == of(dataclasses.replace(zero, memory_mib=())).torch == "torch>=2.9,<2.10"
 
 
 def test_progress_tells_share_speed_and_time_left():

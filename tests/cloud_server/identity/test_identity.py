@@ -370,10 +370,10 @@ def test_a_token_makes_a_whole_device_and_is_erased(
     home.mkdir()
     (home / "device.toml").write_text("[train]\nenabled = false\n")
     enrolment_token.save(home / enrolment_token.FILE, enroller.token("d0"))
-    waiting = enrolment.token_in(home)
+    waiting = enrolment_token.token_in(home)
     assert waiting is not None
     assert enrolment.enroll(home, waiting, limit_s=PATIENCE_S, log=enroller.lines.append) == "d0"
-    assert enrolment.token_in(home) is None
+    assert enrolment_token.token_in(home) is None
     settings = settings_of(home)
     assert (settings.device.name, settings.device.fleet, settings.device.broker) == ("d0", "t", "mqtts://h:1")
     assert settings.device.key == enroller.fleet.public_key()

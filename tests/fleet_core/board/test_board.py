@@ -57,11 +57,26 @@ def test_every_shipped_profile_reads_and_says_whether_hardware_was_tried(file: P
 
 @pytest.mark.parametrize("name", [f.stem for f in FILES if "template" not in f.stem and f.stem != "x86-64"])
 def test_boards_are_pinned_below_the_wheels_that_die_on_them(name: str) -> None:
-    pins = shipped(name).wheels.pins
+    board = shipped(name)
+    pins = board.wheels.pins
+    old = any(core in str(board.soc) for core in ("Cortex-A53", "Cortex-A57", "Cortex-A72"))
+    assert board.isa == ("armv8.0" if old else "armv8.2")
     assert pins["onnxruntime"] == "1.23.2"
-    assert pins.get("torch", "2.9.1") == "2.9.1"
-    assert ("torch" in pins) == shipped(name).can.train
+    assert pins.get("torch", "2.9.1") == "2.9.1" if old else pins["torch"] == "2.10.0"
+    assert ("torch" in pins) == board.can.train
 
+
+@pytest.mark.parametrize(("lines", "below"), [
+    ('[wheels]\nsource = "s"\npins = { torch = "2.10.0" }\n', "2.10"),
+    ('isa = "armv8.2"\n[wheels]\nsource = "s"\npins = { torch = "2.11" }\n', "2.11"),
+])
+def test_a_torch_that_the_boards_processor_cannot_run_is_refused(tmp_path: Path, lines: str, below: str) -> None:
+    assert f"wheels.pins.torch: 2.1{below[-1]}" in mistakes(tmp_path, WHOLE + lines)
+    assert f"expected a version below {below}" in mistakes(tmp_path, WHOLE + lines)
+    (tmp_path / "b.toml").write_text(WHOLE + lines.replace("2.11", "2.10").replace("2.10.0", "2.9.1"))
+    profiles.load(tmp_path / "b.toml")
+    (tmp_path / "b.toml").write_text(WHOLE.replace("aarch64", "x86_64") + lines)
+    profiles.load(tmp_path / "b.toml")
 
 def test_the_template_shows_every_key_that_a_profile_may_have() -> None:
     text = (firmware_profiles.folder() / "template.toml").read_text()

@@ -1,0 +1,59 @@
+"""The entry point of ``metafleet``, which says what is missing where only a device's packages are installed; and the
+program that its commands are added to."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from fleet_core import __version__
+from fleet_core.base import processes
+from fleet_core.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    import typer
+
+LIBRARIES = ("typer", "rich")
+
+
+def main() -> None:
+    processes.guarded(_start)
+
+
+def _start() -> None:
+    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)} is not installed: this is the environment of a device",
+                          hint='pip install "metafleet[server]"')
+    from cloud_server.commands import cli
+
+    cli.main()
+
+
+def application() -> typer.Typer:
+    """The program without commands, with ``--version`` and ``--verbose``."""
+    import typer
+
+    made = typer.Typer(
+        help="Personalized federated learning on real edge devices.", no_args_is_help=True, add_completion=False,
+        pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    def told(wanted: bool) -> None:
+        if wanted:
+            print(__version__)
+            raise typer.Exit()
+
+    @made.callback()
+    def _options(
+        version: bool = typer.Option(False, "--version", help="Print the version and leave.", callback=told,
+                                     is_eager=True),
+        verbose: bool = typer.Option(False, "--verbose", help="Print the traceback of an error."),
+    ) -> None:
+        del version, verbose
+
+    return made
+
+
+if __name__ == "__main__":
+    main()
