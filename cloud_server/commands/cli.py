@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server.commands import bundle, costs, lab, plan
+from cloud_server.commands import bundle, costs, examples, lab, plan
 from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
 from cloud_server.commands.datasets import datasets_app
 from cloud_server.commands.lab import STRIDE, WINDOW
@@ -324,6 +324,8 @@ def doctor(
 
 for command in (bundle.export, costs.costs, plan.plan, flash.flash, lab.simulate, lab.compare, lab.advise):
     app.command()(command)
+
+examples.add_to(app)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ def application() -> typer.Typer:
     import typer
 
     made = typer.Typer(
-        help="Personalized federated learning on real edge devices.", no_args_is_help=True, add_completion=False,
+        help="Personalized federated learning on real edge devices.", no_args_is_help=True,
         pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     )
 

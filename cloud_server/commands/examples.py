@@ -1,0 +1,51 @@
+"""The example below each command's help."""
+
+from __future__ import annotations
+
+import typer
+
+EXAMPLES = {
+    "demo": "metafleet demo --devices 4 --rounds 10 --codec int8",
+    "init": "metafleet init greenhouse --data samples.npz",
+    "methods": "metafleet methods pfldyn-proto",
+    "codecs": "metafleet codecs",
+    "predict": "metafleet predict greenhouse pi-07 sample.npy",
+    "report": "metafleet report greenhouse",
+    "watch": "metafleet watch greenhouse",
+    "metrics": "metafleet metrics greenhouse --port 9464",
+    "doctor": "metafleet doctor greenhouse",
+    "export": "metafleet export greenhouse --to greenhouse.bundle",
+    "costs": "metafleet costs greenhouse --per-month 24",
+    "plan": "metafleet plan greenhouse --board raspberry-pi-4b",
+    "flash": "metafleet flash pi-07.toml --to ssh://pi@pi-07.local",
+    "simulate": "metafleet simulate experiment.toml --out runs --set budget.rounds=50",
+    "compare": "metafleet compare runs --out comparison",
+    "advise": "metafleet advise samples.npz --budget-minutes 10",
+    "server start": "metafleet server start greenhouse",
+    "server install": "metafleet server install greenhouse --user",
+    "server config": "metafleet server config greenhouse --host broker.example.org",
+    "server status": "metafleet server status greenhouse --json",
+    "server rounds": "metafleet server rounds greenhouse --explain",
+    "server backup": "metafleet server backup greenhouse --to backups/monday",
+    "server pause": "metafleet server pause greenhouse",
+    "server resume": "metafleet server resume greenhouse",
+    "devices list": "metafleet devices list greenhouse",
+    "devices show": "metafleet devices show greenhouse pi-07",
+    "devices enroll": "metafleet devices enroll greenhouse pi-07 --to pi-07",
+    "devices revoke": "metafleet devices revoke greenhouse pi-07",
+    "datasets fetch": "metafleet datasets fetch har",
+    "profiles show": "metafleet profiles show raspberry-pi-4b",
+    "programs clear": "metafleet programs clear",
+    "bundle verify": "metafleet bundle verify greenhouse.bundle",
+}
+
+
+def add_to(app: typer.Typer, within: str = "") -> None:
+    """Below the help of every command of ``app`` and of its groups."""
+    for command in app.registered_commands:
+        name = command.name or (command.callback.__name__.replace("_", "-") if command.callback else "")
+        example = EXAMPLES.get(f"{within}{name}")
+        command.epilog = f"Example: {example}" if example else None
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            add_to(group.typer_instance, f"{within}{group.name} ")

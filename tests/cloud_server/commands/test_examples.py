@@ -1,0 +1,52 @@
+"""Every command has an example in its help, and its words are taken as they are; completion for three shells."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import click
+import pytest
+import typer
+
+from cloud_server.commands import cli
+from cloud_server.commands.examples import EXAMPLES
+from tests.support.waiting import PATIENCE_S
+
+
+def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    inner = getattr(command, "commands", {})
+    for name, one in inner.items():
+        yield from commands(one, (*path, name))
+    if not inner:
+        yield " ".join(path), command
+
+
+COMMANDS = dict(commands(typer.main.get_command(cli.app)))
+
+
+def test_every_command_has_an_example_and_no_other_has() -> None:
+    assert COMMANDS.keys() == EXAMPLES.keys()
+    assert {name for name, command in COMMANDS.items() if command.epilog != f"Example: {EXAMPLES[name]}"} == set()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_words_of_an_example_are_arguments_and_options_of_its_command(name: str) -> None:
+    words = shlex.split(EXAMPLES[name])
+    assert words[: 1 + len(name.split())] == ["metafleet", *name.split()]
+    context = COMMANDS[name].make_context(name, words[1 + len(name.split()) :], resilient_parsing=False)
+    assert not context.args
+
+
+@pytest.mark.parametrize(("shell", "contains"), [
+    ("bash", "complete -o default -F"), ("zsh", "#compdef metafleet"), ("fish", "complete --command metafleet"),
+])
+def test_completion_is_shown_for(shell: str, contains: str) -> None:
+    program = "import sys; sys.argv[0] = 'metafleet'; from cloud_server.commands.start import main; main()"
+    done = subprocess.run([sys.executable, "-c", program, "--show-completion", shell], capture_output=True, text=True,
+                          timeout=PATIENCE_S, env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"})
+    assert done.returncode == 0, done.stderr
+    assert contains in done.stdout
