@@ -7,8 +7,8 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
-import click
 import pytest
 import typer
 
@@ -17,7 +17,7 @@ from cloud_server.commands.examples import EXAMPLES
 from tests.support.waiting import PATIENCE_S
 
 
-def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     inner = getattr(command, "commands", {})
     for name, one in inner.items():
         yield from commands(one, (*path, name))
