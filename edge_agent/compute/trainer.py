@@ -33,6 +33,7 @@ from fleet_core.learning import local_training, models, personal_model
 from fleet_core.model.encoded_update import method_state
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.round_messages import Manifest
+from fleet_core.training.local_round import TrainResult
 
 
 class TrainerJobs:
@@ -73,7 +74,7 @@ class TrainerJobs:
             "left_out": {str(k): v for k, v in result.left_out.items()},
         }, {}
 
-    def round(self, order: Order, broadcast: Payload, state: ClientState) -> local_training.TrainResult:
+    def round(self, order: Order, broadcast: Payload, state: ClientState) -> TrainResult:
         """The local steps of one round."""
         model, samples = self._model(order), self._samples(order)
         return local_training.train_round(

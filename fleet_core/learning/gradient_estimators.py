@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fleet_core.algorithms.interface import GradFn
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.learning import gaussian_loss, losses
@@ -52,11 +51,6 @@ PADDED = (
     "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "fedproto"
 )  # fmt: skip
 """Adaptations whose losses ignore samples of class ``NO_CLASS``, so that batches can be padded with these."""
-EPISODIC = ("proto", "metavers", "gp")
-"""Adaptations for which a label is only a number within the episode. They count the classes of the device, not those of
-the fleet, which may have a thousand where a device has two."""
-INNER = ("maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd")
-"""Adaptations that take gradient steps of their own, in all arrays."""
 NO_CLASS = -1
 
 
@@ -247,16 +241,3 @@ class Estimators:
 def entropy(network: nn.Module, x: Tensor, y: Tensor) -> Loss:
     """The cross-entropy of the head's logits on one batch."""
     return lambda w: losses.cross_entropy(outputs(network, w, x, "predict"), y)
-
-
-def recorded(gradient: Gradient, values: list[Tensor]) -> GradFn:
-    """``gradient`` as a ``GradFn`` that appends the loss to ``values``."""
-
-    def step(at: Params) -> Params:
-        value, direction = gradient(at)
-        values.append(value.detach())
-        return direction
-
-    return step
-
-

@@ -21,10 +21,11 @@ from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.learning.gradient_estimators import entropy
 from fleet_core.learning.gradients import leaves, value_and_gradient
-from fleet_core.learning.local_training import CHUNK, check, first_personal, flushed, train_round
-from fleet_core.learning.models import NumpyParams, to_numpy, to_torch
-from fleet_core.learning.round_plans import Samples
+from fleet_core.learning.local_training import CHUNK, first_personal, flushed, train_round
+from fleet_core.learning.models import to_numpy, to_torch
 from fleet_core.model.layout import MODEL_GROUPS, Layout
+from fleet_core.training.local_round import NumpyParams, check
+from fleet_core.training.round_plans import Samples
 
 
 def adapt(

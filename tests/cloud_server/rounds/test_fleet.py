@@ -37,7 +37,6 @@ from fleet_core.base.compression import MAGIC, compress
 from fleet_core.base.errors import BundleError, ConfigError, LinkError
 from fleet_core.codecs import safetensors_payload
 from fleet_core.codecs.kinds.registry import CODECS
-from fleet_core.learning.local_training import TrainResult
 from fleet_core.link.interface import Connected, Disconnected, Message
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.model import choose_frozen, payloads
@@ -48,6 +47,7 @@ from fleet_core.protocol.chunks import Blob, cut
 from fleet_core.protocol.device_messages import Answer, Down, Presence, Question
 from fleet_core.protocol.round_messages import Manifest, UploadManifest
 from fleet_core.protocol.signing import Signer
+from fleet_core.training.local_round import TrainResult
 from tests.support.deaths import Death, deadly
 from tests.support.inprocess import CLASSES, Killed, World, config_text, toy, world
 from tests.support.stand_ins import BrokerFaults, FakeDevice, SlowTrainer, constant_update
