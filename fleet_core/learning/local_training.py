@@ -25,7 +25,7 @@ from fleet_core.learning.gradient_estimators import PADDED, Episode, Estimators
 from fleet_core.learning.gradients import Gradient
 from fleet_core.learning.models import outputs, to_numpy, to_torch
 from fleet_core.model.layout import Layout
-from fleet_core.training.local_round import NumpyParams, Progress, Round, TrainResult
+from fleet_core.training.local_round import NumpyParams, Progress, Round, TrainResult, train_one
 from fleet_core.training.round_plans import Participant, Plan, Samples, of_equal_size, of_similar_size, plan_of
 
 CHUNK = 256
@@ -54,8 +54,7 @@ def train_round(
     Raises DataError for samples that do not fit the layout, RoundError when the loss is not finite.
     """
     one = Participant(state, x, y, rng)
-    this = Round(TorchEngine(model), method, layout, broadcast, hyper, moving)
-    return this.train([one], [plan_of(method, one, hyper)], progress)[0]
+    return train_one(TorchEngine(model), method, layout, broadcast, one, hyper, progress, moving)
 
 
 def train_side_by_side(

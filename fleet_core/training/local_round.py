@@ -19,14 +19,14 @@ from fleet_core.algorithms import freezing
 from fleet_core.algorithms.interface import ClientState, GradFn, Method, Payload
 from fleet_core.base import trees
 from fleet_core.base.errors import DataError, RoundError
-from fleet_core.base.moving import Moving
+from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.data import model_input
 from fleet_core.data.episodes import Draw
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.training.flops import EPISODIC, INNER
 from fleet_core.training.inner_steps import Gradient
-from fleet_core.training.round_plans import Participant, Plan, Samples
+from fleet_core.training.round_plans import Participant, Plan, Samples, plan_of
 
 NumpyParams = dict[str, dict[str, np.ndarray[Any, Any]]]
 Progress = Callable[[int, int], None]
@@ -198,6 +198,15 @@ class Round:
         found: Mapping[str, Any] = update.scalars
         scalars = {name: float(value[client] if several else value) for name, value in found.items()}
         return Payload(self._arrays(update.groups, client, several), scalars)
+
+
+def train_one(
+    engine: Engine, method: Method, layout: Layout, broadcast: Payload, one: Participant, hyper: Any,
+    progress: Progress | None = None, moving: Moving = EVERYTHING,
+) -> TrainResult:
+    """Takes ``hyper.local_steps`` local steps. Arguments and errors as in ``Round``."""
+    this = Round(engine, method, layout, broadcast, hyper, moving)
+    return this.train([one], [plan_of(method, one, hyper)], progress)[0]
 
 
 def _recorded(gradient: Gradient, values: list[Any]) -> GradFn:
