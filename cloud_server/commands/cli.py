@@ -23,7 +23,9 @@ from fleet_core.protocol import topics
 
 if TYPE_CHECKING:
     from cloud_server.laboratory.run.recordings import Model
-    from cloud_server.records.fleet_folder import FleetConfig, ModelSection
+    from cloud_server.records.fleet_folder import Fleet, FleetConfig, ModelSection
+    from fleet_core.base.trees import Params
+    from fleet_core.model.layout import Layout
 
 app = terminal.application("Personalized federated learning on real edge devices.")
 app.add_typer(server_app, name="server")
@@ -108,7 +110,7 @@ def init(
     if data is not None:
         text = _first_fleet_toml(fleet, data, window, stride, name, method or DEFAULT_METHOD, model,
                                  rounds or DEFAULT_ROUNDS, seed or 0, trial, codec, _train(only, freeze))
-    made = create_fleet(fleet, text, _export)
+    made = create_fleet(fleet, text, _export, _export_train)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")
     for remark in made.remarks():
@@ -177,6 +179,15 @@ def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
     hyper, _ = schema.read(method.hyper, settings.hyper)
     return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed,
                  method=method, hyper=hyper, say=processes.say)
+
+
+def _export_train(fleet: Fleet, layout: Layout, first: Params) -> bytes:
+    """The graph ``train``. Raises ConfigError if torch or onnx is not installed."""
+    try:
+        from export.first_model import train_graph_of  # needs torch and onnx
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[export]"') from error
+    return train_graph_of(layout, fleet.method, fleet.hyper, first, seed=fleet.config.fleet.seed, say=processes.say)
 
 
 @app.command()

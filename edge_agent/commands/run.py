@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from edge_agent.commands import online_note
 from edge_agent.commands.watchdog import Watchdog
-from edge_agent.compute.worker import Trainer, TrainerProcess
+from edge_agent.compute.worker import ByEngine, Trainer, TrainerProcess
 from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import Renewal
 from edge_agent.device.process_usage import own_usage
@@ -125,7 +124,11 @@ def _trainer(settings: Settings, limits: Limits, log: Callable[[str], None]) -> 
     if settings.train.enabled and not limits.train:
         log(f"{limits.why}: this device serves and does not train ('edge-agent doctor' says more)")
         return None
-    return None if importlib.util.find_spec("torch") is None else TrainerProcess(settings.train.threads)
+    train = settings.train
+    if not train.enabled and "torch" not in limits.engines:
+        return None  # a device that only answers personalizes by the graph ``adapt``
+    trainers = {engine: TrainerProcess(train.threads, engine) for engine in limits.engines}
+    return ByEngine(trainers) if trainers else None
 
 
 def _meter(home: Path, settings: Settings) -> Meter | None:

@@ -191,9 +191,36 @@ class Child:
 
 
 class TrainerProcess(Child):
-    def __init__(self, threads: int = 1):
+    """engine: ``torch`` or ``onnx``."""
+
+    def __init__(self, threads: int = 1, engine: str = "torch"):
         environ = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        super().__init__("trainer", ["edge_agent.compute.trainer", "--threads", str(threads)], environ)
+        module = {"torch": "trainer", "onnx": "onnx_trainer"}[engine]
+        super().__init__("trainer", [f"edge_agent.compute.{module}", "--threads", str(threads)], environ)
+
+
+class ByEngine:
+    """The trainers of several engines as one: a job's header says which."""
+
+    def __init__(self, trainers: Mapping[str, Trainer]) -> None:
+        self._trainers = trainers
+
+    @property
+    def busy(self) -> bool:
+        return any(trainer.busy for trainer in self._trainers.values())
+
+    def submit(self, job: Job) -> None:
+        self._trainers[job.header["engine"]].submit(job)
+
+    def poll(self) -> Done | None:
+        return next((done for trainer in self._trainers.values() if (done := trainer.poll()) is not None), None)
+
+    def descriptors(self) -> tuple[int, ...]:
+        return tuple(d for trainer in self._trainers.values() for d in trainer.descriptors())
+
+    def stop(self) -> None:
+        for trainer in self._trainers.values():
+            trainer.stop()
 
 
 class Inline:

@@ -17,6 +17,7 @@ from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
 from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.protocol import cohort
+from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import Manifest
 
 Identity = tuple[int, str, str, str | None]
@@ -41,6 +42,7 @@ class TrainJobs:
         self._name = settings.device.name
         self._seen: Identity | None = None
         self._begun: Manifest | None = None
+        self._here = ""  # id of the graph that was found on the disk
 
     def wanted(self, manifest: Manifest) -> bool:
         """Whether this device trains in the open round and has not yet begun."""
@@ -52,7 +54,23 @@ class TrainJobs:
             and self._seen != identity(manifest)
             and cohort.includes(manifest.cohort, manifest.round, self._name)
             and not self._limits.refuses(self._service.layout.parameters(MODEL_GROUPS))
+            and bool(self.engine(manifest))
         )
+
+    def engine(self, manifest: Manifest) -> str:
+        """The engine of this manifest's jobs; empty if none can do them: without torch it takes the fleet's graph."""
+        able = (e for e in self._limits.engines if e == "torch" or manifest.steps is not None)
+        return "" if self._trainer is None else next(able, "")
+
+    def lacks(self, manifest: Manifest) -> Blob | None:
+        """The graph with which this device trains, unless it is on the disk or not needed."""
+        needed = manifest.steps is not None and self.engine(manifest) == "onnx"
+        if not needed or manifest.steps is None or manifest.steps.id == self._here:
+            return None
+        if self._home.graph(manifest.steps, "steps") is None:
+            return manifest.steps
+        self._here = manifest.steps.id
+        return None
 
     def forget(self) -> None:
         """Allows the same round to be started again."""
@@ -79,6 +97,9 @@ class TrainJobs:
             "samples": data.samples,
             "max_batch": self._limits.max_batch,
             "split": schema.plain(data),
+            "engine": self.engine(manifest),
+            "graph": self._service.graph_id or "",
+            "steps": "" if manifest.steps is None else manifest.steps.id,
         }
 
     def ended(self, done: Done) -> Manifest | None:

@@ -21,8 +21,8 @@ from fleet_core.data.episodes import Draw
 from fleet_core.learning import models
 from fleet_core.learning.augment import augmented
 from fleet_core.learning.flops import round_flops
-from fleet_core.learning.gradient_estimators import PADDED, Episode, Estimators
-from fleet_core.learning.gradients import Gradient
+from fleet_core.learning.gradient_estimators import PADDED, Episode, Estimators, entropy
+from fleet_core.learning.gradients import Gradient, direct
 from fleet_core.learning.models import outputs, to_numpy, to_torch
 from fleet_core.model.layout import Layout
 from fleet_core.training.local_round import NumpyParams, Progress, Round, TrainResult, train_one
@@ -111,6 +111,15 @@ class TorchEngine:
     def running(self, seed: int) -> Iterator[None]:
         with flushed(), _training(self._model, seed):
             yield
+
+    @contextlib.contextmanager
+    def adapting(self) -> Iterator[None]:
+        self._model.eval()
+        with flushed():
+            yield
+
+    def entropy(self, x: Samples, y: Samples) -> Gradient:
+        return direct(entropy(self._model, self._tensor(x), self._tensor(y)))
 
     def steps(
         self, adaptation: str, classes: int, hyper: Any, data: Sequence[tuple[Samples, Samples, np.random.Generator]]

@@ -98,6 +98,16 @@ class GraphEngine:
         with flushed(), np.errstate(all="ignore"):
             yield
 
+    def adapting(self) -> contextlib.AbstractContextManager[None]:
+        return self.running(0)
+
+    def entropy(self, x: Samples, y: Samples) -> Gradient:
+        """Raises BundleError if the graph has another loss."""
+        if self._opened.graph.info.loss != "entropy":
+            raise BundleError("the fleet's graph for training is not of the cross-entropy",
+                              hint="'metafleet init' makes it anew")
+        return GraphSteps(self._opened, "none", 0, None, x, y, np.random.default_rng()).entropy(x, y)
+
     def steps(
         self, adaptation: str, classes: int, hyper: Any, data: Sequence[tuple[Samples, Samples, np.random.Generator]]
     ) -> GraphSteps:
@@ -136,10 +146,10 @@ class GraphSteps:
             return self._episode(episode(*parts[0], *parts[1], self._classes))
         if self._adaptation == "fedproto":
             return self._fedproto(*parts[1])
-        query = self._entropy(*parts[1])
+        query = self.entropy(*parts[1])
         if self._adaptation == "none":
             return query
-        support, third = self._entropy(*parts[0]), parts[2] if len(parts) > 2 else parts[0]
+        support, third = self.entropy(*parts[0]), parts[2] if len(parts) > 2 else parts[0]
         if self._adaptation == "meta-sgd":
             return inner_steps.meta_sgd(support, query, self._product(*third))
         inner = hyper.inner_lr, hyper.inner_steps
@@ -147,7 +157,7 @@ class GraphSteps:
             return inner_steps.first_order(support, query, *inner)
         if self._adaptation == "maml-exact":
             return inner_steps.with_hessian(support, query, *inner, self._product(*third))
-        product = inner_steps.central_difference(self._entropy(*third), hyper.difference)
+        product = inner_steps.central_difference(self.entropy(*third), hyper.difference)
         return inner_steps.with_hessian(support, query, *inner, product)
 
     def measure(self) -> Gradient:
@@ -162,7 +172,7 @@ class GraphSteps:
 
         return gradient
 
-    def _entropy(self, x: Array, y: Array) -> Gradient:
+    def entropy(self, x: Array, y: Array) -> Gradient:
         return lambda at: self._run(at, {"x": x, "y": y})[:2]
 
     def _episode(self, batch: dict[str, Array]) -> Gradient:

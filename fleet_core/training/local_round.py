@@ -81,6 +81,12 @@ class Engine(Protocol):
     def running(self, seed: int) -> contextlib.AbstractContextManager[None]:
         """Within it steps are taken. seed: of the model's random layers."""
 
+    def adapting(self) -> contextlib.AbstractContextManager[None]:
+        """Within it a model is personalized: its random layers draw nothing."""
+
+    def entropy(self, x: Samples, y: Samples) -> Gradient:
+        """Of the mean cross-entropy of the head on all of x, y, at the whole model."""
+
     def steps(
         self, adaptation: str, classes: int, hyper: Any, data: Sequence[tuple[Samples, Samples, np.random.Generator]]
     ) -> Steps:

@@ -26,7 +26,8 @@ from cloud_server.rounds import update_receiver
 from cloud_server.rounds.members import SILENT_S, Members
 from cloud_server.rounds.uploads import Uploads
 from cloud_server.running import aggregator_process
-from edge_agent.compute.trainer import InlineTrainer, Order, TrainerJobs
+from edge_agent.compute.trainer import InlineTrainer, TrainerJobs
+from edge_agent.compute.training_jobs import Order
 from edge_agent.compute.worker import Done, Job, TrainerProcess
 from edge_agent.device.state import DeviceState, Pending
 from fleet_core.algorithms import aggregation

@@ -121,7 +121,7 @@ def test_a_loss_that_is_not_finite_ends_the_round() -> None:
     fleet = Fleet("fedavg", hyper_of("fedavg", client_lr=1e6, local_steps=20, clip_norm=0.0), [toy_samples()])
     (one,), sent = fleet.participants(), fleet.broadcast()
     huge = replace(sent, groups=trees.scale(sent.groups, np.float32(1e18)))
-    with pytest.raises(RoundError, match="the loss is (nan|inf) at step"):
+    with pytest.raises(RoundError, match=r"the loss is (nan|inf) at step"):
         local_round.train_one(GraphEngine(opened(train_graph("fedavg"))), fleet.method, fleet.layout, huge, one,
                               fleet.hyper)
 
