@@ -6,11 +6,12 @@ import contextlib
 import secrets
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from edge_agent.commands import online_note
 from edge_agent.commands.watchdog import Watchdog
-from edge_agent.compute.worker import ByEngine, Trainer, TrainerProcess
+from edge_agent.compute.worker import ByEngine, Jobs, Threaded, Trainer, TrainerProcess
 from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import Renewal
 from edge_agent.device.process_usage import own_usage
@@ -127,8 +128,18 @@ def _trainer(settings: Settings, limits: Limits, log: Callable[[str], None]) -> 
     train = settings.train
     if not train.enabled and "torch" not in limits.engines:
         return None  # a device that only answers personalizes by the graph ``adapt``
-    trainers = {engine: TrainerProcess(train.threads, engine) for engine in limits.engines}
-    return ByEngine(trainers) if trainers else None
+    if "onnx" in limits.engines:
+        allocator.share()  # the trainer's thread uses what this one has freed
+    made: dict[str, Callable[[], Trainer]] = {
+        "torch": lambda: TrainerProcess(train.threads), "onnx": lambda: Threaded(partial(_graph_jobs, train.threads)),
+    }
+    return ByEngine({engine: made[engine]() for engine in limits.engines}) if limits.engines else None
+
+
+def _graph_jobs(threads: int) -> Jobs:
+    from edge_agent.compute.onnx_trainer import GraphJobs  # an agent without it saves the memory
+
+    return GraphJobs(threads)
 
 
 def _meter(home: Path, settings: Settings) -> Meter | None:

@@ -1,13 +1,11 @@
-"""The trainer of the engine onnx: gradients by the fleet's graph ``train``, without torch."""
+"""The jobs of the engine onnx: gradients by the fleet's graph ``train``, in the agent's own process."""
 
 from __future__ import annotations
-
-import sys
 
 import numpy as np
 
 from edge_agent.compute.onnx_session import open_function, open_kind
-from edge_agent.compute.training_jobs import Order, TrainingJobs, serve_jobs, threads_of
+from edge_agent.compute.training_jobs import Order, TrainingJobs
 from fleet_core.base import storage
 from fleet_core.base.errors import BundleError
 from fleet_core.base.trees import Params
@@ -33,7 +31,9 @@ class GraphJobs(TrainingJobs):
     def _opened(self, order: Order) -> GraphEngine:
         path = order.home.graph_path(order.steps, "steps")
         graph = train_graph.unpack(storage.read_bytes(path, limit=graph_bundle.MAX_BYTES), order.layout)
-        functions = {kind: open_function(data, threads=self._threads) for kind, data in graph.graphs.items()}
+        functions = {
+            kind: open_function(data, threads=self._threads, flushed=True) for kind, data in graph.graphs.items()
+        }
 
         def embed(params: Params, x: Array) -> Array:
             bundle = graph_bundle.read(order.home.graph_path(order.graph))
@@ -44,11 +44,3 @@ class GraphJobs(TrainingJobs):
         opened = Opened(graph, functions, embed)
         check_golden(opened)
         return GraphEngine(opened)
-
-
-def main(arguments: list[str]) -> int:
-    return serve_jobs(GraphJobs(threads_of(arguments)))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

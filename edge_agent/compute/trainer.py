@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
 
-from edge_agent.compute.training_jobs import Order, TrainingJobs, serve_jobs, threads_of
-from edge_agent.compute.worker import Inline
+from edge_agent.compute.training_jobs import Order, TrainingJobs
+from edge_agent.compute.worker import Inline, Job, parse_frame, write_result
+from fleet_core.board import allocator
 from fleet_core.learning import models
 from fleet_core.learning.local_training import TorchEngine
 
@@ -35,8 +37,19 @@ class InlineTrainer(Inline):
 
 
 def main(arguments: list[str]) -> int:
-    torch.set_num_threads(threads_of(arguments))
-    return serve_jobs(TrainerJobs())
+    """The child's loop: jobs on standard input, results on standard output; ends when standard input does."""
+    allocator.keep_freed()
+    torch.set_num_threads(int(arguments[arguments.index("--threads") + 1]) if "--threads" in arguments else 1)
+    workshop, buffer = TrainerJobs(), bytearray()
+    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not mix with the frames
+    while data := os.read(source.fileno(), 1 << 20):
+        buffer += data
+        while (frame := parse_frame(buffer)) is not None:
+            header, _, used = frame
+            del buffer[:used]
+            write_result(sink, workshop.handle(Job(header["kind"], header)))
+    return 0
 
 
 if __name__ == "__main__":

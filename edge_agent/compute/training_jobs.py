@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 import time
@@ -18,21 +17,20 @@ from typing import Any
 import numpy as np
 
 from edge_agent.compute import update
-from edge_agent.compute.worker import Done, Job, parse_frame, write_result
+from edge_agent.compute.worker import Done, Job
 from edge_agent.device.local_samples import LocalData
 from edge_agent.device.manifest_method import capped, cut, hyper_of, method_of, wire
 from edge_agent.device.slots import Slots
 from edge_agent.device.state import DeviceState, state_key
 from fleet_core.algorithms.interface import ClientState, Method, Payload
 from fleet_core.base import processes, schema, storage, trees
-from fleet_core.base.errors import FleetError, MessageError, StateError
-from fleet_core.board import allocator
+from fleet_core.base.errors import FleetError, MessageError, RoundError, StateError
 from fleet_core.data.samples import Samples
 from fleet_core.model.encoded_update import method_state
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.round_messages import Manifest
-from fleet_core.training import personal_round
-from fleet_core.training.local_round import Engine, TrainResult, train_one
+from fleet_core.training import local_round, personal_round
+from fleet_core.training.local_round import Engine, TrainResult
 from fleet_core.training.round_plans import Participant
 
 
@@ -41,6 +39,15 @@ class TrainingJobs:
 
     def __init__(self) -> None:
         self._data: dict[str, Samples] = {}
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """The round in training, or the next one, ends with its present step."""
+        self._cancelled = True
+
+    def _progress(self, done: int, steps: int) -> None:
+        if self._cancelled:
+            raise RoundError(f"stopped after {done} of {steps} steps")
 
     def engine(self, order: Order) -> Engine:
         raise NotImplementedError
@@ -82,8 +89,10 @@ class TrainingJobs:
         """The local steps of one round."""
         samples = self._samples(order)
         one = Participant(state, samples.x, samples.y, np.random.default_rng(order.seed))
-        return train_one(self.engine(order), order.method, order.layout, broadcast, one, order.hyper,
-                         moving=order.layout.moving(order.manifest.train))
+        return local_round.train_one(
+            self.engine(order), order.method, order.layout, broadcast, one, order.hyper, self._progress,
+            moving=order.layout.moving(order.manifest.train),
+        )
 
     def _adapt(self, order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
         """The served weights after gradient steps."""
@@ -163,22 +172,3 @@ def peak_mib() -> float:
     """The most memory that this process has held; Linux counts in KiB, macOS in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1 << 20) if sys.platform == "darwin" else peak / 1024
-
-
-def serve_jobs(jobs: TrainingJobs) -> int:
-    """A child's loop: jobs on standard input, results on standard output. Ends when standard input does."""
-    allocator.keep_freed()
-    buffer = bytearray()
-    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not mix with the frames
-    while data := os.read(source.fileno(), 1 << 20):
-        buffer += data
-        while (frame := parse_frame(buffer)) is not None:
-            header, _, used = frame
-            del buffer[:used]
-            write_result(sink, jobs.handle(Job(header["kind"], header)))
-    return 0
-
-
-def threads_of(arguments: list[str]) -> int:
-    return int(arguments[arguments.index("--threads") + 1]) if "--threads" in arguments else 1

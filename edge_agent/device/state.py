@@ -8,6 +8,7 @@
     methods/{key}/made-{life}.safetensors    an update that the trainer made, until the agent takes it
     methods/{key}/pending.safetensors    the pending update and the state after it; becomes the state by one rename
                                          when the update is counted
+    training.json                        how often this round was begun, while the engine onnx trains it
     clock.json                           the highest sequence number and signed time seen
 
 Training state is keyed by fleet, method, version, layout and dual epoch; states of different keys never mix. A damaged

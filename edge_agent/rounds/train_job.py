@@ -6,19 +6,25 @@ writes the update and the state after it there (``edge_agent.compute.update``); 
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from edge_agent.compute.worker import Done, Job, Trainer
 from edge_agent.device.state import DeviceState, state_key
 from edge_agent.inference.service import Service
 from edge_agent.rounds.costs import AgentCosts
-from fleet_core.base import schema
+from fleet_core.base import schema, storage
+from fleet_core.base.errors import RoundError, StateError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
 from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.protocol import cohort
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import Manifest
+
+ATTEMPTS = 5
+"""An agent that ended so often while it trained the same round leaves it out: a round that takes more memory than there
+is would end it again and again."""
 
 Identity = tuple[int, str, str, str | None]
 """Number of a round, key of the training state, weights to train from, arrays to train."""
@@ -78,10 +84,12 @@ class TrainJobs:
 
     def begin(self, manifest: Manifest, per_device: str = "") -> None:
         """Starts the training; the training model is on the disk. per_device: id of the weights that this device alone
-        received, or empty."""
+        received, or empty. Raises RoundError."""
         if self._trainer is None:
             return
         self._seen, self._begun = identity(manifest), manifest
+        if self.engine(manifest) == "onnx":
+            self._count_attempt(manifest)
         self._accounts.begin("train")
         self._trainer.submit(Job("train", {**self.header(manifest), "given": per_device}))
 
@@ -102,9 +110,23 @@ class TrainJobs:
             "steps": "" if manifest.steps is None else manifest.steps.id,
         }
 
+    def _count_attempt(self, manifest: Manifest) -> None:
+        """The engine onnx trains in the agent's own process. Raises RoundError after ``ATTEMPTS``."""
+        path, asked = self._home.folder / "training.json", list(identity(manifest))
+        try:
+            held = json.loads(storage.read_bytes(path, limit=4096))
+            before = int(held["attempts"]) if held["round"] == asked else 0
+        except (StateError, ValueError, KeyError, TypeError):
+            before = 0
+        if before >= ATTEMPTS:
+            raise RoundError(f"the agent ended {before} times while it trained this round: is there too little memory?",
+                             hint="[train] max_batch and max_parameters in device.toml")
+        storage.write_json(path, {"round": asked, "attempts": before + 1}, mode=0o600)
+
     def ended(self, done: Done) -> Manifest | None:
         """Adds up the job's costs; returns the manifest that it was started for."""
         self._accounts.end("train", done.header.get("flops"))
+        (self._home.folder / "training.json").unlink(missing_ok=True)
         begun, self._begun = self._begun, None
         return begun
 

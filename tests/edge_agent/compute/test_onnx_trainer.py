@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +15,16 @@ import pytest
 from cloud_server.records import training_graph
 from cloud_server.records.ledger_tables import Device, Evaluation, Update
 from edge_agent.compute.onnx_trainer import GraphJobs
-from edge_agent.compute.worker import Inline
+from edge_agent.compute.worker import Done, Inline, Job, Threaded
 from edge_agent.device.state import DeviceState
+from edge_agent.rounds.train_job import ATTEMPTS
 from fleet_core.base import storage, trees
+from fleet_core.base.errors import RoundError
 from fleet_core.model import graph_bundle, train_graph
 from fleet_core.model.layout import Layout
 from fleet_core.training.graph_engine import GraphSteps
-from tests.support.inprocess import World, config_text, toy, world
+from tests.support.inprocess import Killed, World, config_text, toy, world
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "no_fsync")
 
@@ -193,4 +198,103 @@ def test_the_jobs_keep_one_graph_open(tmp_path: Path) -> None:
     w.start_server()
     assert w.pump(lambda: w.closed() == 3)
     assert len(jobs._engines) == 1
+    w.close()
+
+
+def test_an_agent_that_ends_in_the_same_round_again_and_again_leaves_it_out(tmp_path: Path) -> None:
+    """As where the system kills it for its memory."""
+    w = world(tmp_path, config_text("pfldyn-proto", rounds=2, devices=2), train_graph=True)
+    w.start_server()
+    w.start_agent("d0", toy(0))
+    w.start_agent("d1", toy(1), engine="onnx")
+    for _ in range(ATTEMPTS):
+        w.trainers["d1"].inner = Inline(lambda job: raising())
+        with pytest.raises(Killed):
+            w.pump(lambda: False)
+        w.kill_agent("d1")
+        w.start_agent("d1", engine="onnx")
+    assert w.pump(lambda: w.logged("the agent ended 5 times while it trained this round")), w.lines[-20:]
+    assert w.pump(lambda: w.closed() == 2, tick_s=1.0), w.lines[-20:]
+    assert (1, "d1") not in counted(w)
+    assert (2, "d1") in counted(w)
+    w.close()
+
+
+def raising() -> Any:
+    raise Killed
+
+
+def test_a_thread_gives_results_one_after_the_other_and_lets_its_memory_go(tmp_path: Path) -> None:
+    made: list[Slow] = []
+
+    def make() -> Slow:
+        made.append(Slow())
+        return made[-1]
+
+    worker = Threaded(make)
+    for number in range(2):
+        worker.submit(Job("train", {"n": number}))
+        assert worker.busy
+        with pytest.raises(RoundError, match="busy"):
+            worker.submit(Job("train", {}))
+        made[-1].go.set()
+        select.select(worker.descriptors(), [], [], PATIENCE_S)
+        done = worker.poll()
+        assert done is not None
+        assert done.header == {"n": number}
+        assert worker.descriptors() == ()
+        assert worker.poll() is None
+    assert len(made) == 1
+    worker.stop()
+    worker.submit(Job("train", {"n": 2}))
+    assert len(made) == 2
+    worker.stop()
+    assert made[1].cancelled
+    assert worker.descriptors() == ()
+
+
+class Slow:
+    """Ends when it is told to, or cancelled."""
+
+    def __init__(self) -> None:
+        self.go, self.cancelled = threading.Event(), False
+
+    def handle(self, job: Job) -> Done:
+        self.go.wait(PATIENCE_S)
+        return Done(job.kind, job.header)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.go.set()
+
+
+def test_what_ends_the_thread_is_an_error_of_the_job() -> None:
+    class Broken(Slow):
+        def handle(self, job: Job) -> Done:
+            raise SystemExit(3)
+
+    worker = Threaded(Broken)
+    worker.submit(Job("adapt", {}))
+    select.select(worker.descriptors(), [], [], PATIENCE_S)
+    done = worker.poll()
+    assert done is not None
+    assert "SystemExit" in done.error
+
+
+def test_a_cancelled_round_ends_with_its_step_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = world(tmp_path, config_text("pfldyn-proto", rounds=1, devices=1), train_graph=True)
+    w.start_agent("d0", toy(0), engine="onnx")
+    jobs, run = GraphJobs(), GraphSteps._run
+
+    def cancelling(self: GraphSteps, at: Any, batch: Any) -> Any:
+        jobs.cancel()
+        return run(self, at, batch)
+
+    monkeypatch.setattr(GraphSteps, "_run", cancelling)
+    w.trainers["d0"].inner = Inline(jobs.handle)
+    w.start_server()
+    assert w.pump(lambda: w.logged("stopped after 1 of 3 steps")), w.lines[-10:]
+    assert not list(DeviceState(w.folder / "devices" / "d0").folder.rglob("made-*"))
     w.close()

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 import firmware_profiles
 from cloud_server.commands.cli import app
 from cloud_server.records.ledger_tables import Evaluation
-from edge_agent.compute import training_jobs
 from edge_agent.device.manifest_method import capped
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.errors import ConfigError
@@ -25,6 +24,7 @@ from fleet_core.board import profile as profiles
 from fleet_core.board.limits import Limits, Wish
 from fleet_core.board.probe import Machine
 from fleet_core.board.profile import Can, Profile
+from fleet_core.training import local_round
 from tests.support.inprocess import World, config_text, toy, world
 from tests.support.world_checks import finished, statuses
 
@@ -397,14 +397,14 @@ def test_a_board_too_small_for_the_model_answers_and_does_not_train_and_the_oper
 
 def test_a_trainer_receives_the_boards_batch(fleet: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, set[int]] = {}
-    trained = training_jobs.train_one
+    trained = local_round.train_one
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
         seen = next(a for a in arguments if hasattr(a, "support_batch"))
         sizes.setdefault(str(seen.support_batch), set()).add(seen.query_batch)
         return trained(*arguments, **keywords)
 
-    monkeypatch.setattr(training_jobs, "train_one", noted)
+    monkeypatch.setattr(local_round, "train_one", noted)
     fleet.start_server()
     fleet.start_agent("d0", toy(0), limits=Limits(True, "", None, 4))
     fleet.start_agent("d1", toy(1))
