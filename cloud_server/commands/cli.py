@@ -59,6 +59,8 @@ def demo(
         "--support-seconds", min=1e-3, help="Seconds of samples that a new device learns from; default: 300 for heart "
         "beats, 60 % of the device's time for a file.")] = None,
     meter_watts: Annotated[tuple[float, float] | None, typer.Option(metavar="IDLE BUSY")] = None,
+    engine: Annotated[str, typer.Option(metavar="torch|onnx", help="What trains on the devices; onnx: without torch.")]
+    = "torch",
     as_json: JSON = False,
 ) -> None:
     """Run a broker, an aggregator and real agents on this machine, from training to personalized answers."""
@@ -68,7 +70,7 @@ def demo(
     options = Options(
         devices=devices, new_devices=new_devices, rounds=rounds, method=method, data=data, seed=seed,
         baseline=baseline, support_s=support_s, meter_watts=meter_watts, window=window, stride=stride,
-        codec=codec,
+        codec=codec, engine=engine,
     )
     shown = demonstration.run(options, out, broker, show=processes.say if as_json else print)
     if as_json:
@@ -95,8 +97,10 @@ def init(
     trial: Annotated[
         bool | None,
         typer.Option(help="Try models on the samples for about a minute and use the best; default: for a file, if no "
-                          "--model is given."),
+   "--model is given."),
     ] = None,
+    graph: Annotated[bool, typer.Option("--train-graph/--no-train-graph", help="Make the graph with which devices "
+                                        "train without torch.")] = True,
 ) -> None:
     """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that has a fleet.toml."""
     from cloud_server.identity.create_fleet import create_fleet
@@ -110,7 +114,7 @@ def init(
     if data is not None:
         text = _first_fleet_toml(fleet, data, window, stride, name, method or DEFAULT_METHOD, model,
                                  rounds or DEFAULT_ROUNDS, seed or 0, trial, codec, _train(only, freeze))
-    made = create_fleet(fleet, text, _export, _export_train)
+    made = create_fleet(fleet, text, _export, _export_train if graph else None)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")
     for remark in made.remarks():
