@@ -14,7 +14,7 @@ import numpy as np
 import onnxruntime
 import torch
 from onnx import helper
-from torch import Tensor
+from torch import Tensor, nn
 
 from export.graph import GOLDEN_SAMPLES, IR_VERSION, MIN_ONNXRUNTIME, OPSET, TRACED_SAMPLES, samples
 from export.trace import exported
@@ -39,6 +39,9 @@ MAX_RELATIVE = 2e-5
 SIZES = ((1, 1), (3, 2), (8, 5))
 """(samples, classes) that the graph is checked with, beside those it was traced with."""
 
+MAX_UNROLLED = 20
+"""Steps of a recurrent layer in a graph, where each has nodes of its own."""
+
 HINT = "devices of this fleet need torch to train"
 
 
@@ -51,6 +54,7 @@ def export_train(layout: Layout, method: Method, hyper: Any, initial: Params, se
         raise BundleError(f"the personal groups of {method.name} are over {MAX_FIRST_BYTES >> 20} MiB", hint=HINT)
     loss, product, constants = NEEDS[method.adaptation]
     network = build(layout)
+    _check_recurrent(layout, network, product)
     info = TrainInfo(
         FORMAT, layout.hash, seed, loss, {name: schema.plain(getattr(hyper, name)) for name in constants}, product,
         flops_per_sample(network, layout), RTOL, IR_VERSION, OPSET, MIN_ONNXRUNTIME,
@@ -65,6 +69,15 @@ def export_train(layout: Layout, method: Method, hyper: Any, initial: Params, se
     graph = TrainGraph(layout, info, graphs, {"x": x, "y": y, **golden}, graph.first)
     check(graph, reference)
     return graph
+
+
+def _check_recurrent(layout: Layout, network: Network, product: bool) -> None:
+    layer = next((type(m).__name__ for m in network.modules() if isinstance(m, nn.RNNBase)), None)
+    steps = layout.input.shape[-1]
+    if layer is not None and (product or steps > MAX_UNROLLED):
+        why = "whose second derivative is no graph" if product else f"over {steps} steps"
+        raise BundleError(f"the model '{layout.model}' has recurrent layers ({layer}), {why}",
+                          expected=f"at most {MAX_UNROLLED} steps, and a method of first derivatives", hint=HINT)
 
 
 class Reference:
