@@ -118,7 +118,8 @@ def _embed(layout: Layout) -> Callable[[Params, Array], Array]:
 def _round(engine: Engine, layout: Layout, name: str, hyper: Any, first: Params, seed: int) -> TrainResult:
     method = METHODS[name]
     wire = layout.extended(method.down, method.shared)
-    state = method.server.init(wire.ordered({**wire.zeros(method.down), **first}), hyper)
+    whole = wire.ordered({**wire.zeros(method.down), **first})
+    state = method.server.init(trees.only(whole, method.received), hyper)
     sent = method.server.broadcast(state)
     broadcast = Payload(trees.apply(lambda a: a.astype(np.float32), sent.groups),
                         {**sent.scalars, "round": 1.0, "seed": 0.0})
