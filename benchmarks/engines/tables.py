@@ -51,7 +51,7 @@ def _distances(row: Mapping[str, Any]) -> list[str]:
 
 def models(found: Mapping[str, Any]) -> str:
     head = ("model", "parameters", "limit", "method", "onnx to torch", "onnx to double", "torch to double", "passed",
-            "step, × torch", "graph, kB", "made in, s")
+            "step, of torch's", "graph, kB", "made in, s")
     rows = []
     for name, case in found["models"].items():
         for method, row in case["estimators"].items():
